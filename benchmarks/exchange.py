@@ -89,10 +89,10 @@ def rows_a_second(worker: Any, rule: rules.Rule | None, params: list[Any], share
         time.sleep(pause)
         left = rule.count_steps_left(state)
         state.step += 1
-        state.since += 1
+        state.steps_since_exchange += 1
         if left == 1:
             rule.exchange(worker, state)
-            state.since = 0
+            state.steps_since_exchange = 0
     worker.barrier("end")
     return total / (time.perf_counter() - began)
 

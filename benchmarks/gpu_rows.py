@@ -17,9 +17,9 @@ import numpy as np
 import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading, interleaved, quartiles, size
 from synkhronos import ranks
-from synkhronos.data.shared_memory import to_shared_array
+from synkhronos.data.shared_memory import get_array_location
 from synkhronos.devices.cuda.staging import check_result
-from synkhronos.ranks import Command, Rank, SharedArray
+from synkhronos.ranks import ArrayLocation, Command, Rank
 
 WIDTH = 784
 
@@ -28,7 +28,7 @@ WIDTH = 784
 class Copy(Command):
     """Copy a run of rows to each rank's GPU, by the driver alone."""
 
-    location: SharedArray
+    location: ArrayLocation
     rows: int
     nbytes: int
 
@@ -73,7 +73,7 @@ def main() -> None:
         index = rng.permutation(len(data))[: rows * count]
         f(data, batch=index)
         assert (synk.get_value(0, last) == data[index[rows - 1]]).all()
-        copy = Copy(to_shared_array(data), rows, nbytes)
+        copy = Copy(get_array_location(data), rows, nbytes)
 
         def by_index(index: np.ndarray = index) -> None:
             f(data, batch=index)

@@ -38,7 +38,9 @@ def main(arguments: list[str]) -> None:
     """
     if arguments and arguments[0] in _COMMANDS:
         *_, module = _COMMANDS[arguments[0]]
-        sys.exit(importlib.import_module(f"synkhronos.{module}").main(arguments[1:]))
+        if status := importlib.import_module(f"synkhronos.{module}").main(arguments[1:]):
+            sys.exit(status)
+        return
     parser = _make_parser()
     if not arguments:
         parser.error("expected a command or a program; see --help")

@@ -1,7 +1,7 @@
 """Start and end of the ranks.
 
 ``fork`` chooses the number of ranks, their machines and their device.  It starts the session and runs its first
-command, which initializes each rank's device.  Workers are forks of this process, or new processes where a fork could
+command, which prepares each rank.  Workers are forks of this process, or new processes where a fork could
 not compute: after JAX has run here, and on other hosts.
 """
 
@@ -48,7 +48,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True, slots=True)
 class _SetUpRank(Command):
-    """Initialize each rank's device, seed its global generators and set its cores.
+    """Prepare a rank: pin it to its cores, choose its device, and seed its global generators.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ class _SetUpRank(Command):
     seeds : tuple of bytes
         Seeds of NumPy's and Python's global generators.
     cores : tuple of tuple of int
-        Cores of each rank; empty if ranks are not bound to cores.
+        Cores of each rank; empty if ranks are not pinned to cores.
     gpu_numbers : tuple of int
         Number of each rank's GPU among those of its host, for the ranks of all hosts; empty if there is one host.
     """
@@ -69,11 +69,11 @@ class _SetUpRank(Command):
     cores: tuple[tuple[int, ...], ...] = ()
     gpu_numbers: tuple[int, ...] = ()
 
-    def without_rank(self, number: int) -> _SetUpRank:
+    def without_rank(self, rank: int) -> _SetUpRank:
         """Return a copy of the command without the GPU and cores of one rank."""
-        gpus = self.gpus[:number] + self.gpus[number + 1 :]
-        numbers = self.gpu_numbers[:number] + self.gpu_numbers[number + 1 :]
-        return replace(self, gpus=gpus, cores=self.cores[:number] + self.cores[number + 1 :], gpu_numbers=numbers)
+        gpus = self.gpus[:rank] + self.gpus[rank + 1 :]
+        numbers = self.gpu_numbers[:rank] + self.gpu_numbers[rank + 1 :]
+        return replace(self, gpus=gpus, cores=self.cores[:rank] + self.cores[rank + 1 :], gpu_numbers=numbers)
 
     def run(self, rank: Rank) -> None:
         if rank.number < len(self.cores):  # before any library starts threads
@@ -89,9 +89,9 @@ class _SetUpRank(Command):
         rank.device = device = get_device(self.device_name)
         if device is HOST:
             force_cpu()
-        local_ranks = rank.control.local_ranks
+        local_ranks = rank.local_ranks
         index, gpus = rank.number - local_ranks.start, self.gpus
-        if rank.root not in local_ranks:
+        if rank.master_rank not in local_ranks:
             numbers = self.gpu_numbers[local_ranks.start : local_ranks.stop]
             if (
                 device is HOST or max(numbers) < get_n_gpu()
@@ -122,7 +122,7 @@ def fork(
     hosts: Sequence[str] | str | None = None,
     host_timeout: float = HOST_TIMEOUT,
 ) -> int:
-    """Start the ranks: a worker for each rank but the master.  Each rank has a device of its own.
+    """Start the ranks: a worker for each rank but the master.  Each rank gets a device.
 
     Parameters
     ----------
@@ -201,21 +201,21 @@ def fork(
     return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
 
 
-def fork_bound(
+def fork_pinned(
     n_parallel: int,
     use_gpu: bool,
     cores: Sequence[Sequence[int]],
     hosts: Sequence[str] = (),
     log: IO[str] | None = None,
 ) -> int:
-    """Start the ranks like `fork`, each bound to its own cores.
+    """Start the ranks like `fork`, each pinned to its own cores.
 
     Parameters
     ----------
     n_parallel : int
     use_gpu : bool
     cores : sequence of sequence of int
-        Cores of each rank on this host; empty if ranks are not bound to cores.
+        Cores of each rank on this host; empty if ranks are not pinned to cores.
     hosts : sequence of str
     log : file, optional
         File for the output of other hosts.
@@ -287,8 +287,8 @@ def _fork(
     gpu_numbers = (
         () if link is None else tuple(i for ranks_there in link.ranks_by_host for i in range(len(ranks_there)))
     )
-    setup_command = _SetUpRank(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
-    ranks.fork(size, master_rank, profile_workers, timeout, setup_command, is_fork_unsafe(), link)
+    first_command = _SetUpRank(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
+    ranks.fork(size, master_rank, profile_workers, timeout, first_command, is_fork_unsafe(), link)
     return size
 
 
@@ -311,7 +311,7 @@ def bytes_sent() -> int:
     0
     >>> synk.close()
     """
-    return ranks.get_session().link.bytes_sent
+    return ranks.get_session().bytes_sent
 
 
 def close() -> None:

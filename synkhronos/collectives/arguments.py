@@ -15,11 +15,11 @@ from synkhronos.casts import check_dense
 from synkhronos.checks import check_choice, check_distinct, check_list, describe
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share
-from synkhronos.data.shared_memory import check_session, copy_to_shared, to_shared_array
+from synkhronos.data.shared_memory import check_session, copy_to_shared, get_array_location
 from synkhronos.devices import Selection
 from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
 from synkhronos.graphs import library_of
-from synkhronos.ranks import Session, SharedArray, WeakKeyDict
+from synkhronos.ranks import ArrayLocation, Session, WeakKeyDict
 from synkhronos.replication.replicator import Replicator, is_registered
 
 
@@ -153,8 +153,8 @@ def _convert(variable: Any, value: Any) -> np.ndarray:
     try:
         return library_of(variable).filter(any_shape, value, allow_downcast=variable.container.allow_downcast)
     except (TypeError, ValueError, AttributeError) as error:
-        wrong = ValueError if isinstance(error, ValueError) else TypeError
-        raise wrong(f"values: {describe(variable)} can't take {type(value).__name__}: {error}") from None
+        error_class = ValueError if isinstance(error, ValueError) else TypeError
+        raise error_class(f"values: {describe(variable)} can't take {type(value).__name__}: {error}") from None
 
 
 def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
@@ -200,7 +200,7 @@ def select_all_rows(value: Data) -> range:
     return range(len(value)) if value.ndim else range(1)
 
 
-def put_selection(selection: Selection, buffers: list[Data]) -> range | SharedArray:
+def put_selection(selection: Selection, buffers: list[Data]) -> range | ArrayLocation:
     """Return the description of a selection for a command.  Indexes are put into shared memory.
 
     Their Data object is appended to ``buffers``, which the caller keeps until the command has run.
@@ -209,12 +209,12 @@ def put_selection(selection: Selection, buffers: list[Data]) -> range | SharedAr
         return selection
     index = copy_to_shared(selection)
     buffers.append(index)
-    return to_shared_array(index)
+    return get_array_location(index)
 
 
-def put_rank_selections(selection: Selection, size: int, buffers: list[Data]) -> list[range | SharedArray]:
+def put_rank_selections(selection: Selection, size: int, buffers: list[Data]) -> list[range | ArrayLocation]:
     """Return the descriptions of each rank's share of a selection; see `put_selection`."""
-    rows, bounds = put_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
+    rows, shares = put_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):
-        return [rows[share] for share in bounds]
-    return [rows.slice_items(share.start, share.stop) for share in bounds]
+        return [rows[share] for share in shares]
+    return [rows.slice_items(share.start, share.stop) for share in shares]

@@ -38,7 +38,7 @@ from synkhronos.collectives.commands import (
 )
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share, select_rows
-from synkhronos.data.shared_memory import to_shared_array
+from synkhronos.data.shared_memory import get_array_location
 from synkhronos.graphs import library_of
 from synkhronos.ranks import Session, WeakKeyDict
 from synkhronos.replication.random_streams import reset_streams
@@ -101,7 +101,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
             session.run(Broadcast(distribute_variables(session, arrays), nccl))
             return
         rows = tuple(select_all_rows(value) for value in shared_values)
-        descriptions = tuple(to_shared_array(value) for value in shared_values)
+        descriptions = tuple(get_array_location(value) for value in shared_values)
         session.run(Assign(distribute_variables(session, arrays), descriptions, (rows,) * session.size))
 
 
@@ -149,9 +149,9 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
         selections = [select_rows(batch, len(value)) for value in shared_values]
         for variable, value, selection in zip(variables, shared_values, selections, strict=True):
             for r in range(session.size):
-                bounds = get_share(len(selection), session.size, r)
-                check_shape(variable, (bounds.stop - bounds.start, *value.shape[1:]))
-        descriptions = tuple(to_shared_array(value) for value in shared_values)
+                share = get_share(len(selection), session.size, r)
+                check_shape(variable, (share.stop - share.start, *value.shape[1:]))
+        descriptions = tuple(get_array_location(value) for value in shared_values)
         buffers: list[Data] = []
         by_variable = [put_rank_selections(selection, session.size, buffers) for selection in selections]
         session.run(
@@ -439,7 +439,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
             session.run(SetGenerators(keys, [value for _, value in states], only_rank=rank))
         if not variables:
             return
-        descriptions = tuple(to_shared_array(value) for value in shared_values)
+        descriptions = tuple(get_array_location(value) for value in shared_values)
         nothing = (None,) * len(variables)
         session.run(
             Assign(

@@ -1,8 +1,8 @@
 """The commands that the collectives send to the ranks.
 
-A command that transfers arrays of several ranks begins with `gather_layouts`.  Then all ranks derive from the same data
-whether the collective is possible, and which communicator transfers the arrays: that of their device, or that of the
-host.  So nothing is changed before all checks have passed on every rank.
+A command that transfers arrays of several ranks begins with `prepare_copies`, an all-gather of layouts.  Then all
+ranks derive from the same data whether the collective is possible, and which communicator transfers the arrays: that of
+their device, or that of the host.  So nothing is changed before all checks have passed on every rank.
 
 A repeated `all_reduce`, as in a training loop, only compares a digest while the layouts don't change (`AllReducePlan`).
 """
@@ -21,7 +21,7 @@ from synkhronos.checks import describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, get_array_device, get_device
 from synkhronos.graphs import GraphLibrary, library_of
-from synkhronos.ranks import BoundedCache, Command, Rank, RowAccess, SharedArray
+from synkhronos.ranks import ArrayLocation, BoundedCache, Command, Rank, RowAccess
 from synkhronos.replication.random_streams import jump_to_rank
 
 
@@ -33,11 +33,11 @@ class _Transfer(NamedTuple):
     transport: Device
 
 
-class _TransferPlans(BoundedCache[Any, list[_Transfer]]):
-    """A rank's plans of transfers, by the layouts of all ranks."""
+class _TransferCache(BoundedCache[Any, list[_Transfer]]):
+    """A rank's transfers, by the layouts of all ranks."""
 
 
-def _plan_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
+def _choose_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
     """Return the transfer of each variable, from each rank's (shape, dtype, device name) of all variables."""
     transfers = []
     for layouts in zip(*by_rank, strict=True):
@@ -48,8 +48,10 @@ def _plan_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
     return transfers
 
 
-def gather_layouts(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_changed: bool = False) -> list[VariableCopy]:
-    """All-gather the layouts of variables, and connect the ranks; a collective operation.
+def prepare_copies(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_changed: bool = False) -> list[VariableCopy]:
+    """Return this rank's copies of variables, with the layouts of all ranks' copies; a collective operation.
+
+    The ranks are connected if their devices transfer arrays directly.
 
     Parameters
     ----------
@@ -68,10 +70,10 @@ def gather_layouts(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
     communicator = rank.device.get_communicator(rank)
     all_gather = rank.all_gather if is_changed else rank.all_gather_cached
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
-    plans = rank.registry.get(_TransferPlans)
-    transfers = plans.get((by_rank, nccl))
+    cache = rank.registry.get(_TransferCache)
+    transfers = cache.get((by_rank, nccl))
     if transfers is None:
-        transfers = plans[by_rank, nccl] = _plan_transfers(by_rank, nccl)
+        transfers = cache[by_rank, nccl] = _choose_transfers(by_rank, nccl)
     copies = [VariableCopy(rank, shared, transfer) for shared, transfer in zip(shareds, transfers, strict=True)]
     if any(transfer.transport is rank.device for transfer in transfers):
         communicator.connect(generations)
@@ -138,7 +140,7 @@ class VariableCopy:
 
     def raise_on_all_ranks(self, message: str) -> NoReturn:
         """Raise ValueError; called on all ranks."""
-        self._rank.raise_collectively(ValueError(message))
+        self._rank.raise_on_all_ranks(ValueError(message))
 
     def check_equal_shapes(self, collective: str) -> None:
         """Raise ValueError on all ranks if the ranks' shapes differ."""
@@ -169,16 +171,16 @@ class Broadcast(Command):
 
     def run(self, rank: Rank) -> None:
         """Send or receive each variable's value."""
-        for variable in gather_layouts(rank, self.keys, self.nccl):
+        for variable in prepare_copies(rank, self.keys, self.nccl):
             if rank.is_master:
-                variable.communicator.broadcast(variable.get_contiguous(), rank.root)
+                variable.communicator.broadcast(variable.get_contiguous(), rank.master_rank)
                 continue
-            if variable.layouts[rank.number] == variable.layouts[rank.root]:
+            if variable.layouts[rank.number] == variable.layouts[rank.master_rank]:
                 array = variable.get_writable()
             else:
                 # A new array, so that the variable keeps its old value if a rank fails.
-                array = variable.transport.empty(*variable.layouts[rank.root])
-            variable.communicator.broadcast(array, rank.root)
+                array = variable.transport.empty(*variable.layouts[rank.master_rank])
+            variable.communicator.broadcast(array, rank.master_rank)
             variable.store(array)
 
 
@@ -190,15 +192,15 @@ class Assign(Command):
     ----------
     keys : tuple
         Keys of the variables.
-    values : tuple of SharedArray
+    values : tuple of ArrayLocation
         One for each variable.
-    rows : tuple of tuple of (range, SharedArray or None)
+    rows : tuple of tuple of (range, ArrayLocation or None)
         For each rank, its rows of each value.  None: the variable is not changed.
     """
 
     keys: tuple[Any, ...]
-    values: tuple[SharedArray, ...]
-    rows: tuple[tuple[range | SharedArray | None, ...], ...]
+    values: tuple[ArrayLocation, ...]
+    rows: tuple[tuple[range | ArrayLocation | None, ...], ...]
 
     def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
         """Yield the rows of the values that ``ranks`` read."""
@@ -231,11 +233,11 @@ class Gather(Command):
     def run(self, rank: Rank) -> Any:
         """Return a list with the gathered values of each variable in the master, a list of None in workers."""
         results = []
-        for variable in gather_layouts(rank, self.keys, self.nccl):
+        for variable in prepare_copies(rank, self.keys, self.nccl):
             result = out = None
             if rank.is_master:
                 result, out = _allocate_gathered(variable.transport, variable.layouts, self.nd_up)
-            variable.communicator.gather(variable.get_contiguous(), rank.root, variable.layouts, out)
+            variable.communicator.gather(variable.get_contiguous(), rank.master_rank, variable.layouts, out)
             results.append(result)
         return results
 
@@ -249,7 +251,7 @@ class AllGather(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables can be concatenated, then gather them."""
-        variables = gather_layouts(rank, self.keys, self.nccl)
+        variables = prepare_copies(rank, self.keys, self.nccl)
         for variable in variables:
             if not _can_concatenate(variable.layouts):
                 shapes = variable.format_shapes()
@@ -274,7 +276,7 @@ class ReduceScatter(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables have equal shapes that can be divided, then reduce."""
-        variables = gather_layouts(rank, self.keys, self.nccl)
+        variables = prepare_copies(rank, self.keys, self.nccl)
         shares = []
         for variable in variables:
             variable.check_equal_shapes("reduce_scatter")
@@ -317,7 +319,7 @@ class Reduce(Command):
         """Check that shapes are equal, then reduce; return the results in the master."""
         if rank.size == 1 and self.in_place:
             return []  # a reduction over one rank is that rank's value
-        variables = gather_layouts(rank, self.keys, self.nccl)
+        variables = prepare_copies(rank, self.keys, self.nccl)
         for variable in variables:
             variable.check_equal_shapes("reduce")
         in_place, results = self.in_place and rank.is_master, []
@@ -327,7 +329,7 @@ class Reduce(Command):
                 out = variable.get_writable() if in_place else variable.transport.empty(*layout)
             # No local variable for the argument, since `Device.rewrap` checks for other references to it.
             variable.communicator.reduce(
-                out if in_place else variable.get_contiguous(), self.op, rank.root, out, layout, range(rank.size)
+                out if in_place else variable.get_contiguous(), self.op, rank.master_rank, out, layout, range(rank.size)
             )
             if in_place:
                 variable.store(out)
@@ -346,9 +348,9 @@ class AllReduceValues(Command):
     def run(self, rank: Rank) -> None:
         """Check that shapes are equal, then reduce."""
         if rank.size > 1:
-            self.plan(rank).all_reduce(rank, self.op)
+            self.get_plan(rank).all_reduce(rank, self.op)
 
-    def plan(self, rank: Rank) -> AllReducePlan:
+    def get_plan(self, rank: Rank) -> AllReducePlan:
         """Return the plan, after a check that all ranks have the same plan; a collective operation."""
         plans = rank.registry.get(_AllReducePlans)
         last, is_changed = plans.get(self), False
@@ -356,7 +358,7 @@ class AllReduceValues(Command):
             if rank.all_equal(last.digest):
                 return last
             is_changed = True
-        variables = gather_layouts(rank, self.keys, self.nccl, is_changed)
+        variables = prepare_copies(rank, self.keys, self.nccl, is_changed)
         for variable in variables:
             variable.check_equal_shapes("all_reduce")
         plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, variables)
@@ -443,7 +445,7 @@ class GetValue(Command):
     def run(self, rank: Rank) -> Any:
         """Return the value of each variable on rank ``source`` in the master, an empty list in workers."""
         results = []
-        for variable in gather_layouts(rank, self.keys):
+        for variable in prepare_copies(rank, self.keys):
             layouts: list[ArrayLayout | None] = [None] * rank.size
             layouts[self.source] = variable.layouts[self.source]
             own = variable.get_contiguous(HOST) if rank.number == self.source else None
@@ -451,7 +453,7 @@ class GetValue(Command):
             if rank.is_master:
                 out = [None if layout is None else np.empty(*layout) for layout in layouts]
                 results.append(out[self.source])
-            HOST.get_communicator(rank).gather(own, rank.root, layouts, out)
+            HOST.get_communicator(rank).gather(own, rank.master_rank, layouts, out)
         return results
 
 
@@ -463,7 +465,7 @@ class GetShapes(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return each rank's layout of each variable, by variable."""
-        return [variable.layouts for variable in gather_layouts(rank, self.keys)]
+        return [variable.layouts for variable in prepare_copies(rank, self.keys)]
 
 
 @dataclass(frozen=True, slots=True)

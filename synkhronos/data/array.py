@@ -19,7 +19,7 @@ from synkhronos import ranks
 from synkhronos.casts import NUMBER_KINDS, as_numbers, cast, check_cast
 from synkhronos.checks import check_at_least, check_flag, check_name, check_number
 from synkhronos.graphs import library_of
-from synkhronos.ranks import SharedArray
+from synkhronos.ranks import ArrayLocation
 
 
 class Data:
@@ -242,14 +242,14 @@ class Data:
 
     # -- internal: the call lock is held; other packages use `shared_memory` -------------------------------------
 
-    def _to_shared_array(self) -> SharedArray:
+    def _to_shared_array(self) -> ArrayLocation:
         """Return the description by which ranks find the array: segment, dtype and shape."""
         self._check_open()
         if self._segment is None:  # even an array without items needs a segment that ranks can map
             private = self._array
             self._reshape(private.shape)[...] = private
         assert self._segment is not None
-        return SharedArray(self._segment.key, self._dtype.str, self._array.shape)
+        return ArrayLocation(self._segment.key, self._dtype.str, self._array.shape)
 
     def _check_open(self) -> None:
         """Raise RuntimeError if the session has ended."""
@@ -302,7 +302,9 @@ class Data:
             return old
         size = math.prod(shape)
         if size > self.alloc_size or self._segment is None:
-            self._replace_segment(self._session.memory.create(math.ceil(size * oversize) * self._dtype.itemsize))
+            self._replace_segment(
+                self._session.memory.create_segment(math.ceil(size * oversize) * self._dtype.itemsize)
+            )
         assert self._segment is not None
         self._array = self._segment.view_array(shape, self._dtype)
         if not keep_rows or not self._ndim:
@@ -317,7 +319,7 @@ class Data:
         """Replace the segment.  `_array` stays readable until the caller replaces it."""
         self._release(keep_array=True)
         self._segment = segment
-        self._session.memory.release_with(self, "segment", segment.key)
+        self._session.memory.release_when_deleted(self, "segment", segment.key)
 
     def _release(self, keep_array: bool = False) -> None:
         """Release the memory; the array becomes empty unless ``keep_array``."""

@@ -13,7 +13,7 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.casts import NUMBER_KINDS
 from synkhronos.data.read_only import ReadOnlyData
-from synkhronos.ranks import SharedArray
+from synkhronos.ranks import ArrayLocation
 
 
 class FileData(ReadOnlyData):
@@ -36,8 +36,8 @@ class FileData(ReadOnlyData):
     def __repr__(self) -> str:
         return f"<synkhronos.FileData {self.path!r}: {self.dtype}, shape {self.shape}>"
 
-    def _to_shared_array(self) -> SharedArray:
-        return SharedArray(self._get_key(), self.dtype.str, self.shape, self._offset)
+    def _to_shared_array(self) -> ArrayLocation:
+        return ArrayLocation(self._get_key(), self.dtype.str, self.shape, self._offset)
 
 
 def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str | None = None) -> FileData:

@@ -22,7 +22,7 @@ from synkhronos.casts import as_numbers
 from synkhronos.checks import check_at_least
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.data.rows import find_max_row, find_min_row, get_share, select_rows
-from synkhronos.ranks import Command, Rank, Segment, Session, SharedArray
+from synkhronos.ranks import ArrayLocation, Command, Rank, Segment, Session
 from synkhronos.ranks.segments import create_unlinked_file
 from synkhronos.replication.replicator import Replicator
 
@@ -46,7 +46,7 @@ class PartsData(ReadOnlyData):
             super().__init__(dtype, len(shape), name=name)
             self._source = "data_parts" if name is None else name
             self._map_segment(session.rank.segments[key], shape)
-        self.local_rows = _get_joint_share(length, session.size, session.rank.control.local_ranks)
+        self.local_rows = _get_joint_share(length, session.size, session.rank.local_ranks)
         if session.rank.spans_hosts:  # after a worker's death the other hosts' rows are lost
             session.add_replacement_callback(self, PartsData._release)
 
@@ -84,7 +84,7 @@ class PartsData(ReadOnlyData):
                 )
         return self._array
 
-    def _to_shared_array(self) -> SharedArray:
+    def _to_shared_array(self) -> ArrayLocation:
         return _DistributedArray(self._get_key(), self.dtype.str, self.shape)
 
     def batches(self, size: int, seed: Any = None) -> Iterator[np.ndarray]:
@@ -112,7 +112,7 @@ class PartsData(ReadOnlyData):
             raise ValueError(
                 f"size: expected a row for each of {n_ranks} ranks, and at most the {len(self)} rows, got {size}"
             )
-        return iterate_shuffled_batches(len(self), size, self._session.link.ranks_by_host, seed)
+        return iterate_shuffled_batches(len(self), size, self._session.ranks_by_host, seed)
 
 
 def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None) -> PartsData:
@@ -208,7 +208,7 @@ def _get_joint_share(n_rows: int, n_ranks: int, ranks: range) -> range:
     return range(get_share(n_rows, n_ranks, ranks[0]).start, get_share(n_rows, n_ranks, ranks[-1]).stop)
 
 
-class _DistributedArray(SharedArray):
+class _DistributedArray(ArrayLocation):
     """An array with distributed rows: each host has the rows of its own ranks."""
 
     __slots__ = ()
@@ -253,7 +253,7 @@ class _LoadRows(Command):
         share = get_share(self.length, rank.size, rank.number)
         rows = self._call_load(rank, share.start, share.stop) if share.stop > share.start else None
         shape, dtype = self._gather_layout(rank, rows)
-        local_ranks, row_nbytes = rank.control.local_ranks, math.prod(shape) * np.dtype(dtype).itemsize
+        local_ranks, row_nbytes = rank.local_ranks, math.prod(shape) * np.dtype(dtype).itemsize
         nbytes, local_rows = max(1, self.length * row_nbytes), _get_joint_share(self.length, rank.size, local_ranks)
         allocated = range(local_rows.start * row_nbytes, local_rows.stop * row_nbytes)
         with contextlib.ExitStack() as files:
@@ -292,5 +292,5 @@ class _LoadRows(Command):
                     f"load: expected rows of one shape and dtype, got {layout[0]} of {np.dtype(layout[1])} on rank 0, "
                     f"and {rank_layout[0]} of {np.dtype(rank_layout[1])} on rank {r}"
                 )
-                rank.raise_collectively(ValueError(message))
+                rank.raise_on_all_ranks(ValueError(message))
         return layout

@@ -16,10 +16,10 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.data.array import Data, data
 from synkhronos.devices import Selection, take_rows
-from synkhronos.ranks import Session, SharedArray
+from synkhronos.ranks import ArrayLocation, Session
 
 
-def to_shared_array(array: Data) -> SharedArray:
+def get_array_location(array: Data) -> ArrayLocation:
     """Return the description of an array that a command contains in place of the array."""
     return array._to_shared_array()
 
@@ -70,7 +70,7 @@ class SharedBuffers:
     def __init__(self) -> None:
         self._buffers: dict[Any, Data] = {}
 
-    def write(self, key: Any, array: np.ndarray, rows: Selection | None = None) -> SharedArray:
+    def write(self, key: Any, array: np.ndarray, rows: Selection | None = None) -> ArrayLocation:
         """Copy the rows of an array (None: all) into the buffer of a key, and return the buffer's description.
 
         All arrays with the same key have the same number of dimensions.

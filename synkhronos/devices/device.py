@@ -21,7 +21,7 @@ from synkhronos.devices.host_communicator import HostCommunicator
 from synkhronos.devices.multi_host_communicator import MultiHostCommunicator
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Selection, take_rows
-from synkhronos.ranks import Rank, SharedArray
+from synkhronos.ranks import ArrayLocation, Rank
 
 
 class Device(ABC):
@@ -126,7 +126,7 @@ class Device(ABC):
 
     # -- shared memory ---------------------------------------------------------------------------------------
 
-    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
+    def load(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
         """Copy rows of an array in shared memory (None: all) into a new array of this kind."""
         view = location.view(rank.segments)
         return self.from_host(view if rows is None else take_rows(view, rows))
@@ -136,7 +136,7 @@ class Device(ABC):
         rank.segments[key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_host(value)
 
     def stage_input(
-        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
+        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: ArrayLocation, rows: Selection | None, copy: bool
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
@@ -148,7 +148,7 @@ class Device(ABC):
         buffers : dict
             Buffers that calls reuse; this method stores its buffer under ``key``.
         key : hashable
-        location : SharedArray
+        location : ArrayLocation
         rows : range, ndarray or None
         copy : bool
             Whether the input must not share memory with the segment, because the function may overwrite it.
@@ -190,7 +190,7 @@ class Device(ABC):
 
     def get_communicator(self, rank: Rank) -> Communicator:
         """Return a rank's communicator for arrays of this kind, always the same object."""
-        if len(rank.control.local_ranks) == rank.size:
+        if len(rank.local_ranks) == rank.size:
             return rank.registry.get(HostCommunicator, lambda: HostCommunicator(rank))
         return rank.registry.get(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
 

@@ -11,7 +11,7 @@ import numpy as np
 from synkhronos.devices.device import Device
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Selection, take_rows
-from synkhronos.ranks import Rank, SharedArray
+from synkhronos.ranks import ArrayLocation, Rank
 
 
 class HostDevice(Device):
@@ -69,7 +69,7 @@ class HostDevice(Device):
         return np.array(value, order="C")
 
     def stage_input(
-        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
+        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: ArrayLocation, rows: Selection | None, copy: bool
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 

@@ -24,7 +24,7 @@ import numpy as np
 from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control import SCRATCH_NBYTES
+from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 
 class HostCommunicator(Communicator):
@@ -35,8 +35,7 @@ class HostCommunicator(Communicator):
     def __init__(self, rank: Rank):
         self._rank = rank
         self._halves = [
-            [np.frombuffer(rank.control.get_scratch(r, half), np.uint8) for r in rank.control.local_ranks]
-            for half in range(2)
+            [np.frombuffer(rank.get_scratch(r, half), np.uint8) for r in rank.local_ranks] for half in range(2)
         ]
         self._command = self._half = 0
 

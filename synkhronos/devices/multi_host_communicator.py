@@ -47,7 +47,7 @@ class MultiHostCommunicator(HostCommunicator):
 
     def __init__(self, rank: Rank):
         super().__init__(rank)
-        layout, self._local_ranks = PipeLayout(rank.control), rank.control.local_ranks
+        layout, self._local_ranks = PipeLayout(rank.control), rank.local_ranks
         self._n_next_hosts = layout.n_next_hosts
         self._up_out, self._up_in, self._down_out, self._down_in, self._local = (
             Pipe(rank, layout, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, LOCAL_STREAM)

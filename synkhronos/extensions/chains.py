@@ -93,7 +93,7 @@ def start_ranks(max_ranks: int | None = None) -> bool:
     if inherited is None or chain is None or not can_start_ranks(inherited):
         return False
     number, num_parallel = chain
-    share = get_share(len(inherited.rank.control.local_ranks), num_parallel, number % num_parallel)
+    share = get_share(len(inherited.rank.local_ranks), num_parallel, number % num_parallel)
     size = max(1, share.stop - share.start)
     fork(min(size, max_ranks or size), use_gpu=False, timeout=inherited.timeout, hosts=[])
     Finalize(None, close, exitpriority=0)  # a process of multiprocessing does not run the functions of atexit

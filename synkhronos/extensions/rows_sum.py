@@ -361,7 +361,7 @@ class RowsSum:
         if num_rows:
             _ = self._value_function  # registers the shared variables on the ranks
             has_inherited = len(self.inherited_rows) > 0 and all(map(operator.is_, arrays, self.inherited_rows))
-            if has_inherited and session.workers.are_forks:
+            if has_inherited and session.has_forked_workers:
                 set_inherited_rows(session, self._shareds, self)
             else:
                 scatter(self._shareds, arrays)
@@ -420,7 +420,7 @@ def _warn_unseen_errors() -> Iterator[None]:
         yield
     except Exception as error:
         if _is_foreign_thread() and not isinstance(error, WorkerExitInterrupt):
-            if ranks.last_death() is not None:  # the sampler is being stopped, but may evaluate other points before
+            if ranks.get_last_death() is not None:  # the sampler is being stopped, but may evaluate other points before
                 time.sleep(_STOP_SECONDS)
             warnings.warn(f"no density: {error}", RuntimeWarning, stacklevel=3)
         raise

@@ -27,7 +27,7 @@ from synkhronos.function.outputs import RankOutputs
 from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.function.slow_warning import warn_if_slow
 from synkhronos.graphs.library import AT_FIRST_CALL, MASTER_FIRST
-from synkhronos.ranks import Command, Rank, RowAccess, SharedArray
+from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
 
 
 class BroadcastInput(NamedTuple):
@@ -35,12 +35,12 @@ class BroadcastInput(NamedTuple):
 
     Attributes
     ----------
-    array : SharedArray
+    array : ArrayLocation
     is_mutable : bool
         Whether the compiled function may overwrite the value.  Each rank then copies it out of shared memory.
     """
 
-    array: SharedArray
+    array: ArrayLocation
     is_mutable: bool
 
 
@@ -49,8 +49,8 @@ class ScatteredInput(NamedTuple):
 
     Attributes
     ----------
-    array : SharedArray
-    rows : range or SharedArray of int64
+    array : ArrayLocation
+    rows : range or ArrayLocation of int64
         Selected rows of all ranks together.
     first_row : int
         Row number of the array's first row in the numbering of ``rows``: above 0 only for a minibatch.
@@ -58,8 +58,8 @@ class ScatteredInput(NamedTuple):
         As in `BroadcastInput`.
     """
 
-    array: SharedArray
-    rows: range | SharedArray
+    array: ArrayLocation
+    rows: range | ArrayLocation
     first_row: int
     is_mutable: bool
 
@@ -110,7 +110,7 @@ class Call(_CallFields, Command):
     inputs : tuple of ScatteredInput or BroadcastInput
     n_rows : int or None
         Number of selected rows of all ranks together; None if no input is scattered.
-    batch_s : tuple of (slice or SharedArray of int64), or None
+    batch_s : tuple of (slice or ArrayLocation of int64), or None
         Selected rows of the sliceable shared variables, one selection for each rank; None for all rows.
     n_slices : int
         Number of slices in which each rank computes its rows.
@@ -135,7 +135,7 @@ class Call(_CallFields, Command):
             else:
                 yield RowAccess(value.array)
         for selection in () if self.batch_s is None else self.batch_s[ranks.start : ranks.stop]:
-            if isinstance(selection, SharedArray):
+            if isinstance(selection, ArrayLocation):
                 yield RowAccess(selection)
 
     def run(self, rank: Rank) -> Any:
@@ -239,14 +239,14 @@ class RankCall:
     def _check_rank_means(self) -> None:
         call = self._call
         if call.variant.returns_updates:
-            self._rank.raise_collectively(
+            self._rank.raise_on_all_ranks(
                 ValueError(
                     f"num_slices: expected 1, got {call.n_slices}: {self.computation.name} has means over all ranks' "
                     "rows (rank_mean, sync=True), and a slice has other means than the batch"
                 )
             )
         if call.n_rows == 0:
-            self._rank.raise_collectively(
+            self._rank.raise_on_all_ranks(
                 ValueError("batch: expected at least one row for a mean over ranks, got none")
             )
 
@@ -301,7 +301,7 @@ class RankCall:
             return range(lengths[0])
         selected, problem, rows = self._call.batch_s[self._rank.number], None, None
         try:
-            if isinstance(selected, SharedArray):
+            if isinstance(selected, ArrayLocation):
                 rows = select_rows(selected.view(self._rank.segments), min(lengths), "batch_s")
             else:
                 rows = range(min(lengths))[selected]
@@ -309,7 +309,7 @@ class RankCall:
             problem = f"{error} on rank {self._rank.number}"
         problems = [p for p in self._rank.all_gather_cached(problem) if p is not None]
         if problems or rows is None:
-            self._rank.raise_collectively(IndexError(problems[0]))
+            self._rank.raise_on_all_ranks(IndexError(problems[0]))
         return rows
 
     def compute(self) -> None:

@@ -168,11 +168,11 @@ class Dispatcher:
         self.computation.reset_if_engine_changed()
         session.rank.objects[self.key] = weakref.ref(self.computation)
         self.computation.move_to_device()
-        session.memory.release_with(self, "object", self.key)
+        session.memory.release_when_deleted(self, "object", self.key)
 
     def _handle_replacement(self) -> None:
         """Schedule the computation again if the workers were replaced by new processes; forks have inherited it."""
-        if self.session is not None and not self.session.workers.are_forks:
+        if self.session is not None and not self.session.has_forked_workers:
             self.session = None
             schedule_distribution(self)
 

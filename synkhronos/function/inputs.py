@@ -14,11 +14,11 @@ import numpy as np
 from synkhronos.casts import check_dense
 from synkhronos.data import Data
 from synkhronos.data.rows import as_index_array, find_max_row, find_min_row, select_rows, select_rows_unbounded
-from synkhronos.data.shared_memory import SharedBuffers, check_session, to_shared_array
+from synkhronos.data.shared_memory import SharedBuffers, check_session, get_array_location
 from synkhronos.devices import Selection
 from synkhronos.function.call import BroadcastInput, ScatteredInput
 from synkhronos.function.computation import Computation
-from synkhronos.ranks import Session, SharedArray
+from synkhronos.ranks import ArrayLocation, Session
 
 _MISSING = object()
 
@@ -94,7 +94,7 @@ class CallInputs:
 
         rows, first_row = self._select_batch(checked[:n], batch)
         call_inputs: list[ScatteredInput | BroadcastInput] = []
-        index: SharedArray | None = None
+        index: ArrayLocation | None = None
         for i, value in enumerate(checked):
             is_mutable = computation.inputs[i].mutable
             if i >= n:
@@ -104,15 +104,15 @@ class CallInputs:
                 call_inputs.append(ScatteredInput(array, range(len(rows)), 0, is_mutable))
             elif value.minibatch and _is_list_or_mask(batch):
                 # A minibatch has its rows in the order of the list.
-                call_inputs.append(ScatteredInput(to_shared_array(value), range(len(rows)), 0, is_mutable))
+                call_inputs.append(ScatteredInput(get_array_location(value), range(len(rows)), 0, is_mutable))
             else:
-                selected: range | SharedArray
+                selected: range | ArrayLocation
                 if isinstance(rows, range):
                     selected = rows
                 else:
                     selected = index = self._buffers.write("batch", rows) if index is None else index
                 array_start = first_row if value.minibatch else 0
-                call_inputs.append(ScatteredInput(to_shared_array(value), selected, array_start, is_mutable))
+                call_inputs.append(ScatteredInput(get_array_location(value), selected, array_start, is_mutable))
         return tuple(call_inputs), len(rows)
 
     def _to_checked_input(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
@@ -173,7 +173,7 @@ class CallInputs:
         return rows, first_row
 
     def _put_broadcast_input(self, position: int, value: Data | np.ndarray) -> BroadcastInput:
-        array = to_shared_array(value) if isinstance(value, Data) else self._buffers.write(position, value)
+        array = get_array_location(value) if isinstance(value, Data) else self._buffers.write(position, value)
         return BroadcastInput(array, self.computation.inputs[position].mutable)
 
     def put_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
@@ -181,7 +181,7 @@ class CallInputs:
 
         Returns
         -------
-        tuple of (slice or SharedArray)
+        tuple of (slice or ArrayLocation)
             One selection for each rank.
         """
         by_rank = parse_selections_by_rank(batch_s, session.size)

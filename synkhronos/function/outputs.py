@@ -338,7 +338,7 @@ def _check_shapes(rank: Rank, position: int, op: OutputOp, layouts: dict[int, Ar
         condition = "the same shape" if op.is_elementwise else "equal lengths of all axes but axis 0"
         shapes_text = ", ".join(f"rank {r} has {shape}" for r, shape in shapes.items())
         message = f"output {position}: op {op.full_name!r} needs {condition} on all ranks, but {shapes_text}"
-        rank.raise_collectively(ValueError(message))
+        rank.raise_on_all_ranks(ValueError(message))
 
 
 def _gather_large(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
@@ -347,7 +347,7 @@ def _gather_large(rank: Rank, value: np.ndarray | None, layouts: dict[int, Array
     all_layouts = [layouts.get(r) for r in range(rank.size)]
     own = None if value is None else np.ascontiguousarray(value)
     if not rank.is_master:
-        communicator.gather(own, rank.root, all_layouts, None)
+        communicator.gather(own, rank.master_rank, all_layouts, None)
         return None
     (_, *rest), dtype = next(iter(layouts.values()))
     joined = np.empty((sum(shape[0] for shape, _ in layouts.values()), *rest), dtype)
@@ -356,7 +356,7 @@ def _gather_large(rank: Rank, value: np.ndarray | None, layouts: dict[int, Array
         length = 0 if layout is None else layout[0][0]
         out.append(None if layout is None else joined[start : start + length])
         start += length
-    communicator.gather(own, rank.root, all_layouts, out)
+    communicator.gather(own, rank.master_rank, all_layouts, out)
     return joined
 
 
@@ -376,7 +376,7 @@ def _reduce_large(
             own = np.multiply(own, weights[rank.number], dtype=accumulator_dtype)
     out = np.empty(shape, accumulator_dtype) if rank.is_master else None
     op_name = "sum" if op.reduce_op.is_mean else str(op.name)
-    HOST.get_communicator(rank).reduce(own, op_name, rank.root, out, (shape, accumulator_dtype), sorted(layouts))
+    HOST.get_communicator(rank).reduce(own, op_name, rank.master_rank, out, (shape, accumulator_dtype), sorted(layouts))
     if out is None:
         return None
     if op.reduce_op.is_mean:

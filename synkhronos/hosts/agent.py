@@ -7,7 +7,7 @@ An agent polls its host's control memory and MPI in turns, and blocks on neither
     all ranks of the host have reached a step     ->           STEP, with the values that they publish
     a rank, here or elsewhere, has failed         ->           FAILED, once from each host
     all ranks of the host have finished           ->           DONE, with their reports, to the master's host
-    a worker has exited, or memory is lacking     ->           REMOTE_FAILURE, to the master's host
+    a worker has exited, or memory is lacking     ->           PEER_FAILURE, to the master's host
     a frame of a pipe is full, or free            <->          frames, to and from the neighbours
     a rank has sent to a rank of another host     ->           CHANNEL_UPDATE, to that host
     a rank asks all ranks to stop                 ->           STOP
@@ -15,7 +15,7 @@ An agent polls its host's control memory and MPI in turns, and blocks on neither
     the master ends the ranks                     ->           END; answered by ENDED
 
 The agent of the master's host and every other agent send each other HEARTBEAT a few times a second.  A host from which
-no message arrives for `host_timeout` seconds is lost.  The agent of the master's host reports the loss to the master.
+no message arrives for `host_timeout` seconds is lost.  The agent of the master's host reports it to the master.
 Another agent that has lost the master's host kills its workers and exits.  A rank may compute for minutes, since agents
 send the heartbeats.
 """
@@ -55,7 +55,7 @@ from synkhronos.hosts.messenger import (
     MAX_UNSENT_MESSAGES,
     NEW_SEGMENT,
     PAGES,
-    REMOTE_FAILURE,
+    PEER_FAILURE,
     STEP,
     Messenger,
 )
@@ -64,7 +64,14 @@ from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, FrameTransport,
 from synkhronos.hosts.task_agent import TaskAgent
 from synkhronos.ranks.agreement import StepTally, record_common_step
 from synkhronos.ranks.child_process import ignore_job_signals
-from synkhronos.ranks.control import AWAITS_COMMAND, AWAITS_COMPLETION, AWAITS_STEP, SLOT_NBYTES, SPIN_SECONDS, Control
+from synkhronos.ranks.control_memory import (
+    AWAITS_COMMAND,
+    AWAITS_COMPLETION,
+    AWAITS_STEP,
+    SLOT_NBYTES,
+    SPIN_SECONDS,
+    ControlMemory,
+)
 from synkhronos.ranks.errors import Death, describe_exit
 from synkhronos.ranks.rank import SLOT_HEADER
 from synkhronos.ranks.segments import (
@@ -77,7 +84,7 @@ from synkhronos.ranks.segments import (
 )
 from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.ranks.threads import count_available_cores
-from synkhronos.ranks.workers import Workers
+from synkhronos.ranks.worker_processes import WorkerProcesses
 
 #: Prefixes of the environment variables by which launchers identify MPI processes.
 _MPI_VARIABLE_PREFIXES = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
@@ -106,12 +113,12 @@ class Agent:
         ``mpi4py.MPI``.
     config : dict
         Configuration from the master: see `synkhronos.hosts.mpi_link.MpiLink.start_workers`.
-    control : Control
+    control : ControlMemory
         Control memory of this host.
     channel : socket or None
         Channel to the master, on its host.
-    workers : Workers
-        Workers that this agent has started.  On the master's host there are none: the master has started them.
+    workers : WorkerProcesses
+        WorkerProcesses that this agent has started.  On the master's host there are none: the master has started them.
     frames : mpi4py.MPI.Comm
         Second communicator of all agents, for frames.
     """
@@ -120,14 +127,14 @@ class Agent:
         self,
         mpi: Any,
         config: dict[str, Any],
-        control: Control,
+        control: ControlMemory,
         channel: socket.socket | None,
-        workers: Workers,
+        workers: WorkerProcesses,
         frames: Any,
     ):
         world = mpi.COMM_WORLD
         self._config, self._control, self._channel, self._workers = config, control, channel, workers
-        self._host, self._names = world.rank, config["names"]
+        self._host, self._host_names = world.rank, config["host_names"]
         self._ranks_by_host = compute_ranks_by_host(config["counts"])
         self._local_ranks = control.local_ranks
         self._layout = PipeLayout(control)
@@ -156,7 +163,7 @@ class Agent:
             STEP: self._on_step,
             FAILED: self._on_failed,
             DONE: self._on_done,
-            REMOTE_FAILURE: self._on_remote_failure,
+            PEER_FAILURE: self._on_peer_failure,
             HEARTBEAT: self._on_heartbeat,
             END: self._on_end,
             ENDED: self._on_ended,
@@ -203,10 +210,10 @@ class Agent:
         words, has_events = self._control.words, False
         # Read before FAILED: a failing rank writes FAILED and then `done`, so DONE is never sent before FAILED.
         done = tuple(self._control.done[self._local_ranks.start : self._local_ranks.stop])
-        if self._is_master_host and words[Control.POSTED] > self._last_command:
+        if self._is_master_host and words[ControlMemory.POSTED] > self._last_command:
             self._send_command()
             has_events = True
-        failed = words[Control.FAILED]  # read before the ranks' steps: see `ranks.agreement`
+        failed = words[ControlMemory.FAILED]  # read before the ranks' steps: see `ranks.agreement`
         step = min(self._control.arrived[self._local_ranks.start : self._local_ranks.stop])
         sends_step, sends_failed = self._tally.update(failed, step)
         if sends_step:
@@ -217,17 +224,17 @@ class Agent:
         has_events |= sends_step or sends_failed
         if not self._is_master_host:
             has_events |= self._send_done(done)
-        elif words[Control.END_REQUEST] and not self._is_ending:
+        elif words[ControlMemory.END_REQUEST] and not self._is_ending:
             self._is_ending = has_events = True
-            self._messenger.send_all(self._messenger.other_hosts, END, words[Control.END_REQUEST] > 1)
+            self._messenger.send_all(self._messenger.other_hosts, END, words[ControlMemory.END_REQUEST] > 1)
         return has_events
 
     def _send_command(self) -> None:
         """Send a command to the other hosts, preceded by the segments and pages that it needs."""
         words, messenger = self._control.words, self._messenger
         assert self._receiver is not None
-        self._last_command = words[Control.POSTED]
-        while self._last_segment_key < words[Control.NEWEST_KEY]:
+        self._last_command = words[ControlMemory.POSTED]
+        while self._last_segment_key < words[ControlMemory.NEWEST_KEY]:
             segment = self._receiver.receive()
             if isinstance(segment, UnmappedSegment):
                 segment = segment.map()
@@ -238,9 +245,11 @@ class Agent:
                     self._pages.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
                 path = self._receiver.path if segment.is_file else None
                 messenger.send_all(messenger.other_hosts, NEW_SEGMENT, segment.key, segment.nbytes, path)
-        length = words[Control.MESSAGE_NBYTES]
+        length = words[ControlMemory.MESSAGE_NBYTES]
         message = bytes(self._control.mailbox[:length])
-        accesses, dropped, task = pickle.loads(self._control.mailbox[length : length + words[Control.PLAN_NBYTES]])
+        accesses, dropped, task = pickle.loads(
+            self._control.mailbox[length : length + words[ControlMemory.PLAN_NBYTES]]
+        )
         memory = self._pages.memory
         missing = self._pages.take_missing_pages(
             [find_pages(pages_by_segment, memory) for pages_by_segment in accesses]
@@ -250,7 +259,7 @@ class Agent:
                 for start in range(0, len(pages), CHUNK_NBYTES // PAGE_NBYTES):
                     chunk = pages[start : start + CHUNK_NBYTES // PAGE_NBYTES]
                     content = read_pages(memory[key], chunk)
-                    words[Control.BYTES_SENT] += content.size
+                    words[ControlMemory.BYTES_SENT] += content.size
                     messenger.send(host, PAGES, key, chunk, content)
                     self._keep_alive(MAX_UNSENT_MESSAGES)
             messenger.send(host, COMMAND, self._last_command, message, task)
@@ -291,7 +300,7 @@ class Agent:
     def _send_done(self, done: tuple[int, ...]) -> bool:
         """Tell the master's host which ranks have finished: when all have, or one by one after a failure."""
         control, local_ranks, posted = self._control, self._local_ranks, self._last_command
-        if done == self._sent_done or not (min(done) >= posted or control.words[Control.FAILED] == posted):
+        if done == self._sent_done or not (min(done) >= posted or control.words[ControlMemory.FAILED] == posted):
             return False
         self._sent_done = done
         reports = {
@@ -315,7 +324,7 @@ class Agent:
             self._check_peers(now)
 
     def _check_peers(self, now: float) -> None:
-        """Act on the death of the master or of a worker, and on the loss of another host."""
+        """Act on the death of the master or of a worker, and on the failure of another host."""
         if self._channel is not None and is_closed(self._channel):
             self._end_without_master(now)
         if self._is_ending:
@@ -328,20 +337,20 @@ class Agent:
                         with contextlib.suppress(OSError):
                             os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait for ever
                     self._exit_alone(9)
-                ranks, name = self._ranks_by_host[host], self._names[host]
+                ranks, name = self._ranks_by_host[host], self._host_names[host]
                 death = Death(ranks.start, name, 0, f"has sent no message for {timeout:g} seconds")
-                text = f"no message from {describe_host(name, ranks)} has arrived for {timeout:g} seconds"
-                self._report_remote_failure(text, ranks.start, death)
-        dead = self._workers.collect_exited()
+                message = f"no message from {describe_host(name, ranks)} has arrived for {timeout:g} seconds"
+                self._report_failure(message, ranks.start, death)
+        dead = self._workers.reap()
         if dead is not None:
-            number, pid, code = dead
-            death = Death(number, self._names[self._host], pid, describe_exit(code))
-            self._messenger.send(0, REMOTE_FAILURE, death.describe(), number, death)
-            del self._workers.pids[number]
+            rank, pid, code = dead
+            death = Death(rank, self._host_names[self._host], pid, describe_exit(code))
+            self._messenger.send(0, PEER_FAILURE, death.describe(), rank, death)
+            del self._workers.pids[rank]
 
     def _end_without_master(self, now: float) -> None:
         """End all hosts after the master's death; if some do not answer, exit, so that ``mpirun`` ends them."""
-        self._control.words[Control.END_REQUEST] = 2
+        self._control.words[ControlMemory.END_REQUEST] = 2
         self._deadline = self._deadline or now + _EXIT_SECONDS_WITHOUT_MASTER
         if now > self._deadline:
             self._exit_alone(1)
@@ -352,9 +361,9 @@ class Agent:
         control, words = self._control, self._control.words
         self._task.start_command(number, task)
         control.mailbox[: len(message)] = message
-        words[Control.MESSAGE_NBYTES] = len(message)
-        words[Control.NEWEST_KEY] = self._last_segment_key
-        words[Control.POSTED] = self._last_command = number
+        words[ControlMemory.MESSAGE_NBYTES] = len(message)
+        words[ControlMemory.NEWEST_KEY] = self._last_segment_key
+        words[ControlMemory.POSTED] = self._last_command = number
         self._control.wake_local_ranks(AWAITS_COMMAND)
 
     def _on_new_segment(self, source: int, key: int, nbytes: int, path: str | None) -> None:
@@ -364,8 +373,8 @@ class Agent:
                 for channel in self._workers.channels.values():
                     send_segment(channel, segment, file.fileno())
         except (MemoryError, OSError) as error:
-            name = describe_host(self._names[self._host], self._local_ranks)
-            self._messenger.send(0, REMOTE_FAILURE, f"{name}: {error}", self._local_ranks.start)
+            name = describe_host(self._host_names[self._host], self._local_ranks)
+            self._messenger.send(0, PEER_FAILURE, f"{name}: {error}", self._local_ranks.start)
             return
         self._segments[key] = segment
         self._last_segment_key = key
@@ -391,8 +400,8 @@ class Agent:
     def _on_failed(self, source: int, number: int) -> None:
         self._tally.receive_failed(source, number)
         words = self._control.words
-        if number > words[Control.FAILED]:
-            words[Control.FAILED] = number
+        if number > words[ControlMemory.FAILED]:
+            words[ControlMemory.FAILED] = number
             self._control.wake_all_ranks()
         self._decide_commands()
 
@@ -412,8 +421,8 @@ class Agent:
             control.done[r] = done[i]
         self._control.wake_local_ranks(AWAITS_COMPLETION)
 
-    def _on_remote_failure(self, source: int, *failure: Any) -> None:
-        self._report_remote_failure(*failure)
+    def _on_peer_failure(self, source: int, *failure: Any) -> None:
+        self._report_failure(*failure)
 
     def _on_heartbeat(self, source: int, elapsed: list[int], sleeping: list[int]) -> None:
         control, clock = self._control, time.monotonic_ns()
@@ -422,7 +431,7 @@ class Agent:
             control.sleep_reason[r] = sleeping[i]
 
     def _on_end(self, source: int, kill: bool) -> None:
-        self._workers.end(0.0 if kill else _EXIT_SECONDS, lambda: False)
+        self._workers.shut_down(0.0 if kill else _EXIT_SECONDS, lambda: False)
         self._is_ending = True
         self._messenger.send(0, ENDED)
 
@@ -431,20 +440,20 @@ class Agent:
 
     # -- failures and exit -------------------------------------------------------------------------------------------
 
-    def _report_remote_failure(self, text: str, rank: int, death: Death | None = None) -> None:
-        """Report a failure to the master by the fields of `RemoteFailure`; only the first, which may cause others."""
-        if self._control.words[Control.FAILURE_NBYTES]:
+    def _report_failure(self, message: str, rank: int, death: Death | None = None) -> None:
+        """Report a failure to the master by the fields of `PeerFailure`; only the first, which may cause others."""
+        if self._control.words[ControlMemory.FAILURE_NBYTES]:
             return
-        content = json.dumps([text[: FAILURE_NBYTES // 8], rank, death]).encode()
+        content = json.dumps([message[: FAILURE_NBYTES // 8], rank, death]).encode()
         self._layout.failure_message[: len(content)] = content
-        self._control.words[Control.FAILURE_NBYTES] = len(content)
+        self._control.words[ControlMemory.FAILURE_NBYTES] = len(content)
         self._control.wake_all_ranks()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._config["master"], signal.SIGURG)  # for `PeerWatch`: the master may be computing
 
     def _exit_alone(self, code: int) -> NoReturn:
         """Kill this host's workers and exit, without waiting for the other hosts."""
-        self._workers.end(0.0, lambda: True)
+        self._workers.shut_down(0.0, lambda: True)
         if not self._config["script_under_mpirun"]:  # else mpirun would also kill the master
             os.kill(os.getpid(), signal.SIGKILL)  # mpirun may ignore an exit code, but not a death by a signal
         os._exit(code)
@@ -504,8 +513,8 @@ def main(address: str) -> None:
         file = _create_control_memory(MPI, config, local_ranks, link_nbytes)
         _set_environment(config)
     spin = SPIN_SECONDS if len(local_ranks) < count_available_cores() else 0.0
-    control = Control(config["size"], spin, file.fileno(), is_master_host, local_ranks, link_nbytes)
-    workers = Workers(config["root"], control, None if is_master_host else file)
+    control = ControlMemory(config["size"], spin, file.fileno(), is_master_host, local_ranks, link_nbytes)
+    workers = WorkerProcesses(config["master_rank"], control, None if is_master_host else file)
     if not is_master_host:
         workers.start(config["profile"])
         file.close()
@@ -529,13 +538,13 @@ def _set_environment(config: dict[str, Any]) -> None:
 def _create_control_memory(mpi: Any, config: dict[str, Any], local_ranks: range, link_nbytes: int) -> io.FileIO:
     """Create this host's control memory.  If that fails, report it, wait for END, and raise MemoryError."""
     try:
-        return Control.create(config["size"], len(local_ranks), link_nbytes)
+        return ControlMemory.create_file(config["size"], len(local_ranks), link_nbytes)
     except MemoryError as error:
         messenger = Messenger(mpi, mpi.COMM_WORLD)
         messenger.send(
             0,
-            REMOTE_FAILURE,
-            f"{describe_host(config['names'][messenger.host], local_ranks)}: {error}",
+            PEER_FAILURE,
+            f"{describe_host(config['host_names'][messenger.host], local_ranks)}: {error}",
             local_ranks.start,
         )
         deadline = time.monotonic() + _EXIT_SECONDS

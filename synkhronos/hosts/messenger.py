@@ -21,7 +21,7 @@ from typing import Any
     STEP,
     FAILED,
     DONE,
-    REMOTE_FAILURE,
+    PEER_FAILURE,
     HEARTBEAT,
     END,
     ENDED,

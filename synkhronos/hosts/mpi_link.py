@@ -26,11 +26,11 @@ from synkhronos.hosts import mpirun
 from synkhronos.hosts.host_list import Host, compute_ranks_by_host, describe_host, find_host
 from synkhronos.hosts.page_table import SegmentAccess
 from synkhronos.hosts.pipes import PipeLayout
-from synkhronos.ranks import Command, RowAccess, SharedArray
+from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.child_process import JOB_SIGNALS, ignore_job_signals
 from synkhronos.ranks.command import find_row_accesses
-from synkhronos.ranks.control import MAILBOX_NBYTES, Control
-from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, RemoteFailure, StartError, describe_exit
+from synkhronos.ranks.control_memory import MAILBOX_NBYTES, ControlMemory
+from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, PeerFailure, StartError, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.memory import Release
@@ -42,6 +42,8 @@ _START_SECONDS = 60.0
 _EXIT_SECONDS = 0.7
 #: Seconds for which the remaining output of killed agents is read.
 _OUTPUT_SECONDS = 0.05
+#: Errors of a start of agents that may have its cause on another host.
+_CONNECTION_ERRORS = RuntimeError, TimeoutError, ConnectionError
 #: Environment variables that are copied to the other hosts.
 _COPIED_VARIABLES = re.compile(
     "(PYTENSOR|THEANO|SYNKHRONOS|OMP|OPENBLAS|MKL|JAX|XLA)_|NCCL_(?!HOSTID$)|PYTHON(HASHSEED|WARNINGS)$"
@@ -67,8 +69,8 @@ def _block_job_signals() -> Iterator[None]:
 class MpiLink(Link):
     """Link of a session with ranks on several hosts, of which the master's host is the first.
 
-    Its methods are called in this order: `start_agents`, `assign_ranks`, `start_workers`, and then `end`, or `kill`
-    after a failure.
+    Its methods are called in this order: `start_agents`, `assign_ranks`, `start_workers`, and then `shut_down`, or
+    `kill` after a failure.
 
     Parameters
     ----------
@@ -85,17 +87,17 @@ class MpiLink(Link):
 
     def __init__(self, hosts: Sequence[Host] | None, timeout: float, output: IO[str] | None = None):
         self._hosts = hosts
-        self.names = [host.name for host in hosts or ()]
+        self.host_names = [host.name for host in hosts or ()]
         self._timeout, self._output = timeout, output
         self._last_lines: deque[str] = deque(maxlen=50)
         self._readers: list[threading.Thread] = []
         self._channel: socket.socket | None = None
         self._mpirun: Any = None
-        self._control: Control | None = None
+        self._control: ControlMemory | None = None
         self._layout: PipeLayout | None = None
-        self._on_gpus = False
+        self._uses_gpus = False
         #: Bytes that earlier links of the session have sent.
-        self._n_bytes_before = 0
+        self._earlier_bytes_sent = 0
 
     def start_agents(self) -> None:
         """Start an agent on each host, by ``mpirun``.
@@ -113,7 +115,9 @@ class MpiLink(Link):
             listener.bind("\0" + address)
             listener.listen(1)
             command = (
-                mpirun.make_agent_command(address) if hosts is None else mpirun.make_mpirun_command(self.names, address)
+                mpirun.make_agent_command(address)
+                if hosts is None
+                else mpirun.make_mpirun_command(self.host_names, address)
             )
             # A scheduler sends its signals to all processes of a job.  Only the master handles them: mpirun would end
             # the agents.
@@ -132,7 +136,7 @@ class MpiLink(Link):
             host_infos = self._connect(listener)
         if hosts is None:
             hosts = [Host(host["name"], None) for host in host_infos]
-            self.names = [host.name for host in hosts]
+            self.host_names = [host.name for host in hosts]
             mpirun.check_processes(host_infos)
         elif len(host_infos) < len(hosts):
             raise RuntimeError(
@@ -140,8 +144,8 @@ class MpiLink(Link):
                 "it belongs to another MPI than mpi4py, whose MPI python -c 'from mpi4py import MPI; "
                 "print(MPI.Get_library_version())' prints; pip install synkhronos[hosts] installs one MPI for both"
             )
-        check_versions(self.names, [host["versions"] for host in host_infos])
-        self._aliases = [(name, host["name"]) for name, host in zip(self.names, host_infos, strict=True)]
+        check_versions(self.host_names, [host["versions"] for host in host_infos])
+        self._aliases = [(name, host["name"]) for name, host in zip(self.host_names, host_infos, strict=True)]
         self._n_ranks = [host.n_ranks for host in hosts]
         self._cores, self._gpus = ([host[key] for host in host_infos] for key in ("cores", "gpus"))
 
@@ -156,18 +160,18 @@ class MpiLink(Link):
         if all(self._gpus):
             return None
         if any(self._gpus):
-            counts = ", ".join(f"{name} has {n}" for name, n in zip(self.names, self._gpus, strict=True))
+            counts = ", ".join(f"{name} has {n}" for name, n in zip(self.host_names, self._gpus, strict=True))
             raise ValueError(f"use_gpu: expected True or False, since not all hosts have GPUs: {counts}")
         return False
 
-    def assign_ranks(self, n_ranks: int | None, on_gpus: bool) -> None:
+    def assign_ranks(self, n_ranks: int | None, needs_gpus: bool) -> None:
         """Assign ranks to the hosts: set `ranks_by_host`, `size` and `control_nbytes`.
 
         Parameters
         ----------
         n_ranks : int or None
             Number of ranks on each host that is listed without a number.  None: one for each core or GPU of the host.
-        on_gpus : bool
+        needs_gpus : bool
             Whether each rank needs a GPU.
 
         Raises
@@ -175,11 +179,11 @@ class MpiLink(Link):
         ValueError
             If a host has fewer GPUs than ranks.
         """
-        defaults = self._gpus if on_gpus else self._cores
-        self._on_gpus = on_gpus
+        defaults = self._gpus if needs_gpus else self._cores
+        self._uses_gpus = needs_gpus
         counts = [count or n_ranks or n for count, n in zip(self._n_ranks, defaults, strict=True)]
-        for name, n, n_gpus in zip(self.names, counts, self._gpus, strict=True):
-            if on_gpus and not 1 <= n <= n_gpus:
+        for name, n, n_gpus in zip(self.host_names, counts, self._gpus, strict=True):
+            if needs_gpus and not 1 <= n <= n_gpus:
                 needed = f", and {n} ranks there need one each" if n else ""
                 raise ValueError(
                     f"hosts: {name} has {n_gpus} GPUs{needed}: pass use_gpu=False, or in a session devices = 'cpu', to "
@@ -204,12 +208,12 @@ class MpiLink(Link):
                             f"{self._read_error()}{mpirun.advise_srun()}"
                         ) from None
                     raise RuntimeError(
-                        f"the hosts {', '.join(self.names)} could not be reached: {self._read_error()}"
+                        f"the hosts {', '.join(self.host_names)} could not be reached: {self._read_error()}"
                     ) from None
                 if time.monotonic() > deadline:
                     raise RuntimeError(
-                        f"the hosts {', '.join(self.names)} could not be reached within {_START_SECONDS:g} seconds; "
-                        f"the first has to be this machine, {socket.gethostname()}"
+                        f"the hosts {', '.join(self.host_names)} could not be reached within {_START_SECONDS:g} "
+                        f"seconds; the first has to be this machine, {socket.gethostname()}"
                     ) from None
                 continue
             _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -239,15 +243,17 @@ class MpiLink(Link):
 
     # -- Link ------------------------------------------------------------------------------
 
-    def start_workers(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> socket.socket:
+    def start_workers(
+        self, control: ControlMemory, file: io.FileIO | None, master_rank: int, profile: bool
+    ) -> socket.socket:
         """Make the agents start the other hosts' workers; return the channel to this host's agent."""
         assert self._channel is not None and file is not None
         self._control, self._layout = control, PipeLayout(control)
         config = {
-            "names": self.names,
+            "host_names": self.host_names,
             "counts": list(map(len, self.ranks_by_host)),
             "size": self.size,
-            "root": root,
+            "master_rank": master_rank,
             "profile": profile,
             "timeout": self._timeout,
             "script_under_mpirun": self._hosts is None,
@@ -262,12 +268,12 @@ class MpiLink(Link):
             self._readers[-1].start()
         return self._channel
 
-    def plan_transfers(self, command: Command, command_location: SharedArray | None, segments: SegmentTable) -> bytes:
+    def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
         """Return the pickled plan: the rows that each other host reads, the segments to drop, the memory of a task."""
         released = command.released if isinstance(command, Release) else []
         dropped = [key for kind, key in released if kind == "segment"]
         accesses_by_host: list[list[SegmentAccess]] = []
-        for name, ranks in zip(self.names, self.ranks_by_host, strict=True):
+        for name, ranks in zip(self.host_names, self.ranks_by_host, strict=True):
             accesses_by_host.append([])
             for access in find_row_accesses((command, command_location), self.size, ranks):
                 local_rows = access.array.find_local_rows(self.size, ranks)
@@ -275,7 +281,7 @@ class MpiLink(Link):
                     accesses_by_host[-1].append(_to_segment_access(access))
                     continue
                 _check_rows(access, local_rows, segments, describe_host(name, ranks))
-                if isinstance(access.rows, SharedArray):
+                if isinstance(access.rows, ArrayLocation):
                     accesses_by_host[-1].append(_to_segment_access(RowAccess(access.rows)))
         task = command.task_memory
         plan = pickle.dumps((accesses_by_host[1:], dropped, task), pickle.HIGHEST_PROTOCOL)
@@ -289,24 +295,25 @@ class MpiLink(Link):
     @property
     def bytes_sent(self) -> int:
         """Number of bytes of shared memory that were sent to other hosts."""
-        return self._n_bytes_before + (0 if self._control is None else self._control.words[Control.BYTES_SENT])
+        sent = 0 if self._control is None else self._control.words[ControlMemory.BYTES_SENT]
+        return self._earlier_bytes_sent + sent
 
     def get_host_name(self, rank: int) -> str:
         """Return the name of a rank's host."""
-        return self.names[find_host(self.ranks_by_host, rank)]
+        return self.host_names[find_host(self.ranks_by_host, rank)]
 
-    def find_remote_failure(self) -> RemoteFailure | None:
-        """Return the loss of a host or an agent, or the death of a worker on another host; None if there is none."""
+    def find_failure(self) -> PeerFailure | None:
+        """Return the failure of a host, an agent, or a worker on another host; None if there is none."""
         if self._control is None or self._layout is None:
             return None
-        length = self._control.words[Control.FAILURE_NBYTES]
+        length = self._control.words[ControlMemory.FAILURE_NBYTES]
         if length:
-            text, rank, death = json.loads(bytes(self._layout.failure_message[:length]))
+            message, rank, death = json.loads(bytes(self._layout.failure_message[:length]))
             if death is not None:
                 death = Death(*death)
                 if not death.pid:  # of a host
                     death = death._replace(lost_ranks=self.ranks_by_host[find_host(self.ranks_by_host, rank)])
-            return RemoteFailure(text, rank, death)
+            return PeerFailure(message, rank, death)
         assert self._channel is not None
         if self._mpirun.poll() is None and not is_closed(self._channel):
             return None
@@ -319,21 +326,21 @@ class MpiLink(Link):
         if code is not None and code < 0:
             process_name = "the agent of this host" if self._hosts is None else "mpirun, which connects the hosts,"
             text = f"{process_name} (process {self._mpirun.pid}) {describe_exit(code)}"
-            return RemoteFailure(text, 0, Death(0, "", 0, f"ended: {text}"))
+            return PeerFailure(text, 0, Death(0, "", 0, f"ended: {text}"))
         lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_lines)), self._aliases)
-        names = [describe_host(self.names[i], self.ranks_by_host[i]) for i in lost_hosts]
+        names = [describe_host(self.host_names[i], self.ranks_by_host[i]) for i in lost_hosts]
         description = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         cause = "was lost: the host, or the agent there, has ended"
         text, ranks = f"{description} {cause}", self.ranks_by_host[lost_hosts[0]]
-        death = Death(ranks.start, self.names[lost_hosts[0]], 0, cause, ranks)
+        death = Death(ranks.start, self.host_names[lost_hosts[0]], 0, cause, ranks)
         if len(names) > 1 or lost_hosts == [0]:  # the host is unknown, or this one, which lives
             death = Death(ranks.start, "", 0, f"ended: {text}")
-        return RemoteFailure(text, ranks.start, death)
+        return PeerFailure(text, ranks.start, death)
 
-    def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
+    def shut_down(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """End the other hosts' workers and all agents."""
         if self._control is not None:
-            self._control.words[Control.END_REQUEST] = 2 if kill else 1
+            self._control.words[ControlMemory.END_REQUEST] = 2 if kill else 1
         deadline = time.monotonic() + seconds
         while not kill and self._control is not None and self._mpirun.poll() is None:
             if should_kill() or time.monotonic() > deadline:
@@ -361,36 +368,41 @@ class MpiLink(Link):
             output_seconds = _OUTPUT_SECONDS
         for reader in self._readers:
             reader.join(output_seconds)
-        self._n_bytes_before = self.bytes_sent
+        self._earlier_bytes_sent = self.bytes_sent
         self._control = self._layout = None
 
     @property
-    def can_renew(self) -> bool:
+    def can_reconnect(self) -> bool:
         """Whether this process starts the agents; it can't if ``mpirun`` has started the script on every host."""
         return self._hosts is not None
 
-    def renew(self, without: Collection[int]) -> Link:
+    def reconnect(self, excluded_ranks: Collection[int]) -> Link:
         """Return a link to the hosts that have ranks left, whose agents have been started."""
-        counts = [len(set(ranks).difference(without)) for ranks in self.ranks_by_host]
-        hosts = [Host(name, count) for name, count in zip(self.names, counts, strict=True) if count]
+        ranks_left = {
+            name: [rank for rank in ranks if rank not in excluded_ranks]
+            for name, ranks in zip(self.host_names, self.ranks_by_host, strict=True)
+        }
+        hosts = [Host(name, len(ranks)) for name, ranks in ranks_left.items() if ranks]
         if len(hosts) == 1:
-            return LocalLink(counts[0], self.bytes_sent)
+            return LocalLink(len(ranks_left[hosts[0].name]), self.bytes_sent)
         try:
             link = self._connect_again(hosts)
-        except (RuntimeError, TimeoutError, ConnectionError) as error:
-            lost_ranks = self._find_unreachable_ranks(hosts)
-            if not lost_ranks:  # all could be reached one by one
+        except _CONNECTION_ERRORS as error:
+            lost_hosts = self._find_unreachable_hosts(hosts)
+            if not lost_hosts:  # all could be reached one by one
                 raise
-            raise self._make_start_error(lost_ranks, str(error)) from error
+            raise self._make_start_error([r for name in lost_hosts for r in ranks_left[name]], str(error)) from error
         try:
-            lost_ranks = self._find_ranks_without_gpu(link, without) if self._on_gpus else []
-            if lost_ranks:
-                raise self._make_start_error(lost_ranks, "its GPU is missing")
-            link.assign_ranks(None, self._on_gpus)
+            if self._uses_gpus:
+                n_gpus = dict(zip(link.host_names, link._gpus, strict=True))
+                lost_ranks = [r for name in n_gpus for r in ranks_left[name][n_gpus[name] :]]
+                if lost_ranks:
+                    raise self._make_start_error(lost_ranks, "its GPU is missing")
+            link.assign_ranks(None, self._uses_gpus)
         except BaseException:
             link.kill()
             raise
-        link._n_bytes_before = self.bytes_sent
+        link._earlier_bytes_sent = self.bytes_sent
         return link
 
     def _connect_again(self, hosts: Sequence[Host]) -> MpiLink:
@@ -403,26 +415,28 @@ class MpiLink(Link):
             raise
         return link
 
-    def _find_unreachable_ranks(self, hosts: Sequence[Host]) -> list[int]:
-        """Return the ranks of the hosts that the first one can't connect."""
-        lost_hosts = list(hosts[1:])
-        if len(lost_hosts) > 1:
-            lost_hosts = []
-            for host in hosts[1:]:
-                try:
-                    self._connect_again([hosts[0], host]).kill()
-                except (RuntimeError, TimeoutError, ConnectionError):
-                    lost_hosts.append(host)
-        ranks_by_name = dict(zip(self.names, self.ranks_by_host, strict=True))
-        return [rank for host in lost_hosts for rank in ranks_by_name[host.name]]
+    def _find_unreachable_hosts(self, hosts: Sequence[Host]) -> list[str]:
+        """Return the names of the hosts that this host, the first, can't connect.
 
-    def _find_ranks_without_gpu(self, link: MpiLink, without: Collection[int]) -> list[int]:
-        """Return the last ranks of each host that has fewer GPUs than ranks now."""
-        ranks_by_name = dict(zip(self.names, self.ranks_by_host, strict=True))
-        lost_ranks: list[int] = []
-        for name, n_gpus in zip(link.names, link._gpus, strict=True):
-            lost_ranks += [rank for rank in ranks_by_name[name] if rank not in without][n_gpus:]
-        return lost_ranks
+        Raises
+        ------
+        RuntimeError
+            If this host can't even start an agent of its own, which would make all others seem unreachable.
+        """
+        own, others = hosts[0], hosts[1:]
+        try:
+            self._connect_again([own]).kill()
+        except _CONNECTION_ERRORS as error:
+            raise RuntimeError(f"this host, {own.name}, can't start an agent: {error}") from error
+        if len(others) == 1:
+            return [others[0].name]
+        unreachable = []
+        for host in others:
+            try:
+                self._connect_again([own, host]).kill()
+            except _CONNECTION_ERRORS:
+                unreachable.append(host.name)
+        return unreachable
 
     def _make_start_error(self, lost_ranks: Sequence[int], cause: str) -> StartError:
         """Return the error of ranks that can't start; without them a start may succeed."""

@@ -25,7 +25,7 @@ def make_agent_command(address: str) -> list[str]:
     """Return the command line of an agent."""
     package = str(Path(__file__).resolve().parents[2])
     # An agent that fails kills itself: mpirun may ignore an exit code, and the other agents would wait.  Errors of MPI
-    # are mostly caused by the loss of another host, so they have a signal of their own (see `find_lost_hosts`).
+    # are mostly caused by the failure of another host, so they have a signal of their own (see `find_lost_hosts`).
     number = _MPI_ERROR_SIGNAL
     code = "import os, signal, sys; sys.excepthook = lambda kind, *error: (sys.__excepthook__(kind, *error), "
     code += f"signal.signal({number}, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, [{number}]), "

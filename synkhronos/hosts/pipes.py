@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control import SCRATCH_NBYTES, Control
+from synkhronos.ranks.control_memory import SCRATCH_NBYTES, ControlMemory
 
 #: Maximal number of bytes of a frame, the unit of streaming.
 FRAME_NBYTES = SCRATCH_NBYTES
@@ -37,27 +37,27 @@ class PipeLayout:
     Attributes
     ----------
     failure_message : memoryview
-        Fields of a `RemoteFailure`, as JSON.
+        Fields of a `PeerFailure`, as JSON.
     n_next_hosts : memoryview of uint64
         One word: number of hosts after this one in the chain.
-    transferred : memoryview of uint64
+    n_transferred : memoryview of uint64
         Number of frames that the agent has sent or received, by pipe.
-    lengths : memoryview of uint64
+    frame_nbytes : memoryview of uint64
         Number of bytes in each frame, by pipe.
-    processed : list of memoryview of uint64
+    n_processed : list of memoryview of uint64
         Number of frames that each rank has processed, by pipe and for `LOCAL_STREAM`.
     """
 
-    def __init__(self, control: Control):
+    def __init__(self, control: ControlMemory):
         n_local = len(control.local_ranks)
         memory = control.link_memory
         words = memory[FAILURE_NBYTES : FAILURE_NBYTES + _compute_words_nbytes(n_local)].cast("Q")
         self.failure_message = memory[:FAILURE_NBYTES]
         self.n_next_hosts = words[:1]
-        self.transferred = words[1:5]
-        self.lengths = words[5 : 5 + 4 * N_FRAMES]
+        self.n_transferred = words[1:5]
+        self.frame_nbytes = words[5 : 5 + 4 * N_FRAMES]
         processed = words[5 + 4 * N_FRAMES :]
-        self.processed = [processed[i * n_local : (i + 1) * n_local] for i in range(5)]
+        self.n_processed = [processed[i * n_local : (i + 1) * n_local] for i in range(5)]
         self._memory = memory
         self._frames_offset = FAILURE_NBYTES + _compute_words_nbytes(n_local)
 
@@ -88,8 +88,8 @@ class Pipe:
 
     def __init__(self, rank: Rank, layout: PipeLayout, pipe: int):
         self._rank, self._layout, self._pipe = rank, layout, pipe
-        self._local_rank = rank.number - rank.control.local_ranks.start
-        self._processed = layout.processed[pipe]
+        self._local_rank = rank.number - rank.local_ranks.start
+        self._n_processed = layout.n_processed[pipe]
         self._command = self._first_count = self._count = 0
 
     def _frame_number(self) -> int:
@@ -103,7 +103,11 @@ class Pipe:
     def wait_writable(self) -> np.ndarray:
         """Wait until the current frame's memory is free, and return it as bytes."""
         count = self._frame_number()
-        transferred, pipe, target_count = self._layout.transferred, self._pipe, self._first_count + count - N_FRAMES + 1
+        transferred, pipe, target_count = (
+            self._layout.n_transferred,
+            self._pipe,
+            self._first_count + count - N_FRAMES + 1,
+        )
         if count >= N_FRAMES and transferred[pipe] < target_count:
             self._rank.wait(lambda: transferred[pipe] >= target_count)
         return self._view_bytes(count)
@@ -111,7 +115,7 @@ class Pipe:
     def wait_readable(self) -> np.ndarray:
         """Wait until the current frame has been received, and return it as bytes."""
         count = self._frame_number()
-        transferred, pipe, target_count = self._layout.transferred, self._pipe, self._first_count + count + 1
+        transferred, pipe, target_count = self._layout.n_transferred, self._pipe, self._first_count + count + 1
         if transferred[pipe] < target_count:
             self._rank.wait(lambda: transferred[pipe] >= target_count)
         return self._view_bytes(count)
@@ -125,13 +129,15 @@ class Pipe:
         count = self._frame_number()
         self._count = count + 1
         if nbytes:
-            self._layout.lengths[self._pipe * N_FRAMES + count % N_FRAMES] = nbytes  # equal on all ranks of the host
-        self._processed[self._local_rank] = self._first_count + count + 1
+            self._layout.frame_nbytes[self._pipe * N_FRAMES + count % N_FRAMES] = (
+                nbytes  # equal on all ranks of the host
+            )
+        self._n_processed[self._local_rank] = self._first_count + count + 1
         self._rank.wake_local_ranks()
 
     def wait_all_processed(self, n_earlier: int = 0) -> None:
         """Wait until all ranks of the host have processed this rank's frames, except the last ``n_earlier``."""
-        processed, target_count = self._processed, self._first_count + self._frame_number() - n_earlier
+        processed, target_count = self._n_processed, self._first_count + self._frame_number() - n_earlier
         self._rank.wait(lambda: min(processed) >= target_count)
 
     def _view_bytes(self, count: int) -> np.ndarray:
@@ -149,14 +155,14 @@ class FrameTransport:
     mpi : module
     world : mpi4py.MPI.Comm
         Communicator that is used for frames only.
-    control : Control
+    control : ControlMemory
     layout : PipeLayout
     """
 
     #: Number of commands that tags distinguish; every MPI provides at least as many tags.
     _TAGS = 1 << 15
 
-    def __init__(self, mpi: Any, world: Any, control: Control, layout: PipeLayout):
+    def __init__(self, mpi: Any, world: Any, control: ControlMemory, layout: PipeLayout):
         self._mpi, self._world = mpi, world
         self._control, self._layout = control, layout
         host, last_host = world.rank, world.size - 1
@@ -166,14 +172,14 @@ class FrameTransport:
         ]
         pipes = UP_OUT, DOWN_OUT, UP_IN, DOWN_IN
         self._next_counts = dict.fromkeys(pipes, 0)
-        #: Frames in transit by pipe: the value of `transferred` after the transfer, and its request.
+        #: Frames in transit by pipe: the value of `n_transferred` after the transfer, and its request.
         self._in_transit: dict[int, deque[tuple[int, Any]]] = {pipe: deque() for pipe in pipes}
         self._command = self._first_count = 0
         self._status = mpi.Status()
 
     def progress(self) -> bool:
         """Start and complete transfers without blocking; return True if ranks have to be woken."""
-        command = self._control.words[Control.POSTED]
+        command = self._control.words[ControlMemory.POSTED]
         if command != self._command:
             self._command, self._first_count = command, command << COUNT_BITS
             self._next_counts = dict.fromkeys(self._next_counts, 0)
@@ -195,16 +201,16 @@ class FrameTransport:
         while in_transit and in_transit[0][1].Test():
             transferred = in_transit.popleft()[0]
             if transferred > self._first_count:
-                self._layout.transferred[pipe] = transferred
+                self._layout.n_transferred[pipe] = transferred
                 has_events = True
         return has_events
 
     def _send(self, pipe: int, peer: int) -> None:
         layout, first_count = self._layout, self._first_count
-        filled = min(layout.processed[pipe])
+        filled = min(layout.n_processed[pipe])
         while first_count + self._next_counts[pipe] < filled:
             count = self._next_counts[pipe]
-            frame = layout.view_frame(pipe, count)[: layout.lengths[pipe * N_FRAMES + count % N_FRAMES]]
+            frame = layout.view_frame(pipe, count)[: layout.frame_nbytes[pipe * N_FRAMES + count % N_FRAMES]]
             tag = self._command % self._TAGS
             self._in_transit[pipe].append(
                 (first_count + count + 1, self._world.Isend([frame, self._mpi.BYTE], peer, tag))
@@ -223,7 +229,7 @@ class FrameTransport:
             commands_ahead = (tag - self._command) % self._TAGS
             if commands_ahead == 0:
                 count = self._next_counts[pipe]
-                if count >= N_FRAMES and min(layout.processed[pipe]) < first_count + count - N_FRAMES + 1:
+                if count >= N_FRAMES and min(layout.n_processed[pipe]) < first_count + count - N_FRAMES + 1:
                     break  # ranks still use its memory
                 buffer: Any = layout.view_frame(pipe, count)[:nbytes]
                 self._next_counts[pipe] = count + 1

@@ -43,10 +43,10 @@ from synkhronos.hosts.messenger import (
     STOP,
     Messenger,
 )
-from synkhronos.ranks.control import AWAITS_PEER, Control
-from synkhronos.ranks.rank_task import ACQUIRE, READ, RELEASE, WRITE, Span
+from synkhronos.ranks.control_memory import AWAITS_PEER, ControlMemory
+from synkhronos.ranks.rank_task import ACQUIRE, READ, RELEASE, WRITE, ByteRange
 from synkhronos.ranks.segments import Segment
-from synkhronos.ranks.task_memory import WORD_NBYTES, TaskMemory, read_prefixed, read_ring, write_ring
+from synkhronos.ranks.task_memory import WORD_NBYTES, TaskMemory, read_ring, read_with_length, write_ring
 
 
 class TaskAgent:
@@ -55,7 +55,7 @@ class TaskAgent:
     Parameters
     ----------
     messenger : Messenger
-    control : Control
+    control : ControlMemory
     ranks_by_host : sequence of range
     segments : dict of int to Segment
         Shared memory of this host, by key.
@@ -69,7 +69,7 @@ class TaskAgent:
     def __init__(
         self,
         messenger: Messenger,
-        control: Control,
+        control: ControlMemory,
         ranks_by_host: Sequence[range],
         segments: dict[int, Segment],
     ):
@@ -160,16 +160,18 @@ class TaskAgent:
         self._schedule(source, command, lambda bridge: self._wake(bridge.update_channel(*update)))
 
     def _on_stop(self, source: int, command: int) -> None:
-        self._schedule(source, command, TaskBridge.stop)
+        self._schedule(source, command, TaskBridge.deliver_stop_request)
 
     # -- ranks of this host that use locks of another -------------------------------------------------
 
-    def _forward_request(self, bridge: TaskBridge, rank: int, operation: int, lock: int, spans: Sequence[Span]) -> None:
+    def _forward_request(
+        self, bridge: TaskBridge, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
+    ) -> None:
         home, command = find_host(self._ranks_by_host, bridge.get_home_rank(lock)), self._command
         if operation == WRITE:
-            self._transfers.append(self._send_rows(home, spans, LOCK_REQUEST, command, rank, operation, lock, ()))
+            self._transfers.append(self._send_rows(home, ranges, LOCK_REQUEST, command, rank, operation, lock, ()))
             return
-        self._messenger.send(home, LOCK_REQUEST, command, rank, operation, lock, spans)
+        self._messenger.send(home, LOCK_REQUEST, command, rank, operation, lock, ranges)
         if operation == RELEASE:
             self._deliver_reply(bridge, rank, 0)
 
@@ -184,22 +186,22 @@ class TaskAgent:
     # -- locks of this host ------------------------------------------------------------------------------
 
     def _on_lock_request(
-        self, source: int, command: int, rank: int, operation: int, lock: int, spans: Sequence[Span]
+        self, source: int, command: int, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
         self._schedule(
-            source, command, lambda bridge: self._process_request(bridge, source, rank, operation, lock, spans)
+            source, command, lambda bridge: self._process_request(bridge, source, rank, operation, lock, ranges)
         )
 
     def _process_request(
-        self, bridge: TaskBridge, source: int, rank: int, operation: int, lock: int, spans: Sequence[Span]
+        self, bridge: TaskBridge, source: int, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
         """Process a request of a rank of another host for a lock of this host."""
         command = self._command
         if operation == ACQUIRE:
             self._queues.setdefault(lock, deque()).append((source, rank))
-            bridge.set_wanted(lock, True)
+            bridge.set_agent_waiting(lock, True)
         elif operation == READ:
-            self._transfers.append(self._send_rows(source, spans, LOCK_REPLY, command, rank, 0))
+            self._transfers.append(self._send_rows(source, ranges, LOCK_REPLY, command, rank, 0))
         elif operation == WRITE:  # the bytes announced before it have arrived
             self._messenger.send(source, LOCK_REPLY, command, rank, 0)
         else:
@@ -212,22 +214,22 @@ class TaskAgent:
         if turn is None:
             return False
         queue.popleft()
-        bridge.set_wanted(lock, bool(queue))
+        bridge.set_agent_waiting(lock, bool(queue))
         self._messenger.send(source, LOCK_REPLY, self._command, rank, turn)
         return True
 
     # -- transfers -------------------------------------------------------------------------------------------------
 
-    def _send_rows(self, host: int, spans: Sequence[Span], *message: Any) -> Iterator[None]:
+    def _send_rows(self, host: int, ranges: Sequence[ByteRange], *message: Any) -> Iterator[None]:
         """Send rows to another host, a chunk at each step of the generator, and then a message."""
-        for key, start, nbytes in spans:
+        for key, start, nbytes in ranges:
             memory = memoryview(self._segments[key].buffer)
             for offset in range(start, start + nbytes, CHUNK_NBYTES):
                 chunk = memory[offset : min(offset + CHUNK_NBYTES, start + nbytes)]
                 self._messenger.send(host, LOCK_ROWS, self._command, key, offset, len(chunk))
                 self._messenger.send_bytes(host, chunk)
                 if self._messenger.host == 0:
-                    self._control.words[Control.BYTES_SENT] += len(chunk)
+                    self._control.words[ControlMemory.BYTES_SENT] += len(chunk)
                 yield
         self._messenger.send(host, *message)
 
@@ -256,7 +258,7 @@ class TaskBridge:
     def __init__(self, memory: TaskMemory, segment: Segment, local_ranks: range):
         self._memory, self._segment, self._local_ranks = memory, segment, local_ranks
         n = memory.size
-        self._stop, _, self._owners, self._acquisitions, self._wanted, *channels = memory.view_words(segment)
+        self._stop, _, self._owners, self._acquisitions, self._agent_waits, *channels = memory.view_words(segment)
         self._sent, self._received = (np.frombuffer(words, np.uint64).reshape(n, n) for words in channels)
         self._n_requests = [0] * len(local_ranks)
         remote_ranks = [r for r in range(n) if r not in local_ranks]
@@ -310,17 +312,17 @@ class TaskBridge:
             return True
         return False
 
-    def stop(self) -> None:
+    def deliver_stop_request(self) -> None:
         """Pass a stop request of another host to the ranks of this host."""
         self._stop[0], self._has_sent_stop = 1, True
 
     # -- locks -----------------------------------------------------------------------------------------------
 
-    def poll_requests(self) -> Iterator[tuple[int, int, int, Sequence[Span]]]:
-        """Yield new requests of this host's ranks for locks of other hosts: rank, operation, lock and spans of rows."""
+    def poll_requests(self) -> Iterator[tuple[int, int, int, Sequence[ByteRange]]]:
+        """Yield new requests of this host's ranks for locks of other hosts: rank, operation, lock, ranges of bytes."""
         for i, rank in enumerate(self._local_ranks):
             if self._sent[rank, rank] > self._n_requests[i]:
-                request = read_prefixed(self._view_ring(rank, rank))
+                request = read_with_length(self._view_ring(rank, rank))
                 self._n_requests[i] += 1
                 yield rank, *pickle.loads(request)
 
@@ -333,9 +335,9 @@ class TaskBridge:
         """Return a rank on the host of a lock."""
         return self._memory.get_home_rank(lock)
 
-    def set_wanted(self, lock: int, is_wanted: bool) -> None:
+    def set_agent_waiting(self, lock: int, is_waiting: bool) -> None:
         """Publish to this host's ranks whether a rank of another host waits for one of this host's locks."""
-        self._wanted[lock] = is_wanted
+        self._agent_waits[lock] = is_waiting
 
     def try_acquire(self, lock: int, rank: int) -> int | None:
         """Acquire a lock of this host for a rank of another host; return its turn, or None if it is not free."""

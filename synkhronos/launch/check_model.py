@@ -65,15 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check_class(model: str, options: Mapping[str, Any] | None = None) -> int:
-    """Check a class and print its problems; return the exit status, 1 if there are any.
-
-    Parameters
-    ----------
-    model : str
-        ``FILE:CLASS``.
-    options : dict, optional
-        Further settings.
-    """
+    """Check the class ``FILE:CLASS`` with further settings, and print its problems; return 1 if there are any, or 0."""
     settings = resolve_settings([{"model": model, "devices": "cpu"}, options or {}])
     import_theano_before_fork(on_gpu=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import Selection
-from synkhronos.ranks.control import POLL_SECONDS, Semaphore
-from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE, describe_exit, shorten
+from synkhronos.ranks.control_memory import POLL_SECONDS, Semaphore
+from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE, describe_exit, shorten_middle
 
 #: Status of a row, one byte: it can't be read, or is read.
 SKIPPED, READ = 0, 1
@@ -239,7 +239,7 @@ class Ring:
                 self._semaphores[i].release()
 
     def _fence(self) -> None:
-        """Order this process's writes before its next reads: see `synkhronos.ranks.control.Control.fence`."""
+        """Order this process's writes before its next reads: see `ControlMemory.fence`."""
         with self._fence_lock:
             pass
 
@@ -359,7 +359,7 @@ class Ring:
         """Signal that a loader process can't write its share of a unit; without a generation, of any unit."""
         start = self.layout.reports_offset + loader * _REPORT_NBYTES
         # JSON takes up to six bytes for a character.
-        text = json.dumps(shorten(message, _REPORT_NBYTES // 6 - 16), ensure_ascii=False)
+        text = json.dumps(shorten_middle(message, _REPORT_NBYTES // 6 - 16), ensure_ascii=False)
         report = text.encode(errors="backslashreplace").ljust(_REPORT_NBYTES, b"\0")
         self._memory[start : start + _REPORT_NBYTES] = np.frombuffer(report, np.uint8)
         self._fence()

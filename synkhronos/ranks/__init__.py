@@ -5,18 +5,18 @@ This package knows nothing of graphs or of the meaning of arrays, and stores the
 
 from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.command import Command, RowAccess
-from synkhronos.ranks.errors import Cancelled, Death, WorkerError
-from synkhronos.ranks.rank import MAX_SLOT_NBYTES, PendingOperation, Rank
-from synkhronos.ranks.segments import Segment, SharedArray
-from synkhronos.ranks.session import (
-    Session,
+from synkhronos.ranks.current_session import (
     check_no_session,
     close,
     fork,
     get_inherited_session,
+    get_last_death,
     get_session,
-    last_death,
 )
+from synkhronos.ranks.errors import Cancelled, Death, WorkerError
+from synkhronos.ranks.rank import MAX_SLOT_NBYTES, PendingOperation, Rank
+from synkhronos.ranks.segments import ArrayLocation, Segment
+from synkhronos.ranks.session import Session
 from synkhronos.ranks.threads import count_available_cores
 from synkhronos.ranks.weak_key_dict import WeakKeyDict
 
@@ -30,7 +30,7 @@ __all__ = [
     "RowAccess",
     "Segment",
     "Session",
-    "SharedArray",
+    "ArrayLocation",
     "PendingOperation",
     "WeakKeyDict",
     "WorkerError",
@@ -40,5 +40,5 @@ __all__ = [
     "fork",
     "get_inherited_session",
     "get_session",
-    "last_death",
+    "get_last_death",
 ]

@@ -36,7 +36,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from synkhronos.ranks.control import Control
+from synkhronos.ranks.control_memory import ControlMemory
 
 #: Number of low bits of a step number that count the steps of a command; the high bits are the command's number.
 STEP_BITS = 24
@@ -48,12 +48,12 @@ def record_common_step(words: Any, command: int, step: int) -> None:
     Successive commands use two words in turn: all ranks have finished a command before the second one after it is
     posted.
     """
-    words[Control.COMMON_STEP + (command & 1)] = max(step, command << STEP_BITS)
+    words[ControlMemory.COMMON_STEP + (command & 1)] = max(step, command << STEP_BITS)
 
 
-def last_common_step(words: Any, command: int) -> int | None:
+def read_common_step(words: Any, command: int) -> int | None:
     """Return the last step that all ranks reached in a failed command; None until the command is decided."""
-    step: int = words[Control.COMMON_STEP + (command & 1)]
+    step: int = words[ControlMemory.COMMON_STEP + (command & 1)]
     return step if step >> STEP_BITS == command else None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from synkhronos.ranks.rank import Rank
-from synkhronos.ranks.segments import SharedArray
+from synkhronos.ranks.segments import ArrayLocation
 from synkhronos.ranks.task_memory import TaskMemory
 
 
@@ -17,15 +17,15 @@ class RowAccess(NamedTuple):
 
     Attributes
     ----------
-    array : SharedArray
-    rows : range, SharedArray of int64, or None
+    array : ArrayLocation
+    rows : range, ArrayLocation of int64, or None
         Indexes of the rows; None for the whole array.
     first_row : int
         Index of the array's first row; it is subtracted from each index.
     """
 
-    array: SharedArray
-    rows: range | SharedArray | None = None
+    array: ArrayLocation
+    rows: range | ArrayLocation | None = None
     first_row: int = 0
 
 
@@ -76,7 +76,7 @@ class Command(ABC):
         """
         return find_row_accesses(_list_parts(self), size, ranks)
 
-    def without_rank(self, number: int) -> Command:
+    def without_rank(self, rank: int) -> Command:
         """Return the command for all ranks but one, if it has entries by rank."""
         return self
 
@@ -87,7 +87,7 @@ class Command(ABC):
 
 def find_row_accesses(value: Any, size: int, ranks: range) -> Iterator[RowAccess]:
     """Yield the accesses of a value in a command; for the parameters see `Command.find_row_accesses`."""
-    if isinstance(value, SharedArray):
+    if isinstance(value, ArrayLocation):
         yield RowAccess(value)
     elif isinstance(value, Command):
         yield from value.find_row_accesses(size, ranks)

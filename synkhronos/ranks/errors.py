@@ -38,14 +38,14 @@ class FailureReport:
         except Exception as str_error:
             message = f"<no message: its __str__ raised {type(str_error).__qualname__}>"
         text = "".join(traceback.format_exception(error))
-        return cls(rank, type(error).__qualname__, shorten(message, limit), shorten(text, limit))
+        return cls(rank, type(error).__qualname__, shorten_middle(message, limit), shorten_middle(text, limit))
 
     @property
     def rank_name(self) -> str:
         """Name of the rank, followed by that of its host if there are several hosts."""
         return describe_rank(self.rank, self.host)
 
-    def summary(self) -> str:
+    def summarize(self) -> str:
         """Return a line with the rank, the exception's class and the first line of its message."""
         return f"{self.rank_name}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
 
@@ -55,7 +55,7 @@ def describe_rank(rank: int, host: str) -> str:
     return f"rank {rank}" + (f" on host {host}" if host else "")
 
 
-def shorten(text: str, limit: int) -> str:
+def shorten_middle(text: str, limit: int) -> str:
     """Return the text, with its middle replaced by "[...]" if it is longer than ``limit`` characters."""
     return text if len(text) <= limit else f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
 
@@ -91,13 +91,13 @@ class WorkerError(RuntimeError):
         """Build the error for ranks that raised exceptions; ``effect`` says on which ranks updates were applied."""
         first = reports[0]
         head = f"{first.rank_name} raised {first.kind}: {first.message}"
-        others = "".join(f"\n  {report.summary()}" for report in reports[1:])
+        others = "".join(f"\n  {report.summarize()}" for report in reports[1:])
         if others:
             head += f"\nOther ranks failed too:{others}"
         if effect:
             head += f"\n{effect}"
         head += f"\n\nThe traceback of rank {first.rank}:\n{first.traceback}"
-        return cls(head, first.rank, first.traceback, {report.rank: report.summary() for report in reports})
+        return cls(head, first.rank, first.traceback, {report.rank: report.summarize() for report in reports})
 
 
 #: Start of `Death.cause` for a worker that could not start.
@@ -105,7 +105,7 @@ FAILED_START_PREFIX = "could not start"
 
 
 class Death(NamedTuple):
-    """Exit of a worker, its failure to start, or loss of a machine, that ended a session.
+    """Exit of a worker, its failure to start, or failure of a machine, that ended a session.
 
     Attributes
     ----------
@@ -132,20 +132,20 @@ class Death(NamedTuple):
         return f"{describe_rank(self.rank, self.host)} (process {self.pid}) {self.cause}"
 
 
-class RemoteFailure(NamedTuple):
-    """Failure of another machine, or death of a worker on it, that ends the session.
+class PeerFailure(NamedTuple):
+    """Failure of a worker or of a machine that ends the session.
 
     Attributes
     ----------
-    text : str
+    message : str
         Description for an error message.
     rank : int
         Rank of the worker, or first rank of the machine.
     death : Death or None
-        None if new workers would fail in the same way.
+        None if no process has died, or if new workers would fail in the same way.
     """
 
-    text: str
+    message: str
     rank: int
     death: Death | None = None
 

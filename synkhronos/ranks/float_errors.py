@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from synkhronos.ranks import Command, Rank, Session
 
 
-class _SetFloatErrorsFields(NamedTuple):
-    settings: tuple[tuple[str, str], ...]
-
-
-class _SetFloatErrors(_SetFloatErrorsFields, Command):
+@dataclass(frozen=True, slots=True)
+class _SetFloatErrors(Command):
     """Apply the master's `numpy.geterr` on the workers."""
 
-    __slots__ = ()
+    settings: tuple[tuple[str, str], ...]
 
     def run(self, rank: Rank) -> None:
         if not rank.is_master:
@@ -25,34 +23,22 @@ class _SetFloatErrors(_SetFloatErrorsFields, Command):
 
 
 class _SentSettings:
-    """Record of the settings that were last sent to the workers.
+    """Record of the settings that were last sent to the workers; the master's registry ends with its workers.
 
     Attributes
     ----------
     settings : dict or None
-        As `numpy.geterr` returns it; None if nothing was sent to the present workers.
+        As `numpy.geterr` returns it; None if nothing was sent.
     """
 
-    def __init__(self) -> None:
-        self.settings: Any = None
-
-    @classmethod
-    def create(cls, session: Session) -> _SentSettings:
-        """Return a record that is cleared when workers are replaced."""
-        sent = cls()
-        session.add_replacement_callback(sent, cls._clear)
-        return sent
-
-    def _clear(self) -> None:
-        self.settings = None
+    settings: Any = None
 
 
 def sync_float_errors(session: Session) -> None:
     """Send the master's settings (`numpy.seterr`, `numpy.errstate`) to the workers if they have changed."""
     if session.size == 1:
         return
-    settings = np.geterr()
-    sent = session.registry.get(_SentSettings, lambda: _SentSettings.create(session))
+    settings, sent = np.geterr(), session.rank.registry.get(_SentSettings)
     if sent.settings != settings:
         session.run(_SetFloatErrors(tuple((kind, str(how)) for kind, how in settings.items())))
         sent.settings = settings

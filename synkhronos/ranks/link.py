@@ -15,9 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 
 from synkhronos.ranks.command import Command
-from synkhronos.ranks.control import Control
-from synkhronos.ranks.errors import RemoteFailure
-from synkhronos.ranks.segments import SegmentTable, SharedArray
+from synkhronos.ranks.control_memory import ControlMemory
+from synkhronos.ranks.errors import PeerFailure
+from synkhronos.ranks.segments import ArrayLocation, SegmentTable
 
 
 class Link(ABC):
@@ -46,17 +46,18 @@ class Link(ABC):
         return self.ranks_by_host[0]
 
     @abstractmethod
-    def start_workers(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> socket.socket | None:
+    def start_workers(
+        self, control: ControlMemory, file: io.FileIO | None, master_rank: int, profile: bool
+    ) -> socket.socket | None:
         """Start the workers of the other machines.
 
         Parameters
         ----------
-        control : Control
+        control : ControlMemory
             Control memory of this machine's ranks.
         file : FileIO or None
             File of the control memory; None if only forks map it.
-        root : int
-            Rank of the master.
+        master_rank : int
         profile : bool
             Whether workers write a profile at exit.
 
@@ -67,13 +68,13 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def plan_transfers(self, command: Command, command_location: SharedArray | None, segments: SegmentTable) -> bytes:
+    def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
         """Return the pickled plan of a command's transfers: the memory that the other machines need for it.
 
         Parameters
         ----------
         command : Command
-        command_location : SharedArray or None
+        command_location : ArrayLocation or None
             Location of the pickled command, if it is too long for the mailbox.
         segments : SegmentTable
             Segments of the master's rank.
@@ -91,11 +92,11 @@ class Link(ABC):
         """Return the name of a rank's machine; "" if there is only one."""
 
     @abstractmethod
-    def find_remote_failure(self) -> RemoteFailure | None:
-        """Return the loss of another machine, or the death of a worker there; None if there is none."""
+    def find_failure(self) -> PeerFailure | None:
+        """Return the failure of another machine, or of a worker there; None if there is none."""
 
     @abstractmethod
-    def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
+    def shut_down(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """End the workers of the other machines, wait for their exit, and close the connection.
 
         Parameters
@@ -110,17 +111,17 @@ class Link(ABC):
 
     @property
     @abstractmethod
-    def can_renew(self) -> bool:
-        """Whether `renew` is possible."""
+    def can_reconnect(self) -> bool:
+        """Whether `reconnect` is possible."""
 
     @abstractmethod
-    def renew(self, without: Collection[int]) -> Link:
+    def reconnect(self, excluded_ranks: Collection[int]) -> Link:
         """Return a link to the same machines for new workers, after the end of this one.
 
         Parameters
         ----------
-        without : collection of int
-            Ranks to leave out.
+        excluded_ranks : collection of int
+            Ranks that are not started again.
 
         Raises
         ------
@@ -148,16 +149,16 @@ class LocalLink(Link):
     """
 
     needs_control_file = False
-    can_renew = True
+    can_reconnect = True
     control_nbytes = plan_nbytes = bytes_sent = 0
 
     def __init__(self, size: int, bytes_sent: int = 0) -> None:
         self.ranks_by_host, self.bytes_sent = [range(size)], bytes_sent
 
-    def start_workers(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> None:
-        """Do nothing: `Workers` starts this machine's workers."""
+    def start_workers(self, control: ControlMemory, file: io.FileIO | None, master_rank: int, profile: bool) -> None:
+        """Do nothing: `WorkerProcesses` starts this machine's workers."""
 
-    def plan_transfers(self, command: Command, command_location: SharedArray | None, segments: SegmentTable) -> bytes:
+    def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
         """Return an empty plan."""
         return b""
 
@@ -165,12 +166,12 @@ class LocalLink(Link):
         """Return an empty name."""
         return ""
 
-    def find_remote_failure(self) -> None:
-        """Return None: `Workers` detects deaths on this machine."""
+    def find_failure(self) -> None:
+        """Return None: `WorkerProcesses` detects deaths on this machine."""
 
-    def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
-        """Do nothing: `Workers` ends this machine's workers."""
+    def shut_down(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
+        """Do nothing: `WorkerProcesses` ends this machine's workers."""
 
-    def renew(self, without: Collection[int]) -> LocalLink:
+    def reconnect(self, excluded_ranks: Collection[int]) -> LocalLink:
         """Return a link for the ranks that are left."""
-        return LocalLink(len(self.local_ranks) - len(without), self.bytes_sent)
+        return LocalLink(len(self.local_ranks) - len(excluded_ranks), self.bytes_sent)

@@ -60,6 +60,8 @@ class MemoryTable:
 
     Attributes
     ----------
+    segments : SegmentTable
+        Segments that the master has mapped.
     last_key : int
         Key of the newest segment.
     last_sent_key : int
@@ -68,16 +70,16 @@ class MemoryTable:
 
     def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):
         self.last_key = self.last_sent_key = 0
-        self._rank = rank
+        self._rank, self.segments = rank, rank.segments
         self._channels = channels
         self._run = run
         self._is_freed = False
         self._unsent_segments: list[tuple[Segment, io.FileIO, set[int]]] = []
         self._unsent_releases: list[tuple[EntryKind, Any]] = []
-        self._owned: dict[tuple[EntryKind, Any], weakref.ref[Any]] = {}
-        self._orphans: list[Any] = []
+        self._users: dict[tuple[EntryKind, Any], weakref.ref[Any]] = {}
+        self._unused: list[Any] = []
 
-    def create(self, nbytes: int, in_command: bool = False) -> Segment:
+    def create_segment(self, nbytes: int, in_command: bool = False) -> Segment:
         """Create a segment, which every rank has under the same key from the next command on.
 
         Parameters
@@ -96,9 +98,9 @@ class MemoryTable:
         return self.add_file(self.create_file(nbytes, in_command), max(1, nbytes), in_command)
 
     def create_file(self, nbytes: int, in_command: bool = False) -> io.FileIO:
-        """Create shared memory as an open file, for `add_file`.  It raises the errors of `create`."""
+        """Create shared memory as an open file, for `add_file`.  It raises the errors of `create_segment`."""
         nbytes = max(1, nbytes)
-        self.release_orphans()
+        self.release_unused()
         try:
             return create_unlinked_file(nbytes)
         except (MemoryError, OSError) as error:
@@ -133,7 +135,7 @@ class MemoryTable:
         OSError
             If there is no such file, or it is not readable.
         """
-        self.release_orphans()
+        self.release_unused()
         with defer_signals():
             file = io.FileIO(path)
         nbytes = os.fstat(file.fileno()).st_size
@@ -148,7 +150,7 @@ class MemoryTable:
     def _add(self, segment: Segment, file: io.FileIO, in_command: bool) -> Segment:
         with defer_signals():  # a worker would wait forever for a key that is never sent
             self.last_key += 1
-            self._rank.segments.add(segment)
+            self.segments.add(segment)
             self._queue_segment(segment, file)
         if len(self._unsent_segments) > _MAX_UNSENT and not in_command:
             self.send_releases(force=True)
@@ -167,9 +169,9 @@ class MemoryTable:
         while self._unsent_segments:
             segment, file, receivers = self._unsent_segments[0]
             while receivers:
-                number = next(iter(receivers))
-                send_segment(self._channels[number], segment, file.fileno())
-                receivers.discard(number)
+                receiver = next(iter(receivers))
+                send_segment(self._channels[receiver], segment, file.fileno())
+                receivers.discard(receiver)
             del self._unsent_segments[0]
             file.close()
             self.last_sent_key = segment.key
@@ -178,25 +180,25 @@ class MemoryTable:
         """Release a segment or an object: in this process at once, on the other ranks with the next command."""
         if self._is_freed:
             return
-        self._owned.pop((kind, key), None)
+        self._users.pop((kind, key), None)
         if kind == "segment":
-            self._rank.segments.drop(key)
+            self.segments.drop(key)
         else:
             self._rank.objects.pop(key, None)
         self._unsent_releases.append((kind, key))
 
-    def release_with(self, owner: object, kind: EntryKind, key: Any) -> None:
-        """Release a segment or an object after its owner is collected: at the next command or creation of memory.
+    def release_when_deleted(self, user: object, kind: EntryKind, key: Any) -> None:
+        """Release a segment or an object after its user is deleted: at the next command or creation of memory.
 
-        No Python code runs at the collection itself: an interrupt in the middle of it would be swallowed.
+        No Python code runs at the deletion itself: an interrupt in the middle of it would be swallowed.
         """
-        self._owned[kind, key] = weakref.KeyedRef(owner, self._orphans.append, (kind, key))
+        self._users[kind, key] = weakref.KeyedRef(user, self._unused.append, (kind, key))
 
-    def release_orphans(self) -> None:
-        """Release the segments and objects of owners that have been collected."""
-        while self._orphans:
-            self.release(*self._orphans[0].key)
-            del self._orphans[0]
+    def release_unused(self) -> None:
+        """Release the segments and objects whose users have been deleted."""
+        while self._unused:
+            self.release(*self._unused[0].key)
+            del self._unused[0]
 
     def send_releases(self, force: bool = False) -> None:
         """Drop released segments and objects on the workers, and send new segments, by a command.
@@ -211,26 +213,28 @@ class MemoryTable:
 
     def resend_segments(self) -> None:
         """Send all segments to new workers that were started as new processes."""
-        for segment, file in self._rank.segments.replace_files():
+        for segment, file in self.segments.replace_files():
             self._queue_segment(segment, file)
             if len(self._unsent_segments) > _MAX_UNSENT:
                 self.send_releases(force=True)
         self.send_releases(force=True)
 
-    def forget_workers(self, is_inherited: bool) -> None:
-        """Discard the state of the old workers; new workers inherit all present segments and objects, or have none."""
+    def connect_workers(self, channels: Mapping[int, socket], is_inherited: bool) -> None:
+        """Use new workers' channels: they inherit all present segments and objects, or have none."""
+        self._channels = channels
         self.last_sent_key = self.last_key if is_inherited else 0
-        for _, file, _ in self._unsent_segments:
-            file.close()
-        self._unsent_segments.clear()
+        self._discard_unsent_segments()
         self._unsent_releases.clear()
 
     def free(self) -> None:
         """Free all segments and objects in this process, after the ranks have ended."""
         self._is_freed = True
+        self._discard_unsent_segments()
+        self.segments.clear()
+        self._rank.objects.clear()
+        self._users.clear()
+
+    def _discard_unsent_segments(self) -> None:
         for _, file, _ in self._unsent_segments:
             file.close()
         self._unsent_segments.clear()
-        self._rank.segments.clear()
-        self._rank.objects.clear()
-        self._owned.clear()

@@ -49,7 +49,7 @@ class PeerWatch:
 
     Attributes
     ----------
-    busy_thread : int
+    command_thread : int
         Identifier of the thread that runs the master's part of a command; 0 if none does.
     has_raised : bool
         Whether `PeerDied` was raised: the user's code may have caught it.
@@ -66,9 +66,9 @@ class PeerWatch:
             has_pending_between_commands,
             raise_error,
         )
-        self.busy_thread = 0
+        self.command_thread = 0
         self.has_raised = False
-        self._owner_pid = os.getpid()
+        self._master_pid = os.getpid()
         self._channels: Mapping[int, socket.socket] = {}
         self._previous_handler: Any = None
 
@@ -86,7 +86,7 @@ class PeerWatch:
         for channel in channels.values():
             with contextlib.suppress(OSError):
                 # Addressed to the main thread: only a signal to that thread interrupts its system call.
-                fcntl.fcntl(channel, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, self._owner_pid))
+                fcntl.fcntl(channel, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, self._master_pid))
                 fcntl.fcntl(channel, _F_SETSIG, signal.SIGURG)
                 fcntl.fcntl(channel, fcntl.F_SETFL, fcntl.fcntl(channel, fcntl.F_GETFL) | os.O_ASYNC)
 
@@ -100,12 +100,12 @@ class PeerWatch:
             self._previous_handler = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._owner_pid:
+        if os.getpid() != self._master_pid:
             return
         # Handlers run in the main thread, which may not be the one that runs the command.
-        if self.busy_thread == threading.get_ident():
+        if self.command_thread == threading.get_ident():
             if self._wait_for_exit():
-                self.busy_thread, self.has_raised = 0, True
+                self.command_thread, self.has_raised = 0, True
                 raise PeerDied
         elif self._has_pending_between_commands() and self._wait_for_exit():
             self._raise_error()

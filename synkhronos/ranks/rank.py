@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-from synkhronos.ranks.agreement import STEP_BITS, last_common_step, record_common_step
+from synkhronos.ranks.agreement import STEP_BITS, read_common_step, record_common_step
 from synkhronos.ranks.bounded_cache import BoundedCache
-from synkhronos.ranks.control import AWAITS_STEP, POLL_SECONDS, SLOT_NBYTES, Control
+from synkhronos.ranks.control_memory import AWAITS_STEP, POLL_SECONDS, SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import SegmentTable
@@ -73,7 +73,7 @@ class PendingOperation:
     def cancel(self, command_number: int) -> None:
         """Cancel everything that a failed command has started, as it could wait for a peer forever."""
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Release everything that could wait for a peer: the ranks end, and memory is freed after this call."""
 
     def is_unfinished(self) -> bool:
@@ -86,17 +86,23 @@ class Rank:
 
     Parameters
     ----------
-    number, root : int
+    number, master_rank : int
         Rank of this process, and rank of the master.
-    control : Control
+    control : ControlMemory
         Counters and memory that the ranks share.
     check_peers : callable
         Raises, or ends this process, when a peer has died.
     thread_limit : ThreadLimit
         Limit of this process's threads.
+    has_peer_died : callable, optional
+        Returns True once a peer process has exited.  Only the master's rank is informed.
 
     Attributes
     ----------
+    local_ranks : range
+        Ranks of this machine.
+    spans_hosts : bool
+        Whether there are ranks on other machines; their agents then decide failed commands.
     command_number : int
         Number of the command that this rank runs; it is unique in a session.
     segments : SegmentTable
@@ -107,10 +113,8 @@ class Rank:
         State of packages of higher layers.
     pending : list of PendingOperation
         Operations that commands have started and that may outlast them.
-    on_finish : list of callable
+    finish_callbacks : list of callable
         Called at the end of the current command.
-    has_peer_died : callable
-        Returns True once a peer process has exited.  Only the master's rank is informed.
     device : Device or None
         Device whose arrays this rank computes with, set by the first command after `fork`; None before it.
     """
@@ -118,19 +122,13 @@ class Rank:
     def __init__(
         self,
         number: int,
-        root: int,
-        control: Control,
+        master_rank: int,
+        control: ControlMemory,
         check_peers: Callable[[], None],
         thread_limit: ThreadLimit,
+        has_peer_died: Callable[[], bool] = lambda: False,
     ):
-        self.number = number
-        self.size = control.size
-        self.root = root
-        self.is_master = number == root
-        self.control = control
-        #: Whether there are ranks on other machines; their agents then decide failed commands.
-        self.spans_hosts = len(control.local_ranks) < control.size
-        self.check_peers = check_peers
+        self.is_master = number == master_rank
         self.thread_limit = thread_limit
         self.segments = SegmentTable()
         self.objects: dict[Any, Any] = {}
@@ -140,9 +138,9 @@ class Rank:
         self._step = 0
         self._pickles: BoundedCache[Any, tuple[bytes, bytes]] = BoundedCache(_MAX_CACHED_PICKLES)
         self._commits = True
-        self.on_finish: list[Callable[[], None]] = []
+        self.finish_callbacks: list[Callable[[], None]] = []
         self.pending: list[PendingOperation] = []
-        self.has_peer_died: Callable[[], bool] = lambda: False
+        self.attach(number, master_rank, control, check_peers, has_peer_died)
 
     def get_object(self, key: Any) -> Any:
         """Return this rank's copy of a replicated object: in the master, the object itself.
@@ -154,13 +152,29 @@ class Rank:
         """
         return self.objects[key]()
 
-    def restart(self, number: int, control: Control, check_peers: Callable[[], None]) -> None:
-        """Continue as the master of new workers, with new counters; segments and replicated objects stay."""
-        self.number = self.root = number
-        self.control, self.size, self.check_peers = control, control.size, check_peers
-        self.spans_hosts = len(control.local_ranks) < control.size
+    def attach(
+        self,
+        number: int,
+        master_rank: int,
+        control: ControlMemory,
+        check_peers: Callable[[], None],
+        has_peer_died: Callable[[], bool],
+    ) -> None:
+        """Use another group's counters, as after a replacement of the workers; segments and replicated objects stay."""
+        self.number, self.master_rank, self.control = number, master_rank, control
+        self.size, self.local_ranks = control.size, control.local_ranks
+        self.spans_hosts = len(self.local_ranks) < self.size
+        self.check_peers, self.has_peer_died = check_peers, has_peer_died
         self.registry.clear()
         self._pickles.clear()
+
+    def detach(self) -> None:
+        """End all waits of this process for the other ranks, which have exited."""
+        self.control.release_waits()
+        self.spans_hosts = False  # the agents have exited
+        self.fail_command()
+        # They refer to the session: a cycle would delay the release of memory until the next collection.
+        self.check_peers, self.has_peer_died = lambda: None, lambda: False
 
     def inherit_from(self, master: Rank) -> None:
         """Take over the segments and replicated objects of the master, which this process is a fork of.
@@ -176,18 +190,18 @@ class Rank:
         If the last command failed, its pending operations are cancelled first.  This may wait until the other ranks,
         or their agents, have decided the last step that all ranks reached.
         """
-        self.cancel_failed()
+        self.cancel_failed_operations()
         self.command_number = number
         self._commits = True
         self._step = number << STEP_BITS
 
-    def cancel_failed(self) -> None:
+    def cancel_failed_operations(self) -> None:
         """Cancel the pending operations of the last command if it failed on some rank."""
-        failed = self.control.words[Control.FAILED]
+        failed = self.control.words[ControlMemory.FAILED]
         if not 0 < self.command_number <= failed:
             return
         self._wait_until_decided(failed)  # it may be the next one, which is decided after this one
-        if self.last_common_step(self.command_number) is None:
+        if self.read_common_step(self.command_number) is None:
             return
         for operation in self.pending:
             try:
@@ -197,7 +211,7 @@ class Rank:
 
     def has_failed(self, command_number: int) -> bool:
         """Whether a command has failed on some rank, and no later command has."""
-        return bool(self.control.words[Control.FAILED] == command_number)
+        return bool(self.control.words[ControlMemory.FAILED] == command_number)
 
     def commit(self) -> None:
         """Record that this rank has applied the command's effect, for the message of an error."""
@@ -214,9 +228,9 @@ class Rank:
             self._commits = True
 
     def finish_command(self) -> None:
-        """Call and remove the functions in `on_finish`.  Called at the end of every command, failed or not."""
-        while self.on_finish:
-            self.on_finish.pop()()
+        """Call and remove the functions in `finish_callbacks`.  Called at the end of every command, failed or not."""
+        while self.finish_callbacks:
+            self.finish_callbacks.pop()()
 
     def arrive(self) -> None:
         """Arrive at the next step without waiting for the others."""
@@ -229,8 +243,8 @@ class Rank:
         if self._has_reached(self._step):
             for r in range(self.size):
                 control.wake(r, AWAITS_STEP)
-        elif not self.is_master and self._has_reached(self._step, excluded=self.root):
-            control.wake(self.root, AWAITS_STEP)
+        elif not self.is_master and self._has_reached(self._step, excluded=self.master_rank):
+            control.wake(self.master_rank, AWAITS_STEP)
 
     def barrier(self, check: Callable[[], None] | None = None) -> None:
         """Return when every rank has arrived at this step.
@@ -248,19 +262,19 @@ class Rank:
         self.arrive()
         self._wait_for_step(self._step, check=check)
 
-    def raise_collectively(self, error: Exception) -> NoReturn:
+    def raise_on_all_ranks(self, error: Exception) -> NoReturn:
         """Raise an error that every rank has found: the error itself in the master, `Cancelled` in workers."""
         raise error if self.is_master else Cancelled
 
-    def fail(self) -> None:
+    def fail_command(self) -> None:
         """Mark the command as failed, wake all waiting ranks, and record the last step that every rank reached."""
         control, words, command = self.control, self.control.words, self.command_number
         with defer_signals():  # peers wait for all of it once the first line is done
-            words[Control.FAILED] = command
+            words[ControlMemory.FAILED] = command
             control.fence()
             # One of the ranks that fail at the same time decides the command; on several hosts the agents do.
             if not self.spans_hosts and control.decision_lock.acquire(0):
-                if last_common_step(words, command) is None:
+                if read_common_step(words, command) is None:
                     record_common_step(words, command, min(control.arrived))
                 control.decision_lock.release()
             control.wake_all_ranks()
@@ -270,23 +284,23 @@ class Rank:
         """Number of the next step."""
         return self._step + 1
 
-    def last_common_step(self, command_number: int) -> int | None:
+    def read_common_step(self, command_number: int) -> int | None:
         """Return the last step that all ranks reached in a failed command; None until it is decided."""
-        return last_common_step(self.control.words, command_number)
+        return read_common_step(self.control.words, command_number)
 
-    def was_reached_by_all(self, step: int) -> bool:
+    def have_all_reached(self, step: int) -> bool:
         """Wait for the last common step of this failed command; return True if all ranks had reached ``step``.
 
         The answer is the same on all ranks.
         """
         self._wait_until_decided(self.command_number)
-        return (self.last_common_step(self.command_number) or 0) >= step
+        return (self.read_common_step(self.command_number) or 0) >= step
 
     def _wait_until_decided(self, command_number: int) -> None:
         words = self.control.words
 
         def is_decided() -> bool:
-            return last_common_step(words, command_number) is not None
+            return read_common_step(words, command_number) is not None
 
         self.control.wait(self.number, is_decided, AWAITS_STEP, self.check_peers, POLL_SECONDS)
 
@@ -354,21 +368,21 @@ class Rank:
         self.arrive()
         return payloads
 
-    def has_pending(self) -> bool:
+    def has_pending_operation(self) -> bool:
         """Whether a pending operation in which peers take part has not completed."""
         return any(operation.is_unfinished() for operation in self.pending)
 
-    def end_pending(self) -> None:
-        """End all pending operations before the ranks exit."""
+    def close_pending_operations(self) -> None:
+        """Close all pending operations before the ranks exit."""
         while self.pending:
             try:
-                self.pending.pop().end()
+                self.pending.pop().close()
             except Exception as error:
-                _log.warning("a pending operation of the ranks could not be ended: %s", error)
+                _log.warning("a pending operation of the ranks could not be closed: %s", error)
 
     def check_cancelled(self) -> None:
         """Raise `Cancelled` if a peer has failed, and call `check_peers`: for waits that are not for a step."""
-        if self.control.words[Control.FAILED] == self.command_number:
+        if self.control.words[ControlMemory.FAILED] == self.command_number:
             raise Cancelled
         self.check_peers()
 
@@ -404,7 +418,7 @@ class Rank:
         Cancelled
             If a rank failed in this command.
         """
-        words, failed, command = self.control.words, Control.FAILED, self.command_number
+        words, failed, command = self.control.words, ControlMemory.FAILED, self.command_number
         poll = self.check_peers
         if check is not None:
 
@@ -415,6 +429,10 @@ class Rank:
         self.control.wait(self.number, lambda: is_ready() or words[failed] == command, reason, poll, POLL_SECONDS)
         if words[failed] == command:
             raise Cancelled
+
+    def get_scratch(self, rank: int, half: int) -> memoryview:
+        """Return one half of the scratch memory of a rank of this machine."""
+        return self.control.get_scratch(rank, half)
 
     def wake_local_ranks(self) -> None:
         """Wake the ranks of this machine that are in `wait`; call it after the write that they wait for."""

@@ -4,7 +4,7 @@ The ranks of a task synchronise only where the user's program asks for it::
 
     begin ─── the program's own work ─── wait ─── ... ─── end
                       │                    │               │
-                  progress()     barrier, send, receive,   barrier of all ranks
+                  report_progress()  barrier, send, receive,   barrier of all ranks
                                  lock
 
 Invariant: no wait is unbounded.  A rank that waits checks its peers, and raises `Cancelled` if one has failed.  It also
@@ -28,17 +28,17 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from synkhronos.ranks.control import AWAITS_PEER, POLL_SECONDS, Semaphore
+from synkhronos.ranks.control_memory import AWAITS_PEER, POLL_SECONDS, Semaphore
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.task_memory import (
     TEXT_NBYTES,
     WORD_NBYTES,
     TaskMemory,
-    read_prefixed,
     read_ring,
-    write_prefixed,
+    read_with_length,
     write_ring,
+    write_with_length,
 )
 
 #: Seconds between two checks of a busy rank that its peers are alive.
@@ -51,11 +51,11 @@ NO_CONDITION, STEP_REACHED, BYTES_SENT, BYTES_RECEIVED, LOCK_FREE = range(5)
 ACQUIRE, READ, WRITE, RELEASE = range(4)
 
 #: Contiguous bytes in shared memory: key of the segment, offset, number of bytes.
-Span = tuple[int, int, int]
+ByteRange = tuple[int, int, int]
 
 
 @singledispatch
-def find_span(rows: Any) -> Span:
+def find_byte_range(rows: Any) -> ByteRange:
     """Return the bytes of contiguous rows in shared memory; each class of rows registers an implementation.
 
     Raises
@@ -85,14 +85,14 @@ class RankTask:
         self.memory = memory
         self._segment = segment = rank.segments[memory.key]
         words = memory.view_words(segment)
-        self._stop, self._waits, self._owners, self._acquisitions, self._wanted, self._sent, self._received = words
+        self._stop, self._waits, self._owners, self._acquisitions, self._agent_waits, self._sent, self._received = words
         self._texts = [memory.view_text(segment, r) for r in range(memory.size)]
         self.wait_seconds = 0.0
         self._next_check = 0.0
 
     # -- progress --------------------------------------------------------------------------------------------
 
-    def progress(self) -> None:
+    def report_progress(self) -> None:
         """Publish a sign of progress, and raise `Cancelled` if a peer has failed."""
         control = self.rank.control
         if control.words[control.FAILED] == self.rank.command_number:
@@ -103,12 +103,12 @@ class RankTask:
             control.last_progress[self.rank.number] = time.monotonic_ns()
             self.rank.check_peers()
 
-    def stop(self) -> None:
-        """Ask all ranks to stop, by setting their `is_stopped`."""
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, by setting their `is_stop_requested`."""
         self._stop[0] = 1
 
     @property
-    def is_stopped(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Whether a rank has asked all ranks to stop."""
         return bool(self._stop[0])
 
@@ -136,10 +136,10 @@ class RankTask:
         """
         with _PublishedWait(self, STEP_REACHED, self.rank.next_step, f"at {description}"):
             by_rank = self.rank.all_gather_cached((description, value))
-        self.progress()
+        self.report_progress()
         if any(other != description for other, _ in by_rank):
             positions = ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
-            self.rank.raise_collectively(
+            self.rank.raise_on_all_ranks(
                 RuntimeError(f"the ranks wait for each other in different places: {positions}")
             )
         return [rank_value for _, rank_value in by_rank]
@@ -211,7 +211,7 @@ class RankTask:
         """Return a lock, to be used in a ``with`` statement; raise ValueError for a number out of range."""
         if not 0 <= number < self.memory.n_locks:
             raise ValueError(f"expected a lock from 0 to {self.memory.n_locks - 1}, got {number}")
-        is_local = self.memory.get_home_rank(number) in self.rank.control.local_ranks
+        is_local = self.memory.get_home_rank(number) in self.rank.local_ranks
         return Lock(self, number, self.memory.get_semaphore(self._segment, number) if is_local else None)
 
     def _acquire(self, number: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
@@ -239,21 +239,21 @@ class RankTask:
 
         Otherwise ranks of this host, which are faster, could starve the others.
         """
-        if self._wanted[number]:
+        if self._agent_waits[number]:
             self.rank.control.fence()
             self._owners[number] = self.memory.agent_owner
         else:
             self._owners[number] = 0
             semaphore.release()
 
-    def _request(self, kind: int, number: int, spans: Sequence[Span] = ()) -> int:
+    def _request(self, kind: int, number: int, ranges: Sequence[ByteRange] = ()) -> int:
         """Send a request for a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
         me, sent = self.rank.number, self._sent
         to_me = me * self.memory.size + me
         text = f"for lock {number}"
         self._wait_for(BYTES_RECEIVED, to_me, sent[to_me], text)  # the agent may still process a RELEASE
         memory = self.memory.view_channel(self._segment, me, me)
-        write_prefixed(memory, pickle.dumps((kind, number, spans), pickle.HIGHEST_PROTOCOL))
+        write_with_length(memory, pickle.dumps((kind, number, ranges), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[to_me] += 1
         if kind == RELEASE:
@@ -270,7 +270,7 @@ class RankTask:
             return
         with _PublishedWait(self, condition, count, text, channel):
             self.rank.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, AWAITS_PEER)
-        self.progress()
+        self.report_progress()
 
     def _raise_if_deadlocked(self) -> None:
         """Raise RuntimeError if all ranks wait for each other."""
@@ -282,7 +282,7 @@ class RankTask:
 
     def _read_text(self, rank: int) -> str:
         """Return the description of a rank's wait."""
-        return bytes(read_prefixed(self._texts[rank])).decode(errors="replace")
+        return bytes(read_with_length(self._texts[rank])).decode(errors="replace")
 
     def _is_deadlocked(self) -> bool:
         """Whether no rank can continue.
@@ -330,7 +330,7 @@ class _PublishedWait:
     def __enter__(self) -> None:
         self._began = perf_counter()
         task, me = self._task, self._task.rank.number
-        write_prefixed(task._texts[me], self._text)
+        write_with_length(task._texts[me], self._text)
         task._waits[4 * me + 1] = self._index
         task._waits[4 * me + 2] = self._count
         task._waits[4 * me + 3] += 1
@@ -424,6 +424,6 @@ class Lock:
         self._copy(WRITE, rows)
 
     def _copy(self, kind: int, rows: Sequence[Any]) -> None:
-        spans = [find_span(array) for array in rows]
+        ranges = [find_byte_range(array) for array in rows]
         if self._semaphore is None:
-            self._task._request(kind, self._number, spans)
+            self._task._request(kind, self._number, ranges)

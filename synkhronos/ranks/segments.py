@@ -202,7 +202,7 @@ class UnmappedSegment:
         return Segment(self.key, self._file.fileno(), self._nbytes, self._is_file)
 
 
-class SharedArray(NamedTuple):  # a tuple, because it is pickled with every call
+class ArrayLocation(NamedTuple):  # a tuple, because it is pickled with every call
     """Location of an array in shared memory; commands contain it in place of the array.
 
     Attributes
@@ -228,9 +228,9 @@ class SharedArray(NamedTuple):  # a tuple, because it is pickled with every call
         """Return the rows that only the host of these ranks has; None if the master's host has all rows."""
         return None
 
-    def slice_items(self, start: int, stop: int) -> SharedArray:
+    def slice_items(self, start: int, stop: int) -> ArrayLocation:
         """Return the location of the items ``start:stop`` of a vector."""
-        return SharedArray(self.key, self.dtype, (stop - start,), self.offset + start * np.dtype(self.dtype).itemsize)
+        return ArrayLocation(self.key, self.dtype, (stop - start,), self.offset + start * np.dtype(self.dtype).itemsize)
 
 
 class SegmentTable:
@@ -238,12 +238,12 @@ class SegmentTable:
 
     Attributes
     ----------
-    on_drop : list of callable
+    drop_callbacks : list of callable
         Called with a segment before it is dropped, so that a device unlocks its pages.
     """
 
     def __init__(self) -> None:
-        self.on_drop: list[Callable[[Segment], None]] = []
+        self.drop_callbacks: list[Callable[[Segment], None]] = []
         self._segments: dict[int, Segment] = {}
         self._unmapped: dict[int, UnmappedSegment] = {}
 
@@ -287,7 +287,7 @@ class SegmentTable:
                     raise OSError(errno.ESTALE, f"{segment.path} has changed since it was mapped")
                 yield segment, file
                 continue
-            for notify in self.on_drop:
+            for notify in self.drop_callbacks:
                 notify(segment)
             file = create_unlinked_file(segment.nbytes)
             content, done = memoryview(segment.buffer).cast("B"), 0
@@ -301,7 +301,7 @@ class SegmentTable:
         """Drop a segment and return a weak reference to its memory, which is freed with its last view."""
         segment = self._segments.get(key)
         if segment is not None:
-            for notify in self.on_drop:
+            for notify in self.drop_callbacks:
                 notify(segment)
         self._segments.pop(key, None)
         self._unmapped.pop(key, None)

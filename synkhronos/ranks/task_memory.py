@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from synkhronos.ranks.control import Semaphore
+from synkhronos.ranks.control_memory import Semaphore
 from synkhronos.ranks.segments import Segment
 
 #: Number of bytes of the text that describes a rank's wait.
@@ -141,12 +141,12 @@ def read_ring(ring: memoryview, position: int, out: memoryview) -> None:
     out[len(before_end) :] = ring[: len(out) - len(before_end)]
 
 
-def write_prefixed(memory: memoryview, content: Any) -> None:
+def write_with_length(memory: memoryview, content: Any) -> None:
     """Write the number of bytes, followed by the bytes."""
     memory[:WORD_NBYTES] = len(content).to_bytes(WORD_NBYTES, "little")
     memory[WORD_NBYTES : WORD_NBYTES + len(content)] = content
 
 
-def read_prefixed(memory: memoryview) -> memoryview:
-    """Return the bytes that `write_prefixed` wrote."""
+def read_with_length(memory: memoryview) -> memoryview:
+    """Return the bytes that `write_with_length` wrote."""
     return memory[WORD_NBYTES : WORD_NBYTES + int.from_bytes(memory[:WORD_NBYTES], "little")]

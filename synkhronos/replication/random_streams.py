@@ -69,7 +69,7 @@ def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, start: int = 0) 
     start : int
         Number of jumps that earlier workers have used.
     """
-    n_jumps = (rank.number - rank.root) % rank.size
+    n_jumps = (rank.number - rank.master_rank) % rank.size
     return library.jump_generator(value, start + n_jumps) if n_jumps else value
 
 

@@ -34,7 +34,7 @@ import numpy as np
 
 from synkhronos.devices import find_device
 from synkhronos.graphs import library_of
-from synkhronos.ranks import Command, Rank, Session, SharedArray, WeakKeyDict
+from synkhronos.ranks import ArrayLocation, Command, Rank, Session, WeakKeyDict
 from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
 from synkhronos.replication.random_streams import JumpStreams, jump_shared, reserve_streams
 from synkhronos.replication.user_code import (
@@ -136,7 +136,7 @@ class Replicator:
         for key, shared in keyed:
             self._keys[shared] = key
             session.rank.objects[key] = weakref.ref(shared)
-            session.memory.release_with(shared, "object", key)
+            session.memory.release_when_deleted(shared, "object", key)
         return code
 
     def _send_objects(
@@ -158,14 +158,14 @@ class Replicator:
             self._modules_by_value |= outdated
         return code
 
-    def _pickle_into_shared_memory(self, value: Any) -> tuple[UserCode, SharedArray]:
+    def _pickle_into_shared_memory(self, value: Any) -> tuple[UserCode, ArrayLocation]:
         """Pickle a value into shared memory, with keys in place of shared variables that the workers have.
 
         Returns
         -------
         code : UserCode
             The user's classes and functions in the pickle.
-        pickled : SharedArray
+        pickled : ArrayLocation
             The pickle and its arrays (see `pickle_parts`).
 
         Raises
@@ -187,9 +187,9 @@ class Replicator:
         code.update_digests()
         parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
         nbytes = measure_parts(parts)
-        segment = session.memory.create(nbytes)
+        segment = session.memory.create_segment(nbytes)
         write_parts(parts, memoryview(segment.buffer))
-        return code, SharedArray(segment.key, "u1", (nbytes,))
+        return code, ArrayLocation(segment.key, "u1", (nbytes,))
 
     def _format_advice(self) -> str:
         """Return advice for an error's message if code of modules is pickled by value; "" otherwise."""
@@ -208,7 +208,7 @@ class ReceiveObjects(Command):
 
     Attributes
     ----------
-    pickled : SharedArray
+    pickled : ArrayLocation
         Nodes; pairs of key and object; for each shared variable, the number of jumps before the ranks' streams.
     recursion_limit : int
         The master's limit, which users raise to compile deep graphs.
@@ -218,7 +218,7 @@ class ReceiveObjects(Command):
         The master's digests of the user code that is pickled by name.
     """
 
-    pickled: SharedArray
+    pickled: ArrayLocation
     recursion_limit: int
     path: tuple[str, ...]
     code: tuple[tuple[QualifiedName, bytes], ...]

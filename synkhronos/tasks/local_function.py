@@ -16,8 +16,8 @@ from synkhronos.devices import HOST, Device, Selection, find_device, take_rows
 from synkhronos.engines import Runner
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation
 from synkhronos.function.rank_mean import make_own_pace_error
-from synkhronos.ranks import Rank, SharedArray
-from synkhronos.ranks.rank_task import RankTask, Span, find_span
+from synkhronos.ranks import ArrayLocation, Rank
+from synkhronos.ranks.rank_task import ByteRange, RankTask, find_byte_range
 
 
 class LocalRows:
@@ -33,12 +33,12 @@ class LocalRows:
         hosts.
     """
 
-    def __init__(self, rank: Rank, description: SharedArray):
+    def __init__(self, rank: Rank, location: ArrayLocation):
         self._rank = rank
-        self._description = description
-        self._selected: Selection | None = None
-        self._array = description.view(rank.segments)
-        rows = description.find_local_rows(rank.size, rank.control.local_ranks)
+        self._location = location
+        self._selection: Selection | None = None
+        self._array = location.view(rank.segments)
+        rows = location.find_local_rows(rank.size, rank.local_ranks)
         self.local_rows = range(*self._array.shape[:1] or (0,)) if rows is None else rows
         self._is_partial = self.ndim > 0 and len(self.local_rows) < len(self._array)
 
@@ -51,7 +51,7 @@ class LocalRows:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the selected rows."""
-        return self._array.shape if self._selected is None else (len(self._selected), *self._array.shape[1:])
+        return self._array.shape if self._selection is None else (len(self._selection), *self._array.shape[1:])
 
     @property
     def dtype(self) -> np.dtype:
@@ -64,12 +64,12 @@ class LocalRows:
         return self._array.ndim
 
     def __len__(self) -> int:
-        return len(self._array if self._selected is None else self._selected)
+        return len(self._array if self._selection is None else self._selection)
 
     def __getitem__(self, selection: Any) -> LocalRows:
-        rows, selected = select_rows(selection, len(self), "rows"), self._selected
+        rows, selected = select_rows(selection, len(self), "rows"), self._selection
         if isinstance(selected, range) and isinstance(rows, range):
-            start, stop = (selected.start + selected.step * bound for bound in (rows.start, rows.stop))
+            start, stop = (selected.start + selected.step * index for index in (rows.start, rows.stop))
             rows = range(start, stop, selected.step * rows.step)
         elif selected is not None:
             rows = np.asarray(selected)[np.asarray(rows)]
@@ -77,7 +77,7 @@ class LocalRows:
         # Without __init__, which would map the memory again: a training step selects rows of each array.
         result = LocalRows.__new__(LocalRows)
         result.__dict__.update(self.__dict__)
-        result._selected = rows
+        result._selection = rows
         return result
 
     def _check_local(self, rows: Selection | None) -> None:
@@ -94,13 +94,13 @@ class LocalRows:
 
     def to_device(self, device: Device) -> Any:
         """Return a copy of the rows as an array on a device."""
-        return device.load(self._rank, self._description, self._get_selection())
+        return device.load(self._rank, self._location, self._get_selection())
 
     def _get_selection(self) -> Selection | None:
         """Return the selected rows, None for all; raise IndexError if any of them is not on this rank's host."""
-        if self._selected is None:
+        if self._selection is None:
             self._check_local(None)
-        return self._selected
+        return self._selection
 
     def write(self, value: Any) -> None:
         """Set the rows to the values of an array.  The rows have to be contiguous.
@@ -110,8 +110,8 @@ class LocalRows:
         value : array_like, or array on a GPU
             Array of the rows' shape.  An array on a GPU is copied directly into the shared memory.
         """
-        key, offset, _ = find_span(self)
-        rows, device = self._selected, find_device(value)
+        key, offset, _ = find_byte_range(self)
+        rows, device = self._selection, find_device(value)
         target = self._array[rows.start : rows.stop] if isinstance(rows, range) else self.array
         if device is HOST:
             target[...] = cast(value, self.dtype, "value")
@@ -122,23 +122,23 @@ class LocalRows:
             target[...] = cast(device.to_host(value), self.dtype, "value")
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        return as_numpy(self.array if self._selected is None else take_rows(self._array, self._selected), dtype, copy)
+        return as_numpy(self.array if self._selection is None else take_rows(self._array, self._selection), dtype, copy)
 
     def __repr__(self) -> str:
         return f"<synkhronos.LocalRows: {self.dtype}, shape {self.shape}>"
 
 
-@find_span.register
-def _(rows: LocalRows) -> Span:
-    selected, description = rows._selected, rows._description
-    if rows._rank.segments[description.key].is_file:
+@find_byte_range.register
+def _(rows: LocalRows) -> ByteRange:
+    selected, location = rows._selection, rows._location
+    if rows._rank.segments[location.key].is_file:
         raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
     if selected is None:
-        return description.key, description.offset, rows._array.nbytes
+        return location.key, location.offset, rows._array.nbytes
     if not isinstance(selected, range) or selected.step != 1:
         raise ValueError("rows: expected contiguous rows, such as rows[3:5]")
     row_nbytes = rows._array[0].nbytes if len(rows._array) else 0
-    return description.key, description.offset + selected.start * row_nbytes, len(selected) * row_nbytes
+    return location.key, location.offset + selected.start * row_nbytes, len(selected) * row_nbytes
 
 
 class LocalFunction:
@@ -171,7 +171,7 @@ class LocalFunction:
 
     def launch(self, *inputs: Any) -> list[Any]:
         """Launch the function on this rank and return pending outputs; `read` waits for them."""
-        self._task.progress()
+        self._task.report_progress()
         return self._launch(self._compile(), inputs)
 
     def launch_many(self, n_repeats: int, *inputs: Any) -> list[Any] | None:
@@ -183,7 +183,7 @@ class LocalFunction:
             Pending values of the first output in all runs, then of the second, and so on; `read` waits for them.  None
             if the function is not compiled by XLA, or if an output is not a scalar.
         """
-        self._task.progress()
+        self._task.report_progress()
         repeated = self._compile().repeat(n_repeats)
         return None if repeated is None else self._launch(repeated, inputs)
 
@@ -213,7 +213,7 @@ class LocalFunction:
             input_type = spec.variable.type
             if isinstance(value, LocalRows) and (value.dtype, value.ndim) == (input_type.dtype, input_type.ndim):
                 loaded = device.stage_input(
-                    self._rank, computation.buffers, position, value._description, value._get_selection(), spec.mutable
+                    self._rank, computation.buffers, position, value._location, value._get_selection(), spec.mutable
                 )
             else:
                 value = np.asarray(value) if isinstance(value, LocalRows) else value

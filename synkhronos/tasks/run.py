@@ -18,14 +18,14 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data import Data
-from synkhronos.data.shared_memory import check_session, is_published, to_shared_array
+from synkhronos.data.shared_memory import check_session, get_array_location, is_published
 from synkhronos.devices import HOST
 from synkhronos.function import Function, get_dispatcher
 from synkhronos.function.computation import DEFAULT_VARIANT
 from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.function.slow_warning import warn_if_slow
 from synkhronos.graphs import list_loaded_libraries
-from synkhronos.ranks import Command, Rank, Session, SharedArray
+from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.rank_task import RankTask
 from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.tasks.local_function import LocalFunction, LocalRows
@@ -80,10 +80,10 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     with session.call_lock:
         session.wait_until_idle()
         functions: list[Any] = []
-        arrays: list[SharedArray] = []
+        arrays: list[ArrayLocation] = []
         payload = _pickle_program(session, (program, args, kwargs), functions, arrays)
         memory = TaskMemory(0, session.size, session.size + _EXTRA_LOCKS)
-        segment = session.memory.create(memory.nbytes)
+        segment = session.memory.create_segment(memory.nbytes)
         memory = replace(memory, key=segment.key)
         try:
             memory.initialise_locks(segment)
@@ -97,7 +97,7 @@ class _RunProgramFields(NamedTuple):
     task_memory: TaskMemory
     payload: bytes
     functions: tuple[Any, ...]
-    arrays: tuple[SharedArray, ...]
+    arrays: tuple[ArrayLocation, ...]
 
 
 class RunProgram(_RunProgramFields, Command):
@@ -110,7 +110,7 @@ class RunProgram(_RunProgramFields, Command):
         Pickled program and arguments.
     functions : tuple
         Keys of the functions among the arguments.
-    arrays : tuple of SharedArray
+    arrays : tuple of ArrayLocation
         Data objects among the arguments whose rows the command sends to other hosts.
     """
 
@@ -129,7 +129,7 @@ class RunProgram(_RunProgramFields, Command):
                 f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a module; "
                 "in the script, before synkhronos.fork(), is enough where JAX didn't run before that"
             ) from error
-        task.progress()
+        task.report_progress()
         with RankMeanContext.forbid():
             result = program(Worker(rank, task), *args, **kwargs)
         try:
@@ -144,7 +144,7 @@ class RunProgram(_RunProgramFields, Command):
         lengths = rank.all_gather(len(payload))
         layouts = [((length,), np.dtype(np.uint8)) for length in lengths]
         out = [np.empty(*layout) for layout in layouts] if rank.is_master else None
-        HOST.get_communicator(rank).gather(np.frombuffer(payload, np.uint8), rank.root, layouts, out)
+        HOST.get_communicator(rank).gather(np.frombuffer(payload, np.uint8), rank.master_rank, layouts, out)
         return [] if out is None else [pickle.loads(pickled.data) for pickled in out]
 
     def _compile_functions(self, rank: Rank) -> None:
@@ -161,10 +161,10 @@ class RunProgram(_RunProgramFields, Command):
         rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
 
 
-def _pickle_program(session: Session, value: Any, functions: list[Any], arrays: list[SharedArray]) -> bytes:
+def _pickle_program(session: Session, value: Any, functions: list[Any], arrays: list[ArrayLocation]) -> bytes:
     """Pickle the program and its arguments, and append the functions and Data objects among them to the lists."""
     stream = io.BytesIO()
-    pickler_class = _ProgramPickler if session.workers.are_forks else _ValuePickler
+    pickler_class = _ProgramPickler if session.has_forked_workers else _ValuePickler
     pickler = pickler_class(stream, pickle.HIGHEST_PROTOCOL)
     pickler.session, pickler.functions, pickler.arrays = session, functions, arrays
     try:
@@ -182,7 +182,7 @@ class _ProgramPickler(pickle.Pickler):
 
     session: Session
     functions: list[Any]
-    arrays: list[SharedArray]
+    arrays: list[ArrayLocation]
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Function):
@@ -193,7 +193,7 @@ class _ProgramPickler(pickle.Pickler):
             return "function", dispatcher.key
         if isinstance(value, Data):
             check_session(value, self.session, "an argument")
-            description = to_shared_array(value)
+            description = get_array_location(value)
             if is_published(value):
                 self.arrays.append(description)
             return "data", description

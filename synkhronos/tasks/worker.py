@@ -83,17 +83,17 @@ class Worker:
         Calls of compiled functions, and of methods that wait, do the same.  A program that computes without these for
         long should call `progress` periodically.  The time limit ``fork(timeout=...)`` restarts at each call.
         """
-        self._task.progress()
+        self._task.report_progress()
 
     def stop(self) -> None:
         """Request all ranks to stop: set `stopping`, which the program has to check, on each of them."""
-        self._task.stop()
+        self._task.request_stop()
 
     @property
     def stopping(self) -> bool:
         """Whether any rank has called `stop`."""
-        self._task.progress()
-        return self._task.is_stopped
+        self._task.report_progress()
+        return self._task.is_stop_requested
 
     @property
     def wait_seconds(self) -> float:
@@ -158,7 +158,7 @@ class Worker:
         reduction = _describe_reduction(value, op, device)
         reductions = self._task.barrier("all_reduce()", reduction)
         if any(other != reduction for other in reductions):
-            self._rank.raise_collectively(
+            self._rank.raise_on_all_ranks(
                 RuntimeError(f"all_reduce: expected the same shape, dtype and op on all ranks, got {reductions}")
             )
         if self.size == 1:
@@ -432,7 +432,7 @@ class Group:
                 content, kind = pickle.loads(self._task.receive(r, description))
             by_member.append(content if kind == "barrier" else ("send()", None))
         if any(other != description for other, _ in by_member):
-            # Not `Rank.raise_collectively`, since the master may not be a member.
+            # Not `Rank.raise_on_all_ranks`, since the master may not be a member.
             positions = (f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, by_member, strict=True))
             raise RuntimeError(f"the ranks wait for each other in different places: {', '.join(positions)}")
         return [member_value for _, member_value in by_member]

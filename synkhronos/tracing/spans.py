@@ -19,8 +19,9 @@ from synkhronos.function.call import Call
 from synkhronos.function.computation import Computation
 from synkhronos.loading.loader import Feed
 from synkhronos.ranks import Command, Rank
-from synkhronos.ranks.control import AWAITS_COMMAND, AWAITS_COMPLETION, Control
-from synkhronos.ranks.session import Session
+from synkhronos.ranks.command_runner import CommandRunner
+from synkhronos.ranks.control_memory import AWAITS_COMMAND, AWAITS_COMPLETION, ControlMemory
+from synkhronos.ranks.mailbox import Mailbox
 
 #: Name, category, start, end, thread.
 Span = tuple[str, str, int, int, int]
@@ -50,15 +51,15 @@ def _name_command(command: Command, rank: Rank) -> str:
     return f"run {type(command).__name__}"
 
 
-def _name_wait(control: Control, rank: int, is_ready: Any, reason: int, *_: Any) -> str:
+def _name_wait(control: ControlMemory, rank: int, is_ready: Any, reason: int, *_: Any) -> str:
     return {AWAITS_COMMAND: IDLE, AWAITS_COMPLETION: JOIN}.get(reason, "wait for a peer")
 
 
 #: The traced methods.  Packages of higher layers append to this list.
 TRACED = [
-    TracedMethod(Session, "_run", "call", CALL),
-    TracedMethod(Session, "_post", "post", "post"),
-    TracedMethod(Control, "wait", WAIT, _name_wait),
+    TracedMethod(CommandRunner, "_run", "call", CALL),
+    TracedMethod(Mailbox, "post", "post", "post"),
+    TracedMethod(ControlMemory, "wait", WAIT, _name_wait),
     TracedMethod(Command, "run", "command", _name_command),
     TracedMethod(Computation, "_compile", "compile", "compile"),
     TracedMethod(Device, "stage_input", "copy", "copy rows"),

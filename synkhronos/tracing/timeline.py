@@ -76,7 +76,7 @@ def _estimate_clock_offset(rank: Rank) -> int:
     for _ in range(_CLOCK_READINGS):
         rank.barrier()
         clock = time.monotonic_ns()
-        offsets.append(rank.all_gather(clock)[rank.root] - clock)
+        offsets.append(rank.all_gather(clock)[rank.master_rank] - clock)
     return int(statistics.median(offsets))
 
 
@@ -107,7 +107,7 @@ class _Recording(PendingOperation):
         if session is not None:
             write_trace(self._path, session.run(StopRecording(self._compute)))
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Write the master's spans after a failure of the session.  The last spans show in which call a worker died."""
         session, self.session = self.session, None
         if session is not None:

@@ -13,7 +13,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos.data.rows import get_share
-from synkhronos.ranks.control import SCRATCH_NBYTES
+from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 INTEGERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float16", "float32", "float64", "complex64", "complex128"]

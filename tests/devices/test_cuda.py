@@ -15,7 +15,7 @@ from system import LIMIT, run_code
 
 import synkhronos as synk
 from synkhronos import devices, ranks
-from synkhronos.data.shared_memory import to_shared_array
+from synkhronos.data.shared_memory import get_array_location
 from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
 from synkhronos.devices.cuda.nccl_group import NcclGroup
@@ -137,11 +137,11 @@ class Gpu:
             look()
         self.arrived = self.next_step
 
-    def last_common_step(self, command):
+    def read_common_step(self, command):
         assert command == 5
         return self.arrived
 
-    def was_reached_by_all(self, step):
+    def have_all_reached(self, step):
         assert step == 3
         return self.arrived >= step
 
@@ -187,7 +187,7 @@ def connected(monkeypatch):
         monkeypatch.setattr(f"synkhronos.devices.cuda.{module}.check_result", lambda results: None)
     yield connect
     for communicator in made:
-        communicator._watchdog.end()
+        communicator._watchdog.close()
 
 
 def start(communicator, gpu, command=5):
@@ -637,7 +637,7 @@ def test_abort_begins_with_blocked_connections(connected):
     communicator, gpu = connected()
     group, events = connect_group(communicator, gpu)
     start(communicator, gpu)
-    communicator._watchdog.end()
+    communicator._watchdog.close()
     assert events == ["all", "group"]
     group, events = connect_group(communicator, gpu)
     gpu.is_dead = True
@@ -646,7 +646,7 @@ def test_abort_begins_with_blocked_connections(connected):
     assert events == ["group"] and communicator.generation == 1
     group, events = connect_group(communicator, gpu)
     communicator._watchdog.mark_started(group._connection)  # the ranks are ended before this rank polls
-    communicator._watchdog.end()
+    communicator._watchdog.close()
     assert events == ["group", "all"]
 
 
@@ -705,10 +705,10 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     fork(2)
     rank = ranks.get_session().rank
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
-    keys = [to_shared_array(array).key for array in arrays]
+    keys = [get_array_location(array).key for array in arrays]
     for key in keys:
         assert staging.pin_segment(rank, key) == staging.pin_segment(rank, key)
-    assert len(staging.driver.locked) == len(rank.segments.on_drop) + 2 == 3
+    assert len(staging.driver.locked) == len(rank.segments.drop_callbacks) + 2 == 3
     del arrays[1]
     ranks.get_session().send_releases()
     assert len(staging.driver.locked) == len(staging._pinned) == 2
@@ -770,5 +770,5 @@ def test_unlockable_segment_is_forgotten(fork, staging, monkeypatch):
 
     monkeypatch.setattr(staging, "pin_pages", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        staging.pin_segment(rank, to_shared_array(array).key)
+        staging.pin_segment(rank, get_array_location(array).key)
     assert not staging.driver.locked and not staging._pinned

@@ -69,7 +69,9 @@ class FailInBlocking(SkipAllReduce):
             out = output if rank.number == self.failing_rank else None
             communicator.reduce(array, "sum", self.failing_rank, out, layout, range(rank.size))
         elif self.collective == "reduce":
-            communicator.reduce(array, "sum", rank.root, output if rank.is_master else None, layout, range(rank.size))
+            communicator.reduce(
+                array, "sum", rank.master_rank, output if rank.is_master else None, layout, range(rank.size)
+            )
         else:
             communicator.all_gather(array, [layout] * rank.size, [ARRAYS.slice_items(output, 0, layout[0])] * rank.size)
 

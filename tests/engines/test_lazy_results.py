@@ -161,7 +161,7 @@ def test_unread_results_are_lost_when_a_worker_dies(fork):
     assert before == 6  # reads all results
     assert lost == 10
     lost = f(VALUE)
-    os.kill(next(iter(ranks.get_session().workers.pids.values())), signal.SIGKILL)
+    os.kill(next(iter(ranks.get_session().worker_pids.values())), signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="SIGKILL"):
         float(lost)
     with pytest.raises(RuntimeError, match=r"ended|SIGKILL"):

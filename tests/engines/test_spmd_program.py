@@ -85,3 +85,24 @@ def test_diverged_spmd_program_raises(fork, event, victim):
     with pytest.raises((RuntimeError, synk.WorkerError), match="diverged"):
         run(Multiply(30, event=event, victim=victim))
     assert run(Add()) == 1
+
+
+def test_rank_program_compiles_without_autotuning(monkeypatch):
+    import jax
+    from jax._src import compiler
+
+    from synkhronos.engines.xla.spmd_program import _compile_without_autotuning
+
+    original, overrides = compiler.get_compile_options, []
+
+    def get_compile_options(*args, env_options_overrides=None, **kwargs):
+        overrides.append(env_options_overrides)
+        return original(*args, env_options_overrides=env_options_overrides, **kwargs)
+
+    monkeypatch.setattr(compiler, "get_compile_options", get_compile_options)
+    with _compile_without_autotuning():
+        assert float(jax.jit(lambda x: x + 1)(2.0)) == 3
+    assert overrides and all(found["xla_gpu_autotune_level"] == 0 for found in overrides)
+    overrides.clear()
+    assert float(jax.jit(lambda x: x + 2)(2.0)) == 4
+    assert not any(overrides)

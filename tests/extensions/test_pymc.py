@@ -689,7 +689,7 @@ def test_sample_returns_draws_after_a_death_and_reports_it(fork):
     fork(2)
     model = small()
     parallel = data_parallel(model)
-    (pid,) = synk.ranks.get_session().workers.pids.values()
+    (pid,) = synk.ranks.get_session().worker_pids.values()
     with pytest.warns(RuntimeWarning, match="stopped early, with the results so far: rank 1 .* SIGKILL"):
         drawn = sample(parallel, draws=100_000, tune=5, callback=After(20, lambda: os.kill(pid, signal.SIGKILL)))
     assert 10 <= drawn.posterior.sizes["draw"] < 100_000
@@ -706,7 +706,7 @@ def test_death_interrupts_waiting_sampler_threads(fork):
     parallel, waits, seen = data_parallel(small()), threading.Event(), []
     density, point = parallel.compile_logp(**HERE), parallel.initial_point()
     density(point)
-    (pid,) = synk.ranks.get_session().workers.pids.values()
+    (pid,) = synk.ranks.get_session().worker_pids.values()
 
     def sampler():
         waits.wait()
@@ -790,7 +790,7 @@ def test_nutpie_returns_draws_after_a_death(fork):
 
     fork(2)
     compiled = nutpie.compile_pymc_model(data_parallel(small()))
-    (pid,) = synk.ranks.get_session().workers.pids.values()
+    (pid,) = synk.ranks.get_session().worker_pids.values()
     with pytest.warns(RuntimeWarning, match="stopped early, with the results so far: rank 1 .* SIGKILL"):
         threading.Timer(5, lambda: os.kill(pid, signal.SIGKILL)).start()
         drawn = nutpie.sample(compiled, draws=1_000_000, tune=5, chains=2, cores=2, seed=1, progress_bar=False)
@@ -817,7 +817,7 @@ def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatc
             except BaseException as error:
                 errors.put(error)
 
-    (pid,) = synk.ranks.get_session().workers.pids.values()
+    (pid,) = synk.ranks.get_session().worker_pids.values()
     os.kill(pid, signal.SIGKILL)
     _thread.start_new_thread(evaluate, ())  # no Thread object exists, as for Rust's threads
     assert all("SIGKILL" in str(errors.get(timeout=60)) for _ in range(3))

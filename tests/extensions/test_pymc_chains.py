@@ -65,7 +65,7 @@ def started(monkeypatch):
 
     def start(*args, **kwargs):
         start_ranks(*args, **kwargs)
-        pids = list(synk.ranks.get_session().workers.pids.values())
+        pids = list(synk.ranks.get_session().worker_pids.values())
         os.write(write, (" ".join(map(str, [os.getpid(), *pids])) + "\n").encode())
 
     found = []

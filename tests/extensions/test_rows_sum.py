@@ -405,7 +405,7 @@ def test_rows_sum_works_after_a_death_and_a_new_fork(fork):
     a = pt.dscalar("a")
     f = function([a], sum_over_rows((y - a) ** 2, {y: Y}))
     f(0.0)
-    (pid,) = synk.ranks.get_session().workers.pids.values()
+    (pid,) = synk.ranks.get_session().worker_pids.values()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="was killed by SIGKILL"):
         f(1.0)

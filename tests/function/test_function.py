@@ -14,7 +14,7 @@ from messages import raises
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.function.outputs import SMALL_NBYTES
-from synkhronos.ranks.control import SCRATCH_NBYTES
+from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 

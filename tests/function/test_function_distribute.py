@@ -51,13 +51,13 @@ def test_distribute_sends_current_values(fork):
 def record_sizes(monkeypatch):
     """Record the sizes of all shared memory segments created from now on."""
     sizes = []
-    create = MemoryTable.create
+    create = MemoryTable.create_segment
 
     def counting(self, nbytes, *args, **kwargs):
         sizes.append(nbytes)
         return create(self, nbytes, *args, **kwargs)
 
-    monkeypatch.setattr(MemoryTable, "create", counting)
+    monkeypatch.setattr(MemoryTable, "create_segment", counting)
     return sizes
 
 

@@ -309,7 +309,7 @@ TABLE = {
 def test_wrong_call_messages(name, monkeypatch):
     provoke, expected, *argument = TABLE[name]
     if "before fork" in name:
-        monkeypatch.setattr(ranks.session, "_current", None)
+        monkeypatch.setattr(ranks.current_session, "_current", None)
     try:
         with raises(expected, *argument) as caught:
             provoke()

@@ -31,7 +31,7 @@ from synkhronos.hosts.mpirun import _check_names, find_lost_hosts
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, SegmentAccess, find_pages, read_pages, write_pages
 from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, N_FRAMES, PipeLayout
 from synkhronos.hosts.task_agent import TaskAgent
-from synkhronos.ranks.control import Control
+from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import Death, StartError
 
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
@@ -177,42 +177,42 @@ def test_silent_host_is_lost_with_all_its_ranks():
     agent = Agent.__new__(Agent)
     agent._control, agent._layout, agent._config = link._control, layout, {"master": 0}
     with mock.patch.object(os, "kill") as kill:
-        agent._report_remote_failure("host b is silent", 2, Death(2, "b", 0, "has not been heard of for 1 seconds"))
-    assert kill.called and link.find_remote_failure().death.lost_ranks == range(2, 1026)
-    words[Control.FAILURE_NBYTES] = 0
+        agent._report_failure("host b is silent", 2, Death(2, "b", 0, "has not been heard of for 1 seconds"))
+    assert kill.called and link.find_failure().death.lost_ranks == range(2, 1026)
+    words[ControlMemory.FAILURE_NBYTES] = 0
     with mock.patch.object(os, "kill"):
-        agent._report_remote_failure("rank 3 has exited", 3, Death(3, "b", 77, "was killed by SIGKILL"))
+        agent._report_failure("rank 3 has exited", 3, Death(3, "b", 77, "was killed by SIGKILL"))
     assert (
-        link.find_remote_failure().death[:4] == (3, "b", 77, "was killed by SIGKILL")
-        and not link.find_remote_failure().death.lost_ranks
+        link.find_failure().death[:4] == (3, "b", 77, "was killed by SIGKILL")
+        and not link.find_failure().death.lost_ranks
     )
 
 
 def test_link_to_the_host_that_is_left_counts_the_bytes_sent_before():
     link = MpiLink([Host("a", 2), Host("b", 2)], 1.0)
-    link.ranks_by_host, link._n_bytes_before = [range(2), range(2, 4)], 123
-    assert link.renew((2, 3)).bytes_sent == 123 and link.renew((2, 3)).renew((1,)).bytes_sent == 123
+    link.ranks_by_host, link._earlier_bytes_sent = [range(2), range(2, 4)], 123
+    assert link.reconnect((2, 3)).bytes_sent == 123 and link.reconnect((2, 3)).reconnect((1,)).bytes_sent == 123
 
 
 @pytest.fixture
 def old_link(monkeypatch):
-    """Link of hosts a, b and c with two ranks each on GPUs; the GPUs of ``found`` are there when it is renewed."""
+    """Link of hosts a, b and c with two ranks each on GPUs; the GPUs of ``found`` are there when it is connected again."""
     link, found = MpiLink([Host(name, 2) for name in "abc"], 1.0), {"a": 2, "b": 2, "c": 2}
     link._gpus, link._cores, link._n_ranks = [2] * 3, [2] * 3, [2] * 3
     link.assign_ranks(None, True)
 
     def start_agents(link):
-        if not all(found[name] is not None for name in link.names):
+        if not all(found[name] is not None for name in link.host_names):
             raise RuntimeError("the hosts could not be reached")
         link._n_ranks = [host.n_ranks for host in link._hosts]
-        link._gpus = link._cores = [found[name] for name in link.names]
+        link._gpus = link._cores = [found[name] for name in link.host_names]
 
     monkeypatch.setattr(MpiLink, "start_agents", start_agents)
     return link, found
 
 
 @pytest.mark.parametrize(
-    ("found", "without", "host", "lost_ranks"),
+    ("found", "excluded_ranks", "host", "lost_ranks"),
     [
         ({"b": 1}, (), "b", [3]),
         ({"b": 0, "c": 1}, (), "b", [2, 3, 5]),
@@ -221,15 +221,26 @@ def old_link(monkeypatch):
         ({"b": None}, (4, 5), "b", [2, 3]),
     ],
 )
-def test_renewed_link_names_ranks_that_cannot_start(old_link, found, without, host, lost_ranks):
+def test_link_names_ranks_that_cannot_start_again(old_link, found, excluded_ranks, host, lost_ranks):
     link, now = old_link
     now.update(found)
     with pytest.raises(StartError) as caught:
-        link.renew(without)
+        link.reconnect(excluded_ranks)
     death = caught.value.death
     assert (death.rank, death.host, death.lost_ranks) == (lost_ranks[0], host, lost_ranks)
-    renewed = link.renew({*without, *lost_ranks})
-    assert sum(map(len, renewed.ranks_by_host)) == 6 - len({*without, *lost_ranks})
+    reconnected = link.reconnect({*excluded_ranks, *lost_ranks})
+    assert sum(map(len, reconnected.ranks_by_host)) == 6 - len({*excluded_ranks, *lost_ranks})
+
+
+@pytest.mark.parametrize("excluded_ranks", [(), (4, 5)])
+def test_own_failure_to_start_an_agent_is_not_blamed_on_the_other_hosts(old_link, excluded_ranks):
+    link, found = old_link
+    found["a"] = None
+    with pytest.raises(
+        RuntimeError, match="^this host, a, can't start an agent: the hosts could not be reached$"
+    ) as own:
+        link.reconnect(excluded_ranks)
+    assert not isinstance(own.value, StartError)
 
 
 def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):
@@ -244,8 +255,7 @@ def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):
     ):  # 2: the broken one is not visible any more
         monkeypatch.setattr(processes, "get_n_gpu", lambda n_gpus=n_gpus: n_gpus)
         for number, local_ranks in enumerate([range(2), range(2), range(2, 4), range(2, 4)]):
-            control = SimpleNamespace(local_ranks=local_ranks)
-            command.run(SimpleNamespace(number=number, root=0, is_master=True, control=control))
+            command.run(SimpleNamespace(number=number, master_rank=0, is_master=True, local_ranks=local_ranks))
         assert opened == gpus
         opened.clear()
 
@@ -359,7 +369,7 @@ def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
 
 
 def test_frames_allocate_no_extra_memory():
-    control = Control(3, 0.0, local_ranks=range(2), link_nbytes=PipeLayout.compute_nbytes(2))
+    control = ControlMemory(3, 0.0, local_ranks=range(2), link_nbytes=PipeLayout.compute_nbytes(2))
     frame = PipeLayout(control).view_frame(3, N_FRAMES - 1)
     assert len(frame) == FRAME_NBYTES
     frame[-1] = 1
@@ -367,11 +377,11 @@ def test_frames_allocate_no_extra_memory():
 
 
 def test_remote_ranks_take_little_control_memory():
-    few, many = (Control.create(size, 2) for size in (3, 103))
+    few, many = (ControlMemory.create_file(size, 2) for size in (3, 103))
     with few, many:
         few_bytes, many_bytes = (512 * os.fstat(file.fileno()).st_blocks for file in (few, many))
         assert 0 < many_bytes - few_bytes <= 100 * 13_000
-        controls = [Control(103, 0.0, many.fileno(), i > 0, range(5, 7)) for i in range(2)]
+        controls = [ControlMemory(103, 0.0, many.fileno(), i > 0, range(5, 7)) for i in range(2)]
         for rank in range(103):
             for which in range(3):
                 controls[0].get_slot(rank, which)[:] = bytes([rank, which]) * (
@@ -555,10 +565,10 @@ def test_agent_reports_missing_memory(monkeypatch):
 
     monkeypatch.setattr(agents, "Segment", unmapped)
     agent, sent = object.__new__(Agent), []
-    agent._names, agent._host, agent._local_ranks, agent._segments = "ab", 1, range(2, 3), {}
+    agent._host_names, agent._host, agent._local_ranks, agent._segments = "ab", 1, range(2, 3), {}
     agent._messenger = SimpleNamespace(send=lambda *message: sent.append(message))
     agent._on_new_segment(0, 1, 4096, None)
-    assert sent == [(0, agents.REMOTE_FAILURE, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
+    assert sent == [(0, agents.PEER_FAILURE, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
     assert agent._segments == {}
 
 

@@ -52,7 +52,7 @@ class Hosts:
 
     def end(self):
         if self._tree is not None:
-            self._tree.end()
+            self._tree.close()
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +66,20 @@ def fork(hosts, tree, **settings):
     """Fork; return the process ids."""
     outcome = tree.fork(["a:2", f"{hosts.other}:1"], **settings)
     assert outcome.get("value") == 3, outcome
-    return tree.know()
+    return tree.list_ranks()
 
 
 def move_ranks_to(tree, place, action="hold", on=None):
     """Order ranks to block at a place, and wait until they have reached it."""
     on = on or HOLDING[place]
-    tree.order("part", place=place, on=on, action=action)
+    tree.send_order("run_faulty_command", place=place, on=on, action=action)
     for _ in on:
-        tree.wait("inside")
+        tree.wait_event("inside")
 
 
 def check_works(tree):
     """Check that the ranks reduce arrays."""
-    outcome = tree.do("part", place="step", on=[], action="")
+    outcome = tree.run_order("run_faulty_command", place="step", on=[], action="")
     assert outcome.get("value") is True, outcome
 
 
@@ -105,20 +105,20 @@ def test_exceptions_and_interrupts_leave_hosts_usable(hosts):
             fault_time = time.monotonic()
             move_ranks_to(tree, place, "raise", on=[2])
             words = [f"rank 2 on host {hosts.other} raised KeyError", "a fault", "fault_target.py"]
-            check_error(tree.wait("outcome"), fault_time, rank=2, words=words)
+            check_error(tree.wait_event("outcome"), fault_time, rank=2, words=words)
         fault_time = time.monotonic()
         move_ranks_to(tree, "computing", "raise", on=[0])
-        check_error(tree.wait("outcome"), fault_time, error="KeyError")
+        check_error(tree.wait_event("outcome"), fault_time, error="KeyError")
         for place in PLACES:
             move_ranks_to(tree, place)
             fault_time = time.monotonic()
             os.kill(tree.pid, signal.SIGINT)
-            check_error(tree.wait("outcome"), fault_time, error="KeyboardInterrupt")
+            check_error(tree.wait_event("outcome"), fault_time, error="KeyboardInterrupt")
             tree.release()
             check_works(tree)
-        outcome = tree.do("work")
+        outcome = tree.run_order("check_results")
         assert outcome.get("value") is True, outcome
-        tree.do("close")
+        tree.run_order("close")
         tree.check_no_leaks()
 
 
@@ -150,9 +150,11 @@ def test_killed_process_on_a_host_is_named(hosts, target, place):
         fault_time = time.monotonic()
         os.kill(pids if number is None else pids[number], signal.SIGKILL)
         tree.release() if place == "idle" else None
-        outcome = tree.wait("outcome")
+        outcome = tree.wait_event("outcome")
         while place == "idle" and outcome.get("value") and time.monotonic() < fault_time + LIMIT:
-            outcome = tree.do("part", place="step", on=[], action="")  # it finished before the loss was noticed
+            outcome = tree.run_order(
+                "run_faulty_command", place="step", on=[], action=""
+            )  # it finished before the loss was noticed
         words = [word.replace("HOST", hosts.other) for word in [*words, "synkhronos.fork()"]]
         check_error(outcome, fault_time, rank=rank, words=words)
         tree.check_no_leaks()
@@ -165,7 +167,7 @@ def test_death_of_a_lock_holder_is_named_to_a_remote_waiter(hosts):
         time.sleep(0.3)  # the others do not check the holder before
         fault_time = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
-        check_error(tree.wait("outcome"), fault_time, rank=1, words=["rank 1 on host a", "SIGKILL"])
+        check_error(tree.wait_event("outcome"), fault_time, rank=1, words=["rank 1 on host a", "SIGKILL"])
         tree.check_no_leaks()
 
 
@@ -186,10 +188,10 @@ def test_lost_host_is_named(hosts, fault, place):
         fault_time = tree.inject_fault(fault, hosts.other)
         tree.release() if place == "idle" else None
         words = [f"host {hosts.other} (rank 2)", "lost" if fault == "kill" else "has arrived for 1 seconds"]
-        check_error(tree.wait("outcome"), fault_time, rank=2, words=words)
-        assert tree.do("fork", hosts=2, environment={}, settings={})["value"] == 2
+        check_error(tree.wait_event("outcome"), fault_time, rank=2, words=words)
+        assert tree.run_order("fork", hosts=2, environment={}, settings={})["value"] == 2
         check_works(tree)
-        tree.do("close")
+        tree.run_order("close")
         if fault == "kill":
             hosts.is_dead()
         elif fault == "freeze":
@@ -205,7 +207,7 @@ def test_full_memory_on_a_host_is_named(hosts):
         fork(hosts, tree)
         full, fault_time = tree.fill(hosts.other), time.monotonic()
         words = [f"host {hosts.other} (rank 2)", "/dev/shm"]
-        check_error(tree.do("share", nbytes=1 << 23), fault_time, rank=2, words=words)
+        check_error(tree.run_order("sum_shared_bytes", nbytes=1 << 23), fault_time, rank=2, words=words)
         full.unlink()
         full, fault_time = tree.fill(hosts.other), time.monotonic()
         check_error(tree.fork(["a:2", f"{hosts.other}:1"]), fault_time, rank=2, words=words)
@@ -213,9 +215,11 @@ def test_full_memory_on_a_host_is_named(hosts):
         tree.check_no_leaks()
         fork(hosts, tree)
         full, fault_time = tree.fill("a"), time.monotonic()
-        check_error(tree.do("share", nbytes=1 << 23), fault_time, error="MemoryError", words=["/dev/shm"])
+        check_error(
+            tree.run_order("sum_shared_bytes", nbytes=1 << 23), fault_time, error="MemoryError", words=["/dev/shm"]
+        )
         check_works(tree)
-        tree.do("close")
+        tree.run_order("close")
         full.unlink()
         tree.check_no_leaks()
 
@@ -240,9 +244,9 @@ def test_hosts_with_different_packages_are_refused(hosts, tmp_path, package, fil
         outcome = tree.fork(["a:1", f"{hosts.other}:1"])
         check_error(outcome, fault_time, "RuntimeError", words=[word.replace("HOST", hosts.other) for word in words])
         tree.check_no_leaks(but="mpich_shm")  # MPICH leaves a segment if it is killed while it starts
-        tree.put_back(hosts.other, file)
+        tree.restore(hosts.other, file)
         fork(hosts, tree)
-        tree.do("close")
+        tree.run_order("close")
 
 
 @needs_namespaces
@@ -257,7 +261,7 @@ def test_wrong_hosts_are_named(hosts, named, words):
         check_error(tree.fork(named), fault_time, "RuntimeError", words=[", ".join(named), *words])
         tree.check_no_leaks(but="mpich_shm")  # MPICH leaves a segment if it is killed while it starts
         fork(hosts, tree)
-        tree.do("close")
+        tree.run_order("close")
 
 
 def test_killed_agent_leaves_no_shared_memory(hosts):
@@ -265,7 +269,7 @@ def test_killed_agent_leaves_no_shared_memory(hosts):
         for agent in fork(hosts, tree)["agents"]:
             found = re.findall(r"ucx_shm\S+|SYSV\S+", Path(f"/proc/{agent}/maps").read_text())
             assert not found, found
-        tree.do("close")
+        tree.run_order("close")
 
 
 # -- the master ends -------------------------------------------------------------------------------------------
@@ -284,16 +288,16 @@ def test_master_death_ends_all_processes(hosts, place):
 def test_exit_of_the_master_ends_hosts(hosts):
     with hosts as tree:
         fork(hosts, tree)
-        tree.order("exit")
+        tree.send_order("exit")
         tree.wait_until_started()
         tree.check_no_leaks(is_fresh=True)
         fork(hosts, tree)
-        tree.order("close_in_handler")
-        tree.wait("inside")
+        tree.send_order("close_in_handler")
+        tree.wait_event("inside")
         fault_time = time.monotonic()
         os.kill(tree.pid, signal.SIGUSR1)
         tree.release()
-        check_error(tree.wait("outcome"), fault_time, "RuntimeError", words=["closed"])
+        check_error(tree.wait_event("outcome"), fault_time, "RuntimeError", words=["closed"])
         tree.check_no_leaks()
 
 
@@ -312,7 +316,7 @@ def test_idle_hosts_use_no_cores(hosts):
         used = [(read_cpu_seconds(pid) - was) / passed for pid, was in zip(pids, before, strict=True)]
         print([f"{share:.1%}" for share in used])
         assert max(used) <= 0.05, used
-        tree.do("close")
+        tree.run_order("close")
         tree.check_no_leaks()
 
 

@@ -131,7 +131,7 @@ def test_death_of_a_rank_ends_loaders(fork, load, rule):
     _, reports = training(rule, loader)
     next(reports)
     pids = list(loader._pool.pids)
-    os.kill(ranks.get_session().workers.pids[2], signal.SIGKILL)
+    os.kill(ranks.get_session().worker_pids[2], signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="rank 2 .* was killed by SIGKILL"):
         list(reports)
     wait_until(lambda: not any(map(is_alive, pids)))

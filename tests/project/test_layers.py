@@ -325,5 +325,5 @@ def test_internals_names_existing_classes_and_methods():
 
 def test_find_missing_names_finds_them():
     assert find_missing_names("``casts.py``: ``check_cast`` of ``f(x)``, ``lost``") == ["lost"]
-    assert find_missing_names("``ranks/lost.py``: ``Rank.fail`` of ``ranks/rank.py``") == ["ranks/lost.py"]
+    assert find_missing_names("``ranks/lost.py``: ``Rank.fail_command`` of ``ranks/rank.py``") == ["ranks/lost.py"]
     assert find_missing_names("``ranks/rank.py``: ``Rank.lost``, ``fail``") == ["Rank.lost", "fail"]

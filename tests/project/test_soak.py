@@ -42,7 +42,7 @@ def test_soak_oracle_gathers_scalars_over_slices(fork, n):
 
 def test_death_before_a_segment_is_sent_is_named(fork):
     fork(3)
-    pid = ranks.get_session().workers.pids[1]
+    pid = ranks.get_session().worker_pids[1]
     os.kill(pid, signal.SIGKILL)
     while is_alive(pid):
         pass

@@ -21,8 +21,8 @@ from library import DEVICE
 from synkhronos.devices.cuda.watchdog import CollectiveWatchdog
 from synkhronos.hosts.agent import Agent
 from synkhronos.ranks import Cancelled
-from synkhronos.ranks.agreement import STEP_BITS, StepTally, last_common_step, record_common_step
-from synkhronos.ranks.control import Control
+from synkhronos.ranks.agreement import STEP_BITS, StepTally, read_common_step, record_common_step
+from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.rank import Rank
 
 pytestmark = [pytest.mark.any_library, pytest.mark.skipif(DEVICE != "host", reason="has no arrays")]
@@ -45,7 +45,7 @@ class Memory:
 
     def __init__(self, local_ranks, size):
         self.local_ranks, self.size = local_ranks, size
-        self.words, self.arrived, self.done = [0] * (Control.COMMON_STEP + 2), [0] * size, [0] * size
+        self.words, self.arrived, self.done = [0] * (ControlMemory.COMMON_STEP + 2), [0] * size, [0] * size
 
     def fence(self):
         pass
@@ -104,7 +104,7 @@ class World:
             rank.pending.append(watchdog)
             rank.begin_command(FIRST)
         for memory in self.memories:
-            memory.words[Control.POSTED] = FIRST
+            memory.words[ControlMemory.POSTED] = FIRST
         self.tallies = [StepTally(len(counts), h) for h in range(len(counts))]
         self.pcs, self.inits, self.started = [WRITE_ID] * self.size, [0] * self.size, [0] * self.size
         self.passed = [0] * self.size  # 1: found that all ranks reached the step, -1: found that some did not
@@ -232,16 +232,16 @@ class World:
             self.pcs[r] = ABORTED
         else:
             self.pcs[r] = FAILED
-            self.ranks[r].control.words[Control.FAILED] = FIRST
+            self.ranks[r].control.words[ControlMemory.FAILED] = FIRST
 
     def end_first(self, r):
         """End the failed first command on a rank: record the last common step, or read whether all reached it."""
         rank = self.ranks[r]
         if self.pcs[r] == FAILED:
-            rank.fail()  # on one host, records the last common step
+            rank.fail_command()  # on one host, records the last common step
         elif self.waits:  # as `CollectiveWatchdog.wait_started`: continue if all ranks have arrived
             has_arrived = self.watchdogs[r]._started_step == rank._step
-            self.passed[r] = 1 if has_arrived and rank.was_reached_by_all(rank._step) else -1
+            self.passed[r] = 1 if has_arrived and rank.have_all_reached(rank._step) else -1
         self.pcs[r] = DONE - 1
 
     def begin_second(self, r):
@@ -257,15 +257,15 @@ class World:
                 if host and self.in_failed_command():
                     # Messages between two hosts keep their order: the failure arrives before the command.
                     self.flush(0, host)
-                other.words[Control.POSTED] = SECOND
-        elif memory.words[Control.POSTED] < SECOND:
+                other.words[ControlMemory.POSTED] = SECOND
+        elif memory.words[ControlMemory.POSTED] < SECOND:
             raise Blocked
         else:
             rank.begin_command(SECOND)
         rank.arrive()  # publishes its connection; steps of the first command are over
 
     def in_failed_command(self):
-        return self.memories[0].words[Control.FAILED] == FIRST
+        return self.memories[0].words[ControlMemory.FAILED] == FIRST
 
     def flush(self, g, h):
         while self.queues[g, h]:
@@ -286,7 +286,7 @@ class World:
         memory, local_ranks = self.memories[h], self.hosts[h]
 
         def failed():
-            return memory.words[Control.FAILED]
+            return memory.words[ControlMemory.FAILED]
 
         def step():
             return min(memory.arrived[local_ranks.start : local_ranks.stop])
@@ -328,7 +328,7 @@ class World:
                 memory.arrived[r] = number
         else:
             tally.receive_failed(source, number)
-            memory.words[Control.FAILED] = max(number, memory.words[Control.FAILED])
+            memory.words[ControlMemory.FAILED] = max(number, memory.words[ControlMemory.FAILED])
             self.record_decisions(h)
 
     def record_decisions(self, h):
@@ -339,7 +339,7 @@ class World:
 
     def check(self, is_last):
         """Check a state; ``is_last`` means that no transition is possible."""
-        failed = any(memory.words[Control.FAILED] == FIRST for memory in self.memories)
+        failed = any(memory.words[ControlMemory.FAILED] == FIRST for memory in self.memories)
         generations = [watchdog.active_connection.generation for watchdog in self.watchdogs]
         if not is_last:
             return
@@ -348,7 +348,7 @@ class World:
             return
         assert set(self.pcs) == {FINISHED}, "a rank never ends"
         for memory in self.memories:
-            assert (memory.words[Control.FAILED] == FIRST) == failed, "a host was not informed of the failure"
+            assert (memory.words[ControlMemory.FAILED] == FIRST) == failed, "a host was not informed of the failure"
         assert not {1, -1} <= set(self.passed), "some ranks pass the step, and others abort"
         if any(self.inits) and not all(self.inits):
             assert failed and not any(generations), "a rank alone in NCCL's init was not informed"
@@ -418,7 +418,7 @@ def test_model_finds_ranks_that_decide_alone(monkeypatch, waits):
     def fail(self):
         record_common_step(self.control.words, FIRST, min(self.control.arrived))
 
-    monkeypatch.setattr(Rank, "fail", fail)
+    monkeypatch.setattr(Rank, "fail_command", fail)
     with pytest.raises(AssertionError, match="neither ends nor is aborted"):
         explore(World((3,), waits, faults=2))
 
@@ -428,16 +428,16 @@ def test_model_finds_a_read_before_the_failure_is_written(monkeypatch):
         original(self, r, error)
         if self.pcs[r] == FAILED:
             memory = self.memories[0]
-            memory.words[Control.FAILED], memory.words[Control.MESSAGE_NBYTES] = 0, min(memory.arrived)
+            memory.words[ControlMemory.FAILED], memory.words[ControlMemory.MESSAGE_NBYTES] = 0, min(memory.arrived)
 
     def fail(self):
         words = self.control.words
-        words[Control.FAILED] = FIRST
-        record_common_step(words, FIRST, words[Control.MESSAGE_NBYTES])
+        words[ControlMemory.FAILED] = FIRST
+        record_common_step(words, FIRST, words[ControlMemory.MESSAGE_NBYTES])
 
     original = World.abort_first
     monkeypatch.setattr(World, "abort_first", abort_first)
-    monkeypatch.setattr(Rank, "fail", fail)
+    monkeypatch.setattr(Rank, "fail_command", fail)
     with pytest.raises(AssertionError, match="some ranks pass the step, and others abort"):
         explore(World((3,)))
 
@@ -492,7 +492,7 @@ def test_agent_counts_steps_of_other_hosts():
     agent._tally.update(0, step)
     agent._tally.update(FIRST, step)
     agent._on_failed(1, FIRST)
-    assert last_common_step(agent._control.words, FIRST) == step
+    assert read_common_step(agent._control.words, FIRST) == step
 
 
 if __name__ == "__main__":  # takes minutes

@@ -13,7 +13,8 @@ from system import time_limit
 
 from synkhronos import ranks
 from synkhronos.ranks import Command
-from synkhronos.ranks.control import SLOT_NBYTES, Control
+from synkhronos.ranks.command_runner import CommandRunner
+from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled, describe_exit
 from synkhronos.ranks.rank import Rank
 
@@ -150,16 +151,16 @@ def test_death_noticed_while_the_master_fails_is_named(two):
     events = []
 
     def trace(frame, event, arg):
-        if frame.f_code is ranks.Session._run.__code__:
+        if frame.f_code is CommandRunner._run.__code__:
             return trace_lines
         return None
 
     def trace_lines(frame, event, arg):
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and line == "peers.busy_thread = 0" and isinstance(sys.exception(), KeyError):
+        if event == "line" and line == "watch.command_thread = 0" and isinstance(sys.exception(), KeyError):
             sys.settrace(None)
             events.append(line)
-            os.kill(next(iter(two.workers.pids.values())), signal.SIGKILL)
+            os.kill(next(iter(two.worker_pids.values())), signal.SIGKILL)
             time.sleep(1)  # cut short
         return trace_lines
 
@@ -178,14 +179,14 @@ def test_exited_worker_is_named_with_its_status(two):
 
 
 def test_death_of_an_idle_worker_is_noticed_by_the_next_command(two):
-    pid = next(iter(two.workers.pids.values()))
+    pid = next(iter(two.worker_pids.values()))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ranks.WorkerError, match="SIGKILL"):
         two.run(Number())
 
 
 def test_stopped_worker_is_waited_for(two):
-    pid = next(iter(two.workers.pids.values()))
+    pid = next(iter(two.worker_pids.values()))
     os.kill(pid, signal.SIGSTOP)
     if os.fork() == 0:
         time.sleep(0.3)
@@ -291,7 +292,7 @@ class FailAtBarrier(Command):
             if rank.is_master:
                 raise_if_due()
         except Cancelled:
-            rank.objects["found"] = rank.was_reached_by_all(step)
+            rank.objects["found"] = rank.have_all_reached(step)
             raise
         except BarrierError:
             rank.objects["found"] = self.all_arrive
@@ -332,7 +333,7 @@ class DieInBetween(Command):
         try:
             rank.barrier()
         except Cancelled:
-            rank.was_reached_by_all(step)
+            rank.have_all_reached(step)
             raise
 
 
@@ -342,14 +343,14 @@ def test_death_before_the_common_step_is_recorded(two):
 
 
 def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
-    control = Control(3, 0.0)
+    control = ControlMemory(3, 0.0)
     first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     fence, failing = control.fence, [second]
 
     def meanwhile():
         fence()
         if failing:
-            failing.pop().fail()
+            failing.pop().fail_command()
 
     for rank in (first, second, third):
         rank.begin_command(1)
@@ -358,22 +359,22 @@ def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
         rank.arrive()
     third.wait(lambda: min(control.arrived) >= step)  # all ranks have arrived, and none has failed
     monkeypatch.setattr(control, "fence", meanwhile)
-    first.fail()
+    first.fail_command()
     assert not failing
-    assert [rank.was_reached_by_all(step) for rank in (first, second, third)] == [True] * 3
+    assert [rank.have_all_reached(step) for rank in (first, second, third)] == [True] * 3
 
 
 @pytest.mark.parametrize("all_arrive", [False, True])
 def test_ranks_that_fail_in_turn_record_one_common_step(all_arrive):
-    control = Control(3, 0.0)
+    control = ControlMemory(3, 0.0)
     first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     for rank in (first, second, third):
         rank.begin_command(1)
     step = first.next_step
     for rank in (first, second, third) if all_arrive else (first, second):
         rank.arrive()
-    first.fail()
+    first.fail_command()
     if not all_arrive:
         third.arrive()  # it may not be cancelled yet
-    second.fail()
-    assert [rank.was_reached_by_all(step) for rank in (first, second, third)] == [all_arrive] * 3
+    second.fail_command()
+    assert [rank.have_all_reached(step) for rank in (first, second, third)] == [all_arrive] * 3

@@ -12,9 +12,9 @@ from system import time_limit
 
 from synkhronos import ranks
 from synkhronos.ranks import BoundedCache, Command
-from synkhronos.ranks.control import MAILBOX_NBYTES, SLOT_NBYTES
+from synkhronos.ranks.control_memory import MAILBOX_NBYTES, SLOT_NBYTES
 from synkhronos.ranks.rank import _MAX_CACHED_PICKLES
-from synkhronos.ranks.worker_process import MAX_CACHED_COMMANDS
+from synkhronos.ranks.worker_main import MAX_CACHED_COMMANDS
 
 pytestmark = pytest.mark.any_library
 
@@ -69,7 +69,7 @@ def test_cache_of_commands_is_bounded(two):
     lengths = []
     for i in range(2 * MAX_CACHED_COMMANDS):
         assert two.run(Long(bytes(i))) == (i, [i, i])
-        lengths.append(len(two._pickled))
+        lengths.append(len(two._mailbox._pickled))
     assert max(lengths) == MAX_CACHED_COMMANDS
 
 
@@ -117,7 +117,8 @@ class WaitForWorkers(Command):
 @pytest.mark.parametrize("awaited", ["a step", "their end", "a command that was interrupted"])
 @pytest.mark.slow
 def test_close_ends_a_waiting_call(two, monkeypatch, awaited, by):
-    monkeypatch.setattr(ranks.session, "GRACE_SECONDS", 0.2)
+    for module in (ranks.session, ranks.process_group):
+        monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
     if awaited == "a command that was interrupted":
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -165,7 +166,7 @@ def test_idle_workers_use_no_processor(session):
 
     def ticks():
         used = 0
-        for pid in session.workers.pids.values():
+        for pid in session.worker_pids.values():
             with open(f"/proc/{pid}/stat") as stat:
                 fields = stat.read().rsplit(")", 1)[1].split()
             used += int(fields[11]) + int(fields[12])

@@ -35,10 +35,10 @@ def start_held_program(place, on):
 
 def wait_until_inside(program, place, n):
     """Wait until `n` ranks have reached the point of the fault; return the process ids by rank."""
-    pids = {int(r): pid for r, pid in program.wait("ready")["pids"].items()}
+    pids = {int(r): pid for r, pid in program.wait_for_event("ready")["pids"].items()}
     if place != "idle":
         for _ in range(n):
-            program.wait("inside")
+            program.wait_for_event("inside")
     return pids
 
 
@@ -52,13 +52,13 @@ def check_footprint(event):
 
 def check_next_calls(program, survived):
     """Check that the next calls return the right results, and that the program exits by itself without leaks."""
-    event = program.wait("alive" if survived else "dead")
+    event = program.wait_for_event("alive" if survived else "dead")
     if not survived:
         check_footprint(event)
-    works = program.wait("works")
+    works = program.wait_for_event("works")
     assert works.get("value") == works["right"], works
-    check_footprint(program.wait("closed"))
-    assert program.end() == 0, program.read_output()
+    check_footprint(program.wait_for_event("closed"))
+    assert program.wait_for_exit() == 0, program.read_output()
     program.check_no_leaks()
     return event
 
@@ -87,7 +87,7 @@ def test_worker_killed_by_a_signal_is_named(name, place):
         fault_time = program.send_signal(pids[2], signal.Signals[name])
         if place == "idle":
             program.release()
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, fault_time, words=["rank 2", str(pids[2]), name, "synkhronos.fork()"], worker=2)
         check_next_calls(program, survived=False)
 
@@ -108,7 +108,7 @@ def test_stopped_processes_continue_after_sigcont(place, target):
         program.release()
         assert program.is_silent(0.1)
         program.send_signal(None if target == "all" else stopped[0], signal.SIGCONT)
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         assert "error" not in outcome, outcome
         check_next_calls(program, survived=True)
 
@@ -120,7 +120,7 @@ def test_worker_ignores_sigint(place):
         pids = wait_until_inside(program, place, 1)
         program.send_signal(pids[2], signal.SIGINT)
         program.release()
-        assert "error" not in program.wait("outcome")
+        assert "error" not in program.wait_for_event("outcome")
         check_next_calls(program, survived=True)
 
 
@@ -141,7 +141,7 @@ def test_master_death_ends_all_processes(name, place, target):
         wait_until_inside(program, place, len(on))
         program.send_signal(program.pid if target == "master" else None, signal.Signals[name])
         program.check_no_leaks()
-        assert program.end() == -signal.Signals[name]
+        assert program.wait_for_exit() == -signal.Signals[name]
 
 
 @pytest.mark.any_library
@@ -152,7 +152,7 @@ def test_busy_master_notices_a_workers_death(place, how):
     with Program("at_a_point", where=place, action=f"hold:{how}", on=[0]) as program:
         pids = wait_until_inside(program, place, 1)
         fault_time = program.send_signal(pids[2], signal.SIGKILL)
-        outcome = program.wait("outcome")  # the fault's point is not released
+        outcome = program.wait_for_event("outcome")  # the fault's point is not released
         check_error(outcome, fault_time, words=["rank 2", str(pids[2]), "SIGKILL"], worker=2)
         check_next_calls(program, survived=False)
 
@@ -164,7 +164,7 @@ def test_death_is_noticed_with_a_replaced_sigchld_handler():
         program.send_signal(pids[2], signal.SIGKILL)
         assert program.is_silent(0.2)
         program.release()
-        check_error(program.wait("outcome"), time.monotonic(), words=["rank 2", "SIGKILL"], worker=2)
+        check_error(program.wait_for_event("outcome"), time.monotonic(), words=["rank 2", "SIGKILL"], worker=2)
         check_next_calls(program, survived=False)
 
 
@@ -174,7 +174,7 @@ def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
     with Program("at_a_point", where="call", action="hold:python", on=[2], reaper=reaper) as program:
         pids = wait_until_inside(program, "call", 1)
         fault_time = program.send_signal(pids[2], signal.SIGKILL)
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, fault_time, words=["rank 2", str(pids[2]), "ended with an unknown exit status"], worker=2)
         check_next_calls(program, survived=False)
 
@@ -187,7 +187,7 @@ def test_faults_of_spawned_workers_are_reported(action):
             program.send_signal(program.pid, signal.SIGKILL)
             program.check_no_leaks()
             return
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["rank 2", action.partition(":")[2]], worker=2)
         if "SIGKILL" in action:
             assert str(pids[2]) in outcome["message"]
@@ -212,24 +212,24 @@ def test_stopped_worker_ends_with_the_master(place):
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM"])
 def test_worker_that_dies_during_fork_is_named(name):
     with Program("at_fork", how="worker") as program:
-        pid = program.wait("inside")["pids"]["2"]
+        pid = program.wait_for_event("inside")["pids"]["2"]
         fault_time = program.send_signal(pid, signal.Signals[name])
-        check_error(program.wait("outcome"), fault_time, words=["rank 2", str(pid), name], worker=2)
+        check_error(program.wait_for_event("outcome"), fault_time, words=["rank 2", str(pid), name], worker=2)
         check_next_calls(program, survived=False)
 
 
 @pytest.mark.any_library
 def test_worker_stopped_during_fork_is_waited_for():
     with Program("at_fork", how="worker") as program:
-        pid = program.wait("inside")["pids"]["2"]
+        pid = program.wait_for_event("inside")["pids"]["2"]
         program.send_signal(pid, signal.SIGSTOP)
         wait_for_state(pid, "T")
         program.release()
         assert program.is_silent(0.1)
         program.send_signal(pid, signal.SIGCONT)
-        assert program.wait("outcome")["value"] == 4
-        check_footprint(program.wait("closed"))
-        assert program.end() == 0
+        assert program.wait_for_event("outcome")["value"] == 4
+        check_footprint(program.wait_for_event("closed"))
+        assert program.wait_for_exit() == 0
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_worker_stopped_during_fork_is_waited_for():
 )
 def test_master_death_during_fork_ends_all_processes(name, target, spawn):
     with Program("at_fork", how="master", spawn=spawn) as program:
-        program.wait("inside")
+        program.wait_for_event("inside")
         program.send_signal(program.pid if target == "master" else None, signal.Signals[name])
         program.check_no_leaks()
 
@@ -246,7 +246,7 @@ def test_master_death_during_fork_ends_all_processes(name, target, spawn):
 @pytest.mark.any_library
 def test_worker_ends_if_the_master_died_before_it_started():
     with Program("at_fork", how="child") as program:
-        program.wait("inside")
+        program.wait_for_event("inside")
         program.send_signal(program.pid, signal.SIGKILL)
         program.process.wait()
         program.release()
@@ -259,7 +259,7 @@ def test_fork_that_fails_half_way_leaves_nothing(how, spawn):
         pytest.skip("needs a user who has no other processes")
     # OpenBLAS raises SIGINT when it can't start a thread.
     with Program("at_fork", "env", "OPENBLAS_NUM_THREADS=1", how=how, spawn=spawn) as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         assert outcome["error"] == "BlockingIOError", outcome
         check_next_calls(program, survived=False)
 
@@ -278,7 +278,7 @@ def run(where, action, on=(2,), **kwargs):
 )
 def test_worker_that_exits_is_named_with_its_status(place, code):
     with run(place, f"_exit:{code}") as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["rank 2", f"exited with code {code}"], worker=2)
         check_next_calls(program, survived=False)
 
@@ -295,7 +295,7 @@ def test_worker_that_exits_is_named_with_its_status(place, code):
 )
 def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
     with run(place, action) as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["rank 2", kind], worker=2)
         assert list(outcome["failures"]) == ["2"]
         assert outcome["traceback"].startswith("Traceback")
@@ -306,7 +306,7 @@ def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
 @pytest.mark.parametrize("place", ["call", "slice", "collective", *ELSEWHERE])
 def test_exceptions_of_several_workers_are_reported(place):
     with run(place, "raise:ValueError", on=[1, 2]) as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         # A failure is reported even if another rank failed before, unless the rank was cancelled first.
         assert set(outcome["failures"]) <= {"1", "2"}
         for r, line in outcome["failures"].items():
@@ -319,7 +319,7 @@ def test_exceptions_of_several_workers_are_reported(place):
 @pytest.mark.parametrize("on", [[0], [0, 1, 2]])
 def test_exception_of_the_master_is_raised_unchanged(place, on):
     with run(place, "raise:ValueError", on=on) as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         if place == "call" or on == [0]:
             check_error(outcome, program.get_fault_time(), "ValueError", words=["on 0"])
         else:  # it may be cancelled by a worker's failure first
@@ -333,7 +333,7 @@ def test_exception_of_the_master_is_raised_unchanged(place, on):
 @pytest.mark.parametrize(("on", "skip"), [([2], 0), ([0], 0), ([0, 1, 2], 0), ([1], 1)])
 def test_error_lists_ranks_with_applied_updates(on, skip):
     with run("slice" if skip else "call", "raise:ValueError", on=on, skip=skip) as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         alive = check_next_calls(program, survived=True)
         text = outcome["effect"] or next(note for note in outcome["notes"] if "updates were applied" in note)
         applied = [r for r in range(3) if r not in on]
@@ -345,7 +345,7 @@ def test_error_lists_ranks_with_applied_updates(on, skip):
 
 def test_worker_raises_memory_error():
     with run("call", "memory") as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["rank 2", "MemoryError"], worker=2)
         assert outcome["traceback"].startswith("Traceback")
         check_next_calls(program, survived=True)
@@ -355,7 +355,7 @@ def test_worker_raises_memory_error():
 @pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in COLLECTIVES), *((name, [0]) for name in STREAMED)])
 def test_collective_raises_memory_errors_of_a_rank(name, on):
     with run("collective", "raise:MemoryError", on=on, name=name, point="object") as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(
             outcome,
             program.get_fault_time(),
@@ -369,7 +369,7 @@ def test_collective_raises_memory_errors_of_a_rank(name, on):
 @pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED)])
 def test_collective_raises_failures_between_chunks(name, on):
     with run("collective", "raise:OSError", on=on, name=name, skip=1) as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(
             outcome,
             program.get_fault_time(),
@@ -383,16 +383,16 @@ def test_collective_raises_failures_between_chunks(name, on):
 @pytest.mark.parametrize("name", STREAMED)
 def test_collective_reports_deaths_between_chunks(name):
     with run("collective", "kill:SIGKILL", on=[1], name=name, skip=1) as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["rank 1", "SIGKILL"], worker=1)
         check_next_calls(program, survived=False)
 
 
 def test_distribute_refuses_unpicklable_graphs():
     with Program("unpicklable") as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, time.monotonic(), "TypeError", words=["g", "can't be pickled", "lock"])
-        again = program.wait("again")
+        again = program.wait_for_event("again")
         assert again["error"] == "TypeError"
         check_next_calls(program, survived=True)
 
@@ -400,7 +400,7 @@ def test_distribute_refuses_unpicklable_graphs():
 @pytest.mark.any_library
 def test_fork_timeout_ends_a_hanging_worker():
     with Program("never_returns", timeout=0.5) as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, outcome["began"] + 0.5, words=["rank 1", "0.5 seconds", "timeout"], worker=1)
         check_next_calls(program, survived=False)
 
@@ -423,26 +423,26 @@ def test_full_dev_shm_raises_memory_error():
         pytest.skip("needs the right to mount")
     with Program("full_shared_memory", *command) as program:
         for event in ("data", "grow"):
-            outcome = program.wait(event)
+            outcome = program.wait_for_event(event)
             assert outcome.get("error") == "MemoryError", outcome
             assert "/dev/shm" in outcome["message"]
-        assert program.wait("kept")["right"]
+        assert program.wait_for_event("kept")["right"]
         for event in ("call", "collective"):
-            outcome = program.wait(event)
+            outcome = program.wait_for_event(event)
             assert outcome.get("error") == "MemoryError", outcome
             assert "/dev/shm" in outcome["message"]
-        assert program.wait("fork").get("value") == 3  # forking uses no space there
-        works = program.wait("works")
+        assert program.wait_for_event("fork").get("value") == 3  # forking uses no space there
+        works = program.wait_for_event("works")
         assert works.get("value") == works["right"], works
-        check_footprint(program.wait("closed"))
-        assert program.end() == 0, program.read_output()
+        check_footprint(program.wait_for_event("closed"))
+        assert program.wait_for_exit() == 0, program.read_output()
 
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("spare", [0, 1, 3, 5])
 def test_fork_names_the_limit_of_open_files(spare):
     with Program("few_file_descriptors", where="fork", spare=spare) as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         assert outcome["error"] == "OSError" and "open files" in outcome["message"], outcome
         check_next_calls(program, survived=False)
 
@@ -450,33 +450,35 @@ def test_fork_names_the_limit_of_open_files(spare):
 @pytest.mark.any_library
 def test_data_need_few_open_files():
     with Program("few_file_descriptors", where="master", spare=8) as program:
-        assert program.wait("outcome").get("value") is True, program.events
-        works = program.wait("works")
+        assert program.wait_for_event("outcome").get("value") is True, program.events
+        works = program.wait_for_event("works")
         assert works.get("value") == works["right"], works
-        check_footprint(program.wait("closed"))
-        assert program.end() == 0
+        check_footprint(program.wait_for_event("closed"))
+        assert program.wait_for_exit() == 0
 
 
 @pytest.mark.any_library
 def test_worker_at_the_limit_of_open_files_continues():
     with Program("few_file_descriptors", where="worker", spare=0) as program:
-        assert program.wait("outcome").get("value") == 15.0, program.events  # the worker keeps a spare descriptor
-        works = program.wait("works")
+        assert program.wait_for_event("outcome").get("value") == 15.0, (
+            program.events
+        )  # the worker keeps a spare descriptor
+        works = program.wait_for_event("works")
         assert works.get("value") == works["right"], works
-        check_footprint(program.wait("closed"))
-        assert program.end() == 0
+        check_footprint(program.wait_for_event("closed"))
+        assert program.wait_for_exit() == 0
 
 
 @pytest.mark.any_library
 def test_worker_at_the_limit_of_address_space_continues():
     with Program("unmappable") as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         assert outcome["error"] == "WorkerError" and "can't be mapped" in outcome["message"], outcome
-        assert program.wait("again").get("value") == 15.0, program.events  # the segment is mapped now
-        works = program.wait("works")
+        assert program.wait_for_event("again").get("value") == 15.0, program.events  # the segment is mapped now
+        works = program.wait_for_event("works")
         assert works.get("value") == works["right"], works
-        check_footprint(program.wait("closed"))
-        assert program.end() == 0
+        check_footprint(program.wait_for_event("closed"))
+        assert program.wait_for_exit() == 0
 
 
 # -- odd circumstances ---------------------------------------------------------------------------------------
@@ -485,11 +487,11 @@ def test_worker_at_the_limit_of_address_space_continues():
 @pytest.mark.any_library
 def test_segment_creation_reports_an_unnoticed_death():
     with Program("segment_after_death") as program:
-        pids = program.wait("ready")["pids"]
+        pids = program.wait_for_event("ready")["pids"]
         program.send_signal(pids["1"], signal.SIGKILL)
         wait_for_state(pids["1"], "Z")
         program.release()
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         assert outcome["error"] == "WorkerError" and outcome["worker"] == 1, outcome
         assert "SIGKILL" in outcome["message"]
         check_next_calls(program, survived=False)
@@ -498,19 +500,19 @@ def test_segment_creation_reports_an_unnoticed_death():
 @pytest.mark.any_library
 def test_ranks_outlive_the_thread_that_forked_them():
     with Program("from_a_thread") as program:
-        assert program.wait("fork")["value"] == 3
-        assert program.wait("outcome").get("value") == 15.0, program.events
-        works = program.wait("works")
+        assert program.wait_for_event("fork")["value"] == 3
+        assert program.wait_for_event("outcome").get("value") == 15.0, program.events
+        works = program.wait_for_event("works")
         assert works.get("value") == works["right"], works
-        check_footprint(program.wait("closed"))
-        assert program.end() == 0
+        check_footprint(program.wait_for_event("closed"))
+        assert program.wait_for_exit() == 0
 
 
 @pytest.mark.any_library
 def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
     with Program("from_a_thread", busy=True) as program:
-        program.wait("inside")
-        program.wait("inside")
+        program.wait_for_event("inside")
+        program.wait_for_event("inside")
         program.send_signal(program.pid, signal.SIGKILL)
         program.check_no_leaks()
 
@@ -518,20 +520,20 @@ def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
 @pytest.mark.any_library
 def test_failure_in_the_first_command_is_reported():
     with Program("first_command") as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["ValueError"], worker=1)
-        works = program.wait("works")
+        works = program.wait_for_event("works")
         assert works.get("value") == works["right"], works
-        check_footprint(program.wait("closed"))
-        assert program.end() == 0
+        check_footprint(program.wait_for_event("closed"))
+        assert program.wait_for_exit() == 0
 
 
 def test_ranks_need_no_standard_streams():
     with Program("closed_standard_files", "sh", "-c", '"$@" <&- >&- 2>&-', "sh") as program:
-        works = program.wait("works")
+        works = program.wait_for_event("works")
         assert works.get("value") == works["right"], works
-        check_footprint(program.wait("closed"))
-        assert program.end() == 0
+        check_footprint(program.wait_for_event("closed"))
+        assert program.wait_for_exit() == 0
 
 
 @pytest.mark.any_library
@@ -539,11 +541,11 @@ def test_broken_stdout_leaves_ranks_usable():
     read, write = os.pipe()
     with Program("print_without_reader", pass_on={"stdout": write}) as program:
         os.close(write)
-        program.wait("ready")
+        program.wait_for_event("ready")
         os.close(read)
         program.release()
-        assert "error" not in program.wait("buffered")
-        outcome = program.wait("outcome")
+        assert "error" not in program.wait_for_event("buffered")
+        outcome = program.wait_for_event("outcome")
         assert outcome["error"] == "WorkerError" and "BrokenPipeError" in outcome["message"], outcome
         check_next_calls(program, survived=True)
 
@@ -557,4 +559,4 @@ def test_close_ends_stopped_workers():
             wait_for_state(pids[r], "T")
         program.send_signal(program.pid, signal.SIGINT)  # the program ends and closes the ranks
         program.check_no_leaks()  # workers get two seconds to exit
-        assert program.end() == -signal.SIGINT
+        assert program.wait_for_exit() == -signal.SIGINT

@@ -38,7 +38,7 @@ def footprint(pid):
 
 
 def workers():
-    return list(ranks.get_session().workers.pids.values())
+    return list(ranks.get_session().worker_pids.values())
 
 
 class CountObjects(Command):

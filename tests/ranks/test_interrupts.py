@@ -24,11 +24,11 @@ PLACES = [
 
 def check_next_calls(program):
     """Check the results of the next calls, and that no process, file or memory is left."""
-    works = program.wait("works")
+    works = program.wait_for_event("works")
     assert works.get("value") == works["right"], works
-    closed = program.wait("closed")
+    closed = program.wait_for_event("closed")
     assert closed["after"] == closed["before"]
-    assert program.end() == 0, program.read_output()
+    assert program.wait_for_exit() == 0, program.read_output()
     program.check_no_leaks()
 
 
@@ -43,10 +43,10 @@ def check_next_calls(program):
 def test_interrupt_is_raised_and_the_next_call_works(where, on, how, times):
     with Program("at_a_place", where=where, on=on, how=how) as program:
         for _ in on:
-            program.wait("inside")
+            program.wait_for_event("inside")
         for _ in range(times):
             signal_time = program.send_signal(None, signal.SIGINT)
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
         check_delay(outcome["ended"] - signal_time)
         program.release()  # a busy worker finishes, and then runs the next call
@@ -56,9 +56,9 @@ def test_interrupt_is_raised_and_the_next_call_works(where, on, how, times):
 @pytest.mark.any_library
 def test_interrupt_lists_ranks_with_applied_updates():
     with Program("at_a_place", where="call", on=[0], how="python") as program:
-        program.wait("inside")
+        program.wait_for_event("inside")
         program.send_signal(None, signal.SIGINT)
-        notes = program.wait("outcome")["notes"]
+        notes = program.wait_for_event("outcome")["notes"]
         assert any("updates were applied on ranks [1, 2], and not on ranks [0]" in note for note in notes), notes
         program.release()
         check_next_calls(program)
@@ -69,9 +69,9 @@ def test_interrupt_lists_ranks_with_applied_updates():
 def test_interrupt_lists_busy_ranks_as_unknown(on, applied, busy):
     with Program("at_a_place", where="call", on=on, how="compiled") as program:
         for _ in on:
-            program.wait("inside")
+            program.wait_for_event("inside")
         program.send_signal(program.pid, signal.SIGINT)
-        notes = program.wait("outcome")["notes"]
+        notes = program.wait_for_event("outcome")["notes"]
         assert any(
             f"on {applied} so far; ranks {busy} are still running the command, and may" in note for note in notes
         ), notes
@@ -83,10 +83,10 @@ def test_interrupt_lists_busy_ranks_as_unknown(on, applied, busy):
 @pytest.mark.parametrize("where", ["call" if NAME == "pytensor" else "collective"])
 def test_interrupted_program_ends_its_workers(where):
     with Program("at_a_place", where=where, on=[2], how="compiled", unhandled=True) as program:
-        program.wait("inside")
+        program.wait_for_event("inside")
         program.send_signal(None, signal.SIGINT)
         program.check_no_leaks()
-        assert program.end() == -signal.SIGINT
+        assert program.wait_for_exit() == -signal.SIGINT
         assert "KeyboardInterrupt" in program.read_output()
 
 
@@ -94,14 +94,14 @@ def test_interrupted_program_ends_its_workers(where):
 @pytest.mark.parametrize("where", ["master", "child", "worker"])
 def test_interrupt_during_fork_leaves_no_worker(where):
     with Program("while_forking", where=where) as program:
-        program.wait("inside")
+        program.wait_for_event("inside")
         signal_time = program.send_signal(None, signal.SIGINT)
         if where != "worker":
             program.release()
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
         check_delay(outcome["ended"] - signal_time)
-        outcome = program.wait("dead")
+        outcome = program.wait_for_event("dead")
         assert outcome["after"] == outcome["before"]
         check_next_calls(program)
 
@@ -110,16 +110,16 @@ def test_interrupt_during_fork_leaves_no_worker(where):
 @pytest.mark.parametrize("where", ["waiting", "busy"])
 def test_interrupt_during_close_ends_workers(where):
     with Program("while_closing", where=where) as program:
-        program.wait("inside")
+        program.wait_for_event("inside")
         if where == "busy":
             program.send_signal(None, signal.SIGINT)
-            assert program.wait("first")["error"] == "KeyboardInterrupt"
-            program.wait("inside")
+            assert program.wait_for_event("first")["error"] == "KeyboardInterrupt"
+            program.wait_for_event("inside")
         signal_time = program.send_signal(None, signal.SIGINT)
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
         check_delay(outcome["ended"] - signal_time)  # the limit for the exit of workers is longer
-        outcome = program.wait("dead")
+        outcome = program.wait_for_event("dead")
         assert outcome["after"] == outcome["before"]
         check_next_calls(program)
 
@@ -151,16 +151,16 @@ WITHOUT_LIBRARY = ("collective", "collective again", "data", "fork", "close")
 def test_interrupt_at_any_line_leaves_ranks_usable(operation, limit):
     step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[operation]
     with Program("at_every_moment", operation=operation, first=step // 2, step=step, limit=limit) as program:
-        outcome = program.wait("outcome", 600)
+        outcome = program.wait_for_event("outcome", 600)
         assert not outcome["lost"] and not outcome["wrong"], program.read_output()
         assert outcome["presses"] > 4  # at least twice as many, depending on how long ranks wait
-        closed = program.wait("closed")
+        closed = program.wait_for_event("closed")
         # Python 3.11 leaks some exceptions that a trace function raises inside an `except`, with the objects of
         # their tracebacks; so mappings are counted in other tests.
         for footprint in closed["before"], closed["after"]:
             del footprint["maps"]
         assert closed["after"] == closed["before"]
-        assert program.end() == 0, program.read_output()
+        assert program.wait_for_exit() == 0, program.read_output()
         program.check_no_leaks()
 
 
@@ -185,7 +185,7 @@ def test_finalizers_swallow_no_interrupt(fork):
 @pytest.mark.parametrize("seed", [0 if NAME == "pytensor" else 1])
 def test_interrupts_at_random_moments_leave_ranks_usable(seed):
     with Program("at_random", seed=seed, times=40) as program:
-        outcome = program.wait("outcome", 60)
+        outcome = program.wait_for_event("outcome", 60)
         assert outcome["wrong"] == 0
         assert outcome["interrupted"] > 20, outcome
         check_next_calls(program)
@@ -198,17 +198,17 @@ def test_workers_ignore_signals_that_the_master_handles(name, how):
     if name != "SIGUSR1" and how == "handled since":
         how = "handled"
     with Program("signalled", name=name, how=how) as program:
-        program.wait("ready")
+        program.wait_for_event("ready")
         program.send_signal(None, signal.Signals[name])  # to all processes, as a scheduler sends it
         program.release()
-        assert program.wait("handled")["count"] == (how != "ignored")
+        assert program.wait_for_event("handled")["count"] == (how != "ignored")
         check_next_calls(program)
 
 
 @pytest.mark.any_library
 def test_workers_end_by_signals_that_end_the_master():
     with Program("signalled", name="SIGTERM", how="nothing") as program:
-        program.wait("ready")
+        program.wait_for_event("ready")
         program.send_signal(None, signal.SIGTERM)
-        assert program.end() == -signal.SIGTERM
+        assert program.wait_for_exit() == -signal.SIGTERM
         program.check_no_leaks()

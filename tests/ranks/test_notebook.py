@@ -44,7 +44,7 @@ SETUP = f"""
 
     released, release = os.pipe()
     n = synk.fork(3, use_gpu=False)
-    pids = list(ranks.get_session().workers.pids.values())
+    pids = list(ranks.get_session().worker_pids.values())
     x = tensor.dvector("x")
     w = shared(np.zeros(2), "w")
     f = synk.function([x], (x.sum(), "sum"), updates=[(w, w + 1)])

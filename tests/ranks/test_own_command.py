@@ -36,5 +36,5 @@ def get_process_ids():
 @pytest.mark.parametrize("n", [1, 3])
 def test_own_command_runs_on_all_ranks(fork, n):
     fork(n)
-    workers = ranks.get_session().workers.pids
+    workers = ranks.get_session().worker_pids
     assert get_process_ids() == [workers.get(r, os.getpid()) for r in range(n)]

@@ -48,7 +48,7 @@ def test_free_memory_collects_garbage_on_ranks(fork):
     x = T.dvector("x")
     f = synk.function([x], (Hoarder()(x)[:1], "gather"), mode=INTERPRETED)
     d = synk.data(np.zeros(1 << 20))
-    pids = [os.getpid(), *ranks.get_session().workers.pids.values()]
+    pids = [os.getpid(), *ranks.get_session().worker_pids.values()]
     gc.disable()  # as if no collection were triggered
     try:
         f(d)
@@ -76,7 +76,7 @@ def test_free_memory_after_a_call_that_compiled(tmp_path):
         f = synk.function([x], (pt.tanh(x * 1.5 + 7).sum(axis=0), "sum"), mode="NUMBA")
         d = synk.data(np.zeros((1 << 10, 1 << 10)))
         f(d)
-        pids = [os.getpid(), *ranks.get_session().workers.pids.values()]
+        pids = [os.getpid(), *ranks.get_session().worker_pids.values()]
         print([count_mappings(pid, 1 << 23) for pid in pids])
         d.free_memory()
         print([count_mappings(pid, 1 << 23) for pid in pids])

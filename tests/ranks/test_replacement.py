@@ -31,8 +31,8 @@ def session():
 
 def kill(session, rank=1):
     """Kill a worker, and wait until it has exited."""
-    os.kill(session.workers.pids[rank], signal.SIGKILL)
-    os.waitid(os.P_PID, session.workers.pids[rank], os.WEXITED | os.WNOWAIT)
+    os.kill(session.worker_pids[rank], signal.SIGKILL)
+    os.waitid(os.P_PID, session.worker_pids[rank], os.WEXITED | os.WNOWAIT)
 
 
 def kill_and_replace(session, call, rank=1):
@@ -63,7 +63,7 @@ def test_new_workers_have_data_functions_and_variables(session, spawn):
                 assert session.death is None and float(read_results(f(data)[0])) == 18.0
                 np.testing.assert_array_equal(synk.gather(w, nd_up=1), [before + 2.0] * 3)
                 continue
-            assert session.death is None and len(session.workers.pids) == 2
+            assert session.death is None and len(session.worker_pids) == 2
             np.testing.assert_array_equal(synk.gather(w, nd_up=1), [before] * 3)
             assert float(read_results(f(data)[0])) == 18.0
         data.free_memory()
@@ -98,7 +98,7 @@ def test_master_alone_closes_the_files_of_its_memory(session):
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data[0]))
         files = len(os.listdir("/proc/self/fd"))
-        session.replace_workers(spawn=True, without=(1, 2))
+        session.replace_workers(spawn=True, excluded_ranks=(1, 2))
         assert len(os.listdir("/proc/self/fd")) <= files
         assert session.size == 1 and float(read_results(f(data[4]))) == 12.0
 
@@ -172,34 +172,33 @@ def test_interrupted_replacement_closes_the_ranks(session):
     f, data = make_sum()
 
     class Interrupted:
-        def renew(self):
+        def raise_interrupt(self):
             raise KeyboardInterrupt
 
-    owner = Interrupted()
-    session.add_replacement_callback(owner, Interrupted.renew)
+    user = Interrupted()
+    session.add_replacement_callback(user, Interrupted.raise_interrupt)
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data))
         with pytest.raises(KeyboardInterrupt):
             session.replace_workers()
-    assert not session.workers.pids
+    assert not session.worker_pids
     with pytest.raises(RuntimeError, match="ranks were closed"):
         ranks.get_session()
     with pytest.raises(RuntimeError, match="memory was freed"):
         data[0]
 
 
-def test_ranks_are_left_out_once_if_the_control_memory_cannot_be_created(session, monkeypatch):
+def test_ranks_stay_until_the_new_control_memory_is_created(session, monkeypatch):
     f, data = make_sum()
     f(data)
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data))
-        session.death = session.death._replace(lost_ranks=(1,))
         with monkeypatch.context() as patched, pytest.raises(MemoryError, match="is full"):
-            patched.setattr(ranks.Session, "_create_control", mock.Mock(side_effect=MemoryError("/dev/shm is full")))
-            session.replace_workers(without=(1,))
-        assert session.size == 2 and session.has_kept_memory
-        assert session.death == (0, "", 0, "could not start: no control memory could be created", ())
-        session.replace_workers()
+            patched.setattr(ranks.session, "ProcessGroup", mock.Mock(side_effect=MemoryError("/dev/shm is full")))
+            session.replace_workers(excluded_ranks=(1,))
+        assert session.size == 3 and session.has_kept_memory
+        assert session.death == (0, "", 0, "could not start: MemoryError: /dev/shm is full", ())
+        session.replace_workers(excluded_ranks=(1,))
         assert session.size == 2 and session.death is None and float(read_results(f(data))) == 18.0
 
 
@@ -209,8 +208,8 @@ def test_error_of_a_new_link_is_the_next_death(session, monkeypatch):
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data))
         with monkeypatch.context() as patched, pytest.raises(OSError, match="too many files"):
-            patched.setattr(session.link, "renew", mock.Mock(side_effect=OSError("too many files")))
-            session.replace_workers(without=(1,))
+            patched.setattr(session._group.link, "reconnect", mock.Mock(side_effect=OSError("too many files")))
+            session.replace_workers(excluded_ranks=(1,))
         assert session.size == 3 and session.death == (0, "", 0, "could not start: OSError: too many files", ())
         session.replace_workers()
         assert session.size == 3 and float(read_results(f(data))) == 18.0
@@ -219,14 +218,14 @@ def test_error_of_a_new_link_is_the_next_death(session, monkeypatch):
 def test_interrupt_after_the_new_link_ends_its_agents(session, monkeypatch):
     f, data = make_sum()
     f(data)
-    link = mock.Mock(end=mock.Mock())
+    link = mock.Mock(shut_down=mock.Mock())
     type(link).needs_control_file = mock.PropertyMock(side_effect=KeyboardInterrupt)  # read before the deferral
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data))
-        monkeypatch.setattr(session.link, "renew", lambda without: link)
+        monkeypatch.setattr(session._group.link, "reconnect", lambda excluded_ranks: link)
         with pytest.raises(KeyboardInterrupt):
             session.replace_workers()
-    link.end.assert_called_once()
+    link.shut_down.assert_called_once()
 
 
 def test_after_the_context_a_death_frees_all(session):

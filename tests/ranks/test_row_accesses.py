@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 
 from synkhronos.function.call import BroadcastInput, Call, ScatteredInput
-from synkhronos.ranks import Command, RowAccess, SharedArray
+from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.command import find_row_accesses
 
 pytestmark = pytest.mark.any_library
 
-A, B, C, D = (SharedArray(key, "i8", (6,)) for key in range(1, 5))
+A, B, C, D = (ArrayLocation(key, "i8", (6,)) for key in range(1, 5))
 
 
 @dataclass(frozen=True)
 class WithFields(Command):
-    first: SharedArray
+    first: ArrayLocation
     rest: Any
 
     def run(self, rank):

@@ -164,7 +164,7 @@ def test_sockets_are_pairs_without_an_address(fork):
     work()
     made = list_sockets(os.getpid()) - before
     assert len(made) == 2
-    for pid in ranks.get_session().workers.pids.values():
+    for pid in ranks.get_session().worker_pids.values():
         theirs = list_sockets(pid)
         assert len(theirs) == 1
         assert not theirs & before
@@ -188,7 +188,7 @@ def test_shared_mappings_are_anonymous_or_unlinked(fork):
     fork(3)
     keep = work()
     assert len(list_shared_mappings(os.getpid())) > len(before)
-    for pid in (os.getpid(), *ranks.get_session().workers.pids.values()):
+    for pid in (os.getpid(), *ranks.get_session().worker_pids.values()):
         assert all(name.endswith("(deleted)") for name in list_shared_mappings(pid) if name not in before)
     assert keep.size
 
@@ -238,10 +238,10 @@ def test_unpickling_happens_only_in_known_places():
         ("hosts/messenger.py", "loads"),  # messages between agents, over MPI
         ("loading/loader_process.py", "loads"),  # a loader's arguments, from memory that its owner filled
         ("ranks/rank.py", "loads"),  # objects of ranks, from the slots
-        ("ranks/session.py", "loads"),  # a worker's report of a failure, from its slot
+        ("ranks/command_errors.py", "loads"),  # a worker's report of a failure, from its slot
         ("hosts/task_agent.py", "loads"),  # requests of a rank to its agent, from a channel
         ("ranks/rank_task.py", "loads"),  # messages between ranks, from the slots
-        ("ranks/worker_process.py", "loads"),  # commands, from the mailbox or a segment that the master filled
+        ("ranks/worker_main.py", "loads"),  # commands, from the mailbox or a segment that the master filled
         ("tasks/run.py", "Unpickler"),  # the program of a task, from its command
         ("tasks/run.py", "load"),
         ("tasks/run.py", "loads"),  # results of ranks, from the slots
@@ -255,7 +255,7 @@ def test_other_users_can_reach_nothing(fork):
     fork(2)
     d = work()
     d.set_value(np.ones((9000, 60)))
-    worker = ranks.get_session().workers.pids[1]
+    worker = ranks.get_session().worker_pids[1]
     file = ranks.get_session().memory._unsent_segments[0][1].fileno()
     attempts = f"""
 import os, signal

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.any_library
 
 @dataclass(frozen=True)
 class Fill(Command):
-    location: ranks.SharedArray
+    location: ranks.ArrayLocation
 
     def run(self, rank):
         view = self.location.view(rank.segments)
@@ -25,8 +25,8 @@ class Fill(Command):
 
 
 def test_segment_is_mapped_on_all_ranks(session):
-    segment = session.memory.create(8 * session.size)
-    location = ranks.SharedArray(segment.key, "i8", (session.size,))
+    segment = session.memory.create_segment(8 * session.size)
+    location = ranks.ArrayLocation(segment.key, "i8", (session.size,))
     assert session.run(Fill(location)) == list(range(1, session.size + 1))
 
 
@@ -73,7 +73,7 @@ def test_segments_leave_memory_to_other_programs(monkeypatch):
 def test_segments_are_released_on_all_ranks(session):
     before = session.run(CountSegments())
     for _ in range(300):
-        session.memory.release("segment", session.memory.create(100).key)
+        session.memory.release("segment", session.memory.create_segment(100).key)
     session.send_releases()
     assert session.run(CountSegments()) == before
 
@@ -85,7 +85,7 @@ def test_segments_leave_no_open_files(size):
         warnings.simplefilter("always", ResourceWarning)
         session = ranks.fork(size, 0, False)
         for _ in range(3):
-            session.memory.create(100)
+            session.memory.create_segment(100)
         session.close(kill=True)
         del session
         gc.collect()
@@ -94,5 +94,5 @@ def test_segments_leave_no_open_files(size):
 
 def test_segment_without_memory_raises_memory_error(two):
     with pytest.raises(MemoryError, match="/dev/shm"):
-        two.memory.create(1 << 50)
+        two.memory.create_segment(1 << 50)
     assert two.run(Exchange((3,))) == 2

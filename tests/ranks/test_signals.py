@@ -13,7 +13,7 @@ from system import time_limit
 
 from synkhronos import ranks
 from synkhronos.ranks import Command
-from synkhronos.ranks.control import Semaphore
+from synkhronos.ranks.control_memory import Semaphore
 from synkhronos.ranks.interrupts import MAX_DEFERRAL_SECONDS, defer_signals, restore_handler
 
 pytestmark = pytest.mark.any_library

@@ -155,14 +155,14 @@ def test_spawned_workers_end_after_the_fork_timeout(fork, started_xla):
     with time_limit(), pytest.raises(synk.WorkerError, match=r"rank 1 did not finish within the 0\.5 seconds"):
         session.run(Sleep())
     fork(2)
-    assert len(ranks.get_session().workers.pids) == 1
+    assert len(ranks.get_session().worker_pids) == 1
 
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV"])
 def test_death_of_a_spawned_worker_is_reported(fork, started_xla, how):
     fork(3)
-    (_, pid), *_ = ranks.get_session().workers.pids.items()
+    (_, pid), *_ = ranks.get_session().worker_pids.items()
     os.kill(pid, getattr(signal, how))
     with pytest.raises(synk.WorkerError, match=rf"process {pid}\) was killed by {how}"):
         ranks.get_session().run(Number())

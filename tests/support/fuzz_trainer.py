@@ -128,7 +128,7 @@ class Case:
             for _ in range(deaths):
                 if over.wait(self.source.uniform(0.0, 0.3)):
                     return
-                for pid in list(session.workers.pids.values())[:1]:
+                for pid in list(session.worker_pids.values())[:1]:
                     os.kill(pid, signal.SIGKILL)
 
         killer = threading.Thread(target=kill)

@@ -23,7 +23,7 @@ def main(folder, how):
     if how == "handles":
         signal.signal(signal.SIGTERM, lambda *_: None)
     next(batches)
-    workers = [] if how == "alone" else list(ranks.get_session().workers.pids.values())
+    workers = [] if how == "alone" else list(ranks.get_session().worker_pids.values())
     process_ids = {"workers": workers, "loaders": loader._pool.pids}
     with open(f"{folder}/unfinished", "w") as file:
         json.dump(process_ids, file)

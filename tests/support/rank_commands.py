@@ -84,7 +84,7 @@ class RecordRun(Command):
     def run(self, rank):
         notes = rank.objects.setdefault("notes", [])
         notes.append(self.label)
-        rank.on_finish.append(lambda: notes.append(f"{self.label} finished"))
+        rank.finish_callbacks.append(lambda: notes.append(f"{self.label} finished"))
         if self.early and rank.number != self.failing_rank:
             rank.commit()
         rank.barrier()

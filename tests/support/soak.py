@@ -554,7 +554,7 @@ class Soak:
 
     def pids(self) -> dict[int, int]:
         """Return the process ID of each worker by rank."""
-        return dict(ranks.get_session().workers.pids)
+        return dict(ranks.get_session().worker_pids)
 
     def check_ended(self) -> None:
         """Check that closed ranks have left no process."""
@@ -1178,7 +1178,7 @@ class Soak:
         signalled: set[int],
     ) -> None:
         """Check that the faults allow this outcome, and check every variable."""
-        session_ended = ranks.session._current.close_reason is not None
+        session_ended = ranks.current_session._current.close_reason is not None
         died = isinstance(error, synk.WorkerError) and session_ended
         mortal = {r: get_actions & set(DEATHS) for r, get_actions in may.items() if get_actions & set(DEATHS)}
         outcome = "right" if error is None else "dead" if died else type(error).__name__

@@ -65,7 +65,7 @@ class Killer(threading.Thread):
         while self.trainer._loop is None or not self.trainer._loop.death_handler._has_copy:
             time.sleep(0.01)
         while not self.is_over.wait(self.random.expovariate(1 / self.every) if self.is_random else self.every):
-            pids = list(session.workers.pids.values())
+            pids = list(session.worker_pids.values())
             if pids:
                 self.n_killed += 1
                 with contextlib.suppress(ProcessLookupError):

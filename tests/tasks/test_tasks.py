@@ -15,7 +15,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices.reduce_op import list_collective_ops
 from synkhronos.hosts.task_agent import TaskBridge
-from synkhronos.ranks.rank_task import RankTask, find_span
+from synkhronos.ranks.rank_task import RankTask, find_byte_range
 from synkhronos.ranks.task_memory import TaskMemory
 
 
@@ -165,7 +165,7 @@ def test_task_rows_of_a_file_are_read_only(n_ranks, tmp_path):
 
 def test_lock_copies_only_rows():
     with pytest.raises(TypeError, match="rows: expected rows of a Data object, got ndarray"):
-        find_span(np.zeros(3))
+        find_byte_range(np.zeros(3))
 
 
 def test_lock_loses_no_update(n_ranks):
@@ -220,16 +220,16 @@ def test_stop_ends_all_ranks(n_ranks):
 def test_lock_release_notifies_a_remote_waiter(n_ranks):
     session = ranks.get_session()
     memory = TaskMemory(0, n_ranks, n_ranks + 1)
-    segment = session.memory.create(memory.nbytes)
+    segment = session.memory.create_segment(memory.nbytes)
     memory = replace(memory, key=segment.key)
     memory.initialise_locks(segment)
     task, bridge = RankTask(session.rank, memory), TaskBridge(memory, segment, range(n_ranks))
     with task.get_lock(0):
-        bridge.set_wanted(0, True)
+        bridge.set_agent_waiting(0, True)
         assert bridge.try_acquire(0, 7) is None
     assert not memory.get_semaphore(segment, 0).acquire(0)  # a rank of this host holds it
     assert bridge.try_acquire(0, 7) == 1
-    bridge.set_wanted(0, False)
+    bridge.set_agent_waiting(0, False)
     bridge.release(0)
     with task.get_lock(0) as lock:
         assert lock.turn == 2

@@ -16,6 +16,7 @@ from synkhronos import processes, ranks
 from synkhronos.devices import HOST, JAX
 from synkhronos.loading import Loader
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Death
+from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import Checkpoint, Recorder, make_trainer
 from synkhronos.training.loops.death_limit import MAX_REPEATED_DEATHS
 from synkhronos.training.monitoring import recorder
@@ -49,29 +50,30 @@ class Killer:
 
     def __init__(self, monkeypatch, moments=None, waits=True):
         self.moments, self.count, self.killed = moments or {}, 0, 0
-        send, copy, self.is_armed = ranks.Session._post, DeathRecovery._copy_state, not waits
+        send, copy, self.is_armed = Mailbox.post, DeathRecovery._copy_state, not waits
 
         def copy_and_arm(survival):
             copy(survival)
             self.is_armed = True
 
-        def kill_and_send(session, *args):
+        def kill_and_send(mailbox, *args):
+            session = ranks.get_session()
             if not self.is_armed or waits and not session._n_keepers:
-                return send(session, *args)
+                return send(mailbox, *args)
             rank, is_late = self.moments.get(self.count, (None, False))
             self.count += 1
             if rank is None:
-                return send(session, *args)
+                return send(mailbox, *args)
             self.killed += 1
             if is_late:
-                send(session, *args)
-            pid = session.workers.pids[rank]
+                send(mailbox, *args)
+            pid = session.worker_pids[rank]
             os.kill(pid, signal.SIGKILL)
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             if not is_late:
-                send(session, *args)
+                send(mailbox, *args)
 
-        monkeypatch.setattr(ranks.Session, "_post", kill_and_send)
+        monkeypatch.setattr(Mailbox, "post", kill_and_send)
         monkeypatch.setattr(DeathRecovery, "_copy_state", copy_and_arm)
 
 
@@ -252,7 +254,7 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
     ):
         reports.append(report)
         if len(reports) == 1:
-            os.kill(ranks.get_session().workers.pids[1], signal.SIGKILL)
+            os.kill(ranks.get_session().worker_pids[1], signal.SIGKILL)
             with pytest.raises(synk.WorkerError):
                 while True:
                     model.used()
@@ -331,7 +333,7 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     recovery, tried = Model("BSP").trainer._model.make_death_recovery(100, False, False), []
     lost = Death(4, "c", 0, "was lost", (4, 5))
     unreachable = Death(2, "b", 0, f"{FAILED_START_PREFIX}: could not be reached", (2, 3))
-    session = SimpleNamespace(size=6, rank=SimpleNamespace(root=0), has_kept_memory=True, death=lost)
+    session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=lost)
     deaths = [unreachable, None]
 
     def restore(left_out):
@@ -393,8 +395,8 @@ def test_on_death_without_a_device_for_the_master_ends_training(monkeypatch):
         set_up(command, rank)
 
     monkeypatch.setattr(processes._SetUpRank, "run", fail_or_set_up)
-    os.kill(ranks.get_session().workers.pids[1], signal.SIGKILL)
-    with pytest.raises(synk.WorkerError, match="rank 0 could not start: OSError: .*; no device is left for the master"):
+    os.kill(ranks.get_session().worker_pids[1], signal.SIGKILL)
+    with pytest.raises(synk.WorkerError, match="rank 0 could not start: OSError: .*; the master can't be left out"):
         list(iterator)
 
 
@@ -430,7 +432,7 @@ def test_on_death_in_the_same_step_ends_training(monkeypatch):
 
     def kill_and_run(session, command):
         if type(command).__name__ == "StepCommand":
-            os.kill(session.workers.pids[1], signal.SIGKILL)
+            os.kill(session.worker_pids[1], signal.SIGKILL)
         return run(session, command)
 
     monkeypatch.setattr(ranks.Session, "run", kill_and_run)

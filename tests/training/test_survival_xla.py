@@ -1,5 +1,6 @@
 """In JAX mode a training continues after the death of a worker, with new processes in place of forks."""
 
+import itertools
 import os
 import signal
 
@@ -10,11 +11,18 @@ from trainer_model import Model, X, Y
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.training.trainer.death_recovery import DeathRecovery
 
 pytestmark = [
     pytest.mark.skipif(not XLA or bool(HOSTS), reason="new processes in JAX mode, on one machine"),
     pytest.mark.new_ranks,
 ]
+
+
+def kill_worker():
+    (pid,) = ranks.get_session().worker_pids.values()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def train(name, is_disturbed, **options):
@@ -25,9 +33,7 @@ def train(name, is_disturbed, **options):
         for report in model.epochs(epochs=2, every=3, valid=(X, Y), on_death="continue"):
             reports.append(report)
             if is_disturbed and len(reports) == 1:
-                (pid,) = ranks.get_session().workers.pids.values()
-                os.kill(pid, signal.SIGKILL)
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                kill_worker()
         return np.asarray(model.values()), np.asarray(model.used()), reports
     finally:
         synk.close()
@@ -42,3 +48,20 @@ def test_on_death_continue_with_xla(name):
     np.testing.assert_allclose([report.loss for report in reports], [report.loss for report in others], rtol=1e-12)
     deaths = [death for report in reports for death in report.deaths]
     assert [death["rank"] for death in deaths] == [1] and "SIGKILL" in deaths[0]["cause"]
+
+
+def test_losses_are_read_before_their_worker_can_die(monkeypatch):
+    expected, _, others = train("BSP", is_disturbed=False)
+    original, n_calls = DeathRecovery.run_update, itertools.count()
+
+    def run_update(self, operation, steps=0):
+        result = original(self, operation, steps)
+        if next(n_calls) == 1:
+            kill_worker()
+        return result
+
+    monkeypatch.setattr(DeathRecovery, "run_update", run_update)
+    values, used, reports = train("BSP", is_disturbed=False)
+    assert set(used.tolist()) == {2.0} and sum(len(report.deaths) for report in reports) == 1
+    np.testing.assert_allclose(values, expected, rtol=1e-12)
+    np.testing.assert_allclose([report.loss for report in reports], [report.loss for report in others], rtol=1e-12)

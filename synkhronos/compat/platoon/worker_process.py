@@ -124,7 +124,7 @@ def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator
     ScriptError
         If that controller has failed.
     """
-    folder, first_rank = os.path.dirname(settings.logs[0]), get_rank(worker).control.local_ranks.start
+    folder, first_rank = os.path.dirname(settings.logs[0]), get_rank(worker).local_ranks.start
     if settings.hosts is None or not first_rank:
         controller_connection.current = controller_connection.ControllerConnection(
             worker, settings.address, f"{folder}/controller_cpu.err", worker.progress

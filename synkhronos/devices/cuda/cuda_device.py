@@ -16,7 +16,7 @@ from synkhronos.devices.cuda.nccl_group import NcclGroup
 from synkhronos.devices.cuda.staging import GpuArrays, ItemRange, Staging
 from synkhronos.devices.device import Device
 from synkhronos.devices.selection import Selection
-from synkhronos.ranks import Rank, SharedArray
+from synkhronos.ranks import ArrayLocation, Rank
 
 
 class _NcclGroups(dict[frozenset[int], NcclGroup]):
@@ -107,7 +107,7 @@ class CudaDevice(Device, GpuArrays):
         """Copies between shared memory and this process's GPU."""
         return Staging(self)
 
-    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
+    def load(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
         """Copy rows of an array in shared memory (None: all) into a new array."""
         return self.staging.load(rank, location, rows) if self.is_on_gpu else super().load(rank, location, rows)
 
@@ -119,7 +119,7 @@ class CudaDevice(Device, GpuArrays):
             super().store(rank, key, offset, value)
 
     def stage_input(
-        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
+        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: ArrayLocation, rows: Selection | None, copy: bool
     ) -> Any:
         """Start a copy of rows of shared memory to a reused buffer, and return the buffer's array."""
         if not self.is_on_gpu:

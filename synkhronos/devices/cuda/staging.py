@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from synkhronos.devices.selection import Selection
-from synkhronos.ranks import Rank, Segment, SharedArray
+from synkhronos.ranks import ArrayLocation, Rank, Segment
 
 _log = logging.getLogger("synkhronos")
 
@@ -238,7 +238,7 @@ class Staging:
     # -- to the GPU ------------------------------------------------------------------------------------------
 
     def stage_input(
-        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None
+        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: ArrayLocation, rows: Selection | None
     ) -> Any:
         """Start a copy of rows (None: all) to a reused buffer; return the buffer's array."""
         self._rank = rank
@@ -263,7 +263,7 @@ class Staging:
         self._filled.append(buffer)
         return buffer.array
 
-    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
+    def load(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
         """Copy rows (None: all) into a new array, and wait for the copy."""
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
@@ -342,7 +342,7 @@ class Staging:
         """Record that copies have been started, so that the command waits for them at its end, even if it fails."""
         if not self._has_pending_copies:
             self._has_pending_copies = True
-            rank.on_finish.append(self._finish_copies)
+            rank.finish_callbacks.append(self._finish_copies)
 
     def _finish_copies(self) -> None:
         if self._has_pending_copies:
@@ -381,7 +381,7 @@ class Staging:
 
     # -- rows ------------------------------------------------------------------------------------------------
 
-    def _copy_rows(self, rank: Rank, location: SharedArray, rows: Selection | None, target: int) -> None:
+    def _copy_rows(self, rank: Rank, location: ArrayLocation, rows: Selection | None, target: int) -> None:
         """Start a copy of rows to an address on the GPU."""
         self.set_current()
         n_rows = 1 if not location.shape else location.shape[0] if rows is None else len(rows)
@@ -429,8 +429,8 @@ class Staging:
         segment = rank.segments[key]
         address, _ = self._pinned.get(segment, (None, 0))
         if address is None:
-            if self._unpin_segment not in rank.segments.on_drop:
-                rank.segments.on_drop.append(self._unpin_segment)
+            if self._unpin_segment not in rank.segments.drop_callbacks:
+                rank.segments.drop_callbacks.append(self._unpin_segment)
             address = segment.view_array((0,), np.uint8).ctypes.data
             first_page, end = segment.backed_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.backed_bytes.stop
             try:

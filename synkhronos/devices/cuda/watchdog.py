@@ -130,7 +130,7 @@ class CollectiveWatchdog(PendingOperation):
                 self._rank.barrier(check)
             except Cancelled:
                 # If all ranks had arrived before the failure, the collectives complete.
-                if not self._rank.was_reached_by_all(step):
+                if not self._rank.have_all_reached(step):
                     raise
 
     def notify_started(self) -> None:
@@ -159,7 +159,7 @@ class CollectiveWatchdog(PendingOperation):
     def _abort_unless_started_by_all(self, command_number: int) -> None:
         if self._pending_command == command_number:
             # Read in this order: first the last common step, then this rank's step.
-            step = self._rank.last_common_step(command_number)
+            step = self._rank.read_common_step(command_number)
             if step is not None and step < self._started_step:
                 self.abort()
 
@@ -181,7 +181,7 @@ class CollectiveWatchdog(PendingOperation):
         while self._pending_command and not self.is_stream_idle() and not self._rank.has_peer_died():
             time.sleep(GPU_POLL_SECONDS)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Stop the thread and abort all connections."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -26,7 +26,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.nccl import BufferSpan
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control import SCRATCH_NBYTES
+from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 #: Number of bytes of the header in front of the data in half of a scratch area, and the positions of its words: number
 #: of the exchange of the data; number of sums that the rank has begun; number of all its sums plus 1, 0 while its
@@ -90,9 +90,9 @@ class ProgramReducer:
     def __init__(self, rank: Rank, poll: InterruptPoll):
         self._rank, self._poll = rank, poll
         self.count = 0
-        local_ranks = rank.control.local_ranks
+        local_ranks = rank.local_ranks
         self._headers = [
-            [rank.control.get_scratch(r, half)[:_HEADER_NBYTES].cast("Q") for r in local_ranks] for half in range(2)
+            [rank.get_scratch(r, half)[:_HEADER_NBYTES].cast("Q") for r in local_ranks] for half in range(2)
         ]
         self._local_index = rank.number - local_ranks.start
         for headers in self._headers:
@@ -154,10 +154,7 @@ class HostReducer(ProgramReducer):
         super().__init__(rank, poll)
         assert not rank.spans_hosts
         self._data = [
-            [
-                np.frombuffer(rank.control.get_scratch(r, half), np.uint8)[_HEADER_NBYTES:]
-                for r in rank.control.local_ranks
-            ]
+            [np.frombuffer(rank.get_scratch(r, half), np.uint8)[_HEADER_NBYTES:] for r in rank.local_ranks]
             for half in range(2)
         ]
         self._n_exchanges = 0

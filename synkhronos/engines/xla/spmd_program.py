@@ -88,6 +88,7 @@ class SpmdProgram:
             poll.watch(),
             _limit_xla_threads(rank),
             _use_jax_settings(settings),
+            _compile_without_autotuning(),
             contextlib.nullcontext() if rank.is_master else _discard_output(),
         ):
             reducer = _make_reducer(rank, poll)
@@ -195,6 +196,27 @@ def _use_jax_settings(settings: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in old_values.items():
             jax.config.update(name, value)
+
+
+@contextlib.contextmanager
+def _compile_without_autotuning() -> Iterator[None]:
+    """Compile without XLA's autotuning within the ``with`` block.
+
+    Autotuning measures kernels and takes the fastest.  Each rank could take another one, whose sums are rounded in
+    another way.  JAX has no public option for programs that another library compiles.
+    """
+    from unittest import mock
+
+    from jax._src import compiler
+
+    original = compiler.get_compile_options
+
+    def get_compile_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        overrides = {**(env_options_overrides or {}), "xla_gpu_autotune_level": 0}
+        return original(*args, env_options_overrides=overrides, **kwargs)
+
+    with mock.patch.object(compiler, "get_compile_options", get_compile_options):
+        yield
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ class DataParallelModel(pm.Model):
         if chains == 1 or session.rank.device is not HOST:  # the master samples one chain at a time, on all ranks
             chains, rank_counts = 1, [session.size]
         else:
-            share = max(1, len(session.rank.control.local_ranks) // chains)
+            share = max(1, len(session.rank.local_ranks) // chains)
             rank_counts = [*(1 << i for i in range(share.bit_length()) if 1 << i < share), share]
         evaluate_alone, evaluate_parallel = _make_evaluator(model), _make_evaluator(self)
         evaluate_alone(), evaluate_parallel()  # compiled here once, and not by each chain

@@ -347,7 +347,7 @@ def _count_processes(function: Any) -> int:
     """Return the number of processes that may compute a compiled function; 1 for this process alone."""
     session = ranks.get_session()
     is_xla = type(function.maker.linker).__name__ == "JAXLinker"  # its threads do not outlive a fork
-    return 1 if is_xla or not can_start_ranks(session) else len(session.rank.control.local_ranks)
+    return 1 if is_xla or not can_start_ranks(session) else len(session.rank.local_ranks)
 
 
 def _compute_draws(

@@ -32,15 +32,7 @@ def _compile_functions(model: Any, sync_type: str) -> None:
 def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -> bool:
     """Set the options of a `synkhronos.launch.Model`'s step; return True if they need the gradient of all ranks.
 
-    Parameters
-    ----------
-    model : instance
-    options : dict
-        The setting ``model_options``, which overrides attributes of the class.
-    rule : Rule
-        Exchange rule of the run.
-    name : str
-        Name of the class in errors.
+    They override attributes of the class, whose ``name`` is for errors.
 
     Raises
     ------

@@ -23,8 +23,8 @@ from synkhronos.launch.configuration.settings import Settings
 from synkhronos.launch.rank import rank_tasks
 from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.launch.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
-from synkhronos.processes import fork_bound
-from synkhronos.ranks import WorkerError, get_session, last_death
+from synkhronos.processes import fork_pinned
+from synkhronos.ranks import WorkerError, get_last_death, get_session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import FAILED_START_PREFIX
 from synkhronos.rules import shared_memory
@@ -59,14 +59,9 @@ def main(folder: str, arguments: MasterArguments) -> int:
 def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
     """Log the cause of an error: a death, the loss of a host, or a rank that can't start.
 
-    Parameters
-    ----------
-    folder : str
-    error : BaseException
-    is_failed_start : bool
-        Whether this is a recovery in which not all ranks have started; then any exception means an unusable device.
+    With ``is_failed_start`` not all ranks have started in a recovery; then any exception means an unusable device.
     """
-    death = last_death()
+    death = get_last_death()
     if death is not None:
         DeathLog(folder).add(death.rank, death.host, death.cause)
     elif isinstance(error, WorkerError) and not error.worker_traceback:
@@ -89,8 +84,8 @@ def _run(settings: Settings, arguments: MasterArguments) -> int:
     if arguments.hosts_pipe is not None:
         hosts_output = open(arguments.hosts_pipe, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     devices, cores = list(settings.devices), arguments.rank_cores
-    fork_bound(len(devices), settings.on_gpu, cores, settings.hosts, hosts_output)
-    ranks_by_host = get_session().link.ranks_by_host
+    fork_pinned(len(devices), settings.on_gpu, cores, settings.hosts, hosts_output)
+    ranks_by_host = get_session().ranks_by_host
     processes = run(rank_tasks.prepare_rank, arguments, devices, ranks_by_host)
     (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))
     rule = settings.make_rule()

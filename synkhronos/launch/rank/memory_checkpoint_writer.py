@@ -16,11 +16,6 @@ _INTERVAL_SECONDS, _MIN_INTERVAL_RATIO = 1.0, 10.0
 class MemoryCheckpointWriter:
     """Writer of copies of a run's state; all ranks write a copy together, into the supervisor's folder.
 
-    Parameters
-    ----------
-    folder : str
-    state : ModelState
-
     Attributes
     ----------
     due_batch : int

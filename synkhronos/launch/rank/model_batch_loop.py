@@ -18,15 +18,6 @@ from synkhronos.training.loops.stop_signals import StopAgreement, StopPoll, get_
 class ModelBatchLoop(BatchLoop):
     """Loop of one rank over the batches of a model class, which chooses the rows and takes the steps.
 
-    Parameters
-    ----------
-    state : ModelState
-    sanity_check : SanityCheck
-    memory_checkpoints : MemoryCheckpointWriter or None
-        Writer of checkpoints in memory, for ``on_death = "continue"``.
-    stop_flag : LocalRows
-        Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
-
     Attributes
     ----------
     is_last_step : bool
@@ -156,14 +147,9 @@ class ModelBatchLoop(BatchLoop):
         return min(by_rank)
 
     def record_compute_time(self, began: float, before: dict[str, float]) -> None:
-        """Add the time of an iteration to ``compute``, less the time that the class has recorded for other activities.
+        """Add the time since ``began`` to ``compute``, less that which the class has recorded for other activities.
 
-        Parameters
-        ----------
-        began : float
-            Start of the iteration, by `time.perf_counter`.
-        before : dict of str to float
-            Time by activity at the start.
+        ``before`` is the time by activity at the start of the iteration.
         """
         seconds = self.recorder.meter.seconds
         recorded = sum(value - before.get(name, 0.0) for name, value in seconds.items() if name != "compute")

@@ -45,13 +45,6 @@ _SAVE_EPOCHS = 5
 class ModelEpochLoop(EpochLoop):
     """Loop of one rank over the epochs of an instance of a model class.
 
-    Parameters
-    ----------
-    state : ModelState
-    arguments : MasterArguments
-    stop_flag : LocalRows
-        Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
-
     Attributes
     ----------
     n_epochs : int

@@ -48,17 +48,7 @@ _EXCHANGE_DESCRIPTIONS = {
 
 
 def prepare_rank(worker: Worker, arguments: MasterArguments, devices: list[str], ranks_by_host: list[range]) -> int:
-    """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
-
-    Parameters
-    ----------
-    worker : Worker
-    arguments : MasterArguments
-    devices : list of str
-        Device of each rank on the first host.
-    ranks_by_host : list of range
-        Ranks of each host.
-    """
+    """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID."""
     import synkhronos.compat  # noqa: F401 - model classes import theano; ranks of other hosts are not forks
 
     sys.stdout.flush()
@@ -136,14 +126,6 @@ def train_model(
     stop_flag: LocalRows,
 ) -> bool:
     """Train the instance from `build_model`, and call its ``cleanup``.
-
-    Parameters
-    ----------
-    worker, settings, rule, arguments
-    shared : dict of str to LocalRows
-        Shared memory of the rule.
-    stop_flag : LocalRows
-        Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
 
     Returns
     -------

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.collectives.commands import VariableCopy, gather_layouts
+from synkhronos.collectives.commands import VariableCopy, prepare_copies
 from synkhronos.devices import get_array_device
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
@@ -81,7 +81,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def _copies(self, rank: Rank) -> tuple[VariableCopy, VariableCopy]:
         """Return this rank's copies of the matrix and of the row; a collective operation."""
-        matrix, row = gather_layouts(rank, self.keys[:2], nccl=True)
+        matrix, row = prepare_copies(rank, self.keys[:2], nccl=True)
         for copy in (matrix, row):
             copy.check_equal_shapes("shard_optimizer")
         if matrix.device is not row.device:

@@ -84,7 +84,7 @@ class StepCommand(_StepCommandFields, Command):
             # This call's own object now launches gradient, all-reduce and update.  A copy would cost time at each step.
             gradient.runner = fused_step
             return gradient.run(), []
-        is_second = rank.number == (rank.root + 1) % rank.size
+        is_second = rank.number == (rank.master_rank + 1) % rank.size
         if self.update.needs_compile and is_second and update.computation.compile_order == AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
             update.computation.library.compile_now(update.compiled.function)
@@ -105,7 +105,7 @@ class StepCommand(_StepCommandFields, Command):
 
     def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, once all ranks have compared theirs."""
-        (gradient,) = self.reduce.plan(rank).variables
+        (gradient,) = self.reduce.get_plan(rank).variables
         return gradient.transport.get_communicator(rank), gradient.layout[0]
 
     def _fuse(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:

@@ -298,8 +298,8 @@ class DeathRecovery(DeathHandler):
         who = describe_rank(death.rank, death.host)
         failure = f"on_death='continue': {who} {death.cause}"
         left_out = sorted({*pending, *(death.lost_ranks or (death.rank,))})
-        if self._session.rank.root in left_out:
-            raise WorkerError(f"{failure}; no device is left for the master", death.rank) from cause
+        if self._session.rank.master_rank in left_out:
+            raise WorkerError(f"{failure}; the master can't be left out", death.rank) from cause
         if self._sharded_optimizer is not None:
             reason = "with shard_optimizer=True the training needs all ranks: resume from a checkpoint"
             raise WorkerError(f"{failure}; {reason}", death.rank) from cause

@@ -158,4 +158,4 @@ def check_rows(count: int, batch_size: int) -> None:
 
 def get_rank_pools(data: list[Data]) -> list[range] | None:
     """Return the ranks of each host if some array is made by `synkhronos.data_parts`, else None."""
-    return ranks.get_session().link.ranks_by_host if any(isinstance(array, PartsData) for array in data) else None
+    return ranks.get_session().ranks_by_host if any(isinstance(array, PartsData) for array in data) else None

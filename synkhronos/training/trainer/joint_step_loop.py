@@ -51,11 +51,17 @@ class JointStepLoop(LaunchLoop):
         self._death_handler.run(lambda: broadcast(self._learning_rate, value))
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Take one step per batch, in one launch if possible."""
-        return self._death_handler.run_update(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
+        """Take one step per batch, in one launch if possible, and read the losses."""
+
+        def take_steps() -> list[tuple[Any, Any]]:
+            losses = self._step.weighted_steps(self._x, self._y, rows)
+            # Losses that are not read yet would be lost with the rank that has them.
+            return [(float(loss), weight if weight is None else float(weight)) for loss, weight in losses]
+
+        return self._death_handler.run_update(take_steps, len(rows))
 
     def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
-        """Wait for the steps, and free their rows."""
+        """Free the rows: `launch` has waited for the steps."""
         self.meter.read_losses()
         self.free(spans)
 

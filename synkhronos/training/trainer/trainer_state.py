@@ -115,7 +115,7 @@ class TrainerState:
         self.progress, self.rate = TrainerProgress(), math.nan
         self.allocate_memory()
         if not self.spec.is_joint:
-            session.memory.release_with(trainer, "object", ("storage", self.spec.name))
+            session.memory.release_when_deleted(trainer, "object", ("storage", self.spec.name))
         self._session = session
 
     def allocate_memory(self) -> None:

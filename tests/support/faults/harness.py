@@ -93,7 +93,7 @@ class Program:
                 **{"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": self.output, **(pass_on or {})},
             )
         else:
-            self.process = Template.only().copy(scenario_arguments, [self.output.fileno(), events, release])
+            self.process = Template.get().copy(scenario_arguments, [self.output.fileno(), events, release])
         os.close(events)
         os.close(release)
 
@@ -141,7 +141,7 @@ class Program:
         self.events.append(json.loads(line))
         return self.events[-1]
 
-    def wait(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
+    def wait_for_event(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
         """Return the next event of this name."""
         deadline = time.monotonic() + limit
         while True:
@@ -171,7 +171,7 @@ class Program:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def end(self, limit: float = LIMIT) -> int:
+    def wait_for_exit(self, limit: float = LIMIT) -> int:
         """Wait until the master exits; return its exit code."""
         try:
             return self.process.wait(limit)
@@ -209,7 +209,7 @@ class Template:
             )
 
     @classmethod
-    def only(cls) -> Template:
+    def get(cls) -> Template:
         """Return this process' only template; it exits with this process."""
         if cls._only is None:
             cls._only = cls()

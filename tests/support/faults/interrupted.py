@@ -19,7 +19,8 @@ import synkhronos as synk
 from faults import probes
 from faults.probes import Work, attempt, block, footprint, gather_pids, make_expected, plant, report_event, start
 from synkhronos import ranks
-from synkhronos.ranks import worker_process, workers
+from synkhronos.ranks import worker_main, worker_processes
+from synkhronos.ranks.command_runner import CommandRunner
 
 N = 3
 
@@ -61,7 +62,7 @@ def while_forking(where: str) -> None:
     """Block in the master between the forks of two workers, or in a worker that starts."""
     signal.signal(signal.SIGINT, _interrupt_the_library)
     before = start()
-    real_fork, real_leave = os.fork, worker_process._detach_from_master
+    real_fork, real_leave = os.fork, worker_main._detach_from_master
     forked: list[int] = []
 
     def fork() -> int:
@@ -82,9 +83,9 @@ def while_forking(where: str) -> None:
             report_event("inside")
             block("python")
 
-    os.fork, worker_process._detach_from_master = fork, leave
+    os.fork, worker_main._detach_from_master = fork, leave
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
-    os.fork, worker_process._detach_from_master = real_fork, real_leave
+    os.fork, worker_main._detach_from_master = real_fork, real_leave
     report_event("outcome", **outcome)
     report_event("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)
@@ -100,7 +101,7 @@ def while_closing(where: str) -> None:
     signal.signal(signal.SIGINT, _interrupt_the_library)
     grace_seconds, ranks.session.GRACE_SECONDS = ranks.session.GRACE_SECONDS, 10 * LIMIT
     before = start()
-    exit_code = workers._get_exit_code
+    exit_code = worker_processes._get_exit_code
     synk.fork(N, use_gpu=False)
     gather_pids()
     work = Work()
@@ -114,20 +115,20 @@ def while_closing(where: str) -> None:
             looks.append(pid)
             return None
 
-        workers._get_exit_code = not_yet
+        worker_processes._get_exit_code = not_yet
     else:
         plant("perform", "hold:compiled", (2,))
         report_event("first", **attempt(work.call))
-        join = ranks.Session._wait_until_done
+        join = CommandRunner._wait_until_done
 
-        def joined(self: ranks.Session, limit: float | None = None) -> None:
+        def joined(self: CommandRunner, limit: float | None = None) -> None:
             if limit is not None:
                 report_event("inside")  # in the library, not before it
             join(self, limit)
 
-        ranks.Session._wait_until_done = joined  # type: ignore[method-assign]
+        CommandRunner._wait_until_done = joined  # type: ignore[method-assign]
     report_event("outcome", **attempt(synk.close))
-    workers._get_exit_code, ranks.session.GRACE_SECONDS = exit_code, grace_seconds
+    worker_processes._get_exit_code, ranks.session.GRACE_SECONDS = exit_code, grace_seconds
     vars(work).clear()
     report_event("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)

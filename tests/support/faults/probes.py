@@ -27,7 +27,7 @@ from synkhronos import ranks
 from synkhronos.collectives import commands
 from synkhronos.devices.host_communicator import HostCommunicator
 from synkhronos.ranks import Command
-from synkhronos.ranks.control import Control
+from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.segments import Segment
 
 if NAME == "pytensor":
@@ -120,7 +120,7 @@ def _print_holders(lines: list[str]) -> None:
     """Print the referrers of shared memory that is still mapped."""
     print(*lines, sep="", flush=True)
     for held in gc.get_objects():
-        if isinstance(held, Control | Segment | ranks.Session):
+        if isinstance(held, ControlMemory | Segment | ranks.Session):
             holders = [h for h in gc.get_referrers(held) if type(h).__name__ not in ("frame", "list_iterator")]
             print(f"{held!r:.100} is held by", *(f"{type(h).__name__} {h!r:.150}" for h in holders), flush=True)
 

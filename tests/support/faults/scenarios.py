@@ -39,7 +39,7 @@ from faults.probes import (
     start,
 )
 from synkhronos import processes, ranks
-from synkhronos.ranks import Command, worker_process
+from synkhronos.ranks import Command, worker_main
 
 N = 3
 
@@ -162,7 +162,7 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
     if how == "limit":
         _become_nobody()
     before = start()
-    real_fork, real_leave, real_start = os.fork, worker_process._detach_from_master, worker_process.spawn_worker
+    real_fork, real_leave, real_start = os.fork, worker_main._detach_from_master, worker_main.spawn_worker
     usual = resource.getrlimit(resource.RLIMIT_NPROC)
     forked: list[int] = []
 
@@ -198,11 +198,11 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
             block("python")
         return forked[-1]
 
-    os.fork, worker_process._detach_from_master, worker_process.spawn_worker = fork, leave, spawn_worker
+    os.fork, worker_main._detach_from_master, worker_main.spawn_worker = fork, leave, spawn_worker
     if spawn:
         _need_fresh_processes()
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
-    os.fork, worker_process._detach_from_master, worker_process.spawn_worker = real_fork, real_leave, real_start
+    os.fork, worker_main._detach_from_master, worker_main.spawn_worker = real_fork, real_leave, real_start
     resource.setrlimit(resource.RLIMIT_NPROC, usual)
     report_event("outcome", **outcome)
     report_event("dead", before=before, after=footprint())

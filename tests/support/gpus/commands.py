@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from synkhronos.ranks import Command, SharedArray
+from synkhronos.ranks import ArrayLocation, Command
 
 
 class FailInAllReduce(Command):
@@ -41,7 +41,7 @@ class AllReduceRows(Command):
     """Command that all-reduces rows times the rank's number plus 1, and returns the ends of each rank's result."""
 
     op: str
-    rows: SharedArray
+    rows: ArrayLocation
 
     def run(self, rank):
         device = rank.device

@@ -27,7 +27,7 @@ from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.devices import HOST
 from synkhronos.hosts.pipes import Pipe
 from synkhronos.ranks import Command
-from synkhronos.ranks.segments import SharedArray
+from synkhronos.ranks.segments import ArrayLocation
 
 #: Length of a float64 array of several chunks.
 LARGE = 1_000_000
@@ -41,14 +41,14 @@ def _advance(self: Pipe, nbytes: int = 0) -> None:
     global AT_CHUNK
     _real_advance(self, nbytes)
     if AT_CHUNK is not None and self._count > 1:
-        act, AT_CHUNK = AT_CHUNK, None
-        act()
+        action, AT_CHUNK = AT_CHUNK, None
+        action()
 
 
 Pipe.advance = _advance  # type: ignore[method-assign]
 
 
-def tell(folder: str, event: str, **data: Any) -> None:
+def report_event(folder: str, event: str, **data: Any) -> None:
     """Report an event to the test, in one atomic write."""
     line = json.dumps({"event": event, "time": time.monotonic(), **data}).encode() + b"\n"
     assert len(line) < select.PIPE_BUF, line
@@ -61,14 +61,14 @@ class _Poll(ctypes.Structure):
     _fields_ = [("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short)]
 
 
-def hold(folder: str, rank: int) -> None:
+def block(folder: str, rank: int) -> None:
     """Report this rank, and block without running Python, as compiled code does, until the test releases it."""
     release = os.open(f"{folder}/release", os.O_RDONLY | os.O_NONBLOCK)
     poll = ctypes.PyDLL(None).poll  # does not release the interpreter's lock
     deadline = time.monotonic() + 60
     # The test interrupts the master; a signal just before the call is handled after it.
     limit = 1_000 if rank == 0 else 60_000
-    tell(folder, "inside", rank=rank)
+    report_event(folder, "inside", rank=rank)
     try:
         while poll(ctypes.byref(_Poll(release, select.POLLIN, 0)), 1, limit) < 1:
             assert time.monotonic() < deadline
@@ -77,7 +77,7 @@ def hold(folder: str, rank: int) -> None:
 
 
 @dataclass(frozen=True)
-class Part(Command):
+class FaultyCommand(Command):
     """Command in which some ranks block or raise at a place, while the others wait for them."""
 
     folder: str
@@ -93,9 +93,9 @@ class Part(Command):
         AT_CHUNK = None
         if rank.number in self.on:
             if self.place == "collective":
-                AT_CHUNK = partial(act, self.folder, rank.number, self.action)
+                AT_CHUNK = partial(block_or_raise, self.folder, rank.number, self.action)
             else:
-                act(self.folder, rank.number, self.action)
+                block_or_raise(self.folder, rank.number, self.action)
         if self.place == "step":
             rank.all_gather(rank.number)
         array = np.full(LARGE, 1.0 + rank.number)
@@ -104,35 +104,35 @@ class Part(Command):
         return bool((array == sum(range(1, rank.size + 1))).all())
 
 
-def locked(worker: synk.Worker, folder: str, place: str, on: tuple[int, ...], action: str, rows: Any) -> bool:
+def hold_lock(worker: synk.Worker, folder: str, place: str, on: tuple[int, ...], action: str, rows: Any) -> bool:
     """Block or raise on some ranks that hold a lock, or are exchanging; the others wait for the lock."""
     worker.barrier("begin")
     deadline = time.monotonic() + (60 if action == "hold" and place == "exchange" else 0)
     if worker.number not in on:
         time.sleep(0.1)
     elif place == "exchange" and action == "hold":
-        tell(folder, "inside", rank=worker.number)
+        report_event(folder, "inside", rank=worker.number)
     while True:
         with worker.lock() as lock:
             lock.read(rows)
             if worker.number in on and (action == "raise" or place == "lock"):
-                act(folder, worker.number, action)
+                block_or_raise(folder, worker.number, action)
             rows.array[...] += 1
             lock.write(rows)
         if time.monotonic() > deadline:
             return True
 
 
-def act(folder: str, rank: int, action: str) -> None:
+def block_or_raise(folder: str, rank: int, action: str) -> None:
     """Raise, or block."""
     if action == "raise":
-        tell(folder, "inside", rank=rank)
+        report_event(folder, "inside", rank=rank)
         raise KeyError("a fault")
-    hold(folder, rank)
+    block(folder, rank)
 
 
 @dataclass(frozen=True)
-class Know(Command):
+class GatherPids(Command):
     """Return the process ID of each rank."""
 
     def run(self, rank: ranks.Rank) -> list[tuple[str, int]]:
@@ -141,10 +141,10 @@ class Know(Command):
 
 
 @dataclass(frozen=True)
-class Read(Command):
+class SumBytes(Command):
     """Command that reads memory that all ranks share."""
 
-    location: SharedArray
+    location: ArrayLocation
 
     def run(self, rank: ranks.Rank) -> int:
         """Return the sum of all bytes, on all ranks."""
@@ -169,36 +169,36 @@ class Orders:
             os.environ.clear()
             os.environ.update(before)
 
-    def know(self) -> Any:
+    def list_ranks(self) -> Any:
         """Return each rank's namespace and process ID, and mpirun's process ID."""
         session = ranks.get_session()
-        return {"ranks": session.run(Know()), "mpirun": session.link._mpirun.pid}
+        return {"ranks": session.run(GatherPids()), "mpirun": session._group.link._mpirun.pid}
 
-    def part(self, place: str, on: list[int], action: str) -> bool:
+    def run_faulty_command(self, place: str, on: list[int], action: str) -> bool:
         """Run a command; for "idle" block before it, outside of the library."""
         if place == "idle":
-            hold(self.folder, 0)
+            block(self.folder, 0)
             on = []
         if place in ("lock", "exchange"):
             rows = create_unpublished((LARGE,), "float64")  # otherwise hosts would first transfer its rows
-            return all(synk.run(locked, self.folder, place, tuple(on), action, rows))
+            return all(synk.run(hold_lock, self.folder, place, tuple(on), action, rows))
         with ranks.get_session().call_lock:
             ranks.get_session().wait_until_idle()
-            return ranks.get_session().run(Part(self.folder, place, tuple(on), action))
+            return ranks.get_session().run(FaultyCommand(self.folder, place, tuple(on), action))
 
-    def share(self, nbytes: int) -> int:
+    def sum_shared_bytes(self, nbytes: int) -> int:
         """Let all ranks read new shared memory; return the sum of its bytes."""
         session = ranks.get_session()
         with session.call_lock:
             session.wait_until_idle()
-            key = session.memory.create(nbytes).key
+            key = session.memory.create_segment(nbytes).key
             try:
-                return session.run(Read(SharedArray(key, "u1", (nbytes,))))
+                return session.run(SumBytes(ArrayLocation(key, "u1", (nbytes,))))
             finally:
                 if session.close_reason is None:
                     session.memory.release("segment", key)
 
-    def work(self) -> bool:
+    def check_results(self) -> bool:
         """Return whether a function and the collectives return correct results."""
         from faults.probes import Work, make_expected
 
@@ -212,7 +212,7 @@ class Orders:
     def close_in_handler(self) -> None:
         """End the ranks in a signal handler, in the middle of a command."""
         signal.signal(signal.SIGUSR1, lambda *_: synk.close())
-        self.part("computing", [0], "hold")
+        self.run_faulty_command("computing", [0], "hold")
 
     def exit(self) -> None:
         """Exit without calling close."""
@@ -238,10 +238,10 @@ def main() -> None:
     """Execute orders until end of file."""
     folder = sys.argv[1]
     orders = Orders(folder)
-    tell(folder, "started", namespace=os.readlink("/proc/self/ns/pid"))
+    report_event(folder, "started", namespace=os.readlink("/proc/self/ns/pid"))
     while line := sys.stdin.readline():
         name, arguments = json.loads(line)
-        tell(folder, "outcome", order=name, **_attempt(lambda: getattr(orders, name)(**arguments)))  # noqa: B023
+        report_event(folder, "outcome", order=name, **_attempt(lambda: getattr(orders, name)(**arguments)))  # noqa: B023
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from synkhronos import ranks
 from synkhronos.data.rows import get_share
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.hosts import mpirun
+from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import make_train_function, updates
 from synkhronos.training.trainer.death_recovery import DeathRecovery
 
@@ -141,10 +142,10 @@ def functions() -> None:
         data[rng.integers(5000)] = rng.normal(size=7)
     data.set_length(6000)
     assert f(data)[1].shape == (6000, 7)
-    sent = ranks.get_session().link.bytes_sent if len(HOSTS) > 1 else 0
+    sent = ranks.get_session().bytes_sent if len(HOSTS) > 1 else 0
     f(data)
     if len(HOSTS) > 1:
-        assert ranks.get_session().link.bytes_sent == sent  # nothing has changed
+        assert ranks.get_session().bytes_sent == sent  # nothing has changed
     data.free_memory()
     try:
         f(np.ones((4, 7)), batch=[9])
@@ -260,7 +261,7 @@ def parts_tasks() -> None:
     before = synk.bytes_sent()
     results = synk.run(programs.use_local_rows, data, f)
     assert synk.bytes_sent() - before < 4096
-    for ranks_of_host in ranks.get_session().link.ranks_by_host:
+    for ranks_of_host in ranks.get_session().ranks_by_host:
         for r in ranks_of_host:
             local_rows, total, errors = results[r]
             assert float(total) == whole[local_rows.start + 1 : local_rows.stop].sum()
@@ -269,7 +270,7 @@ def parts_tasks() -> None:
             else:
                 words = f"rank {r}'s host has {local_rows.start} to {local_rows.stop - 1} (rows.local_rows)"
                 assert len(errors) == 3 and all(words in error for error in errors), errors
-    assert sum(len(results[of_host[0]][0]) for of_host in ranks.get_session().link.ranks_by_host) == 101
+    assert sum(len(results[of_host[0]][0]) for of_host in ranks.get_session().ranks_by_host) == 101
     print("right", n)
 
 
@@ -287,9 +288,9 @@ def parts_trainer(counts: str) -> None:
 
     n, sizes, length = fork(), list(map(int, counts.split("+"))), 59
     by_host = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-    taken = mock.patch.object(ranks.get_session().link, "ranks_by_host", by_host)
+    taken = mock.patch.object(ranks.get_session()._group.link, "ranks_by_host", by_host)
     with taken if len(HOSTS) == 1 else contextlib.nullcontext():
-        assert ranks.get_session().link.ranks_by_host == by_host
+        assert ranks.get_session().ranks_by_host == by_host
         held = [
             range(length)[get_share(length, n, of_host[0]).start : get_share(length, n, of_host[-1]).stop]
             for of_host in by_host
@@ -575,14 +576,14 @@ class Killer:
     def __init__(self) -> None:
         from hosts import programs  # the others find the command by its name
 
-        self.command, self.post, self.copy = programs.KillAndRun, ranks.Session._post, DeathRecovery._copy_state
+        self.command, self.post, self.copy = programs.KillAndRun, Mailbox.post, DeathRecovery._copy_state
         self.moments: dict[int, Any] = {}
         self.count, self.is_armed = 0, False
 
     def __enter__(self) -> Killer:
         self.patches = contextlib.ExitStack()
         for owner, name, function in (
-            (ranks.Session, "_post", self.send),
+            (Mailbox, "post", self.send),
             (DeathRecovery, "_copy_state", self.copy_and_arm),
         ):
             self.patches.enter_context(mock.patch.object(owner, name, partialmethod(_call, function)))
@@ -596,13 +597,14 @@ class Killer:
         self.copy(recovery)
         self.is_armed = True
 
-    def send(self, session: ranks.Session, number: int, command: ranks.Command) -> None:
+    def send(self, mailbox: Mailbox, number: int, command: ranks.Command) -> None:
         """Post a command."""
+        session = ranks.get_session()
         if self.is_armed and session._n_keepers:
             self.count += 1
             if self.count in self.moments and session.size > self.moments[self.count][0]:
                 command = self.command(command, *self.moments[self.count])
-        self.post(session, number, command)
+        self.post(mailbox, number, command)
 
 
 def _call(owner: Any, function: Any, *args: Any) -> Any:
@@ -621,7 +623,7 @@ def survive(name: str, seed: str) -> None:
         for report in model.epochs(5, 2, valid=(X, Y), on_death="continue"):
             reports.append(report)
             if kills_mpirun and len(reports) == 1:
-                os.kill(ranks.get_session().link._mpirun.pid, signal.SIGKILL)
+                os.kill(ranks.get_session()._group.link._mpirun.pid, signal.SIGKILL)
         assert model.used().tolist() == [2.0] * len(X), (name, model.used())
         return model.values(), reports
 

@@ -74,18 +74,18 @@ class Tree:
 
     def wait_until_started(self) -> None:
         """Wait until the program, the first or the next, has started."""
-        namespace = self.wait("started")["namespace"]
-        processes = self.processes()
+        namespace = self.wait_event("started")["namespace"]
+        processes = self.list_processes()
         self.pid = next(p for p, (space, line) in processes.items() if space == namespace and _is_program(line))
         if not hasattr(self, "before"):
             self.before = set(processes) - {self.pid}
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Remove the hosts and all their processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.program.pid, signal.SIGKILL)
         self.program.wait(LIMIT)
-        for pid in self.processes():
+        for pid in self.list_processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os.close(self._events)
@@ -94,18 +94,18 @@ class Tree:
 
     # -- orders and events -------------------------------------------------------------------------------------
 
-    def order(self, name: str, **arguments: Any) -> None:
+    def send_order(self, name: str, **arguments: Any) -> None:
         """Send an order to the program."""
         assert self.program.stdin is not None
         self.program.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
         self.program.stdin.flush()
 
-    def do(self, name: str, limit: float = LIMIT, **arguments: Any) -> dict[str, Any]:
+    def run_order(self, name: str, limit: float = LIMIT, **arguments: Any) -> dict[str, Any]:
         """Send an order to the program; return its outcome."""
-        self.order(name, **arguments)
-        return self.wait("outcome", limit)
+        self.send_order(name, **arguments)
+        return self.wait_event("outcome", limit)
 
-    def wait(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
+    def wait_event(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
         """Return the next event, and check its name."""
         deadline = time.monotonic() + limit
         while b"\n" not in self._text:
@@ -122,16 +122,16 @@ class Tree:
     def fork(self, hosts: list[str], environment: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
         """Order a fork; return its outcome."""
         self._drain()
-        return self.do("fork", hosts=hosts, environment=environment or {}, settings=settings)
+        return self.run_order("fork", hosts=hosts, environment=environment or {}, settings=settings)
 
-    def know(self) -> dict[str, Any]:
+    def list_ranks(self) -> dict[str, Any]:
         """Return each rank's process, and mpirun's."""
-        found = self.do("know")["value"]
-        spaces = self.processes()
-        ranks = [_outer(spaces, space, pid) for space, pid in found["ranks"]]
+        found = self.run_order("list_ranks")["value"]
+        spaces = self.list_processes()
+        ranks = [_find_outer_pid(spaces, space, pid) for space, pid in found["ranks"]]
         return {
             "ranks": ranks,
-            "mpirun": _outer(spaces, spaces[self.pid][0], found["mpirun"]),
+            "mpirun": _find_outer_pid(spaces, spaces[self.pid][0], found["mpirun"]),
             "agents": self._agents(spaces, ranks[-1]),
         }
 
@@ -180,7 +180,7 @@ class Tree:
         inside = ["nsenter", *user, "--mount", "--pid", "--target", str(self._first[host])]
         subprocess.run([*inside, "mount", "--bind", by, path], check=True)
 
-    def put_back(self, host: str, path: Path) -> None:
+    def restore(self, host: str, path: Path) -> None:
         """Restore what `replace` has replaced."""
         user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         subprocess.run(
@@ -189,7 +189,7 @@ class Tree:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def processes(self) -> dict[int, tuple[str, str]]:
+    def list_processes(self) -> dict[int, tuple[str, str]]:
         """Return the namespace and the command line of the program's processes on all hosts, by process ID."""
         found, mark = {}, str(self.folder).encode()
         for name in os.listdir("/proc"):
@@ -203,7 +203,7 @@ class Tree:
                 continue
         return found
 
-    def used(self) -> dict[str, int]:
+    def measure_shared_memory(self) -> dict[str, int]:
         """Return the bytes of shared memory in use on each host."""
         if not are_simulated():
             return {}
@@ -220,18 +220,18 @@ class Tree:
         Names in /dev/shm that begin with ``but`` are allowed, and removed.
         """
         deadline = time.monotonic() + LIMIT
-        while left := [*self._left(is_fresh, but)]:
+        while left := [*self._find_leaks(is_fresh, but)]:
             assert time.monotonic() < deadline, f"{left} are left\n{self.read_output()}"
             time.sleep(0.01)
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
         for path in shared_memory.glob(f"{but}*"):
             path.unlink(missing_ok=True)
 
-    def _left(self, is_fresh: bool, but: str) -> Iterator[object]:
-        for pid, (_, line) in self.processes().items():
+    def _find_leaks(self, is_fresh: bool, but: str) -> Iterator[object]:
+        for pid, (_, line) in self.list_processes().items():
             if pid not in (self.pid, *self.before):
                 yield pid, line
-        for host, nbytes in self.used().items():
+        for host, nbytes in self.measure_shared_memory().items():
             if nbytes and (is_fresh or host != self.hosts[0]):  # the master keeps the last session's control memory
                 yield host, nbytes
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
@@ -244,7 +244,7 @@ class Tree:
     def _find_first(self) -> dict[str, int]:
         """Return the first process of each simulated host."""
         found = {}
-        for pid, (_, line) in self.processes().items():
+        for pid, (_, line) in self.list_processes().items():
             for host in self.hosts:
                 if line.startswith("unshare") and f"hostname {host} " in line:
                     found[host] = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
@@ -255,12 +255,12 @@ def _is_program(line: str) -> bool:
     return bool(re.match(r"\S*python[0-9.]* \S*fault_target\.py ", line))
 
 
-def _outer(processes: dict[int, tuple[str, str]], space: str, pid: int) -> int:
+def _find_outer_pid(processes: dict[int, tuple[str, str]], space: str, pid: int) -> int:
     """Return the process ID in this namespace of a process in another one."""
-    for each, (where, _) in processes.items():
-        if where == space:
-            status = Path(f"/proc/{each}/status").read_text()
+    for outer_pid, (namespace, _) in processes.items():
+        if namespace == space:
+            status = Path(f"/proc/{outer_pid}/status").read_text()
             numbers = re.search(r"NSpid:\s+(.*)", status)
             if numbers is not None and int(numbers[1].split()[-1]) == pid:
-                return each
+                return outer_pid
     raise ProcessLookupError(f"{pid} in {space}")

@@ -48,7 +48,7 @@ class ControllerConnection:
 
     def __init__(self, worker: RankWorker, address: str, log: str, progress: Callable[[], None]):
         self.worker, self.address, self._log = worker, address, log
-        local_ranks = get_rank(worker).control.local_ranks
+        local_ranks = get_rank(worker).local_ranks
         self.local_rank, self.local_size = worker.number - local_ranks.start, len(local_ranks)
         self._sending = threading.Lock()
         connection = sockets.connect(address, progress, _CONNECT_SECONDS)

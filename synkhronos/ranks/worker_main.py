@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
 from synkhronos.ranks.command import Command
-from synkhronos.ranks.control import AWAITS_COMMAND, AWAITS_COMPLETION, SLOT_NBYTES, Control
+from synkhronos.ranks.control_memory import AWAITS_COMMAND, AWAITS_COMPLETION, SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled, FailureReport
 from synkhronos.ranks.rank import Rank
-from synkhronos.ranks.segments import SegmentReceiver, SharedArray
+from synkhronos.ranks.segments import ArrayLocation, SegmentReceiver
 from synkhronos.ranks.threads import ThreadLimit
 
 #: Seconds between an idle worker's checks whether the master lives, for systems whose kernel does not report its death.
@@ -46,7 +46,7 @@ class Exit(Command):
 class LongCommand(Command):
     """Stands for a command that is too long for the mailbox, whose pickle is in a segment."""
 
-    location: SharedArray
+    location: ArrayLocation
 
     def run(self, rank: Rank) -> object:
         """Unpickle the command and run it."""
@@ -55,10 +55,10 @@ class LongCommand(Command):
 
 
 def main(
-    control: Control,
+    control: ControlMemory,
     channel: socket.socket,
     number: int,
-    root: int,
+    master_rank: int,
     profile: bool,
     master_pid: int,
     in_main_thread: bool,
@@ -71,10 +71,10 @@ def main(
 
     Parameters
     ----------
-    control : Control
+    control : ControlMemory
     channel : socket
         This process's end of the socket pair over which segments arrive.
-    number, root : int
+    number, master_rank : int
         This rank, and the master's rank.
     profile : bool
         Whether to write a profile at exit.
@@ -94,17 +94,18 @@ def main(
             if os.getppid() != master_pid:
                 os._exit(1)
 
-        rank = Rank(number, root, control, check_peers, ThreadLimit(len(control.local_ranks), sets_environment=True))
+        thread_limit = ThreadLimit(len(control.local_ranks), sets_environment=True)
+        rank = Rank(number, master_rank, control, check_peers, thread_limit)
         newest_key = 0
         if inherited is not None:
-            master_rank, newest_key = inherited
-            rank.inherit_from(master_rank)
+            master, newest_key = inherited
+            rank.inherit_from(master)
         if profile:
             profiler = cProfile.Profile()
-            profiler.runcall(_serve, rank, channel, newest_key)
+            profiler.runcall(run_commands, rank, channel, newest_key)
             profiler.dump_stats(f"synkhronos_rank{number}_{os.getpid()}.prof")
         else:
-            _serve(rank, channel, newest_key)
+            run_commands(rank, channel, newest_key)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -116,14 +117,14 @@ def main(
             os._exit(code)
 
 
-def spawn_worker(control: Control, control_file: io.FileIO, channel: socket.socket, *main_arguments: Any) -> int:
+def spawn_worker(control: ControlMemory, control_file: io.FileIO, channel: socket.socket, *main_arguments: Any) -> int:
     """Start a worker as a new process and return its process id.
 
     The process inherits the environment, `sys.path` and two files.
 
     Parameters
     ----------
-    control : Control
+    control : ControlMemory
     control_file : file
         File of the control memory.
     channel : socket
@@ -133,21 +134,21 @@ def spawn_worker(control: Control, control_file: io.FileIO, channel: socket.sock
     fd, local_ranks = control_file.fileno(), control.local_ranks
     layout = control.size, control.spin, fd, True, [local_ranks.start, local_ranks.stop], len(control.link_memory)
     arguments, files = (layout, channel.fileno(), main_arguments), (fd, channel.fileno())
-    return spawn("synkhronos.ranks.worker_process", "run_spawned", arguments, files, main_arguments[-1], os.environ)
+    return spawn("synkhronos.ranks.worker_main", "run_spawned_worker", arguments, files, main_arguments[-1], os.environ)
 
 
-def run_spawned() -> NoReturn:
+def run_spawned_worker() -> NoReturn:
     """Run the worker that `spawn_worker` started."""
     (size, spin, control_fd, initialised, local_ranks, link_nbytes), channel, main_arguments = json.loads(sys.argv[2])
-    control = Control(size, spin, control_fd, initialised, range(*local_ranks), link_nbytes)
+    control = ControlMemory(size, spin, control_fd, initialised, range(*local_ranks), link_nbytes)
     os.close(control_fd)
     main(control, socket.socket(fileno=channel), *main_arguments)
 
 
-def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
+def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
     """Run commands; ``newest_key`` is the key of the newest segment that this rank has."""
     control, words = rank.control, rank.control.words
-    posted, number = Control.POSTED, 0
+    posted, number = ControlMemory.POSTED, 0
     cache: BoundedCache[bytes, Command] = BoundedCache(MAX_CACHED_COMMANDS)
     receiver = SegmentReceiver(channel)
 
@@ -160,13 +161,13 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
         number = words[posted]
         rank.begin_command(number)
         try:
-            while newest_key < words[Control.NEWEST_KEY]:
+            while newest_key < words[ControlMemory.NEWEST_KEY]:
                 segment = receiver.receive()
                 if segment.key > newest_key:  # else it was sent twice, after an interrupt
                     rank.segments.add(segment)
                     newest_key = segment.key
                 del segment  # a reference would prevent the release of the memory
-            message = bytes(control.mailbox[: words[Control.MESSAGE_NBYTES]])
+            message = bytes(control.mailbox[: words[ControlMemory.MESSAGE_NBYTES]])
             command = cache.get(message)
             if command is None:
                 command = pickle.loads(message)
@@ -183,7 +184,7 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
             # The report is written first: a rank that notices the failure may read it.
             report = pickle.dumps(FailureReport.from_exception(rank.number, error, SLOT_NBYTES // 10))
             control.write_report(rank.number, report)
-            rank.fail()
+            rank.fail_command()
             del error
         try:
             sys.stdout.flush()
@@ -192,9 +193,9 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
         control.done[rank.number] = number
         control.fence()
         done = control.done.tolist()
-        done[rank.root] = number
+        done[rank.master_rank] = number
         if min(done) >= number:
-            control.wake(rank.root, AWAITS_COMPLETION)
+            control.wake(rank.master_rank, AWAITS_COMPLETION)
         if isinstance(command, Exit):
             return
 

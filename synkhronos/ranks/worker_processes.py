@@ -1,4 +1,4 @@
-"""Start, liveness and end of the worker processes, in the process that starts them."""
+"""Start, liveness and end of the worker processes of a machine, in the process that starts them."""
 
 from __future__ import annotations
 
@@ -14,35 +14,33 @@ import time
 import warnings
 from collections.abc import Callable
 
-from synkhronos.ranks import worker_process
-from synkhronos.ranks.control import Control
+from synkhronos.ranks import worker_main
+from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE
 from synkhronos.ranks.rank import Rank
 
 
-class Workers:
+class WorkerProcesses:
     """Worker processes of this machine.
 
     Parameters
     ----------
-    root : int
+    master_rank : int
         Rank of the master, which has no worker process.
-    control : Control
+    control : ControlMemory
     file : file or None
         File of the control memory, for workers that are new processes; None for forks, which inherit the memory.
 
     Attributes
     ----------
-    root : int
-        Rank of the master.
     pids : dict of int to int
-        Process ids by rank, until `end`.
+        Process ids by rank, until `shut_down`.
     channels : dict of int to socket
         This process's ends of the socket pairs over which workers receive segments, by rank.
     """
 
-    def __init__(self, root: int, control: Control, file: io.FileIO | None):
-        self.root, self._control, self._file = root, control, file
+    def __init__(self, master_rank: int, control: ControlMemory, file: io.FileIO | None):
+        self._master_rank, self._control, self._file = master_rank, control, file
         self.pids: dict[int, int] = {}
         self.channels: dict[int, socket.socket] = {}
 
@@ -57,51 +55,40 @@ class Workers:
         inherited : (Rank, int), optional
             The master's rank, whose segments and replicated objects forks inherit, and the key of its newest segment.
         """
-        if inherited is not None:
-            self._control = inherited[0].control
-        for number in self._control.local_ranks:
-            if number != self.root:
-                self._start_worker(number, profile, inherited)
+        for rank in self._control.local_ranks:
+            if rank != self._master_rank:
+                self._start_worker(rank, profile, inherited)
 
-    def _start_worker(self, number: int, profile: bool, inherited: tuple[Rank, int] | None) -> None:
+    def _start_worker(self, rank: int, profile: bool, inherited: tuple[Rank, int] | None) -> None:
         own_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Descriptors of standard streams that the user has closed are free, but a worker uses them for its streams.
         own_end, worker_end = _move_above_standard_streams(own_end), _move_above_standard_streams(worker_end)
-        self.channels[number] = own_end
+        self.channels[rank] = own_end
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()  # otherwise the child would also write the buffered output
         in_main_thread = threading.current_thread() is threading.main_thread()
-        arguments = number, self.root, profile, os.getpid(), in_main_thread
+        arguments = rank, self._master_rank, profile, os.getpid(), in_main_thread
         with worker_end, warnings.catch_warnings():
             # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
             # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
             # handlers, and refuses to use a JAX that was initialised before.
             warnings.simplefilter("ignore")
             if self._file is not None:
-                pid = worker_process.spawn_worker(self._control, self._file, worker_end, *arguments)
+                pid = worker_main.spawn_worker(self._control, self._file, worker_end, *arguments)
             elif not (pid := os.fork()):
-                worker_process.main(self._control, worker_end, *arguments, inherited)
-        self.pids[number] = pid
+                worker_main.main(self._control, worker_end, *arguments, inherited)
+        self.pids[rank] = pid
 
     def find_unstarted(self) -> int | None:
         """Return the first rank of this machine whose worker was not started; None if all were."""
-        return next((r for r in self._control.local_ranks if r not in (*self.pids, self.root)), None)
-
-    def set_control_file(self, file: io.FileIO | None) -> None:
-        """Make the next `start` create workers as new processes that map ``file``, or as forks if it is None."""
-        self._file = file
-
-    @property
-    def are_forks(self) -> bool:
-        """Whether workers are forks of this process, which inherit its memory."""
-        return self._file is None
+        return next((r for r in self._control.local_ranks if r not in (*self.pids, self._master_rank)), None)
 
     def has_any_exited(self) -> bool:
         """Whether a worker has exited; its exit status is not collected."""
         return any(_has_exited(pid) for pid in list(self.pids.values()))
 
-    def collect_exited(self) -> tuple[int, int, int] | None:
+    def reap(self) -> tuple[int, int, int] | None:
         """Collect the exit status of one worker that has exited.
 
         Returns
@@ -109,17 +96,17 @@ class Workers:
         (rank, process id, exit code) or None
             None if all workers live.  A second call returns `UNKNOWN_EXIT_CODE` for the same worker.
         """
-        for number, pid in list(self.pids.items()):  # another thread may be ending them
+        for rank, pid in list(self.pids.items()):  # another thread may be ending them
             code = _get_exit_code(pid)
             if code is not None:
-                return number, pid, code
+                return rank, pid, code
         return None
 
-    def end(self, seconds: float, should_kill: Callable[[], bool]) -> None:
+    def shut_down(self, seconds: float, should_kill: Callable[[], bool]) -> None:
         """Wait until all workers have exited; kill them after ``seconds``, or as soon as ``should_kill()`` is True."""
         deadline = time.monotonic() + seconds
         while self.pids:
-            number, pid = next(iter(self.pids.items()))
+            rank, pid = next(iter(self.pids.items()))
             while _get_exit_code(pid) is None:
                 if should_kill() or time.monotonic() > deadline:
                     with contextlib.suppress(ProcessLookupError):
@@ -127,12 +114,10 @@ class Workers:
                     _wait_for(pid)
                     break
                 time.sleep(0.001)
-            self.pids.pop(number, None)
+            self.pids.pop(rank, None)
 
     def close(self) -> None:
-        """Close the channels and the file."""
-        if self._file is not None:
-            self._file.close()
+        """Close the channels."""
         for channel in self.channels.values():
             channel.close()
         self.channels.clear()

@@ -61,7 +61,7 @@ def _round_to_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class Control:
+class ControlMemory:
     """Shared memory of a session's ranks: counters, semaphores, mailbox, slots and scratch memory.
 
     Parameters
@@ -158,7 +158,7 @@ class Control:
         ]
 
     @staticmethod
-    def create(size: int, n_local: int, link_nbytes: int = 0) -> io.FileIO:
+    def create_file(size: int, n_local: int, link_nbytes: int = 0) -> io.FileIO:
         """Create the memory as an open file, for ``n_local`` of ``size`` ranks on this machine.
 
         Of each slot of a rank on another machine only one page is allocated: published values are rarely longer.
@@ -213,6 +213,12 @@ class Control:
             if self.sleep_reason[rank] != AWAKE:
                 self._wake_semaphores[rank].release()
 
+    def release_waits(self) -> None:
+        """Make the last command appear finished by all ranks, which have exited, for a thread that still waits."""
+        for rank in range(self.size):
+            self.done[rank] = self.words[ControlMemory.POSTED]
+        self.decision_lock.release()  # its holder has exited
+
     def wait(
         self, rank: int, is_ready: Callable[[], bool], reason: int, check_peers: Callable[[], None], poll: float
     ) -> None:
@@ -261,7 +267,7 @@ class Control:
         """Move to a core on which no other rank runs, if there is one.
 
         Schedulers tend to wake a process on the core of the process that woke it.  The two would then take turns, each
-        spinning while the other waits for the core.  The process is moved but not bound to its new core, as other
+        spinning while the other waits for the core.  The process is moved but not pinned to its new core, as other
         programs may need the cores too.
         """
         core = self.last_core[rank] = _get_current_core()
@@ -271,7 +277,7 @@ class Control:
         allowed_cores = os.sched_getaffinity(0)
         free_cores = {number for number in allowed_cores if number + 1 not in busy_cores}
         if free_cores:
-            with defer_signals():  # an interrupt in between would leave the process bound
+            with defer_signals():  # an interrupt in between would leave the process pinned
                 os.sched_setaffinity(0, free_cores)
                 os.sched_setaffinity(0, allowed_cores)
             self.last_core[rank] = _get_current_core()

@@ -1,0 +1,71 @@
+"""The master's end of the mailbox, through which it posts commands to the workers."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from synkhronos.ranks.bounded_cache import BoundedCache
+from synkhronos.ranks.command import Command
+from synkhronos.ranks.control_memory import AWAITS_COMMAND, MAILBOX_NBYTES, ControlMemory
+from synkhronos.ranks.link import Link
+from synkhronos.ranks.memory import MemoryTable
+from synkhronos.ranks.segments import ArrayLocation
+from synkhronos.ranks.worker_main import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES, LongCommand
+
+
+class Mailbox:
+    """Posts commands to the workers of this machine, and to the agent that sends them to other machines.
+
+    Parameters
+    ----------
+    control : ControlMemory
+    link : Link
+    memory : MemoryTable
+    """
+
+    def __init__(self, control: ControlMemory, link: Link, memory: MemoryTable):
+        self._control, self._link, self._memory = control, link, memory
+        self._pickled: BoundedCache[Any, bytes] = BoundedCache(MAX_CACHED_COMMANDS)
+
+    def post(self, number: int, command: Command) -> None:
+        """Send a command: in the mailbox, or in a segment of its own if it is too long for that."""
+        message = self._pickle(command)
+        if len(message) <= MAILBOX_NBYTES - self._link.plan_nbytes:
+            self._write(number, command, message, None)
+            return
+        segment = self._memory.create_segment(len(message), in_command=True)
+        try:
+            memoryview(segment.buffer).cast("B")[: len(message)] = message
+            location = ArrayLocation(segment.key, "u1", (len(message),))
+            self._write(number, command, pickle.dumps(LongCommand(location), pickle.HIGHEST_PROTOCOL), location)
+        finally:
+            self._memory.release("segment", segment.key)
+
+    def _pickle(self, command: Command) -> bytes:
+        """Return the pickled command, from a cache if it was sent before: a training loop repeats a few commands."""
+        # Commands of different classes may compare equal as tuples.
+        key = type(command), command
+        try:
+            message = self._pickled.get(key)
+        except TypeError:  # not hashable, such as a slice
+            return pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
+        if message is None:
+            message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
+            if len(message) <= MAX_CACHED_NBYTES:
+                self._pickled[key] = message
+        return message
+
+    def _write(self, number: int, command: Command, message: bytes, location: ArrayLocation | None) -> None:
+        """Write a message into the mailbox and wake the workers; ``location`` is the segment of a long command."""
+        control, words = self._control, self._control.words
+        self._memory.send_segments()
+        control.mailbox[: len(message)] = message
+        words[ControlMemory.MESSAGE_NBYTES] = len(message)
+        if self._link.plan_nbytes:
+            plan = self._link.plan_transfers(command, location, self._memory.segments)
+            control.mailbox[len(message) : len(message) + len(plan)] = plan
+            words[ControlMemory.PLAN_NBYTES] = len(plan)
+        words[ControlMemory.NEWEST_KEY] = self._memory.last_sent_key
+        words[ControlMemory.POSTED] = number
+        control.wake_local_ranks(AWAITS_COMMAND)

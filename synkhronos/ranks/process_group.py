@@ -1,0 +1,141 @@
+"""The processes of a session's ranks on all machines, from their start to their exit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from synkhronos.ranks.control_memory import AWAITS_COMPLETION, POLL_SECONDS, SPIN_SECONDS, ControlMemory
+from synkhronos.ranks.errors import Death, PeerFailure, describe_exit
+from synkhronos.ranks.link import Link
+from synkhronos.ranks.rank import Rank
+from synkhronos.ranks.threads import count_available_cores
+from synkhronos.ranks.worker_processes import WorkerProcesses
+
+#: Seconds that workers get to exit by themselves before they are killed.
+GRACE_SECONDS = 2.0
+#: Key of the agent's channel among the workers' channels.
+_AGENT_CHANNEL = -1
+
+
+class ProcessGroup:
+    """The master's workers on this machine and, through the link, on others, with their control memory.
+
+    Workers are replaced by the end of a group and the start of another.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    master_rank : int
+    link : Link
+        Connection to other machines.
+    spawn : bool
+        Start this machine's workers as new processes, not as forks of this one.
+
+    Attributes
+    ----------
+    control : ControlMemory
+    channels : dict of int to socket
+        This process's ends of the socket pairs over which workers, and this machine's agent, receive segments.
+    pids : dict of int to int
+        Process ids of this machine's workers, by rank.
+    """
+
+    def __init__(self, size: int, master_rank: int, link: Link, spawn: bool):
+        self.link, self.master_rank = link, master_rank
+        local_ranks, link_nbytes = link.local_ranks, link.control_nbytes
+        # Forks of this process inherit its memory; spawned workers and an agent get the memory as an open file.
+        as_file = size > 1 and (spawn or link.needs_control_file)
+        self._control_file = ControlMemory.create_file(size, len(local_ranks), link_nbytes) if as_file else None
+        fd = -1 if self._control_file is None else self._control_file.fileno()
+        spin = SPIN_SECONDS if len(local_ranks) <= count_available_cores() else 0.0
+        self.control = ControlMemory(size, spin, fd, local_ranks=local_ranks, link_nbytes=link_nbytes)
+        self._workers = WorkerProcesses(master_rank, self.control, self._control_file if spawn else None)
+        self.channels, self.pids = self._workers.channels, self._workers.pids
+
+    def start(self, profile: bool, inherited: tuple[Rank, int]) -> None:
+        """Start all workers; signals must be deferred.  For the parameters see `WorkerProcesses.start`."""
+        self._workers.start(profile, inherited)
+        agent = self.link.start_workers(self.control, self._control_file, self.master_rank, profile)
+        if agent is not None:
+            self.channels[_AGENT_CHANNEL] = agent
+        self._close_control_file()
+
+    def find_unstarted(self) -> int | None:
+        """Return the first rank of this machine whose worker was not started; None if all were."""
+        return self._workers.find_unstarted()
+
+    # -- commands ----------------------------------------------------------------------------------------------
+
+    def wait_until_done(self, check_peers: Callable[[], None], limit: float | None = None) -> bool:
+        """Wait until all ranks have finished the posted command, at most ``limit`` seconds; return whether they have.
+
+        ``check_peers`` is called repeatedly and may raise.
+        """
+        done, number = self.control.done, self.control.words[ControlMemory.POSTED]
+        if min(done) >= number:
+            return True
+        deadline = None if limit is None else time.monotonic() + limit
+
+        def is_over() -> bool:
+            return min(done) >= number or (deadline is not None and time.monotonic() > deadline)
+
+        self.control.wait(self.master_rank, is_over, AWAITS_COMPLETION, check_peers, POLL_SECONDS)
+        return min(done) >= number
+
+    # -- failures ----------------------------------------------------------------------------------------------
+
+    def has_any_died(self) -> bool:
+        """Whether a worker has exited, or another machine has failed, as far as this machine knows."""
+        return self._workers.has_any_exited() or self.link.find_failure() is not None
+
+    def find_failure(self) -> PeerFailure | None:
+        """Return the exit of a worker, or the failure of another machine; None if there is none."""
+        exited = self._workers.reap()
+        if exited is not None:
+            rank, pid, code = exited
+            death = Death(rank, self.link.get_host_name(rank), pid, describe_exit(code))
+            return PeerFailure(f"{death.describe()}; the other workers were ended.", rank, death)
+        failure = self.link.find_failure()
+        return failure and failure._replace(message=f"{failure.message}; the workers were ended.")
+
+    def find_timeout(self, began: float, timeout: float) -> PeerFailure | None:
+        """Return the failure of a rank that exceeds the time limit; None if there is none.
+
+        Parameters
+        ----------
+        began : float
+            Start of the command, by the monotonic clock.
+        timeout : float
+            Seconds without a sign of progress that are allowed.
+        """
+        control, master, began_ns, now = self.control, self.master_rank, int(began * 1e9), time.monotonic_ns()
+        silent = [r for r in range(control.size) if now - max(began_ns, control.last_progress[r]) > timeout * 1e9]
+        busy = [r for r in silent if r != master and control.done[r] < control.words[ControlMemory.POSTED]]
+        late = [r for r in busy if not control.sleep_reason[r]]
+        if not late and len(silent) < control.size:
+            return None  # a rank that waits for one that makes progress is not late
+        name, rank = (f"rank {late[0]}", late[0]) if late else ("the ranks", master)
+        limit = f"the {timeout:g} seconds that fork(timeout=...) allows"
+        return PeerFailure(f"{name} did not finish within {limit}; the workers were ended.", rank)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def shut_down(self, kill: bool, should_kill: Callable[[], bool]) -> None:
+        """Wait for the exit of all workers, and close the link.
+
+        Workers are killed if ``kill`` is True, after `GRACE_SECONDS`, or as soon as ``should_kill()`` returns True.
+        """
+        self._workers.shut_down(0.0 if kill else GRACE_SECONDS, should_kill)
+        self.link.shut_down(kill, GRACE_SECONDS, should_kill)
+
+    def close(self) -> None:
+        """Close the channels and the file."""
+        self._close_control_file()
+        self._workers.close()
+
+    def _close_control_file(self) -> None:
+        if self._control_file is not None:
+            self._control_file.close()
+        self._control_file = None
