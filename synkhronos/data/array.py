@@ -242,7 +242,7 @@ class Data:
 
     # -- internal: the call lock is held; other packages use `shared_memory` -------------------------------------
 
-    def _to_shared_array(self) -> ArrayLocation:
+    def _get_array_location(self) -> ArrayLocation:
         """Return the description by which ranks find the array: segment, dtype and shape."""
         self._check_open()
         if self._segment is None:  # even an array without items needs a segment that ranks can map

@@ -36,7 +36,7 @@ class FileData(ReadOnlyData):
     def __repr__(self) -> str:
         return f"<synkhronos.FileData {self.path!r}: {self.dtype}, shape {self.shape}>"
 
-    def _to_shared_array(self) -> ArrayLocation:
+    def _get_array_location(self) -> ArrayLocation:
         return ArrayLocation(self._get_key(), self.dtype.str, self.shape, self._offset)
 
 

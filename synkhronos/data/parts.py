@@ -84,7 +84,7 @@ class PartsData(ReadOnlyData):
                 )
         return self._array
 
-    def _to_shared_array(self) -> ArrayLocation:
+    def _get_array_location(self) -> ArrayLocation:
         return _DistributedArray(self._get_key(), self.dtype.str, self.shape)
 
     def batches(self, size: int, seed: Any = None) -> Iterator[np.ndarray]:

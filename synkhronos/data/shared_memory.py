@@ -21,7 +21,7 @@ from synkhronos.ranks import ArrayLocation, Session
 
 def get_array_location(array: Data) -> ArrayLocation:
     """Return the description of an array that a command contains in place of the array."""
-    return array._to_shared_array()
+    return array._get_array_location()
 
 
 def check_session(array: Data, session: Session, name: str) -> None:
@@ -82,4 +82,4 @@ class SharedBuffers:
             buffer._reshape(array.shape)[...] = array
         else:
             take_rows(array, rows, buffer._reshape((len(rows), *array.shape[1:])))
-        return buffer._to_shared_array()
+        return buffer._get_array_location()
