@@ -338,11 +338,13 @@ def list_test_files(*names: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for name in names for path in ROOT.glob(f"tests/*/test_{name}.py")]
 
 
-#: Parts of the tests of packages, by folders of tests/.  Each is a job; the other folders are one more job.
+#: Parts of the tests of packages, by folders of tests/.  Each is a job; the other folders are one more job.  Tests that
+#: load large libraries, such as Numba, are apart from tests that fork: the larger a process, the longer a fork takes.
 PARTS = {
-    "training": ("training", "rules", "tracing"),
+    "engines": ("engines", "extensions", "devices"),
     "launch": ("launch", "loading", "compat"),
-    "ranks": ("ranks", "tasks", "hosts", "devices", "engines"),
+    "ranks": ("ranks", "tasks", "hosts", "rules", "tracing"),
+    "training": ("training",),
 }
 #: Tests that `test` runs on JAX arrays.
 ON_JAX = list_test_files("fused_launch", "fused_steps", "jax", "lazy_results", "spmd_program", "spawned_workers")
@@ -366,9 +368,23 @@ LASAGNE_DEMOS = "tests/support/demo_checks"
 MOST_RETRIED = 5
 #: Markers of tests that only `--all` runs; pyproject.toml describes them.
 MARKERS = ("lasagne", "hosts", "faults")
-#: Names of jobs, the longest first.
+#: The longest jobs, by name.  They are started first, so that no core is idle for long while the last ones run.
 LONGEST = [
+    "pytensor, old programs in the default mode",
+    "pytensor, lasagne",
+    "pytensor, zoo",
+    "pytensor, faults",
     "pytensor, training",
+    "pytensor, compat",
+    "pytensor, launch",
+    "pytensor, lasagne demos",
+    "pytensor, programs",
+    "pytensor, hosts",
+    "pytensor, jax",
+    "pymc",
+    "theano, lasagne demos",
+    "theano, programs",
+    "theano, training",
 ]
 #: Tests of the environment `pymc`.
 WITH_PYMC = [
@@ -462,7 +478,7 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def list_jobs(environments: Sequence[Environment], options: argparse.Namespace, rest: list[str]) -> list[Job]:
-    """Return the jobs, the longest first: so no core is idle for long when the last ones run."""
+    """Return the jobs in the order in which they are started."""
     if rest or options.device != "host":
         what = "--quick" if options.quick else shlex.join(rest)
         part = ", ".join(filter(None, ["" if options.device == "host" else options.device, what]))
@@ -472,7 +488,6 @@ def list_jobs(environments: Sequence[Environment], options: argparse.Namespace, 
         if environment is PYMC:
             jobs.append(Job(environment, "", WITH_PYMC))
             continue
-        # Tests without a graph library run with PyTensor alone.  So do docs and demos, unless with --all.
         is_second = environment is THEANO and PYTENSOR in environments
         jobs += list_library_jobs(environment, options.all, is_second)
     if PYTENSOR in environments:
@@ -481,7 +496,11 @@ def list_jobs(environments: Sequence[Environment], options: argparse.Namespace, 
 
 
 def list_library_jobs(environment: Environment, with_all: bool, is_second: bool) -> list[Job]:
-    """Return the jobs of a graph library; the second library leaves out tests that are independent of it."""
+    """Return the jobs of a graph library.
+
+    For the second library there are no tests without a graph library, and none whose results with Theano are in tables;
+    docs and demos only with ``--all``.
+    """
     without = " and not any_library" if is_second else ""
     usual = ["-m", " and ".join(f"not {marker}" for marker in (MARKERS if with_all else (*MARKERS, "slow"))) + without]
     folders = {part: [f"tests/{name}" for name in names] for part, names in PARTS.items()}
@@ -495,17 +514,17 @@ def list_library_jobs(environment: Environment, with_all: bool, is_second: bool)
         jobs.append(Job(environment, "lasagne demos", [*usual, "--timeout=1200", *ignored, LASAGNE_DEMOS]))
         jobs.append(Job(environment, "programs", [*usual, *PROGRAMS]))
     if with_all:
-        jobs += list_lasagne_jobs(environment, without)
+        jobs += [] if is_second else list_lasagne_jobs(environment)
         jobs.append(Job(environment, "faults", ["-m", f"faults{without}"]))
         jobs.append(Job(environment, "hosts", ["-m", f"hosts and not faults{without}"]))
     return jobs
 
 
-def list_lasagne_jobs(environment: Environment, without: str) -> list[Job]:
+def list_lasagne_jobs(environment: Environment) -> list[Job]:
     """Return the jobs that compile for minutes: Lasagne's own tests, programs of Theano's time, and the zoo."""
     limit = "--timeout=1800"
     jobs = [
-        Job(environment, "zoo", ["-m", f"(lasagne or not lasagne){without}", limit, f"{LASAGNE_DEMOS}/check_zoo.py"]),
+        Job(environment, "zoo", ["-m", "lasagne or not lasagne", limit, f"{LASAGNE_DEMOS}/check_zoo.py"]),
         Job(environment, "lasagne", ["-m", "not lasagne", limit, f"{COMPAT}/check_lasagne.py"]),
         Job(environment, "old programs", ["-m", "not lasagne", limit, f"{COMPAT}/check_programs.py"]),
     ]

@@ -264,7 +264,9 @@ def main() -> None:
         print("This benchmark needs mpi4py and an mpirun (pip install synkhronos[hosts]): left out.")
         return
     hosts = [f"{chr(ord('a') + i)}:{options.ranks}" for i in range(options.hosts)]
-    command, environment = simulated.words(hosts, "-m", "benchmarks.hosts", "--on", ",".join(hosts), *sys.argv[1:])
+    command, environment = simulated.make_command(
+        hosts, "-m", "benchmarks.hosts", "--on", ",".join(hosts), *sys.argv[1:]
+    )
     raise SystemExit(subprocess.run(command, env=environment, cwd=HERE.parent, check=False).returncode)
 
 

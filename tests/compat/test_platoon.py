@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts import are_simulated, words
+from hosts import are_simulated, make_command
 from launch_runs import ENVIRONMENT, HOST, command, list_marked_processes
 from library import NAME
 from paths import SUPPORT
@@ -391,7 +391,7 @@ def start_on_hosts(folder, experiment, *arguments, before=("-m", "synkhronos")):
     for file in PROGRAMS.glob(f"{experiment}_*.py"):
         shutil.copy(file, folder)
     (folder / ".platoonrc").write_text("[platoon]\nhosts = a,b\n[devices]\na = cpu,cpu\nb = cpu,cpu\n")
-    line, environment = words(["a:2", "b:2"], *before, "platoon", experiment, *arguments)
+    line, environment = make_command(["a:2", "b:2"], *before, "platoon", experiment, *arguments)
     environment["PYTHONPATH"] += os.pathsep + folder.name  # a mark that ssh passes on
     return subprocess.Popen(
         line,

@@ -6,7 +6,7 @@ import subprocess
 import hosts as made
 import numpy as np
 import pytest
-from hosts import GPUS, are_simulated, words
+from hosts import GPUS, are_simulated, make_command
 from library import DEVICE, NAME
 
 from synkhronos.hosts import agent, mpi_link
@@ -76,7 +76,7 @@ def test_fork_on_hosts_refuses_more_ranks_than_gpus():
 def train(hosts, folder, *arguments, status=0, **variables):
     """Train a class in a session; return its output."""
     model = ["--set", "model='launch_models/mlp.py:MLP'", "--folder", folder, "--set=epochs=2"]
-    command, environment = words(hosts, "-m", "synkhronos", "train", *model, *arguments, gpus=True)
+    command, environment = make_command(hosts, "-m", "synkhronos", "train", *model, *arguments, gpus=True)
     environment |= variables
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=GPUS.parent)
     assert done.returncode == status, done.stdout + done.stderr

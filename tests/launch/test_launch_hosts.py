@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts import are_simulated, words
+from hosts import are_simulated, make_command
 from launch_runs import HOST, lines, list_marked_processes, train
 from paths import SUPPORT
 
@@ -31,7 +31,7 @@ def start_run(hosts, folder, model="mlp.py:MLP", **settings):
     """Start a run on these hosts; return its process."""
     sets = [f"--set={name}={value}" for name, value in {"epochs": 2, **settings}.items()]
     where = ["--set", f"model='launch_models/{model}'", "--hosts", ",".join(hosts), "--folder", folder]
-    command, environment = words(hosts, "-m", "synkhronos", "train", *where, *sets)
+    command, environment = make_command(hosts, "-m", "synkhronos", "train", *where, *sets)
     environment = {name: value for name, value in environment.items() if name != "SYNKHRONOS_HOSTS"}
     return subprocess.Popen(
         command, env=environment, cwd=SUPPORT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -86,7 +86,7 @@ def test_resume_on_hosts_needs_no_shared_folder(tmp_path, rule):
     folder = Path("/dev/shm", tmp_path.name)  # simulated hosts do not share this folder
     run = ["-m", "synkhronos", "train", "--hosts", ",".join(hosts), "--folder", folder, f"--set=rule='{rule}'"]
     run += ["--set", "model='launch_models/mlp.py:MLP'", "--set=checkpoint=1"]
-    command, environment = words(hosts, "-c", TWICE, folder, tmp_path / "run", *run)
+    command, environment = make_command(hosts, "-c", TWICE, folder, tmp_path / "run", *run)
     environment.pop("SYNKHRONOS_HOSTS", None)
     done = subprocess.run(command, env=environment, cwd=SUPPORT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -164,7 +164,7 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, target):
     sets = ["--set=every=1", "--set=epochs=100000", "--set", f"model='launch_models/{model}'"]
     sets += ["--set=checkpoint=1"] if target == "all, by a scheduler" else []
     train = ["-m", "synkhronos", "train", "--hosts", "a:1,b:1", "--folder", tmp_path / "run", *sets]
-    command, environment = words(["a:1", "b:1"], "-c", HOST, sys.executable, *train)
+    command, environment = make_command(["a:1", "b:1"], "-c", HOST, sys.executable, *train)
     mark = f"mark-{tmp_path.name}-{os.getpid()}"
     environment["PYTHONPATH"] += os.pathsep + mark  # ssh passes this variable on
     host = subprocess.Popen(

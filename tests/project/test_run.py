@@ -177,7 +177,8 @@ def test_run_py_jobs_run_each_file_once(module, capfd, all_of_them):
             assert own[part][-1] == folder
             left_out = {word.removeprefix("--ignore=") for word in own[part] if word.startswith("--ignore=")}
             alone = {word for arguments in own.values() for word in arguments if word.startswith(f"{folder}/")}
-            assert alone == (left_out if all_of_them else set())
+            # PyTensor's results are compared with tables of Theano's.
+            assert alone == (left_out if all_of_them and environment is module.PYTENSOR else set())
     alone = module.list_jobs([module.THEANO], options(), [])
     assert alone and not any("any_library" in word for job in alone for word in job.arguments)
 

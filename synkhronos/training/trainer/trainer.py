@@ -17,7 +17,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.checks import check_at_least, check_flag, check_number, describe
+from synkhronos.checks import check_at_least, check_choice, check_flag, check_number, describe
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
 from synkhronos.data.parts import PartsData
@@ -211,8 +211,7 @@ class Trainer:
             raise TypeError(f"resume: expected 'latest' or a path, got {resume!r}")
         if resume == "latest" and checkpoint is None:
             raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
-        if on_death not in ("stop", "continue"):
-            raise ValueError(f"on_death: expected 'stop' or 'continue', got {on_death!r}")
+        check_choice(on_death, "on_death", ("stop", "continue"))
         max_deaths, death_handler = check_at_least(max_deaths, "max_deaths", 1), DeathHandler()
         if on_death == "continue":
             arrays = [*data, *(valid_data[0] if isinstance(valid_data, tuple) else ())]

@@ -37,6 +37,7 @@ else:
         "perceptron",
         "recurrent",
         "stacked_autoencoders",
+        "unet",
     )
 
 

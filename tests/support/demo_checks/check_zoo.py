@@ -67,7 +67,6 @@ def test_network_losses_equal_theano(no_dropout, name):
 
 
 @pytest.mark.lasagne
-@pytest.mark.any_library  # the table's losses are Theano's
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_network_losses_equal_theano(no_dropout, jax, name):
@@ -83,7 +82,6 @@ def test_parameters_are_as_many_as_published(name):
 
 
 @pytest.mark.lasagne
-@pytest.mark.any_library
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "side"), [("AlexNet", 67), ("ResNet50", 64), ("WideResNet", 16)])
 def test_zoo_network_trains_all_parameters(jax, name, side):

@@ -1,11 +1,6 @@
-"""Programs on several hosts that one machine simulates, or, where it may not, pretends to be.
+"""Programs on several hosts that one machine simulates.
 
-`run`
-    Runs a program on simulated hosts, as ``mpirun`` would see them on a network.
-`end`
-    Ends the ranks that `run` has kept for the next program.
-`launch`
-    Has ``mpirun`` start a program on all hosts.
+If namespaces are not permitted, the machine stands in for all hosts.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ def are_simulated() -> bool:
     return done.returncode == 0
 
 
-def words(hosts: list[str], *command: object, gpus: bool = False) -> tuple[list[str], dict[str, str]]:
+def make_command(hosts: list[str], *command: object, gpus: bool = False) -> tuple[list[str], dict[str, str]]:
     """Return a command line, and its environment, that runs a command on the first of these hosts."""
     python = [sys.executable, *map(str, command)]
     path = os.pathsep.join(
@@ -66,7 +61,7 @@ class HostProgram:
     """A process on the first of these hosts that runs programs one after another on the same ranks."""
 
     def __init__(self, hosts: list[str], gpus: bool):
-        command, environment = words(hosts, GPU_PROGRAMS if gpus else PROGRAMS, "serve", gpus=gpus)
+        command, environment = make_command(hosts, GPU_PROGRAMS if gpus else PROGRAMS, "serve", gpus=gpus)
         self.hosts, self.failed = (hosts, gpus, are_simulated()), False
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
@@ -109,7 +104,7 @@ class HostProgram:
 
 
 #: Reused processes: at most one on one host, and one on several hosts, whose agents poll all the time.
-_kept: dict[bool, HostProgram] = {}
+_programs: dict[bool, HostProgram] = {}
 
 
 def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
@@ -118,34 +113,34 @@ def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
     The next program on the same hosts reuses the ranks, until `end` ends them.
     """
     several = len(hosts) > 1
-    kept = _kept.get(several)
-    if kept is None or kept.hosts != (hosts, gpus, are_simulated()) or kept.failed:
+    reused = _programs.get(several)
+    if reused is None or reused.hosts != (hosts, gpus, are_simulated()) or reused.failed:
         end(several)
-        kept = _kept[several] = HostProgram(hosts, gpus)
-    return kept.run(*program)
+        reused = _programs[several] = HostProgram(hosts, gpus)
+    return reused.run(*program)
 
 
 def end(*which: bool) -> None:
     """End the hosts that `run` has left running."""
     for several in which or (False, True):
-        if several in _kept:
-            _kept.pop(several).end()
+        if several in _programs:
+            _programs.pop(several).end()
 
 
 def launch(hosts: list[str], *program: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     """Start one of `PROGRAMS` by ``mpirun`` on these hosts, twice on a host ``a:2``; return the completed process."""
     mpirun = Path(sys.executable).with_name("mpirun")
-    command, environment = words(hosts, PROGRAMS, *program)
+    command, environment = make_command(hosts, PROGRAMS, *program)
     n = sum(int(host.partition(":")[2]) for host in hosts)
-    at = command.index(sys.executable, 1 if are_simulated() else 0)
-    command[at:at] = [str(mpirun), "-hosts", ",".join(hosts), "-n", str(n)]
+    start = command.index(sys.executable, 1 if are_simulated() else 0)
+    command[start:start] = [str(mpirun), "-hosts", ",".join(hosts), "-n", str(n)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
 def can_pretend() -> bool:
     """Return whether this ``mpirun`` can treat one machine as several hosts, as MPICH's does."""
-    found = Path(sys.executable).with_name("mpirun")
-    return "HYDRA" in subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    mpirun = Path(sys.executable).with_name("mpirun")
+    return "HYDRA" in subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
 
 
 def has_mpi() -> bool:

@@ -1,8 +1,4 @@
-"""Hosts with `fault_target.py` on the first: its events, injected faults, and checks for leaks.
-
-`Tree`
-    The hosts and the program.
-"""
+"""Hosts with `fault_target.py` on the first: its events, injected faults, and checks for leaks."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from typing import Any
 
 from system import LIMIT, is_alive
 
-from hosts import HERE, are_simulated, simulated, words
+from hosts import HERE, are_simulated, make_command, simulated
 
 #: Starts a program again and again, until its parent has exited.
 RESTART = """
@@ -36,7 +32,7 @@ while os.getppid() == parent:
 class Tree:
     """Some hosts, and `fault_target.py` on the first.
 
-        If hosts cannot be simulated, this machine stands in for all of them.
+    If hosts cannot be simulated, this machine stands in for all of them.
 
     Parameters
     ----------
@@ -57,7 +53,7 @@ class Tree:
         self.output = tempfile.TemporaryFile("w+")
         # After a program has exited, the next one is started.
         again = ["-c", RESTART, sys.executable]
-        command, environment = words(hosts, *again, HERE / "fault_target.py", self.folder)
+        command, environment = make_command(hosts, *again, HERE / "fault_target.py", self.folder)
         # This path marks all processes by their environment; ssh passes it on, too.
         environment["PYTHONPATH"] += os.pathsep + str(self.folder)
         environment |= {"PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None", **variables}
