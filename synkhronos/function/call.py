@@ -21,6 +21,7 @@ import numpy as np
 
 from synkhronos.data.rows import get_share, select_rows, split_selection
 from synkhronos.devices import HOST, Selection
+from synkhronos.engines import Runner
 from synkhronos.function.computation import CompiledVariant, Computation, Variant
 from synkhronos.function.output_op import Accumulator
 from synkhronos.function.outputs import RankOutputs
@@ -167,8 +168,6 @@ class RankCall:
 
     Attributes
     ----------
-    runner : Runner
-        Launches the compiled function, or a fused launch that contains it.
     n_rows : int
         Number of rows to compute: the weight of the outputs in a mean.  1 if the function has no inputs with rows.
     has_rows : bool
@@ -180,7 +179,7 @@ class RankCall:
     def __init__(self, call: Call, computation: Computation, compiled: CompiledVariant, rank: Rank):
         self._call, self._rank = call, rank
         self.computation, self.compiled = computation, compiled
-        self.runner = compiled.runner
+        self._runner = compiled.runner
         self._shares: list[Selection | None] = []
         # Inputs with the same rows share one selection, which devices copy only once.
         shares: dict[Any, Selection] = {}
@@ -204,8 +203,13 @@ class RankCall:
             self.n_rows = 1
         self.has_rows = self.n_rows > 0
 
-    def run(self) -> Any:
+    def run(self, fused_runner: Runner | None = None) -> Any:
         """Compute this rank's rows, and pass the outputs to the engine.
+
+        Parameters
+        ----------
+        fused_runner : Runner, optional
+            Launches a program that contains the compiled function, and computes its outputs; default: its own runner.
 
         Returns
         -------
@@ -214,6 +218,8 @@ class RankCall:
             reduced outputs.
         """
         rank, call, n_rank_means = self._rank, self._call, self.compiled.n_rank_means
+        if fused_runner is not None:
+            self._runner = fused_runner
         if n_rank_means:
             self._check_rank_means()
         if self.has_rows or (call.n_rows == 0 and rank.is_master):
@@ -270,7 +276,7 @@ class RankCall:
 
     def get_outputs(self) -> RankOutputs:
         """Return the outputs with their weight and specification."""
-        spec, n_repeats = self.compiled.spec, self.runner.n_repeats
+        spec, n_repeats = self.compiled.spec, self._runner.n_repeats
         if n_repeats > 1:
             return RankOutputs(self.n_rows // n_repeats, self.values, spec.repeat(n_repeats))
         return RankOutputs(
@@ -317,7 +323,7 @@ class RankCall:
         call, ops = self._call, self.compiled.spec.ops
         if not self.n_rows:
             # No rank has rows: like the serial library, compute the outputs of zero rows.  Nothing is updated.
-            self.runner = self.computation.compile(call.variant._replace(returns_updates=True)).runner
+            self._runner = self.computation.compile(call.variant._replace(returns_updates=True)).runner
             self.values = self._launch(self._shares, self._sliceable_rows)[: len(ops)]
             return
         if not call.variant.returns_updates:
@@ -351,18 +357,18 @@ class RankCall:
         inputs = self._stage_inputs(rows, sliceable_rows)
         if count := self.compiled.n_rank_means:
             with RankMeanContext(self._rank, count).activate():
-                results = self.runner(*inputs)
-                self.runner.wait(results)
+                results = self._runner(*inputs)
+                self._runner.wait(results)
             return results
-        if self._rank.is_master and self.runner.is_new_signature(inputs):
+        if self._rank.is_master and self._runner.is_new_signature(inputs):
             shapes = [getattr(value, "shape", ()) for value in inputs]
             with warn_if_slow(f"compiling {self.computation.name} for inputs of shapes {shapes}"):
-                return self.runner(*inputs)
-        return self.runner(*inputs)
+                return self._runner(*inputs)
+        return self._runner(*inputs)
 
     def _stage_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         rank, computation, buffers = self._rank, self.computation, self.computation.buffers
-        devices = computation.choose_input_devices(self.runner)
+        devices = computation.choose_input_devices(self._runner)
         values = [
             device.stage_input(rank, buffers, position, call_input.array, selection, call_input.is_mutable)
             for position, (device, call_input, selection) in enumerate(

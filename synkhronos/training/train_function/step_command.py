@@ -80,10 +80,10 @@ class StepCommand(_StepCommandFields, Command):
         fused_step = self._fuse(rank, gradient, update)
         if self.n_steps > 1 and not all(rank.all_gather_cached(fused_step is not None)):
             return None
-        if fused_step is not None:
-            # This call's own object now launches gradient, all-reduce and update.  A copy would cost time at each step.
-            gradient.runner = fused_step
-            return gradient.run(), []
+        return self._run_in_parts(rank, gradient, update) if fused_step is None else (gradient.run(fused_step), [])
+
+    def _run_in_parts(self, rank: Rank, gradient: RankCall, update: RankCall) -> tuple[Any, Any]:
+        """Run the gradient, the all-reduce and the update one after another; return both functions' outputs."""
         is_second = rank.number == (rank.master_rank + 1) % rank.size
         if self.update.needs_compile and is_second and update.computation.compile_order == AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
@@ -117,4 +117,4 @@ class StepCommand(_StepCommandFields, Command):
             return None
         if self.gradient.needs_compile and gradient.computation.compile_order == AT_FIRST_CALL:
             return None  # the master makes this call first, alone: in a fused launch it would wait for the others
-        return engine.fuse_step(rank, gradient.runner, self, update.runner, self.n_steps)
+        return engine.fuse_step(rank, gradient.compiled.runner, self, update.compiled.runner, self.n_steps)
