@@ -28,8 +28,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, reduce
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,8 +42,9 @@ from pytensor.graph.op import Op
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.rewriting.basic import node_rewriter
 from pytensor.graph.rewriting.utils import rewrite_graph
+from pytensor.scan.op import Scan
 from pytensor.tensor import TensorType
-from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
+from pytensor.tensor.elemwise import DimShuffle
 from pytensor.tensor.rewriting.basic import register_canonicalize
 from pytensor.tensor.type import float_dtypes
 
@@ -62,7 +63,8 @@ __all__ = ["sum_over_rows"]
 # Numba has to leave the call of the ranks to Python.
 warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows")
 
-#: Constants of at most this many elements are sent with the graph, and ranks compute from them at each call.
+#: Constants of at most this many elements are sent with the graph, and ranks compute from them at each call.  They also
+#: compute what depends on parameters, if it has at most this many elements.
 _MAX_CONSTANT_SIZE = 1000
 
 #: Bytes of rows in one slice of a call on CPU ranks.  A slice and its intermediate values fit into a core's caches, so
@@ -221,13 +223,11 @@ class RowsSum:
         return HessianProduct(self)
 
     @cached_property
-    def _gradients(self) -> list[Any]:
-        # As in PyMC, checks of parameters are no part of the gradient, where they keep PyTensor from merging terms.
-        wrt = [self._inputs[i] for i in self.floats]
-        # PyMC rewrites a density in the same way before its gradient, which would be less exact otherwise.
-        # Rewrites change a graph in place, and the value is compiled from this one.
-        total = rewrite_graph(clone_replace(_remove_checks(self.total)), include=("canonicalize", "stabilize"))
-        return list(grad(total, wrt, disconnected_inputs="ignore"))
+    def _value_and_gradients(self) -> list[Any]:
+        # As PyMC does, which keeps its checks of parameters until it compiles.  Without these rewrites a gradient far
+        # from the data is less exact.  They change a graph in place, and the value alone is compiled from `total`.
+        total = rewrite_graph(clone_replace(self.total), include=("canonicalize", "stabilize"))
+        return [total, *grad(total, [self._inputs[i] for i in self.floats], disconnected_inputs="ignore")]
 
     @cached_property
     def _value_function(self) -> Function:
@@ -235,17 +235,18 @@ class RowsSum:
 
     @cached_property
     def _gradient_function(self) -> Function:
-        return self._compile("gradient", self._inputs, [self.total, *self._gradients])
+        return self._compile("gradient", self._inputs, self._value_and_gradients)
 
     @cached_property
     def _product_function(self) -> Function:
         directions = [self._inputs[i].type(f"direction_{i}") for i in self.floats]
         wrt = [self._inputs[i] for i in self.floats]
-        along = pt.add(0, *[pt.sum(g * v) for g, v in zip(self._gradients, directions, strict=True)])
+        along = pt.add(0, *[pt.sum(g * v) for g, v in zip(self._value_and_gradients[1:], directions, strict=True)])
         products = grad(along, wrt, disconnected_inputs="ignore")
         return self._compile("product", [*self._inputs, *directions], list(products))
 
     def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Function:
+        outputs = _replace_checks(outputs, _make_switch)
         # One output, and so one reduction.
         joined = outputs[0] if len(outputs) == 1 else pt.concatenate([output.ravel() for output in outputs])
         return function(
@@ -260,7 +261,7 @@ class RowsSum:
     def make_local_graph(self) -> tuple[list[Any], Any, list[Any]]:
         """Return the graph of the sum of one rank's rows, for a program in JAX.
 
-        PyMC's functions in JAX do not check parameters, so that nodes with the tag ``is_check`` are left out.
+        PyMC's functions in JAX do not check parameters, so that these checks are left out.
 
         Returns
         -------
@@ -271,7 +272,8 @@ class RowsSum:
             They hold the rows on each rank.
         """
         rows = [shared.type() for shared in self._shareds]
-        (total,) = clone_replace([_remove_checks(self.total)], dict(zip(self._shareds, rows, strict=True)))
+        (total,) = _replace_checks([self.total], lambda value, *conditions: value)
+        (total,) = clone_replace([total], dict(zip(self._shareds, rows, strict=True)))
         return [*self._inputs, *rows], total, self._shareds
 
     # -- evaluations -----------------------------------------------------------------------------------------
@@ -668,7 +670,8 @@ def _make_shared(variable: Any) -> Any:
 def _select_rank_nodes(terms: Any, rows: Sequence[Any]) -> list[Apply]:
     """Return the nodes that the ranks compute, in topological order.
 
-    These are the nodes that depend on rows, and nodes before them that are cheaper to compute than to send.
+    These are the nodes that depend on rows, and nodes of small arrays before them.  Rewrites need the latter: from
+    ``sigma = exp(log_sigma)`` alone they could not make ``log(sigma)`` and its gradient finite where `sigma` is 0.
     """
     nodes = library_of(terms).sort_nodes([terms])
     read = {terms, *(variable for node in nodes for variable in node.inputs)}
@@ -690,38 +693,11 @@ def _select_rank_nodes(terms: Any, rows: Sequence[Any]) -> list[Apply]:
             not needed_outputs.isdisjoint(depends | fixed)
             or not all(map(_is_array, needed_outputs))
             or isinstance(node.op, DimShuffle)
-            or isinstance(node.op, Elemwise | CAReduce)
-            and all(map(_is_number, node.inputs))
+            or _is_cheap(node)
         ):
             selected.append(node)
             needed.update(node.inputs)
-    return _leave_out_first_numbers(selected[::-1], rows)
-
-
-def _leave_out_first_numbers(nodes: Sequence[Apply], rows: Sequence[Any]) -> list[Apply]:
-    """Leave out each node that computes a number from numbers that no other node needs: its result is sent instead.
-
-    So a rank receives ``sigma`` rather than its logarithm, of which PyTensor would compute a function for each row.
-    """
-    num_readers: dict[Any, int] = {}
-    for variable in (variable for node in nodes for variable in set(node.inputs)):
-        num_readers[variable] = num_readers.get(variable, 0) + 1
-    computed: set[Any] = set(rows)
-    constants: set[Any] = set()
-    remaining = []
-    for node in nodes:
-        params = {variable for variable in node.inputs if not isinstance(variable, Constant)} - constants
-        if (
-            params
-            and not isinstance(node.op, DimShuffle)
-            and computed.isdisjoint(params)
-            and all(num_readers[variable] == 1 and _is_float_number(variable) for variable in params)
-            and all(map(_is_float_number, node.outputs))
-        ):
-            continue
-        remaining.append(node)
-        (computed if params else constants).update(node.outputs)
-    return remaining
+    return selected[::-1]
 
 
 def _find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
@@ -748,29 +724,34 @@ def replace_variables(variable: Any, nodes: Sequence[Apply], replaced: Mapping[A
     return new_variables.get(variable, variable)
 
 
-def _remove_checks(variable: Any) -> Any:
-    """Return `variable` with the second input of each node that has the tag ``is_check`` in place of its output."""
+def _replace_checks(variables: Sequence[Any], replace: Callable[..., Any]) -> list[Any]:
+    """Return `variables` with ``replace(value, *conditions)`` in place of each check of parameters by PyMC."""
     new_variables: dict[Any, Any] = {}
-    for node in library_of(variable).sort_nodes([variable]):
+    for node in library_of(variables[0]).sort_nodes(variables):
         inputs = [new_variables.get(v, v) for v in node.inputs]
-        if getattr(node.tag, "is_check", False) and inputs[1].type.broadcastable == node.outputs[0].type.broadcastable:
-            new_variables[node.outputs[0]] = inputs[1]
+        if getattr(node.op, "can_be_replaced_by_ninf", False):
+            new_variables[node.outputs[0]] = replace(*inputs)
         elif not new_variables.keys().isdisjoint(node.inputs):
             new_node = node.clone_with_new_inputs(inputs, strict=False)
             new_variables.update(zip(node.outputs, new_node.outputs, strict=True))
-    return new_variables.get(variable, variable)
+    return [new_variables.get(variable, variable) for variable in variables]
+
+
+def _make_switch(value: Any, *conditions: Any) -> Any:
+    return pt.switch(reduce(pt.and_, conditions), value, -np.inf)
 
 
 def _is_array(variable: Any) -> bool:
     return isinstance(variable.type, TensorType)
 
 
-def _is_number(variable: Any) -> bool:
-    return all(length == 1 for length in variable.type.shape)
-
-
-def _is_float_number(variable: Any) -> bool:
-    return _is_array(variable) and variable.dtype in float_dtypes and _is_number(variable)
+def _is_cheap(node: Apply) -> bool:
+    """Whether a node computes small arrays from small arrays."""
+    arrays = [*node.inputs, *node.outputs]
+    return not isinstance(node.op, Scan) and all(
+        isinstance(v.type, TensorType) and None not in v.type.shape and math.prod(v.type.shape) <= _MAX_CONSTANT_SIZE
+        for v in arrays
+    )
 
 
 def _is_small(constant: Any) -> bool:

@@ -27,6 +27,7 @@ import pytensor.sparse  # noqa: E402
 import pytensor.tensor as pt  # noqa: E402
 import scipy.sparse  # noqa: E402
 from library import INTERPRETED, XLA, fork_ranks  # noqa: E402
+from pytensor.compile.mode import Mode, predefined_modes  # noqa: E402
 from pytensor.graph.replace import vectorize_graph  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
@@ -150,6 +151,41 @@ def test_gradient_far_from_the_data_is_as_exact_as_pymcs(two):
     for _ in range(4):
         point = {name: value + 10 * rng.normal(size=np.shape(value)) for name, value in model.initial_point().items()}
         np.testing.assert_allclose(ours(point), theirs(point), rtol=1e-9)
+
+
+def rate_of_zero():
+    pm.Poisson("y", pm.Exponential("rate", 1), observed=COUNTS)
+    return [-800.0]
+
+
+def probability_of_zero():
+    pm.Categorical("y", p=pm.Dirichlet("p", np.ones(4)), observed=GROUP)
+    return [-400.0, 400.0, 0.0]
+
+
+def tail_of_zero():
+    pm.SkewNormal("y", mu=X @ pm.Normal("b", shape=3), sigma=pm.HalfNormal("s"), alpha=2, observed=X[:, 0])
+    return [30.0, 50.0, 90.0, 0.0]
+
+
+@pytest.mark.new_ranks
+@pytest.mark.skipif(XLA, reason="sets the rewrites of a mode without a compiler")
+@pytest.mark.parametrize("build", [rate_of_zero, probability_of_zero, tail_of_zero], ids=lambda build: build.__name__)
+def test_rewrites_of_parameters_equal_pymcs(fork, monkeypatch, build):
+    """From a parameter alone, without its formula, rewrites could not make a result finite."""
+    monkeypatch.setitem(predefined_modes, INTERPRETED, Mode("py", "fast_run"))
+    monkeypatch.setattr(pytensor.config, "mode", INTERPRETED)
+    fork(2)
+    with pm.Model() as model:
+        point = build()
+    results = []
+    for variant in (data_parallel(model), model):
+        function = variant.logp_dlogp_function(ravel_inputs=True, **HERE)
+        function.set_extra_values({})
+        results.append(function(np.array(point)))
+    for ours, theirs in zip(*results, strict=True):
+        assert not np.any(np.isnan(theirs))
+        np.testing.assert_allclose(ours, theirs)
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
@@ -429,6 +465,14 @@ def test_data_parallel_names_unsplittable_terms(two):
     assert names(parallel.split_RVs) == ["y"]
     assert list(parallel.reasons) == ["walk", "latent", "single", "curve"]
     check_equal(parallel, model)
+
+
+@pytest.mark.filterwarnings("ignore:Data in .* contains missing values")
+def test_reason_of_observed_rows_names_what_prevents_a_split():
+    with pm.Model() as model:
+        pm.Normal("y", pm.Normal("effect", shape=N), 1, observed=np.ma.masked_where(np.arange(N) % 9 == 0, X[:, 0]))
+    with pytest.raises(ValueError, match="'effect' has an element for each row, but is not data"):
+        data_parallel(model)
 
 
 def scan(step, sequences, rho, **kwargs):

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pymc as pm
 import pytensor
-import pytensor.tensor as pt
 from pymc.blocking import DictToArrayBijection
 from pymc.data import MinibatchOp
 from pymc.logprob.utils import CheckParameterValue
@@ -247,17 +246,11 @@ def _sum_terms(model: pm.Model, terms: Any, shape: Any, name: str) -> Any:
         raise NotRowwiseError(f"it has shape {tuple(map(int, shape))}, and so no rows to share out")
 
     def restrict_check(search: RowSearch, node: Any, axis: int) -> Any:
-        # PyMC rewrites its checks of parameters in the same way when it compiles a model.
         value, *conditions = node.inputs
         value = search.restrict(value, axis)
-        conditions = [search.restrict_condition(condition) for condition in conditions]
-        if not node.op.can_be_replaced_by_ninf:
-            return node.op(value, *conditions)
-        if not model.check_bounds:
+        if node.op.can_be_replaced_by_ninf and not model.check_bounds:
             return value
-        checked = pt.switch(reduce(pt.and_, conditions), value, -np.inf)
-        checked.owner.tag.is_check = True  # PyMC has none in JAX
-        return checked
+        return node.op(value, *[search.restrict_condition(condition) for condition in conditions])
 
     terms, rows = make_rowwise(terms, int(shape[0]), {CheckParameterValue: restrict_check, MinibatchOp: _refuse_draws})
     total = sum_over_rows(terms, rows, name=name)

@@ -155,6 +155,11 @@ class RowSearch:
         """Return the restriction of ``values[index]`` for a constant index into longer data; None if impossible.
 
         The data are indexed once, so that everything that is computed from them has these rows only.
+
+        Raises
+        ------
+        NotRowwiseError
+            If `index` is a mask: without this restriction, a mask mixes rows.
         """
         length = values.type.shape[axis]
         if not isinstance(index, Constant) or index.type.ndim != 1 or length is None or length < self.length:
@@ -167,6 +172,8 @@ class RowSearch:
         try:
             return subsearch.restrict(values, axis)
         except NotRowwiseError:
+            if index.type.dtype == "bool":
+                raise
             return None
 
     def find_row_axis(self, variable: Any) -> int | None:
