@@ -175,6 +175,8 @@ class RowsSum:
         Maximal number of ranks of a chain with a process of its own; None for its share.
     inherited_rows : list of ndarray
         In such a process, the values of the rows when its ranks were started.
+    rewrite_before_gradient : callable
+        Rewrites the sum before its gradient is built.
     remote_evaluator : RemoteEvaluator or None
         Evaluates for threads that a sampler started, in other processes.
     """
@@ -195,6 +197,7 @@ class RowsSum:
         self.interrupts_on_exit = False
         self.max_chain_ranks: int | None = None
         self.inherited_rows: list[Any] = []
+        self.rewrite_before_gradient: Callable[[Any], Any] = _rewrite
         self.remote_evaluator: RemoteEvaluator | None = None
         self._lock = threading.RLock()
         self._scattered: list[Any] = []
@@ -224,9 +227,9 @@ class RowsSum:
 
     @cached_property
     def _value_and_gradients(self) -> list[Any]:
-        # As PyMC does, which keeps its checks of parameters until it compiles.  Without these rewrites a gradient far
-        # from the data is less exact.  They change a graph in place, and the value alone is compiled from `total`.
-        total = rewrite_graph(clone_replace(self.total), include=("canonicalize", "stabilize"))
+        # As PyMC does, which keeps its checks of parameters until it compiles.  Without rewrites a gradient far from
+        # the data is less exact.  They change a graph in place, and the value alone is compiled from `total`.
+        total = self.rewrite_before_gradient(clone_replace(self.total))
         return [total, *grad(total, [self._inputs[i] for i in self.floats], disconnected_inputs="ignore")]
 
     @cached_property
@@ -735,6 +738,10 @@ def _replace_checks(variables: Sequence[Any], replace: Callable[..., Any]) -> li
             new_node = node.clone_with_new_inputs(inputs, strict=False)
             new_variables.update(zip(node.outputs, new_node.outputs, strict=True))
     return [new_variables.get(variable, variable) for variable in variables]
+
+
+def _rewrite(total: Any) -> Any:
+    return rewrite_graph(total, include=("canonicalize", "stabilize"))
 
 
 def _make_switch(value: Any, *conditions: Any) -> Any:

@@ -32,7 +32,7 @@ from pytensor.graph.replace import vectorize_graph  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions import rows_sum  # noqa: E402
-from synkhronos.extensions.pymc import data_parallel  # noqa: E402
+from synkhronos.extensions.pymc import data_parallel, data_parallel_model  # noqa: E402
 from synkhronos.extensions.rows_sum import SumOverRows  # noqa: E402
 
 N = 60
@@ -153,11 +153,6 @@ def test_gradient_far_from_the_data_is_as_exact_as_pymcs(two):
         np.testing.assert_allclose(ours(point), theirs(point), rtol=1e-9)
 
 
-def rate_of_zero():
-    pm.Poisson("y", pm.Exponential("rate", 1), observed=COUNTS)
-    return [-800.0]
-
-
 def probability_of_zero():
     pm.Categorical("y", p=pm.Dirichlet("p", np.ones(4)), observed=GROUP)
     return [-400.0, 400.0, 0.0]
@@ -170,9 +165,11 @@ def tail_of_zero():
 
 @pytest.mark.new_ranks
 @pytest.mark.skipif(XLA, reason="sets the rewrites of a mode without a compiler")
-@pytest.mark.parametrize("build", [rate_of_zero, probability_of_zero, tail_of_zero], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [probability_of_zero, tail_of_zero], ids=lambda build: build.__name__)
 def test_rewrites_of_parameters_equal_pymcs(fork, monkeypatch, build):
     """From a parameter alone, without its formula, rewrites could not make a result finite."""
+    if build is probability_of_zero and pm.__version__ >= "6":
+        pytest.skip("PyMC 6 selects probabilities by an index that ranks receive, and that prevents the rewrite")
     monkeypatch.setitem(predefined_modes, INTERPRETED, Mode("py", "fast_run"))
     monkeypatch.setattr(pytensor.config, "mode", INTERPRETED)
     fork(2)
@@ -186,6 +183,16 @@ def test_rewrites_of_parameters_equal_pymcs(fork, monkeypatch, build):
     for ours, theirs in zip(*results, strict=True):
         assert not np.any(np.isnan(theirs))
         np.testing.assert_allclose(ours, theirs)
+
+
+def test_gradient_is_that_of_the_density_that_pymc_rewrites(two, monkeypatch):
+    """PyMC 6.4 rewrites the graphs of loops and of functions within a density, too."""
+    monkeypatch.setattr(data_parallel_model, "rewrite_pregrad", lambda total: 2 * total)
+    model = small()
+    ours, theirs = (one.compile_dlogp(**HERE) for one in (data_parallel(model), model))
+    point = points(model)[0]
+    prior = -point["b"]
+    np.testing.assert_allclose(ours(point) - prior, 2 * (theirs(point) - prior))
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])

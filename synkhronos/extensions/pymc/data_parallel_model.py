@@ -22,6 +22,7 @@ import pytensor
 from pymc.blocking import DictToArrayBijection
 from pymc.data import MinibatchOp
 from pymc.logprob.utils import CheckParameterValue
+from pymc.pytensorf import rewrite_pregrad
 from pytensor.compile import SharedVariable
 from pytensor.graph.basic import Constant
 from pytensor.graph.traversal import ancestors
@@ -254,8 +255,10 @@ def _sum_terms(model: pm.Model, terms: Any, shape: Any, name: str) -> Any:
 
     terms, rows = make_rowwise(terms, int(shape[0]), {CheckParameterValue: restrict_check, MinibatchOp: _refuse_draws})
     total = sum_over_rows(terms, rows, name=name)
+    rows_sum = total.owner.op.rows
     # PyMC's samplers return the draws so far, as after Ctrl-C.
-    total.owner.op.rows.interrupts_on_exit = True
+    rows_sum.interrupts_on_exit = True
+    rows_sum.rewrite_before_gradient = rewrite_pregrad
     return total
 
 
