@@ -103,6 +103,7 @@ def main() -> int:
             print(f"rank {death['rank']} {death['cause']}: from step {death['step']}, {death['seconds']} s lost")
         with np.load(whole / "params.npz") as expected, np.load(parts / "params.npz") as found:
             is_same = all(np.array_equal(expected[name], found[name]) for name in expected)
+            difference = max(float(np.abs(expected[name] - found[name]).max()) for name in expected)
         losses = [[report["loss"] for report in lines(folder, "reports")] for folder in (whole, parts)]
         n_ranks = len(options.devices.split(","))
         rows = [[sum(line["rows"] for line in lines(f, f"rank-{r}")) for r in range(n_ranks)] for f in (whole, parts)]
@@ -112,7 +113,8 @@ def main() -> int:
             f"{options.rule} on {options.devices}: {n_killed} ranks killed, {len(deaths)} deaths survived; seconds lost: "
             f"{times}; undisturbed "
             f"{seconds['whole']:.1f} s, disturbed {seconds['parts']:.1f} s; parameters equal: {is_same}; "
-            f"losses equal: {losses[0] == losses[1]}; rows of each rank: {rows[0]} and {rows[1]}"
+            f"losses equal: {losses[0] == losses[1]}; largest differences: {difference:.1e} and "
+            f"{max(abs(a - b) for a, b in zip(*losses, strict=False)):.1e}; rows of each rank: {rows[0]} and {rows[1]}"
         )
         is_wrong = len(deaths) != n_killed or rows[0] != rows[1] or len(losses[0]) != len(losses[1])
         return int(is_wrong or options.rule == "BSP" and not (is_same and losses[0] == losses[1]))
