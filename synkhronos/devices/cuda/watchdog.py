@@ -13,8 +13,8 @@ them::
                              │                                         │
        a rank fails before   │                                         │  a peer exits
        all have started      v                                         v  (master's thread only)
-       (cancel)          aborted: `NcclConnection.abort`; the GPU continues with undefined results, or with the
-                         array that `keep_copy` has copied (also `CONNECT_TIMEOUT` after a failure, for any reason)
+       (cancel)          aborted: `NcclConnection.abort`; the GPU continues with undefined results
+                         (also `CONNECT_TIMEOUT` after a failure, for any reason)
 
 The ranks agree on whether all have started (`synkhronos.ranks.agreement`), so either all abort a collective or none
 does.  There are three checks: in `wait_started`, at the end of a failed command (`cancel`), and in a thread, since a
