@@ -316,10 +316,7 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     with session.call_lock:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
-        command = get_all_reduce_command(session, shared_vars, op, nccl)
-        repeat = command.find_repeat(session.rank)
-        if repeat is None or not session.try_run(repeat):
-            session.run(command)
+        session.run(get_all_reduce_command(session, shared_vars, op, nccl))
 
 
 class _AllReduceCommands(WeakKeyDict[Any, dict[Any, AllReduceValues]]):

@@ -5,13 +5,6 @@ ranks derive from the same data whether the collective is possible, and which co
 their device, or that of the host.  So nothing is changed before all checks have passed on every rank.
 
 A repeated `all_reduce`, as in a training loop, only compares a digest while the layouts don't change (`AllReducePlan`).
-A small one on GPUs starts before the ranks have compared anything (`RepeatAllReduce`)::
-
-    master    plan valid? ──> post its digest ──> copy the array, NCCL ──────────> done
-    worker                          └─> same plan, valid? ──> copy the array, NCCL ──> done
-                                          │ no
-                                          └─> fail: the ranks abort NCCL and restore the copied arrays;
-                                              the master posts `AllReduceValues`, as at the first time
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ from synkhronos.checks import describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, get_array_device, get_device
 from synkhronos.graphs import GraphLibrary, library_of
-from synkhronos.ranks import ArrayLocation, BoundedCache, Cancelled, Command, Rank, RowAccess
+from synkhronos.ranks import ArrayLocation, BoundedCache, Command, Rank, RowAccess
 from synkhronos.replication.random_streams import jump_to_rank
 
 
@@ -357,11 +350,6 @@ class AllReduceValues(Command):
         if rank.size > 1:
             self.get_plan(rank).all_reduce(rank, self.op)
 
-    def find_repeat(self, rank: Rank) -> RepeatAllReduce | None:
-        """Return the command that repeats this one, if the layouts in the master have not changed since the last."""
-        plan = rank.registry.get(_AllReducePlans).get(self)
-        return plan.repeat if plan is not None and plan.repeat is not None and plan.is_valid(rank) else None
-
     def get_plan(self, rank: Rank) -> AllReducePlan:
         """Return the plan, after a check that all ranks have the same plan; a collective operation."""
         plans = rank.registry.get(_AllReducePlans)
@@ -373,31 +361,8 @@ class AllReduceValues(Command):
         variables = prepare_copies(rank, self.keys, self.nccl, is_changed)
         for variable in variables:
             variable.check_equal_shapes("all_reduce")
-        plan = plans[self] = AllReducePlan.from_copies(rank, self, variables)
+        plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, variables)
         return plan
-
-
-@dataclass(frozen=True, slots=True)
-class RepeatAllReduce(Command):
-    """Repeat an all-reduce of small arrays, which starts before the ranks have agreed on it.
-
-    Attributes
-    ----------
-    command : AllReduceValues
-    digest : bytes
-        Digest of the master's plan, which is valid.
-    """
-
-    command: AllReduceValues
-    digest: bytes
-
-    def run(self, rank: Rank) -> None:
-        """Reduce; a worker with another plan fails the command instead."""
-        plan = rank.registry.get(_AllReducePlans).get(self.command)
-        if plan is None or plan.digest != self.digest or not (rank.is_master or plan.is_valid(rank)):
-            rank.fail_command()
-            raise Cancelled
-        plan.all_reduce(rank, self.command.op, is_agreed=False)
 
 
 class PlannedVariable(NamedTuple):
@@ -406,10 +371,8 @@ class PlannedVariable(NamedTuple):
     key: Any
     library: GraphLibrary
     layout: ArrayLayout
-    array_type: Any
     device: Device
-    communicator: Communicator
-    is_direct: bool
+    transport: Device
 
 
 class AllReducePlan(NamedTuple):
@@ -420,62 +383,40 @@ class AllReducePlan(NamedTuple):
     Attributes
     ----------
     variables : list of PlannedVariable
-    connection : Communicator
-        Communicator of the rank's device.
     generation : int
         Generation of the device's connection.
     digest : bytes
         Digest of the plan, which each rank with a valid plan passes to `Rank.all_equal`.
-    repeat : RepeatAllReduce or None
-        Command that repeats the all-reduce; None if its arrays are not small, or not on GPUs of one host.
     """
 
     variables: list[PlannedVariable]
-    connection: Communicator
     generation: int
     digest: bytes
-    repeat: RepeatAllReduce | None
 
     @classmethod
-    def from_copies(cls, rank: Rank, command: AllReduceValues, copies: Sequence[VariableCopy]) -> AllReducePlan:
+    def from_copies(cls, rank: Rank, keys: Sequence[Any], copies: Sequence[VariableCopy]) -> AllReducePlan:
         """Return the plan for copies of equal shapes."""
-        connection = rank.device.get_communicator(rank)
+        generation = rank.device.get_communicator(rank).generation
         variables = [
-            PlannedVariable(
-                *(key, own.library, own.layouts[rank.number], type(own.value), own.device, own.communicator),
-                own.transport is own.device,
-            )
-            for key, own in zip(command.keys, copies, strict=True)
+            PlannedVariable(key, own.library, own.layouts[rank.number], own.device, own.transport)
+            for key, own in zip(keys, copies, strict=True)
         ]
         layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
-        digest = rank.compute_digest((layouts, connection.generation))
-        shape, dtype = copies[0].layouts[rank.number]
-        nbytes = math.prod(shape) * dtype.itemsize
-        can_repeat = len(copies) == 1 and 0 < nbytes <= copies[0].communicator.max_restorable_nbytes
-        repeat = RepeatAllReduce(command, digest) if can_repeat and not rank.spans_hosts else None
-        return cls(variables, connection, connection.generation, digest, repeat)
+        return cls(variables, generation, rank.compute_digest((layouts, generation)))
 
     def is_valid(self, rank: Rank) -> bool:
         """Whether the layouts of this rank's variables, and its connection, have not changed."""
-        for key, library, (shape, dtype), array_type, *_ in self.variables:
+        for key, library, (shape, dtype), device, _ in self.variables:
             value = library.borrow_value(rank.get_object(key))
-            if type(value) is not array_type or value.shape != shape or value.dtype != dtype:
+            if get_array_device(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
-        return self.connection.generation == self.generation
+        return bool(rank.device.get_communicator(rank).generation == self.generation)
 
-    def all_reduce(self, rank: Rank, op: str, is_agreed: bool = True) -> None:
-        """Reduce into every rank's variables.
-
-        Parameters
-        ----------
-        rank : Rank
-        op : str
-        is_agreed : bool
-            Whether all ranks are known to have this plan.  If not, a failure of the command restores the arrays.
-        """
-        for key, library, _, _, device, communicator, is_direct in self.variables:
-            shared = rank.get_object(key)
-            if not is_direct:
+    def all_reduce(self, rank: Rank, op: str) -> None:
+        """Reduce into every rank's variables."""
+        for key, library, _, device, transport in self.variables:
+            shared, communicator = rank.get_object(key), transport.get_communicator(rank)
+            if transport is not device:
                 array = np.array(device.to_host(library.borrow_value(shared)), order="C")
                 communicator.all_reduce(array, op)
                 library.store_value(shared, device.from_host(array))
@@ -483,11 +424,10 @@ class AllReducePlan(NamedTuple):
             has_other_references = library.has_other_references(shared)
             value = library.borrow_value(shared)
             array = device.as_writable(value, has_other_references)
-            reduce = communicator.all_reduce if is_agreed else communicator.all_reduce_early
-            new = device.rewrap(array, reduce(array, op))
+            new = device.rewrap(array, communicator.all_reduce(array, op))
             if new is not value:
                 library.store_value(shared, new)
-        for communicator in {variable.communicator for variable in self.variables}:
+        for communicator in {variable.transport.get_communicator(rank) for variable in self.variables}:
             communicator.notify_started()
 
 

@@ -20,9 +20,6 @@ class Communicator(ABC):
     the device's `slice_items`.
     """
 
-    #: Maximal number of bytes of an array for `all_reduce_early`.
-    max_restorable_nbytes = 0
-
     @property
     def generation(self) -> int:
         """Number of the connection, equal on all ranks that share it; 0 without a connection."""
@@ -50,14 +47,6 @@ class Communicator(ABC):
         bool
             Whether the result is complete already.  ``Device.rewrap`` returns the array to use from then on.
         """
-
-    def all_reduce_early(self, array: Any, op: str) -> bool:
-        """As `all_reduce`, before the ranks know that all of them take part.
-
-        If one fails the command instead, the arrays of the others are restored.  They must not be larger than
-        `max_restorable_nbytes`.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def reduce(

@@ -182,14 +182,6 @@ class CommandRunner(ABC):
         self.send_releases()
         return self._run(command)
 
-    def try_run(self, command: Command) -> bool:
-        """Run a command that a rank may cancel, by `Rank.fail_command` without an error; return True if none has."""
-        try:
-            self.run(command)
-        except Cancelled:
-            return False
-        return not self.rank.has_failed(self._command_number)
-
     def send_releases(self) -> None:
         """Release segments and objects on the workers that the master has released.  The lock has to be held."""
         self._wait_for_workers()

@@ -68,7 +68,7 @@ TRACED = [
     TracedMethod(Feed, "wait_rows", "load", "wait for the loader"),
     *(
         TracedMethod(Communicator, method, "exchange", method)
-        for method in ("all_reduce", "all_reduce_early", "broadcast", "gather", "reduce", "reduce_scatter")
+        for method in ("all_reduce", "broadcast", "gather", "reduce", "reduce_scatter")
     ),
 ]
 

@@ -7,8 +7,6 @@ from library import ARRAYS, INTERPRETED, NAME, function, shared
 from library import tensor as T
 
 import synkhronos as synk
-from synkhronos import ranks
-from synkhronos.collectives.calls import get_all_reduce_command
 
 pytestmark = ON_GPUS
 
@@ -99,35 +97,6 @@ def test_gpu_gather_accepts_different_shapes(fork):
         synk.all_reduce(w)
     synk.all_gather(w)
     check_values(w, [np.concatenate(parts)] * 2)
-
-
-def test_repeated_small_all_reduce_is_undone_if_shapes_have_changed(fork):
-    fork(2)
-    session, w = ranks.get_session(), shared(np.zeros(3, "float32"), "w")
-    synk.function([], updates=[(w, w)])()
-    for rank in range(2):
-        synk.set_value(rank, w, np.full(3, 1 + rank, "float32"))
-
-    def find_repeat():
-        return get_all_reduce_command(session, w, "sum", nccl=True).find_repeat(session.rank)
-
-    assert find_repeat() is None
-    for total in (3, 6, 12):
-        synk.all_reduce(w, "sum")
-        check_values(w, [np.full(3, total, "float32")] * 2)
-        assert find_repeat() is not None
-    synk.set_value(1, w, np.ones(2, "float32"))  # the master does not know, and starts NCCL's all-reduce
-    with pytest.raises(ValueError, match="same shape on all ranks"):
-        synk.all_reduce(w, "sum")
-    check_values(w, [np.full(3, 12, "float32"), np.ones(2, "float32")])
-    synk.set_value(1, w, np.ones(3, "float32"))
-    for total in (13, 26, 52):
-        synk.all_reduce(w, "sum")
-        check_values(w, [np.full(3, total, "float32")] * 2)
-    large = shared(np.zeros(1 << 17, "float32"), "large")
-    synk.function([], updates=[(large, large)])()
-    synk.all_reduce(large, "sum")
-    assert get_all_reduce_command(session, large, "sum", nccl=True).find_repeat(session.rank) is None
 
 
 def test_collectives_leave_results_on_the_gpu(fork):

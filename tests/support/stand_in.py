@@ -19,7 +19,6 @@ import numpy as np
 from synkhronos import processes
 from synkhronos.devices import HOST, JAX
 from synkhronos.devices.cuda import nccl
-from synkhronos.devices.cuda.staging import MAX_COPY_BYTES
 from synkhronos.devices.jax import JaxDevice
 from synkhronos.devices.jax.ffi import ComputeStream
 from synkhronos.engines.xla.executable import Executable
@@ -55,13 +54,8 @@ class _Staging:
     def __init__(self):
         self.arrays = self.driver = self
         self.host_flags = np.zeros(1, np.int32)
-        self._copy = np.zeros(MAX_COPY_BYTES, np.uint8)
-        self.copy_address = self._copy.ctypes.data
 
     def set_current(self):
-        pass
-
-    def spin_until_idle(self, seconds):
         pass
 
     def get_pointer(self, array):
@@ -78,7 +72,6 @@ class _Staging:
 
     def cuMemcpyAsync(self, target, source, nbytes, stream):  # noqa: N802 - CUDA's name
         ctypes.memmove(target, source, nbytes)
-        return (0,)
 
 
 class _Communicator(nccl.NcclCommunicator):

@@ -29,7 +29,7 @@ import numpy as np
 from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.cuda.launch_state import LaunchState, find_function_addresses
 from synkhronos.devices.cuda.nccl_connection import NCCL_UINT8, PEER_POLL_SECONDS, NcclConnection
-from synkhronos.devices.cuda.staging import MAX_COPY_BYTES, NOT_READY, SUCCESS, ItemRange, Staging, check_result
+from synkhronos.devices.cuda.staging import ItemRange, Staging, check_result
 from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.ranks import Rank
@@ -39,8 +39,8 @@ _DTYPE_NAMES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfl
 NCCL_DTYPES = {name: number for number, name in enumerate(_DTYPE_NAMES.split())}
 #: NCCL's numbers of reductions (ncclRedOp_t); other reductions use host memory.
 NCCL_OPS = {name: op.nccl_op for name, op in REDUCE_OPS.items() if op.nccl_op is not None}
-#: Maximal seconds to wait for an all-reduce of up to `MAX_COPY_BYTES`, which takes no longer than a launch.
-_QUICK_SECONDS = 50e-6
+#: Bytes up to which an all-reduce takes no longer than a launch, and maximal seconds to wait for it.
+_QUICK_BYTES, _QUICK_SECONDS = 1 << 16, 50e-6
 
 
 class BufferSpan(NamedTuple):
@@ -95,16 +95,9 @@ class NcclCommunicator(Communicator):
         else:
             watchdog.connections.append(self._connection)
         self._watchdog = watchdog
-        #: Last command whose all-reduce has completed within `_QUICK_SECONDS`.
-        self._quick_command = -1
         #: Whether the side stream has work for which XLA's stream does not wait yet.
         self._has_side_work = False
         self._functions: dict[str, int] | None = None
-
-    @property
-    def max_restorable_nbytes(self) -> int:  # type: ignore[override] # no number, but read only
-        """Maximal number of bytes of an array for `all_reduce_early`."""
-        return 0 if self._arrays.stream is None else MAX_COPY_BYTES
 
     @property
     def communicator_number(self) -> int:
@@ -148,41 +141,26 @@ class NcclCommunicator(Communicator):
         bool
             Whether the result is complete already.
         """
-        return self._launch_all_reduce(array, op, keeps_copy=False)
-
-    def all_reduce_early(self, array: Any, op: str) -> bool:
-        """Launch an all-reduce before the ranks have agreed on it; a failure of the command restores the array."""
-        return self._launch_all_reduce(array, op, keeps_copy=True)
-
-    def _launch_all_reduce(self, array: Any, op: str, keeps_copy: bool) -> bool:
         address, count, dtype = self._describe_array(array)
         if not count:
             return True
-        nbytes = count * array.dtype.itemsize
         self._staging.set_current()
         # On an idle stream a small all-reduce takes less time than the launch that `rewrap` needs without its result.
-        # After a quick one in the command before, the stream is idle, and is not asked, which takes microseconds.
-        command = self._rank.command_number
-        is_quick = nbytes <= MAX_COPY_BYTES and (self._quick_command == command - 1 or self._watchdog.is_stream_idle())
+        is_quick = count * array.dtype.itemsize <= _QUICK_BYTES and self._watchdog.is_stream_idle()
         self._watchdog.writes_in_place = True
-        if keeps_copy:
-            self._watchdog.keep_copy(address, nbytes)
         self._watchdog.mark_started(self._connection)
         with self._call_lock:
             handle = self._connection.handle
             self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
         if self._arrays.stream is None:
             self._wait_stream()
-        if is_quick and self._completes_quickly():
-            self._quick_command = command
-            return True
-        return False
+        return is_quick and self._completes_quickly()
 
     def _completes_quickly(self) -> bool:
         """Wait up to `_QUICK_SECONDS` for the stream; return True if its work has completed."""
-        query, stream, deadline = self._staging.driver.cuStreamQuery, self._stream, perf_counter() + _QUICK_SECONDS
-        while (result := query(stream)[0]) != SUCCESS:
-            if result != NOT_READY or perf_counter() > deadline:
+        driver, deadline = self._staging.driver, perf_counter() + _QUICK_SECONDS
+        while (result := driver.cuStreamQuery(self._stream)[0]) != driver.CUresult.CUDA_SUCCESS:
+            if result != driver.CUresult.CUDA_ERROR_NOT_READY or perf_counter() > deadline:
                 return False
         if not self.generation:  # aborted: the result is undefined
             return False

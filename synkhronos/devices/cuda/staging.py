@@ -22,7 +22,6 @@ import mmap
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -40,10 +39,8 @@ _MAX_SHAPES = 4
 _BLOCKS, _THREADS, _LOADS = 32, 512, 4
 #: Maximal number of bytes of arrays that are fetched through page-locked memory.
 _MAX_FETCH_BYTES = 1 << 20
-#: Number of bytes of the memory for a copy of a small array on the GPU.
-MAX_COPY_BYTES = 1 << 16
-#: CUDA_SUCCESS and CUDA_ERROR_NOT_READY, as integers.
-SUCCESS, NOT_READY = 0, 600
+#: CUDA_SUCCESS, as an integer.
+_SUCCESS = 0
 
 _GATHER = r"""
 typedef unsigned long long Index;
@@ -115,7 +112,7 @@ def check_result(results: Any) -> Any:
         If the call has failed.
     """
     error, *values = results
-    if error != SUCCESS:
+    if error != _SUCCESS:
         from cuda.bindings import driver
 
         _, name = driver.cuGetErrorName(error)
@@ -225,12 +222,6 @@ class Staging:
         return self.arrays.get_pointer(self._scratch)
 
     @cached_property
-    def copy_address(self) -> int:
-        """Address of memory on the GPU for the copy of a small array."""
-        self._copy = self.arrays.empty((MAX_COPY_BYTES,), np.dtype(np.uint8))
-        return self.arrays.get_pointer(self._copy)
-
-    @cached_property
     def side_stream(self) -> int:
         """Handle of a high-priority stream for communication that overlaps the library's computations."""
         from cuda.core import StreamOptions
@@ -243,13 +234,6 @@ class Staging:
         if not hasattr(self._thread, "is_set"):
             self._device.set_current()
             self._thread.is_set = True
-
-    def spin_until_idle(self, seconds: float) -> None:
-        """Poll the compute stream until it is idle, for at most ``seconds``."""
-        self.set_current()
-        deadline = perf_counter() + seconds
-        while self.driver.cuStreamQuery(self.arrays.stream)[0] == NOT_READY and perf_counter() < deadline:
-            pass
 
     # -- to the GPU ------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from synkhronos.devices.cuda.nccl_connection import CONNECT_TIMEOUT, PEER_POLL_SECONDS, STUCK_TIMEOUT, NcclConnection
-from synkhronos.devices.cuda.staging import NOT_READY, Staging, check_result
+from synkhronos.devices.cuda.staging import Staging
 from synkhronos.ranks import Cancelled, PendingOperation, Rank
 from synkhronos.ranks.interrupts import defer_signals
 
@@ -77,9 +77,6 @@ class CollectiveWatchdog(PendingOperation):
         self._thread: threading.Thread | None = None
         self._query_thread: threading.Thread | None = None
         self._stop = threading.Event()
-        #: Address and number of bytes of the array that `keep_copy` has copied, and the command in which it was.
-        self._copied = 0, 0, 0
-        self._cancel_lock = threading.Lock()
         #: Last command in which this rank completed a blocking collective that others may not have started.
         self._completed_command = 0
         self.clear()
@@ -118,11 +115,6 @@ class CollectiveWatchdog(PendingOperation):
         self.clear()
         if connection is self.connections[0]:
             self._completed_command = self._rank.command_number
-
-    def keep_copy(self, address: int, nbytes: int) -> None:
-        """Copy the array that the next collective overwrites; `cancel` restores it if it aborts the collective."""
-        self._copied = address, nbytes, self._rank.command_number
-        check_result(self._staging.driver.cuMemcpyAsync(self._staging.copy_address, address, nbytes, self._stream))
 
     def wait_started(self, check: Callable[[], None] | None = None) -> None:
         """Wait until all ranks have started the pending collectives, which then complete unless a peer exits.
@@ -165,26 +157,16 @@ class CollectiveWatchdog(PendingOperation):
             connection.abort()
 
     def _abort_unless_started_by_all(self, command_number: int) -> None:
-        with self._cancel_lock:  # the command's thread waits until the watchdog's has restored the array
-            if self._pending_command != command_number:
-                return
+        if self._pending_command == command_number:
             # Read in this order: first the last common step, then this rank's step.
             step = self._rank.read_common_step(command_number)
             if step is not None and step < self._started_step:
                 self.abort()
-                self._restore(command_number)
-
-    def _restore(self, command_number: int) -> None:
-        """Restore the array that was copied in a command, after the aborted collective on the stream."""
-        address, nbytes, command = self._copied
-        if command == command_number:
-            self._staging.set_current()
-            check_result(self._staging.driver.cuMemcpyAsync(address, self._staging.copy_address, nbytes, self._stream))
-            self._staging.spin_until_idle(STUCK_TIMEOUT)  # the library does not know that it has to wait for the copy
 
     def is_stream_idle(self) -> bool:
         """Whether all work on the stream is done."""
-        return bool(self._staging.driver.cuStreamQuery(self._stream)[0] != NOT_READY)
+        (result,) = self._staging.driver.cuStreamQuery(self._stream)
+        return bool(result != self._staging.driver.CUresult.CUDA_ERROR_NOT_READY)
 
     def is_unfinished(self) -> bool:
         """Whether a collective that writes in place is pending, or was aborted by a peer's exit."""

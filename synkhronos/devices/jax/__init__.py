@@ -19,9 +19,6 @@ from synkhronos.devices.jax.ffi import ComputeStream, find_compute_stream
 from synkhronos.devices.jax.scalar_log import LogEntry
 from synkhronos.devices.reduce_op import ReduceOp
 
-#: Maximal number of seconds for which a wait for an array spins before JAX's own wait.
-_SPIN_SECONDS = 2e-3
-
 
 class JaxDevice(CudaDevice):
     """JAX arrays on the rank's GPU, or on the CPU."""
@@ -121,11 +118,8 @@ class JaxDevice(CudaDevice):
         A JAX array caches whether it is computed, and its copy in host memory.  Both are outdated once the memory is
         written.  If it has been written already, another object for the same memory is made without a launch.
         """
-        if is_complete:
-            # The method that `addressable_data` calls after checks that take longer than the rest of this class.
-            new_object = getattr(value, "_fully_replicated_shard", lambda: value.addressable_data(0))()
-            if new_object is not value:
-                return new_object
+        if is_complete and (new_object := value.addressable_data(0)) is not value:
+            return new_object
         return self._copy_and_rewrap[1](value)
 
     @cached_property
@@ -151,9 +145,6 @@ class JaxDevice(CudaDevice):
 
     def sync(self, array: Any) -> None:
         """Wait until an array has been computed."""
-        if self.is_on_gpu and self.stream is not None and not array.is_ready():
-            # In JAX's own wait two threads sleep one after the other, which takes 0.2 ms on a virtual machine.
-            self.staging.spin_until_idle(_SPIN_SECONDS)
         array.block_until_ready()
 
     def reduce_pair(self, op: ReduceOp, left: Any, right: Any) -> Any:

@@ -106,7 +106,7 @@ class StepCommand(_StepCommandFields, Command):
     def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, once all ranks have compared theirs."""
         (gradient,) = self.reduce.get_plan(rank).variables
-        return gradient.communicator, gradient.layout[0]
+        return gradient.transport.get_communicator(rank), gradient.layout[0]
 
     def _fuse(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:
         """Return the fused launch of gradient, all-reduce and update, or None if it cannot be fused on this rank."""
