@@ -116,6 +116,9 @@ def main() -> int:
             f"losses equal: {losses[0] == losses[1]}; largest differences: {difference:.1e} and "
             f"{max(abs(a - b) for a, b in zip(*losses, strict=False)):.1e}; rows of each rank: {rows[0]} and {rows[1]}"
         )
+        if "cuda" in options.devices:  # XLA's kernels may differ from process to process
+            is_same = difference < 1e-5
+            losses = [[round(loss, 5) for loss in of_run] for of_run in losses]
         is_wrong = len(deaths) != n_killed or rows[0] != rows[1] or len(losses[0]) != len(losses[1])
         return int(is_wrong or options.rule == "BSP" and not (is_same and losses[0] == losses[1]))
 
