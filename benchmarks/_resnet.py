@@ -46,9 +46,9 @@ class Network(NamedTuple):
 def build_network(settings: dict[str, Any]) -> Network:
     """Return the network of the zoo that the settings name, else a ResNet of the settings' size."""
     if "network" not in settings:
-        from network import build
+        from network import build_network as build_resnet
 
-        net = build(settings["blocks"], settings["width"], settings["size"], settings["classes"])
+        net = build_resnet(settings["blocks"], settings["width"], settings["size"], settings["classes"])
         return Network(net.loss, net.params, net.x, net.y, net.average_updates)
     config = {"side": settings["size"], "stored": settings["size"], "classes": settings["classes"], "images": 1}
     kind = getattr(importlib.import_module(settings["network"].lower()), settings["network"])

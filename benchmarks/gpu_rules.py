@@ -99,9 +99,9 @@ def make_resnet(rng: np.random.Generator, n: int, steps: int, batch: int) -> tup
     """Return loss, parameters, inputs, additional updates, images and labels."""
     demos = Path(__file__).resolve().parents[1] / "demos"
     sys.path[1:1] = [str(demos), str(demos / "resnet")]
-    from network import BLOCKS, build
+    from network import BLOCKS, build_network
 
-    net = build(BLOCKS[50], 64, 224, 1000)
+    net = build_network(BLOCKS[50], 64, 224, 1000)
     images = synk.data(dtype="uint8", shape=(n * steps * batch, 3, 224, 224))
     block = rng.integers(256, size=(64, 3, 224, 224), dtype=np.uint8)
     for start in range(0, len(images), 64):

@@ -175,8 +175,8 @@ def test_resnet_names_a_file_that_is_no_image(run, capsys, pictures):
 
 
 def test_made_up_pictures_repeat():
-    from images import make_up
+    from images import make_images
 
-    first, again = (make_up([5], 3, 9, 7, lambda shape: np.empty(shape, "uint8"))[0] for _ in range(2))
+    first, again = (make_images([5], 3, 9, 7, lambda shape: np.empty(shape, "uint8"))[0] for _ in range(2))
     np.testing.assert_array_equal(first.images, again.images)
     assert first.images.shape == (5, 3, 9, 9)
