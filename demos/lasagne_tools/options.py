@@ -125,11 +125,10 @@ def set_defaults(options: argparse.Namespace) -> None:
 
 
 def parse_positive(text: str) -> int:
-    """Return a positive integer from an argument's text; raise ArgumentTypeError if it is below 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
+    """Return a positive integer, parsed from an argument; raise ArgumentTypeError if it is none."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
 
 
 def make_serial_command(script: Path, result: Path) -> list[str]:

@@ -452,22 +452,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def parse_positive(text: str) -> int:
-    """Return the number that a text gives, if it is at least 1.
-
-    Parameters
-    ----------
-    text : str
-        An argument of the command line.
-
-    Returns
-    -------
-    int
-        The number.
-    """
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
+    """Return a positive integer, parsed from an argument; raise ArgumentTypeError if it is none."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
 
 
 def main() -> int:

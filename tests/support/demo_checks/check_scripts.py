@@ -113,11 +113,11 @@ def test_mnist_refuses_a_wrong_model(run, capsys, model, message):
     "script, arguments, message",
     [
         (CPU_DATA, ["--data", "/nowhere"], "/nowhere holds neither train-images-idx3-ubyte nor"),
-        (CPU_DATA, ["--epochs", "0"], "0 is not at least 1"),
+        (CPU_DATA, ["--epochs", "0"], "expected an integer of at least 1, got '0'"),
         (CPU_DATA, ["--rule", "adm"], "invalid choice: 'adm'"),
         (GPU_DATA, ["--batch-size", "1", "--ranks", "2", "--cpu"], "1 images are too few for 2 ranks"),
         (RESNET_RANKS, ["--depth", "51"], "invalid choice: 51"),
-        (RESNET_RANKS, ["--blocks", "1,x"], "invalid _blocks value: '1,x'"),
+        (RESNET_RANKS, ["--blocks", "1,x"], "expected an integer of at least 1, got 'x'"),
         (RESNET_RANKS, ["--validation", "1"], "1.0 is not between 0 and 1"),
         (RESNET_ALONE, ["--data", "/nowhere", "--cpu"], "/nowhere"),
         (RESNET_ALONE, [*SMALL_RESNET, "--blocks", "1", "--batch-size", "100"], "fewer images than one batch has"),
