@@ -1,10 +1,4 @@
-"""The model of the benchmarks for PyMC: a logistic regression whose intercepts come from groups.
-
-`make_data`
-    Its data.
-`log_likelihood`
-    The terms of its rows, in PyTensor.
-"""
+"""Model of the benchmarks for PyMC: a logistic regression with an intercept for each group of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ GROUPS = 100
 
 
 def make_data(rows: int, columns: int, dtype: str = "float64") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return columns, groups and outcomes, made from a fixed seed."""
+    """Return columns, groups and outcomes, drawn with a fixed seed."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((rows, columns), dtype=np.dtype(dtype).type)
     group = rng.integers(0, GROUPS, rows).astype("int32")
@@ -24,8 +18,8 @@ def make_data(rows: int, columns: int, dtype: str = "float64") -> tuple[np.ndarr
     return x, group, (rng.random(rows) < 1 / (1 + np.exp(-score))).astype(dtype)
 
 
-def log_likelihood(x: Any, group: Any, y: Any, effects: Any, slopes: Any) -> Any:
-    """Return the log-density of each row."""
+def compute_log_likelihood(x: Any, group: Any, y: Any, effects: Any, slopes: Any) -> Any:
+    """Return the log-density of each row, as a PyTensor expression."""
     import pytensor.tensor as pt
 
     score = effects[group] + x @ slopes

@@ -1,21 +1,7 @@
-"""Measurements and tables of all benchmarks.
+"""Measurements, processes and tables of all benchmarks.
 
-`interleaved`
-    Runs several sides in turn and keeps their times.
-`Table`
-    Prints rows under a header, as they come.
-`bar`
-    Prints a figure beside its bar.
-`graph_library`
-    PyTensor or Theano.
-`processes`
-    The forked peers of a benchmark.
-`run_alone`, `read_alone`, `Failed`
-    A side that has processes of its own.
-`prepare_pymc`
-    PyMC without its messages.
-`gpus`
-    How many GPUs a benchmark of theirs uses.
+A *side* is one of the programs that a benchmark compares.  Sides that cannot share a process, such as PyTorch and JAX,
+run in commands of their own (`run_command`).
 """
 
 from __future__ import annotations
@@ -41,14 +27,14 @@ from typing import Any
 import synkhronos as synk
 
 
-def seconds(call: Callable[[], Any]) -> float:
+def time_call(call: Callable[[], Any]) -> float:
     """Return the seconds that a call takes."""
     start = perf_counter()
     call()
     return perf_counter() - start
 
 
-def interleaved(
+def time_interleaved(
     sides: Mapping[str, Callable[[], Any]], rounds: int, calls: int = 1, warm: int = 1
 ) -> dict[str, list[float]]:
     """Time several sides in turn.
@@ -61,7 +47,7 @@ def interleaved(
     calls : int
         Timed calls in each turn.
     warm : int
-        Calls before these, not timed.
+        Untimed calls before them.
 
     Returns
     -------
@@ -76,11 +62,11 @@ def interleaved(
             call = sides[name]
             for _ in range(warm):
                 call()
-            times[name] += [seconds(call) for _ in range(calls)]
+            times[name] += [time_call(call) for _ in range(calls)]
     return times
 
 
-def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+def compute_quartiles(times: Sequence[float]) -> tuple[float, float, float]:
     """Return the lower quartile, the median and the upper quartile."""
     ordered = sorted(times)
     return ordered[len(ordered) // 4], median(ordered), ordered[3 * len(ordered) // 4]
@@ -92,53 +78,55 @@ class Table:
     Parameters
     ----------
     columns : dict of str to int
-        Each column's title and width; the first is set flush left.
+        Title and width of each column; the first column is left-aligned.
     """
 
     def __init__(self, columns: Mapping[str, int]):
         self._widths = list(columns.values())
-        self.row(*columns)
+        self.print_row(*columns)
         print("-" * (sum(self._widths) + 2 * (len(self._widths) - 1)), flush=True)
 
-    def row(self, *cells: str) -> None:
+    def print_row(self, *cells: str) -> None:
         """Print one row."""
         first, *rest = zip(cells, self._widths, strict=True)
         print("  ".join([f"{first[0]:<{first[1]}}", *(f"{c:>{w}}" for c, w in rest)]).rstrip(), flush=True)
 
 
-def bar(what: str, figure: float, unit: str = "", most: float | None = None, least: float | None = None) -> bool:
-    """Print a figure beside its bar, and return whether it passes."""
-    passed = (most is None or figure <= most) and (least is None or figure >= least)
-    words = f"at most {most:g}{unit}" if most is not None else f"at least {least:g}{unit}"
-    print(f"{'PASS' if passed else 'FAIL'}  {what}: {figure:.2f}{unit}  (bar: {words})", flush=True)
+def print_criterion(
+    label: str, value: float, unit: str = "", at_most: float | None = None, at_least: float | None = None
+) -> bool:
+    """Print a value with the limit that it must meet, and PASS or FAIL; return whether it passes."""
+    passed = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
+    limit = f"at most {at_most:g}{unit}" if at_most is not None else f"at least {at_least:g}{unit}"
+    print(f"{'PASS' if passed else 'FAIL'}  {label}: {value:.2f}{unit}  (bar: {limit})", flush=True)
     return passed
 
 
-def duration(time: float) -> str:
-    """Return seconds in a readable unit."""
+def format_duration(time: float) -> str:
+    """Return a duration in seconds as text with a readable unit."""
     for unit, scale in (("s ", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if time >= scale:
             return f"{time / scale:.3g} {unit}" if time / scale < 100 else f"{time / scale:.0f} {unit}"
     return f"{time * 1e9:.0f} ns"
 
 
-def size(nbytes: float) -> str:
-    """Return bytes in a readable unit."""
+def format_bytes(nbytes: float) -> str:
+    """Return a number of bytes as text with a readable unit."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"
     return f"{nbytes:.0f} B"
 
 
-def graph_library() -> tuple[ModuleType, ModuleType]:
-    """Return PyTensor and its tensors where it is installed, else Theano and its."""
+def import_graph_library() -> tuple[ModuleType, ModuleType]:
+    """Return PyTensor and `pytensor.tensor` where they are installed, else Theano and `theano.tensor`."""
     name = "pytensor" if importlib.util.find_spec("pytensor") else "theano"
     return importlib.import_module(name), importlib.import_module(f"{name}.tensor")
 
 
-def heading(title: str) -> None:
+def print_heading(title: str) -> None:
     """Print the benchmark's title, versions, cores and load."""
-    library, _ = graph_library()
+    library, _ = import_graph_library()
     load = os.getloadavg()[0]
     print(
         f"\n{title}\n{library.__name__} {library.__version__}, Python {platform.python_version()}, "
@@ -160,21 +148,21 @@ def prepare_pymc() -> bool:
 
 
 @contextlib.contextmanager
-def ranks(count: int) -> Iterator[int]:
-    """Fork ranks, and close them at the end."""
+def fork_ranks(count: int) -> Iterator[int]:
+    """Fork ranks, and close them on exit."""
     try:
         yield synk.fork(count, use_gpu=False)
     finally:
         synk.close()
 
 
-def gpus(asked: int | None) -> int:
-    """Return the number of GPUs to use, by default all; without GPUs, print a line and exit."""
-    there = synk.get_n_gpu()
-    if not there:
+def require_gpus(requested: int | None) -> int:
+    """Return the requested number of GPUs, by default all; exit with a message if there are none."""
+    available = synk.get_n_gpu()
+    if not available:
         print("This benchmark needs GPUs, and there are none: left out.")
         raise SystemExit(0)
-    return asked or there
+    return requested or available
 
 
 def find_first_gpu() -> str:
@@ -182,16 +170,16 @@ def find_first_gpu() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
-class Failed(Exception):
+class SideError(Exception):
     """A side's process failed or exceeded its limit."""
 
 
-def run_alone(command: Sequence[str], limit: float, **environment: str) -> str:
-    """Run one side in a process of its own, and return its output; parameters and errors are those of `read_alone`."""
-    return "".join(read_alone(command, limit, **environment))
+def run_command(command: Sequence[str], limit: float, **environment: str) -> str:
+    """Run one side in its own process, and return its output; parameters and errors as for `read_command_lines`."""
+    return "".join(read_command_lines(command, limit, **environment))
 
 
-def read_alone(command: Sequence[str], limit: float, **environment: str) -> Iterator[str]:
+def read_command_lines(command: Sequence[str], limit: float, **environment: str) -> Iterator[str]:
     """Run one side in a process of its own, and yield the lines of its output as they come.
 
     Parameters
@@ -212,10 +200,10 @@ def read_alone(command: Sequence[str], limit: float, **environment: str) -> Iter
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
-        start_new_session=True,  # a process group, which ends as one
+        start_new_session=True,  # a process group, to kill children too
     )
     assert process.stdout is not None
-    what = shlex.join(command)[:120]
+    label = shlex.join(command)[:120]
     timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
     timer.start()
     try:
@@ -223,27 +211,27 @@ def read_alone(command: Sequence[str], limit: float, **environment: str) -> Iter
             yield from lines
         process.wait()
     finally:
-        is_late = timer.finished.is_set()
+        is_killed = timer.finished.is_set()
         timer.cancel()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if is_late:
-        raise Failed(f"{what} was not done after {limit:.0f} s")
+    if is_killed:
+        raise SideError(f"{label} was not done after {limit:.0f} s")
     if process.returncode != 0:
-        raise Failed(f"{what} ended with {process.returncode}; its messages are above")
+        raise SideError(f"{label} ended with {process.returncode}; its messages are above")
 
 
 @contextlib.contextmanager
-def processes(target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> Iterator[None]:
-    """Fork one process for each tuple of arguments, and end them at the end."""
+def fork_processes(target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> Iterator[None]:
+    """Fork one process for each tuple of arguments, and terminate them at the end."""
     context = multiprocessing.get_context("fork")
-    started = [context.Process(target=target, args=args, daemon=True) for args in arguments]
+    forked = [context.Process(target=target, args=args, daemon=True) for args in arguments]
     try:
-        for process in started:
+        for process in forked:
             process.start()
         yield
     finally:
-        for process in started:
+        for process in forked:
             process.terminate()
             process.join()

@@ -3,8 +3,8 @@
 The batch is split over the mesh, and the parameters are replicated.  The MLP is written in JAX; the ResNet is in flax,
 and its batch normalisation uses each device's own images, as Synkhronos and PyTorch do.
 
-Run as a script of its own, with the settings as JSON in its only argument: it has the GPUs to itself.  It prints what
-it measured, as JSON.
+A script of its own, which uses the GPUs alone.  Its only argument is the settings as JSON; it prints the results as
+JSON.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks._training import time_steps
-from benchmarks.gpu_step import LAYERS, ROWS, batches_of
-from benchmarks.gpu_step import measure as measure_steps
+from benchmarks.gpu_step import LAYERS, ROWS, generate_batches
+from benchmarks.gpu_step import time_steps as time_mlp_steps
 
 RATE, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 
@@ -59,14 +59,14 @@ def measure_mlp(settings: dict[str, Any]) -> dict[str, Any]:
     Returns
     -------
     dict
-        For each place and batch size the seconds of a step.
+        Seconds of a step for each placement of the rows and batch size.
     """
     n, rng = settings["n"], np.random.default_rng(1)
     _, split, whole = make_shardings(n)
     images = rng.random((ROWS, LAYERS[0]), dtype=np.float32)
     labels = rng.integers(0, LAYERS[-1], ROWS).astype("int32")
-    # The first axis is that of the devices: each picks from its own rows.
-    held = [jax.device_put(a.reshape(n, ROWS // n, *a.shape[1:]), split) for a in (images, labels)]
+    # Axis 0 is split over the devices: each device selects from its own rows.
+    device_arrays = [jax.device_put(a.reshape(n, ROWS // n, *a.shape[1:]), split) for a in (images, labels)]
     shapes = zip(LAYERS, LAYERS[1:], strict=False)
     init = [
         (rng.standard_normal((a, b), np.float32) / np.float32(np.sqrt(a)), np.zeros(b, np.float32)) for a, b in shapes
@@ -79,23 +79,25 @@ def measure_mlp(settings: dict[str, Any]) -> dict[str, Any]:
         return update_mlp(params, velocities, x.reshape(-1, x.shape[-1]), y.reshape(-1))
 
     times: dict[str, dict[str, float]] = {"host": {}, "GPU": {}}
-    for where in times:
+    for placement in times:
         params = jax.device_put(init, whole)
         velocities = jax.tree.map(jnp.zeros_like, params)
 
-        def take(batches: list[np.ndarray], where: str = where) -> Any:
+        def take_step(batches: list[np.ndarray], placement: str = placement) -> Any:
             nonlocal params, velocities
             (rows,) = batches
-            if where == "host":
+            if placement == "host":
                 arrays = [jax.device_put(a[rows], split) for a in (images, labels)]
                 params, velocities, loss = step(params, velocities, *arrays)
             else:
-                params, velocities, loss = step_on_devices(params, velocities, *held, rows)
+                params, velocities, loss = step_on_devices(params, velocities, *device_arrays, rows)
             return loss
 
         for size in settings["batches"]:
-            rows, each = (ROWS, size) if where == "host" else (ROWS // n, size // n)
-            times[where][str(size)], _ = measure_steps(take, batches_of(rng, rows, each), settings["calls"], 1)
+            rows, rows_per_batch = (ROWS, size) if placement == "host" else (ROWS // n, size // n)
+            times[placement][str(size)], _ = time_mlp_steps(
+                take_step, generate_batches(rng, rows, rows_per_batch), settings["calls"], 1
+            )
     return {"title": f"JAX {jax.__version__}", "results": times}
 
 
@@ -145,31 +147,31 @@ def make_resnet_step(settings: dict[str, Any], mesh: Mesh, split: Any, whole: An
             log_p = jax.nn.log_softmax(scores.astype(jnp.float32))
             return -jnp.take_along_axis(log_p, labels[:, None], 1).mean(), new["batch_stats"]
 
-        (loss, moved), gradient = jax.value_and_grad(compute_loss, has_aux=True)(params)
-        gradient, moved, loss = jax.lax.pmean((gradient, moved, loss), "ranks")
+        (loss, new_averages), gradient = jax.value_and_grad(compute_loss, has_aux=True)(params)
+        gradient, new_averages, loss = jax.lax.pmean((gradient, new_averages, loss), "ranks")
         velocities = jax.tree.map(lambda v, g, p: MOMENTUM * v + g + DECAY * p, velocities, gradient, params)
-        return jax.tree.map(lambda p, v: p - RATE * v, params, velocities), moved, velocities, loss
+        return jax.tree.map(lambda p, v: p - RATE * v, params, velocities), new_averages, velocities, loss
 
-    specs = [each.spec for each in (whole, whole, whole, split, split)]
+    specs = [sharding.spec for sharding in (whole, whole, whole, split, split)]
     mapped = jax.shard_map(update, mesh=mesh, in_specs=tuple(specs), out_specs=whole.spec, check_vma=False)
     step = jax.jit(mapped, donate_argnums=(0, 1, 2))
 
-    def take(images: Any, labels: Any) -> Any:
+    def take_step(images: Any, labels: Any) -> Any:
         nonlocal params, averages, velocities
         params, averages, velocities, loss = step(params, averages, velocities, images, labels)
         return loss
 
-    return take, sum(param.size for param in jax.tree.leaves(params))
+    return take_step, sum(param.size for param in jax.tree.leaves(params))
 
 
 def measure_resnet(settings: dict[str, Any]) -> dict[str, Any]:
-    """Measure a step on batches that lie ready in host memory, and on a batch that is kept on the devices.
+    """Measure a step on batches prepared in host memory, and on a batch that stays on the devices.
 
     Returns
     -------
     dict
-        ``title``, ``parameters``, and ``results``: for each place the first step's seconds, the median seconds of a
-        step, and the last loss.
+        ``title``, ``parameters``, and ``results``: for each placement of the images the first step's seconds, the
+        median seconds of a step, and the last loss.
     """
     n, size, rng = settings["n"], settings["size"], np.random.default_rng(0)
     mesh, split, whole = make_shardings(n)
@@ -181,18 +183,20 @@ def measure_resnet(settings: dict[str, Any]) -> dict[str, Any]:
         )
         for _ in range(4)
     ]
-    held = jax.device_put(batches[0], split)
+    device_arrays = jax.device_put(batches[0], split)
     count = 0
-    for where in settings["where"]:
-        take, count = make_resnet_step(settings, mesh, split, whole)
+    for placement in settings["where"]:
+        take_step, count = make_resnet_step(settings, mesh, split, whole)
         turn = 0
 
-        def step(take: Any = take, where: str = where) -> Any:
+        def step(take_step: Any = take_step, placement: str = placement) -> Any:
             nonlocal turn
             turn += 1
-            return take(*(held if where == "gpu" else jax.device_put(batches[turn % len(batches)], split)))
+            return take_step(
+                *(device_arrays if placement == "gpu" else jax.device_put(batches[turn % len(batches)], split))
+            )
 
-        results[where] = time_steps(step, settings["warm"], settings["rounds"], settings["steps"])
+        results[placement] = time_steps(step, settings["warm"], settings["rounds"], settings["steps"])
     import flax
 
     title = f"flax {flax.__version__}, JAX {jax.__version__}"

@@ -1,8 +1,8 @@
 """mpi4py under mpiexec, for comparison in `benchmarks.all_reduce` and `benchmarks.hosts`.
 
-Each process is one rank.  The first reads from standard input one line for each measurement, the number of float32, and
-answers with the seconds that an allreduce in place of so many took; for a negative number, the seconds in which so many
-went to the last process and came back.
+Each process is one rank.  Rank 0 reads one line from standard input for each measurement, a number of float32 values,
+and prints the seconds of an in-place Allreduce of them; for a negative number, those of a round trip of the values
+between the first rank and the last.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ from typing import Any
 import numpy as np
 
 
-def there_and_back(world: Any, count: int) -> None:
-    """Send float32 values from the first process to the last, and back."""
-    first, last, me = 0, world.size - 1, world.rank
-    values = np.ones(count, np.float32) if me in (first, last) else None
-    world.Barrier()
+def send_round_trip(comm: Any, count: int) -> None:
+    """Send float32 values from the first rank to the last and back; rank 0 prints the seconds."""
+    first, last, rank = 0, comm.size - 1, comm.rank
+    values = np.ones(count, np.float32) if rank in (first, last) else None
+    comm.Barrier()
     start = perf_counter()
-    if me == first:
-        world.Send(values, last)
-        world.Recv(values, last)
+    if rank == first:
+        comm.Send(values, last)
+        comm.Recv(values, last)
         print(perf_counter() - start, flush=True)
-    elif me == last:
-        world.Recv(values, first)
-        world.Send(values, first)
+    elif rank == last:
+        comm.Recv(values, first)
+        comm.Send(values, first)
 
 
 def main() -> None:
     """Run one process."""
     from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
-    if world.rank == 0:
+    comm = MPI.COMM_WORLD
+    if comm.rank == 0:
         version = MPI.Get_library_version().splitlines()[0].split(",")[0].replace("\x00", "")
         print("ready", *version.split(), flush=True)
     values: dict[int, np.ndarray] = {}
     while True:
-        line = sys.stdin.readline().strip() if world.rank == 0 else ""
-        # The others look now and then: a wait in MPI would take a core from the side whose turn it is.
-        told = np.array([int(line or 0)])
-        request = world.Ibcast(told)
+        line = sys.stdin.readline().strip() if comm.rank == 0 else ""
+        # Poll with pauses: a blocking wait in MPI would occupy a core that the other side needs for its measurement.
+        order = np.array([int(line or 0)])
+        request = comm.Ibcast(order)
         while not request.Test():
             sleep(1e-3)
-        count = int(told[0])
+        count = int(order[0])
         if not count:
             break
         if count < 0:
-            there_and_back(world, -count)
+            send_round_trip(comm, -count)
             continue
         if count not in values:
             values[count] = np.full(count, 1e-30, np.float32)
-            world.Allreduce(MPI.IN_PLACE, values[count])
+            comm.Allreduce(MPI.IN_PLACE, values[count])
         values[count].fill(1e-30)
-        world.Barrier()
+        comm.Barrier()
         start = perf_counter()
-        world.Allreduce(MPI.IN_PLACE, values[count])
-        if world.rank == 0:
+        comm.Allreduce(MPI.IN_PLACE, values[count])
+        if comm.rank == 0:
             print(perf_counter() - start, flush=True)
 
 

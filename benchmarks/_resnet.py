@@ -1,7 +1,7 @@
-"""Our side of `benchmarks.gpu_resnet` and `gpu_zoo`: a network of demos/resnet or demos/zoo, trained by Synkhronos.
+"""Synkhronos' side of `benchmarks.gpu_resnet` and `gpu_zoo`: a network of demos/resnet or demos/zoo.
 
-Run as a script of its own, with the settings as JSON in its only argument, as PyTorch's side is, so that each has the
-GPUs to itself and compiles what it needs.  It prints what it measured, as JSON.
+A script of its own, like PyTorch's side, so that each side uses the GPUs alone and compiles its own programs.  Its only
+argument is the settings as JSON; it prints the results as JSON.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Network(NamedTuple):
     average_updates: Any
 
 
-def network(settings: dict[str, Any]) -> Network:
-    """Return the zoo's network named in the settings, or a ResNet of their size."""
+def build_network(settings: dict[str, Any]) -> Network:
+    """Return the network of the zoo that the settings name, else a ResNet of the settings' size."""
     if "network" not in settings:
-        from network import build
+        from network import build_network as build_resnet
 
-        net = build(settings["blocks"], settings["width"], settings["size"], settings["classes"])
+        net = build_resnet(settings["blocks"], settings["width"], settings["size"], settings["classes"])
         return Network(net.loss, net.params, net.x, net.y, net.average_updates)
     config = {"side": settings["size"], "stored": settings["size"], "classes": settings["classes"], "images": 1}
     kind = getattr(importlib.import_module(settings["network"].lower()), settings["network"])
@@ -57,7 +57,7 @@ def network(settings: dict[str, Any]) -> Network:
     return Network(model.loss, model.trained, x, y, model.averages)
 
 
-def batches_of(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.ndarray]:
+def shuffle_batches(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.ndarray]:
     """Yield an endless sequence of batches of shuffled rows."""
     while True:
         order = rng.permutation(rows)
@@ -65,25 +65,25 @@ def batches_of(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.nd
             yield order[start : start + size]
 
 
-class Side:
+class SynkhronosTrainer:
     """Network with images on the host, on the GPUs or in files.
 
     Parameters
     ----------
     settings : dict
-        As `benchmarks.gpu_resnet` writes them.
+        Settings of `benchmarks.gpu_resnet`.
     """
 
     def __init__(self, settings: dict[str, Any]):
         self._settings = settings
         self._rng = np.random.default_rng(0)
-        self._net = network(settings)
+        self._net = build_network(settings)
         self._folder = tempfile.TemporaryDirectory()
-        #: Seconds that each step on rows from files has waited for them.
+        #: Seconds that each step on rows from files waited for its rows.
         self.waits: list[float] = []
         self.parameters = sum(param.get_value(borrow=True).size for param in self._net.params)
 
-    def _step(self, held: list[Any] | None = None) -> Callable[..., Any]:
+    def _make_step(self, device_arrays: list[Any] | None = None) -> Callable[..., Any]:
         """Return a training function."""
         net = self._net
         return make_train_function(
@@ -92,13 +92,13 @@ class Side:
             net.x,
             net.y,
             updates.momentum,
-            sliceable_shareds=held,
+            sliceable_shareds=device_arrays,
             extra_updates=net.average_updates,
             exchange=self._settings["exchange"],
             learning_rate=0.01,
         )
 
-    def _images(self, count: int) -> tuple[Any, Any]:
+    def _make_images(self, count: int) -> tuple[Any, Any]:
         """Return `count` images and labels, as Data objects."""
         size = self._settings["size"]
         images = synk.data(dtype="uint8", shape=(count, 3, size, size))
@@ -106,29 +106,32 @@ class Side:
             images[i] = self._rng.integers(256, size=(3, size, size), dtype=np.uint8)
         return images, synk.data(self._rng.integers(self._settings["classes"], size=count, dtype=np.int32))
 
-    def host(self) -> Callable[[], Any]:
+    def _make_host_step(self) -> Callable[[], Any]:
         """Return a step on shuffled rows of Data objects."""
-        n, each = self._settings["n"], self._settings["batch_size"]
-        data = self._images(n * self._settings["images"])
-        step = self._step()
-        batches = batches_of(self._rng, len(data[1]), n * each)
+        n, batch_size = self._settings["n"], self._settings["batch_size"]
+        data = self._make_images(n * self._settings["images"])
+        step = self._make_step()
+        batches = shuffle_batches(self._rng, len(data[1]), n * batch_size)
         return lambda: step(*data, batch=next(batches))
 
-    def gpu(self) -> Callable[[], Any]:
+    def _make_gpu_step(self) -> Callable[[], Any]:
         """Return a step on shuffled rows of variables on the GPUs."""
-        n, each, count = (self._settings[name] for name in ("n", "batch_size", "images"))
-        held = [pytensor.shared(np.zeros((1, 1, 1, 1), np.uint8), "x"), pytensor.shared(np.zeros(1, np.int32), "y")]
-        step = self._step(held)
-        images, labels = self._images(n * count)
+        n, batch_size, count = (self._settings[name] for name in ("n", "batch_size", "images"))
+        device_arrays = [
+            pytensor.shared(np.zeros((1, 1, 1, 1), np.uint8), "x"),
+            pytensor.shared(np.zeros(1, np.int32), "y"),
+        ]
+        step = self._make_step(device_arrays)
+        images, labels = self._make_images(n * count)
         synk.distribute()
-        synk.scatter(held, [images, labels])
+        synk.scatter(device_arrays, [images, labels])
         images.free_memory()
-        batches = batches_of(self._rng, count, each)
+        batches = shuffle_batches(self._rng, count, batch_size)
         return lambda: step(batch_s=next(batches))
 
-    def files(self) -> Callable[[], Any]:
+    def _make_file_step(self) -> Callable[[], Any]:
         """Return a step on rows that loaders read from files during the steps, and crop."""
-        n, each, size = (self._settings[name] for name in ("n", "batch_size", "size"))
+        n, batch_size, size = (self._settings[name] for name in ("n", "batch_size", "size"))
         count = n * self._settings["images"]
         folder = Path(self._folder.name)
         images = np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (count, 3, size + 32, size + 32))
@@ -142,21 +145,21 @@ class Side:
             processes=self._settings["loaders"],
             vars=[self._net.x, self._net.y],
         )
-        step = self._step()
-        batches = (rows for epoch in itertools.count() for rows in loader.epoch(epoch, n * each, whole=True))
+        step = self._make_step()
+        batches = (rows for epoch in itertools.count() for rows in loader.epoch(epoch, n * batch_size, whole=True))
 
-        def take() -> Any:
+        def take_step() -> Any:
             start = perf_counter()
             batch = next(batches)
             self.waits.append(perf_counter() - start)
             x_data, y_data = loader.data
             return step(x_data, y_data, batch=batch)
 
-        return take
+        return take_step
 
-    def measure(self, where: str) -> tuple[float, float, float]:
+    def measure(self, placement: str) -> tuple[float, float, float]:
         """Return the first step's seconds, the median seconds of a step, and the last loss."""
-        step = {"host": self.host, "gpu": self.gpu, "files": self.files}[where]()
+        step = {"host": self._make_host_step, "gpu": self._make_gpu_step, "files": self._make_file_step}[placement]()
         return time_steps(step, self._settings["warm"], self._settings["rounds"], self._settings["steps"])
 
 
@@ -165,17 +168,17 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     start = perf_counter()
     pytensor.config.floatX = "float32"
-    gpu = settings["device"] == "gpu"
-    if not gpu:
+    on_gpu = settings["device"] == "gpu"
+    if not on_gpu:
         pytensor.config.mode = "JAX"
-    synk.fork(settings["n"], use_gpu=gpu)
-    side = Side(settings)
+    synk.fork(settings["n"], use_gpu=on_gpu)
+    trainer = SynkhronosTrainer(settings)
     built = perf_counter() - start
-    results = {where: side.measure(where) for where in settings["where"]}
+    results = {placement: trainer.measure(placement) for placement in settings["where"]}
     title = f"Synkhronos, PyTensor {pytensor.__version__}"
-    found = {"title": title, "built": built, "results": results, "parameters": side.parameters}
-    found["wait"] = median(side.waits) if side.waits else None
-    print(json.dumps(found), flush=True)
+    report = {"title": title, "built": built, "results": results, "parameters": trainer.parameters}
+    report["wait"] = median(trainer.waits) if trainer.waits else None
+    print(json.dumps(report), flush=True)
     synk.close()
 
 

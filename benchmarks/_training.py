@@ -1,6 +1,6 @@
-"""Timed training steps, and PyTorch's processes, for the sides of benchmarks, each of which has its own process.
+"""Timed training steps, and groups of PyTorch's processes, for the sides of benchmarks.
 
-Nothing is imported that a side must not have: PyTorch is never loaded beside JAX.
+Each side has its own process, and PyTorch and JAX never share one, so this module imports neither.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def time_steps(step: Callable[[], Any], warm: int, rounds: int, steps: int) -> t
         step()
     times, value = [], 0.0
     for _ in range(rounds):
-        float(step())  # all before is done
+        float(step())  # waits for all steps before the clock starts
         start = perf_counter()
         losses = [step() for _ in range(steps)]
         value = float(losses[-1])
@@ -41,12 +41,12 @@ def time_steps(step: Callable[[], Any], warm: int, rounds: int, steps: int) -> t
     return first, median(times), value
 
 
-def run_processes(serve: Callable[..., Any], n: int, *arguments: Any, method: str = "spawn") -> Any:
+def run_processes(target: Callable[..., Any], n: int, *arguments: Any, method: str = "spawn") -> Any:
     """Run a function in ``n`` processes, of which this one is rank 0; return its result here.
 
     Parameters
     ----------
-    serve : callable
+    target : callable
         Takes the rank, the path of the file by which `torch.distributed` connects the processes, and ``arguments``.
     n : int
     *arguments
@@ -54,17 +54,19 @@ def run_processes(serve: Callable[..., Any], n: int, *arguments: Any, method: st
     """
     context: Any = multiprocessing.get_context(method)
     with tempfile.TemporaryDirectory() as folder:
-        meeting = os.path.join(folder, "meeting")
-        others = [context.Process(target=serve, args=(rank, meeting, *arguments), daemon=True) for rank in range(1, n)]
-        for process in others:
+        rendezvous = os.path.join(folder, "rendezvous")
+        workers = [
+            context.Process(target=target, args=(rank, rendezvous, *arguments), daemon=True) for rank in range(1, n)
+        ]
+        for process in workers:
             process.start()
-        result = serve(0, meeting, *arguments)
-        for process in others:
+        result = target(0, rendezvous, *arguments)
+        for process in workers:
             process.join()
     return result
 
 
-def join_group(rank: int, meeting: str, n: int, on_gpu: bool) -> Any:
+def join_group(rank: int, rendezvous: str, n: int, on_gpu: bool) -> Any:
     """Connect this process to the others of `run_processes` by NCCL or Gloo; return its device."""
     import torch
 
@@ -73,6 +75,6 @@ def join_group(rank: int, meeting: str, n: int, on_gpu: bool) -> Any:
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // n))
     torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{meeting}", rank=rank, world_size=n
+        "nccl" if on_gpu else "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=n
     )
     return torch.device("cuda", rank) if on_gpu else torch.device("cpu")

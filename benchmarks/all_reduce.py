@@ -3,12 +3,12 @@
 `synkhronos.all_reduce` of a float32 shared variable, beside
 
 - one process that adds two arrays with NumPy and copies the result once, into memory that was used before ("warm") and
-  into new memory ("cold"): what two ranks have to do at least, done by one;
-- the same all_reduce by PyTorch's gloo, in as many processes and with as many threads, if PyTorch is installed;
-- the same by mpi4py, in as many processes, if ``--mpiexec`` names the program that starts them.
+  into new memory ("cold"): the least work of two ranks, by one process;
+- the same all_reduce by PyTorch's gloo, with the same numbers of processes and threads, if PyTorch is installed;
+- the same by mpi4py, with the same number of processes, if ``--mpiexec`` names the program that starts them.
 
-The first row of each size has medians, which the bars are for; the second has the best times, which say what the
-machine can do when nothing else runs: two ranks need two cores at the same moment.
+The first row of each size has medians, to which the limits apply.  The second has the best times, which are closest to
+those of an idle machine: two ranks need two cores at the same time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,23 @@ from statistics import median
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, bar, duration, graph_library, heading, ranks, seconds, size
+from benchmarks._measure import (
+    Table,
+    fork_ranks,
+    format_bytes,
+    format_duration,
+    import_graph_library,
+    print_criterion,
+    print_heading,
+    time_call,
+)
 
-#: Bytes of the arrays: the bars are for the last.
+#: Bytes of the arrays; the limits apply to the last.
 SIZES = (4_000, 4_000_000, 100_000_000)
 
 
-class Others:
-    """Another library's processes.
+class LibraryProcesses:
+    """Processes of another library, which measure on request.
 
     Parameters
     ----------
@@ -48,7 +57,7 @@ class Others:
         )
         assert self._process.stdout is not None
         self.version = self._process.stdout.readline().removeprefix("ready ").strip()
-        self.there = bool(self.version)
+        self.is_started = bool(self.version)
 
     def all_reduce(self, count: int) -> float:
         """Return the seconds of one all-reduce of `count` float32 values."""
@@ -56,20 +65,20 @@ class Others:
         print(count, file=self._process.stdin, flush=True)
         return float(self._process.stdout.readline())
 
-    def there_and_back(self, count: int) -> float:
-        """Return the seconds in which MPI sends `count` float32 values from the first process to the last and back."""
+    def send_round_trip(self, count: int) -> float:
+        """Return the seconds of MPI's round trip of `count` float32 values between the first process and the last."""
         return self.all_reduce(-count)
 
     def close(self) -> None:
         """End the processes."""
-        self._process.communicate("0\n")  # Open MPI's mpirun keeps the end of its input to itself
+        self._process.communicate("0\n")  # Open MPI's mpirun does not forward the end of its input
 
 
-class Ours:
-    """The ranks' side: one shared variable for each size."""
+class SynkhronosReduction:
+    """Synkhronos' side: one shared variable, reduced over the ranks."""
 
     def __init__(self, count: int):
-        library, _ = graph_library()
+        library, _ = import_graph_library()
         self._count = count
         self._s = library.shared(np.zeros(1, np.float32), "s")
         self._f = synk.function([], [], updates=[(self._s, self._s)])
@@ -82,15 +91,15 @@ class Ours:
         expected = self._count * (self._count + 1) / 2
         for r in range(self._count):
             assert (synk.get_value(r, self._s) == expected).all()
-        synk.broadcast(self._s, np.full(items, 1e-30, np.float32))  # sums that stay far from infinity
+        synk.broadcast(self._s, np.full(items, 1e-30, np.float32))  # repeated sums must not overflow
 
     def all_reduce(self) -> float:
-        """Reduce, and return the seconds that it took."""
-        return seconds(lambda: synk.all_reduce(self._s, "sum"))
+        """Reduce, and return the seconds."""
+        return time_call(lambda: synk.all_reduce(self._s, "sum"))
 
 
-def numpy_sides(items: int) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Return the operations of one process on two arrays, into used and into new memory."""
+def make_numpy_sides(items: int) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Return the sum of two arrays in one process, into used and into new memory."""
     a, b = np.full(items, 1.0, np.float32), np.full(items, 2.0, np.float32)
     c, d = np.zeros_like(a), np.zeros_like(a)
 
@@ -98,41 +107,44 @@ def numpy_sides(items: int) -> tuple[Callable[[], float], Callable[[], float]]:
         np.add(a, b, out=c)
         np.copyto(d, c)
 
-    return lambda: seconds(add_and_copy), lambda: seconds(lambda: np.add(a, b).copy())
+    return lambda: time_call(add_and_copy), lambda: time_call(lambda: np.add(a, b).copy())
 
 
-def rounds_for(nbytes: int, rounds: int) -> int:
-    """Return more rounds for small arrays."""
+def count_rounds(nbytes: int, rounds: int) -> int:
+    """Return the number of rounds: more for small arrays."""
     return rounds if nbytes > 10_000_000 else 10 * rounds
 
 
 #: The other libraries.
-OTHERS = ("gloo", "MPI")
+LIBRARIES = ("gloo", "MPI")
 
 
-def others(options: argparse.Namespace, count: int) -> dict[str, Others]:
+def start_libraries(options: argparse.Namespace, count: int) -> dict[str, LibraryProcesses]:
     """Start the processes of the other libraries that are installed."""
     folder = Path(__file__).parent
     commands = {"gloo": [options.torch_python, str(folder / "_gloo.py"), str(count)]}
     if options.mpiexec:
         commands["MPI"] = [*options.mpiexec.split(), "-n", str(count), options.mpi_python, str(folder / "_mpi.py")]
-    started = {name: Others(command) for name, command in commands.items()}
-    for name in OTHERS:
-        there = name in started and started[name].there
-        print(f"{name}: {started[name].version}" if there else f"{name}: left out")
-    return {name: other for name, other in started.items() if other.there}
+    started = {name: LibraryProcesses(command) for name, command in commands.items()}
+    for name in LIBRARIES:
+        is_started = name in started and started[name].is_started
+        print(f"{name}: {started[name].version}" if is_started else f"{name}: left out")
+    return {name: library for name, library in started.items() if library.is_started}
 
 
-def print_rows(table: Table, label: str, middle: dict[str, float], best: dict[str, float]) -> dict[str, float]:
-    """Print medians and best times, and return the medians' ratios: ours to NumPy's, and others' to ours."""
-    for name, time in ((label, middle), ("  best", best)):
-        ratios = {"NumPy": time["ours"] / time["warm"], **{o: time[o] / time["ours"] for o in OTHERS if o in time}}
-        table.row(
-            name,
-            *(duration(time[side]) if side in time else "-" for side in ("ours", "warm", "cold", *OTHERS)),
-            *(f"{ratios[side]:.2f}" if side in ratios else "-" for side in ("NumPy", *OTHERS)),
+def print_rows(table: Table, label: str, medians: dict[str, float], best: dict[str, float]) -> dict[str, float]:
+    """Print medians and best times; return the ratios of medians: Synkhronos to NumPy, and libraries to Synkhronos."""
+    for row, time in ((label, medians), ("  best", best)):
+        ratios = {
+            "NumPy": time["ours"] / time["warm"],
+            **{name: time[name] / time["ours"] for name in LIBRARIES if name in time},
+        }
+        table.print_row(
+            row,
+            *(format_duration(time[side]) if side in time else "-" for side in ("ours", "warm", "cold", *LIBRARIES)),
+            *(f"{ratios[side]:.2f}" if side in ratios else "-" for side in ("NumPy", *LIBRARIES)),
         )
-        if time is middle:
+        if time is medians:
             result = ratios
     return result
 
@@ -161,40 +173,50 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, count: int) -> None:
     """Measure with one number of ranks."""
-    heading(f"all_reduce: the sum of float32 on {count} ranks")
-    beside = others(options, count)
-    columns = ("ours", "NumPy", "cold", *OTHERS, "ours/NumPy", *(f"{name}/ours" for name in OTHERS))
+    print_heading(f"all_reduce: the sum of float32 on {count} ranks")
+    libraries = start_libraries(options, count)
+    columns = ("ours", "NumPy", "cold", *LIBRARIES, "ours/NumPy", *(f"{name}/ours" for name in LIBRARIES))
     print()
     table = Table({"": 8, **dict.fromkeys(columns, 9), "ours/NumPy": 10})
     ratios: dict[int, dict[str, float]] = {}
-    with ranks(count):
-        ours = Ours(count)
+    with fork_ranks(count):
+        reduction = SynkhronosReduction(count)
         for nbytes in options.sizes:
             items = nbytes // 4
-            ours.prepare(items)
-            warm, cold = numpy_sides(items)
-            sides: dict[str, Callable[[], float]] = {"ours": ours.all_reduce, "warm": warm, "cold": cold}
-            for name, other in beside.items():
-                sides[name] = lambda items=items, other=other: other.all_reduce(items)  # type: ignore[misc]
+            reduction.prepare(items)
+            warm, cold = make_numpy_sides(items)
+            sides: dict[str, Callable[[], float]] = {"ours": reduction.all_reduce, "warm": warm, "cold": cold}
+            for name, library in libraries.items():
+                sides[name] = lambda items=items, library=library: library.all_reduce(items)  # type: ignore[misc]
             times: dict[str, list[float]] = {name: [] for name in sides}
-            for turn in range(rounds_for(nbytes, options.rounds)):
+            for turn in range(count_rounds(nbytes, options.rounds)):
                 if turn % 8 == 0:
-                    ours.prepare(items)
+                    reduction.prepare(items)
                 for name, side in sides.items():
-                    side()  # after another's turn the caches hold the other's arrays, and processes sleep
+                    side()  # warms up: another side has filled the caches, and processes sleep
                     times[name].append(side())
-            middle = {name: median(values) for name, values in times.items()}
+            medians = {name: median(values) for name, values in times.items()}
             best = {name: min(values) for name, values in times.items()}
-            ratios[nbytes] = print_rows(table, size(nbytes), middle, best)
-    for other in beside.values():
-        other.close()
+            ratios[nbytes] = print_rows(table, format_bytes(nbytes), medians, best)
+    for library in libraries.values():
+        library.close()
     largest = max(options.sizes)
     print()
     if count == 2:
-        bar(f"time, relative to NumPy's add and copy, {size(largest)}", ratios[largest]["NumPy"], " times", most=1.5)
-    for name in beside:
+        print_criterion(
+            f"time, relative to NumPy's add and copy, {format_bytes(largest)}",
+            ratios[largest]["NumPy"],
+            " times",
+            at_most=1.5,
+        )
+    for name in libraries:
         least = 2 if name == "gloo" and count == 2 else 1
-        bar(f"speed, relative to {name}, {size(largest)}, {count} ranks", ratios[largest][name], " times", least=least)
+        print_criterion(
+            f"speed, relative to {name}, {format_bytes(largest)}, {count} ranks",
+            ratios[largest][name],
+            " times",
+            at_least=least,
+        )
 
 
 if __name__ == "__main__":

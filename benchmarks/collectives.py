@@ -1,17 +1,17 @@
 """Time of each collective.
 
-All collectives, on float32 of 4 KB, 4 MB and 100 MB a rank, on CPU cores or, with ``--device gpu``, on GPUs. Beside
-them
+All collectives, on float32 of 4 KB, 4 MB and 100 MB a rank, on CPU cores or, with ``--device gpu``, on GPUs.  They are
+compared
 
-- on cores, what NumPy takes in one process to do as much to the arrays of all ranks, into memory that was used before:
-  a copy for each array that arrives somewhere, an addition for each that is added;
-- on GPUs, NCCL's own collective in processes of its own, each call waited for; what goes between host and GPU
-  (``scatter``, ``set_value``, ``get_value``), and what moves nothing, has no other side.
+- on cores, with NumPy in one process, which does the same work on the arrays of all ranks, into memory that was used
+  before: a copy for each array that a rank receives, and an addition for each operand;
+- on GPUs, with NCCL's own collectives in separate processes.  Transfers between host and GPU (``scatter``,
+  ``set_value``, ``get_value``) and calls that transfer nothing have no counterpart.
 
-Values that are given are `synkhronos.Data`.  Each call is waited for, until the arrays are there.
+Values passed to collectives are `synkhronos.Data`.  A call's time ends when the result is in memory.
 
-Then what ranks do in a program under `synkhronos.run`, with arrays of their own devices: ``send``, from the first rank
-to the last (half of the time there and back), and ``group``, the all_reduce of a group, of all ranks.
+The last two rows are for calls inside a program under `synkhronos.run`, on arrays of the rank's device: ``send``, from
+the first rank to the last (half of a round trip), and ``group``, the all_reduce of a group of all ranks.
 """
 
 from __future__ import annotations
@@ -26,78 +26,87 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, duration, gpus, graph_library, heading, quartiles, seconds, size
+from benchmarks._measure import (
+    Table,
+    compute_quartiles,
+    format_bytes,
+    format_duration,
+    import_graph_library,
+    print_heading,
+    require_gpus,
+    time_call,
+)
 from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
 from synkhronos.tasks import Worker
 
 SIZES = [4_000, 4_000_000, 100_000_000]
 #: NCCL's name of each collective.
-OF_NCCL = {name: name for name in ("broadcast", "gather", "all_gather", "reduce", "all_reduce", "send")} | {
+NCCL_NAMES = {name: name for name in ("broadcast", "gather", "all_gather", "reduce", "all_reduce", "send")} | {
     "group": "all_reduce"
 }
 
 
-class Ranks:
+class RankCollectives:
     """A shared variable on all ranks, and the calls of each collective on it."""
 
     def __init__(self, count: int):
-        library, _ = graph_library()
+        library, _ = import_graph_library()
         self._count = count
-        #: The seconds of what is timed inside of a call.
-        self._inner: list[float] = []
+        #: Seconds measured inside a call.
+        self._inner_times: list[float] = []
         self._s, self._joined = (library.shared(np.zeros(1, np.float32), name) for name in ("s", "joined"))
         self._f = synk.function([], [], updates=[(self._s, self._s), (self._joined, self._joined)])
         self._f()
 
-    def calls(self, items: int) -> dict[str, Callable[[], Any]]:
-        """Return a call of each collective on `items` elements per rank; sums are of zeros, which do not grow."""
+    def make_calls(self, items: int) -> dict[str, Callable[[], Any]]:
+        """Return a call of each collective on `items` elements per rank; they are zero, so that sums stay finite."""
         s, joined, last = self._s, self._joined, self._count - 1
         data, rows = synk.data(np.zeros(items, np.float32)), synk.data(np.zeros(items * self._count, np.float32))
         synk.broadcast(s, data)
 
-        def waited(call: Callable[..., None], shared: Any, *arguments: Any) -> Callable[[], None]:
+        def make_waiting_call(call: Callable[..., None], shared: Any, *arguments: Any) -> Callable[[], None]:
             def call_and_wait() -> None:
                 call(shared, *arguments)
                 self._wait(library_of(shared).borrow_value(shared))
 
             return call_and_wait
 
-        all_gather = waited(synk.all_gather, joined)
+        all_gather = make_waiting_call(synk.all_gather, joined)
 
         def scatter_and_gather() -> None:
-            synk.scatter(joined, rows)  # or it would be longer each time
-            self._inner.append(seconds(all_gather))
+            synk.scatter(joined, rows)  # all_gather would lengthen it with each call
+            self._inner_times.append(time_call(all_gather))
 
         return {
-            "broadcast": waited(synk.broadcast, s),
-            "scatter": waited(synk.scatter, joined, rows),
+            "broadcast": make_waiting_call(synk.broadcast, s),
+            "scatter": make_waiting_call(synk.scatter, joined, rows),
             "gather": lambda: self._wait(synk.gather(s)),
             "all_gather": scatter_and_gather,
-            "reduce": waited(synk.reduce, s, "sum"),
-            "all_reduce": waited(synk.all_reduce, s, "sum"),
+            "reduce": make_waiting_call(synk.reduce, s, "sum"),
+            "all_reduce": make_waiting_call(synk.all_reduce, s, "sum"),
             "set_value": lambda: synk.set_value(last, s, data),
             "get_value": lambda: synk.get_value(last, s),
             "get_lengths": lambda: synk.get_lengths(s),
             "get_shapes": lambda: synk.get_shapes(s),
         }
 
-    def run(self, name: str, calls: int) -> list[float]:
+    def time_task(self, name: str, calls: int) -> list[float]:
         """Return the seconds of a collective that ranks call within a task."""
-        return synk.run(in_program, name, self._s, calls)[0]
+        return synk.run(time_in_task, name, self._s, calls)[0]
 
     def _wait(self, value: Any) -> None:
         get_array_device(value).wait([value])
 
-    def time(self, name: str, call: Callable[[], Any], rounds: int) -> list[float]:
-        """Return the seconds of some calls, the first of which isn't counted."""
+    def time_calls(self, name: str, call: Callable[[], Any], rounds: int) -> list[float]:
+        """Return the seconds of each call, after one untimed call."""
         call()
-        self._inner.clear()
-        times = [seconds(call) for _ in range(rounds)]
-        return list(self._inner) if name == "all_gather" else times
+        self._inner_times.clear()
+        times = [time_call(call) for _ in range(rounds)]
+        return list(self._inner_times) if name == "all_gather" else times
 
 
-def in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[float]:
+def time_in_task(worker: Worker, name: str, shared: Any, calls: int) -> list[float]:
     """Send or reduce a shared variable's value; return the seconds of each call except the first."""
     array, last = library_of(shared).borrow_value(shared), worker.size - 1
     group = worker.group(range(worker.size))
@@ -113,17 +122,17 @@ def in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[float
             return
         get_array_device(result).wait([result])
 
-    def combine() -> None:
+    def all_reduce() -> None:
         result = group.all_reduce(array, "sum")
         get_array_device(result).wait([result])
 
-    call, share = (send, 0.5) if name == "send" else (combine, 1.0)
+    call, factor = (send, 0.5) if name == "send" else (all_reduce, 1.0)
     call()
-    worker.barrier("all are connected")
-    return [share * seconds(call) for _ in range(calls)]
+    worker.barrier("connected")
+    return [factor * time_call(call) for _ in range(calls)]
 
 
-def numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
+def make_numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
     """Return, for each collective, the equivalent NumPy operation on the arrays of all ranks in one process."""
     arrays = [np.zeros(items, np.float32) for _ in range(count)]
     whole = np.zeros((count, items), np.float32)
@@ -138,8 +147,8 @@ def numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
 
     def reduce() -> None:
         np.add(arrays[0], arrays[1 % count], out=total)
-        for other in arrays[2:]:
-            np.add(total, other, out=total)
+        for array in arrays[2:]:
+            np.add(total, array, out=total)
 
     def all_reduce() -> None:
         reduce()
@@ -158,7 +167,7 @@ def numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-class Nccl:
+class NcclProcesses:
     """NCCL's processes."""
 
     def __init__(self, count: int):
@@ -170,15 +179,15 @@ class Nccl:
         )
         assert self._process.stdout is not None and self._process.stdout.readline().strip() == "ready"
 
-    def time(self, name: str, items: int) -> float:
-        """Return the seconds of one call that is waited for."""
+    def measure(self, name: str, items: int) -> float:
+        """Return the seconds of one call, with waiting."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(OF_NCCL[name], items, file=self._process.stdin, flush=True)
+        print(NCCL_NAMES[name], items, file=self._process.stdin, flush=True)
         return float(self._process.stdout.readline().split()[1])
 
     def close(self) -> None:
         """End the processes."""
-        self._process.communicate("\n")  # the ranks hold the end of its input too
+        self._process.communicate("\n")  # an empty line ends it: forked ranks keep its input open
 
 
 def main() -> None:
@@ -195,32 +204,43 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10, help="calls in a turn (default: %(default)s)")
     options = parser.parse_args()
     on_gpu = options.device == "gpu"
-    count = gpus(options.ranks) if on_gpu else options.ranks or 2
-    other = "NCCL" if on_gpu else "NumPy"
-    heading(f"All collectives of float32 on {count} {'GPUs' if on_gpu else 'ranks'}, beside {other}")
-    nccl = Nccl(count) if on_gpu else None
+    count = require_gpus(options.ranks) if on_gpu else options.ranks or 2
+    reference = "NCCL" if on_gpu else "NumPy"
+    print_heading(f"All collectives of float32 on {count} {'GPUs' if on_gpu else 'ranks'}, beside {reference}")
+    nccl = NcclProcesses(count) if on_gpu else None
     synk.fork(count, use_gpu=on_gpu)
-    ranks = Ranks(count)
-    table = Table({"": 12, "a rank": 8, "ours": 9, "quartiles": 19, other: 9, f"ours/{other}": 10})
+    ranks = RankCollectives(count)
+    table = Table({"": 12, "a rank": 8, "ours": 9, "quartiles": 19, reference: 9, f"ours/{reference}": 10})
     for nbytes in options.sizes:
         items = nbytes // 4
-        calls = ranks.calls(items)
-        sides = {} if on_gpu else numpy_sides(items, count)
+        calls = ranks.make_calls(items)
+        sides = {} if on_gpu else make_numpy_sides(items, count)
         n_calls = options.calls if nbytes > 10_000_000 else 10 * options.calls
         for name in [*calls, "send", "group"]:
-            ours: list[float] = []
-            theirs: list[float] = []
+            rank_times: list[float] = []
+            reference_times: list[float] = []
             for _ in range(options.rounds):
-                ours += ranks.time(name, calls[name], n_calls) if name in calls else ranks.run(name, n_calls)
-                if nccl is not None and name in OF_NCCL:
-                    theirs.append(nccl.time(name, items))
+                rank_times += (
+                    ranks.time_calls(name, calls[name], n_calls) if name in calls else ranks.time_task(name, n_calls)
+                )
+                if nccl is not None and name in NCCL_NAMES:
+                    reference_times.append(nccl.measure(name, items))
                 elif name in sides:
                     sides[name]()
-                    theirs += [seconds(sides[name]) for _ in range(n_calls)]
-            low, middle, high = quartiles(ours)
-            table.row(
-                *(name, size(nbytes), duration(middle), f"{duration(low)} - {duration(high)}"),
-                *((duration(median(theirs)), f"{middle / median(theirs):.2f}") if theirs else ("-", "-")),
+                    reference_times += [time_call(sides[name]) for _ in range(n_calls)]
+            lower, middle, upper = compute_quartiles(rank_times)
+            table.print_row(
+                *(
+                    name,
+                    format_bytes(nbytes),
+                    format_duration(middle),
+                    f"{format_duration(lower)} - {format_duration(upper)}",
+                ),
+                *(
+                    (format_duration(median(reference_times)), f"{middle / median(reference_times):.2f}")
+                    if reference_times
+                    else ("-", "-")
+                ),
             )
     if nccl is not None:
         nccl.close()

@@ -1,15 +1,15 @@
 """Correctness and speed of the GPUs of one machine used as two hosts.
 
-``mpirun`` starts two agents on this machine, each with GPUs of its own (one, or ``--gpus 2``), and NCCL is told that
-they are on two hosts (NCCL_HOSTID): once it may not use what only one host has (P2P and shared memory off), once it
-may.  Beside them the same GPUs as one host, with ranks that are forked.  On each of the three:
+``mpirun`` starts two agents on this machine, each with its own GPUs (one, or ``--gpus 2``), and NCCL_HOSTID makes NCCL
+treat them as two hosts.  There are three layouts: one host, with forked ranks; two hosts, where NCCL may not use
+transports inside a host (P2P and shared memory); two hosts, where it may use P2P.  In each layout:
 
-- a small network trained for 15 steps, and all collectives, whose digests have to be equal;
-- failures in the middle of collectives, and a rank that is killed there;
-- a ResNet-50, images a second and the loss at the end (each run chooses its convolutions anew, so losses differ);
+- a small network trained for 15 steps, and all collectives, whose digests must be equal;
+- failures during collectives, and a rank that is killed during one;
+- a ResNet-50: images per second, and the last loss (each run selects its convolution algorithms, so losses differ);
 - ``tests/devices/test_gpu*.py``.
 
-Needs mpi4py and MPICH.  Every program runs for a limited time; what it said is printed if it failed.
+Needs mpi4py and MPICH.  The time of every program is limited; the output of a failed program is printed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pathlib import Path
 from time import perf_counter
 
 import synkhronos as synk
-from benchmarks._measure import Failed, Table, bar, heading, run_alone
+from benchmarks._measure import SideError, Table, print_criterion, print_heading, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = ROOT / "tests" / "support" / "gpus"
-#: The three ways to have GPUs, with the variables that NCCL reads.
-WAYS: dict[str, dict[str, str]] = {
+#: Layouts of the GPUs, with the environment variables for NCCL.
+LAYOUTS: dict[str, dict[str, str]] = {
     "one host": {},
     "two hosts": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
     "two hosts, P2P": {},
 }
-#: Tests of one host that say something about two: where GPUs, or programs of their own, are not counted.
+#: Tests that apply to two hosts as well: those that neither count GPUs nor start programs.
 TESTS = "collective or step or rows or memory or exception"
 
 
-def parse() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_hosts",
@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(all)")
+    add("--ways", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="(all)")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run (all)")
     add("--gpus", type=int, default=1, metavar="N", help="of each of the two hosts (%(default)s)")
     add("--limit", type=float, default=240, metavar="S", help="seconds for each program (%(default)s)")
@@ -57,54 +57,58 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def variables(way: str, options: argparse.Namespace) -> dict[str, str]:
-    """Return the variables for a program on one host or on two."""
+def make_environment(layout: str, options: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables of a layout."""
     count, pretended = options.gpus, options.pretended
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(2 * count))).split(",")
-    by_host = [",".join(visible[:count]), ",".join(visible[count : 2 * count])]
+    gpus_by_host = [",".join(visible[:count]), ",".join(visible[count : 2 * count])]
     folders = [
         ROOT,
         ROOT / "tests" / "support",
-        *([GPUS / "one_a_host"] if way != "one host" else []),
+        *([GPUS / "one_a_host"] if layout != "one host" else []),
         *([GPUS / "pretended"] if pretended else []),
     ]
     path = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = {"PYTHONPATH": os.pathsep.join(path), "NCCL_NVLS_ENABLE": "0", **WAYS[way]}
-    if way == "one host":
-        found |= {"CUDA_VISIBLE_DEVICES": ",".join(by_host), "HOSTS": f"a:{2 * count}"}
+    environment = {"PYTHONPATH": os.pathsep.join(path), "NCCL_NVLS_ENABLE": "0", **LAYOUTS[layout]}
+    if layout == "one host":
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus_by_host), "HOSTS": f"a:{2 * count}"}
     else:
-        found |= {"CUDA_VISIBLE_DEVICES": by_host[0], "HOST_GPUS": ";".join(by_host), "NCCL_HOSTID": "host-0"}
-        found |= {"HYDRA_LAUNCHER": "fork", "HOSTS": f"a:{count},b:{count}"}
+        environment |= {
+            "CUDA_VISIBLE_DEVICES": gpus_by_host[0],
+            "HOST_GPUS": ";".join(gpus_by_host),
+            "NCCL_HOSTID": "host-0",
+        }
+        environment |= {"HYDRA_LAUNCHER": "fork", "HOSTS": f"a:{count},b:{count}"}
     if pretended:
-        found |= {"PRETENDED_GPUS": str(2 * count), "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX"}
-    return found
+        environment |= {"PRETENDED_GPUS": str(2 * count), "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX"}
+    return environment
 
 
-def program(name: str, options: argparse.Namespace, environment: dict[str, str]) -> str:
+def run_program(name: str, options: argparse.Namespace, environment: dict[str, str]) -> str:
     """Run a program of tests/support/gpus/programs.py, and return its output."""
-    return run_alone([sys.executable, str(GPUS / "programs.py"), name], options.limit, **environment)
+    return run_command([sys.executable, str(GPUS / "programs.py"), name], options.limit, **environment)
 
 
-def train(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Train a small network; return the printed result, and the part that must be equal on all sides."""
-    digest = program("train", options, environment).split()[-1]
+def run_train(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
+    """Train a small network; return the result to print, and the part of it that must be equal in all layouts."""
+    digest = run_program("train", options, environment).split()[-1]
     return digest, digest
 
 
-def collectives(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Run all collectives; results as for `train`."""
-    printed = program("collectives", options, environment)
+def run_collectives(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
+    """Run all collectives; results as for `run_train`."""
+    printed = run_program("collectives", options, environment)
     return f"{len(printed.splitlines())} digests", printed
 
 
-def faults(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Cause failures; results as for `train`, but the killed rank differs between sides."""
-    heard, size = program("faults", options, environment).splitlines()
-    return heard, size
+def run_faults(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
+    """Cause failures; results as for `run_train`.  The killed rank differs between layouts."""
+    failures, size = run_program("faults", options, environment).splitlines()
+    return failures, size
 
 
-def resnet(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Train a ResNet; return the printed result."""
+def run_resnet(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
+    """Train a ResNet; return the result to print."""
     from benchmarks.gpu_resnet import BLOCKS
 
     settings = {
@@ -123,14 +127,14 @@ def resnet(options: argparse.Namespace, environment: dict[str, str]) -> tuple[st
         settings |= {"warm": 1, "rounds": 1, "images": 4 * options.batch_size, "classes": 10}
     if environment["HOSTS"].count(",") == 1:
         environment = {**environment, "SYNKHRONOS_HOSTS": environment["HOSTS"]}
-    printed = run_alone(
+    printed = run_command(
         [sys.executable, "-m", "benchmarks._resnet", json.dumps(settings)], options.limit, **environment
     )
     _, step, loss = json.loads(printed.splitlines()[-1])["results"]["host"]
     return f"{2 * options.gpus * options.batch_size / step:,.0f} images/s, loss {loss:.3f}", ""
 
 
-def tests(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
+def run_tests(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
     """Run tests/devices/test_gpu*.py; return the number of passed tests."""
     files = sorted((ROOT / "tests" / "devices").glob("test_gpu*.py"))
     command = [sys.executable, "-m", "pytest", "-q", *map(str, files)]
@@ -139,37 +143,43 @@ def tests(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str
     if "," in environment["HOSTS"]:
         environment["SYNKHRONOS_TEST_HOSTS"] = "a,b"
         command += ["-k", TESTS]
-    return run_alone(command, max(options.limit, 550), **environment).splitlines()[-1].strip("= "), ""
+    return run_command(command, max(options.limit, 550), **environment).splitlines()[-1].strip("= "), ""
 
 
-PARTS = {"train": train, "collectives": collectives, "faults": faults, "resnet": resnet, "tests": tests}
+PARTS = {
+    "train": run_train,
+    "collectives": run_collectives,
+    "faults": run_faults,
+    "resnet": run_resnet,
+    "tests": run_tests,
+}
 
 
 def main() -> None:
-    """Run all parts in all ways."""
-    options = parse()
+    """Run all parts in all layouts."""
+    options = parse_options()
     if not options.pretended and synk.get_n_gpu() < 2 * options.gpus:
         print(f"This benchmark needs {2 * options.gpus} GPUs: left out. --pretended tries the script itself.")
         return
-    heading(f"{2 * options.gpus} GPUs of one machine, as one host and as two")
+    print_heading(f"{2 * options.gpus} GPUs of one machine, as one host and as two")
     table = Table({"": 12, "GPUs as": 14, "seconds": 7, "as on one host": 14, "result": 40})
-    failures, is_alike = [], True
+    failures, are_equal = [], True
     for part in options.parts:
         expected = None
-        for way in options.ways:
+        for layout in options.ways:
             start = perf_counter()
             try:
-                shown, equal = PARTS[part](options, variables(way, options))
-            except Failed as error:
-                failures.append(f"{part}, {way}: {error}")
-                table.row(part, way, f"{perf_counter() - start:.0f}", "", "FAILED")
+                shown, equal = PARTS[part](options, make_environment(layout, options))
+            except SideError as error:
+                failures.append(f"{part}, {layout}: {error}")
+                table.print_row(part, layout, f"{perf_counter() - start:.0f}", "", "FAILED")
                 continue
             expected = equal if expected is None else expected
-            is_alike &= equal == expected
-            table.row(part, way, f"{perf_counter() - start:.0f}", "yes" if equal == expected else "NO", shown)
+            are_equal &= equal == expected
+            table.print_row(part, layout, f"{perf_counter() - start:.0f}", "yes" if equal == expected else "NO", shown)
     print()
-    bar("programs that failed", len(failures), most=0)
-    bar("results that differ", 0 if is_alike else 1, most=0)
+    print_criterion("programs that failed", len(failures), at_most=0)
+    print_criterion("results that differ", 0 if are_equal else 1, at_most=0)
     for failure in failures:
         print(f"\n{failure}")
 

@@ -1,8 +1,8 @@
 """Speed of training of the Lasagne demos, on PyTensor and on Theano.
 
-The scripts of demos/lasagne_mnist and demos/resnet, on made-up images, in processes of their own one after the other:
+The scripts of demos/lasagne_mnist and demos/resnet, on synthetic images, in separate processes one after the other:
 
-*mnist*: the models ``mlp`` and ``cnn`` on all GPUs, with PyTensor and with Theano 1.0.5; images a second.
+*mnist*: the models ``mlp`` and ``cnn`` on all GPUs, with PyTensor and with Theano 1.0.5; images per second.
 *resnet*: ResNet-50 with Theano, 32 images a GPU, on one GPU and on all.
 
 ``--classic`` is a command that starts a Python with Theano 1.0.5, pygpu and Lasagne; without it that side is left out.
@@ -17,47 +17,49 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks._measure import Failed, Table, bar, gpus, heading, run_alone
+from benchmarks._measure import SideError, Table, print_criterion, print_heading, require_gpus, run_command
 
 DEMOS = Path(__file__).resolve().parents[1] / "demos"
-#: Options of the scripts beside the number of ranks.
+#: Options of the scripts, in addition to the number of ranks.
 MNIST = ["--synthetic", "60000", "--batch-size", "500", "--epochs", "4"]
 RESNET = ["--batch-size", "32", "--images", "320", "--epochs", "2", "--validation", "0.1"]
 
 
-def images_a_second(python: list[str], script: str, arguments: list[str], limit: float) -> float:
+def measure_images_per_second(python: list[str], script: str, arguments: list[str], limit: float) -> float:
     """Train with a script, and return the images per second."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "run.json")
-        run_alone([*python, str(DEMOS / script), *arguments, "--quiet", "--result", str(result)], limit)
+        run_command([*python, str(DEMOS / script), *arguments, "--quiet", "--result", str(result)], limit)
         run = json.loads(result.read_text())
     return float(sum(run["images"]) / run["seconds"])
 
 
-def mnist(options: argparse.Namespace, count: int) -> None:
-    """Compare the two stacks."""
+def compare_mnist(options: argparse.Namespace, count: int) -> None:
+    """Compare PyTensor with Theano."""
     device = "--cpu" if options.cpu else "--gpu"
     table = Table({"model": 6, "data": 5, "PyTensor": 12, "Theano": 12, "ratio": 6})
     ratios = {}
     for model in options.models:
-        for place in ("cpu", "gpu"):
+        for placement in ("cpu", "gpu"):
             arguments = [model, "--ranks", str(count), device, *(options.arguments or MNIST)]
             sides = [[sys.executable, "-W", "ignore"], *([shlex.split(options.classic)] if options.classic else [])]
-            script = f"lasagne_mnist/train_mnist_{place}_data.py"
-            speeds = [images_a_second(python, script, arguments, options.limit) for python in sides]
+            script = f"lasagne_mnist/train_mnist_{placement}_data.py"
+            speeds = [measure_images_per_second(python, script, arguments, options.limit) for python in sides]
             cells = [f"{speed:,.0f}/s" for speed in speeds]
             if len(speeds) == 2:
-                ratios[model, place] = speeds[0] / speeds[1]
-                cells.append(f"{ratios[model, place]:.2f}")
-            table.row(model, "host" if place == "cpu" else "GPUs", *cells, *[""] * (3 - len(cells)))
+                ratios[model, placement] = speeds[0] / speeds[1]
+                cells.append(f"{ratios[model, placement]:.2f}")
+            table.print_row(model, "host" if placement == "cpu" else "GPUs", *cells, *[""] * (3 - len(cells)))
     print()
-    for (model, place), ratio in ratios.items():
-        where = "host" if place == "cpu" else "GPUs"
-        bar(f"{model}, data on the {where}, {count} ranks: PyTensor, relative to Theano", ratio, " times", least=3)
+    for (model, placement), ratio in ratios.items():
+        where = "host" if placement == "cpu" else "GPUs"
+        print_criterion(
+            f"{model}, data on the {where}, {count} ranks: PyTensor, relative to Theano", ratio, " times", at_least=3
+        )
 
 
-def resnet(options: argparse.Namespace, count: int) -> None:
-    """Compare one GPU with all."""
+def compare_resnet(options: argparse.Namespace, count: int) -> None:
+    """Compare one GPU with all GPUs."""
     if not options.classic:
         print("ResNet-50 with Theano: left out, without --classic")
         return
@@ -66,14 +68,16 @@ def resnet(options: argparse.Namespace, count: int) -> None:
     speeds = []
     for n in (1, count):
         arguments = ["--ranks", str(n), device, *(options.arguments or RESNET)]
-        speeds.append(images_a_second(shlex.split(options.classic), "resnet/train_resnet.py", arguments, options.limit))
-        table.row(str(n), f"{speeds[-1]:.1f}")
+        speeds.append(
+            measure_images_per_second(shlex.split(options.classic), "resnet/train_resnet.py", arguments, options.limit)
+        )
+        table.print_row(str(n), f"{speeds[-1]:.1f}")
     print()
-    bar(
+    print_criterion(
         f"ResNet-50 with Theano, 32 images a GPU, {count} GPUs to one",
         speeds[1] / speeds[0],
         " times",
-        least=1.95,
+        at_least=1.95,
     )
 
 
@@ -93,13 +97,13 @@ def main() -> None:
     add("--cpu", action="store_true", help="on CPU cores, to try the benchmark itself")
     add("--arguments", type=shlex.split, metavar="WORDS", help="for the scripts, in place of the sizes above")
     options = parser.parse_args()
-    count = (options.ranks or 2) if options.cpu else gpus(options.ranks)
-    heading(f"the Lasagne demos on {count} GPUs")
-    for what in options.what:
+    count = (options.ranks or 2) if options.cpu else require_gpus(options.ranks)
+    print_heading(f"the Lasagne demos on {count} GPUs")
+    for part in options.what:
         try:
-            (mnist if what == "mnist" else resnet)(options, count)
-        except Failed as error:
-            print(f"{what}: {error}", flush=True)
+            (compare_mnist if part == "mnist" else compare_resnet)(options, count)
+        except SideError as error:
+            print(f"{part}: {error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Time of the gradient of a likelihood of many rows, on GPUs.
 
-A hierarchical logistic regression, as `synkhronos.extensions.pymc.data_parallel` has the ranks compute it: the rows lie
-on the GPUs, and an evaluation of the log-likelihood and its gradient sends parameters, and gets a sum.  On 1, 2 and
-more GPUs in turn, each with a part of the same rows, beside NumPyro on one GPU, in a process of its own, if it is
-installed.  Every evaluation is at another point, and waited for.
+A hierarchical logistic regression, computed by the ranks as in `synkhronos.extensions.pymc.data_parallel`: the rows
+are in the GPUs' memory, and an evaluation of the log-likelihood and its gradient sends parameters and receives a sum.
+1, 2 and more GPUs, among which the rows are divided, are compared with NumPyro on one GPU, in a separate process, if it
+is installed.  Each evaluation is at a new point, and waited for.
 """
 
 from __future__ import annotations
@@ -20,14 +20,23 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._hierarchical import GROUPS, log_likelihood, make_data
-from benchmarks._measure import Failed, Table, bar, duration, find_first_gpu, gpus, heading, run_alone
+from benchmarks._hierarchical import GROUPS, compute_log_likelihood, make_data
+from benchmarks._measure import (
+    SideError,
+    Table,
+    find_first_gpu,
+    format_duration,
+    print_criterion,
+    print_heading,
+    require_gpus,
+    run_command,
+)
 
 ROUNDS = 3
 
 
-def points(columns: int, dtype: str) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-    """Return a function from the number of an evaluation to its parameters."""
+def make_points(columns: int, dtype: str) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+    """Return a function that maps the number of an evaluation to its parameters."""
     rng = np.random.default_rng(1)
     effects, slopes = rng.normal(size=GROUPS), rng.normal(size=columns) / 10
     return lambda i: ((effects + 1e-5 * i).astype(dtype), (slopes - 1e-5 * i).astype(dtype))
@@ -37,18 +46,18 @@ def measure(evaluate: Callable[[int], Any], calls: int) -> tuple[float, list[flo
     """Return the value at point 0, and an evaluation's time in each round."""
     value = float(evaluate(0)[0])
     times = []
-    at = 1
+    index = 1
     for _ in range(ROUNDS):
-        evaluate(at)
+        evaluate(index)
         start = perf_counter()
-        for i in range(at + 1, at + 1 + calls):
+        for i in range(index + 1, index + 1 + calls):
             evaluate(i)
         times.append((perf_counter() - start) / calls)
-        at += calls + 1
+        index += calls + 1
     return value, times
 
 
-def ours(count: int, options: argparse.Namespace) -> tuple[float, list[float]]:
+def measure_ranks(count: int, options: argparse.Namespace) -> tuple[float, list[float]]:
     """Measure the ranks."""
     import pytensor
     import pytensor.tensor as pt
@@ -64,17 +73,17 @@ def ours(count: int, options: argparse.Namespace) -> tuple[float, list[float]]:
         group = pt.ivector("group")
         effects, slopes = pt.vector("effects", dtype=dtype), pt.vector("slopes", dtype=dtype)
         total = sum_over_rows(
-            log_likelihood(x, group, y, effects, slopes), dict(zip((x, group, y), values, strict=True))
+            compute_log_likelihood(x, group, y, effects, slopes), dict(zip((x, group, y), values, strict=True))
         )
         outputs = [total, *pytensor.grad(total, [effects, slopes])]
         evaluate = pytensor.function([effects, slopes], outputs, mode="FAST_COMPILE")
-        point = points(options.columns, dtype)
+        point = make_points(options.columns, dtype)
         result = measure(lambda i: evaluate(*point(i)), options.calls)
     synk.close()
     return result
 
 
-def numpyro_alone(options: argparse.Namespace) -> None:
+def measure_numpyro(options: argparse.Namespace) -> None:
     """Measure NumPyro, and print the result."""
     import jax
     import jax.numpy as jnp
@@ -86,22 +95,22 @@ def numpyro_alone(options: argparse.Namespace) -> None:
     x, group, y = (jax.device_put(a) for a in make_data(options.rows, options.columns, options.dtype))
 
     def model(x: Any, group: Any, y: Any) -> None:
-        # Flat priors: what is measured is the likelihood.
+        # Flat priors: only the likelihood is measured.
         effects = numpyro.sample("effects", dist.ImproperUniform(dist.constraints.real, (), (GROUPS,)))
         slopes = numpyro.sample("slopes", dist.ImproperUniform(dist.constraints.real, (), (options.columns,)))
         numpyro.sample("y", dist.Bernoulli(logits=effects[group] + x @ slopes), obs=y)
 
-    def density(params: Any, x: Any, group: Any, y: Any) -> Any:
+    def log_posterior(params: Any, x: Any, group: Any, y: Any) -> Any:
         return log_density(model, (x, group, y), {}, params)[0]
 
-    compiled = jax.jit(jax.value_and_grad(density))
-    point = points(options.columns, options.dtype)
+    compiled = jax.jit(jax.value_and_grad(log_posterior))
+    point = make_points(options.columns, options.dtype)
 
     def evaluate(i: int) -> Any:
         effects, slopes = point(i)
         params = {"effects": jnp.asarray(effects), "slopes": jnp.asarray(slopes)}
         value, gradient = compiled(params, x, group, y)
-        return np.asarray(value), [np.asarray(one) for one in gradient.values()]
+        return np.asarray(value), [np.asarray(array) for array in gradient.values()]
 
     print(json.dumps(measure(evaluate, options.calls)), flush=True)
 
@@ -122,38 +131,38 @@ def main() -> None:
     parser.add_argument("--numpyro", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.numpyro:
-        numpyro_alone(options)
+        measure_numpyro(options)
         return
     if options.cpu:
         os.environ["PYTENSOR_FLAGS"] = "mode=JAX"
         count = options.ranks or 2
     else:
-        count = gpus(options.ranks)
+        count = require_gpus(options.ranks)
     sides: dict[str, tuple[float, list[float]]] = {}
     if importlib.util.find_spec("numpyro"):
         command = [sys.executable, "-m", "benchmarks.gpu_pymc_rows", "--numpyro", *sys.argv[1:]]
         try:
             sides["NumPyro, 1 GPU"] = tuple(
-                json.loads(run_alone(command, 200, CUDA_VISIBLE_DEVICES=find_first_gpu()).splitlines()[-1])
+                json.loads(run_command(command, 200, CUDA_VISIBLE_DEVICES=find_first_gpu()).splitlines()[-1])
             )
-        except Failed as error:
+        except SideError as error:
             print(error)
     else:
         print("NumPyro is not installed: left out.")
-    heading(f"log-likelihood and gradient, {options.rows} rows of {options.columns} columns, {options.dtype}")
+    print_heading(f"log-likelihood and gradient, {options.rows} rows of {options.columns} columns, {options.dtype}")
     counts = [n for n in (1, 2, 4, 8) if n <= count]
     for n in counts:
-        sides[f"{n} GPUs" if n > 1 else "1 GPU"] = ours(n, options)
+        sides[f"{n} GPUs" if n > 1 else "1 GPU"] = measure_ranks(n, options)
     table = Table({"": 16, "median": 10, "rounds": 32, "a second": 9, "value": 16})
     for name, (value, times) in sides.items():
-        rounds = " ".join(duration(time) for time in times)
-        table.row(name, duration(median(times)), rounds, f"{1 / median(times):.0f}", f"{value:.8g}")
+        rounds = " ".join(format_duration(time) for time in times)
+        table.print_row(name, format_duration(median(times)), rounds, f"{1 / median(times):.0f}", f"{value:.8g}")
     print()
     one = median(sides["1 GPU"][1])
     for n in counts[1:]:
-        bar(f"{n} GPUs, part of linear", one / median(sides[f"{n} GPUs"][1]) / n, least=0.95)
+        print_criterion(f"{n} GPUs, part of linear", one / median(sides[f"{n} GPUs"][1]) / n, at_least=0.95)
     if "NumPyro, 1 GPU" in sides:
-        bar("NumPyro's time / ours, 1 GPU", median(sides["NumPyro, 1 GPU"][1]) / one, least=1)
+        print_criterion("NumPyro's time / ours, 1 GPU", median(sides["NumPyro, 1 GPU"][1]) / one, at_least=1)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Speed of training of a ResNet-50, beside PyTorch.
 
-The Lasagne network of demos/resnet, through `synkhronos.compat`, beside torchvision's under DistributedDataParallel:
-made-up images, 64 for each GPU, gradient step, all-reduce and momentum update, on 1, 2, 4, ... GPUs.  Once images come
-from the host, ours by shuffled lists of indexes from Data objects, PyTorch's from batches that lie ready in page-locked
-memory; once they are on the GPUs already.  Losses are read after the last step.  With ``--compiled`` PyTorch's side
-runs once more, under ``torch.compile``.  With ``--flax`` there is a third side: the network in flax, under ``jit`` over
-a mesh of the GPUs, whose batches lie ready in host memory, too.
+The Lasagne network of demos/resnet, through `synkhronos.compat`, is compared with torchvision's under
+DistributedDataParallel, on 1, 2, 4, ... GPUs.  A step computes the gradient of 64 synthetic images for each GPU,
+all-reduces it, and updates with momentum.  Images are either in host memory or already on the GPUs.  In host memory,
+Synkhronos selects them from Data objects by shuffled lists of indexes, and PyTorch has prepared batches in page-locked
+memory.  Losses are read after the last step.  With ``--compiled`` PyTorch's side runs once more, under
+``torch.compile``.  With ``--flax`` there is a third side: the network in flax, under ``jit`` over a mesh of the GPUs,
+with prepared batches in host memory.
 
-Each side runs in processes of its own, one after the other.  The first program for each place of the images is compiled
-anew; those for other numbers of GPUs find it in a cache that this run alone uses.
+The sides run one after the other, in separate processes.  The first program for each placement of the images is
+compiled; for other numbers of GPUs it is read from a compilation cache of this run.
 """
 
 from __future__ import annotations
@@ -22,9 +23,17 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks._measure import Failed, Table, bar, duration, gpus, heading, run_alone
+from benchmarks._measure import (
+    SideError,
+    Table,
+    format_duration,
+    print_criterion,
+    print_heading,
+    require_gpus,
+    run_command,
+)
 
-#: Blocks of each stage, by the depth that a network is called after; those of demos/resnet.
+#: Blocks of each stage by depth of the network, as in demos/resnet.
 BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 #: JAX's name of each precision, and the required speed relative to PyTorch.
 PRECISIONS = {"tf32": ("tensorfloat32", 1.1), "bfloat16": ("bfloat16", 1.2)}
@@ -34,34 +43,34 @@ BESIDE_COMPILED = 1.15
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
 
 
-def call(module: str, python: str, settings: dict[str, Any], environment: dict[str, str], limit: float) -> Any:
-    """Run one side in a process of its own, and return what it measured.
+def run_side(module: str, python: str, settings: dict[str, Any], environment: dict[str, str], limit: float) -> Any:
+    """Run one side in its own process, and return its results.
 
     Parameters
     ----------
     module : str
-        Its module in this package.
+        Module of the side in this package.
     python : str
-        Path of the Python that runs it.
+        Path of its Python.
     settings : dict
         Settings of the side.
     environment : dict
-        Variables beside those of this process.
+        Environment variables in addition to those of this process.
     limit : float
-        Seconds after which it, and all that it started, is ended.
+        Seconds after which the process and its children are killed.
 
     Returns
     -------
     dict
-        ``title``, and ``results``: for each place first step's seconds, seconds of a step, and the loss.
+        ``title``, and ``results``: for each placement the first step's seconds, the seconds of a step, and the loss.
     """
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [python, "-m", f"benchmarks.{module}", json.dumps(settings)]
-    return json.loads(run_alone(command, limit, PYTHONPATH=path, **environment).splitlines()[-1])
+    return json.loads(run_command(command, limit, PYTHONPATH=path, **environment).splitlines()[-1])
 
 
-def parse() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_resnet",
@@ -95,11 +104,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def settings_for(options: argparse.Namespace, precision: str, n: int) -> dict[str, Any]:
+def make_settings(options: argparse.Namespace, precision: str, n: int) -> dict[str, Any]:
     """Return the settings of both sides."""
-    same = ("steps", "warm", "batch_size", "images", "width", "size", "where", "device", "loaders")
+    shared_options = ("steps", "warm", "batch_size", "images", "width", "size", "where", "device", "loaders")
     return {
-        **{name: getattr(options, name) for name in same},
+        **{name: getattr(options, name) for name in shared_options},
         "n": n,
         "precision": precision,
         "blocks": BLOCKS[options.depth],
@@ -110,12 +119,12 @@ def settings_for(options: argparse.Namespace, precision: str, n: int) -> dict[st
     }
 
 
-class Report:
-    """Printer of speeds, row by row, and of goals at the end."""
+class SpeedTable:
+    """Table of speeds, printed row by row, and goals, printed at the end."""
 
     def __init__(self) -> None:
         self._speeds: dict[tuple[str, str, int], tuple[float, float]] = {}
-        self._bars: list[tuple[str, float, str, float | None, float | None]] = []
+        self._goals: list[tuple[str, float, str, float | None, float | None]] = []
         self._remarks: list[str] = []
         self._table = Table(
             {"": 8, "images": 6, "GPUs": 4, "ours": 9, "DDP": 9, "ours/DDP": 8, "scaling": 7, "DDP's": 7}
@@ -125,7 +134,7 @@ class Report:
     def add(
         self,
         precision: str,
-        where: str,
+        placement: str,
         n: int,
         images: int,
         ours: Any,
@@ -133,68 +142,70 @@ class Report:
         others: dict[str, Any],
         is_cold: bool,
     ) -> None:
-        """Print a row; `images` are those of a step, `others` has the sides "compiled" and "flax", if asked for."""
-        first, ours_step, loss = ours["results"][where]
-        _, ddp_step, ddp_loss = ddp["results"][where]
-        speed = self._speeds[precision, where, n] = images / ours_step, images / ddp_step
+        """Print a row; `images` is their number per step, `others` has the optional sides "compiled" and "flax"."""
+        first, ours_step, loss = ours["results"][placement]
+        _, ddp_step, ddp_loss = ddp["results"][placement]
+        speed = self._speeds[precision, placement, n] = images / ours_step, images / ddp_step
         ratio = speed[0] / speed[1]
-        beside = {name: images / found["results"][where][1] for name, found in others.items()}
-        one = self._speeds.get((precision, where, 1))
+        speeds = {name: images / side["results"][placement][1] for name, side in others.items()}
+        one = self._speeds.get((precision, placement, 1))
         scaling = [s / (n * s1) for s, s1 in zip(speed, one, strict=True)] if one and n > 1 else None
-        self._table.row(
-            *(precision, where, str(n), f"{speed[0]:,.0f}/s", f"{speed[1]:,.0f}/s", f"{ratio:.3f}"),
+        self._table.print_row(
+            *(precision, placement, str(n), f"{speed[0]:,.0f}/s", f"{speed[1]:,.0f}/s", f"{ratio:.3f}"),
             *([f"{share:.1%}" for share in scaling] if scaling else ["", ""]),
             *(
                 text
                 for name in ("compiled", "flax")
                 for text in (
-                    [f"{beside[name]:,.0f}/s", f"{speed[0] / beside[name]:.3f}"] if name in beside else ["", ""]
+                    [f"{speeds[name]:,.0f}/s", f"{speed[0] / speeds[name]:.3f}"] if name in speeds else ["", ""]
                 )
             ),
         )
-        label = f"{precision}, images from the {where}, n = {n}"
-        self._bars.append((f"{label}: beside DDP", ratio, " times", None, PRECISIONS[precision][1]))
-        if "compiled" in beside:
-            ratio = speed[0] / beside["compiled"]
-            self._bars.append((f"{label}: beside compiled DDP", ratio, " times", None, BESIDE_COMPILED))
+        label = f"{precision}, images from the {placement}, n = {n}"
+        self._goals.append((f"{label}: beside DDP", ratio, " times", None, PRECISIONS[precision][1]))
+        if "compiled" in speeds:
+            ratio = speed[0] / speeds["compiled"]
+            self._goals.append((f"{label}: beside compiled DDP", ratio, " times", None, BESIDE_COMPILED))
         if scaling:
-            self._bars.append((f"{label}: scaling", 100 * scaling[0], " %", None, 97))
+            self._goals.append((f"{label}: scaling", 100 * scaling[0], " %", None, 97))
         if is_cold:
-            self._bars.append((f"{label}: first step, compiled anew", first, " s", 120, None))
+            self._goals.append((f"{label}: first step, compiled anew", first, " s", 120, None))
         losses = f"{loss:.3f}, the penalty of large weights included, DDP {ddp_loss:.3f} without"
-        self._remarks.append(f"{label}: first step {duration(first)}; losses at the end {losses}")
+        self._remarks.append(f"{label}: first step {format_duration(first)}; losses at the end {losses}")
 
     def add_loading(self, precision: str, n: int, images: int, ours: Any) -> None:
         """Store the speed with rows from files, relative to rows on the host."""
-        plain, loaded = (images / ours["results"][where][1] for where in ("host", "files"))
+        plain, loaded = (images / ours["results"][placement][1] for placement in ("host", "files"))
         label = f"{precision}, images from files, n = {n}"
         self._remarks.append(
             f"{label}: {loaded:,.0f}/s, and {plain:,.0f}/s from the host without loading; "
-            f"the middle step waits {duration(ours['wait'])} for its rows"
+            f"the middle step waits {format_duration(ours['wait'])} for its rows"
         )
-        self._bars.append((f"{label}: beside those on the host", 100 * loaded / plain, " %", None, 97))
+        self._goals.append((f"{label}: beside those on the host", 100 * loaded / plain, " %", None, 97))
 
     def remark(self, text: str) -> None:
         """Store a line to print at the end."""
         self._remarks.append(text)
 
-    def end(self) -> None:
-        """Print remarks and bars."""
+    def print_summary(self) -> None:
+        """Print remarks, and each goal with PASS or FAIL."""
         print("", *self._remarks, "", sep="\n")
-        for what, figure, unit, most, least in self._bars:
-            bar(what, figure, unit, most=most, least=least)
+        for label, figure, unit, most, least in self._goals:
+            print_criterion(label, figure, unit, at_most=most, at_least=least)
 
 
 def main() -> None:
     """Run the benchmark."""
-    options = parse()
+    options = parse_options()
     if "files" in options.where and "host" not in options.where:
         raise SystemExit("--where files: expected host with it, to compare with")
-    there = gpus(None) if options.device == "gpu" else 2
-    counts = options.ranks or [n for n in (1, 2, 4) if n <= there]
-    heading(f"a training step of a ResNet-{options.depth}, {options.size}x{options.size}, {options.batch_size} a GPU")
+    n_available = require_gpus(None) if options.device == "gpu" else 2
+    counts = options.ranks or [n for n in (1, 2, 4) if n <= n_available]
+    print_heading(
+        f"a training step of a ResNet-{options.depth}, {options.size}x{options.size}, {options.batch_size} a GPU"
+    )
     start = perf_counter()
-    report = Report()
+    table = SpeedTable()
     for precision in options.precision:
         with tempfile.TemporaryDirectory() as cache:
             environment = {
@@ -204,28 +215,32 @@ def main() -> None:
             }
             is_cold = True
             for n in counts:
-                settings = settings_for(options, precision, n)
+                settings = make_settings(options, precision, n)
                 try:
-                    ours = call("_resnet", sys.executable, settings, environment, options.limit)
-                    settings = {**settings, "where": [where for where in options.where if where != "files"]}
-                    ddp = call("_ddp", options.torch_python, settings, {}, options.limit)
+                    ours = run_side("_resnet", sys.executable, settings, environment, options.limit)
+                    settings = {**settings, "where": [placement for placement in options.where if placement != "files"]}
+                    ddp = run_side("_ddp", options.torch_python, settings, {}, options.limit)
                     others = {}
                     if options.compiled:
                         compiled = {**settings, "compiled": True}
-                        others["compiled"] = call("_ddp", options.torch_python, compiled, {}, options.limit)
+                        others["compiled"] = run_side("_ddp", options.torch_python, compiled, {}, options.limit)
                     if options.flax:
                         devices = {} if options.device == "gpu" else {"XLA_FLAGS": f"{_HOST_DEVICES}={n}"}
-                        others["flax"] = call("_mesh", sys.executable, settings, environment | devices, options.limit)
-                except Failed as failure:
+                        others["flax"] = run_side(
+                            "_mesh", sys.executable, settings, environment | devices, options.limit
+                        )
+                except SideError as failure:
                     print(f"{precision}, n = {n}: {failure}", flush=True)
                     continue
-                report.remark(f"{ours['title']}, {ddp['title']}: {duration(ours['built'])} to start and build ours")
+                table.remark(
+                    f"{ours['title']}, {ddp['title']}: {format_duration(ours['built'])} to start and build ours"
+                )
                 if "files" in options.where:
-                    report.add_loading(precision, n, n * options.batch_size, ours)
-                for where in settings["where"]:
-                    report.add(precision, where, n, n * options.batch_size, ours, ddp, others, is_cold)
+                    table.add_loading(precision, n, n * options.batch_size, ours)
+                for placement in settings["where"]:
+                    table.add(precision, placement, n, n * options.batch_size, ours, ddp, others, is_cold)
                 is_cold = False
-    report.end()
+    table.print_summary()
     print(f"\n{perf_counter() - start:.0f} s in all")
 
 

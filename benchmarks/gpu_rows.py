@@ -1,9 +1,9 @@
 """Throughput of rows of a Data object to the GPUs.
 
-A function that does next to nothing with its input is called with a shuffled list of rows, and with as long a slice.
-The call returns when the rows are there: from then on the user may write into the memory that they came from.  Beside
-it the bus: a copy of as many bytes to each GPU from the same page-locked memory, by the CUDA driver alone, on all ranks
-at once.
+A function that uses one row of its input is called with a shuffled list of rows, and with a slice of the same length.
+The call returns when the rows are on the GPUs: from then on the user may write to the memory that held them.  For
+comparison, the CUDA driver alone copies the same number of bytes to each GPU from the same page-locked memory, on all
+ranks at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from dataclasses import dataclass
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading, interleaved, quartiles, size
+from benchmarks._measure import (
+    Table,
+    compute_quartiles,
+    format_bytes,
+    format_duration,
+    import_graph_library,
+    print_criterion,
+    print_heading,
+    require_gpus,
+    time_interleaved,
+)
 from synkhronos import ranks
 from synkhronos.data.shared_memory import get_array_location
 from synkhronos.devices.cuda.staging import check_result
@@ -56,10 +66,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[500, 5000, 20000], help="rows a rank")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each side (default: %(default)s)")
     options = parser.parse_args()
-    count = gpus(options.ranks)
-    heading(f"rows of {size(4 * WIDTH)} to {count} GPUs, each its own")
+    count = require_gpus(options.ranks)
+    print_heading(f"rows of {format_bytes(4 * WIDTH)} to {count} GPUs, each its own")
     synk.fork(count, use_gpu=True)
-    library, tensor = graph_library()
+    library, tensor = import_graph_library()
     x, last = tensor.fmatrix("x"), library.shared(np.zeros(WIDTH, np.float32), "last")
     f = synk.function([x], [], updates=[(last, x[-1])])
     rng = np.random.default_rng(0)
@@ -85,20 +95,20 @@ def main() -> None:
             session.run(copy)
 
         sides: dict[str, Callable[[], None]] = {"index": by_index, "slice": by_slice, "driver": by_driver}
-        times = interleaved(sides, options.rounds, calls=5, warm=2)
-        middle = {name: quartiles(values)[1] for name, values in times.items()}
-        rates[rows] = {name: nbytes / time / 1e9 for name, time in middle.items()}
-        cells = [cell for name in sides for cell in (duration(middle[name]), f"{rates[rows][name]:.1f}")]
-        table.row(str(rows), size(nbytes), *cells)
+        times = time_interleaved(sides, options.rounds, calls=5, warm=2)
+        medians = {name: compute_quartiles(values)[1] for name, values in times.items()}
+        rates[rows] = {name: nbytes / time / 1e9 for name, time in medians.items()}
+        cells = [cell for name in sides for cell in (format_duration(medians[name]), f"{rates[rows][name]:.1f}")]
+        table.print_row(str(rows), format_bytes(nbytes), *cells)
     synk.close()
     print()
-    most = max(options.rows)
-    bar(f"rate by index, {most} rows a rank", rates[most]["index"], " GB/s", least=25)
-    bar(
-        f"rate by index beside the driver's copy, {most} rows a rank",
-        100 * rates[most]["index"] / rates[most]["driver"],
+    largest = max(options.rows)
+    print_criterion(f"rate by index, {largest} rows a rank", rates[largest]["index"], " GB/s", at_least=25)
+    print_criterion(
+        f"rate by index beside the driver's copy, {largest} rows a rank",
+        100 * rates[largest]["index"] / rates[largest]["driver"],
         " %",
-        least=60,
+        at_least=60,
     )
 
 

@@ -1,13 +1,14 @@
 """Speed of training under exchange rules on GPUs.
 
-Rows a second, beside BSP, of the small MLP (784-800-800-10, 500 rows a GPU) and of ResNet-50 (64 images a GPU), under
-rules by which the steps between two exchanges are one launch, and under those by which no rank waits; ResNet-50 also
-beside PyTorch's DistributedDataParallel and its post-local SGD, in other processes.  Then the time of an exchange
-of 102 MB with the centre, and of averages of 102 MB in 32 and in 16 bits.
+Rows per second of the small MLP (784-800-800-10, 500 rows a GPU) or of ResNet-50 (64 images a GPU), relative to BSP.
+The rules include those that launch all steps between two exchanges at once, and asynchronous ones.  ResNet-50 is also
+compared with PyTorch's DistributedDataParallel and its post-local SGD, in separate processes.  At the end the time of
+an exchange of 102 MB with the centre, and of averages of 102 MB in 32 and in 16 bits.
 
-With ``--slow 3`` the last GPU has a third of its time for us: two other programs multiply matrices on it meanwhile.
+With ``--slow 3`` two other programs multiply matrices on the last GPU meanwhile, so that it has a third of its time for
+training.
 
-One process for each number of GPUs and model: ``python -m benchmarks.gpu_rules --model mlp --ranks 2``.
+Run the benchmark once for each number of GPUs and model: ``python -m benchmarks.gpu_rules --model mlp --ranks 2``.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Failed, Table, bar, duration, heading
-from benchmarks.gpu_resnet import BLOCKS, call
+from benchmarks._measure import SideError, Table, format_duration, print_criterion, print_heading
+from benchmarks.gpu_resnet import BLOCKS, run_side
 from synkhronos import rules
 from synkhronos.training import make_trainer, updates
 
@@ -46,7 +47,7 @@ while True:
 
 @contextlib.contextmanager
 def keep_busy(rank: int, count: int, device: str) -> Iterator[None]:
-    """Run ``count`` programs beside ours on the GPU of a rank."""
+    """Run ``count`` other programs on the GPU of a rank."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible.split(",")[rank] if visible else str(rank)}
     environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": {"gpu": "cuda"}.get(device, device)}
@@ -56,7 +57,7 @@ def keep_busy(rank: int, count: int, device: str) -> Iterator[None]:
         for program in programs:
             assert program.stdout is not None
             if not program.stdout.readline():
-                raise Failed(f"a program that keeps the GPU busy ended with exit status {program.wait()}")
+                raise SideError(f"a program that keeps the GPU busy ended with exit status {program.wait()}")
         yield
     finally:
         for program in programs:
@@ -81,46 +82,46 @@ def make_rules(period: int) -> dict[str, rules.Rule]:
     }
 
 
-def mlp(rng: np.random.Generator, n: int, steps: int, batch: int) -> tuple[Any, ...]:
-    """Return loss, parameters, inputs, further updates, and data."""
+def make_mlp(rng: np.random.Generator, n: int, steps: int, batch: int) -> tuple[Any, ...]:
+    """Return loss, parameters, inputs, additional updates, images and labels."""
     import pytensor.tensor as tensor
 
-    from benchmarks.gpu_step import LAYERS, model
+    from benchmarks.gpu_step import LAYERS, build_mlp
 
     x, y = tensor.fmatrix("x"), tensor.ivector("y")
-    loss, params = model(x, y)
+    loss, params = build_mlp(x, y)
     images = synk.data(rng.random((n * steps * batch, LAYERS[0]), dtype=np.float32))
     labels = synk.data(rng.integers(0, LAYERS[-1], len(images)).astype("int32"))
     return loss, params, x, y, None, images, labels
 
 
-def resnet(rng: np.random.Generator, n: int, steps: int, batch: int) -> tuple[Any, ...]:
-    """Return loss, parameters, inputs, further updates, and data."""
+def make_resnet(rng: np.random.Generator, n: int, steps: int, batch: int) -> tuple[Any, ...]:
+    """Return loss, parameters, inputs, additional updates, images and labels."""
     demos = Path(__file__).resolve().parents[1] / "demos"
     sys.path[1:1] = [str(demos), str(demos / "resnet")]
-    from network import BLOCKS, build
+    from network import BLOCKS, build_network
 
-    net = build(BLOCKS[50], 64, 224, 1000)
+    net = build_network(BLOCKS[50], 64, 224, 1000)
     images = synk.data(dtype="uint8", shape=(n * steps * batch, 3, 224, 224))
-    some = rng.integers(256, size=(64, 3, 224, 224), dtype=np.uint8)
+    block = rng.integers(256, size=(64, 3, 224, 224), dtype=np.uint8)
     for start in range(0, len(images), 64):
-        images[start : start + 64] = some[: len(images) - start]
+        images[start : start + 64] = block[: len(images) - start]
     labels = synk.data(rng.integers(1000, size=len(images), dtype=np.int32))
     return net.loss, net.params, net.x, net.y, net.average_updates, images, labels
 
 
-def speeds(options: argparse.Namespace) -> None:
-    """Print rows a second under each rule."""
-    heading(
+def compare_rules(options: argparse.Namespace) -> None:
+    """Print rows per second under each rule."""
+    print_heading(
         f"{options.model}, {options.batch} rows a GPU, {options.ranks} GPUs, exchanges after {options.period} steps"
     )
     table = Table({"rule": 20, "rows/s": 10, "of BSP": 7, "compute": 9, "exchange": 9, "wait": 9})
-    make = {"mlp": mlp, "resnet": resnet}[options.model]
-    found: dict[str, float] = {}
+    make_model = {"mlp": make_mlp, "resnet": make_resnet}[options.model]
+    results: dict[str, float] = {}
     for name, rule in make_rules(options.period).items():
         if options.rules and name not in options.rules:
             continue
-        loss, params, x, y, extra, images, labels = make(
+        loss, params, x, y, extra, images, labels = make_model(
             np.random.default_rng(0), options.ranks, options.steps, options.batch
         )
         trainer = make_trainer(loss, params, x, y, updates.momentum, rule, 0.01, extra_updates=extra)
@@ -129,20 +130,20 @@ def speeds(options: argparse.Namespace) -> None:
             if report.epoch > 1 and (best is None or report.rows_per_second > best.rows_per_second):
                 best = report
         assert best is not None
-        found[name] = best.rows_per_second
-        beside = found[name] / found["BSP"] if "BSP" in found else float("nan")
-        table.row(
+        results[name] = best.rows_per_second
+        ratio = results[name] / results["BSP"] if "BSP" in results else float("nan")
+        table.print_row(
             name,
-            f"{found[name]:,.0f}",
-            f"{beside:.2f}",
-            *(duration(best.seconds[key]) for key in ("compute", "exchange", "wait")),
+            f"{results[name]:,.0f}",
+            f"{ratio:.2f}",
+            *(format_duration(best.seconds[key]) for key in ("compute", "exchange", "wait")),
         )
         images.free_memory()
 
 
-def torch(options: argparse.Namespace) -> None:
-    """Print images a second of PyTorch's two ways."""
-    heading(f"PyTorch, {options.batch} images a GPU, {options.ranks} GPUs")
+def compare_torch(options: argparse.Namespace) -> None:
+    """Print images per second of PyTorch's DDP and post-local SGD."""
+    print_heading(f"PyTorch, {options.batch} images a GPU, {options.ranks} GPUs")
     table = Table({"": 20, "rows/s": 10})
     settings = {
         **{"n": options.ranks, "precision": "tf32", "blocks": BLOCKS[50], "classes": 1000, "width": 64, "size": 224},
@@ -151,13 +152,13 @@ def torch(options: argparse.Namespace) -> None:
     }
     for name, period in (("DDP", 0), ("post-local SGD", options.period)):
         try:
-            found = call("_ddp", options.torch_python, {**settings, "period": period}, {}, 240)
-            table.row(name, f"{options.ranks * options.batch / found['results']['host'][1]:,.0f}")
-        except Failed as failure:
+            results = run_side("_ddp", options.torch_python, {**settings, "period": period}, {}, 240)
+            table.print_row(name, f"{options.ranks * options.batch / results['results']['host'][1]:,.0f}")
+        except SideError as failure:
             print(f"{name}: {failure}")
 
 
-def exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> dict[str, float]:
+def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> dict[str, float]:
     """Return the median seconds of an exchange with the centre, and of averages."""
     from synkhronos.devices import JAX
     from synkhronos.graphs import library_of
@@ -168,10 +169,10 @@ def exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rou
     rule.setup(worker, state)
     times: dict[str, list[float]] = {}
 
-    def timed(name: str, call: Any) -> None:
+    def time_and_record(name: str, function: Any) -> None:
         worker.barrier(name)
         start = time.perf_counter()
-        result = call()
+        result = function()
         if hasattr(result, "block_until_ready"):
             result.block_until_ready()
         times.setdefault(name, []).append(time.perf_counter() - start)
@@ -180,20 +181,22 @@ def exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rou
         rule.exchange(worker, state)
         return state.vector
 
-    def bus() -> Any:  # what the exchange can't do without: the centre to the GPU, and back
+    def copy_centre() -> Any:  # lower bound of the exchange: the centre to the GPU, and back
         state.rows["centre"].write(state.rows["centre"].to_device(JAX))
         return state.vector
 
-    for _ in range(1 + rounds):  # the first is not timed
-        for turn in range(worker.size):  # one rank at a time: what one exchange takes, not what waiting does
+    for _ in range(1 + rounds):  # the first round is discarded
+        for turn in range(worker.size):  # one rank at a time, so that no exchange waits for another
             worker.barrier("turn")
             if turn == worker.number:
-                for name, call in (("exchange with the centre", exchange), ("the centre there and back", bus)):
+                for name, copy in (("exchange with the centre", exchange), ("the centre there and back", copy_centre)):
                     start = time.perf_counter()
-                    call().block_until_ready()
+                    copy().block_until_ready()
                     times.setdefault(name, []).append(time.perf_counter() - start)
         for precision in (None, "float16", "bfloat16"):
-            timed(f"average in {precision or 'float32'}", lambda p=precision: average(worker, state.vector, p))
+            time_and_record(
+                f"average in {precision or 'float32'}", lambda p=precision: average(worker, state.vector, p)
+            )
     return {name: median(values[1:]) for name, values in times.items()}
 
 
@@ -226,26 +229,26 @@ def main() -> None:
     synk.fork(options.ranks, use_gpu=not options.cpu)
     if options.model != "none":
         with keep_busy(options.ranks - 1, options.slow - 1, "cpu" if options.cpu else "gpu"):
-            speeds(options)
-    heading("102 MB")
+            compare_rules(options)
+    print_heading("102 MB")
     rule, params = rules.EASGD(), [pytensor.shared(np.ones(SIZE, np.float32), "w")]
     memory = rules.shared_memory(rule, options.ranks, SIZE, np.dtype("float32"))
-    found = synk.run(exchanges, rule, params, memory, options.rounds)[0]
+    results = synk.run(measure_exchanges, rule, params, memory, options.rounds)[0]
     table = Table({"": 26, "median": 9})
-    for name, value in found.items():
-        table.row(name, duration(value))
-    bar("exchange with the centre", 1e3 * found["exchange with the centre"], " ms", most=25)
-    beside = found["exchange with the centre"] / found["the centre there and back"]
-    bar("exchange with the centre, relative to the bus", beside, " times", most=2)
-    bar(
+    for name, value in results.items():
+        table.print_row(name, format_duration(value))
+    print_criterion("exchange with the centre", 1e3 * results["exchange with the centre"], " ms", at_most=25)
+    ratio = results["exchange with the centre"] / results["the centre there and back"]
+    print_criterion("exchange with the centre, relative to the bus", ratio, " times", at_most=2)
+    print_criterion(
         "average in bfloat16, to float32",
-        found["average in bfloat16"] / found["average in float32"],
+        results["average in bfloat16"] / results["average in float32"],
         "",
-        most=0.6,
+        at_most=0.6,
     )
     synk.close()
     if options.model == "resnet":
-        torch(options)
+        compare_torch(options)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Tokens a second of a transformer's training, beside PyTorch's DDP and flax on a mesh of devices.
 
-The network of demos/transformer, with AdamW and clipping of the gradient's norm, on 1, 2, 4, ... GPUs; the same in
-PyTorch under DistributedDataParallel, eager and compiled, with its fused attention and fused AdamW; and in flax under
-``jit`` over a mesh, with optax.  Each step's tokens are in host memory.  Each side has its own process, one after the
-other; its loss is read after the last step.
+The network of demos/transformer, with AdamW and clipping of the gradient's norm, on 1, 2, 4, ... GPUs.  It is compared
+with the same network in PyTorch under DistributedDataParallel, eager and compiled, with fused attention and fused
+AdamW; and in flax under ``jit`` over a mesh, with optax.  Tokens are in host memory before each step.  The sides run
+one after the other in separate processes; losses are read after the last step.
 
 ``--cpu`` tries the benchmark with a small network on two CPU cores; its figures say nothing about GPUs.
 """
@@ -30,21 +30,21 @@ Settings = dict[str, Any]
 
 
 def make_tokens(settings: Settings, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return random tokens and their successors for 20 steps: of all ranks, or of one."""
+    """Return random tokens and their successors for 20 steps of all ranks, or of one rank."""
     rows = 20 * settings["batch_size"] * (settings["n"] if rank is None else 1)
     rng = np.random.default_rng(rank)
     tokens = rng.integers(settings["characters"], size=(rows, settings["length"] + 1), dtype=np.int32)
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
-def measure(step: Callable[[], Any], settings: Settings, **more: Any) -> dict[str, Any]:
+def measure(step: Callable[[], Any], settings: Settings, **entries: Any) -> dict[str, Any]:
     """Return seconds of the first step and of a step, the last loss, and further entries of the result."""
     first, seconds, loss = time_steps(step, settings["warm"], 3, settings["steps"])
-    return {"first": first, "seconds": seconds, "loss": loss, **more}
+    return {"first": first, "seconds": seconds, "loss": loss, **entries}
 
 
 def run_synkhronos(settings: Settings) -> dict[str, Any]:
-    """Measure Synkhronos: one call of a training function a step."""
+    """Measure Synkhronos: each step is one call of a training function."""
     import pytensor
 
     import synkhronos as synk
@@ -93,7 +93,7 @@ def run_flax(settings: Settings) -> dict[str, Any]:
 
     size, heads, length = settings["size"], settings["heads"], settings["length"]
     dtype = jnp.bfloat16 if settings["precision"] == "bfloat16" else jnp.float32
-    # cuDNN's fused attention takes no float32, and JAX does not choose it by itself.
+    # cuDNN's fused attention does not support float32, and JAX does not select it by default.
     fused = "cudnn" if settings["device"] == "gpu" and dtype == jnp.bfloat16 else None
 
     class Transformer(nn.Module):
@@ -102,8 +102,8 @@ def run_flax(settings: Settings) -> dict[str, Any]:
             state = nn.Embed(settings["characters"], size, dtype=dtype)(x)
             state = state + self.param("positions", nn.initializers.normal(0.1), (length, size)).astype(dtype)
             for _ in range(settings["layers"]):
-                joined = nn.Dense(3 * size, dtype=dtype)(nn.LayerNorm(dtype=dtype)(state))
-                query, key, value = jnp.moveaxis(joined.reshape(*x.shape, 3, heads, size // heads), 2, 0)
+                projections = nn.Dense(3 * size, dtype=dtype)(nn.LayerNorm(dtype=dtype)(state))
+                query, key, value = jnp.moveaxis(projections.reshape(*x.shape, 3, heads, size // heads), 2, 0)
                 attended = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=fused)
                 state = state + nn.Dense(size, dtype=dtype)(attended.reshape(*x.shape, size))
                 hidden = nn.Dense(4 * size, dtype=dtype)(nn.LayerNorm(dtype=dtype)(state))
@@ -111,13 +111,13 @@ def run_flax(settings: Settings) -> dict[str, Any]:
             return nn.Dense(settings["characters"], dtype=dtype)(nn.LayerNorm(dtype=dtype)(state))
 
     mesh = Mesh(np.array(jax.devices()[: settings["n"]]), ("ranks",))
-    split, whole = NamedSharding(mesh, PartitionSpec("ranks")), NamedSharding(mesh, PartitionSpec())
+    split_rows, replicated = NamedSharding(mesh, PartitionSpec("ranks")), NamedSharding(mesh, PartitionSpec())
     tokens = make_tokens(settings)
     model = Transformer()
-    params = jax.device_put(jax.jit(model.init)(jax.random.key(0), tokens[0][:1]), whole)
+    params = jax.device_put(jax.jit(model.init)(jax.random.key(0), tokens[0][:1]), replicated)
     mask = jax.tree.map(lambda param: param.ndim == 2, params)
     optimizer = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY, mask=mask))
-    state = jax.device_put(jax.jit(optimizer.init)(params), whole)
+    state = jax.device_put(jax.jit(optimizer.init)(params), replicated)
 
     def compute_loss(params: Any, x: Any, y: Any) -> Any:
         logits = model.apply(params, x).astype(jnp.float32)
@@ -134,7 +134,7 @@ def run_flax(settings: Settings) -> dict[str, Any]:
     def step() -> Any:
         nonlocal params, state
         batch = rng.choice(len(tokens[0]), rows, replace=False)
-        x, y = (jax.device_put(part[batch], split) for part in tokens)
+        x, y = (jax.device_put(part[batch], split_rows) for part in tokens)
         params, state, loss = update(params, state, x, y)
         return loss
 
@@ -142,7 +142,7 @@ def run_flax(settings: Settings) -> dict[str, Any]:
     return measure(step, settings, parameters=count, version=f"flax {flax.__version__}, JAX {jax.__version__}")
 
 
-def run_torch(rank: int, meeting: str, settings: Settings) -> dict[str, Any]:
+def run_torch(rank: int, rendezvous: str, settings: Settings) -> dict[str, Any]:
     """Measure one process of PyTorch's DDP."""
     import torch
     from torch import distributed, nn
@@ -150,7 +150,7 @@ def run_torch(rank: int, meeting: str, settings: Settings) -> dict[str, Any]:
 
     size, heads, length = settings["size"], settings["heads"], settings["length"]
     on_gpu = settings["device"] == "gpu"
-    device = join_group(rank, meeting, settings["n"], on_gpu)
+    device = join_group(rank, rendezvous, settings["n"], on_gpu)
     torch.backends.cuda.matmul.allow_tf32 = True
 
     class Block(nn.Module):
@@ -190,16 +190,16 @@ def run_torch(rank: int, meeting: str, settings: Settings) -> dict[str, Any]:
     ddp = nn.parallel.DistributedDataParallel(net, device_ids=[rank] if on_gpu else None)
     model: Any = torch.compile(ddp) if settings["side"] == "compiled" else ddp
     tokens = [torch.from_numpy(part).long() for part in make_tokens(settings, rank)]
-    each = settings["batch_size"]
-    batches = [[part[i * each : (i + 1) * each] for part in tokens] for i in range(20)]
+    batch_size = settings["batch_size"]
+    batches = [[part[i * batch_size : (i + 1) * batch_size] for part in tokens] for i in range(20)]
     if on_gpu:
         batches = [[part.pin_memory() for part in batch] for batch in batches]
-    taken = 0
+    n_steps = 0
 
     def step() -> Any:
-        nonlocal taken
-        x, y = (part.to(device, non_blocking=True) for part in batches[taken % 20])
-        taken += 1
+        nonlocal n_steps
+        x, y = (part.to(device, non_blocking=True) for part in batches[n_steps % 20])
+        n_steps += 1
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=settings["precision"] == "bfloat16"):
             logits = model(x)
@@ -220,7 +220,7 @@ def run_ddp(settings: Settings) -> dict[str, Any]:
     return result
 
 
-def parse() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_transformer",
@@ -252,15 +252,15 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     """Run each side in its own process, and print a table."""
-    options = parse()
+    options = parse_options()
     if options.run:
         runs = {"synkhronos": run_synkhronos, "flax": run_flax, "ddp": run_ddp, "compiled": run_ddp}
         print(json.dumps(runs[options.run["side"]](options.run)), flush=True)
         return
-    from benchmarks._measure import Failed, Table, duration, gpus, heading, run_alone
+    from benchmarks._measure import SideError, Table, format_duration, print_heading, require_gpus, run_command
 
-    counts = options.ranks or [n for n in (1, 2, 4) if n <= (2 if options.cpu else gpus(None))]
-    heading("training steps of a transformer")
+    counts = options.ranks or [n for n in (1, 2, 4) if n <= (2 if options.cpu else require_gpus(None))]
+    print_heading("training steps of a transformer")
     shape = ("size", "heads", "layers", "length", "characters", "batch_size", "steps", "warm")
     table = Table({"side": 11, "precision": 9, "GPUs": 4, "tokens/s": 10, "step": 8, "first step": 10, "ours/it": 7})
     versions = {}
@@ -277,18 +277,18 @@ def main() -> None:
                     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n}" if side == "flax" else ""
                 command = [sys.executable, "-m", "benchmarks.gpu_transformer", "--run", json.dumps(settings)]
                 try:
-                    found = json.loads(run_alone(command, options.limit, **environment).splitlines()[-1])
-                except Failed as failure:
+                    report = json.loads(run_command(command, options.limit, **environment).splitlines()[-1])
+                except SideError as failure:
                     print(f"{side}, n = {n}: {failure}", flush=True)
                     continue
-                speed = n * options.batch_size * options.length / found["seconds"]
+                speed = n * options.batch_size * options.length / report["seconds"]
                 ours = speed if side == "synkhronos" else ours
                 ratio = f"{ours / speed:.3f}" if ours and side != "synkhronos" else ""
-                table.row(
-                    *(side, precision, str(n), f"{speed:,.0f}", duration(found["seconds"])),
-                    *(duration(found["first"]), ratio),
+                table.print_row(
+                    *(side, precision, str(n), f"{speed:,.0f}", format_duration(report["seconds"])),
+                    *(format_duration(report["first"]), ratio),
                 )
-                versions[side] = f"{found['version']}, {found['parameters']:,} parameters, loss {found['loss']:.3f}"
+                versions[side] = f"{report['version']}, {report['parameters']:,} parameters, loss {report['loss']:.3f}"
     print("", *(f"{side}: {text}" for side, text in versions.items()), sep="\n")
 
 

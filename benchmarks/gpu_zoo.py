@@ -1,12 +1,13 @@
 """Time of the networks of Theano-MPI's table, beside PyTorch.
 
-Seconds of training, and of communication, for 5,120 images: AlexNet, GoogLeNet, VGG16 and ResNet-50 of demos/zoo, each
-with the batch that a GPU had there, on 1, 2, 4, ... GPUs; beside the same networks under PyTorch's
-DistributedDataParallel, in the same run, and what Theano-MPI published for K80s.
+Seconds of training, and of communication, for 5,120 images: AlexNet, GoogLeNet, VGG16 and ResNet-50 of demos/zoo, with
+the batch sizes of that table, on 1, 2, 4, ... GPUs.  They are compared with the same networks under PyTorch's
+DistributedDataParallel, in the same run, and with the times that Theano-MPI published for K80s.
 
-Images are made up.  They come from the host, ours by shuffled lists of indexes from Data objects, PyTorch's from
-batches that lie ready in page-locked memory.  Both sides combine gradients while they compute others, so communication
-is what a step takes longer than on one GPU.  Each side runs in processes of its own, one after the other.
+Images are synthetic and in host memory: Synkhronos selects them from Data objects by shuffled lists of indexes, and
+PyTorch has prepared batches in page-locked memory.  Both sides all-reduce gradients while they compute others, so
+communication is the additional time of a step compared with one GPU.  The sides run one after the other, in separate
+processes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import tempfile
 from time import perf_counter
 from typing import Any
 
-from benchmarks._measure import Failed, Table, bar, gpus, heading
-from benchmarks.gpu_resnet import BLOCKS, PRECISIONS, call
+from benchmarks._measure import SideError, Table, print_criterion, print_heading, require_gpus
+from benchmarks.gpu_resnet import BLOCKS, PRECISIONS, run_side
 
-#: Images that the table is about.
+#: Number of images of Theano-MPI's table.
 IMAGES = 5120
-#: A network, its images' height and width, and its batch; and Theano-MPI's seconds on 1, 2, 4 and 8 K80s.
+#: Numbers of K80s in Theano-MPI's table.
 K80 = (1, 2, 4, 8)
+#: Network, height and width of the images, batch size, and Theano-MPI's seconds for each number of K80s.
 ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     "AlexNet-128b": ("AlexNet", 227, 128, ("20.50", "10.35+0.78", "5.13+0.54", "2.63+0.61")),
     "GoogLeNet-32b": ("GoogLeNet", 224, 32, ("63.89", "31.40+1.00", "15.51+0.71", "7.69+0.80")),
@@ -35,7 +37,7 @@ ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
 BESIDE_DDP = 1.1
 
 
-def parse() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_zoo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,7 +58,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def settings_for(options: argparse.Namespace, row: str, n: int) -> dict[str, Any]:
+def make_settings(options: argparse.Namespace, row: str, n: int) -> dict[str, Any]:
     """Return the settings of Synkhronos' side."""
     network, size, batch, _ = ROWS[row]
     return {
@@ -72,28 +74,32 @@ def settings_for(options: argparse.Namespace, row: str, n: int) -> dict[str, Any
     }
 
 
-def torch_settings(settings: dict[str, Any]) -> dict[str, Any]:
+def make_torch_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of PyTorch's side; ResNet-50 is torchvision's."""
     if settings["network"] == "ResNet50":
-        return {**{k: v for k, v in settings.items() if k != "network"}, "blocks": BLOCKS[50], "width": 64}
+        return {
+            **{name: value for name, value in settings.items() if name != "network"},
+            "blocks": BLOCKS[50],
+            "width": 64,
+        }
     return settings
 
 
-class Report:
-    """Printer of the table, and of goals at the end."""
+class TimeTable:
+    """Table of times, printed row by row, and goals, printed at the end."""
 
     def __init__(self) -> None:
-        self._ones: dict[tuple[str, str], float] = {}
-        self._bars: list[tuple[str, float]] = []
+        self._single_gpu_steps: dict[tuple[str, str], float] = {}
+        self._goals: list[tuple[str, float]] = []
         self._remarks: list[str] = []
         self._table = Table({"": 13, "GPUs": 4, "ours": 15, "DDP": 15, "DDP/ours": 8, "K80": 12})
 
-    def _words(self, row: str, side: str, n: int, images: int, step: float) -> str:
-        """Return seconds for the table's images: of training, and of what a step takes longer than on one GPU."""
+    def _format_times(self, row: str, side: str, n: int, images: int, step: float) -> str:
+        """Return the seconds of training and of communication, for the table's images, as text."""
         steps = IMAGES / images
         if n == 1:
-            self._ones[row, side] = step
-        one = self._ones.get((row, side))
+            self._single_gpu_steps[row, side] = step
+        one = self._single_gpu_steps.get((row, side))
         if n == 1 or one is None:
             return f"{steps * step:.2f}"
         return f"{steps * one:.2f}{steps * (step - one):+.2f}"
@@ -102,11 +108,11 @@ class Report:
         """Print a row."""
         images = n * settings["batch_size"]
         steps = {"ours": ours["results"]["host"][1], "ddp": ddp["results"]["host"][1]}
-        words = [self._words(row, side, n, images, step) for side, step in steps.items()]
+        cells = [self._format_times(row, side, n, images, step) for side, step in steps.items()]
         ratio = steps["ddp"] / steps["ours"]
         k80 = ROWS[row][3][K80.index(n)] if n in K80 else ""
-        self._table.row(row, str(n), *words, f"{ratio:.3f}", k80)
-        self._bars.append((f"{row}, n = {n}: times as fast as DDP", ratio))
+        self._table.print_row(row, str(n), *cells, f"{ratio:.3f}", k80)
+        self._goals.append((f"{row}, n = {n}: times as fast as DDP", ratio))
         first, _, loss = ours["results"]["host"]
         self._remarks.append(
             f"{row}, n = {n}: first step {first:.0f} s; {ours['parameters']:,} parameters, DDP {ddp['parameters']:,}; "
@@ -115,21 +121,21 @@ class Report:
         if ours["parameters"] != ddp["parameters"]:
             raise SystemExit(f"{row}: the two sides have different networks: {self._remarks[-1]}")
 
-    def end(self) -> None:
-        """Print remarks and bars."""
+    def print_summary(self) -> None:
+        """Print remarks, and each goal with PASS or FAIL."""
         print("", *self._remarks, "", sep="\n")
-        for what, ratio in self._bars:
-            bar(what, ratio, " times", least=BESIDE_DDP)
+        for what, ratio in self._goals:
+            print_criterion(what, ratio, " times", at_least=BESIDE_DDP)
 
 
 def main() -> None:
     """Run the benchmark."""
-    options = parse()
-    there = gpus(None) if options.device == "gpu" else 2
-    counts = options.ranks or [n for n in (1, 2, 4) if n <= there]
-    heading(f"training + communication, seconds for {IMAGES:,} images, {options.precision}")
+    options = parse_options()
+    n_available = require_gpus(None) if options.device == "gpu" else 2
+    counts = options.ranks or [n for n in (1, 2, 4) if n <= n_available]
+    print_heading(f"training + communication, seconds for {IMAGES:,} images, {options.precision}")
     start = perf_counter()
-    report = Report()
+    table = TimeTable()
     with tempfile.TemporaryDirectory() as cache:
         environment = {
             "JAX_DEFAULT_MATMUL_PRECISION": PRECISIONS[options.precision][0],
@@ -138,15 +144,15 @@ def main() -> None:
         }
         for row in options.rows:
             for n in counts:
-                settings = settings_for(options, row, n)
+                settings = make_settings(options, row, n)
                 try:
-                    ours = call("_resnet", sys.executable, settings, environment, options.limit)
-                    ddp = call("_ddp", options.torch_python, torch_settings(settings), {}, options.limit)
-                except Failed as failure:
+                    ours = run_side("_resnet", sys.executable, settings, environment, options.limit)
+                    ddp = run_side("_ddp", options.torch_python, make_torch_settings(settings), {}, options.limit)
+                except SideError as failure:
                     print(f"{row}, n = {n}: {failure}", flush=True)
                     continue
-                report.add(row, n, settings, ours, ddp)
-    report.end()
+                table.add(row, n, settings, ours, ddp)
+    table.print_summary()
     print(f"\n{perf_counter() - start:.0f} s in all")
 
 

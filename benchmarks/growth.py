@@ -1,12 +1,12 @@
 """Overhead of the library by number of ranks.
 
-For 1, 2, 4, ... ranks on the cores of this machine: the time to fork them and to end them; the memory of each that is
-its own; the round trip of an empty function, which is a launch and a join; that of `get_shapes`, which is one step
-more, at which all ranks show each other something; and a call that splits a list of indexes, each rank copying its own
+For 1, 2, 4, ... ranks on the cores of this machine: the time to fork and to close them; the private memory of a rank;
+the round trip of an empty function, which is a launch and a join; the round trip of `get_shapes`, which has one more
+barrier, at which the ranks exchange a value; and a call that splits a list of indexes, where each rank copies its own
 rows.
 
-Where there are more ranks than cores they take turns, and sleep rather than look: figures beyond are of the operating
-system's scheduler.
+More ranks than cores take turns, and sleep instead of spinning: these figures are those of the operating system's
+scheduler.
 """
 
 from __future__ import annotations
@@ -19,13 +19,21 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, duration, graph_library, heading, quartiles, seconds, size
-from benchmarks.latency import children
+from benchmarks._measure import (
+    Table,
+    compute_quartiles,
+    format_bytes,
+    format_duration,
+    import_graph_library,
+    print_heading,
+    time_call,
+)
+from benchmarks.latency import find_children
 
 ROWS, WIDTH = 65_536, 64
 
 
-def own_bytes(pid: int) -> int:
+def read_private_bytes(pid: int) -> int:
     """Return the private memory of a process in bytes."""
     with open(f"/proc/{pid}/smaps_rollup") as file:
         return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Private"))
@@ -35,22 +43,22 @@ def measure_quartiles(call: Callable[[], Any], rounds: int) -> tuple[float, floa
     """Return the quartiles of a call's seconds."""
     for _ in range(max(5, rounds // 10)):
         call()
-    return quartiles([seconds(call) for _ in range(rounds)])
+    return compute_quartiles([time_call(call) for _ in range(rounds)])
 
 
 def measure(count: int, rounds: int, table: Table) -> None:
     """Measure one number of ranks, and print it."""
-    library, tensor = graph_library()
-    before = children()
-    fork = seconds(lambda: synk.fork(count, use_gpu=False))
+    library, tensor = import_graph_library()
+    before = find_children()
+    fork = time_call(lambda: synk.fork(count, use_gpu=False))
     try:
         x, s = tensor.matrix("x", dtype="float32"), library.shared(np.zeros(1, np.float32), "s")
-        empty, used = synk.function([], []), synk.function([], [], updates=[(s, s)])
+        empty, uses_shared = synk.function([], []), synk.function([], [], updates=[(s, s)])
         rows = synk.function([x], (x[0, 0], "sum"))
         data = synk.data(np.ones((ROWS, WIDTH), np.float32))
         order = np.random.default_rng(0).permutation(ROWS)
         assert float(rows(data, batch=order)) == count
-        used()
+        uses_shared()
         figures = [
             measure_quartiles(call, n)
             for call, n in (
@@ -59,16 +67,24 @@ def measure(count: int, rounds: int, table: Table) -> None:
                 (lambda: rows(data, batch=order), max(5, rounds // 20)),
             )
         ]
-        own = [own_bytes(pid) for pid in children() - before]
+        private_bytes = [read_private_bytes(pid) for pid in find_children() - before]
     finally:
-        close = seconds(synk.close)
-    one = np.ones((ROWS, WIDTH), np.float32)
-    alone = quartiles([seconds(lambda: one[order]) for _ in range(max(5, rounds // 20))])[1]
+        close = time_call(synk.close)
+    array = np.ones((ROWS, WIDTH), np.float32)
+    alone = compute_quartiles([time_call(lambda: array[order]) for _ in range(max(5, rounds // 20))])[1]
     cells = [
-        cell for low, middle, high in figures for cell in (duration(middle), f"{duration(low)} - {duration(high)}")
+        cell
+        for lower, middle, upper in figures
+        for cell in (format_duration(middle), f"{format_duration(lower)} - {format_duration(upper)}")
     ]
-    table.row(
-        *(str(count), duration(fork), duration(close), size(max(own)) if own else "-", *cells),
+    table.print_row(
+        *(
+            str(count),
+            format_duration(fork),
+            format_duration(close),
+            format_bytes(max(private_bytes)) if private_bytes else "-",
+            *cells,
+        ),
         f"{alone / figures[2][1]:.2f}",
     )
 
@@ -82,7 +98,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=default, help="numbers of ranks (default: 1 to 64)")
     parser.add_argument("--rounds", type=int, default=1000, help="calls of each kind (default: %(default)s)")
     options = parser.parse_args()
-    heading(f"Growth; rows: {ROWS:,} of {size(4 * WIDTH)} by a shuffled list, beside x[idx] in one process")
+    print_heading(
+        f"Growth; rows: {ROWS:,} of {format_bytes(4 * WIDTH)} by a shuffled list, beside x[idx] in one process"
+    )
     columns = {
         "ranks": 5,
         "fork": 8,

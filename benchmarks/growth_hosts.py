@@ -1,13 +1,13 @@
 """Estimated time of a training step on many hosts with eight GPUs each.
 
-A model on paper, of ResNet-50 in bfloat16 with float32 gradients: nothing is measured here.  The constants of one
-machine were, on H200s: a step's time, the bandwidth between GPUs, what ranks wait for the slowest.  Those of the
-network are assumed.  Efficiency is one GPU's step beside all GPUs' step.
+An analytical model of ResNet-50 in bfloat16 with float32 gradients: nothing is measured here.  The constants of one
+host were measured on H200s: the time of a step, the bandwidth between GPUs, and the wait for the slowest rank.  Those
+of the network are assumptions.  Efficiency is the time of a step on one GPU, divided by that on all GPUs.
 
-- The exchange is hierarchical: between the GPUs of a host, then between hosts by the shorter of a ring and a tree.
-- "Not hidden": the update waits for the whole exchange.  "Hidden": gradients go in four pieces, as the backward pass
-  computes them; that is two thirds of a step.  The last piece can't be hidden.
-- "16 bit": gradients in half the bytes.
+- The exchange is hierarchical: between the GPUs of a host, then between hosts by the faster of a ring and a tree.
+- "Not hidden": the update waits for the whole exchange.  "Hidden": gradients are exchanged in four pieces during the
+  backward pass, which is two thirds of a step.  The last piece cannot be hidden.
+- "16 bit": gradients with half the bytes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from __future__ import annotations
 import argparse
 import math
 
-from benchmarks._measure import Table, duration
+from benchmarks._measure import Table, format_duration
 
 #: Measured: bytes of ResNet-50's gradients, GPUs of a host, bytes a second between them (NCCL's bus bandwidth).
 GRADIENTS, GPUS, WITHIN = 102.2e6, 8, 314e9
-#: Measured: seconds of a step of so many images on one GPU.
+#: Measured: seconds of a step on one GPU, by number of images.
 STEPS = {64: 13.3e-3, 256: 39.2e-3}
-#: Measured on four GPUs: the part of a step for which ranks wait for the slowest, 2.5 %; for each doubling.
+#: Measured on four GPUs: share of a step that ranks wait for the slowest, 2.5 %; here for each doubling of the GPUs.
 SLOWEST = 0.025 / 2
-#: Assumed: seconds of a message between hosts, the part of a network's bandwidth that is used, bytes of a tree's chunk.
+#: Assumed: seconds of a message between hosts, usable share of a network's bandwidth, bytes of a tree's chunk.
 LATENCY, USED, CHUNK = 20e-6, 0.85, 1 << 20
-#: Pieces of the gradient, and the part of a step that the backward pass takes.
+#: Pieces of the gradient, and share of the backward pass in a step.
 PIECES, BACKWARD = 4, 2 / 3
 
 
-def exchange(nbytes: float, hosts: int, gigabits: float) -> float:
+def estimate_exchange(nbytes: float, hosts: int, gigabits: float) -> float:
     """Return the seconds of an all-reduce.
 
     Parameters
@@ -37,29 +37,29 @@ def exchange(nbytes: float, hosts: int, gigabits: float) -> float:
     nbytes : float
     hosts : int
     gigabits : float
-        A second, of a host's network, each way.
+        Gb/s of a host's network in each direction.
     """
-    inside = 2 * (GPUS - 1) / GPUS * nbytes / WITHIN
+    within_host = 2 * (GPUS - 1) / GPUS * nbytes / WITHIN
     if hosts == 1:
-        return inside
-    rate = gigabits / 8 * 1e9 * USED
-    ring = 2 * (hosts - 1) * LATENCY + 2 * (hosts - 1) / hosts * nbytes / rate
-    tree = 2 * math.ceil(math.log2(hosts)) * (LATENCY + min(CHUNK, nbytes) / rate) + 2 * nbytes / rate
-    return inside + min(ring, tree)
+        return within_host
+    bandwidth = gigabits / 8 * 1e9 * USED
+    ring = 2 * (hosts - 1) * LATENCY + 2 * (hosts - 1) / hosts * nbytes / bandwidth
+    tree = 2 * math.ceil(math.log2(hosts)) * (LATENCY + min(CHUNK, nbytes) / bandwidth) + 2 * nbytes / bandwidth
+    return within_host + min(ring, tree)
 
 
-def efficiency(images: int, hosts: int, gigabits: float, hidden: bool, bits: int) -> float:
-    """Return a GPU's step alone to the step of all."""
+def estimate_efficiency(images: int, hosts: int, gigabits: float, hidden: bool, bits: int) -> float:
+    """Return the time of a step on one GPU, divided by that on all GPUs."""
     step, nbytes = STEPS[images], GRADIENTS * bits / 32
-    waited = exchange(nbytes, hosts, gigabits)
+    exposed = estimate_exchange(nbytes, hosts, gigabits)
     if hidden:
-        last = exchange(nbytes / PIECES, hosts, gigabits)
-        waited = last + max(0.0, waited - last - BACKWARD * step * (1 - 1 / PIECES))
-    return step / (step * (1 + SLOWEST * math.log2(hosts * GPUS)) + waited)
+        last_piece = estimate_exchange(nbytes / PIECES, hosts, gigabits)
+        exposed = last_piece + max(0.0, exposed - last_piece - BACKWARD * step * (1 - 1 / PIECES))
+    return step / (step * (1 + SLOWEST * math.log2(hosts * GPUS)) + exposed)
 
 
 def main() -> None:
-    """Print the model's tables."""
+    """Print the tables of the model."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.growth_hosts",
         description=__doc__,
@@ -69,18 +69,20 @@ def main() -> None:
     parser.add_argument("--gigabits", type=float, nargs="+", default=[25, 100, 400, 3200], help="of a host's network")
     options = parser.parse_args()
     for images, step in STEPS.items():
-        print(f"\n{images} images a GPU, {duration(step)} a step: efficiency on hosts of {GPUS} GPUs (a model)\n")
+        print(
+            f"\n{images} images a GPU, {format_duration(step)} a step: efficiency on hosts of {GPUS} GPUs (a model)\n"
+        )
         columns = {"Gb/s": 6, "hosts": 5, "GPUs": 5, "exchange": 9, "not hidden": 10, "hidden": 7}
         table = Table({**columns, "16 bit": 7, "16 bit, hidden": 14})
         for gigabits in options.gigabits:
             for hosts in options.hosts:
                 figures = [
-                    f"{100 * efficiency(images, hosts, gigabits, hidden, bits):.0f} %"
+                    f"{100 * estimate_efficiency(images, hosts, gigabits, hidden, bits):.0f} %"
                     for bits in (32, 16)
                     for hidden in (False, True)
                 ]
-                time = duration(exchange(GRADIENTS, hosts, gigabits))
-                table.row(f"{gigabits:g}", str(hosts), f"{hosts * GPUS:,}", time, *figures)
+                time = format_duration(estimate_exchange(GRADIENTS, hosts, gigabits))
+                table.print_row(f"{gigabits:g}", str(hosts), f"{hosts * GPUS:,}", time, *figures)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Overhead of ranks on two machines.
 
-Two hosts are simulated on this one machine, by ``tests/support/hosts/simulated.py``: a network, memory and process ids
-each. They share the cores, so that ratios of what was measured beside it say more than times.
+Two hosts are simulated on this one machine, by ``tests/support/hosts/simulated.py``: each has a network, memory and
+process ids of its own.  They share the cores, so that the ratios say more than the times.
 
-- An empty function, called on two hosts with a rank each, beside two ranks on one host.
-- `synkhronos.all_reduce` of a float32 shared variable, beside MPI's Allreduce in as many processes on the same hosts,
-  with the same MPI, and beside PyTorch's gloo if PyTorch is installed.
-- EASGD's exchange of 102 MB with the centre, by a rank of its host and by one of the other, beside MPI's send and
-  receive: as many bytes to the other host and back.
-- Bytes that go to the other host in a training step, on rows by a shuffled list of indexes: epoch by epoch.
-- A function of a large Data object that was sent before: what it costs to see that nothing has changed.
+- An empty function, called on two hosts with one rank each, compared with two ranks on one host.
+- `synkhronos.all_reduce` of a float32 shared variable, compared with MPI's Allreduce in the same number of processes on
+  the same hosts, with the same MPI; and with PyTorch's gloo, if PyTorch is installed.
+- EASGD's exchange of 102 MB with the centre, by a rank on the centre's host and by a rank on the other, compared with
+  MPI's send and receive of the same number of bytes to the other host and back.
+- Bytes sent to the other host in a training step on rows of a shuffled list of indexes, for each epoch.
+- A function of a large Data object that was sent before: the time to find that it has not changed.
 - The processor time of an agent while nothing is called.
 """
 
@@ -33,8 +33,17 @@ import numpy as np
 
 import synkhronos as synk
 from benchmarks import exchange
-from benchmarks._measure import Table, bar, duration, graph_library, heading, quartiles, seconds, size
-from benchmarks.all_reduce import Others, Ours, rounds_for
+from benchmarks._measure import (
+    Table,
+    compute_quartiles,
+    format_bytes,
+    format_duration,
+    import_graph_library,
+    print_criterion,
+    print_heading,
+    time_call,
+)
+from benchmarks.all_reduce import LibraryProcesses, SynkhronosReduction, count_rounds
 from benchmarks.latency import cpu_seconds
 from synkhronos import rules
 
@@ -46,8 +55,8 @@ ROWS, WIDTH, BATCH = 20_000, 64, 2_000
 
 
 @contextlib.contextmanager
-def ranks_on(hosts: list[str]) -> Iterator[int]:
-    """Fork ranks on hosts, or, where one is named, on this machine alone; and close them at the end."""
+def fork_ranks_on(hosts: list[str]) -> Iterator[int]:
+    """Fork ranks on hosts, or on this machine if there is one host, and close them on exit."""
     try:
         if len(hosts) == 1:
             yield synk.fork(int(hosts[0].partition(":")[2]), use_gpu=False)
@@ -57,32 +66,32 @@ def ranks_on(hosts: list[str]) -> Iterator[int]:
         synk.close()
 
 
-def empty(hosts: list[str], turns: int, calls: int) -> None:
-    """Time an empty function on hosts, and on one with as many ranks."""
+def measure_empty_function(hosts: list[str], turns: int, calls: int) -> None:
+    """Time an empty function on hosts, and on one host with the same number of ranks."""
     sides = {"one host": [f"here:{count_ranks(hosts)}"], f"{len(hosts)} hosts": hosts}
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(turns):
-        for name, named in sides.items():
-            with ranks_on(named):
+        for name, side_hosts in sides.items():
+            with fork_ranks_on(side_hosts):
                 call = synk.function([], [])
                 for _ in range(calls // 10):
                     call()
-                times[name] += [seconds(call) for _ in range(calls)]
+                times[name] += [time_call(call) for _ in range(calls)]
     table = Table({"empty function": 16, "median": 9, "quartiles": 19})
     for name, values in times.items():
-        low, middle, high = quartiles(values)
-        table.row(name, duration(middle), f"{duration(low)} - {duration(high)}")
-    one, several = (median(values) for values in times.values())
-    bar("an empty function, more than on one host", 1e3 * (several - one), " ms more", most=1)
+        lower, middle, upper = compute_quartiles(values)
+        table.print_row(name, format_duration(middle), f"{format_duration(lower)} - {format_duration(upper)}")
+    one_host, several_hosts = (median(values) for values in times.values())
+    print_criterion("an empty function, more than on one host", 1e3 * (several_hosts - one_host), " ms more", at_most=1)
 
 
-def mpirun(hosts: list[str], python: str, script: str, *arguments: str) -> list[str]:
-    """Return the command line that starts as many processes on each host as it has ranks."""
-    beside = Path(sys.executable).with_name("mpirun")
-    launcher = str(beside) if beside.exists() else "mpirun"
-    said = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False).stdout
-    how = ["-hosts", ",".join(hosts)] if "HYDRA" in said else ["-H", ",".join(hosts), "--bind-to", "none"]
-    return [launcher, *how, "-n", str(count_ranks(hosts)), python, str(HERE / script), *arguments]
+def make_mpirun_command(hosts: list[str], python: str, script: str, *arguments: str) -> list[str]:
+    """Return the command line that starts one process for each rank, on the rank's host."""
+    installed = Path(sys.executable).with_name("mpirun")
+    launcher = str(installed) if installed.exists() else "mpirun"
+    version = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False).stdout
+    host_options = ["-hosts", ",".join(hosts)] if "HYDRA" in version else ["-H", ",".join(hosts), "--bind-to", "none"]
+    return [launcher, *host_options, "-n", str(count_ranks(hosts)), python, str(HERE / script), *arguments]
 
 
 def count_ranks(hosts: list[str]) -> int:
@@ -90,80 +99,87 @@ def count_ranks(hosts: list[str]) -> int:
     return sum(int(host.partition(":")[2]) for host in hosts)
 
 
-def reduce(hosts: list[str], sizes: list[int], rounds: int, torch_python: str) -> None:
-    """Time all_reduce beside other libraries'."""
-    beside = {"MPI": Others(mpirun(hosts, sys.executable, "_mpi.py"))}
+def measure_reduction(hosts: list[str], sizes: list[int], rounds: int, torch_python: str) -> None:
+    """Time all_reduce of Synkhronos and of other libraries."""
+    libraries = {"MPI": LibraryProcesses(make_mpirun_command(hosts, sys.executable, "_mpi.py"))}
     has_torch = not subprocess.run([torch_python, "-c", "import torch"], capture_output=True, check=False).returncode
     if has_torch:
-        meeting = str(Path(tempfile.mkdtemp(dir=HERE)) / "meeting")  # hosts have a TMPDIR each, and share this folder
-        beside["gloo"] = Others(mpirun(hosts, torch_python, "_gloo.py", str(count_ranks(hosts)), meeting))
+        # Each host has a TMPDIR of its own, but all have this folder.
+        rendezvous = str(Path(tempfile.mkdtemp(dir=HERE)) / "rendezvous")
+        libraries["gloo"] = LibraryProcesses(
+            make_mpirun_command(hosts, torch_python, "_gloo.py", str(count_ranks(hosts)), rendezvous)
+        )
     for name in ("MPI", "gloo"):
-        print(f"{name}: {beside[name].version if name in beside else 'left out'}")
-    table = Table({"all_reduce": 10, "ours": 9, **dict.fromkeys(beside, 9), **{f"{n}/ours": 9 for n in beside}})
+        print(f"{name}: {libraries[name].version if name in libraries else 'left out'}")
+    table = Table({"all_reduce": 10, "ours": 9, **dict.fromkeys(libraries, 9), **{f"{n}/ours": 9 for n in libraries}})
     ratios: dict[str, float] = {}
-    with ranks_on(hosts) as count:
-        ours = Ours(count)
+    with fork_ranks_on(hosts) as count:
+        reduction = SynkhronosReduction(count)
         for nbytes in sizes:
             items = nbytes // 4
-            ours.prepare(items)
-            sides: dict[str, Callable[[], float]] = {"ours": ours.all_reduce}
-            for name, other in beside.items():
-                sides[name] = lambda items=items, other=other: other.all_reduce(items)  # type: ignore[misc]
+            reduction.prepare(items)
+            sides: dict[str, Callable[[], float]] = {"ours": reduction.all_reduce}
+            for name, library in libraries.items():
+                sides[name] = lambda items=items, library=library: library.all_reduce(items)  # type: ignore[misc]
             times: dict[str, list[float]] = {name: [] for name in sides}
-            for turn in range(rounds_for(nbytes, rounds)):
+            for turn in range(count_rounds(nbytes, rounds)):
                 if turn % 8 == 0:
-                    ours.prepare(items)
+                    reduction.prepare(items)
                 for name, side in sides.items():
                     side()  # after another's turn processes sleep
                     times[name].append(side())
-            for label, of in ((size(nbytes), median), ("  best", min)):
-                each = {name: of(values) for name, values in times.items()}
-                now = {name: each[name] / each["ours"] for name in beside}
-                ratios = now if of is median else ratios
-                table.row(label, *(duration(t) for t in each.values()), *(f"{ratio:.2f}" for ratio in now.values()))
-    for other in beside.values():
-        other.close()
+            for label, statistic in ((format_bytes(nbytes), median), ("  best", min)):
+                summary = {name: statistic(values) for name, values in times.items()}
+                current_ratios = {name: summary[name] / summary["ours"] for name in libraries}
+                ratios = current_ratios if statistic is median else ratios
+                table.print_row(
+                    label,
+                    *(format_duration(t) for t in summary.values()),
+                    *(f"{ratio:.2f}" for ratio in current_ratios.values()),
+                )
+    for library in libraries.values():
+        library.close()
     if has_torch:
-        shutil.rmtree(Path(meeting).parent)
-    bar(f"speed, relative to MPI, {size(sizes[-1])}", ratios["MPI"], " times", least=0.8)
+        shutil.rmtree(Path(rendezvous).parent)
+    print_criterion(f"speed, relative to MPI, {format_bytes(sizes[-1])}", ratios["MPI"], " times", at_least=0.8)
 
 
-def exchanges(hosts: list[str], rounds: int) -> None:
-    """Time an elastic exchange of a rank on the centre's host, and of one on another, beside MPI's messages."""
-    library, _ = graph_library()
-    other = Others(mpirun(hosts, sys.executable, "_mpi.py"))
-    print(f"MPI: {other.version}")
-    with ranks_on(hosts) as count:
+def measure_exchanges(hosts: list[str], rounds: int) -> None:
+    """Time an elastic exchange of a rank on the centre's host and of one on another, and MPI's messages."""
+    library, _ = import_graph_library()
+    mpi = LibraryProcesses(make_mpirun_command(hosts, sys.executable, "_mpi.py"))
+    print(f"MPI: {mpi.version}")
+    with fork_ranks_on(hosts) as count:
         rule, params = rules.EASGD(), [library.shared(np.ones(exchange.SIZE, np.float32), "w")]
         memory = rules.shared_memory(rule, count, exchange.SIZE, np.dtype("float32"))
 
-        def exchange_on(who: int) -> float:
-            seconds: float = synk.run(exchange.one_exchange, rule, params, memory, who)[who]
+        def exchange_on(rank: int) -> float:
+            seconds: float = synk.run(exchange.time_one_exchange, rule, params, memory, rank)[rank]
             return seconds
 
         sides: dict[str, Callable[[], float]] = {
             "here": lambda: exchange_on(0),
             "from there": lambda: exchange_on(count - 1),
-            "MPI": lambda: other.there_and_back(exchange.SIZE),
+            "MPI": lambda: mpi.send_round_trip(exchange.SIZE),
         }
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds):
             for name, side in sides.items():
                 times[name].append(side())
-    other.close()
+    mpi.close()
     table = Table({"exchange of 102 MB": 18, "median": 9, "best": 9})
     for name, values in times.items():
-        table.row(name, duration(median(values)), duration(min(values)))
-    middle = {name: median(values) for name, values in times.items()}
-    bar("exchange from there, relative to MPI", middle["from there"] / middle["MPI"], " times", most=2)
+        table.print_row(name, format_duration(median(values)), format_duration(min(values)))
+    medians = {name: median(values) for name, values in times.items()}
+    print_criterion("exchange from there, relative to MPI", medians["from there"] / medians["MPI"], " times", at_most=2)
 
 
-def sending(hosts: list[str]) -> None:
-    """Count what goes to the other hosts in the steps of three epochs."""
-    library, tensor = graph_library()
+def measure_sending(hosts: list[str]) -> None:
+    """Print the bytes sent to the other hosts in the steps of three epochs."""
+    library, tensor = import_graph_library()
     updates = importlib.import_module("synkhronos.training.updates")
     train = importlib.import_module("synkhronos.training")
-    with ranks_on(hosts):
+    with fork_ranks_on(hosts):
         x, y, w = tensor.fmatrix("x"), tensor.fvector("y"), library.shared(np.zeros(WIDTH, np.float32), "w")
         loss = ((tensor.dot(x, w) - y) ** 2).mean()
         step = train.make_train_function(loss, [w], x, y, updates.sgd, learning_rate=np.float32(0.01))
@@ -174,62 +190,67 @@ def sending(hosts: list[str]) -> None:
         for epoch in range(3):
             order = rng.permutation(ROWS)
             before, times = synk.bytes_sent(), []
-            for at in range(0, ROWS, BATCH):
-                batch = order[at : at + BATCH]
-                times.append(seconds(lambda batch=batch: step(data, labels, batch=batch)))  # type: ignore[misc]
+            for start in range(0, ROWS, BATCH):
+                batch = order[start : start + BATCH]
+                times.append(time_call(lambda batch=batch: step(data, labels, batch=batch)))  # type: ignore[misc]
             sent = synk.bytes_sent() - before
-            table.row(f"epoch {epoch}", size(sent / len(times)), size(sent), duration(median(times)))
-        print(f"({ROWS:,} rows of {4 * WIDTH} bytes, {size(ROWS * 4 * WIDTH)}; {BATCH:,} of them in a step)")
+            table.print_row(
+                f"epoch {epoch}", format_bytes(sent / len(times)), format_bytes(sent), format_duration(median(times))
+            )
+        print(f"({ROWS:,} rows of {4 * WIDTH} bytes, {format_bytes(ROWS * 4 * WIDTH)}; {BATCH:,} of them in a step)")
 
 
-def comparing(hosts: list[str], nbytes: int) -> None:
-    """Time a function of a large Data object that does nothing with it."""
-    _, tensor = graph_library()
-    with ranks_on(hosts):
+def measure_comparison(hosts: list[str], nbytes: int) -> None:
+    """Time a function that uses one item of a large Data object."""
+    _, tensor = import_graph_library()
+    with fork_ranks_on(hosts):
         x = tensor.fmatrix("x")
         f = synk.function([x], (x[0, 0], "sum"))
         data = synk.data(np.ones((nbytes // 4096, 1024), np.float32))
-        first, before = seconds(lambda: f(data)), synk.bytes_sent()
-        again = median([seconds(lambda: f(data)) for _ in range(9)])
+        first, before = time_call(lambda: f(data)), synk.bytes_sent()
+        again = median([time_call(lambda: f(data)) for _ in range(9)])
         assert synk.bytes_sent() == before
-    print(f"{size(before)} for the other hosts: {duration(first)} with the sending of them, {duration(again)} again")
+    print(
+        f"{format_bytes(before)} for the other hosts: {format_duration(first)} with the sending of them, "
+        f"{format_duration(again)} again"
+    )
     print(f"comparing: {before / 1e9 / again:.1f} GB/s")
 
 
-def agents() -> set[int]:
+def find_agents() -> set[int]:
     """Return the process ids of this host's agents."""
-    found = set()
+    pids = set()
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdecimal() and b"synkhronos.hosts.agent" in Path(f"/proc/{name}/cmdline").read_bytes():
                 command = Path(f"/proc/{name}/comm").read_text()
-                found |= {int(name)} if command.startswith("python") else set()
-    return found
+                pids |= {int(name)} if command.startswith("python") else set()
+    return pids
 
 
-def idle(hosts: list[str], time: float) -> None:
-    """See what an agent uses while nothing is called."""
-    with ranks_on(hosts):
+def measure_idle_agent(hosts: list[str], time: float) -> None:
+    """Print the processor use of an agent while nothing is called."""
+    with fork_ranks_on(hosts):
         synk.function([], [])()
         sleep(1)
-        (agent,) = agents()
+        (agent,) = find_agents()
         before = cpu_seconds({agent})
         sleep(time)
         used = 100 * (cpu_seconds({agent}) - before) / time
-    bar("processor use of an idle agent", used, " % of a core", most=5)
+    print_criterion("processor use of an idle agent", used, " % of a core", at_most=5)
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measure all of it: on the first host."""
+    """Run all parts; called on the first host."""
     hosts = options.on.split(",")
-    heading(f"Several hosts, simulated: {', '.join(hosts)}")
+    print_heading(f"Several hosts, simulated: {', '.join(hosts)}")
     parts: dict[str, Callable[[], Any]] = {
-        "empty": lambda: empty(hosts, options.turns, options.calls),
-        "reduce": lambda: reduce(hosts, options.sizes, options.rounds, options.torch_python),
-        "exchanges": lambda: exchanges(hosts, options.rounds),
-        "sending": lambda: sending(hosts),
-        "comparing": lambda: comparing(hosts, 200_000_000),
-        "idle": lambda: idle(hosts, options.idle),
+        "empty": lambda: measure_empty_function(hosts, options.turns, options.calls),
+        "reduce": lambda: measure_reduction(hosts, options.sizes, options.rounds, options.torch_python),
+        "exchanges": lambda: measure_exchanges(hosts, options.rounds),
+        "sending": lambda: measure_sending(hosts),
+        "comparing": lambda: measure_comparison(hosts, 200_000_000),
+        "idle": lambda: measure_idle_agent(hosts, options.idle),
     }
     for name in options.parts or parts:
         parts[name]()

@@ -1,10 +1,10 @@
 """Latency of a call.
 
-An empty function is called on 2 ranks and then on 8, beside the cheapest thing that could tell so many processes to
-start and wait until they have done: a pair of POSIX semaphores for each worker.  Two of Python's barriers, one before
-and one after the work, are what one would write without this library.
+An empty function is called on 2 ranks and then on 8.  It is compared with a pair of POSIX semaphores for each worker,
+the cheapest way to start processes and to wait for them; and with two of Python's barriers, one before and one after
+the work, the simplest way without this library.
 
-Then nothing is called for some seconds, to see what ranks cost that have nothing to do.
+After that, nothing is called for some seconds, to measure the processor use of idle ranks.
 """
 
 from __future__ import annotations
@@ -20,32 +20,41 @@ from typing import Any
 import posix_ipc
 
 import synkhronos as synk
-from benchmarks._measure import Table, bar, duration, heading, interleaved, processes, quartiles, ranks
+from benchmarks._measure import (
+    Table,
+    compute_quartiles,
+    fork_processes,
+    fork_ranks,
+    format_duration,
+    print_criterion,
+    print_heading,
+    time_interleaved,
+)
 
 
-def semaphore() -> posix_ipc.Semaphore:
+def make_semaphore() -> posix_ipc.Semaphore:
     """Return a new semaphore without a name."""
-    made = posix_ipc.Semaphore(f"/bench-{secrets.token_hex(8)}", posix_ipc.O_CREX)
-    made.unlink()
-    return made
+    semaphore = posix_ipc.Semaphore(f"/bench-{secrets.token_hex(8)}", posix_ipc.O_CREX)
+    semaphore.unlink()
+    return semaphore
 
 
-def answer(start: posix_ipc.Semaphore, done: posix_ipc.Semaphore) -> None:
-    """Answer each start, as a worker with bare semaphores."""
+def answer_starts(start: posix_ipc.Semaphore, done: posix_ipc.Semaphore) -> None:
+    """Run a worker that answers each start by semaphores alone."""
     while True:
         start.acquire()
         done.release()
 
 
 def pass_barriers(before: Any, after: Any) -> None:
-    """Pass two barriers again and again, as a worker between them."""
+    """Run a worker that waits at two barriers in a loop."""
     while True:
         before.wait()
         after.wait()
 
 
-def semaphore_call(pairs: list[tuple[posix_ipc.Semaphore, posix_ipc.Semaphore]]) -> Callable[[], None]:
-    """Return the master's side of the semaphores: send to all, wait for all."""
+def make_semaphore_call(pairs: list[tuple[posix_ipc.Semaphore, posix_ipc.Semaphore]]) -> Callable[[], None]:
+    """Return the master's call with semaphores: start all workers, and wait for all."""
 
     def call() -> None:
         for start, _ in pairs:
@@ -56,8 +65,8 @@ def semaphore_call(pairs: list[tuple[posix_ipc.Semaphore, posix_ipc.Semaphore]])
     return call
 
 
-def barrier_call(before: Any, after: Any) -> Callable[[], None]:
-    """Return the master's side of the barriers."""
+def make_barrier_call(before: Any, after: Any) -> Callable[[], None]:
+    """Return the master's call with barriers."""
 
     def call() -> None:
         before.wait()
@@ -66,19 +75,19 @@ def barrier_call(before: Any, after: Any) -> Callable[[], None]:
     return call
 
 
-def children() -> set[int]:
-    """Return the ids of this process's children."""
-    found = set()
+def find_children() -> set[int]:
+    """Return the process ids of this process's children."""
+    pids = set()
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
                 with open(f"/proc/{name}/stat") as file:
                     fields = file.read().rpartition(")")[2].split()
-            except OSError:  # it ended meanwhile
+            except OSError:  # the process has exited meanwhile
                 continue
             if int(fields[1]) == os.getpid():
-                found.add(int(name))
-    return found
+                pids.add(int(name))
+    return pids
 
 
 def cpu_seconds(pids: set[int]) -> float:
@@ -93,34 +102,41 @@ def cpu_seconds(pids: set[int]) -> float:
 
 def measure(size: int, rounds: int, calls: int, idle: float) -> None:
     """Measure one number of ranks, and print it."""
-    pairs = [(semaphore(), semaphore()) for _ in range(size - 1)]
+    pairs = [(make_semaphore(), make_semaphore()) for _ in range(size - 1)]
     context = multiprocessing.get_context("fork")
     barriers = context.Barrier(size), context.Barrier(size)
-    with processes(answer, pairs), processes(pass_barriers, [barriers] * (size - 1)):
-        others = children()
-        with ranks(size):
-            workers = children() - others
+    with fork_processes(answer_starts, pairs), fork_processes(pass_barriers, [barriers] * (size - 1)):
+        reference_pids = find_children()
+        with fork_ranks(size):
+            workers = find_children() - reference_pids
             sides: dict[str, Callable[[], Any]] = {
-                "semaphore pair": semaphore_call(pairs),
-                "two Barriers": barrier_call(*barriers),
+                "semaphore pair": make_semaphore_call(pairs),
+                "two Barriers": make_barrier_call(*barriers),
                 "empty function": synk.function([], []),
             }
-            times = interleaved(sides, rounds, calls, warm=10)
-            middle = {name: quartiles(values) for name, values in times.items()}
-            reference = middle["semaphore pair"][1]
+            times = time_interleaved(sides, rounds, calls, warm=10)
+            summaries = {name: compute_quartiles(values) for name, values in times.items()}
+            reference = summaries["semaphore pair"][1]
 
             print(f"{size} ranks")
             table = Table({"": 16, "median": 9, "quartiles": 19, "ratio": 6})
-            for name, (low, mid, high) in middle.items():
-                table.row(name, duration(mid), f"{duration(low)} - {duration(high)}", f"{mid / reference:.2f}")
-            ours, barrier = middle["empty function"][1], middle["two Barriers"][1]
-            bar(f"empty function / semaphore pair, {size} ranks", ours / reference, most=5)
-            bar(f"empty function / two Barriers, {size} ranks", ours / barrier, most=1)
+            for name, (lower, middle, upper) in summaries.items():
+                table.print_row(
+                    name,
+                    format_duration(middle),
+                    f"{format_duration(lower)} - {format_duration(upper)}",
+                    f"{middle / reference:.2f}",
+                )
+            ours, barrier = summaries["empty function"][1], summaries["two Barriers"][1]
+            print_criterion(f"empty function / semaphore pair, {size} ranks", ours / reference, at_most=5)
+            print_criterion(f"empty function / two Barriers, {size} ranks", ours / barrier, at_most=1)
 
-            before = cpu_seconds(workers)
+            start = cpu_seconds(workers)
             sleep(idle)
-            used = (cpu_seconds(workers) - before) / idle * 100
-            bar(f"processor use of {len(workers)} idle workers together", used, " % of a core", most=1)
+            percent = (cpu_seconds(workers) - start) / idle * 100
+            print_criterion(
+                f"processor use of {len(workers)} idle workers together", percent, " % of a core", at_most=1
+            )
             print()
 
 
@@ -134,7 +150,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=100, help="timed calls in a turn (default: %(default)s)")
     parser.add_argument("--idle", type=float, default=5.0, help="seconds to do nothing (default: %(default)s)")
     options = parser.parse_args()
-    heading("Latency: the round trip of a call that does nothing")
+    print_heading("Latency: the round trip of a call that does nothing")
     for size in options.ranks:
         measure(size, options.rounds, options.calls, options.idle)
 

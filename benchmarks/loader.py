@@ -1,11 +1,13 @@
 """Throughput of loaders, and the time that reading from files adds to a training loop.
 
-Made-up photographs, as JPEG files and as rows of .npy files.  First images a second of loaders alone: a picture is
-read, brought to 256 x 256, cropped at random to 224 x 224, mirrored, and written as bytes where all ranks see it.
-Beside it the same in one process, without loaders.  Then steps of a small network: on rows that are in memory already,
-and on rows that loaders read meanwhile, in turn.  Where ranks compute on the cores that loaders need, too, steps take
-longer for it; the bar is about the time in which ranks wait.  The last columns are the time of cores that a step takes:
-of the ranks, on either rows, and of the loaders.  What else runs on the machine lengthens steps, and these hardly.
+Synthetic photographs, as JPEG files and as rows of .npy files.  The first table has images per second of loaders alone:
+an image is read, resized to 256 x 256, cropped at random to 224 x 224, mirrored, and written to shared memory as bytes.
+Loaders are compared with the same work in one process.
+
+The second table has steps of a small network, on rows that are in memory and on rows that loaders read meanwhile, in
+turn.  Ranks and loaders that share cores slow each other down; the limit is for the time that ranks wait.  The last
+columns are the processor time of a step: of the ranks on rows in memory, of the ranks with loading, and of the loaders.
+Other programs on the machine change it less than the time of a step.
 """
 
 from __future__ import annotations
@@ -23,14 +25,22 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, bar, duration, graph_library, heading, interleaved, ranks
+from benchmarks._measure import (
+    Table,
+    fork_ranks,
+    format_duration,
+    import_graph_library,
+    print_criterion,
+    print_heading,
+    time_interleaved,
+)
 from synkhronos.loading import CropMirror, Images, Loader, npy
 from synkhronos.loading.augment import make_generator
 from synkhronos.training import make_train_function
 from synkhronos.training.updates import sgd
 
 
-def parse() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.loader", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -45,8 +55,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def photographs(folder: Path, count: int) -> tuple[Images, list[Any]]:
-    """Write photographs; return them as JPEG files, and as rows of .npy files."""
+def make_photographs(folder: Path, count: int) -> tuple[Images, list[Any]]:
+    """Write photographs as JPEG files and as rows of .npy files; return sources of both."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -66,33 +76,33 @@ def photographs(folder: Path, count: int) -> tuple[Images, list[Any]]:
     return pictures, [npy(folder / "x.npy"), npy(folder / "y.npy")]
 
 
-def endless(loader: Loader, size: int) -> Iterator[Any]:
-    """Go through the batches of all epochs."""
+def iterate_batches(loader: Loader, size: int) -> Iterator[Any]:
+    """Return an iterator over the batches of an endless sequence of epochs."""
     return itertools.chain.from_iterable(loader.epoch(epoch, size, whole=True) for epoch in itertools.count())
 
 
-def alone(sources: dict[str, Any], options: argparse.Namespace) -> None:
-    """Measure loaders by themselves."""
+def measure_loaders(sources: dict[str, Any], options: argparse.Namespace) -> None:
+    """Measure loaders without training."""
     table = Table({"": 8, "loaders": 8, "images": 10, "a process": 10, "ratio": 6})
     augment = CropMirror(224, mirror=True)
     pictures = sources["JPEG"]
     for name, source in sources.items():
-        read: Callable[[int], Any] = (
+        read_row: Callable[[int], Any] = (
             source.__getitem__ if source is pictures else lambda row, s=source: tuple(a[row] for a in s)  # type: ignore[misc]
         )
         target = np.empty((options.batch_size, 3, 224, 224), np.uint8)
         for processes in options.processes:
             loader = Loader(source, augment=augment, processes=processes)
-            batches = endless(loader, options.batch_size)
+            batches = iterate_batches(loader, options.batch_size)
             order = itertools.cycle(np.random.default_rng(0).permutation(options.images).tolist())
 
-            def plain() -> None:
+            def read_batch() -> None:
                 for i in range(options.batch_size):
                     row = next(order)  # noqa: B023
-                    target[i], _ = augment(read(row), make_generator(0, 0, row))  # noqa: B023
+                    target[i], _ = augment(read_row(row), make_generator(0, 0, row))  # noqa: B023
 
             for _ in range(2 * loader.depth):
-                next(batches)  # the loaders have begun, and the ring is full no more
+                next(batches)  # until the loaders have started and the ring is not full
             times: dict[str, list[float]] = {"loaders": [], "process": []}
             for _ in range(3):
                 for _ in range(loader.depth):
@@ -101,46 +111,54 @@ def alone(sources: dict[str, Any], options: argparse.Namespace) -> None:
                 for _ in range(options.batches):
                     next(batches)
                 times["loaders"].append((perf_counter() - start) / options.batches)
-                loader.close()  # or they would read on beside the other side
+                loader.close()  # otherwise they would read during the other side's turn
                 start = perf_counter()
                 for _ in range(max(1, options.batches // 4)):
-                    plain()
+                    read_batch()
                 times["process"].append((perf_counter() - start) / max(1, options.batches // 4))
-                batches = endless(loader, options.batch_size)
+                batches = iterate_batches(loader, options.batch_size)
                 for _ in range(2 * loader.depth):
                     next(batches)
             loader.close()
-            ours, theirs = (options.batch_size / median(times[side]) for side in ("loaders", "process"))
-            table.row(name, str(processes), f"{ours:,.0f}/s", f"{theirs:,.0f}/s", f"{ours / theirs:.2f}")
+            loader_rate, process_rate = (options.batch_size / median(times[side]) for side in ("loaders", "process"))
+            table.print_row(
+                name,
+                str(processes),
+                f"{loader_rate:,.0f}/s",
+                f"{process_rate:,.0f}/s",
+                f"{loader_rate / process_rate:.2f}",
+            )
 
 
-def processor_time(loader: Loader, step: Callable[[], None], count: int) -> tuple[float, float]:
-    """Return the seconds of cores that a step takes of the ranks, and of the loaders."""
+def measure_core_seconds(loader: Loader, step: Callable[[], None], count: int) -> tuple[float, float]:
+    """Return the processor time of a step in seconds: of the ranks, and of the loaders."""
 
-    def ours() -> float:
-        return sum(synk.run(_seconds))
+    def read_ranks() -> float:
+        return sum(synk.run(read_process_time))
 
-    def theirs() -> float:
-        return sum(_of_process(pid) for pid in loader._pool.pids) if loader._pool else 0.0
+    def read_loaders() -> float:
+        return sum(read_cpu_seconds(pid) for pid in loader._pool.pids) if loader._pool else 0.0
 
-    before = ours(), theirs()
+    start = read_ranks(), read_loaders()
     for _ in range(count):
         step()
-    return (ours() - before[0]) / count, (theirs() - before[1]) / count
+    return (read_ranks() - start[0]) / count, (read_loaders() - start[1]) / count
 
 
-def _seconds(worker: synk.Worker) -> float:
+def read_process_time(worker: synk.Worker) -> float:
+    """Return the processor time of a rank in seconds; `synkhronos.run` calls this on all ranks."""
     return process_time()
 
 
-def _of_process(pid: int) -> float:
+def read_cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process in seconds."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def training(sources: dict[str, Any], options: argparse.Namespace) -> None:
+def measure_training(sources: dict[str, Any], options: argparse.Namespace) -> None:
     """Measure steps with and without loading."""
-    library, tensor = graph_library()
+    library, tensor = import_graph_library()
     x, y = tensor.tensor4("x", dtype="uint8"), tensor.ivector("y")
     rng = np.random.default_rng(0)
     width = 3 * 224 * 224
@@ -153,16 +171,16 @@ def training(sources: dict[str, Any], options: argparse.Namespace) -> None:
     loss = -logs[tensor.arange(y.shape[0]), y].mean()
     train = make_train_function(loss, [first, second], x, y, sgd, learning_rate=0.01)
     augment = CropMirror(224, mirror=True)
-    held = synk.data(shape=(options.images, 3, 224, 224), dtype="uint8"), synk.data(sources["JPEG"].labels)
+    arrays = synk.data(shape=(options.images, 3, 224, 224), dtype="uint8"), synk.data(sources["JPEG"].labels)
     for i in range(options.images):
-        held[0][i] = sources["JPEG"][i][0][:, :224, :224]
-    parts = options.images // options.batch_size
-    orders = (rows for _ in itertools.count() for rows in np.array_split(rng.permutation(options.images), parts))
+        arrays[0][i] = sources["JPEG"][i][0][:, :224, :224]
+    n_batches = options.images // options.batch_size
+    orders = (rows for _ in itertools.count() for rows in np.array_split(rng.permutation(options.images), n_batches))
 
-    def in_memory() -> None:
-        train(*held, batch=next(orders))
+    def step_on_memory() -> None:
+        train(*arrays, batch=next(orders))
 
-    in_memory()
+    step_on_memory()
     print()
     columns = {"": 8, "step": 10, "with loading": 12, "of it waiting": 13, "ratio": 6}
     table = Table({**columns, "cores' time": 11, "then": 10, "loaders'": 10})
@@ -170,38 +188,42 @@ def training(sources: dict[str, Any], options: argparse.Namespace) -> None:
     for name, source in sources.items():
         processes = max(options.processes)
         loader = Loader(source, augment=augment, processes=processes, vars=[x, y])
-        batches = endless(loader, options.batch_size)
+        batches = iterate_batches(loader, options.batch_size)
 
-        def loaded() -> None:
+        def step_on_files() -> None:
             batch = next(batches)  # noqa: B023
             images, labels = loader.data  # noqa: B023
             train(images, labels, batch=batch)
 
-        loaded()
-        # Turns of many steps each: loaders fill their ring beside the other side's first steps, and then rest.
-        waited = loader.waited
-        times = interleaved({"memory": in_memory, "files": loaded}, 3, options.batches, warm=2 * loader.depth)
-        waiting = (loader.waited - waited) / (3 * (options.batches + 2 * loader.depth))
-        plain, ours = (sum(times[side]) / len(times[side]) for side in ("memory", "files"))
-        by_itself, _ = processor_time(loader, in_memory, options.batches)
-        beside, reading = processor_time(loader, loaded, options.batches)
+        step_on_files()
+        # Long turns: loaders fill their ring during the first steps of the other side, and then sleep.
+        waited_before = loader.waited
+        times = time_interleaved(
+            {"memory": step_on_memory, "files": step_on_files}, 3, options.batches, warm=2 * loader.depth
+        )
+        waiting = (loader.waited - waited_before) / (3 * (options.batches + 2 * loader.depth))
+        memory, files = (sum(times[side]) / len(times[side]) for side in ("memory", "files"))
+        memory_core_time, _ = measure_core_seconds(loader, step_on_memory, options.batches)
+        loading_core_time, loaders_core_time = measure_core_seconds(loader, step_on_files, options.batches)
         loader.close()
-        row = [duration(plain), duration(ours), duration(waiting), f"{plain / ours:.3f}"]
-        table.row(name, *row, *map(duration, (by_itself, beside, reading)))
-        bars.append((f"{name}: of a step's time, waiting for rows", 100 * waiting / ours))
-    for what, share in bars:
-        bar(what, share, " %", most=3)
+        row = [format_duration(memory), format_duration(files), format_duration(waiting), f"{memory / files:.3f}"]
+        table.print_row(name, *row, *map(format_duration, (memory_core_time, loading_core_time, loaders_core_time)))
+        bars.append((f"{name}: of a step's time, waiting for rows", 100 * waiting / files))
+    for label, percent in bars:
+        print_criterion(label, percent, " %", at_most=3)
 
 
 def main() -> None:
     """Run the benchmark."""
-    options = parse()
-    heading(f"Loaders: {options.images} photographs, batches of {options.batch_size}, {options.ranks} ranks that train")
-    with tempfile.TemporaryDirectory() as folder, ranks(options.ranks):
-        jpeg, rows = photographs(Path(folder), options.images)
+    options = parse_options()
+    print_heading(
+        f"Loaders: {options.images} photographs, batches of {options.batch_size}, {options.ranks} ranks that train"
+    )
+    with tempfile.TemporaryDirectory() as folder, fork_ranks(options.ranks):
+        jpeg, rows = make_photographs(Path(folder), options.images)
         sources = {"JPEG": jpeg, ".npy": rows}
-        alone(sources, options)
-        training(sources, options)
+        measure_loaders(sources, options)
+        measure_training(sources, options)
 
 
 if __name__ == "__main__":

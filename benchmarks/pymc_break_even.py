@@ -1,9 +1,10 @@
-"""Gain of ranks over PyMC alone, by number of rows: where is the break-even?
+"""Speed of ranks relative to PyMC alone, by number of rows, and the number of rows from which ranks are faster.
 
-A hierarchical logistic regression with 10² to 10⁶ rows.  For each number of parallel chains, the gradients a second of
-all chains by PyMC alone, with one BLAS thread for each process, and with the chains' shares of the ranks.  Both sides
-are measured in turn.  The ratio is the gain of the ranks: below 1, ``data_parallel(model, ranks="auto")`` leaves the
-model to PyMC.  Compiling is the time until the first gradient; PyTensor may find its code in the cache on disk.
+A hierarchical logistic regression with 10² to 10⁶ rows.  For each number of parallel chains, gradients are computed by
+PyMC alone, with one BLAS thread for each process, and by the ranks, of which each chain has its share.  Both sides are
+measured in turn.  The ratio is the speed of the ranks relative to PyMC: below 1, ``data_parallel(model, ranks="auto")``
+leaves the model to PyMC.  Compiling is the time until the first gradient; PyTensor may find its code in the cache on
+disk.
 """
 
 from __future__ import annotations
@@ -15,42 +16,42 @@ from time import perf_counter
 
 from threadpoolctl import threadpool_limits
 
-from benchmarks._measure import Table, duration, heading, prepare_pymc, ranks
-from benchmarks.pymc_rows import evaluator, logistic
+from benchmarks._measure import Table, fork_ranks, format_duration, prepare_pymc, print_heading
+from benchmarks.pymc_rows import make_evaluator, make_logistic
 from synkhronos.extensions.chains import measure_rate
 from synkhronos.ranks import count_available_cores
 
 
 def compare(rows: int, options: argparse.Namespace, table: Table) -> list[float]:
-    """Measure a model of some rows, print a line for each number of chains, and return the ratios."""
+    """Measure a model, print a line for each number of chains, and return the ratios."""
     from synkhronos.extensions.pymc import data_parallel
 
-    model = logistic(rows, options.columns)
+    model = make_logistic(rows, options.columns)
     evaluators, compiling = [], []
-    for one in (model, data_parallel(model)):
+    for variant in (model, data_parallel(model)):
         start = perf_counter()
-        evaluate = evaluator(one)
+        evaluate = make_evaluator(variant)
         evaluate()
         compiling.append(perf_counter() - start)
         evaluators.append(evaluate)
     ratios = []
     for chains in options.chains:
-        plain: list[float] = []
-        ours: list[float] = []
+        pymc_rates: list[float] = []
+        rank_rates: list[float] = []
         with threadpool_limits(1):
             for _ in range(options.rounds):
-                plain.append(measure_rate(evaluators[0], chains))
-                ours.append(measure_rate(evaluators[1], chains))
-        each = [mine / other for mine, other in zip(ours, plain, strict=True)]
-        ratios.append(median(each))
-        table.row(
+                pymc_rates.append(measure_rate(evaluators[0], chains))
+                rank_rates.append(measure_rate(evaluators[1], chains))
+        round_ratios = [ranks / pymc for ranks, pymc in zip(rank_rates, pymc_rates, strict=True)]
+        ratios.append(median(round_ratios))
+        table.print_row(
             f"{rows:,}",
             str(chains),
-            duration(chains / median(plain)),
-            duration(chains / median(ours)),
+            format_duration(chains / median(pymc_rates)),
+            format_duration(chains / median(rank_rates)),
             f"{ratios[-1]:.2f}",
-            f"{min(each):.2f} to {max(each):.2f}",
-            *map(duration, compiling),
+            f"{min(round_ratios):.2f} to {max(round_ratios):.2f}",
+            *map(format_duration, compiling),
             f"{os.getloadavg()[0]:.1f}",
         )
     return ratios
@@ -77,13 +78,13 @@ def main() -> None:
     options = parser.parse_args()
     if not prepare_pymc():
         return
-    heading(f"PyMC: a gradient of each chain, {options.ranks} ranks in all, {options.columns} columns")
+    print_heading(f"PyMC: a gradient of each chain, {options.ranks} ranks in all, {options.columns} columns")
     titles = {"rows": 9, "chains": 6, "PyMC": 8, "ranks": 8, "ratio": 5, "rounds": 14}
     table = Table({**titles, "compiling: PyMC": 15, "compiling: ranks": 16, "load": 5})
-    with ranks(options.ranks):
+    with fork_ranks(options.ranks):
         ratios = {rows: compare(rows, options, table) for rows in options.rows}
     for position, chains in enumerate(options.chains):
-        faster = [rows for rows, each in ratios.items() if each[position] >= 1]
+        faster = [rows for rows, round_ratios in ratios.items() if round_ratios[position] >= 1]
         print(f"{chains} chains: ranks are as fast as PyMC from {min(faster):,} rows on" if faster else
               f"{chains} chains: PyMC alone is faster")  # fmt: skip
 

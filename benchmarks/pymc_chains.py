@@ -1,9 +1,9 @@
 """Chains of PyMC side by side: plain, each in one process, and data-parallel, each on its share of the ranks.
 
-Each side is one call of ``pm.sample`` with the same seed, in turn, with one BLAS thread for each process.  Gradients a
-second are the leapfrog steps of all chains, tuning included, divided by the sampler's own time.  The wall time includes
-compiling.  Lines with a star are for gradients alone, without a sampler, in as many processes.  The limit is what plain
-processes reach without any exchange: as many as there are ranks, each with its share of a chain's rows.
+Each side is one call of ``pm.sample`` with the same seed, in turn, with one BLAS thread for each process.  Gradients
+per second are the leapfrog steps of all chains, including tuning, divided by the sampler's own time.  The wall time
+includes compiling.  Lines with a star are for gradients without a sampler, in the same number of processes.  The limit
+is the rate of PyMC's processes without communication: one for each rank, with its share of a chain's rows.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from benchmarks._hierarchical import GROUPS
-from benchmarks._measure import Table, heading, prepare_pymc, ranks
-from benchmarks.pymc_rows import evaluator, logistic, rate_of_chains
+from benchmarks._measure import Table, fork_ranks, prepare_pymc, print_heading
+from benchmarks.pymc_rows import make_evaluator, make_logistic, measure_parallel_chains
 from synkhronos.extensions.chains import measure_rate
 from synkhronos.ranks import count_available_cores
 
 
-def negative_binomial(rows: int, columns: int) -> Any:
-    """Build a regression of counts with varying intercepts: each row takes logarithms of the gamma function."""
+def make_negative_binomial(rows: int, columns: int) -> Any:
+    """Return a regression of counts with varying intercepts; a row takes logarithms of the gamma function."""
     import pymc as pm
 
     rng = np.random.default_rng(0)
@@ -42,9 +42,9 @@ def negative_binomial(rows: int, columns: int) -> Any:
 
 
 def sample(model: Any, chains: int, cores: int, draws: int, limit: float) -> tuple[float, float, float, float]:
-    """Sample a model; return gradients a second, effective draws a second, wall time in seconds, largest R-hat.
+    """Sample a model; return gradients per second, effective draws per second, wall time in seconds, largest R-hat.
 
-    After ``limit`` seconds sampling is interrupted, and the figures are those of the draws so far.
+    Sampling is interrupted after ``limit`` seconds; the results are then those of the draws so far.
     """
     import pymc as pm
 
@@ -55,7 +55,7 @@ def sample(model: Any, chains: int, cores: int, draws: int, limit: float) -> tup
             raise KeyboardInterrupt
 
     with model, threadpool_limits(1):
-        drawn = pm.sample(
+        samples = pm.sample(
             draws,
             tune=draws,
             chains=chains,
@@ -68,15 +68,15 @@ def sample(model: Any, chains: int, cores: int, draws: int, limit: float) -> tup
             callback=stop_late,
         )
     wall = perf_counter() - start
-    if not hasattr(drawn, "posterior"):
+    if not hasattr(samples, "posterior"):
         raise ValueError("all draws were for tuning")
-    groups = [getattr(drawn, name, None) for name in ("warmup_sample_stats", "sample_stats")]
+    groups = [getattr(samples, name, None) for name in ("warmup_sample_stats", "sample_stats")]
     steps = sum(int(stats["n_steps"].sum()) for stats in groups if stats is not None)
     effective = r_hat = math.nan
-    if drawn.posterior.sizes["draw"] > 3:
-        effective = min(float(each.min()) for each in pm.ess(drawn).data_vars.values())
-        r_hat = max(float(each.max()) for each in pm.rhat(drawn).data_vars.values())
-    return steps / drawn.posterior.attrs["sampling_time"], effective / wall, wall, r_hat
+    if samples.posterior.sizes["draw"] > 3:
+        effective = min(float(ess.min()) for ess in pm.ess(samples).data_vars.values())
+        r_hat = max(float(values.max()) for values in pm.rhat(samples).data_vars.values())
+    return steps / samples.posterior.attrs["sampling_time"], effective / wall, wall, r_hat
 
 
 def compare(name: str, build: Callable[[int, int], Any], options: argparse.Namespace) -> None:
@@ -93,11 +93,11 @@ def compare(name: str, build: Callable[[int, int], Any], options: argparse.Names
     print(f"{name}, {options.rows} rows of {options.columns} columns: {chains} chains, {size} ranks", flush=True)
     table = Table({"": 22, "gradients/s": 11, "of the limit": 12, "effective/s": 11, "wall (s)": 8, "R-hat": 6})
     per_chain = max(1, size // chains)
-    part = build(options.rows // per_chain, options.columns)
-    limit = rate_of_chains(part, per_chain * min(chains, size), options.calls) / per_chain
-    table.row("limit", f"{limit:.1f}", "1", "", "", "")
+    submodel = build(options.rows // per_chain, options.columns)
+    limit = measure_parallel_chains(submodel, per_chain * min(chains, size), options.calls) / per_chain
+    table.print_row("limit", f"{limit:.1f}", "1", "", "", "")
     gradients: dict[str, list[float]] = {side: [] for side in list(sides)[:2]}
-    evaluators = {side: evaluator(sides[side][0]) for side in gradients}
+    evaluators = {side: make_evaluator(sides[side][0]) for side in gradients}
     for evaluate in evaluators.values():
         evaluate()  # compiles before chains are forked
     for _ in range(5):
@@ -106,27 +106,29 @@ def compare(name: str, build: Callable[[int, int], Any], options: argparse.Names
                 gradients[side].append(measure_rate(evaluate, chains))
     for side, rates in gradients.items():
         rate = median(rates)
-        table.row(f"{side}*", f"{rate:.1f}", f"{rate / limit:.2f}", "", "", "")
+        table.print_row(f"{side}*", f"{rate:.1f}", f"{rate / limit:.2f}", "", "", "")
     deadline = perf_counter() + options.limit
     rates_by_side: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(options.rounds):
-        for side, (one, cores) in sides.items():
+        for side, (variant, cores) in sides.items():
             remaining = deadline - perf_counter()
             if remaining <= 0:
                 print(f"{side}: left out, as {options.limit:.0f} seconds have passed (--limit)", flush=True)
                 continue
             try:
-                rate, effective, wall, r_hat = sample(one, chains, cores, options.draws, remaining / 2)
+                rate, effective, wall, r_hat = sample(variant, chains, cores, options.draws, remaining / 2)
             except ValueError as error:  # also PyMC 5's, if all draws so far were for tuning
                 print(f"{side}: no draws within {remaining / 2:.0f} seconds (--limit): {error}", flush=True)
                 continue
             rates_by_side[side].append(rate)
-            table.row(side, f"{rate:.1f}", f"{rate / limit:.2f}", f"{effective:.2f}", f"{wall:.1f}", f"{r_hat:.3f}")
-    plain, ours = list(rates_by_side.values())[:2]
-    each = [mine / other for mine, other in zip(ours, plain, strict=False)]
-    if each:
-        rounds = f"rounds {min(each):.2f} to {max(each):.2f}"
-        print(f"side by side: {median(each):.2f} times PyMC's gradients ({rounds})\n", flush=True)
+            table.print_row(
+                side, f"{rate:.1f}", f"{rate / limit:.2f}", f"{effective:.2f}", f"{wall:.1f}", f"{r_hat:.3f}"
+            )
+    pymc_rates, rank_rates = list(rates_by_side.values())[:2]
+    round_ratios = [ranks / pymc for ranks, pymc in zip(rank_rates, pymc_rates, strict=False)]
+    if round_ratios:
+        rounds = f"rounds {min(round_ratios):.2f} to {max(round_ratios):.2f}"
+        print(f"side by side: {median(round_ratios):.2f} times PyMC's gradients ({rounds})\n", flush=True)
 
 
 def main() -> None:
@@ -150,12 +152,12 @@ def main() -> None:
     options = parser.parse_args()
     if not prepare_pymc():
         return
-    heading("PyMC: chains side by side")
-    with ranks(options.ranks):
+    print_heading("PyMC: chains side by side")
+    with fork_ranks(options.ranks):
         if options.only != "counts":
-            compare("hierarchical logistic regression", logistic, options)
+            compare("hierarchical logistic regression", make_logistic, options)
         if options.only != "logistic":
-            compare("negative binomial", negative_binomial, options)
+            compare("negative binomial", make_negative_binomial, options)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Effective draws a second of PyMC models: PyMC and nutpie, each alone and with ranks.
 
-Each side samples the same model from the same seed in a process of its own, with one BLAS thread, and as many parallel
-chains.  Sampling is the sampler's own time, and the wall time includes compiling.  Effective draws are the least
-effective sample size (ArviZ's ``ess``) of all parameters.  The last two columns compare with the first side, which is
-PyMC alone: the largest R-hat of all parameters, and the largest difference of posterior means, in standard errors of
-the two means, which are known from the effective draws.
+Each side samples the same model with the same seed and number of parallel chains, in a separate process with one BLAS
+thread.  Sampling is the sampler's own time; the wall time includes compiling.  Effective draws are the smallest
+effective sample size (ArviZ's ``ess``) of all parameters.  The last two columns are the largest R-hat of all
+parameters, and the largest difference between posterior means and those of the first side, PyMC alone, in standard
+errors of the two means, which follow from the effective draws.
 """
 
 from __future__ import annotations
@@ -22,15 +22,23 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from benchmarks._hierarchical import GROUPS
-from benchmarks._measure import Failed, Table, duration, heading, prepare_pymc, ranks, read_alone
-from benchmarks.pymc_chains import negative_binomial
-from benchmarks.pymc_rows import logistic
+from benchmarks._measure import (
+    SideError,
+    Table,
+    fork_ranks,
+    format_duration,
+    prepare_pymc,
+    print_heading,
+    read_command_lines,
+)
+from benchmarks.pymc_chains import make_negative_binomial
+from benchmarks.pymc_rows import make_logistic
 from synkhronos.ranks import count_available_cores
 from synkhronos.ranks.threads import ONE_THREAD
 
 
-def student(rows: int, columns: int) -> Any:
-    """Build a robust regression whose mean is costly: each row takes exponentials and logarithms of all columns."""
+def make_student(rows: int, columns: int) -> Any:
+    """Return a robust regression with a costly mean: exponentials and logarithms of all columns of each row."""
     import pymc as pm
 
     rng = np.random.default_rng(0)
@@ -44,8 +52,8 @@ def student(rows: int, columns: int) -> Any:
     return model
 
 
-MODELS = {"logistic": logistic, "counts": negative_binomial, "student": student}
-#: Sides: sampler, and whether the model is computed by ranks.
+MODELS = {"logistic": make_logistic, "counts": make_negative_binomial, "student": make_student}
+#: For each side the sampler, and whether ranks compute the model.
 SIDES = {
     "PyMC": ("pymc", False),
     "PyMC, ranks": ("pymc", True),
@@ -55,17 +63,17 @@ SIDES = {
 
 
 def sample(options: argparse.Namespace) -> dict[str, Any]:
-    """Sample by one side; return times in seconds, numbers of gradients, and the parameters' statistics."""
+    """Sample one side; return times in seconds, and statistics of the parameters."""
     import pymc as pm
 
     from synkhronos.extensions.pymc import data_parallel
 
     sampler, is_parallel = SIDES[options.side]
     model = MODELS[options.model](options.rows, options.columns)
-    with ranks(options.ranks) if is_parallel else contextlib.nullcontext(), threadpool_limits(1):
+    with fork_ranks(options.ranks) if is_parallel else contextlib.nullcontext(), threadpool_limits(1):
         start = perf_counter()
         with data_parallel(model) if is_parallel else model:
-            drawn = pm.sample(
+            samples = pm.sample(
                 options.draws,
                 tune=options.draws,
                 chains=options.chains,
@@ -76,13 +84,13 @@ def sample(options: argparse.Namespace) -> dict[str, Any]:
                 compute_convergence_checks=False,
             )
         wall = perf_counter() - start
-    posterior = drawn["posterior"]
+    posterior = samples["posterior"]
     statistics = {
         # nutpie's draws have transformed variables as well.
-        name: np.concatenate([np.ravel(each[variable.name].values) for variable in model.free_RVs]).tolist()
-        for name, each in {
-            "ess": pm.ess(drawn),
-            "r_hat": pm.rhat(drawn),
+        name: np.concatenate([np.ravel(dataset[variable.name].values) for variable in model.free_RVs]).tolist()
+        for name, dataset in {
+            "ess": pm.ess(samples),
+            "r_hat": pm.rhat(samples),
             "mean": posterior.mean(("chain", "draw")),
             "sd": posterior.std(("chain", "draw")),
         }.items()
@@ -108,30 +116,30 @@ def compare(model: str, options: argparse.Namespace) -> None:
     )
     arguments = [f"--{name}={getattr(options, name)}" for name in ("rows", "columns", "chains", "ranks", "draws")]
     command = [sys.executable, "-m", "benchmarks.pymc_effective", *arguments, "--model", model, "--side"]
-    first: dict[str, Any] = {}
+    reference: dict[str, Any] = {}
     for side, (sampler, _) in SIDES.items():
         if not importlib.util.find_spec(sampler):
             print(f"{side}: left out, as {sampler} is not installed", flush=True)
             continue
         try:
-            lines = list(read_alone([*command, side], options.limit, **ONE_THREAD))
-        except Failed as error:
+            lines = list(read_command_lines([*command, side], options.limit, **ONE_THREAD))
+        except SideError as error:
             print(f"{side}: {error}", flush=True)
             continue
-        found = json.loads(lines[-1])
-        mean, sd, ess = (np.array(found[name]) for name in ("mean", "sd", "ess"))
-        first = first or found | {"rate": ess.min() / found["wall"]}
-        errors = np.hypot(sd / np.sqrt(ess), np.array(first["sd"]) / np.sqrt(first["ess"]))
-        table.row(
+        report = json.loads(lines[-1])
+        mean, sd, ess = (np.array(report[name]) for name in ("mean", "sd", "ess"))
+        reference = reference or report | {"rate": ess.min() / report["wall"]}
+        errors = np.hypot(sd / np.sqrt(ess), np.array(reference["sd"]) / np.sqrt(reference["ess"]))
+        table.print_row(
             side,
-            duration(found["wall"]),
-            duration(found["sampling"]),
+            format_duration(report["wall"]),
+            format_duration(report["sampling"]),
             f"{ess.min():.0f}",
-            f"{ess.min() / found['sampling']:.3g}",
-            f"{ess.min() / found['wall']:.3g}",
-            f"{ess.min() / found['wall'] / first['rate']:.2f}",
-            f"{max(found['r_hat']):.3f}",
-            f"{abs((mean - first['mean']) / errors).max():.1f}",
+            f"{ess.min() / report['sampling']:.3g}",
+            f"{ess.min() / report['wall']:.3g}",
+            f"{ess.min() / report['wall'] / reference['rate']:.2f}",
+            f"{max(report['r_hat']):.3f}",
+            f"{abs((mean - reference['mean']) / errors).max():.1f}",
         )
     print(flush=True)
 
@@ -157,7 +165,7 @@ def main() -> None:
     if options.side:
         print(json.dumps(sample(options)))
         return
-    heading("PyMC: effective draws a second")
+    print_heading("PyMC: effective draws a second")
     for model in [options.model] if options.model else MODELS:
         compare(model, options)
 

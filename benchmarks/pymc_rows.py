@@ -1,18 +1,18 @@
 """Gradients per second of a PyMC model on the ranks.
 
-Three models, each by itself and by `synkhronos.extensions.pymc.data_parallel`, in one process and in turn: PyMC's own
-function with one BLAS thread and with two, and the ranks, which have one BLAS thread each.  Every evaluation of the
-log-density and its gradient is at another point.
+Three models are evaluated by PyMC's own function, with one BLAS thread and with two, and by
+`synkhronos.extensions.pymc.data_parallel`, whose ranks have one BLAS thread each; in one process and in turn.  Each
+evaluation of the log-density and its gradient is at a new point.
 
 A hierarchical logistic regression
-    Products of a matrix of 50 columns: bound by the memory.
+    Products with a matrix of 50 columns: limited by memory bandwidth.
 A beta-binomial of groups
-    Costs much for each row, and no BLAS has a part in it.
+    Much computation for each row, without BLAS.
 100 rows
-    What a call of the ranks costs.
+    Overhead of a call of the ranks.
 
-With ``--chains N`` N processes evaluate the first two models by PyMC's own function at the same time, as N chains do,
-each with one BLAS thread.  The ranks evaluate for one chain after the other, so that their rate is that of one chain.
+With ``--chains N``, N processes evaluate the first two models by PyMC's own function at the same time, like N chains,
+with one BLAS thread each.  The ranks evaluate one chain after the other, so that their rate is that of one chain.
 """
 
 from __future__ import annotations
@@ -28,11 +28,19 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from benchmarks._hierarchical import GROUPS, make_data
-from benchmarks._measure import Table, bar, duration, heading, processes, ranks, seconds
+from benchmarks._measure import (
+    Table,
+    fork_processes,
+    fork_ranks,
+    format_duration,
+    print_criterion,
+    print_heading,
+    time_call,
+)
 
 
-def logistic(rows: int, columns: int) -> Any:
-    """Return the regression."""
+def make_logistic(rows: int, columns: int) -> Any:
+    """Return the hierarchical logistic regression."""
     import pymc as pm
 
     x, group, y = make_data(rows, columns)
@@ -44,8 +52,8 @@ def logistic(rows: int, columns: int) -> Any:
     return model
 
 
-def beta_binomial(rows: int) -> Any:
-    """Return a model in which each row takes six logarithms of the gamma function."""
+def make_beta_binomial(rows: int) -> Any:
+    """Return a model that computes six logarithms of the gamma function for each row."""
     import pymc as pm
 
     rng = np.random.default_rng(0)
@@ -60,57 +68,57 @@ def beta_binomial(rows: int) -> Any:
     return model
 
 
-def evaluator(model: Any) -> Callable[[], Any]:
-    """Return a function that evaluates a model's density and gradient, each time at another point."""
+def make_evaluator(model: Any) -> Callable[[], Any]:
+    """Return a function that evaluates a model's density and gradient, at a new point in each call."""
     from pymc.blocking import DictToArrayBijection
 
     function = model.logp_dlogp_function(ravel_inputs=True)
     function.set_extra_values({})
-    at = DictToArrayBijection.map(model.initial_point()).data + 0.0
-    steps = np.random.default_rng(1).normal(size=(1000, at.size)) * 1e-3
+    point = DictToArrayBijection.map(model.initial_point()).data + 0.0
+    steps = np.random.default_rng(1).normal(size=(1000, point.size)) * 1e-3
     count = 0
 
     def evaluate() -> Any:
         nonlocal count
         count += 1
-        return function(at + steps[count % 1000])
+        return function(point + steps[count % 1000])
 
     return evaluate
 
 
-def rate_of_chains(model: Any, chains: int, calls: int) -> float:
-    """Return the evaluations a second of processes that evaluate a model side by side, all together."""
-    own = evaluator(model)
+def measure_parallel_chains(model: Any, chains: int, calls: int) -> float:
+    """Return the total evaluations per second of processes that evaluate a model in parallel."""
+    pymc_evaluate = make_evaluator(model)
     context = multiprocessing.get_context("fork")
     start, rates = context.Barrier(chains), context.SimpleQueue()
 
     def evaluate() -> None:
         with threadpool_limits(1):
-            own()
+            pymc_evaluate()
             start.wait()
-            # No medians: these would leave out that more processes than cores wait for a core.
-            rates.put(calls / seconds(lambda: [own() for _ in range(calls)]))
+            # No medians: they would hide the waits for a core where there are more processes than cores.
+            rates.put(calls / time_call(lambda: [pymc_evaluate() for _ in range(calls)]))
 
-    own()  # compiles before the processes are forked
-    with processes(evaluate, [()] * chains):
+    pymc_evaluate()  # compiles before the processes are forked
+    with fork_processes(evaluate, [()] * chains):
         return sum(rates.get() for _ in range(chains))
 
 
 def compare(
-    name: str, model: Any, calls: int, rounds: int, size: int, least: float | None, beside_chains: float | None = None
+    name: str, model: Any, calls: int, rounds: int, size: int, at_least: float | None, chains_rate: float | None = None
 ) -> None:
-    """Measure one model, and print it, beside the rate of plain chains where that was measured."""
+    """Measure one model, and print it, with the rate of parallel chains by PyMC if it was measured."""
     from synkhronos.extensions.pymc import data_parallel
 
-    own, shared = evaluator(model), evaluator(data_parallel(model))
-    ours, theirs = shared(), own()
-    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-9)
-    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-6, atol=1e-6)
+    pymc_evaluate, ranks_evaluate = make_evaluator(model), make_evaluator(data_parallel(model))
+    ranks_result, pymc_result = ranks_evaluate(), pymc_evaluate()
+    np.testing.assert_allclose(ranks_result[0], pymc_result[0], rtol=1e-9)
+    np.testing.assert_allclose(ranks_result[1], pymc_result[1], rtol=1e-6, atol=1e-6)
 
     sides: dict[str, tuple[Callable[[], Any], int]] = {
-        "PyMC, 1 BLAS thread": (own, 1),
-        "PyMC, 2 BLAS threads": (own, 2),
-        f"{size} ranks": (shared, 1),
+        "PyMC, 1 BLAS thread": (pymc_evaluate, 1),
+        "PyMC, 2 BLAS threads": (pymc_evaluate, 2),
+        f"{size} ranks": (ranks_evaluate, 1),
     }
     times: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
@@ -118,26 +126,32 @@ def compare(
             with threadpool_limits(threads):
                 call()
                 # Medians: on a busy machine some calls wait for a core.
-                times[side].append(median(seconds(call) for _ in range(calls)))
+                times[side].append(median(time_call(call) for _ in range(calls)))
     print(name)
     table = Table({"": 21, "median": 9, "rounds": 30, "a second": 9, "ratio": 6})
-    mine = median(times[f"{size} ranks"])
-    for side, each in times.items():
-        middle = median(each)
-        table.row(side, duration(middle), " ".join(map(duration, each)), f"{1 / middle:.1f}", f"{middle / mine:.2f}")
-    # A round's sides met the same machine.
-    each = [one / two for one, two in zip(times["PyMC, 1 BLAS thread"], times[f"{size} ranks"], strict=True)]
-    if least is None:
-        print(f"the ranks take {1e6 * (mine - median(times['PyMC, 1 BLAS thread'])):.0f} us more")
-    else:
-        bar(
-            f"{size} ranks to 1 BLAS thread (rounds {min(each):.2f} to {max(each):.2f})",
-            median(each),
-            least=least,
+    ranks_median = median(times[f"{size} ranks"])
+    for side, seconds in times.items():
+        middle = median(seconds)
+        table.print_row(
+            side,
+            format_duration(middle),
+            " ".join(map(format_duration, seconds)),
+            f"{1 / middle:.1f}",
+            f"{middle / ranks_median:.2f}",
         )
-    if beside_chains is not None:
-        ratio = 1 / mine / beside_chains
-        print(f"parallel plain chains: {beside_chains:.1f} a second; the ranks: {ratio:.2f} times that")
+    # Ratios within a round: the load of the machine was the same.
+    ratios = [pymc / ranks for pymc, ranks in zip(times["PyMC, 1 BLAS thread"], times[f"{size} ranks"], strict=True)]
+    if at_least is None:
+        print(f"the ranks take {1e6 * (ranks_median - median(times['PyMC, 1 BLAS thread'])):.0f} us more")
+    else:
+        print_criterion(
+            f"{size} ranks to 1 BLAS thread (rounds {min(ratios):.2f} to {max(ratios):.2f})",
+            median(ratios),
+            at_least=at_least,
+        )
+    if chains_rate is not None:
+        ratio = 1 / ranks_median / chains_rate
+        print(f"parallel plain chains: {chains_rate:.1f} a second; the ranks: {ratio:.2f} times that")
     print()
 
 
@@ -159,20 +173,23 @@ def main() -> None:
     if not importlib.util.find_spec("pymc"):
         print("This benchmark needs PyMC, which is not installed: left out.")
         return
-    heading("PyMC: the log-density and its gradient, by PyMC and by the ranks")
+    print_heading("PyMC: the log-density and its gradient, by PyMC and by the ranks")
     models = {
         f"hierarchical logistic regression, {options.rows} rows of {options.columns} columns": (
-            logistic(options.rows, options.columns),
+            make_logistic(options.rows, options.columns),
             1.8,
         ),
-        f"beta-binomial of {GROUPS} groups, {options.costly} rows": (beta_binomial(options.costly), 1.9),
+        f"beta-binomial of {GROUPS} groups, {options.costly} rows": (make_beta_binomial(options.costly), 1.9),
     }
     calls, rounds, size = options.calls, options.rounds, options.ranks
-    chains = [rate_of_chains(model, options.chains, calls) if options.chains else None for model, _ in models.values()]
-    with ranks(options.ranks):
-        for (what, (model, least)), rate in zip(models.items(), chains, strict=True):
-            compare(what, model, calls, rounds, size, least, rate)
-        compare("beta-binomial, 100 rows", beta_binomial(100), 100 * calls, rounds, size, None)
+    chains = [
+        measure_parallel_chains(model, options.chains, calls) if options.chains else None
+        for model, _ in models.values()
+    ]
+    with fork_ranks(options.ranks):
+        for (name, (model, at_least)), rate in zip(models.items(), chains, strict=True):
+            compare(name, model, calls, rounds, size, at_least, rate)
+        compare("beta-binomial, 100 rows", make_beta_binomial(100), 100 * calls, rounds, size, None)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Gradient evaluations a second of NumPyro's NUTS, which PyMC calls: in one process, and on ranks.
 
-A hierarchical logistic regression with 10⁴, 10⁵, 10⁶ and 10⁷ rows.  Each side runs in a process of its own.  Every draw
-takes the same number of leapfrog steps: the step size is small and fixed, and the depth of the tree is limited.  Each
-side samples with few and with more draws.  On one rank and without ranks, the rate follows from the difference of the
-two times, each without the durations that JAX reports for tracing and compiling.  On more ranks, it follows from the
-times of the all-reduces in the last three quarters of the longer run, as a rank may wait for another one's compiling.
-The last column is the time of the shorter run, nearly all of it compiling.
+A hierarchical logistic regression with 10⁴, 10⁵, 10⁶ and 10⁷ rows.  Each side runs in a separate process.  Every draw
+has the same number of leapfrog steps: the step size is small and fixed, and the depth of the tree is limited.  Each
+side has a short and a long run.  On one rank and without ranks, the rate follows from the difference of their times,
+both without the durations that JAX reports for tracing and compiling.  On more ranks, it follows from the times of the
+all-reduces in the last three quarters of the long run, since a rank may wait while another compiles.  The last column
+is the time of the short run, most of which is compiling.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from benchmarks._measure import Failed, Table, duration, find_first_gpu, heading, read_alone
-from benchmarks.pymc_rows import logistic
+from benchmarks._measure import SideError, Table, find_first_gpu, format_duration, print_heading, read_command_lines
+from benchmarks.pymc_rows import make_logistic
 from synkhronos import get_n_gpu
 from synkhronos.devices.jax.program_reducer import ProgramReducer
 
 #: Depth of the tree, and leapfrog steps of a draw.
 _DEPTH = 5
 _STEPS = 2**_DEPTH - 1
-#: Draws of the shorter run; draws times rows of the longer one, and its most draws.
+#: Draws of the short run; draws times rows of the long run, and its maximal number of draws.
 _FEW = 4
 _ROWS_OF_DRAWS, _MOST_DRAWS = 10**8, 200
 
 #: Durations that JAX has reported for tracing and compiling, in seconds, and the times at which all-reduces began.
-_compiling: list[float] = []
-_reduces: list[float] = []
+_compiling_times: list[float] = []
+_reduction_times: list[float] = []
 
 
-def observe() -> None:
-    """Record JAX's durations and the times of all-reduces in this process."""
+def record_times() -> None:
+    """Record the durations that JAX reports, and the start times of all-reduces, in this process."""
     import jax
 
-    def add(event: str, seconds: float, **_: Any) -> None:
+    def record_duration(event: str, seconds: float, **_: Any) -> None:
         if event.startswith("/jax/core/compile"):
-            _compiling.append(seconds)
+            _compiling_times.append(seconds)
 
     def begin_sum(self: ProgramReducer) -> None:
-        _reduces.append(perf_counter())
+        _reduction_times.append(perf_counter())
         original(self)
 
     original = ProgramReducer.begin_sum
     ProgramReducer.begin_sum = begin_sum  # type: ignore[method-assign]
-    jax.monitoring.register_event_duration_secs_listener(add)
+    jax.monitoring.register_event_duration_secs_listener(record_duration)
 
 
 def sample(model: Any, rows: int, draws: int, method: str, chains: int) -> tuple[float, float, int]:
     """Sample; return the sampler's time with and without compiling in seconds, and the number of evaluations."""
     import pymc as pm
 
-    _compiling.clear()
-    _reduces.clear()
+    _compiling_times.clear()
+    _reduction_times.clear()
     kernel = {
         "step_size": 1e-3 / math.sqrt(rows),  # the posterior narrows with the rows
         "adapt_step_size": False,
@@ -70,7 +70,7 @@ def sample(model: Any, rows: int, draws: int, method: str, chains: int) -> tuple
     }
     is_flat = int(pm.__version__.split(".")[0]) >= 6  # PyMC 6 takes the kernel's options beside the others
     with model:
-        drawn = pm.sample(
+        samples = pm.sample(
             draws,
             tune=1,
             chains=chains,
@@ -80,10 +80,10 @@ def sample(model: Any, rows: int, draws: int, method: str, chains: int) -> tuple
             nuts_sampler="numpyro",
             nuts_sampler_kwargs={"chain_method": method, **(kernel if is_flat else {"nuts_kwargs": kernel})},
         )
-    steps = int(drawn.sample_stats["n_steps"].sum())
+    steps = int(samples.sample_stats["n_steps"].sum())
     assert steps == draws * chains * _STEPS, "a draw turned around early"
-    time = float(drawn.posterior.attrs["sampling_time"])
-    return time, time - sum(_compiling), steps
+    time = float(samples.posterior.attrs["sampling_time"])
+    return time, time - sum(_compiling_times), steps
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -96,23 +96,23 @@ def measure(options: argparse.Namespace) -> None:
         synk.fork(options.side, use_gpu=not options.cpu)
     import pymc  # noqa: F401  # sets the level of its logger
 
-    observe()
+    record_times()
     logging.getLogger("pymc").setLevel(logging.ERROR)
     for rows in options.rows:
         start = perf_counter()
-        model = logistic(rows, options.columns)
+        model = make_logistic(rows, options.columns)
         if options.side:
             model = data_parallel(model)
         draws = options.draws or max(_FEW + 1, min(_MOST_DRAWS, _ROWS_OF_DRAWS // rows))
-        compiling, short, few = sample(model, rows, _FEW, options.method, options.chains)
+        compiling, short_time, short_steps = sample(model, rows, _FEW, options.method, options.chains)
         rates: list[float] = []
         while len(rates) < options.rounds and not (rates and perf_counter() - start > options.limit / 2):
             _, time, steps = sample(model, rows, draws, options.method, options.chains)
-            if _reduces:
-                later = _reduces[len(_reduces) // 4 :]
-                rates.append((len(later) - 1) / (later[-1] - later[0]))
+            if _reduction_times:
+                steady = _reduction_times[len(_reduction_times) // 4 :]
+                rates.append((len(steady) - 1) / (steady[-1] - steady[0]))
             else:
-                rates.append((steps - few) / max(time - short, 1e-9))
+                rates.append((steps - short_steps) / max(time - short_time, 1e-9))
         print(json.dumps({"rows": rows, "compiling": compiling, "rates": rates}), flush=True)
     synk.close()
 
@@ -147,7 +147,7 @@ def main() -> None:
     if options.side is not None:
         measure(options)
         return
-    heading(f"NumPyro's NUTS on {'cores' if options.cpu else 'GPUs'}, {options.columns} columns")
+    print_heading(f"NumPyro's NUTS on {'cores' if options.cpu else 'GPUs'}, {options.columns} columns")
     table = Table({"": 10, "rows": 9, "gradients/s": 12, "rounds": 20, "of NumPyro": 10, "compiling": 10})
     alone: dict[int, float] = {}
     for side in options.ranks:
@@ -157,15 +157,15 @@ def main() -> None:
         if not side and not options.cpu:
             environment["CUDA_VISIBLE_DEVICES"] = find_first_gpu()
         try:
-            for line in read_alone(command, options.limit * len(options.rows), **environment):
-                found = json.loads(line)
-                rows, rate = found["rows"], median(found["rates"])
+            for line in read_command_lines(command, options.limit * len(options.rows), **environment):
+                report = json.loads(line)
+                rows, rate = report["rows"], median(report["rates"])
                 if not side:
                     alone[rows] = rate
-                rounds = " ".join(f"{each:.1f}" for each in found["rates"])
+                rounds = " ".join(f"{value:.1f}" for value in report["rates"])
                 ratio = f"{rate / alone.get(rows, math.nan):.2f}"
-                table.row(name, str(rows), f"{rate:.1f}", rounds, ratio, duration(found["compiling"]))
-        except (Failed, ValueError) as error:
+                table.print_row(name, str(rows), f"{rate:.1f}", rounds, ratio, format_duration(report["compiling"]))
+        except (SideError, ValueError) as error:
             print(f"{name}: {error}", flush=True)
 
 

@@ -1,8 +1,8 @@
 """Throughput of the selection of rows.
 
-A function takes a batch by a shuffled list of indexes and looks at nothing but its shape, so that the time is that of
-picking the rows: each rank copies its own.  Beside it is NumPy's ``x[idx]`` in one process, which allocates its
-result each time, and ``np.take`` into memory that is kept.
+A function selects a batch by a shuffled list of indexes and uses only its shape.  Its time is therefore that of the
+selection, in which each rank copies its own rows.  It is compared with NumPy's ``x[idx]`` in one process, which
+allocates its result in each call, and with ``np.take`` into allocated memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ import argparse
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, bar, duration, graph_library, heading, interleaved, quartiles, ranks, size
+from benchmarks._measure import (
+    Table,
+    compute_quartiles,
+    fork_ranks,
+    format_bytes,
+    format_duration,
+    import_graph_library,
+    print_criterion,
+    print_heading,
+    time_interleaved,
+)
 
 
 def main() -> None:
@@ -27,35 +37,39 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="turns of each side (default: %(default)s)")
     options = parser.parse_args()
 
-    _, tensor = graph_library()
-    heading(
-        f"Rows: {options.pick} of {options.rows} rows of {size(4 * options.columns)}, by a shuffled list, "
+    _, tensor = import_graph_library()
+    print_heading(
+        f"Rows: {options.pick} of {options.rows} rows of {format_bytes(4 * options.columns)}, by a shuffled list, "
         f"on {options.ranks} ranks"
     )
     rng = np.random.default_rng(0)
-    with ranks(options.ranks):
+    with fork_ranks(options.ranks):
         data = synk.data(shape=(options.rows, options.columns), dtype="float32")
-        for part in np.array_split(data.data, 16):
-            part[:] = rng.random(part.shape, dtype=np.float32)
+        for block in np.array_split(data.data, 16):
+            block[:] = rng.random(block.shape, dtype=np.float32)
         x = tensor.fmatrix("x")
         f = synk.function([x], (x.shape[0], "sum"))
-        plain = np.array(data.data)  # the one process has its data in plain memory
+        plain = np.array(data.data)  # NumPy's side reads private memory
         index = rng.permutation(options.rows)[: options.pick]
-        kept = np.empty((options.pick, options.columns), np.float32)
+        buffer = np.empty((options.pick, options.columns), np.float32)
         assert f(data, batch=index) == options.pick
 
         sides = {
             "x[idx]": lambda: plain[index],
-            "np.take(out=...)": lambda: np.take(plain, index, axis=0, out=kept, mode="clip"),
+            "np.take(out=...)": lambda: np.take(plain, index, axis=0, out=buffer, mode="clip"),
             "synk, batch=idx": lambda: f(data, batch=index),
         }
-        times = interleaved(sides, options.rounds, calls=2)
-    middle = {name: quartiles(values) for name, values in times.items()}
+        times = time_interleaved(sides, options.rounds, calls=2)
+    summaries = {name: compute_quartiles(values) for name, values in times.items()}
     table = Table({"": 18, "median": 9, "quartiles": 19, "speed": 6})
-    for name, (low, mid, high) in middle.items():
-        speed = middle["x[idx]"][1] / mid
-        table.row(name, duration(mid), f"{duration(low)} - {duration(high)}", f"{speed:.2f}")
-    bar("speed, relative to x[idx]", middle["x[idx]"][1] / middle["synk, batch=idx"][1], " times", least=1.5)
+    for name, (lower, median, upper) in summaries.items():
+        speed = summaries["x[idx]"][1] / median
+        table.print_row(
+            name, format_duration(median), f"{format_duration(lower)} - {format_duration(upper)}", f"{speed:.2f}"
+        )
+    print_criterion(
+        "speed, relative to x[idx]", summaries["x[idx]"][1] / summaries["synk, batch=idx"][1], " times", at_least=1.5
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Learning curves of exchange rules, by period.
 
-A network of one hidden layer learns MNIST's digits under each rule, with periods of 1, 4, 16 and 64 steps, on some
-ranks; beside it one process with a rank's batch, and one with the batch of all ranks.  The validation error after each
-epoch is drawn over the rows and over the seconds, into a picture, and the last ones are printed.
+A network with one hidden layer learns MNIST's digits under each rule, with periods of 1, 4, 16 and 64 steps.  It is
+compared with one process with the batch of a rank, and with one process with the batch of all ranks.  A picture shows
+the validation error after each epoch over the number of rows and over the seconds; the last errors are printed.
 
-The learning rate is one for all (a rank's), but for what adds up the steps of all ranks (Downpour: divided by their
-number) and for momentum (EAMSGD: times 1 - momentum).  One process with the large batch has it times the ranks.
+The learning rate is the same for all rules, with three exceptions: Downpour, which adds the steps of all ranks, divides
+it by their number; EAMSGD multiplies it by 1 - momentum; and one process with the batch of all ranks multiplies it by
+their number.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, graph_library, heading, ranks
+from benchmarks._measure import Table, fork_ranks, import_graph_library, print_heading
 from synkhronos import rules
 from synkhronos.training import make_trainer, updates
 
@@ -28,8 +29,8 @@ HIDDEN = 100
 MOMENTUM = 0.9
 
 
-def digits(folder: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return images and labels to learn from, and others to validate on."""
+def load_digits(folder: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return images and labels for training, and images and labels for validation."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "demos" / "mnist"))
     import mnist
 
@@ -40,9 +41,9 @@ def digits(folder: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     return train.images, train.labels, images, labels
 
 
-def network() -> tuple[Any, Any, Any, Any, list[Any]]:
+def build_network() -> tuple[Any, Any, Any, Any, list[Any]]:
     """Return x, y, loss, error and parameters."""
-    library, tensor = graph_library()
+    library, tensor = import_graph_library()
     rng = np.random.default_rng(0)
     x, y = tensor.fmatrix("x"), tensor.ivector("y")
     params, h = [], x
@@ -58,9 +59,9 @@ def network() -> tuple[Any, Any, Any, Any, list[Any]]:
     return x, y, loss, tensor.neq(h.argmax(axis=1), y).mean(dtype="float32"), params
 
 
-def configurations(n: int, rate: float) -> dict[str, dict[Any, tuple[Any, Any, float]]]:
-    """Return for each name and period a rule, how ranks step, and the learning rate."""
-    found: dict[str, dict[Any, tuple[Any, Any, float]]] = {
+def make_configurations(n: int, rate: float) -> dict[str, dict[Any, tuple[Any, Any, float]]]:
+    """Return the rule, the update rule and the learning rate for each name and period."""
+    results: dict[str, dict[Any, tuple[Any, Any, float]]] = {
         "BSP": {1: (rules.BSP(), updates.sgd, rate)},
         "local SGD": {t: (rules.LocalSGD(t), updates.sgd, rate) for t in PERIODS},
         "SlowMo": {t: (rules.SlowMo(t), updates.sgd, rate) for t in PERIODS},
@@ -73,24 +74,24 @@ def configurations(n: int, rate: float) -> dict[str, dict[Any, tuple[Any, Any, f
         "Downpour": {t: (rules.ASGD(t), updates.sgd, rate / n) for t in PERIODS},
         "GoSGD": {t: (rules.GoSGD(1 / t), updates.sgd, rate) for t in PERIODS},
     }
-    return found
+    return results
 
 
-def learn(
+def train(
     rule: Any, step: Any, rate: float, data: tuple[Any, ...], batch: int, epochs: int
 ) -> list[tuple[int, float, float, float]]:
     """Return rows, seconds, loss and error after each epoch."""
-    x, y, loss, error, params = network()
+    x, y, loss, error, params = build_network()
     trainer = make_trainer(loss, params, x, y, step, rule, rate, validate={"error": error})
     seconds = 0.0
-    found: list[tuple[int, float, float, float]] = []
+    results: list[tuple[int, float, float, float]] = []
     try:
         for report in trainer.epochs(data[0], data[1], batch, epochs, seed=1, valid=(data[2], data[3])):
-            seconds += (report.seen - (found[-1][0] if found else 0)) / report.rows_per_second
-            found.append((report.seen, seconds, report.loss, report.validation["error"]))
+            seconds += (report.seen - (results[-1][0] if results else 0)) / report.rows_per_second
+            results.append((report.seen, seconds, report.loss, report.validation["error"]))
     except FloatingPointError:
-        found.append((found[-1][0] if found else 0, seconds, float("nan"), float("nan")))
-    return found
+        results.append((results[-1][0] if results else 0, seconds, float("nan"), float("nan")))
+    return results
 
 
 def main() -> None:
@@ -110,36 +111,38 @@ def main() -> None:
     parser.add_argument("--redraw", metavar="FILE", help="measure nothing: draw the numbers of an earlier --table")
     options = parser.parse_args()
     if options.redraw:
-        draw(json.loads(Path(options.redraw).read_text()), options.ranks, Path(options.picture or "exchange_rules.png"))
+        draw_curves(
+            json.loads(Path(options.redraw).read_text()), options.ranks, Path(options.picture or "exchange_rules.png")
+        )
         return
 
-    images, labels, *valid = digits(options.data)
-    heading(f"{len(images)} digits, {options.ranks} ranks, batch {options.batch} a rank, {options.epochs} epochs")
+    images, labels, *valid = load_digits(options.data)
+    print_heading(f"{len(images)} digits, {options.ranks} ranks, batch {options.batch} a rank, {options.epochs} epochs")
     curves: dict[str, list[tuple[int, float, float, float]]] = {}
     table = Table({"rule": 14, "period": 7, "loss": 9, "error": 8, "seconds": 8})
 
     def run(name: str, period: Any, n: int, batch: int, configuration: tuple[Any, Any, float]) -> None:
-        with ranks(n):
+        with fork_ranks(n):
             data = synk.data(images), synk.data(labels.astype("int32")), valid[0], valid[1].astype("int32")
-            curve = learn(*configuration, data, batch, options.epochs)
+            curve = train(*configuration, data, batch, options.epochs)
         curves[f"{name} {period}".strip()] = curve
         _, seconds, loss, error = curve[-1]
-        table.row(name, str(period), f"{loss:.4f}", f"{error:.2%}", f"{seconds:.1f}")
+        table.print_row(name, str(period), f"{loss:.4f}", f"{error:.2%}", f"{seconds:.1f}")
 
     n, rate = options.ranks, options.rate
     run("one process", "", 1, options.batch, (rules.BSP(), updates.sgd, rate))
     run(f"{n} x batch", "", 1, n * options.batch, (rules.BSP(), updates.sgd, n * rate))
-    for name, by_period in configurations(n, rate).items():
+    for name, by_period in make_configurations(n, rate).items():
         for period, configuration in by_period.items():
             run(name, period, n, options.batch, configuration)
     if options.table:
         Path(options.table).write_text(json.dumps(curves))
     if options.picture:
-        draw(curves, n, Path(options.picture))
+        draw_curves(curves, n, Path(options.picture))
 
 
-def draw(curves: dict[str, list[tuple[int, float, float, float]]], n: int, picture: Path) -> None:
-    """Draw the errors, a column for each period: over rows above, over seconds below."""
+def draw_curves(curves: dict[str, list[tuple[int, float, float, float]]], n: int, picture: Path) -> None:
+    """Draw the errors in a column for each period: over rows at the top, over seconds below."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -4,10 +4,10 @@ VGG16 of demos/zoo (138,357,544 parameters), with 32 images for each GPU as in T
 ``shard_optimizer=False`` and ``True``; and the same network in PyTorch under DistributedDataParallel, with the rule's
 fused optimizer and with ZeroRedundancyOptimizer.  Images are synthetic and in host memory.
 
-Each row of the table is measured in a process of its own.  `state` is the number of bytes of the optimizer's variables
-on the rank that has most of them.  `in use` and `peak` are rank 0's memory on its GPU, after the last step and at most,
-as JAX and PyTorch count them: activations are part of the peak.  `ratio` is the time of a step, relative to the
-unsharded optimizer of the same library.
+Each row of the table is measured in a process of its own.  `state` is the number of bytes of the optimizer's variables,
+on the rank with most of them.  `in use` and `peak` are the memory on rank 0's GPU after the last step and its maximum,
+as JAX and PyTorch report them; the peak includes activations.  `ratio` is the time of a step, relative to the unsharded
+optimizer of the same library.
 
 ``--cpu`` tries the benchmark with a small network on two CPU cores; its figures say nothing about GPUs.
 """
@@ -90,27 +90,27 @@ def run_synkhronos(settings: Settings) -> dict[str, Any]:
     if on_gpu:
         import jax
 
-        found = jax.local_devices()[0].memory_stats()
-        result |= {"in use": found["bytes_in_use"], "peak": found["peak_bytes_in_use"]}
+        memory = jax.local_devices()[0].memory_stats()
+        result |= {"in use": memory["bytes_in_use"], "peak": memory["peak_bytes_in_use"]}
     synk.close()
     return {**result, "version": f"PyTensor {pytensor.__version__}"}
 
 
-def run_torch(rank: int, meeting: str, settings: Settings) -> dict[str, Any]:
+def run_torch(rank: int, rendezvous: str, settings: Settings) -> dict[str, Any]:
     """Measure one process of PyTorch's DDP."""
     import torch
     from torch import distributed, nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    from benchmarks._torch_networks import vgg16
+    from benchmarks._torch_networks import make_vgg16
 
     on_gpu = settings["device"] == "gpu"
-    device = join_group(rank, meeting, settings["n"], on_gpu)
+    device = join_group(rank, rendezvous, settings["n"], on_gpu)
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     torch.manual_seed(0)
     size, classes, batch_size = settings["size"], settings["classes"], settings["batch_size"]
-    net = vgg16(classes, settings["units"])
+    net = make_vgg16(classes, settings["units"])
     net(torch.zeros(1, 3, size, size))  # sets the shapes of lazy layers
     net = net.to(device, memory_format=torch.channels_last)
     model = nn.parallel.DistributedDataParallel(
@@ -129,12 +129,12 @@ def run_torch(rank: int, meeting: str, settings: Settings) -> dict[str, Any]:
         x = torch.randint(256, (batch_size, 3, size, size), dtype=torch.uint8)
         x, y = x.contiguous(memory_format=torch.channels_last), torch.randint(classes, (batch_size,))
         batches.append((x.pin_memory(), y.pin_memory()) if on_gpu else (x, y))
-    taken = 0
+    n_steps = 0
 
     def step() -> Any:
-        nonlocal taken
-        x, y = (each.to(device, non_blocking=True) for each in batches[taken % 4])
-        taken += 1
+        nonlocal n_steps
+        x, y = (array.to(device, non_blocking=True) for array in batches[n_steps % 4])
+        n_steps += 1
         optimizer.zero_grad(set_to_none=True)
         loss = nn.functional.cross_entropy(model((x.to(torch.float32) - 127.5) / 64), y)
         loss.backward()
@@ -142,9 +142,9 @@ def run_torch(rank: int, meeting: str, settings: Settings) -> dict[str, Any]:
         return loss.detach()
 
     result = measure(step, settings)
-    kept = (optimizer.optim if settings["side"] == "zero" else optimizer).state.values()
-    tensors = [each for entries in kept for each in entries.values() if torch.is_tensor(each)]
-    state = torch.tensor(sum(each.numel() * each.element_size() for each in tensors), device=device)
+    states = (optimizer.optim if settings["side"] == "zero" else optimizer).state.values()
+    tensors = [tensor for entries in states for tensor in entries.values() if torch.is_tensor(tensor)]
+    state = torch.tensor(sum(tensor.numel() * tensor.element_size() for tensor in tensors), device=device)
     distributed.all_reduce(state, op=distributed.ReduceOp.MAX)
     result |= {"state": int(state), "parameters": sum(p.numel() for p in net.parameters())}
     if on_gpu:
@@ -159,7 +159,7 @@ def run_ddp(settings: Settings) -> dict[str, Any]:
     return result
 
 
-def parse() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.shard_optimizer",
@@ -189,15 +189,24 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     """Run each side in its own process, and print a table."""
-    options = parse()
+    options = parse_options()
     if options.run:
         run = run_synkhronos if options.run["side"] in ("whole", "sharded") else run_ddp
         print(json.dumps(run(options.run)), flush=True)
         return
-    from benchmarks._measure import Failed, Table, bar, duration, gpus, heading, run_alone, size
+    from benchmarks._measure import (
+        SideError,
+        Table,
+        format_bytes,
+        format_duration,
+        print_criterion,
+        print_heading,
+        require_gpus,
+        run_command,
+    )
 
-    counts = options.ranks or [n for n in (2, 4) if n <= (2 if options.cpu else gpus(None))]
-    heading(f"training steps of VGG16, {options.batch_size} images for each GPU, TF32")
+    counts = options.ranks or [n for n in (2, 4) if n <= (2 if options.cpu else require_gpus(None))]
+    print_heading(f"training steps of VGG16, {options.batch_size} images for each GPU, TF32")
     columns = ("batch_size", "size", "units", "classes", "steps", "warm")
     table = Table(
         {"side": 8, "rule": 8, "GPUs": 4, "step": 8, "ratio": 6, "state": 8, "in use": 8, "peak": 8, "first step": 10}
@@ -219,24 +228,28 @@ def main() -> None:
                     settings |= {"side": side, "rule": rule, "n": n, "device": "cpu" if options.cpu else "gpu"}
                     command = [sys.executable, "-m", "benchmarks.shard_optimizer", "--run", json.dumps(settings)]
                     try:
-                        found = json.loads(run_alone(command, options.limit, **environment).splitlines()[-1])
-                    except Failed as failure:
+                        report = json.loads(run_command(command, options.limit, **environment).splitlines()[-1])
+                    except SideError as failure:
                         print(f"{side}, {rule}, n = {n}: {failure}", flush=True)
                         continue
-                    seconds[side] = found["seconds"]
+                    seconds[side] = report["seconds"]
                     base = seconds.get(SIDES[side])
-                    ratio = f"{found['seconds'] / base:.3f}" if base and SIDES[side] != side else ""
-                    table.row(
-                        *(side, rule, str(n), duration(found["seconds"]), ratio, size(found["state"])),
-                        *(size(found[name]) if name in found else "" for name in ("in use", "peak")),
-                        duration(found["first"]),
+                    ratio = f"{report['seconds'] / base:.3f}" if base and SIDES[side] != side else ""
+                    table.print_row(
+                        *(side, rule, str(n), format_duration(report["seconds"]), ratio, format_bytes(report["state"])),
+                        *(format_bytes(report[name]) if name in report else "" for name in ("in use", "peak")),
+                        format_duration(report["first"]),
                     )
-                    versions[side] = f"{found['version']}, {found['parameters']:,} parameters, loss {found['loss']:.3f}"
+                    versions[side] = (
+                        f"{report['version']}, {report['parameters']:,} parameters, loss {report['loss']:.3f}"
+                    )
                 if {"whole", "sharded"} <= seconds.keys():
                     ratios[rule, n] = seconds["sharded"] / seconds["whole"]
     print("", *(f"{side}: {text}" for side, text in versions.items()), "", sep="\n")
     for (rule, n), figure in ratios.items():
-        bar(f"{rule}, {n} GPUs: step of the sharded optimizer, relative to the unsharded one", figure, most=LIMIT)
+        print_criterion(
+            f"{rule}, {n} GPUs: step of the sharded optimizer, relative to the unsharded one", figure, at_most=LIMIT
+        )
 
 
 if __name__ == "__main__":

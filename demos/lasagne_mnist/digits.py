@@ -14,9 +14,9 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "mnist"))
 import mnist
 from lasagne_tools import options as common
 from mnist import Part
-from models import IMAGE, MODELS, N_CLASSES, parse
+from models import IMAGE, MODELS, N_CLASSES, parse_model
 
-__all__ = ["EXAMPLES", "Part", "add_arguments", "finish", "load"]
+__all__ = ["EXAMPLES", "Part", "add_arguments", "load_digits", "parse_options"]
 
 
 # Examples of command lines, for --help.
@@ -27,7 +27,7 @@ EXAMPLES = [
 ]
 
 
-def load(options: argparse.Namespace) -> list[Part]:
+def load_digits(options: argparse.Namespace) -> list[Part]:
     """Load the digits.
 
     Parameters
@@ -42,7 +42,7 @@ def load(options: argparse.Namespace) -> list[Part]:
     """
     try:
         if options.synthetic:
-            parts = _synthetic(options.synthetic, options.seed)
+            parts = _make_synthetic(options.synthetic, options.seed)
         else:
             parts = mnist.load_idx(options.data) if options.data else mnist.load_embedded()
     except ImportError as error:
@@ -54,17 +54,17 @@ def load(options: argparse.Namespace) -> list[Part]:
     return [Part(part.images.reshape(-1, *IMAGE), part.labels) for part in parts]
 
 
-def _synthetic(n: int, seed: int) -> mnist.Digits:
+def _make_synthetic(n: int, seed: int) -> mnist.Digits:
     """Return synthetic images for timings: noise over ten random pictures, easy to learn."""
     rng = np.random.default_rng(seed)
     pictures = rng.random((N_CLASSES, np.prod(IMAGE)), dtype=np.float32)
 
-    def part(n_images: int) -> Part:
+    def make_part(n_images: int) -> Part:
         labels = rng.integers(N_CLASSES, size=n_images, dtype=np.int32)
         noise = rng.random((n_images, pictures.shape[1]), dtype=np.float32)
         return Part((pictures[labels] + noise) / 2, labels)
 
-    return mnist.Digits(part(n), part(-(-n // 10)), part(-(-n // 10)))
+    return mnist.Digits(make_part(n), make_part(-(-n // 10)), make_part(-(-n // 10)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,21 +73,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Parameters
     ----------
     parser : ArgumentParser
-        Of `lasagne_tools.options.parser`.
+        Parser of `lasagne_tools.options.make_parser`.
     """
     add = parser.add_argument
     add("model", nargs="?", default="mlp", help=f"{MODELS} (default: %(default)s)")
     add(
-        "--batch-size", type=common.positive, default=500, metavar="N", help="images a step, of all ranks (%(default)s)"
+        "--batch-size",
+        type=common.parse_positive,
+        default=500,
+        metavar="N",
+        help="images a step, of all ranks (%(default)s)",
     )
     add("--no-dropout", dest="dropout", action="store_false", help="leave dropout out of the model")
     data = parser.add_argument_group("data (default: 5,000 digits)").add_mutually_exclusive_group().add_argument
     data("--data", type=Path, metavar="DIR", help="the full set's four IDX files")
-    data("--synthetic", type=common.positive, metavar="N", help="N synthetic images, for timings")
+    data("--synthetic", type=common.parse_positive, metavar="N", help="N synthetic images, for timings")
     common.add_training(parser, epochs=20, at_once=20)
 
 
-def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_options(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; exit with a message if it is invalid.
 
     Parameters
@@ -104,8 +108,8 @@ def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) 
     """
     options = parser.parse_args(words)
     try:
-        parse(options.model)
+        parse_model(options.model)
     except ValueError as error:
         parser.error(f"argument model: {error}")
-    common.fill_in(options)
+    common.set_defaults(options)
     return options

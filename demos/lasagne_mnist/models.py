@@ -11,7 +11,7 @@ import numpy as np
 
 from lasagne_tools.library import T, lasagne, theano
 
-__all__ = ["MODELS", "Network", "build", "parse"]
+__all__ = ["MODELS", "Network", "build_network", "parse_model"]
 
 MODELS = "mlp, custom_mlp:DEPTH,WIDTH,DROP_IN,DROP_HID or cnn"
 IMAGE = (1, 28, 28)
@@ -69,7 +69,7 @@ class Network(NamedTuple):
     test_error: Any
 
 
-def parse(name: str) -> Model:
+def parse_model(name: str) -> Model:
     """Parse the name of a model.
 
     Parameters
@@ -111,13 +111,13 @@ def parse(name: str) -> Model:
     return Model("mlp", depth, width, drop_input, drop_hidden)
 
 
-def build(name: str, seed: int = 1, dropout: bool = True) -> Network:
+def build_network(name: str, seed: int = 1, dropout: bool = True) -> Network:
     """Make a network.
 
     Parameters
     ----------
     name : str
-        The model; see `parse`.
+        Name of the model; see `parse_model`.
     seed : int
         Of the initial weights and of dropout.
     dropout : bool
@@ -133,30 +133,30 @@ def build(name: str, seed: int = 1, dropout: bool = True) -> Network:
     ValueError
         If there is no such model.
     """
-    model = parse(name)
+    model = parse_model(name)
     if not dropout:
         model = model._replace(drop_input=0.0, drop_hidden=0.0)
     lasagne.random.set_rng(np.random.RandomState(seed))
     x, y = T.tensor4("images", dtype=theano.config.floatX), T.ivector("labels")
     images = _layers.InputLayer((None, *IMAGE), x)
-    output = _mlp(images, model) if model.kind == "mlp" else _cnn(images, model)
+    output = _build_mlp(images, model) if model.kind == "mlp" else _build_cnn(images, model)
 
-    def cross_entropy(probabilities: Any) -> Any:
+    def compute_cross_entropy(probabilities: Any) -> Any:
         return lasagne.objectives.categorical_crossentropy(probabilities, y).mean()
 
-    tested = _layers.get_output(output, deterministic=True)
+    test_output = _layers.get_output(output, deterministic=True)
     return Network(
         output,
         x,
         y,
         _layers.get_all_params(output, trainable=True),
-        cross_entropy(_layers.get_output(output)),
-        cross_entropy(tested),
-        T.neq(T.argmax(tested, axis=1), y).mean(dtype=theano.config.floatX),
+        compute_cross_entropy(_layers.get_output(output)),
+        compute_cross_entropy(test_output),
+        T.neq(T.argmax(test_output, axis=1), y).mean(dtype=theano.config.floatX),
     )
 
 
-def _mlp(images: Any, model: Model) -> Any:
+def _build_mlp(images: Any, model: Model) -> Any:
     """Fully connected layers with rectifiers, each behind dropout."""
     layer = _add_dropout(images, model.drop_input)
     for _ in range(model.depth):
@@ -165,7 +165,7 @@ def _mlp(images: Any, model: Model) -> Any:
     return _layers.DenseLayer(layer, N_CLASSES, nonlinearity=lasagne.nonlinearities.softmax)
 
 
-def _cnn(images: Any, model: Model) -> Any:
+def _build_cnn(images: Any, model: Model) -> Any:
     """Two convolutions of 5 by 5 with 32 filters, each pooled by 2, then fully connected layers."""
     layer = images
     for _ in range(2):

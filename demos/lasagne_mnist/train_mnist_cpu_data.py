@@ -22,13 +22,13 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import synkhronos as synk
-from digits import EXAMPLES, Part, add_arguments, finish, load
+from digits import EXAMPLES, Part, add_arguments, load_digits, parse_options
 from lasagne_tools import options as common
-from lasagne_tools.batches import shuffled_batches
+from lasagne_tools.batches import make_shuffled_batches
 from lasagne_tools.fit import fit
-from lasagne_tools.library import title
-from lasagne_tools.report import conclude, run_serial
-from models import Network, build
+from lasagne_tools.library import describe_libraries
+from lasagne_tools.report import print_results, run_serial
+from models import Network, build_network
 from synkhronos.training import make_train_function
 
 SERIAL = Path(__file__).with_name("train_mnist_theano.py")
@@ -69,11 +69,11 @@ class CpuData:
         )
         synk.distribute()
 
-    def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
+    def make_batches(self, rng: np.random.Generator) -> list[np.ndarray]:
         """Return the epoch's batches: lists of shuffled indexes."""
-        return shuffled_batches(rng, len(self._train_part[1]), self._options.batch_size)
+        return make_shuffled_batches(rng, len(self._train_part[1]), self._options.batch_size)
 
-    def shares(self, batch: np.ndarray) -> list[int]:
+    def count_rows(self, batch: np.ndarray) -> list[int]:
         """Return the number of rows of a batch that each rank computes."""
         return [len(rows) for rows in np.array_split(batch, self.n_ranks)]
 
@@ -83,13 +83,13 @@ class CpuData:
 
     def validate(self) -> tuple[float, float]:
         """Return loss and error of the validation data, by one call on all of it."""
-        return self._loss_and_error(self._valid_part)
+        return self._compute_loss_and_error(self._valid_part)
 
     def test(self) -> tuple[float, float]:
         """Return loss and error of the test data."""
-        return self._loss_and_error(self._test_part)
+        return self._compute_loss_and_error(self._test_part)
 
-    def _loss_and_error(self, part: tuple[synk.Data, synk.Data]) -> tuple[float, float]:
+    def _compute_loss_and_error(self, part: tuple[synk.Data, synk.Data]) -> tuple[float, float]:
         # Each rank takes its rows in slices, so that a large set needs no more memory than a small one.
         loss, error = self._evaluate(*part, num_slices=self._options.slices)
         return float(loss), float(error)
@@ -97,21 +97,21 @@ class CpuData:
 
 def main() -> None:
     """Train, test, and print the results."""
-    parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
+    parser = common.make_parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
     common.add_ranks(parser)
-    options = finish(parser)
+    options = parse_options(parser)
     serial = run_serial(SERIAL) if options.compare else None
 
     start = perf_counter()
     n_ranks = synk.fork(options.ranks, use_gpu=options.use_gpu)
-    network = build(options.model, options.seed, options.dropout)
-    trainer = CpuData(network, load(options), options, n_ranks)
-    print(f"{options.model} on {n_ranks} ranks, data in host memory; {title()}")
+    network = build_network(options.model, options.seed, options.dropout)
+    trainer = CpuData(network, load_digits(options), options, n_ranks)
+    print(f"{options.model} on {n_ranks} ranks, data in host memory; {describe_libraries()}")
     run = fit(trainer, options, f"{n_ranks} ranks", start)
     run.test = trainer.test()
     synk.close()
-    conclude(run, options, serial)
+    print_results(run, options, serial)
 
 
 if __name__ == "__main__":

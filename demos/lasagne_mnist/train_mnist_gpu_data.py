@@ -21,12 +21,12 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import synkhronos as synk
-from digits import EXAMPLES, Part, add_arguments, finish, load
+from digits import EXAMPLES, Part, add_arguments, load_digits, parse_options
 from lasagne_tools import options as common
 from lasagne_tools.fit import fit
-from lasagne_tools.library import theano, title
-from lasagne_tools.report import conclude, run_serial
-from models import IMAGE, Network, build
+from lasagne_tools.library import describe_libraries, theano
+from lasagne_tools.report import print_results, run_serial
+from models import IMAGE, Network, build_network
 from synkhronos.training import make_train_function
 
 SERIAL = Path(__file__).with_name("train_mnist_theano.py")
@@ -49,7 +49,7 @@ class GpuData:
 
     def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:
         self.n_ranks, self._options = n_ranks, options
-        train, valid, test = [self._shared_part(name) for name in ("train", "valid", "test")]
+        train, valid, test = [self._make_shared_part(name) for name in ("train", "valid", "test")]
 
         # Gradients of the ranks' own rows, one all-reduce, and an update, as one callable.
         self._step = make_train_function(
@@ -63,33 +63,33 @@ class GpuData:
         )
 
         loss_and_error = [(network.test_loss, "mean"), (network.test_error, "mean")]
-        self._validate = self._on_rows_of(valid, network, loss_and_error)
-        self._test = self._on_rows_of(test, network, loss_and_error)
+        self._validate = self._make_function_on(valid, network, loss_and_error)
+        self._test = self._make_function_on(test, network, loss_and_error)
         synk.distribute()
         for variables, part in zip((train, valid, test), parts, strict=True):
             synk.scatter(variables, list(part))
         self._lengths = synk.get_lengths(train[1])
 
     @staticmethod
-    def _shared_part(name: str) -> list[Any]:
+    def _make_shared_part(name: str) -> list[Any]:
         """Return shared variables for images and labels, which the ranks' rows go into."""
         images = np.zeros((1, *IMAGE), theano.config.floatX)
         labels = np.zeros(1, "int32")
         return [theano.shared(images, f"{name}_images"), theano.shared(labels, f"{name}_labels")]
 
     @staticmethod
-    def _on_rows_of(variables: list[Any], network: Network, outputs: Any) -> synk.Function:
+    def _make_function_on(variables: list[Any], network: Network, outputs: Any) -> synk.Function:
         """Make a function that has shared variables in place of its inputs."""
         givens = list(zip((network.x, network.y), variables, strict=True))
         return synk.function([], outputs, givens=givens, sliceable_shareds=variables)
 
-    def batches(self, rng: np.random.Generator) -> list[list[np.ndarray]]:
+    def make_batches(self, rng: np.random.Generator) -> list[list[np.ndarray]]:
         """Return for each step a list of shuffled indexes for each rank."""
         n_steps = -(-sum(self._lengths) // self._options.batch_size)
         by_rank = [np.array_split(rng.permutation(length), n_steps) for length in self._lengths]
         return [list(rows) for rows in zip(*by_rank, strict=True)]
 
-    def shares(self, batch: list[np.ndarray]) -> list[int]:
+    def count_rows(self, batch: list[np.ndarray]) -> list[int]:
         """Return the number of rows of a batch that each rank computes."""
         return [len(rows) for rows in batch]
 
@@ -99,13 +99,13 @@ class GpuData:
 
     def validate(self) -> tuple[float, float]:
         """Return loss and error of the validation data, by one call on all of it."""
-        return self._loss_and_error(self._validate)
+        return self._compute_loss_and_error(self._validate)
 
     def test(self) -> tuple[float, float]:
         """Return loss and error of the test data."""
-        return self._loss_and_error(self._test)
+        return self._compute_loss_and_error(self._test)
 
-    def _loss_and_error(self, function: synk.Function) -> tuple[float, float]:
+    def _compute_loss_and_error(self, function: synk.Function) -> tuple[float, float]:
         # Each rank takes its rows in slices, so that a large set needs no more memory than a small one.
         loss, error = function(num_slices=self._options.slices)
         return float(loss), float(error)
@@ -113,23 +113,23 @@ class GpuData:
 
 def main() -> None:
     """Train, test, and print the results."""
-    parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
+    parser = common.make_parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
     common.add_ranks(parser)
-    options = finish(parser)
+    options = parse_options(parser)
     serial = run_serial(SERIAL) if options.compare else None
 
     start = perf_counter()
     n_ranks = synk.fork(options.ranks, use_gpu=options.use_gpu)
     if options.batch_size < n_ranks:
         parser.error(f"argument --batch-size: {options.batch_size} images are too few for {n_ranks} ranks")
-    network = build(options.model, options.seed, options.dropout)
-    trainer = GpuData(network, load(options), options, n_ranks)
-    print(f"{options.model} on {n_ranks} ranks, data in the ranks' memory; {title()}")
+    network = build_network(options.model, options.seed, options.dropout)
+    trainer = GpuData(network, load_digits(options), options, n_ranks)
+    print(f"{options.model} on {n_ranks} ranks, data in the ranks' memory; {describe_libraries()}")
     run = fit(trainer, options, f"{n_ranks} ranks", start)
     run.test = trainer.test()
     synk.close()
-    conclude(run, options, serial)
+    print_results(run, options, serial)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import synkhronos as synk
-from digits import Part, add_arguments, finish, load
+from digits import Part, add_arguments, load_digits, parse_options
 from lasagne_tools import options as common
-from lasagne_tools.batches import evaluate_in_slices, shuffled_batches, take_steps
+from lasagne_tools.batches import evaluate_in_slices, make_shuffled_batches, take_steps
 from lasagne_tools.fit import fit
-from lasagne_tools.library import theano, title
-from lasagne_tools.report import conclude
-from models import Network, build
+from lasagne_tools.library import describe_libraries, theano
+from lasagne_tools.report import print_results
+from models import Network, build_network
 
 EXAMPLES = ["mlp --epochs 50", "cnn --data ~/mnist --rule adam --gpu"]
 
@@ -59,11 +59,11 @@ class OneProcess:
         self._update = theano.function([], updates=param_updates)
         self._evaluate = theano.function(inputs, [network.test_loss, network.test_error])
 
-    def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
+    def make_batches(self, rng: np.random.Generator) -> list[np.ndarray]:
         """Return the epoch's batches: lists of shuffled indexes."""
-        return shuffled_batches(rng, len(self._train_part.labels), self._options.batch_size)
+        return make_shuffled_batches(rng, len(self._train_part.labels), self._options.batch_size)
 
-    def shares(self, batch: np.ndarray) -> list[int]:
+    def count_rows(self, batch: np.ndarray) -> list[int]:
         """Return the number of rows of a batch that the process computes: all."""
         return [len(batch)]
 
@@ -73,34 +73,34 @@ class OneProcess:
 
     def validate(self) -> tuple[float, float]:
         """Return loss and error of the validation data."""
-        return self._loss_and_error(self._valid_part)
+        return self._compute_loss_and_error(self._valid_part)
 
     def test(self) -> tuple[float, float]:
         """Return loss and error of the test data."""
-        return self._loss_and_error(self._test_part)
+        return self._compute_loss_and_error(self._test_part)
 
-    def _loss_and_error(self, part: Part) -> tuple[float, float]:
+    def _compute_loss_and_error(self, part: Part) -> tuple[float, float]:
         # The serial counterpart of num_slices.
         return evaluate_in_slices(self._evaluate, *part, self._options.slices)
 
 
 def main() -> None:
     """Train, test, and print the results."""
-    parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
+    parser = common.make_parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
     common.add_device(parser)
-    options = finish(parser)
+    options = parse_options(parser)
 
     start = perf_counter()
     # One rank without workers: fork() selects the GPU if there is one.
     synk.fork(1, use_gpu=options.use_gpu)
-    network = build(options.model, options.seed, options.dropout)
-    trainer = OneProcess(network, load(options), options)
-    print(f"{options.model} in one process; {title()}")
+    network = build_network(options.model, options.seed, options.dropout)
+    trainer = OneProcess(network, load_digits(options), options)
+    print(f"{options.model} in one process; {describe_libraries()}")
     run = fit(trainer, options, "one process", start)
     run.test = trainer.test()
     synk.close()
-    conclude(run, options)
+    print_results(run, options)
 
 
 if __name__ == "__main__":

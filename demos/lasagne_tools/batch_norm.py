@@ -5,9 +5,9 @@ these. It does not update the averages by itself: ``get_output(network, average_
 to the dict `updates`, an argument of the training function.
 
 On several ranks, each rank normalises by the statistics of its own rows, or with ``sync=True`` by those of all ranks'
-rows, as one process does. Pass the averages' updates to
-`make_train_function` or `make_trainer` as ``extra_updates``, which averages them over the ranks. In a function of your
-own, each rank has its own averages until ``synk.all_reduce(running_averages(network))``.
+rows, as one process does. Pass the averages' updates to `make_train_function` or `make_trainer` as ``extra_updates``,
+which averages them over the ranks. In a function of your own, each rank has its own averages until
+``synk.all_reduce(get_running_averages(network))``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from lasagne_tools.library import T, lasagne
 from synkhronos.extensions.rank_mean import rank_mean
 
-__all__ = ["BatchNormLayer", "running_averages"]
+__all__ = ["BatchNormLayer", "get_running_averages"]
 
 
 class BatchNormLayer(lasagne.layers.Layer):
@@ -88,17 +88,17 @@ class BatchNormLayer(lasagne.layers.Layer):
         self.epsilon, self.alpha, self.sync = epsilon, alpha, sync
         self.nonlinearity = nonlinearity or lasagne.nonlinearities.identity
         shape = (self.input_shape[1],)
-        self.beta = self._learned(beta, shape, "beta")
-        self.gamma = self._learned(gamma, shape, "gamma")
-        self.mean = self._averaged(0, shape, "mean")
-        self.variance = self._averaged(1, shape, "variance")
+        self.beta = self._add_learned_param(beta, shape, "beta")
+        self.gamma = self._add_learned_param(gamma, shape, "gamma")
+        self.mean = self._add_average(0, shape, "mean")
+        self.variance = self._add_average(1, shape, "variance")
 
-    def _learned(self, initial: Any, shape: tuple[int, ...], name: str) -> Any:
+    def _add_learned_param(self, initial: Any, shape: tuple[int, ...], name: str) -> Any:
         return None if initial is None else self.add_param(initial, shape, name, regularizable=False)
 
-    def _averaged(self, initial: float, shape: tuple[int, ...], name: str) -> Any:
-        start = lasagne.init.Constant(initial)
-        return self.add_param(start, shape, name, trainable=False, regularizable=False, running_average=True)
+    def _add_average(self, initial: float, shape: tuple[int, ...], name: str) -> Any:
+        initializer = lasagne.init.Constant(initial)
+        return self.add_param(initializer, shape, name, trainable=False, regularizable=False, running_average=True)
 
     def get_output_for(
         self,
@@ -130,8 +130,8 @@ class BatchNormLayer(lasagne.layers.Layer):
         if deterministic:
             # Exchange rules with momentum (DiLoCo, SlowMo) may make the averaged variance negative.
             scale = gamma / T.sqrt(T.maximum(self.variance, 0) + self.epsilon)
-            distance = input - self._per_channel(self.mean)
-            return self.nonlinearity(distance * self._per_channel(scale) + self._per_channel(beta))
+            distance = input - self._broadcast_channels(self.mean)
+            return self.nonlinearity(distance * self._broadcast_channels(scale) + self._broadcast_channels(beta))
         # One operation with its own gradient: it is bound by memory, and reads its input fewer times than the formula.
         axes = tuple(axis for axis in range(input.ndim) if axis != 1)
         if self.sync:
@@ -148,21 +148,22 @@ class BatchNormLayer(lasagne.layers.Layer):
         """Return the normalised input, and mean and variance of all ranks' rows, by one exchange."""
         n_channels = self.input_shape[1]
         # Relative to the running mean, which is equal on all ranks: the variance of large numbers would lose digits.
-        distance = input - self._per_channel(self.mean)
+        distance = input - self._broadcast_channels(self.mean)
         moments = T.concatenate([distance.mean(axis=axes), T.sqr(distance).mean(axis=axes)])
         moments = rank_mean(moments, input.shape[0])
         shift = moments[:n_channels]
         variance = T.maximum(moments[n_channels:] - T.sqr(shift), 0)
         scale = gamma / T.sqrt(variance + self.epsilon)
-        normalised = (distance - self._per_channel(shift)) * self._per_channel(scale) + self._per_channel(beta)
+        normalised = (distance - self._broadcast_channels(shift)) * self._broadcast_channels(scale)
+        normalised = normalised + self._broadcast_channels(beta)
         return normalised, self.mean + shift, variance
 
-    def _per_channel(self, vector: Any) -> Any:
+    def _broadcast_channels(self, vector: Any) -> Any:
         """Return a vector broadcast along all axes of the input but axis 1."""
         return vector.dimshuffle("x", 0, *["x"] * (len(self.input_shape) - 2))
 
 
-def running_averages(network: Any) -> list[Any]:
+def get_running_averages(network: Any) -> list[Any]:
     """Return the running averages of a network's batch normalisation layers.
 
     Parameters

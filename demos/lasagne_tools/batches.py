@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["evaluate_in_slices", "full_batches", "shuffled_batches", "take_steps"]
+__all__ = ["evaluate_in_slices", "make_full_batches", "make_shuffled_batches", "take_steps"]
 
 
-def shuffled_batches(rng: np.random.Generator, n_rows: int, batch_size: int) -> list[np.ndarray]:
+def make_shuffled_batches(rng: np.random.Generator, n_rows: int, batch_size: int) -> list[np.ndarray]:
     """Return an epoch's batches of shuffled rows.
 
     Parameters
@@ -26,23 +26,23 @@ def shuffled_batches(rng: np.random.Generator, n_rows: int, batch_size: int) -> 
         Indexes of rows.  The last batch may be shorter.
     """
     order = rng.permutation(n_rows)
-    return [order[first : first + batch_size] for first in range(0, n_rows, batch_size)]
+    return [order[start : start + batch_size] for start in range(0, n_rows, batch_size)]
 
 
-def full_batches(rng: np.random.Generator, n_rows: int, batch_size: int) -> list[np.ndarray]:
+def make_full_batches(rng: np.random.Generator, n_rows: int, batch_size: int) -> list[np.ndarray]:
     """Return an epoch's batches of equal size; the remaining rows are omitted.
 
     Parameters
     ----------
     rng, n_rows, batch_size
-        As for `shuffled_batches`.
+        As for `make_shuffled_batches`.
 
     Returns
     -------
     list of ndarray of int
         Indexes of rows; an empty list if there are fewer rows than `batch_size`.
     """
-    return shuffled_batches(rng, n_rows, batch_size)[: n_rows // batch_size]
+    return make_shuffled_batches(rng, n_rows, batch_size)[: n_rows // batch_size]
 
 
 def evaluate_in_slices(function: Callable[..., Any], images: Any, labels: Any, n_slices: int) -> tuple[float, float]:
@@ -61,9 +61,9 @@ def evaluate_in_slices(function: Callable[..., Any], images: Any, labels: Any, n
     loss, error : float
         Means over all rows.
     """
-    pieces = np.array_split(np.arange(len(labels)), min(n_slices, len(labels)))
-    values = [function(images[rows], labels[rows]) for rows in pieces]
-    loss, error = np.average(np.array(values, dtype=float), axis=0, weights=[len(rows) for rows in pieces])
+    slices = np.array_split(np.arange(len(labels)), min(n_slices, len(labels)))
+    values = [function(images[rows], labels[rows]) for rows in slices]
+    loss, error = np.average(np.array(values, dtype=float), axis=0, weights=[len(rows) for rows in slices])
     return float(loss), float(error)
 
 

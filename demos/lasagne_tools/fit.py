@@ -28,10 +28,10 @@ class Trainer(Protocol):
 
     n_ranks: int
 
-    def batches(self, rng: np.random.Generator) -> Sequence[Any]:
+    def make_batches(self, rng: np.random.Generator) -> Sequence[Any]:
         """Return an epoch's batches of shuffled rows, as arguments of `train`."""
 
-    def shares(self, batch: Any) -> list[int]:
+    def count_rows(self, batch: Any) -> list[int]:
         """Return the number of rows of a batch that each rank computes."""
 
     def train(self, batches: Sequence[Any]) -> list[Any]:
@@ -74,7 +74,7 @@ class Run:
     seconds: float = 0.0
     images: list[int] = field(default_factory=list)
 
-    def speed(self, images: int) -> float:
+    def compute_speed(self, images: int) -> float:
         """Return images per second; NaN if every step compiled."""
         return images / self.seconds if sum(self.images) else math.nan
 
@@ -105,36 +105,36 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
     log = logging.getLogger("synkhronos")
     with logging_redirect_tqdm([log]), tqdm(desc=title, unit="step", disable=options.quiet) as bar:
         for epoch in range(options.epochs):
-            batches = trainer.batches(rng)[: options.steps]
+            batches = trainer.make_batches(rng)[: options.steps]
             if not batches:
                 raise SystemExit("there are fewer images than one batch has: choose a smaller batch size")
             bar.total = options.epochs * len(batches)
-            shares = [trainer.shares(batch) for batch in batches]
+            row_counts = [trainer.count_rows(batch) for batch in batches]
             # At least three calls in an epoch: the first one, which compiles, is not counted.
             at_once = min(options.at_once, max(1, len(batches) // 3))
             losses: list[Any] = []
             begin = perf_counter()
-            for first in range(0, len(batches), at_once):
-                some = slice(first, first + at_once)
-                kind = str(shares[some])
-                if kind not in compiled:
+            for start_step in range(0, len(batches), at_once):
+                launch = slice(start_step, start_step + at_once)
+                shape = str(row_counts[launch])
+                if shape not in compiled:
                     # These steps compile, so they are not counted.
                     bar.set_description(f"{title}, compiling")
                     values = [float(loss) for loss in losses]
                     run.seconds += perf_counter() - begin
-                    losses = values + [float(loss) for loss in trainer.train(batches[some])]
-                    compiled.add(kind)
+                    losses = values + [float(loss) for loss in trainer.train(batches[launch])]
+                    compiled.add(shape)
                     bar.set_description(title)
                     begin = perf_counter()
                     run.setup_seconds = run.setup_seconds or begin - start
                 else:
-                    losses += trainer.train(batches[some])
-                    run.images = [sum(images) for images in zip(run.images, *shares[some], strict=True)]
-                bar.update(len(shares[some]))
+                    losses += trainer.train(batches[launch])
+                    run.images = [sum(images) for images in zip(run.images, *row_counts[launch], strict=True)]
+                bar.update(len(row_counts[launch]))
             # Losses are read once per epoch: reading one waits for the GPUs, which are then idle until the next step.
             values = [float(loss) for loss in losses]
             run.seconds += perf_counter() - begin
-            run.losses.append(float(np.average(values, weights=[sum(share) for share in shares])))
+            run.losses.append(float(np.average(values, weights=[sum(counts) for counts in row_counts])))
             bar.set_description(f"{title}, validating")
             run.validation.append(trainer.validate())
             bar.set_description(title, refresh=False)

@@ -15,13 +15,13 @@ import lasagne
 import theano
 import theano.tensor as T
 
-__all__ = ["T", "lasagne", "theano", "title"]
+__all__ = ["T", "describe_libraries", "lasagne", "theano"]
 
 # GPUs are fast in float32 only.
 theano.config.floatX = "float32"
 
 
-def title() -> str:
+def describe_libraries() -> str:
     """Return the names and versions of the graph library and of Lasagne."""
     library = "Theano" if synkhronos.compat.library == "theano" else "PyTensor"
     # theano.__version__ may be Theano's version even if PyTensor is used.

@@ -23,7 +23,7 @@ LEARNING_RATES = {
 }
 
 
-def parser(description: str, examples: list[str], script: str) -> argparse.ArgumentParser:
+def make_parser(description: str, examples: list[str], script: str) -> argparse.ArgumentParser:
     """Return an argument parser that prints examples.
 
     Parameters
@@ -42,7 +42,7 @@ def parser(description: str, examples: list[str], script: str) -> argparse.Argum
         description=description,
         epilog=f"examples:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # serial_command() compares arguments with their full names.
+        # make_serial_command() compares arguments with their full names.
         allow_abbrev=False,
     )
 
@@ -56,9 +56,9 @@ def add_device(arguments: Any) -> None:
         Parser to extend.
     """
     add = arguments.add_mutually_exclusive_group().add_argument
-    which = {"dest": "use_gpu", "action": "store_const"}
-    add("--gpu", const=True, help="compute on GPUs (default: where there are some that can be used)", **which)
-    add("--cpu", const=False, help="compute on CPU cores", **which)
+    settings = {"dest": "use_gpu", "action": "store_const"}
+    add("--gpu", const=True, help="compute on GPUs (default: if there are usable GPUs)", **settings)
+    add("--cpu", const=False, help="compute on CPU cores", **settings)
 
 
 def add_ranks(arguments: argparse.ArgumentParser) -> None:
@@ -71,9 +71,9 @@ def add_ranks(arguments: argparse.ArgumentParser) -> None:
     """
     group = arguments.add_argument_group("ranks")
     add = group.add_argument
-    add("--ranks", type=positive, metavar="N", help="processes (default: one for each GPU, or for each core)")
+    add("--ranks", type=parse_positive, metavar="N", help="processes (default: one for each GPU, or for each core)")
     add_device(group)
-    add("--compare", action="store_true", help="train in one process too, before, and show the speed-up")
+    add("--compare", action="store_true", help="first train in one process, and show the speed-up")
 
 
 def add_training(arguments: argparse.ArgumentParser, epochs: int, at_once: int = 1) -> None:
@@ -87,11 +87,11 @@ def add_training(arguments: argparse.ArgumentParser, epochs: int, at_once: int =
         Defaults.
     """
     add = arguments.add_argument_group("training").add_argument
-    add("--epochs", type=positive, default=epochs, metavar="N", help="passes over the data (%(default)s)")
-    add("--steps", type=positive, metavar="N", help="at most this many steps in an epoch")
+    add("--epochs", type=parse_positive, default=epochs, metavar="N", help="passes over the data (%(default)s)")
+    add("--steps", type=parse_positive, metavar="N", help="at most this many steps in an epoch")
     add(
         "--at-once",
-        type=positive,
+        type=parse_positive,
         default=at_once,
         metavar="N",
         help="steps that the GPUs take in one go (%(default)s)",
@@ -100,12 +100,18 @@ def add_training(arguments: argparse.ArgumentParser, epochs: int, at_once: int =
     add("--rule", choices=rules, default="nesterov_momentum", metavar="NAME", help=f"{', '.join(rules)} (%(default)s)")
     add("--learning-rate", type=float, metavar="R", help="(default: one that suits the rule)")
     add("--seed", type=int, default=1, metavar="N", help="of weights, batches and dropout (%(default)s)")
-    add("--slices", type=positive, default=4, metavar="N", help="pieces of validation and test, to save memory (4)")
+    add(
+        "--slices",
+        type=parse_positive,
+        default=4,
+        metavar="N",
+        help="pieces of validation and test, to save memory (4)",
+    )
     add("--quiet", action="store_true", help="no progress bar")
     add("--result", type=Path, metavar="FILE", help="write the figures into a file, as JSON")
 
 
-def fill_in(options: argparse.Namespace) -> None:
+def set_defaults(options: argparse.Namespace) -> None:
     """Set the default learning rate, and look up the update rule.
 
     Parameters
@@ -118,15 +124,14 @@ def fill_in(options: argparse.Namespace) -> None:
     options.update_rule = getattr(updates, options.rule)
 
 
-def positive(text: str) -> int:
-    """Return the text as an integer; raise ArgumentTypeError if it is below 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
+def parse_positive(text: str) -> int:
+    """Return a positive integer, parsed from an argument; raise ArgumentTypeError if it is none."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
 
 
-def serial_command(script: Path, result: Path) -> list[str]:
+def make_serial_command(script: Path, result: Path) -> list[str]:
     """Return the command of the serial script with this script's arguments.
 
     Parameters

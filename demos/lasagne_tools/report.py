@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 from lasagne_tools.fit import Run
-from lasagne_tools.options import serial_command
+from lasagne_tools.options import make_serial_command
 
-__all__ = ["conclude", "run_serial"]
+__all__ = ["print_results", "run_serial"]
 
 
 def run_serial(script: Path) -> Run:
@@ -32,12 +32,12 @@ def run_serial(script: Path) -> Run:
     """
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory, "run.json")
-        if subprocess.run(serial_command(script, result)).returncode != 0:
+        if subprocess.run(make_serial_command(script, result)).returncode != 0:
             raise SystemExit(f"{script.name} failed; its messages are above")
         return Run(**json.loads(result.read_text()))
 
 
-def conclude(run: Run, options: argparse.Namespace, serial: Run | None = None) -> None:
+def print_results(run: Run, options: argparse.Namespace, serial: Run | None = None) -> None:
     """Print the table, and write the figures into a file if the command line names one.
 
     Parameters
@@ -49,12 +49,12 @@ def conclude(run: Run, options: argparse.Namespace, serial: Run | None = None) -
     serial : Run, optional
         The run in one process.
     """
-    print(table(run, serial))
+    print(format_table(run, serial))
     if options.result:
         options.result.write_text(json.dumps(dataclasses.asdict(run), indent=2) + "\n")
 
 
-def table(run: Run, serial: Run | None = None) -> str:
+def format_table(run: Run, serial: Run | None = None) -> str:
     """Return a table with the run, each of its ranks, and the serial run.
 
     Parameters
@@ -69,21 +69,24 @@ def table(run: Run, serial: Run | None = None) -> str:
     str
         The table and two notes.
     """
-    part = "test" if run.test else "validation"
-    lines = ["", f"{'':<14} {'seconds':>8} {'images':>10} {'images/s':>10} {'speed-up':>9} {f'{part} error':>17}"]
-    for each in [run, serial] if serial else [run]:
-        images = sum(each.images)
-        speed_up = f"{each.speed(images) / serial.speed(sum(serial.images)):9.2f}" if serial else f"{'':9}"
-        error = (each.test or each.validation[-1])[1]
-        lines.append(
-            f"{each.title:<14} {each.seconds:8.2f} {images:10,} {each.speed(images):10,.1f} {speed_up} {error:17.2%}"
+    data_set = "test" if run.test else "validation"
+    lines = ["", f"{'':<14} {'seconds':>8} {'images':>10} {'images/s':>10} {'speed-up':>9} {f'{data_set} error':>17}"]
+    for result in [run, serial] if serial else [run]:
+        images = sum(result.images)
+        speed_up = (
+            f"{result.compute_speed(images) / serial.compute_speed(sum(serial.images)):9.2f}" if serial else f"{'':9}"
         )
-        if each.n_ranks > 1:
-            for rank, count in enumerate(each.images):
-                lines.append(f"{f'  rank {rank}':<14} {'':8} {count:10,} {each.speed(count):10,.1f}")
+        error = (result.test or result.validation[-1])[1]
+        lines.append(
+            f"{result.title:<14} {result.seconds:8.2f} {images:10,} {result.compute_speed(images):10,.1f} "
+            f"{speed_up} {error:17.2%}"
+        )
+        if result.n_ranks > 1:
+            for rank, count in enumerate(result.images):
+                lines.append(f"{f'  rank {rank}':<14} {'':8} {count:10,} {result.compute_speed(count):10,.1f}")
     lines += ["", "Seconds are those of training steps, without compilation, first steps and validation."]
     lines += [
-        f"Not counted for {each.title}: {each.setup_seconds:.1f} s to start, build, compile, and for first steps."
-        for each in ([run, serial] if serial else [run])
+        f"Not counted for {result.title}: {result.setup_seconds:.1f} s to start, build, compile, and for first steps."
+        for result in ([run, serial] if serial else [run])
     ]
     return "\n".join(lines)

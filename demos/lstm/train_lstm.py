@@ -31,7 +31,7 @@ except ImportError:
 
     sigmoid = T.nnet.sigmoid
 
-from used import processor_seconds
+from processor_time import get_processor_seconds
 
 import synkhronos as synk
 from synkhronos import rules
@@ -73,22 +73,22 @@ def build_network(vocabulary: int, size: int, length: int) -> tuple[Any, Any, An
     """Return x, y, loss, error and parameters."""
     rng = np.random.default_rng(1)
 
-    def weights(name: str, *shape: int) -> Any:
+    def make_weights(name: str, *shape: int) -> Any:
         return library.shared((rng.standard_normal(shape) / np.sqrt(shape[0])).astype("float32"), name)
 
     words = library.shared((0.1 * rng.standard_normal((vocabulary, size))).astype("float32"), "words")
-    w_in, w_back = weights("w_in", size, 4 * size), weights("w_back", size, 4 * size)
+    w_in, w_back = make_weights("w_in", size, 4 * size), make_weights("w_back", size, 4 * size)
     # The forget gate is initially open.
     b = library.shared(np.repeat(np.array([0, 1, 0, 0], "float32"), size), "b")
-    w_out, b_out = weights("w_out", size), library.shared(np.zeros(1, "float32"), "b_out")
+    w_out, b_out = make_weights("w_out", size), library.shared(np.zeros(1, "float32"), "b_out")
 
     x, y = T.imatrix("x"), T.ivector("y")
-    driven = T.dot(words[x.T.flatten()], w_in).reshape((length, x.shape[0], 4 * size)) + b
+    inputs = T.dot(words[x.T.flatten()], w_in).reshape((length, x.shape[0], 4 * size)) + b
     # Unrolled, without `scan`: Theano's scan does not compile on Python 3.11, PyTensor's takes minutes.
-    h = c = T.zeros_like(driven[0, :, :size])
+    h = c = T.zeros_like(inputs[0, :, :size])
     total = 0
     for t in range(length):
-        gates = driven[t] + T.dot(h, w_back)
+        gates = inputs[t] + T.dot(h, w_back)
         i, f, o = (sigmoid(gates[:, k * size : (k + 1) * size]) for k in range(3))
         c = f * c + i * T.tanh(gates[:, 3 * size :])
         h = o * T.tanh(c)
@@ -117,10 +117,10 @@ class Times(NamedTuple):
     error: float
 
 
-def split(texts: Texts) -> tuple[Texts, Texts]:
+def split_texts(texts: Texts) -> tuple[Texts, Texts]:
     """Return training and validation texts, nine tenths and one tenth."""
-    held = max(1, len(texts.x) // 10)
-    return Texts(texts.x[held:], texts.y[held:]), Texts(texts.x[:held], texts.y[:held])
+    n_valid = max(1, len(texts.x) // 10)
+    return Texts(texts.x[n_valid:], texts.y[n_valid:]), Texts(texts.x[:n_valid], texts.y[:n_valid])
 
 
 def train(n: int, texts: Texts, options: argparse.Namespace) -> Times:
@@ -129,41 +129,43 @@ def train(n: int, texts: Texts, options: argparse.Namespace) -> Times:
     x, y, loss, error, params = build_network(int(texts.x.max()) + 1, options.size, texts.x.shape[1])
     rule = rules.EASGD(alpha=options.alpha, beta=options.beta, period=options.period)
     trainer = make_trainer(loss, params, x, y, adam, rule, options.rate, validate={"error": error})
-    learn, valid = split(texts)
+    train_texts, valid = split_texts(texts)
     seconds, seen = 0.0, 0
-    for report in trainer.epochs(*learn, batch_size=options.batch_size, epochs=options.epochs, valid=valid):
+    for report in trainer.epochs(*train_texts, batch_size=options.batch_size, epochs=options.epochs, valid=valid):
         if report.epoch == 1:  # includes compilation
-            used = synk.run(processor_seconds)
+            processor_seconds = synk.run(get_processor_seconds)
         else:  # without compilation for new batch lengths
             seconds += (report.seen - seen) / report.rows_per_second
         seen = report.seen
         print(f"{n} {'rank' if n == 1 else 'ranks'}, {report}", flush=True)
-    used = [now - before for now, before in zip(synk.run(processor_seconds), used, strict=True)]
+    processor_seconds = [
+        end - begin for end, begin in zip(synk.run(get_processor_seconds), processor_seconds, strict=True)
+    ]
     synk.close()
-    return Times(seconds, sum(used) / n, report.loss, report.validation["error"])
+    return Times(seconds, sum(processor_seconds) / n, report.loss, report.validation["error"])
 
 
-def train_without(texts: Texts, options: argparse.Namespace) -> Times:
+def train_without_ranks(texts: Texts, options: argparse.Namespace) -> Times:
     """Train in this process: the same steps without an exchange rule."""
     synk.fork(1, use_gpu=options.gpu)  # selects the GPU, and sets the number of BLAS threads of a rank
     x, y, loss, error, params = build_network(int(texts.x.max()) + 1, options.size, texts.x.shape[1])
     step = make_train_function_serial(loss, params, x, y, adam, learning_rate=options.rate)
-    wrong = library.function([x, y], error)
-    learn, valid = split(texts)
+    compute_error = library.function([x, y], error)
+    train_texts, valid = split_texts(texts)
     rng = np.random.default_rng(0)
     for epoch in range(options.epochs):
         if epoch == 1:
-            used, began = time.process_time(), time.perf_counter()
-        order = rng.permutation(len(learn.x))
+            processor_seconds, start = time.process_time(), time.perf_counter()
+        order = rng.permutation(len(train_texts.x))
         losses = [
-            step(*learn, batch=order[first : first + options.batch_size])
+            step(*train_texts, batch=order[first : first + options.batch_size])
             for first in range(0, len(order) - options.batch_size + 1, options.batch_size)
         ]
-        mean, validated = float(np.mean([float(loss) for loss in losses])), float(wrong(*valid))
-        print(f"without ranks, epoch {epoch + 1}: loss {mean:.4f}, error {validated:.4f}", flush=True)
-    seconds, used = time.perf_counter() - began, time.process_time() - used
+        mean, valid_error = float(np.mean([float(loss) for loss in losses])), float(compute_error(*valid))
+        print(f"without ranks, epoch {epoch + 1}: loss {mean:.4f}, error {valid_error:.4f}", flush=True)
+    seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor_seconds
     synk.close()
-    return Times(seconds, used, mean, validated)
+    return Times(seconds, processor_seconds, mean, valid_error)
 
 
 def main() -> None:
@@ -206,21 +208,21 @@ def main() -> None:
             texts = Texts(file["x"].astype("int32"), file["y"].astype("int32"))
     else:
         texts = make_texts(options.texts, options.length, 2000)
-    began = time.perf_counter()
-    found = {"none": train_without(texts, options), **{f"{n}": train(n, texts, options) for n in options.ranks}}
-    plain = found["none"]
+    start = time.perf_counter()
+    results = {"none": train_without_ranks(texts, options), **{f"{n}": train(n, texts, options) for n in options.ranks}}
+    serial = results["none"]
     print(f"\n{'':>5}  {'':>8}  {'':>8}  {'processor':>9}  {'':>8}  {'Platoon':>8}")
     print(
         f"{'ranks':>5}  {'seconds':>8}  {'speed-up':>8}  {'seconds':>9}  {'speed-up':>8}  {'speed-up':>8}  "
         f"{'loss':>7}  {'error':>7}"
     )
-    for n, times in found.items():
+    for n, times in results.items():
         print(
-            f"{n:>5}  {times.seconds:>8.2f}  {plain.seconds / times.seconds:>8.2f}  {times.processor_seconds:>9.2f}  "
-            f"{plain.processor_seconds / times.processor_seconds:>8.2f}  {PLATOON.get(n, ''):>8}  {times.loss:>7.4f}  "
+            f"{n:>5}  {times.seconds:>8.2f}  {serial.seconds / times.seconds:>8.2f}  {times.processor_seconds:>9.2f}  "
+            f"{serial.processor_seconds / times.processor_seconds:>8.2f}  {PLATOON.get(n, ''):>8}  {times.loss:>7.4f}  "
             f"{times.error:>7.2%}"
         )
-    print(f"\n{time.perf_counter() - began:.0f} s in all")
+    print(f"\n{time.perf_counter() - start:.0f} s in all")
 
 
 if __name__ == "__main__":

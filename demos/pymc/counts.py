@@ -16,7 +16,7 @@ from synkhronos.extensions.pymc import data_parallel
 SHOPS = 20
 
 
-def build(rows: int) -> tuple[pm.Model, np.ndarray]:
+def build_model(rows: int) -> tuple[pm.Model, np.ndarray]:
     """Return the model, and the shops' true rates."""
     rng = np.random.default_rng(0)
     rates = np.exp(1 + 0.3 * rng.normal(size=SHOPS))
@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
 
     n = synk.fork(options.ranks, use_gpu=False)
-    model, rates = build(options.rows)
+    model, rates = build_model(options.rows)
     parallel = data_parallel(model)  # warns: audit is not split by rows
     print(f"{n} ranks compute {parallel.split_RVs}; not split: {parallel.reasons}")
 

@@ -15,7 +15,7 @@ import synkhronos as synk
 from synkhronos.extensions.pymc import data_parallel
 
 
-def build(rows: int) -> pm.Model:
+def build_model(rows: int) -> pm.Model:
     """Return the model: plain PyMC."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, 5))
@@ -46,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
 
     n = synk.fork(options.ranks, use_gpu=False)  # first: before there is data
-    model = build(options.rows)
+    model = build_model(options.rows)
     alone, alone_seconds = sample(model, options.draws)
     together, seconds = sample(data_parallel(model), options.draws)
     print(f"PyMC alone: slopes {alone.round(2)}, {alone_seconds}")

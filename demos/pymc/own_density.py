@@ -18,7 +18,7 @@ from synkhronos.extensions.pymc import data_parallel
 STEPS = 4
 
 
-def grow(size: pt.TensorVariable, hours: pt.TensorVariable, rate: pt.TensorVariable) -> pt.TensorVariable:
+def compute_weight(size: pt.TensorVariable, hours: pt.TensorVariable, rate: pt.TensorVariable) -> pt.TensorVariable:
     """Return the sizes after some hours: the solution of ``size' = rate * size * (1 - size)``."""
     step = hours / STEPS
     for _ in range(STEPS):
@@ -35,13 +35,13 @@ def simulate(rows: int, rate: float) -> dict[str, np.ndarray]:
     return {"first": first, "hours": hours, "last": true + 0.05 * rng.normal(size=rows)}
 
 
-def build(data: dict[str, np.ndarray]) -> pm.Model:
+def build_model(data: dict[str, np.ndarray]) -> pm.Model:
     """Return the model, written in plain PyMC."""
     with pm.Model() as model:
         first, hours, last = (pm.Data(name, values) for name, values in data.items())
         rate = pm.LogNormal("rate", 0, 1)
         noise = pm.HalfNormal("noise", 1)
-        pm.StudentT("weight", nu=5, mu=grow(first, hours, rate), sigma=noise, observed=last)
+        pm.StudentT("weight", nu=5, mu=compute_weight(first, hours, rate), sigma=noise, observed=last)
     return model
 
 
@@ -53,13 +53,13 @@ def main() -> None:
     options = parser.parse_args()
 
     n = synk.fork(options.ranks, use_gpu=False)
-    parallel = data_parallel(build(simulate(options.rows, rate=0.9)))
+    parallel = data_parallel(build_model(simulate(options.rows, rate=0.9)))
     for rate, rows in ((0.9, options.rows), (0.6, options.rows // 2)):
         with parallel:
             pm.set_data(simulate(rows, rate))  # sent to the ranks at the next evaluation
-            found = float(pm.find_MAP(progressbar=False)["rate"])
-        print(f"{n} ranks, {rows} cultures: estimated rate {found:.3f}, true rate {rate}")
-        assert abs(found - rate) < 0.02 + 2 / np.sqrt(rows)  # errors of the midpoint method and of the sample
+            estimate = float(pm.find_MAP(progressbar=False)["rate"])
+        print(f"{n} ranks, {rows} cultures: estimated rate {estimate:.3f}, true rate {rate}")
+        assert abs(estimate - rate) < 0.02 + 2 / np.sqrt(rows)  # errors of the midpoint method and of the sample
     synk.close()
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Part", "load", "make_up", "read_folder"]
+__all__ = ["Part", "load_images", "make_images", "read_folder"]
 
 # Synthetic images are noise over one coarse picture per class, of COARSE x COARSE colours.
 COARSE = 4
@@ -30,14 +30,14 @@ class Part(NamedTuple):
     images : array or Data of uint8, shape (n, 3, size, size)
         Red, green and blue, from 0 to 255.
     labels : ndarray of int32, shape (n,)
-        The class of each.
+        Class of each image.
     """
 
     images: Any
     labels: np.ndarray
 
 
-def load(options: argparse.Namespace, allocate: Allocate) -> tuple[list[Part], int]:
+def load_images(options: argparse.Namespace, allocate: Allocate) -> tuple[list[Part], int]:
     """Load or make the images that the command line asks for.
 
     Parameters
@@ -60,10 +60,11 @@ def load(options: argparse.Namespace, allocate: Allocate) -> tuple[list[Part], i
         except (OSError, ValueError) as error:
             raise SystemExit(f"--data: {error}") from None
     n_valid = max(1, round(options.images * options.validation))
-    return make_up([options.images, n_valid], options.classes, options.size, options.seed, allocate), options.classes
+    counts = [options.images, n_valid]
+    return make_images(counts, options.classes, options.size, options.seed, allocate), options.classes
 
 
-def make_up(counts: Sequence[int], n_classes: int, size: int, seed: int, allocate: Allocate) -> list[Part]:
+def make_images(counts: Sequence[int], n_classes: int, size: int, seed: int, allocate: Allocate) -> list[Part]:
     """Make images of coarse colours with noise over them, the same for the same seed.
 
     Parameters
@@ -125,19 +126,24 @@ def read_folder(folder: Path, size: int, validation: float, seed: int, allocate:
         If a file is no image.
     """
     classes = sorted(path for path in folder.iterdir() if path.is_dir())
-    files = [(path, label) for label, each in enumerate(classes) for path in sorted(each.iterdir()) if path.is_file()]
+    files = [
+        (path, label)
+        for label, folder_of_class in enumerate(classes)
+        for path in sorted(folder_of_class.iterdir())
+        if path.is_file()
+    ]
     if len(files) < 2:
         raise FileNotFoundError(f"{folder} needs a subfolder for each class, with images in it")
     order = np.random.default_rng(seed).permutation(len(files))
     n_valid = min(max(1, round(len(files) * validation)), len(files) - 1)
     parts = []
-    for chosen in (order[n_valid:], order[:n_valid]):
-        images = allocate((len(chosen), 3, size, size))
+    for indexes in (order[n_valid:], order[:n_valid]):
+        images = allocate((len(indexes), 3, size, size))
         # Pillow lets other threads run while it decodes.
         with ThreadPoolExecutor() as pool:
-            for i, pixels in enumerate(pool.map(lambda index: _read(files[index][0], size), chosen)):
+            for i, pixels in enumerate(pool.map(lambda index: _read(files[index][0], size), indexes)):
                 images[i] = pixels
-        parts.append(Part(images, np.array([files[index][1] for index in chosen], np.int32)))
+        parts.append(Part(images, np.array([files[index][1] for index in indexes], np.int32)))
     return parts, len(classes)
 
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lasagne_tools.batch_norm import BatchNormLayer, running_averages
+from lasagne_tools.batch_norm import BatchNormLayer, get_running_averages
 from lasagne_tools.layers import ConvLayer, MeanLayer
 from lasagne_tools.library import T, lasagne, theano
 
-__all__ = ["BLOCKS", "Network", "build", "residual_layers", "training_loss"]
+__all__ = ["BLOCKS", "Network", "add_residual_layers", "build_network", "build_training_loss"]
 
 BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 # Ratio of a block's output channels to the channels of its inner convolutions.
@@ -66,7 +66,7 @@ class Network(NamedTuple):
     test_error: Any
 
 
-def build(
+def build_network(
     blocks: Sequence[int],
     width: int,
     size: int,
@@ -103,35 +103,35 @@ def build(
     sys.setrecursionlimit(max(sys.getrecursionlimit(), RECURSION_LIMIT))
     lasagne.random.set_rng(np.random.RandomState(seed))
     x, y = T.tensor4("images", dtype="uint8"), T.ivector("labels")
-    output = residual_layers(_layers.InputLayer((None, 3, size, size), _standardise(x)), blocks, width, n_classes)
-    loss, average_updates = training_loss(output, x, y, smoothing)
+    output = add_residual_layers(_layers.InputLayer((None, 3, size, size), _standardise(x)), blocks, width, n_classes)
+    loss, average_updates = build_training_loss(output, x, y, smoothing)
     penalty = lasagne.regularization.regularize_network_params(output, lasagne.regularization.l2)
-    tested = _layers.get_output(output, deterministic=True)
+    test_output = _layers.get_output(output, deterministic=True)
     return Network(
         output,
         x,
         y,
         _layers.get_all_params(output, trainable=True),
-        running_averages(output),
+        get_running_averages(output),
         loss + weight_decay * penalty,
         average_updates,
-        lasagne.objectives.categorical_crossentropy(tested, y).mean(),
-        T.neq(T.argmax(tested, axis=1), y).mean(dtype=theano.config.floatX),
+        lasagne.objectives.categorical_crossentropy(test_output, y).mean(),
+        T.neq(T.argmax(test_output, axis=1), y).mean(dtype=theano.config.floatX),
     )
 
 
-def residual_layers(layer: Any, blocks: Sequence[int], width: int, n_classes: int) -> Any:
-    """Append a residual network to a layer, and return its last layer; see `build` for the arguments."""
-    layer = _normalised_conv(layer, width, 7, stride=2, nonlinearity=_rectify)
+def add_residual_layers(layer: Any, blocks: Sequence[int], width: int, n_classes: int) -> Any:
+    """Append a residual network to a layer, and return its last layer; see `build_network` for the arguments."""
+    layer = _add_normalised_conv(layer, width, 7, stride=2, nonlinearity=_rectify)
     layer = _layers.MaxPool2DLayer(layer, pool_size=3, stride=2, pad=1)
     for stage, n_blocks in enumerate(blocks):
         for block in range(n_blocks):
             # Each stage but the first begins by halving height and width.
-            layer = _bottleneck(layer, width * 2**stage, stride=2 if stage > 0 and block == 0 else 1)
+            layer = _add_bottleneck(layer, width * 2**stage, stride=2 if stage > 0 and block == 0 else 1)
     return _layers.DenseLayer(MeanLayer(layer), n_classes, nonlinearity=lasagne.nonlinearities.softmax)
 
 
-def training_loss(output: Any, x: Any, y: Any, smoothing: float = 0.0) -> tuple[Any, OrderedDict[Any, Any]]:
+def build_training_loss(output: Any, x: Any, y: Any, smoothing: float = 0.0) -> tuple[Any, OrderedDict[Any, Any]]:
     """Return the loss of some rows, normalised by the statistics of these rows alone.
 
     Parameters
@@ -163,7 +163,9 @@ def _standardise(pixels: Any) -> Any:
     return (T.cast(pixels, theano.config.floatX) - PIXEL_MEAN) / PIXEL_SPREAD
 
 
-def _normalised_conv(layer: Any, n_filters: int, filter_size: int, stride: int = 1, nonlinearity: Any = None) -> Any:
+def _add_normalised_conv(
+    layer: Any, n_filters: int, filter_size: int, stride: int = 1, nonlinearity: Any = None
+) -> Any:
     layer = ConvLayer(
         layer,
         n_filters,
@@ -177,15 +179,15 @@ def _normalised_conv(layer: Any, n_filters: int, filter_size: int, stride: int =
     return BatchNormLayer(layer, nonlinearity=nonlinearity)
 
 
-def _bottleneck(layer: Any, width: int, stride: int) -> Any:
+def _add_bottleneck(layer: Any, width: int, stride: int) -> Any:
     """Return a bottleneck block: three convolutions with a shortcut.
 
     The second has the stride, as in PyTorch's networks; in the paper the first has.
     """
-    inner = _normalised_conv(layer, width, 1, nonlinearity=_rectify)
-    inner = _normalised_conv(inner, width, 3, stride, nonlinearity=_rectify)
-    inner = _normalised_conv(inner, EXPANSION * width, 1)
+    inner = _add_normalised_conv(layer, width, 1, nonlinearity=_rectify)
+    inner = _add_normalised_conv(inner, width, 3, stride, nonlinearity=_rectify)
+    inner = _add_normalised_conv(inner, EXPANSION * width, 1)
     if stride != 1 or layer.output_shape[1] != EXPANSION * width:
         # A projection to the shape of the inner output.
-        layer = _normalised_conv(layer, EXPANSION * width, 1, stride)
+        layer = _add_normalised_conv(layer, EXPANSION * width, 1, stride)
     return _layers.ElemwiseMergeLayer([inner, layer], merge_function=lambda a, b: _rectify(a + b))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lasagne_tools import options as common
-from lasagne_tools.library import title
+from lasagne_tools.library import describe_libraries
 from network import BLOCKS
 
-__all__ = ["add_arguments", "describe", "finish"]
+__all__ = ["add_arguments", "describe", "parse_options"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,26 +19,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Parameters
     ----------
     parser : ArgumentParser
-        Of `lasagne_tools.options.parser`.
+        Parser of `lasagne_tools.options.make_parser`.
     """
     add = parser.add_argument_group("network").add_argument
     depths = ", ".join(map(str, BLOCKS))
     add("--depth", type=int, choices=BLOCKS, default=50, metavar="N", help=f"layers: {depths} (%(default)s)")
-    add("--blocks", type=_blocks, metavar="N,N,...", help="blocks of each stage, instead of a depth: 1,1,1,1")
-    add("--width", type=common.positive, default=64, metavar="N", help="filters of the first layer (%(default)s)")
+    add("--blocks", type=_parse_blocks, metavar="N,N,...", help="blocks of each stage, instead of a depth: 1,1,1,1")
+    add("--width", type=common.parse_positive, default=64, metavar="N", help="filters of the first layer (%(default)s)")
     add("--weight-decay", type=float, default=1e-4, metavar="R", help="penalty of large weights (%(default)s)")
     add("--smoothing", type=float, default=0.0, metavar="SHARE", help="label smoothing (%(default)s)")
     add = parser.add_argument_group("images").add_argument
     add("--data", type=Path, metavar="DIR", help="a folder with a subfolder of images for each class")
-    add("--images", type=common.positive, default=1280, metavar="N", help="synthetic images, without DIR (%(default)s)")
-    add("--classes", type=common.positive, default=10, metavar="N", help="synthetic classes (%(default)s)")
-    add("--size", type=common.positive, default=224, metavar="N", help="height and width (%(default)s)")
+    add(
+        "--images",
+        type=common.parse_positive,
+        default=1280,
+        metavar="N",
+        help="synthetic images, without DIR (%(default)s)",
+    )
+    add("--classes", type=common.parse_positive, default=10, metavar="N", help="synthetic classes (%(default)s)")
+    add("--size", type=common.parse_positive, default=224, metavar="N", help="height and width (%(default)s)")
     add("--validation", type=float, default=0.1, metavar="SHARE", help="of the images to validate (%(default)s)")
-    add("--batch-size", type=common.positive, default=32, metavar="N", help="images a step, of each rank (%(default)s)")
+    add(
+        "--batch-size",
+        type=common.parse_positive,
+        default=32,
+        metavar="N",
+        help="images a step, of each rank (%(default)s)",
+    )
     common.add_training(parser, epochs=3)
 
 
-def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_options(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; exit with a message if it is invalid.
 
     Parameters
@@ -57,7 +69,7 @@ def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) 
     if not 0 < options.validation < 1:
         parser.error(f"argument --validation: {options.validation} is not between 0 and 1")
     options.blocks = options.blocks or BLOCKS[options.depth]
-    common.fill_in(options)
+    common.set_defaults(options)
     return options
 
 
@@ -65,9 +77,9 @@ def describe(options: argparse.Namespace) -> str:
     """Return a line that describes the network and the images."""
     return (
         f"residual network with {','.join(map(str, options.blocks))} blocks and {options.width} filters, "
-        f"{options.size}x{options.size} images, {options.batch_size} a step and rank; {title()}"
+        f"{options.size}x{options.size} images, {options.batch_size} a step and rank; {describe_libraries()}"
     )
 
 
-def _blocks(text: str) -> tuple[int, ...]:
-    return tuple(common.positive(word) for word in text.split(","))
+def _parse_blocks(text: str) -> tuple[int, ...]:
+    return tuple(common.parse_positive(word) for word in text.split(","))

@@ -21,13 +21,13 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import synkhronos as synk
-from images import Part, load
+from images import Part, load_images
 from lasagne_tools import options as common
-from lasagne_tools.batches import full_batches
+from lasagne_tools.batches import make_full_batches
 from lasagne_tools.fit import fit
-from lasagne_tools.report import conclude, run_serial
-from network import Network, build
-from settings import add_arguments, describe, finish
+from lasagne_tools.report import print_results, run_serial
+from network import Network, build_network
+from settings import add_arguments, describe, parse_options
 from synkhronos.training import make_train_function
 
 SERIAL = Path(__file__).with_name("train_resnet_theano.py")
@@ -73,11 +73,11 @@ class AllRanks:
         )
         synk.distribute()
 
-    def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
+    def make_batches(self, rng: np.random.Generator) -> list[np.ndarray]:
         """Return the epoch's batches for all ranks: lists of shuffled indexes, without an incomplete last one."""
-        return full_batches(rng, len(self._train_part[1]), self._batch_size)
+        return make_full_batches(rng, len(self._train_part[1]), self._batch_size)
 
-    def shares(self, batch: np.ndarray) -> list[int]:
+    def count_rows(self, batch: np.ndarray) -> list[int]:
         """Return the number of rows of a batch that each rank computes."""
         return [len(batch) // self.n_ranks] * self.n_ranks
 
@@ -94,22 +94,22 @@ class AllRanks:
 
 def main() -> None:
     """Train, and print the results."""
-    parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
+    parser = common.make_parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
     common.add_ranks(parser)
-    options = finish(parser)
+    options = parse_options(parser)
     serial = run_serial(SERIAL) if options.compare else None
 
     start = perf_counter()
     n_ranks = synk.fork(options.ranks, use_gpu=options.use_gpu)
-    parts, n_classes = load(options, lambda shape: synk.data(dtype="uint8", shape=shape))
+    parts, n_classes = load_images(options, lambda shape: synk.data(dtype="uint8", shape=shape))
     shape = options.blocks, options.width, options.size, n_classes
-    network = build(*shape, options.weight_decay, options.seed, options.smoothing)
+    network = build_network(*shape, options.weight_decay, options.seed, options.smoothing)
     trainer = AllRanks(network, parts, options, n_ranks)
     print(f"{n_ranks} ranks, {describe(options)}")
     run = fit(trainer, options, f"{n_ranks} ranks", start)
     synk.close()
-    conclude(run, options, serial)
+    print_results(run, options, serial)
 
 
 if __name__ == "__main__":

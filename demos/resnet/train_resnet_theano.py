@@ -21,14 +21,14 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import synkhronos as synk
-from images import Part, load
+from images import Part, load_images
 from lasagne_tools import options as common
-from lasagne_tools.batches import evaluate_in_slices, full_batches, take_steps
+from lasagne_tools.batches import evaluate_in_slices, make_full_batches, take_steps
 from lasagne_tools.fit import fit
 from lasagne_tools.library import theano
-from lasagne_tools.report import conclude
-from network import Network, build
-from settings import add_arguments, describe, finish
+from lasagne_tools.report import print_results
+from network import Network, build_network
+from settings import add_arguments, describe, parse_options
 
 EXAMPLES = [
     "--batch-size 64 --gpu",
@@ -65,11 +65,11 @@ class OneProcess:
         self._update = theano.function([], updates=param_updates)
         self._evaluate = theano.function(inputs, [network.test_loss, network.test_error])
 
-    def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
+    def make_batches(self, rng: np.random.Generator) -> list[np.ndarray]:
         """Return the epoch's batches: lists of shuffled indexes, without an incomplete last one."""
-        return full_batches(rng, len(self._train_part.labels), self._options.batch_size)
+        return make_full_batches(rng, len(self._train_part.labels), self._options.batch_size)
 
-    def shares(self, batch: np.ndarray) -> list[int]:
+    def count_rows(self, batch: np.ndarray) -> list[int]:
         """Return the number of rows of a batch that the process computes: all."""
         return [len(batch)]
 
@@ -85,22 +85,22 @@ class OneProcess:
 
 def main() -> None:
     """Train, and print the results."""
-    parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
+    parser = common.make_parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
     common.add_device(parser)
-    options = finish(parser)
+    options = parse_options(parser)
 
     start = perf_counter()
     # One rank without workers: fork() selects the GPU if there is one.
     synk.fork(1, use_gpu=options.use_gpu)
-    parts, n_classes = load(options, lambda shape: np.empty(shape, np.uint8))
+    parts, n_classes = load_images(options, lambda shape: np.empty(shape, np.uint8))
     shape = options.blocks, options.width, options.size, n_classes
-    network = build(*shape, options.weight_decay, options.seed, options.smoothing)
+    network = build_network(*shape, options.weight_decay, options.seed, options.smoothing)
     trainer = OneProcess(network, parts, options)
     print(f"one process, {describe(options)}")
     run = fit(trainer, options, "one process", start)
     synk.close()
-    conclude(run, options)
+    print_results(run, options)
 
 
 if __name__ == "__main__":

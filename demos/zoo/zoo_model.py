@@ -53,14 +53,14 @@ class ZooModel(Model):
                 raise ValueError(
                     f"config: {type(self).__name__} has no {name!r}: expected data, {', '.join(self.settings)}"
                 )
-        self.made_up = self.images or 4 * self.batch_size * config["size"]
+        self.n_synthetic = self.images or 4 * self.batch_size * config["size"]
         super().__init__(config)
 
     @property
-    def source(self) -> Path | None:
+    def data_path(self) -> Path | None:
         """Path of the data, if the session sets one."""
-        named = self.config.get("data")
-        return Path(named).expanduser() if named else None
+        path = self.config.get("data")
+        return Path(path).expanduser() if path else None
 
     def scale_lr(self, size: int) -> None:
         """Multiply the learning rate by the number of ranks."""
@@ -69,5 +69,5 @@ class ZooModel(Model):
 
     def adjust_hyperp(self, epoch: int) -> None:
         """Set the learning rate for the next epoch."""
-        rate = schedules.steps(self.rate, {float(at): factor for at, factor in self.falls.items()})(epoch + 1)
+        rate = schedules.steps(self.rate, {float(start): factor for start, factor in self.falls.items()})(epoch + 1)
         self.shared_lr.set_value(np.asarray(rate, self.shared_lr.type.dtype))

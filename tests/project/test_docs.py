@@ -289,8 +289,8 @@ UNDOCUMENTED = {
     "Checkpoint": {"check_no_newer"},
     "Model": {"next_batch", "prepare", "train_data", "train_fn", "val_data", "val_fn"},
     "Recorder": {"write_rank"},
-    "Report": {"record"},
-    "TrainFunction": {"weighted_steps"},
+    "Report": {"to_record"},
+    "TrainFunction": {"sharded_state", "weighted_steps"},
 }
 
 

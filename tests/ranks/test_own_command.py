@@ -1,4 +1,4 @@
-"""A user-defined command: the recipe of docs/contributing.rst."""
+"""A user-defined command: the recipe of docs/extending.rst."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A user-defined exchange rule: the recipe of docs/contributing.rst."""
+"""A user-defined exchange rule: the recipe of docs/extending.rst."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def exchange_once(worker, rule, parameter):
     return np.asarray(parameter.get_value())
 
 
-def test_own_rule_of_contributing_trains(fork):
+def test_own_rule_trains(fork):
     fork(3)
     parameter = shared(np.zeros((2, 2)), "w")
     assert [w.tolist() for w in synk.run(exchange_once, Halfway(), parameter)] == [[[m, m]] * 2 for m in (0.5, 1, 1.5)]

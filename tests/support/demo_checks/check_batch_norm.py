@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import synkhronos as synk
-from lasagne_tools.batch_norm import BatchNormLayer, running_averages
+from lasagne_tools.batch_norm import BatchNormLayer, get_running_averages
 from lasagne_tools.library import T, lasagne, theano
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -165,7 +165,7 @@ def test_averages_are_neither_trained_nor_penalised():
     network = BatchNormLayer(BatchNormLayer(below, name="first"), name="second")
     trained = lasagne.layers.get_all_params(network, trainable=True)
     assert [p.name for p in trained] == ["first.beta", "first.gamma", "second.beta", "second.gamma"]
-    names = [p.name for p in running_averages(network)]
+    names = [p.name for p in get_running_averages(network)]
     assert names == ["first.mean", "first.variance", "second.mean", "second.variance"]
     assert lasagne.layers.get_all_params(network, regularizable=True) == []
     assert network.output_shape == (None, 3)
@@ -193,7 +193,7 @@ def test_running_averages_are_local_until_averaged(fork):
     normalised_halves = [normalised(half, *statistics(half)) for half in halves]
     np.testing.assert_allclose(f(array), np.concatenate(normalised_halves), rtol=1e-9, atol=1e-9)
 
-    averages = running_averages(layer)
+    averages = get_running_averages(layer)
     expected = [[0.25 * statistics(half)[0], 0.75 + 0.25 * statistics(half)[1]] for half in halves]
     for rank in range(2):
         np.testing.assert_allclose(synk.get_value(rank, averages), expected[rank], rtol=1e-9)
@@ -216,5 +216,5 @@ def test_sync_normalises_by_the_rows_of_all_ranks_as_one_process_does(array, for
         np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-10)
     mean, variance = statistics(array)
     for rank in range(3):  # equal on all ranks, without an all-reduce
-        found = synk.get_value(rank, running_averages(layer))
+        found = synk.get_value(rank, get_running_averages(layer))
         np.testing.assert_allclose(found, [0.25 * mean, 0.75 + 0.25 * variance], rtol=1e-9)

@@ -113,11 +113,11 @@ def test_mnist_refuses_a_wrong_model(run, capsys, model, message):
     "script, arguments, message",
     [
         (CPU_DATA, ["--data", "/nowhere"], "/nowhere holds neither train-images-idx3-ubyte nor"),
-        (CPU_DATA, ["--epochs", "0"], "0 is not at least 1"),
+        (CPU_DATA, ["--epochs", "0"], "expected an integer of at least 1, got '0'"),
         (CPU_DATA, ["--rule", "adm"], "invalid choice: 'adm'"),
         (GPU_DATA, ["--batch-size", "1", "--ranks", "2", "--cpu"], "1 images are too few for 2 ranks"),
         (RESNET_RANKS, ["--depth", "51"], "invalid choice: 51"),
-        (RESNET_RANKS, ["--blocks", "1,x"], "invalid _blocks value: '1,x'"),
+        (RESNET_RANKS, ["--blocks", "1,x"], "expected an integer of at least 1, got 'x'"),
         (RESNET_RANKS, ["--validation", "1"], "1.0 is not between 0 and 1"),
         (RESNET_ALONE, ["--data", "/nowhere", "--cpu"], "/nowhere"),
         (RESNET_ALONE, [*SMALL_RESNET, "--blocks", "1", "--batch-size", "100"], "fewer images than one batch has"),
@@ -175,8 +175,8 @@ def test_resnet_names_a_file_that_is_no_image(run, capsys, pictures):
 
 
 def test_made_up_pictures_repeat():
-    from images import make_up
+    from images import make_images
 
-    first, again = (make_up([5], 3, 9, 7, lambda shape: np.empty(shape, "uint8"))[0] for _ in range(2))
+    first, again = (make_images([5], 3, 9, 7, lambda shape: np.empty(shape, "uint8"))[0] for _ in range(2))
     np.testing.assert_array_equal(first.images, again.images)
     assert first.images.shape == (5, 3, 9, 9)

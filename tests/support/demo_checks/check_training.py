@@ -19,13 +19,13 @@ from train_resnet_theano import OneProcess as OneProcessResnet
 import digits
 import settings
 import synkhronos as synk
-from images import make_up
+from images import make_images
 from lasagne_tools import options as common
 from lasagne_tools.fit import fit
 from lasagne_tools.library import theano
-from models import build as build_mnist
-from network import build as build_resnet
-from network import training_loss
+from models import build_network as build_mnist
+from network import build_network as build_resnet
+from network import build_training_loss
 
 # Enough to see a velocity at work; small, since PyTensor's Python mode computes some elements one by one.
 N_STEPS = 2
@@ -52,7 +52,7 @@ def assert_all_ranks_hold(params, expected, tolerance=2e-5):
 
 
 def parser_of(scripts):
-    parser = common.parser("", [], "script.py")
+    parser = common.make_parser("", [], "script.py")
     scripts.add_arguments(parser)
     return parser
 
@@ -60,7 +60,7 @@ def parser_of(scripts):
 def mnist_options(model, rule="nesterov_momentum"):
     # The second batch has an odd number of images, which does not split evenly.
     words = f"{model} --no-dropout --synthetic {N_IMAGES} --batch-size {BATCH_SIZE} --rule {rule} --slices 2".split()
-    return digits.finish(parser_of(digits), words)
+    return digits.parse_options(parser_of(digits), words)
 
 
 def rows_of_the_whole(batch):
@@ -72,7 +72,7 @@ def mnist_pair(trainer, options):
     """The same network for two ranks and for one process, and a check that training has changed it."""
     networks = [build_mnist(options.model, options.seed, options.dropout) for _ in range(2)]
     assert_close(values(networks[0].params), values(networks[1].params), tolerance=0)
-    parts = digits.load(options)
+    parts = digits.load_digits(options)
     return networks, trainer(networks[0], parts, options, 2), OneProcessMnist(networks[1], parts, options)
 
 
@@ -82,9 +82,9 @@ def test_mnist(two_ranks, trainer, model):
     options = mnist_options(model)
     networks, together, alone = mnist_pair(trainer, options)
     start = values(networks[0].params)
-    batches = together.batches(np.random.default_rng(3))
-    assert len(batches) == 2 and together.shares(batches[1]) == [3, 2]
-    assert sum(sum(together.shares(batch)) for batch in batches) == N_IMAGES
+    batches = together.make_batches(np.random.default_rng(3))
+    assert len(batches) == 2 and together.count_rows(batches[1]) == [3, 2]
+    assert sum(sum(together.count_rows(batch)) for batch in batches) == N_IMAGES
     for batch in batches:
         (loss,) = together.train([batch])
         rows = rows_of_the_whole(batch) if trainer is GpuData else batch
@@ -99,7 +99,7 @@ def test_mnist(two_ranks, trainer, model):
 def test_mnist_by_each_rule(two_ranks, rule):
     options = mnist_options("custom_mlp:1,16", rule)
     networks, together, alone = mnist_pair(GpuData, options)
-    for batch in together.batches(np.random.default_rng(3)):
+    for batch in together.make_batches(np.random.default_rng(3)):
         together.train([batch])
         alone.train([rows_of_the_whole(batch)])
     # Rules that divide by the gradient's size turn rounding errors of tiny gradients into larger ones.
@@ -120,7 +120,7 @@ def test_dropout_masks_differ_between_ranks(two_ranks):
 
 def resnet_options():
     words = ["--blocks", "1,1", "--width", "4", "--size", "16", "--batch-size", "4", "--weight-decay", "0.01"]
-    return settings.finish(parser_of(settings), words)
+    return settings.parse_options(parser_of(settings), words)
 
 
 def resnet(options):
@@ -128,7 +128,7 @@ def resnet(options):
 
 
 def resnet_parts(options, allocate):
-    return make_up([24, 6], 3, options.size, options.seed, allocate)
+    return make_images([24, 6], 3, options.size, options.seed, allocate)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_resnet_with_equal_rows_on_ranks_equals_one_process(together):
     options = resnet_options()
     alone = resnet(options)
     serial = OneProcessResnet(alone, resnet_parts(options, lambda shape: np.empty(shape, "uint8")), options)
-    for rows in serial.batches(np.random.default_rng(3))[:N_STEPS]:
+    for rows in serial.make_batches(np.random.default_rng(3))[:N_STEPS]:
         (loss,) = trainer.train([np.concatenate([rows, rows])])
         np.testing.assert_allclose(loss, serial.train([rows])[0], rtol=1e-4)
     assert_all_ranks_hold(network.params, values(alone.params), tolerance=2e-4)
@@ -163,7 +163,7 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
     x, y, half = alone.x, alone.y, options.batch_size
     losses, moved = [], []
     for rows in (slice(half), slice(half, None)):
-        loss, average_updates = training_loss(alone.output, x[rows], y[rows])
+        loss, average_updates = build_training_loss(alone.output, x[rows], y[rows])
         losses.append(loss)
         moved.append(average_updates)
     penalty = options.weight_decay * sum((p**2).sum() for p in alone.params if p.name == "W")
@@ -177,7 +177,7 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
     averages = [values(alone.averages), values(alone.averages)]
     for average in alone.averages:
         average.set_value(np.zeros_like(average.get_value()))
-    for rows in trainer.batches(np.random.default_rng(3))[:N_STEPS]:
+    for rows in trainer.make_batches(np.random.default_rng(3))[:N_STEPS]:
         (got,) = trainer.train([rows])
         expected, *statistics = gradient(images[rows], labels[rows])
         update()
@@ -196,11 +196,11 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
 
 def test_rank_without_rows_contributes_nothing(two_ranks):
     # Five images in steps of two: rank 0 has three, and rank 1 sits out the last step.
-    options = digits.finish(parser_of(digits), ["custom_mlp:0", "--no-dropout", "--synthetic", "5"])
+    options = digits.parse_options(parser_of(digits), ["custom_mlp:0", "--no-dropout", "--synthetic", "5"])
     options.batch_size = 2
     networks, together, alone = mnist_pair(GpuData, options)
-    batches = together.batches(np.random.default_rng(3))
-    assert [together.shares(batch) for batch in batches] == [[1, 1], [1, 1], [1, 0]]
+    batches = together.make_batches(np.random.default_rng(3))
+    assert [together.count_rows(batch) for batch in batches] == [[1, 1], [1, 1], [1, 0]]
     for batch in batches:
         together.train([batch])
         alone.train([np.concatenate([batch[0], batch[1] + 3])])
@@ -215,10 +215,10 @@ class Recorded:
     def __init__(self, sizes):
         self.sizes, self.calls = sizes, []
 
-    def batches(self, rng):
+    def make_batches(self, rng):
         return list(self.sizes)
 
-    def shares(self, batch):
+    def count_rows(self, batch):
         return [batch - batch // 2, batch // 2]
 
     def train(self, batches):

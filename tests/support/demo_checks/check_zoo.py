@@ -62,7 +62,7 @@ def test_network_losses_equal_theano(no_dropout, name):
     model = make_for_table(name)
     learn_as_on_theano(name, model)
     if name == "LSGAN":
-        made = model.make(3)
+        made = model.generate(3)
         assert made.shape == (3, 1, 28, 28) and 0 < made.min() < made.max() < 1
 
 
