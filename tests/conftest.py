@@ -122,7 +122,7 @@ if DEVICE != "host":
             "hosts_faults",
             "hosts_survival",
             "interrupts",
-            "binding",
+            "core_binding",
             "launch",
             "launch_faults",
             "launch_hosts",
