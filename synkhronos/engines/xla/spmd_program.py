@@ -88,7 +88,7 @@ class SpmdProgram:
             poll.watch(),
             _limit_xla_threads(rank),
             _use_jax_settings(settings),
-            _compile_without_autotuning(),
+            contextlib.nullcontext() if rank.size == 1 else _compile_without_autotuning(),
             contextlib.nullcontext() if rank.is_master else _discard_output(),
         ):
             reducer = _make_reducer(rank, poll)
