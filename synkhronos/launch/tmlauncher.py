@@ -22,6 +22,8 @@ _OPTIONS = {
     ("-bsp_sync_type",): ("BSP_SYNC_TYPE", "cdd, avg or swap"),
     ("-bsp_exch_strategy",): ("BSP_EXCH_STRATEGY", "nccl32, nccl16 or ar"),
 }
+#: All options.
+_FLAGS = {"-h", "--help", "-cfg", "--config", "-b", "-bind", *(flag for flags in _OPTIONS for flag in flags)}
 
 
 def script() -> None:
@@ -32,10 +34,7 @@ def script() -> None:
 def main(arguments: list[str]) -> int:
     """Start a run as tmlauncher does; return the exit status: that of the run, or 2 if a setting is wrong."""
     open_standard_streams()
-    parser = _make_parser()
-    if not arguments:
-        parser.error("expected an option; see --help")
-    options = vars(parser.parse_args(arguments))
+    options = parse_options(arguments)
     config = options.pop("config", None)
     try:
         file = read_session_file(config) if config is not None else {}
@@ -47,6 +46,18 @@ def main(arguments: list[str]) -> int:
     except (SettingsError, ValueError) as error:
         sys.stderr.write(f"tmlauncher: {error}\n")
         return 2
+
+
+def parse_options(arguments: list[str]) -> dict[str, str]:
+    """Parse the command line; return the values of the options that are given, by keys of session files."""
+    parser = _make_parser()
+    if not arguments:
+        parser.error("expected an option; see --help")
+    for argument in arguments:
+        # argparse would take the rest of "-size=4" as the value of -s.
+        if argument.startswith("-") and argument.partition("=")[0] not in _FLAGS:
+            parser.error(f"unrecognized arguments: {argument}")
+    return vars(parser.parse_args(arguments))
 
 
 def _make_parser() -> argparse.ArgumentParser:

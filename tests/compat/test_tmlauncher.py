@@ -105,7 +105,7 @@ def test_session_file_reads_or_refuses_any_text(text):
 
 
 def read_options(text):
-    return vars(tmlauncher._make_parser().parse_args(text.split()))
+    return tmlauncher.parse_options(text.split())
 
 
 def test_tmlauncher_accepts_theano_mpis_options(capsys):
@@ -120,7 +120,7 @@ def test_tmlauncher_accepts_theano_mpis_options(capsys):
     assert found == {
         "config": "a.cfg", "MODELFILE": "models.mlp", "MODELCLASS": "MLP", "RULE": "BSP", "SIZE": "2", "BIND": "True",
     }  # fmt: skip
-    for wrong in ("-x", "-cfg", "session.cfg", "-b=1"):
+    for wrong in ("-x", "-cfg", "session.cfg", "-b=1", "-size=4", "-rule=BSP", "-bsp=1"):
         with pytest.raises(SystemExit, match="2"):
             read_options(wrong)
         assert "usage: tmlauncher" in capsys.readouterr().err

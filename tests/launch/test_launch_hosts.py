@@ -145,7 +145,7 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
 #: Patterns of the command lines of a run's processes.
 KINDS = {
     "supervisor": r"\S*python\S* -m synkhronos train",
-    "rank 0": r"\S*python\S* -m synkhronos\.launch\.master",
+    "rank 0": r"\S*python\S* -m synkhronos\.launch\.rank\.master_process",
     "rank of another host": r"\S*python\S* -c .* run_spawned_worker\(\)",
     "agent": r"\S*python\S* -c .*hosts\.agent import",
     "mpirun": r"\S*(mpirun|prterun) -",  # Open MPI's mpirun becomes this

@@ -134,12 +134,17 @@ class Settings:
     @classmethod
     def load(cls, folder: str) -> Settings:
         """Read the settings that `save` has written into a run's folder."""
-        settings = json.loads(Path(folder, SETTINGS_FILE).read_text())
+        settings = rename_old_keys(json.loads(Path(folder, SETTINGS_FILE).read_text()))
         return cls(**{**settings, "devices": tuple(settings["devices"]), "hosts": tuple(settings["hosts"])})
 
 
 #: Keys of session files, the environment and ``--set``; ``model`` sets both ``modelfile`` and ``modelclass``.
 SETTING_KEYS = ("model", "ranks", *(setting.name for setting in dataclasses.fields(Settings)))
+
+
+def rename_old_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by today's names: ``pythonpath`` was called ``root``."""
+    return {"pythonpath" if key == "root" else key: value for key, value in settings.items()}
 
 
 def find_rule_name(text: str) -> str:

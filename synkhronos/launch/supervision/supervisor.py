@@ -280,7 +280,7 @@ class Supervisor:
         if excess := limit.count_death(rank, deaths[-1]["cause"]):
             self._error_console.write(f"{excess}\n")
             return False
-        if limit.is_rank_unusable and not self.settings.hosts:  # each host chooses among its own devices
+        if limit.is_rank_unusable:
             limit.reset_repeats()
             if not self._leave_out_device(rank):
                 return False
@@ -292,8 +292,13 @@ class Supervisor:
         return True
 
     def _leave_out_device(self, rank: int) -> bool:
-        """Leave out the device of a rank that can't start; return False if none is left."""
+        """Leave out the device of a rank that can't start; return False if none is left, or if there are several hosts."""
         settings = self.settings
+        if settings.hosts:
+            self._error_console.write(
+                f"rank {rank} can't start: on_death = 'continue' leaves out no devices on several hosts\n"
+            )
+            return False
         devices = tuple(device for r, device in enumerate(settings.devices) if r != rank)
         where = f"rank {rank} can't start on {settings.devices[rank]}"
         if not devices:
