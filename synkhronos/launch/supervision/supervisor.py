@@ -292,7 +292,7 @@ class Supervisor:
         return True
 
     def _leave_out_device(self, rank: int) -> bool:
-        """Leave out the device of a rank that can't start; return False if none is left, or if there are several hosts."""
+        """Leave out the device of a rank that can't start; return False if none is left, or on several hosts."""
         settings = self.settings
         if settings.hosts:
             self._error_console.write(

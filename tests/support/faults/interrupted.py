@@ -99,7 +99,7 @@ def while_forking(where: str) -> None:
 def while_closing(where: str) -> None:
     """Block in the master while it waits for workers to end, or close with a busy worker."""
     signal.signal(signal.SIGINT, _interrupt_the_library)
-    grace_seconds, ranks.session.GRACE_SECONDS = ranks.session.GRACE_SECONDS, 10 * LIMIT
+    grace_seconds, ranks.process_group.GRACE_SECONDS = ranks.process_group.GRACE_SECONDS, 10 * LIMIT
     before = start()
     exit_code = worker_processes._get_exit_code
     synk.fork(N, use_gpu=False)
@@ -128,7 +128,7 @@ def while_closing(where: str) -> None:
 
         CommandRunner._wait_until_done = joined  # type: ignore[method-assign]
     report_event("outcome", **attempt(synk.close))
-    worker_processes._get_exit_code, ranks.session.GRACE_SECONDS = exit_code, grace_seconds
+    worker_processes._get_exit_code, ranks.process_group.GRACE_SECONDS = exit_code, grace_seconds
     vars(work).clear()
     report_event("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)
