@@ -21,6 +21,7 @@ from pytensor.compile import SharedVariable
 from pytensor.compile.builders import OpFromGraph
 from pytensor.compile.ops import ViewOp
 from pytensor.graph.basic import Constant
+from pytensor.graph.replace import vectorize_graph
 from pytensor.graph.traversal import walk
 from pytensor.sparse.math import Dot as SparseDot
 from pytensor.sparse.math import StructuredDot
@@ -338,6 +339,8 @@ def _restrict_blockwise(search: RowSearch, node: Any, axis: int) -> Any:
         return search.restrict(_index_all_batches(node, n_batch), axis)
     if isinstance(node.op.core_op, Alloc):
         return search.restrict(_allocate_all_batches(node, n_batch), axis)
+    if isinstance(node.op.core_op, OpFromGraph) and len(node.outputs) == 1:  # PyTensor 3.3's LogSumExp is one
+        return search.restrict(_inline_all_batches(node), axis)
     if not isinstance(node.op.core_op, Dot):
         raise _make_error(node)
     # A product of matrices: rows of the first operand, or columns of the second.
@@ -346,6 +349,12 @@ def _restrict_blockwise(search: RowSearch, node: Any, axis: int) -> Any:
     operand = operands[operand_index]
     operands[operand_index] = search.restrict(operand, n_batch + min(operand_index, operand.type.ndim - n_batch - 1))
     return node.op(*operands)
+
+
+def _inline_all_batches(node: Any) -> Any:
+    """Return the graph of an `OpFromGraph` with one output, of all batches."""
+    core = node.op.core_op.fgraph
+    return vectorize_graph(core.outputs[0], dict(zip(core.inputs, node.inputs, strict=True)))
 
 
 def _index_all_batches(node: Any, n_batch: int) -> Any:
