@@ -29,7 +29,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +42,7 @@ from pytensor.graph.op import Op
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.rewriting.basic import node_rewriter
 from pytensor.graph.rewriting.utils import rewrite_graph
+from pytensor.graph.traversal import ancestors
 from pytensor.scan.op import Scan
 from pytensor.tensor import TensorType
 from pytensor.tensor.elemwise import DimShuffle
@@ -233,33 +234,49 @@ class RowsSum:
         return [total, *grad(total, [self._inputs[i] for i in self.floats], disconnected_inputs="ignore")]
 
     @cached_property
-    def _value_function(self) -> Function:
+    def _value_function(self) -> tuple[Function, int]:
         return self._compile("value", self._inputs, [self.total])
 
     @cached_property
-    def _gradient_function(self) -> Function:
+    def _gradient_function(self) -> tuple[Function, int]:
         return self._compile("gradient", self._inputs, self._value_and_gradients)
 
     @cached_property
-    def _product_function(self) -> Function:
+    def _product_function(self) -> tuple[Function, int]:
         directions = [self._inputs[i].type(f"direction_{i}") for i in self.floats]
         wrt = [self._inputs[i] for i in self.floats]
         along = pt.add(0, *[pt.sum(g * v) for g, v in zip(self._value_and_gradients[1:], directions, strict=True)])
         products = grad(along, wrt, disconnected_inputs="ignore")
         return self._compile("product", [*self._inputs, *directions], list(products))
 
-    def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Function:
-        outputs = _replace_checks(outputs, _make_switch)
+    def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Function, int]:
+        """Return a function, and the number of its checks of parameters that depend on rows.
+
+        A check fails for all rows if it fails for one, as in PyMC.  A further input tells for each of these checks
+        whether it holds for all rows.  The end of the output counts the ranks or slices where it has failed.
+        """
+        holds = pt.vector("holds", dtype="bool")
+        failures: list[Any] = []
+
+        def make_switch(value: Any, *conditions: Any) -> Any:
+            condition = reduce(pt.and_, conditions)
+            if not set(self._shareds).isdisjoint(ancestors([condition])):
+                failures.append(pt.switch(condition, 0, 1).astype(self.total.dtype))
+                condition = pt.and_(condition, holds[len(failures) - 1])
+            return pt.switch(condition, value, -np.inf)
+
+        outputs = [*_replace_checks(outputs, make_switch), *failures]
         # One output, and so one reduction.
         joined = outputs[0] if len(outputs) == 1 else pt.concatenate([output.ravel() for output in outputs])
-        return function(
+        compiled = function(
             [],
             (joined, "sum"),
-            bcast_inputs=list(inputs),
+            bcast_inputs=[*inputs, holds] if failures else list(inputs),
             sliceable_shareds=self._shareds,
             name=f"{self.name}_{quantity}",
             on_unused_input="ignore",
         )
+        return compiled, len(failures)
 
     def make_local_graph(self) -> tuple[list[Any], Any, list[Any]]:
         """Return the graph of the sum of one rank's rows, for a program in JAX.
@@ -326,13 +343,18 @@ class RowsSum:
             return [result.copy() for result in self._last_results]
 
     def _call(
-        self, function: Function, arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
+        self, compiled: tuple[Function, int], arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Call a function on the ranks, and split its result into arrays of the shapes and dtypes of `templates`."""
         if not len(self._scattered[0]):
             return [np.zeros_like(template) for template in templates]
+        function, num_checks = compiled
+        call = partial(get_dispatcher(function).call, *arguments, num_slices=self._num_slices)
+        holds = [np.ones(num_checks, bool)] if num_checks else []
         try:
-            joined = np.ravel(get_dispatcher(function).call(*arguments, num_slices=self._num_slices)[0])
+            joined = np.ravel(call(*holds)[0])
+            if num_checks and joined[-num_checks:].any():
+                joined = np.ravel(call(joined[-num_checks:] == 0)[0])
         except ranks.WorkerError as error:
             session = None if self._session is None else self._session()
             # A chain's process reports the error to PyMC, which ends the other chains.
@@ -742,10 +764,6 @@ def _replace_checks(variables: Sequence[Any], replace: Callable[..., Any]) -> li
 
 def _rewrite(total: Any) -> Any:
     return rewrite_graph(total, include=("canonicalize", "stabilize"))
-
-
-def _make_switch(value: Any, *conditions: Any) -> Any:
-    return pt.switch(reduce(pt.and_, conditions), value, -np.inf)
 
 
 def _is_array(variable: Any) -> bool:

@@ -169,7 +169,7 @@ def tail_of_zero():
 def test_rewrites_of_parameters_equal_pymcs(fork, monkeypatch, build):
     """From a parameter alone, without its formula, rewrites could not make a result finite."""
     if build is probability_of_zero and pm.__version__ >= "6":
-        pytest.skip("PyMC 6 selects probabilities by an index that ranks receive, and that prevents the rewrite")
+        pytest.skip("PyMC 6 needs the prior in the same function: its density of the data alone is minus infinity")
     monkeypatch.setitem(predefined_modes, INTERPRETED, Mode("py", "fast_run"))
     monkeypatch.setattr(pytensor.config, "mode", INTERPRETED)
     fork(2)
@@ -182,6 +182,24 @@ def test_rewrites_of_parameters_equal_pymcs(fork, monkeypatch, build):
         results.append(function(np.array(point)))
     for ours, theirs in zip(*results, strict=True):
         assert not np.any(np.isnan(theirs))
+        np.testing.assert_allclose(ours, theirs)
+
+
+@pytest.mark.parametrize("is_mixture", [True, False])
+def test_check_that_fails_for_one_row_fails_for_all_rows(two, is_mixture):
+    """The other component of the mixture has a density.  Without it, rows of the other rank are nan."""
+    with pm.Model() as model:
+        slope = pm.Normal("slope")
+        sigma = 1 - slope * np.linspace(0, 1, N)
+        if is_mixture:
+            component = pm.Normal.dist(slope, sigma)
+            pm.Mixture("y", w=[0.5, 0.5], comp_dists=[pm.Normal.dist(0, 1), component], observed=X[:, 0])
+        else:
+            pm.Normal("y", pt.sqrt(slope * np.linspace(-1, 1, N)), sigma, observed=X[:, 0])
+    parallel, point = data_parallel(model), {"slope": np.array(1.5)}
+    for method in ("compile_logp", "compile_dlogp"):
+        ours, theirs = (getattr(one, method)(**HERE)(point) for one in (parallel, model))
+        assert not is_mixture or np.all(np.isfinite(theirs))
         np.testing.assert_allclose(ours, theirs)
 
 
