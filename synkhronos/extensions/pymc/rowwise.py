@@ -93,6 +93,10 @@ def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None 
     rows = {placeholder: values for placeholder, values in search.sources.items() if placeholder in read}
     if not rows:
         raise NotRowwiseError("no data run along its rows")
+    for values in rows.values():
+        n_rows = len(values.get_value(borrow=True) if isinstance(values, SharedVariable) else values)
+        if n_rows != length:
+            raise NotRowwiseError(f"it has {length} rows, and data along them have {n_rows}")
     restricted = replace_variables(restricted, nodes, {search.count: next(iter(rows)).shape[0]})
     search.check_parameters(restricted)
     return restricted, rows
