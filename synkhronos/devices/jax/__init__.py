@@ -87,9 +87,9 @@ class JaxDevice(CudaDevice):
         return self.can_communicate(dtype) and self._compute_stream is not None and self._compute_stream.is_inline
 
     @cached_property
-    def nccl_calls(self) -> str:
+    def nccl_caller(self) -> str:
         """Kind of NCCL calls within a launch: "python", "native" or "graph", as in `FfiAllReduce`."""
-        calls = nccl_handlers.read_nccl_calls()
+        calls = nccl_handlers.read_nccl_caller()
         if calls == "python" or nccl_handlers.load_handlers() is None:
             return "python"
         if calls == "graph":
@@ -189,7 +189,7 @@ class JaxDevice(CudaDevice):
         """Convert arrays and log entries to NumPy, in one transfer; values of other types are returned unchanged."""
         logs = {id(value.log): value.log for value in values if isinstance(value, LogEntry)}
         arrays = [[value] if self.owns(value) else [] for value in values]
-        arrays += [log.get_unread_arrays() for log in logs.values()]
+        arrays += [log.get_arrays_to_copy() for log in logs.values()]
         copies = iter(self._copy_to_host([array for unread in arrays for array in unread]))
         fetched = [next(copies) if unread else value for value, unread in zip(values, arrays, strict=False)]
         for log, unread in zip(logs.values(), arrays[len(values) :], strict=True):

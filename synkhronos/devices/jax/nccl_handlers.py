@@ -31,7 +31,7 @@ CALLS = ("python", "native", "graph")
 _DEFAULT_CALLS = "python"
 
 
-def read_nccl_calls() -> str:
+def read_nccl_caller() -> str:
     """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiAllReduce`: "python", "native" or "graph".
 
     Raises
