@@ -88,15 +88,15 @@ class JaxDevice(CudaDevice):
 
     @cached_property
     def nccl_caller(self) -> str:
-        """Kind of NCCL calls within a launch: "python", "native" or "graph", as in `FfiAllReduce`."""
-        calls = nccl_handlers.read_nccl_caller()
-        if calls == "python" or nccl_handlers.load_handlers() is None:
+        """Code that calls NCCL within a launch: "python", "native" or "graph", as in `FfiAllReduce`."""
+        caller = nccl_handlers.read_nccl_caller()
+        if caller == "python" or nccl_handlers.load_handlers() is None:
             return "python"
-        if calls == "graph":
+        if caller == "graph":
             # By default NCCL registers memory when an operation is recorded, which may be a collective.  But XLA
             # records again when an address has changed, possibly on a single rank.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-        return calls
+        return caller
 
     # -- arrays ----------------------------------------------------------------------------------------------
 
