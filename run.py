@@ -343,7 +343,7 @@ def list_test_files(*names: str) -> list[str]:
 PARTS = {
     "engines": ("engines", "extensions", "devices"),
     "launch": ("launch", "loading", "compat"),
-    "ranks": ("ranks", "tasks", "hosts", "rules", "tracing"),
+    "ranks": ("ranks", "tasks", "hosts", "rules", "timelines"),
     "training": ("training",),
 }
 #: Tests that `test` runs on JAX arrays.

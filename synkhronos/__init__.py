@@ -37,7 +37,7 @@ from synkhronos.ranks import WorkerError
 from synkhronos.rules import Rule as _Rule
 from synkhronos.rules.rule import register_launcher as _register_launcher
 from synkhronos.tasks import Worker, run
-from synkhronos.tracing import Timeline, timeline
+from synkhronos.timelines import Timeline, timeline
 
 __version__ = "2.0.0"
 

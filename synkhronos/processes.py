@@ -93,9 +93,8 @@ class _SetUpRank(Command):
         index, gpus = rank.number - local_ranks.start, self.gpus
         if rank.master_rank not in local_ranks:
             numbers = self.gpu_numbers[local_ranks.start : local_ranks.stop]
-            if (
-                device is HOST or max(numbers) < get_n_gpu()
-            ):  # else CUDA has numbered the GPUs anew, without a broken one
+            # CUDA numbers the GPUs anew if it leaves out a broken one: then the master's numbers may not exist.
+            if device is HOST or max(numbers) < get_n_gpu():
                 index = numbers[index]
             gpus = device.assign_gpus(index + 1, 0)
         device.initialize(gpus[index])

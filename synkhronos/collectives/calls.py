@@ -41,7 +41,7 @@ from synkhronos.data.rows import get_share, select_rows
 from synkhronos.data.shared_memory import get_array_location
 from synkhronos.graphs import library_of
 from synkhronos.ranks import Session, WeakKeyDict
-from synkhronos.replication.random_streams import reset_streams
+from synkhronos.replication.random_streams import record_new_seeds
 
 
 def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
@@ -93,7 +93,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
             check_generator_state(session, variable, state, must_jump=True)
         if generators:
             keys = distribute_variables(session, generators)
-            reset_streams(session, generators)
+            record_new_seeds(session, generators)
             session.run(SetGenerators(keys, states))
         if not arrays:
             return

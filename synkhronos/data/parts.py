@@ -59,17 +59,19 @@ class PartsData(ReadOnlyData):
         IndexError
             If this host does not have all rows.
         """
-        return self._get_rows(slice(None))
+        self._check_is_local(slice(None))
+        return self._array
 
     def __getitem__(self, key: Any) -> Any:
-        return self._get_rows(key)[key]
+        self._check_is_local(key)
+        return self._array[key]
 
     def __repr__(self) -> str:
         rows = self.local_rows
         return f"<synkhronos.PartsData: {self.dtype}, shape {self.shape}, rows {rows.start} to {rows.stop}>"
 
-    def _get_rows(self, key: Any) -> np.ndarray:
-        """Return the array; raise IndexError if a row that the key selects is on another host."""
+    def _check_is_local(self, key: Any) -> None:
+        """Raise IndexError if a row that the key selects is on another host."""
         self._check_open()
         local = self.local_rows
         if len(local) < len(self):
@@ -82,10 +84,9 @@ class PartsData(ReadOnlyData):
                     f"{self._source}: this host has rows {local.start:,} to {local.stop - 1:,} of {len(self):,}; "
                     "others have the rest"
                 )
-        return self._array
 
     def _get_array_location(self) -> ArrayLocation:
-        return _DistributedArray(self._get_key(), self.dtype.str, self.shape)
+        return _DistributedArrayLocation(self._get_key(), self.dtype.str, self.shape)
 
     def batches(self, size: int, seed: Any = None) -> Iterator[np.ndarray]:
         """Yield batches of shuffled rows, in which each rank's share is on its own host.
@@ -183,8 +184,8 @@ def iterate_shuffled_batches(
         As in `PartsData.batches`.
     """
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
-    orders = [rng.permutation(_get_joint_share(length, n_ranks, ranks)) for ranks in ranks_by_host]
-    counts = [len(_get_joint_share(size, n_ranks, ranks)) for ranks in ranks_by_host]
+    orders = [rng.permutation(_get_joint_share(length, n_ranks, host_ranks)) for host_ranks in ranks_by_host]
+    counts = [len(_get_joint_share(size, n_ranks, host_ranks)) for host_ranks in ranks_by_host]
     for k in range(min(len(order) // count for order, count in zip(orders, counts, strict=True))):
         yield np.concatenate([order[k * count :][:count] for order, count in zip(orders, counts, strict=True)])
 
@@ -203,19 +204,19 @@ def iterate_ordered_batches(length: int, size: int, n_ranks: int) -> Iterator[np
         yield np.concatenate([rows[start : start + count] for rows in shares])
 
 
-def _get_joint_share(n_rows: int, n_ranks: int, ranks: range) -> range:
-    """Return the rows of consecutive ``ranks``, when ``n_rows`` rows are divided among ``n_ranks`` ranks."""
-    return range(get_share(n_rows, n_ranks, ranks[0]).start, get_share(n_rows, n_ranks, ranks[-1]).stop)
+def _get_joint_share(n_rows: int, n_ranks: int, host_ranks: range) -> range:
+    """Return the rows of a host's consecutive ranks, when ``n_rows`` rows are divided among ``n_ranks`` ranks."""
+    return range(get_share(n_rows, n_ranks, host_ranks[0]).start, get_share(n_rows, n_ranks, host_ranks[-1]).stop)
 
 
-class _DistributedArray(ArrayLocation):
-    """An array with distributed rows: each host has the rows of its own ranks."""
+class _DistributedArrayLocation(ArrayLocation):
+    """Location of an array with distributed rows: each host has the rows of its own ranks."""
 
     __slots__ = ()
 
-    def find_local_rows(self, size: int, ranks: range) -> range:
+    def find_local_rows(self, size: int, host_ranks: range) -> range:
         """Return the rows on the host with these ranks, of ``size`` in all."""
-        return _get_joint_share(self.shape[0], size, ranks)
+        return _get_joint_share(self.shape[0], size, host_ranks)
 
 
 def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...], str]:
@@ -223,7 +224,7 @@ def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int
     key = session.memory.reserve_key()
     try:
         Replicator.from_session(session).send([(("load", key), load)], [])
-        session.rank.objects["load", key] = lambda: load
+        session.rank.objects["load", key] = lambda: load  # called like the weak references to other objects
         shape, dtype = session.run(_LoadRows(key, length))
     except BaseException:
         session.memory.release("segment", key)
@@ -257,13 +258,13 @@ class _LoadRows(Command):
         nbytes, local_rows = max(1, self.length * row_nbytes), _get_joint_share(self.length, rank.size, local_ranks)
         allocated = range(local_rows.start * row_nbytes, local_rows.stop * row_nbytes)
         with contextlib.ExitStack() as files:
-            descriptor = None
+            opened = None
             if rank.number == local_ranks.start:
                 file = files.enter_context(create_unlinked_file(nbytes, [allocated]))
-                descriptor = os.getpid(), file.fileno()
-            pid, number = rank.all_gather(descriptor)[local_ranks.start]
+                opened = os.getpid(), file.fileno()
+            pid, descriptor = rank.all_gather(opened)[local_ranks.start]
             if rank.number != local_ranks.start:
-                file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{number}", "r+"))
+                file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{descriptor}", "r+"))
             segment = Segment(self.key, file.fileno(), nbytes, backed_bytes=allocated)
             rank.segments.add(segment)
             if rows is not None:

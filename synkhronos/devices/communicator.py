@@ -52,7 +52,22 @@ class Communicator(ABC):
     def reduce(
         self, array: Any | None, op: str, root: int, out: Any | None, layout: ArrayLayout, contributors: Sequence[int]
     ) -> None:
-        """Write the reduction of the contributors' arrays into the root's ``out``."""
+        """Write the reduction of the contributors' arrays into the root's ``out``.
+
+        Parameters
+        ----------
+        array : array or None
+            This rank's array; None if it contributes nothing.
+        op : str
+        root : int
+        out : array or None
+            Target in the root, None on the other ranks.  Default in the root: ``array``.
+        layout : ArrayLayout
+            Shape and dtype of the contributors' arrays, for ranks that have none.
+        contributors : sequence of int
+            Ranks whose arrays are reduced, in ascending order.  A device's communicator may require all ranks; that of
+            the host, which reduces outputs of functions, accepts any.
+        """
 
     @abstractmethod
     def reduce_scatter(self, array: Any, op: str, bounds: Sequence[int], out: Any) -> None:
@@ -95,5 +110,6 @@ class Communicator(ABC):
             This rank's array.
         layouts : sequence of ArrayLayout
             Shape and dtype of each rank's array.
-        out : sequence of array
+        out : sequence of item ranges
+            Targets, as in `gather`.
         """

@@ -167,7 +167,7 @@ class Engine:
         """
         return None
 
-    def max_repeats(self, dtype: np.dtype | None = None) -> int:
+    def get_max_repeats(self, dtype: np.dtype | None = None) -> int:
         """Return the maximal ``n_repeats`` of a launch; with a dtype, of a launch that all-reduces arrays of it."""
         return 1
 

@@ -93,7 +93,7 @@ class _CallFields(NamedTuple):
     inputs: tuple[ScatteredInput | BroadcastInput, ...]
     n_rows: int | None
     batch_s: tuple[Any, ...] | None
-    n_slices: int
+    num_slices: int
     has_updates: bool
     reads_outputs: bool = False
 
@@ -113,7 +113,7 @@ class Call(_CallFields, Command):
         Number of selected rows of all ranks together; None if no input is scattered.
     batch_s : tuple of (slice or ArrayLocation of int64), or None
         Selected rows of the sliceable shared variables, one selection for each rank; None for all rows.
-    n_slices : int
+    num_slices : int
         Number of slices in which each rank computes its rows.
     has_updates : bool
         Whether the function has updates.
@@ -247,7 +247,7 @@ class RankCall:
         if call.variant.returns_updates:
             self._rank.raise_on_all_ranks(
                 ValueError(
-                    f"num_slices: expected 1, got {call.n_slices}: {self.computation.name} has means over all ranks' "
+                    f"num_slices: expected 1, got {call.num_slices}: {self.computation.name} has means over all ranks' "
                     "rows (rank_mean, sync=True), and a slice has other means than the batch"
                 )
             )
@@ -330,7 +330,7 @@ class RankCall:
             self.values = self._launch(self._shares, self._sliceable_rows)
             return
         lengths = [self.n_rows] if self._sliceable_rows is None else [self.n_rows, len(self._sliceable_rows)]
-        count = max(1, min(call.n_slices, *lengths))
+        count = max(1, min(call.num_slices, *lengths))
         updates = self.computation.list_accumulated_updates()
         totals = [Accumulator(op) for op in [*ops, *(op for _, op in updates)]]
         slices = [None if share is None else list(split_selection(share, count)) for share in self._shares]

@@ -127,9 +127,8 @@ class Dispatcher:
                     argument = "num_slices" if batch_s is None else "batch_s"
                     raise ValueError(
                         f"{argument}: {computation.name} updates {shared.name!r}, which is one of its "
-                        "sliceable_shareds: "
-                        "the update would replace all rows by values of the selected rows; update another variable, or "
-                        "leave this one out of sliceable_shareds"
+                        "sliceable_shareds: the update would replace all rows by values of the selected rows; update "
+                        "another variable, or leave this one out of sliceable_shareds"
                     )
             is_contiguous = batch_s is None or has_only_contiguous_slices(batch_s)
             row_inputs = "slice" if is_contiguous and not computation.engine.requires_static_shapes else "index"

@@ -226,7 +226,8 @@ class Agent:
             has_events |= self._send_done(done)
         elif words[ControlMemory.END_REQUEST] and not self._is_ending:
             self._is_ending = has_events = True
-            self._messenger.send_all(self._messenger.other_hosts, END, words[ControlMemory.END_REQUEST] > 1)
+            must_kill = words[ControlMemory.END_REQUEST] == ControlMemory.KILL_WORKERS
+            self._messenger.send_all(self._messenger.other_hosts, END, must_kill)
         return has_events
 
     def _send_command(self) -> None:
@@ -350,7 +351,7 @@ class Agent:
 
     def _end_without_master(self, now: float) -> None:
         """End all hosts after the master's death; if some do not answer, exit, so that ``mpirun`` ends them."""
-        self._control.words[ControlMemory.END_REQUEST] = 2
+        self._control.words[ControlMemory.END_REQUEST] = ControlMemory.KILL_WORKERS
         self._deadline = self._deadline or now + _EXIT_SECONDS_WITHOUT_MASTER
         if now > self._deadline:
             self._exit_alone(1)

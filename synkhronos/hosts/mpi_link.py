@@ -83,7 +83,7 @@ class MpiLink(Link):
     """
 
     needs_control_file = True
-    plan_nbytes = MAILBOX_NBYTES // 2
+    max_plan_nbytes = MAILBOX_NBYTES // 2
 
     def __init__(self, hosts: Sequence[Host] | None, timeout: float, output: IO[str] | None = None):
         self._hosts = hosts
@@ -109,7 +109,7 @@ class MpiLink(Link):
         """
         hosts = self._hosts
         if hosts is None:
-            _check_single_start()
+            _record_single_start()
         address = f"synkhronos-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + address)
@@ -146,7 +146,7 @@ class MpiLink(Link):
             )
         check_versions(self.host_names, [host["versions"] for host in host_infos])
         self._aliases = [(name, host["name"]) for name, host in zip(self.host_names, host_infos, strict=True)]
-        self._n_ranks = [host.n_ranks for host in hosts]
+        self._listed_counts = [host.n_ranks for host in hosts]
         self._cores, self._gpus = ([host[key] for host in host_infos] for key in ("cores", "gpus"))
 
     def choose_gpu_default(self) -> bool | None:
@@ -181,7 +181,7 @@ class MpiLink(Link):
         """
         defaults = self._gpus if needs_gpus else self._cores
         self._uses_gpus = needs_gpus
-        counts = [count or n_ranks or n for count, n in zip(self._n_ranks, defaults, strict=True)]
+        counts = [count or n_ranks or n for count, n in zip(self._listed_counts, defaults, strict=True)]
         for name, n, n_gpus in zip(self.host_names, counts, self._gpus, strict=True):
             if needs_gpus and not 1 <= n <= n_gpus:
                 needed = f", and {n} ranks there need one each" if n else ""
@@ -285,10 +285,10 @@ class MpiLink(Link):
                     accesses_by_host[-1].append(_to_segment_access(RowAccess(access.rows)))
         task = command.task_memory
         plan = pickle.dumps((accesses_by_host[1:], dropped, task), pickle.HIGHEST_PROTOCOL)
-        if len(plan) > self.plan_nbytes:
+        if len(plan) > self.max_plan_nbytes:
             raise ValueError(
                 f"a call on several hosts names too many arrays: they take {len(plan):,} bytes, and there is room "
-                f"for {self.plan_nbytes:,}"
+                f"for {self.max_plan_nbytes:,}"
             )
         return plan
 
@@ -303,7 +303,10 @@ class MpiLink(Link):
         return self.host_names[find_host(self.ranks_by_host, rank)]
 
     def find_failure(self) -> PeerFailure | None:
-        """Return the failure of a host, an agent, or a worker on another host; None if there is none."""
+        """Return the failure of a host, an agent, or a worker on another host; None if there is none.
+
+        If ``mpirun`` has closed the connection, wait up to about a second for its message, which names the host.
+        """
         if self._control is None or self._layout is None:
             return None
         length = self._control.words[ControlMemory.FAILURE_NBYTES]
@@ -317,7 +320,6 @@ class MpiLink(Link):
         assert self._channel is not None
         if self._mpirun.poll() is None and not is_closed(self._channel):
             return None
-        # A moment later, mpirun prints the name of the host.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._mpirun.wait(1.0)
         for reader in self._readers:
@@ -340,7 +342,8 @@ class MpiLink(Link):
     def shut_down(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """End the other hosts' workers and all agents."""
         if self._control is not None:
-            self._control.words[ControlMemory.END_REQUEST] = 2 if kill else 1
+            request = ControlMemory.KILL_WORKERS if kill else ControlMemory.END_WORKERS
+            self._control.words[ControlMemory.END_REQUEST] = request
         deadline = time.monotonic() + seconds
         while not kill and self._control is not None and self._mpirun.poll() is None:
             if should_kill() or time.monotonic() > deadline:
@@ -482,8 +485,14 @@ def _check_rows(access: RowAccess, local_rows: range, segments: SegmentTable, de
         )
 
 
-def _check_single_start() -> None:
-    """Raise in a second session of a script that ``mpirun`` started: its processes on other hosts have exited."""
+def _record_single_start() -> None:
+    """Record the session of a script that ``mpirun`` started.
+
+    Raises
+    ------
+    RuntimeError
+        If it is the second: the processes on other hosts have exited with the first.
+    """
     global _has_started
     if _has_started:
         raise RuntimeError(

@@ -380,13 +380,13 @@ class Feed:
         The ring's arrays, one for each array of a row.
     layout : RingLayout
     plan : ReadPlan
-    max_repeats : int
+    max_steps_per_launch : int
         Maximal number of units that a consumer may hold at a time, and thus of steps in a launch.
     """
 
     def __init__(self, pool: _LoaderPool, unit: int, plan: ReadPlan, count: int):
         self.layout, self.data, self.plan = pool.layout, pool.data, plan
-        self.max_repeats = max(1, self.layout.slots // self.layout.consumers // 2)
+        self.max_steps_per_launch = max(1, self.layout.slots // self.layout.consumers // 2)
         self._words, self._pids, self._unit, self._count = pool.words, pool.pids, unit, count
         self._ring = pool.ring
 

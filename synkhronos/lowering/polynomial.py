@@ -1,4 +1,4 @@
-"""Integer expressions as polynomials, by which a slice is proved to have a length that does not depend on data.
+"""Integer expressions as polynomials, by which the extent of a slice is proved not to depend on data.
 
 The bounds of ``x[i:i + 28]`` are traced values, but the difference of the polynomials ``i + 28`` and ``i`` is 28.
 """
@@ -21,8 +21,10 @@ from pytensor.tensor.subtensor import Subtensor
 Polynomial = Counter[tuple[Any, ...]]
 
 
-def find_constant_length(index: slice, polynomials: Mapping[Any, Polynomial]) -> int | None:
-    """Return the length of a slice if stop minus start is a constant; None otherwise.
+def find_constant_extent(index: slice, polynomials: Mapping[Any, Polynomial]) -> int | None:
+    """Return stop minus start of a slice, at least 0, if it is a constant; None otherwise.
+
+    It is the length of the slice, or an upper bound where the array ends before ``stop``.
 
     Parameters
     ----------

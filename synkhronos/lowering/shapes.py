@@ -40,7 +40,7 @@ from pytensor.tensor.shape import Reshape
 from pytensor.tensor.subtensor import AdvancedIncSubtensor, AdvancedSubtensor, IncSubtensor, Subtensor
 
 from synkhronos.lowering.lengths import FixedLengthSubtensor, select_shape_inputs, split_indexing, to_python_function
-from synkhronos.lowering.polynomial import Polynomial, find_constant_length, to_polynomial
+from synkhronos.lowering.polynomial import Polynomial, find_constant_extent, to_polynomial
 
 #: Maximal number of elements of a shape; larger arrays are data.
 _MAX_SHAPE_SIZE = 64
@@ -407,7 +407,7 @@ def _has_known_bounds(index: slice) -> bool:
 
 def _require_constant_length(index: slice, polynomials: Mapping[Any, Polynomial]) -> int:
     """Return the constant length of a slice of variables; raise NotImplementedError if it is not constant."""
-    length = find_constant_length(index, polynomials)
+    length = find_constant_extent(index, polynomials)
     if length is not None:
         return length
     bounds = {"start": index.start, "stop": index.stop, "step": index.step}

@@ -16,7 +16,7 @@ from pytensor.tensor.shape import specify_shape
 from pytensor.tensor.subtensor import Subtensor
 
 from synkhronos.lowering.lengths import KnownVariables, split_indexing
-from synkhronos.lowering.polynomial import find_constant_length
+from synkhronos.lowering.polynomial import find_constant_extent
 
 
 class SliceLengthRewriter(GraphRewriter):
@@ -41,7 +41,7 @@ def _find_lengths(node: Any, known_variables: Any) -> list[int | None]:
             continue
         bounds = [bound for bound in (index.start, index.stop, index.step) if bound is not None]
         is_data = not all(map(known_variables.is_known_in_trace, bounds))
-        lengths.append(find_constant_length(index, {}) if is_data else None)
+        lengths.append(find_constant_extent(index, {}) if is_data else None)
     return lengths + [None] * (node.outputs[0].type.ndim - len(lengths))
 
 

@@ -11,15 +11,15 @@ A command is posted by one word in shared memory, `ControlMemory.POSTED`, and fi
       │ exception: FAILED = number, wake all ranks                │ exception: report, FAILED = number, wake all ranks
       │ FAILED by another rank: Cancelled at the next wait        │ FAILED by another rank: Cancelled at the next wait
     done[master] = number                                       done[r] = number; the last one wakes the master
-    wait until every rank has finished (`_wait_until_done`) <───┘
+    wait until every rank is done (`_wait_for_completion`) <────┘
     no rank failed: return the master's result
     a rank failed:  cancel pending operations, raise the master's error, or a WorkerError made of the reports
 
-A waiting master checks regularly whether its workers live (`_check_peers`); a computing one is interrupted by a signal
-(`PeerWatch`).  A death closes the session, and the call raises a WorkerError.
+A waiting master checks regularly whether its workers live (`_close_if_peer_failed`); a computing one is interrupted by
+a signal (`PeerWatch`).  A death closes the session, and the call raises a WorkerError.
 
-If an interrupt ends the master's part, `_wait_until_done` waits for a moment only, and the workers may still be busy
-with the command.  The next call waits for them (`wait_until_idle`) before it writes memory that they may read.
+If an interrupt ends the master's part, `_wait_for_completion` waits for a moment only, and the workers may still be
+busy with the command.  The next call waits for them (`wait_until_idle`) before it writes memory that they may read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.command_errors import make_command_error, read_reports
 from synkhronos.ranks.control_memory import ControlMemory
-from synkhronos.ranks.errors import Cancelled, PeerFailure, WorkerError
+from synkhronos.ranks.errors import Cancelled, FailureReport, PeerFailure, WorkerError
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.ranks.memory import MemoryTable
 from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
@@ -96,11 +96,11 @@ class CommandRunner(ABC):
             group.master_rank,
             group.master_rank,
             group.control,
-            self._check_peers,
+            self._close_if_peer_failed,
             ThreadLimit(len(group.control.local_ranks), sets_environment=False),
             group.has_any_died,
         )
-        self.memory = MemoryTable(self.rank, group.channels, self._run_when_idle)
+        self.memory = MemoryTable(self.rank, group.channels, self._execute_when_idle)
         self._set_group(group)
 
     def _set_group(self, group: ProcessGroup) -> None:
@@ -120,7 +120,8 @@ class CommandRunner(ABC):
         """Lock of one call, held from the check of its arguments to its results.
 
         It is implemented in C: a ``with`` statement acquires and releases it with no moment between at which a signal
-        handler could raise.
+        handler could raise.  A context manager in Python that also calls `wait_until_idle` would have such moments, and
+        the lock would stay acquired.
 
         Raises
         ------
@@ -150,20 +151,28 @@ class CommandRunner(ABC):
         return is_held
 
     def wait_until_idle(self) -> None:
-        """Wait until no rank is busy: an interrupt may have left the workers with a command to finish.
+        """Begin a call: wait until all ranks have finished the last command, which an interrupt may have left running.
 
-        Memory that ranks may still read must not be written before.
+        Memory that ranks may still read must not be written before.  The caller holds the lock, so no command runs in
+        the master; if an interrupt has left it marked as running, the mark is removed.
         """
-        self._is_running = False  # an interrupt may have left it True; only the holder of the lock runs commands
-        self._wait_for_workers()
+        self._is_running = False
+        self._finish_last_command()
 
-    def _wait_for_workers(self) -> None:
+    def _finish_last_command(self) -> None:
+        """Wait until all ranks have finished the last command, and release memory that the master no longer uses.
+
+        Raises
+        ------
+        RuntimeError
+            If this thread is in the middle of a command, or the session has ended.
+        """
         if self._is_running:
             raise RuntimeError(_NESTED_CALL)
         if self.close_reason is None:
             self.memory.release_unused()
             if not self._is_idle:
-                self._wait_until_done()
+                self._wait_for_completion()
         if self.close_reason is not None:  # a worker's death may have closed it just now
             raise RuntimeError(self.close_reason)
 
@@ -180,53 +189,42 @@ class CommandRunner(ABC):
             The exception of the master's own part.
         """
         self.send_releases()
-        return self._run(command)
+        return self._execute(command)
 
     def send_releases(self) -> None:
         """Release segments and objects on the workers that the master has released.  The lock has to be held."""
-        self._wait_for_workers()
+        self._finish_last_command()
         self.memory.send_releases()
 
-    def _run_when_idle(self, command: Command) -> Any:
-        self._wait_for_workers()
-        return self._run(command)
+    def _execute_when_idle(self, command: Command) -> Any:
+        self._finish_last_command()
+        return self._execute(command)
 
-    def _run(self, command: Command) -> Any:
-        control, rank, watch = self._control, self.rank, self._watch
-        result, master_error = None, None
+    def _execute(self, command: Command) -> Any:
+        """Run a command on all ranks; return the master's result, or raise the ranks' error.
+
+        The order is the same whether the master's part succeeds, fails or is interrupted:
+
+        1. Run the master's part; if it fails, mark the command as failed, which ends the waits of the others.
+        2. Done: `done` of the master is set after its last step of the command, so no rank waits for it any more.
+        3. Wait until all ranks are done.  Only then are the workers' reports complete, and no rank starts an operation.
+        4. Cancel the pending operations of a failed command, and raise.
+
+        If an interrupt ends the master's part, the wait of 3 is short.  Then `_is_idle` stays False, and the next call
+        completes it (`_finish_last_command`), as it does if an exception leaves this method before 2.
+        """
+        control, number = self._control, self._command_number + 1
         try:
-            self._is_running, self._is_idle = True, False
-            self._command_number = number = self._command_number + 1
-            if self.timeout is not None:
-                self._command_began = time.monotonic()
-            try:
-                rank.begin_command(number)
-                if rank.size > 1:
-                    self._mailbox.post(number, command)
-                watch.command_thread = threading.get_ident()
-                try:
-                    result = command.run(rank)
-                finally:
-                    rank.finish_command()
-                watch.command_thread = 0
-            except BaseException as error:
-                watch.command_thread = 0
-                if rank.command_number == number:  # else it was not posted
-                    rank.fail_command()
-                master_error = error
-            control.done[rank.number] = number
-            if watch.has_raised:
+            self._is_running, self._is_idle, self._command_number = True, False, number
+            result, master_error = self._run_own_part(command, number)
+            control.done[self.rank.number] = number
+            if self._watch.has_raised:
                 self._raise_if_peer_died()
-            # After an interrupt of the master, a worker in compiled code may take long to finish: `wait_until_idle`
-            # waits for it, or `close` ends it.
-            self._wait_until_done(
-                None if master_error is None or isinstance(master_error, Exception) else _INTERRUPTED_GRACE_SECONDS
-            )
-            has_failed = control.words[ControlMemory.FAILED] == number
-            reports = read_reports(control, number, rank.number, self._group.link) if has_failed else []
-            if has_failed and self._group.link.find_failure() is not None:
-                self._raise_if_peer_died()  # reports may only follow from the failure of a machine, which is the cause
-            rank.cancel_failed_operations()
+            is_interrupt = master_error is not None and not isinstance(master_error, Exception)
+            # A worker in compiled code may take long to finish; the next call waits for it, or `close` ends it.
+            self._wait_for_completion(_INTERRUPTED_GRACE_SECONDS if is_interrupt else None)
+            reports = self._read_reports(number)
+            self.rank.cancel_failed_operations()
         except PeerDied:  # raised just after the master's part had failed
             self._raise_if_peer_died()
             raise
@@ -241,17 +239,49 @@ class CommandRunner(ABC):
         finally:
             del master_error  # the error refers to this frame: a cycle, which would delay the release of memory
 
-    def _wait_until_done(self, limit: float | None = None) -> None:
+    def _run_own_part(self, command: Command, number: int) -> tuple[Any, BaseException | None]:
+        """Post a command and run the master's part; return its result, and its exception or None."""
+        rank, watch = self.rank, self._watch
+        if self.timeout is not None:
+            self._command_began = time.monotonic()
+        try:
+            rank.begin_command(number)
+            if rank.size > 1:
+                self._mailbox.post(number, command)
+            watch.command_thread = threading.get_ident()
+            try:
+                result = command.run(rank)
+            finally:
+                rank.finish_command()
+            watch.command_thread = 0
+        except BaseException as error:
+            watch.command_thread = 0
+            if rank.command_number == number:  # else it was not posted
+                rank.fail_command()
+            return None, error
+        return result, None
+
+    def _read_reports(self, number: int) -> list[FailureReport]:
+        """Return the workers' reports of a command; an empty list if no rank failed."""
+        if self._control.words[ControlMemory.FAILED] != number:
+            return []
+        link = self._group.link
+        reports = read_reports(self._control, number, self.rank.number, link)
+        if link.find_failure() is not None:
+            self._raise_if_peer_died()  # reports may only follow from the failure of a machine, which is the cause
+        return reports
+
+    def _wait_for_completion(self, limit: float | None = None) -> None:
         """Wait until all ranks have finished the last command, at most ``limit`` seconds."""
         done, me, number = self._control.done, self.rank.number, self._control.words[ControlMemory.POSTED]
         if done[me] < number:  # an interrupt ended the master's part before it was marked as done
             self.rank.fail_command()
             done[me] = number
-        self._is_idle = self._group.wait_until_done(self._check_peers, limit)
+        self._is_idle = self._group.wait_until_done(self._close_if_peer_failed, limit)
 
     # -- deaths and time limits --------------------------------------------------------------------------------
 
-    def _check_peers(self) -> None:
+    def _close_if_peer_failed(self) -> None:
         """End the session and raise WorkerError if a peer has died, or exceeds the time limit."""
         if self.timeout is not None and time.monotonic() - self._command_began > self.timeout:
             late = self._group.find_timeout(self._command_began, self.timeout)

@@ -85,7 +85,7 @@ class ControlMemory:
         Words of the whole session, indexed by the constants of this class.  `POSTED` and `FAILED` are the numbers of
         the last posted and the last failed command.  `MESSAGE_NBYTES` and `PLAN_NBYTES` are the lengths of the
         pickled command and of the link's plan, both in the mailbox.  `NEWEST_KEY` is the key of the newest segment
-        that was sent.  `END_REQUEST` is 1 when agents have to end their workers, and 2 when they have to kill them.
+        that was sent.  `END_REQUEST` is `END_WORKERS` or `KILL_WORKERS` once agents have to do so, and 0 before.
         `FAILURE_NBYTES` is the length of an agent's failure message.  `BYTES_SENT` counts bytes sent to other hosts.
         `COMMON_STEP` and the next word belong to `agreement`.
     done : memoryview of uint64
@@ -113,6 +113,7 @@ class ControlMemory:
     POSTED, FAILED, MESSAGE_NBYTES, NEWEST_KEY, PLAN_NBYTES, END_REQUEST, FAILURE_NBYTES, BYTES_SENT, COMMON_STEP = (
         range(9)
     )
+    END_WORKERS, KILL_WORKERS = 1, 2
 
     def __init__(
         self,

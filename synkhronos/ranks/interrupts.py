@@ -15,7 +15,7 @@ from typing import Any, Self
 # The functions of `signal` convert arguments and results to enums, which takes ten times as long.
 _getsignal, _setsignal = _signal.getsignal, _signal.signal
 
-#: Seconds after which `defer_signals.deliver_if_late` delivers a deferred signal.
+#: Seconds after which `defer_signals.stop_deferring_if_late` delivers a deferred signal.
 MAX_DEFERRAL_SECONDS = 2.0
 
 
@@ -52,7 +52,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
             handler = _getsignal(number)
             if callable(handler):  # else it is ignored, fatal, or was not installed by Python
                 self._handlers[number] = handler
-                _setsignal(number, self._record)
+                _setsignal(number, self._handle)
 
     def __exit__(self, *_: object) -> None:
         if not self._has_stopped:
@@ -71,11 +71,11 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
         return any(number != excluded for number in self._deferred)
 
     def restart_time_limit(self) -> None:
-        """Restart the time limit of `deliver_if_late`; called when long work is followed by a wait."""
+        """Restart the time limit of `stop_deferring_if_late`; called when long work is followed by a wait."""
         if self._deferred:
             self._deferred_since = time.monotonic()
 
-    def deliver_if_late(self) -> None:
+    def stop_deferring_if_late(self) -> None:
         """Stop deferring if a signal has been deferred for `MAX_DEFERRAL_SECONDS`; polled in waits within the block."""
         if self._deferred and time.monotonic() > self._deferred_since + MAX_DEFERRAL_SECONDS:
             self._stop_deferring()
@@ -98,13 +98,13 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
                 signal.set_wakeup_fd(wakeup)
                 self._deliver(numbers[1:])
 
-    def _record(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Record a signal, or call the replaced handler while handlers are being replaced or restored."""
         if self._is_deferring:
             if number not in self._deferred:
                 self._deferred_since = self._deferred_since or time.monotonic()
                 self._deferred.append(number)
             return
-        # The signal arrived while the handlers were being replaced or restored.
         handler = self._handlers[number]
         if not self._is_entering:
             self._restore([(number, handler)])

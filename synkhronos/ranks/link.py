@@ -31,14 +31,14 @@ class Link(ABC):
         Whether the control memory has to be a file, because a process that is no fork of this one maps it.
     control_nbytes : int
         Number of bytes of the control memory that are reserved for the link.
-    plan_nbytes : int
+    max_plan_nbytes : int
         Number of bytes of the mailbox that are reserved for the plan of a command's transfers.
     """
 
     ranks_by_host: list[range]
     needs_control_file: bool
     control_nbytes: int
-    plan_nbytes: int
+    max_plan_nbytes: int
 
     @property
     def local_ranks(self) -> range:
@@ -84,7 +84,7 @@ class Link(ABC):
         IndexError
             If a machine needs rows that another one has loaded for itself.
         ValueError
-            If the plan is longer than `plan_nbytes`.
+            If the plan is longer than `max_plan_nbytes`.
         """
 
     @abstractmethod
@@ -150,7 +150,7 @@ class LocalLink(Link):
 
     needs_control_file = False
     can_reconnect = True
-    control_nbytes = plan_nbytes = bytes_sent = 0
+    control_nbytes = max_plan_nbytes = bytes_sent = 0
 
     def __init__(self, size: int, bytes_sent: int = 0) -> None:
         self.ranks_by_host, self.bytes_sent = [range(size)], bytes_sent

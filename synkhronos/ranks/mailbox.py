@@ -31,7 +31,7 @@ class Mailbox:
     def post(self, number: int, command: Command) -> None:
         """Send a command: in the mailbox, or in a segment of its own if it is too long for that."""
         message = self._pickle(command)
-        if len(message) <= MAILBOX_NBYTES - self._link.plan_nbytes:
+        if len(message) <= MAILBOX_NBYTES - self._link.max_plan_nbytes:
             self._write(number, command, message, None)
             return
         segment = self._memory.create_segment(len(message), in_command=True)
@@ -62,7 +62,7 @@ class Mailbox:
         self._memory.send_segments()
         control.mailbox[: len(message)] = message
         words[ControlMemory.MESSAGE_NBYTES] = len(message)
-        if self._link.plan_nbytes:
+        if self._link.max_plan_nbytes:
             plan = self._link.plan_transfers(command, location, self._memory.segments)
             control.mailbox[len(message) : len(message) + len(plan)] = plan
             words[ControlMemory.PLAN_NBYTES] = len(plan)

@@ -288,8 +288,8 @@ class Rank:
         """Return the last step that all ranks reached in a failed command; None until it is decided."""
         return read_common_step(self.control.words, command_number)
 
-    def have_all_reached(self, step: int) -> bool:
-        """Wait for the last common step of this failed command; return True if all ranks had reached ``step``.
+    def wait_and_check_reached(self, step: int) -> bool:
+        """Wait until the last common step of this failed command is decided; return whether it includes ``step``.
 
         The answer is the same on all ranks.
         """

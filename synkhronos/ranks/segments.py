@@ -224,7 +224,7 @@ class ArrayLocation(NamedTuple):  # a tuple, because it is pickled with every ca
         """Return the array, as a view of the segment that this rank has mapped."""
         return segments[self.key].view_array(self.shape, self.dtype, self.offset)
 
-    def find_local_rows(self, size: int, ranks: range) -> range | None:
+    def find_local_rows(self, size: int, host_ranks: range) -> range | None:
         """Return the rows that only the host of these ranks has; None if the master's host has all rows."""
         return None
 

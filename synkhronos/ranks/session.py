@@ -140,7 +140,7 @@ class Session(CommandRunner):
                 for operation in self.rank.pending:
                     operation.finish()
                 # Workers may still be busy with a command that an interrupt left.
-                self._wait_until_done(GRACE_SECONDS)
+                self._wait_for_completion(GRACE_SECONDS)
                 kill = not self._is_idle
         except (WorkerError, Cancelled) as error:
             kill = True
@@ -289,7 +289,7 @@ class Session(CommandRunner):
         group = ProcessGroup(self.size - len(excluded_ranks), master_rank, link, spawn)
         for r in sorted(excluded_ranks, reverse=True):
             self._first_command = self._first_command and self._first_command.without_rank(r)
-        self.rank.attach(master_rank, master_rank, group.control, self._check_peers, group.has_any_died)
+        self.rank.attach(master_rank, master_rank, group.control, self._close_if_peer_failed, group.has_any_died)
         self.memory.connect_workers(group.channels, is_inherited=not spawn)
         self._set_group(group)
         self.has_forked_workers = not spawn

@@ -24,20 +24,20 @@ class JumpStreams(Command):
 
     Attributes
     ----------
-    starts : tuple of (key, int)
-        Key of each generator, and the number of jumps before the ranks' streams.
+    offsets : tuple of (key, int)
+        Key of each generator, and the number of jumps from the master's stream to the one before the first worker's.
     """
 
-    starts: tuple[tuple[Any, int], ...]
+    offsets: tuple[tuple[Any, int], ...]
 
     def run(self, rank: Rank) -> None:
         """Jump on this rank.  The master's streams don't change."""
-        for key, start in self.starts:
-            jump_shared(rank.get_object(key), rank, start)
+        for key, offset in self.offsets:
+            jump_shared_to_rank(rank.get_object(key), rank, offset)
 
 
 def reserve_streams(session: Session, shared: Any) -> int:
-    """Reserve one stream of a random generator for each worker; return the number of jumps to the first, less 1.
+    """Reserve one stream of a random generator for each worker; return their offset, as in `JumpStreams`.
 
     For a shared variable that is no random generator, return 0 and reserve nothing.
 
@@ -50,12 +50,12 @@ def reserve_streams(session: Session, shared: Any) -> int:
     if not library.is_generator(shared):
         return 0
     library.check_generator(shared, library.copy_generator(shared), must_jump=True)
-    start = _max_jumps.get(shared) or 0
-    _max_jumps[shared] = start + session.size - 1
-    return start
+    offset = _max_jumps.get(shared) or 0
+    _max_jumps[shared] = offset + session.size - 1
+    return offset
 
 
-def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, start: int = 0) -> Any:
+def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, offset: int = 0) -> Any:
     """Return a random generator that has jumped to a rank's stream.
 
     The master keeps the given generator, so it draws the numbers of a serial program.
@@ -66,20 +66,20 @@ def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, start: int = 0) 
     value : object
         State of the generator.
     rank : Rank
-    start : int
+    offset : int
         Number of jumps that earlier workers have used.
     """
     n_jumps = (rank.number - rank.master_rank) % rank.size
-    return library.jump_generator(value, start + n_jumps) if n_jumps else value
+    return library.jump_generator(value, offset + n_jumps) if n_jumps else value
 
 
-def jump_shared(shared: Any, rank: Rank, start: int) -> None:
+def jump_shared_to_rank(shared: Any, rank: Rank, offset: int) -> None:
     """Let the random generator of a shared variable jump to a rank's stream; see `jump_to_rank`."""
     library = library_of(shared)
-    library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, start))
+    library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, offset))
 
 
-def reset_streams(session: Session, generators: Iterable[Any]) -> None:
+def record_new_seeds(session: Session, generators: Iterable[Any]) -> None:
     """Record that the user has set the generators' states: only this session's workers have streams from them."""
     for shared in generators:
         _max_jumps[shared] = session.size - 1

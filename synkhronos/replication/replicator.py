@@ -36,7 +36,7 @@ from synkhronos.devices import find_device
 from synkhronos.graphs import library_of
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session, WeakKeyDict
 from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
-from synkhronos.replication.random_streams import JumpStreams, jump_shared, reserve_streams
+from synkhronos.replication.random_streams import JumpStreams, jump_shared_to_rank, reserve_streams
 from synkhronos.replication.user_code import (
     QualifiedName,
     UserCode,
@@ -94,9 +94,9 @@ class Replicator:
         assert session is not None
         generators = [shared for shared in self._keys if library_of(shared).is_generator(shared)]
         keys = [self._keys.get(shared) for shared in generators]
-        starts = [reserve_streams(session, shared) for shared in generators]
+        offsets = [reserve_streams(session, shared) for shared in generators]
         if generators:
-            session.run(JumpStreams(tuple(zip(keys, starts, strict=True))))
+            session.run(JumpStreams(tuple(zip(keys, offsets, strict=True))))
 
     def get_key(self, shared: Any) -> tuple[str, int] | None:
         """Return a shared variable's key; None if the workers don't have the variable."""
@@ -129,10 +129,10 @@ class Replicator:
         keyed = [(("shared", next(_key_numbers)), shared) for shared in shareds if self.get_key(shared) is None]
         code = None
         if session.size > 1:
-            starts = [reserve_streams(session, shared) for _, shared in keyed]
+            offsets = [reserve_streams(session, shared) for _, shared in keyed]
             # In topological order: pickle follows references, and would recurse through the depth of the graph.
             nodes = library.sort_nodes(variables) if library is not None else []
-            code = self._send_objects(session, nodes, [*keyed, *values], starts)
+            code = self._send_objects(session, nodes, [*keyed, *values], offsets)
         for key, shared in keyed:
             self._keys[shared] = key
             session.rank.objects[key] = weakref.ref(shared)
@@ -140,12 +140,12 @@ class Replicator:
         return code
 
     def _send_objects(
-        self, session: Session, nodes: list[Any], objects: list[tuple[Any, Any]], starts: list[int]
+        self, session: Session, nodes: list[Any], objects: list[tuple[Any, Any]], offsets: list[int]
     ) -> UserCode:
         """Send objects with their keys until no worker has outdated modules; return the user code in the objects."""
         outdated: set[str] | None = None
         while outdated is None or outdated:
-            code, pickled = self._pickle_into_shared_memory((nodes, objects, starts))
+            code, pickled = self._pickle_into_shared_memory((nodes, objects, offsets))
             try:
                 path = tuple(map(os.path.abspath, sys.path))
                 outdated = session.run(ReceiveObjects(pickled, sys.getrecursionlimit(), path, code.list_digests()))
@@ -247,13 +247,13 @@ class ReceiveObjects(Command):
         # Copies, in this process's own memory: the segment is released.
         unpickler = _Unpickler(io.BytesIO(stream), buffers=[np.array(array) for array in arrays])
         unpickler.rank = rank
-        _, values, starts = unpickler.load()
+        _, values, offsets = unpickler.load()
         for key, value in values:
             rank.objects[key] = lambda value=value: value  # called like the master's weak references
-        for (_, shared), start in zip(values, starts, strict=False):
+        for (_, shared), offset in zip(values, offsets, strict=False):
             if library_of(shared).is_generator(shared):
-                jump_shared(shared, rank, start)
-        for _, value in values[len(starts) :]:
+                jump_shared_to_rank(shared, rank, offset)
+        for _, value in values[len(offsets) :]:
             if isinstance(value, DeviceResident):
                 value.move_to_device()
         return set()

@@ -190,7 +190,7 @@ class LocalFunction:
     @property
     def max_repeats(self) -> int:
         """Maximal ``n_repeats`` of `launch_many`."""
-        return self._computation.engine.max_repeats()
+        return self._computation.engine.get_max_repeats()
 
     def read(self, values: Sequence[Any]) -> list[np.ndarray]:
         """Wait for outputs of `launch` or `launch_many` and return them as NumPy arrays."""

@@ -141,7 +141,7 @@ class Gpu:
         assert command == 5
         return self.arrived
 
-    def have_all_reached(self, step):
+    def wait_and_check_reached(self, step):
         assert step == 3
         return self.arrived >= step
 

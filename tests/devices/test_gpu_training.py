@@ -170,7 +170,7 @@ class FailNthAllReduce(Command):
     def run(self, rank):
         if rank.number != self.failing_rank:
             return
-        if JAX.nccl_calls != "python":
+        if JAX.nccl_caller != "python":
             self.replace_nccl(rank)
             return
         reduce, left = NcclCommunicator.finish_in_launch, [self.count]
@@ -210,7 +210,7 @@ FAILING_FUNCTIONS = []
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_failed_steps_report_how_many_were_taken(fork, failing_rank):
     fork(2)
-    if JAX.nccl_calls == "graph":
+    if JAX.nccl_caller == "graph":
         pytest.skip("NCCL is not called where a CUDA graph is replayed")
     step, w, _ = make_training_steps(200)
     step()

@@ -86,7 +86,7 @@ def test_without_a_compiler_xla_calls_through_python(tmp_path, compiler, words):
         import logging, os
         logging.basicConfig(format="%(message)s", stream=__import__("sys").stdout)
         from synkhronos.devices import JAX
-        print([JAX.nccl_calls, JAX.nccl_calls])
+        print([JAX.nccl_caller, JAX.nccl_caller])
     """
     environment = {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     message, calls = run_code(code, timeout=LIMIT + 60, SYNKHRONOS_NCCL_CALLS="native", **environment).splitlines()
@@ -100,4 +100,4 @@ def test_nccl_calls_refuses_unknown_values(monkeypatch):
 
     monkeypatch.setenv("SYNKHRONOS_NCCL_CALLS", "quickly")
     with pytest.raises(ValueError, match="SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got 'quickly'"):
-        nccl_handlers.read_nccl_calls()
+        nccl_handlers.read_nccl_caller()

@@ -6,7 +6,9 @@ A package is a folder, or a module, of ``synkhronos/``; docs/internals.rst has t
 import ast
 import builtins
 import functools
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ LAYERS = [
     {"replication"},
     {"compat", "data", "engines"},
     {"collectives", "function", "loading", "processes"},
-    {"tasks", "tracing"},
+    {"tasks", "timelines"},
     {"rules"},
     {"training"},
     {"extensions", "launch", "compat/platoon", "compat/theanompi"},
@@ -197,8 +199,36 @@ def test_find_cycles_finds_them():
     assert find_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "e"}, "e": {"d"}}) == [["b", "c"], ["d", "e"]]
 
 
+def find_unprepared_calls(tree):
+    """Yield the lines of ``with session.call_lock`` blocks that don't begin with ``session.wait_until_idle()``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With) and ast.unparse(node.items[0]).endswith((".call_lock", ".nested_call_lock")):
+            session = ast.unparse(node.items[0]).rpartition(".")[0]
+            if ast.unparse(node.body[0]) != f"{session}.wait_until_idle()":
+                yield node.lineno
+
+
+def test_calls_begin_by_waiting_until_ranks_are_idle():
+    """In devices/cuda, `call_lock` is another lock: the one of NCCL's calls."""
+    for path in FILES:
+        if "cuda" not in path.parts:
+            assert list(find_unprepared_calls(ast.parse(path.read_text()))) == [], path
+
+
+def test_find_unprepared_calls_finds_them():
+    source = "with a.call_lock:\n  a.wait_until_idle()\nwith a.b.call_lock:\n  a.wait_until_idle()\nwith a.lock:\n  f()"
+    assert list(find_unprepared_calls(ast.parse(source))) == [3]
+
+
 #: Public functions named like the module that defines them, and the packages of the root that two of them hide.
-HOMONYMS = {"data", "function", "function.function", "tasks.run", "tracing.timeline", "training.updates.master_weights"}
+HOMONYMS = {
+    "data",
+    "function",
+    "function.function",
+    "tasks.run",
+    "timelines.timeline",
+    "training.updates.master_weights",
+}
 
 
 def list_hidden_modules(package):
@@ -327,3 +357,34 @@ def test_find_missing_names_finds_them():
     assert find_missing_names("``casts.py``: ``check_cast`` of ``f(x)``, ``lost``") == ["lost"]
     assert find_missing_names("``ranks/lost.py``: ``Rank.fail_command`` of ``ranks/rank.py``") == ["ranks/lost.py"]
     assert find_missing_names("``ranks/rank.py``: ``Rank.lost``, ``fail``") == ["Rank.lost", "fail"]
+
+
+def split_source(path):
+    """Return the words of a file's code, with strings and path, and its docstrings and comments as one text."""
+    source = path.read_text()
+    nodes = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
+    docstrings = {node.body[0].value.lineno for node in nodes if ast.get_docstring(node) is not None}
+    code, prose = [*path.with_suffix("").parts], []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
+        (prose if is_docstring or token.type == tokenize.COMMENT else code).append(token.string)
+    return set(re.findall(r"\w+", " ".join(code))), "\n".join(prose)
+
+
+def find_unknown_names(prose, words):
+    """Return the names in single backticks that have a part which is no word of the code."""
+    names = re.findall(r"(?<![`:\w])`([A-Za-z_][\w.]*)`(?!`)", prose)
+    return {name for name in names if not set(name.split(".")) <= words}
+
+
+def test_docstrings_name_existing_things():
+    sources = [split_source(path) for path in FILES]
+    words = set().union(*(code for code, _ in sources))
+    found = set().union(*(find_unknown_names(prose, words) for _, prose in sources))
+    assert found == {"jax.vmap", "weakref.WeakKeyDictionary"}
+
+
+def test_find_unknown_names_finds_them():
+    assert find_unknown_names("`a` of `a.b`, ``c``, `f(x)`, `_c`, `a.c`", {"a", "b"}) == {"_c", "a.c"}

@@ -241,7 +241,7 @@ class World:
             rank.fail_command()  # on one host, records the last common step
         elif self.waits:  # as `CollectiveWatchdog.wait_started`: continue if all ranks have arrived
             has_arrived = self.watchdogs[r]._started_step == rank._step
-            self.passed[r] = 1 if has_arrived and rank.have_all_reached(rank._step) else -1
+            self.passed[r] = 1 if has_arrived and rank.wait_and_check_reached(rank._step) else -1
         self.pcs[r] = DONE - 1
 
     def begin_second(self, r):

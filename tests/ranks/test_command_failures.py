@@ -151,7 +151,7 @@ def test_death_noticed_while_the_master_fails_is_named(two):
     events = []
 
     def trace(frame, event, arg):
-        if frame.f_code is CommandRunner._run.__code__:
+        if frame.f_code is CommandRunner._run_own_part.__code__:
             return trace_lines
         return None
 
@@ -292,7 +292,7 @@ class FailAtBarrier(Command):
             if rank.is_master:
                 raise_if_due()
         except Cancelled:
-            rank.objects["found"] = rank.have_all_reached(step)
+            rank.objects["found"] = rank.wait_and_check_reached(step)
             raise
         except BarrierError:
             rank.objects["found"] = self.all_arrive
@@ -333,7 +333,7 @@ class DieInBetween(Command):
         try:
             rank.barrier()
         except Cancelled:
-            rank.have_all_reached(step)
+            rank.wait_and_check_reached(step)
             raise
 
 
@@ -361,7 +361,7 @@ def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
     monkeypatch.setattr(control, "fence", meanwhile)
     first.fail_command()
     assert not failing
-    assert [rank.have_all_reached(step) for rank in (first, second, third)] == [True] * 3
+    assert [rank.wait_and_check_reached(step) for rank in (first, second, third)] == [True] * 3
 
 
 @pytest.mark.parametrize("all_arrive", [False, True])
@@ -377,4 +377,4 @@ def test_ranks_that_fail_in_turn_record_one_common_step(all_arrive):
     if not all_arrive:
         third.arrive()  # it may not be cancelled yet
     second.fail_command()
-    assert [rank.have_all_reached(step) for rank in (first, second, third)] == [all_arrive] * 3
+    assert [rank.wait_and_check_reached(step) for rank in (first, second, third)] == [all_arrive] * 3

@@ -245,7 +245,7 @@ def test_unpickling_happens_only_in_known_places():
         ("tasks/run.py", "Unpickler"),  # the program of a task, from its command
         ("tasks/run.py", "load"),
         ("tasks/run.py", "loads"),  # results of ranks, from the slots
-        ("tracing/timeline.py", "loads"),  # records of ranks, from the slots
+        ("timelines/timeline.py", "loads"),  # records of ranks, from the slots
         ("tasks/worker.py", "loads"),  # objects of ranks, from the slots
     }
 

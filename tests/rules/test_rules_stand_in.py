@@ -23,7 +23,7 @@ def test_local_sgd_on_stand_in_nccl_launches_steps_at_once():
         launches = []
         repeated = Executable.repeat
         Executable.repeat = lambda self, times: launches.append(times) or repeated(self, times)
-        LocalStepLoop.max_repeats = property(lambda self: 64, lambda self, value: None)
+        LocalStepLoop.max_steps_per_launch = property(lambda self: 64, lambda self, value: None)
         synk.fork(2, use_gpu=False)
         rng = np.random.default_rng(0)
         x_data = rng.normal(size=(120, 30)).astype("float32")

@@ -101,11 +101,11 @@ def launch(program, communicator, all_reduce, *arguments, shape=(3,), times=1):
     return f"{[np.asarray(result).tolist() for result in results]}; {end}{calls}"
 
 
-def reduce_once(nccl_calls="native"):
+def reduce_once(nccl_caller="native"):
     """Reduce an array three times: normally, with an error of NCCL, and on an aborted connection."""
     import jax
 
-    communicator, all_reduce = connect(), FfiAllReduce(nccl_calls=nccl_calls, op="avg")
+    communicator, all_reduce = connect(), FfiAllReduce(nccl_caller=nccl_caller, op="avg")
 
     def program(value, gradient):
         (total,), is_valid = all_reduce.trace_finish([gradient])
@@ -135,7 +135,7 @@ def reduce_chunks():
     import jax
     import jax.numpy as jnp
 
-    communicator, all_reduce = connect(), FfiAllReduce(nccl_calls="graph")
+    communicator, all_reduce = connect(), FfiAllReduce(nccl_caller="graph")
 
     def program(first, second, third):
         first, token = all_reduce.trace_start(first, np.int32(0))
@@ -154,7 +154,7 @@ def reduce_in_loop():
     """Reduce ten times in a launch; then again, with an error at the fourth."""
     import jax
 
-    communicator, all_reduce = connect(), FfiAllReduce(nccl_calls="native")
+    communicator, all_reduce = connect(), FfiAllReduce(nccl_caller="native")
 
     def program(array):
         def body(state, _):

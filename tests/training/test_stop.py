@@ -297,7 +297,7 @@ def test_signal_stops_all_ranks_after_the_same_round():
     taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
     loop = LocalStepLoop.__new__(LocalStepLoop)
-    loop.plan, loop._batches_taken, loop.max_repeats = plan, taken, 2
+    loop.plan, loop._batches_taken, loop.max_steps_per_launch = plan, taken, 2
     loop.exchanger = SimpleNamespace(count_steps_left=lambda: 64)
     loop.meter = SimpleNamespace(time=lambda _: threading.Lock())
     seen = {0: [], 2: []}

@@ -11,7 +11,7 @@ Within a launch of XLA, part of a gradient can be reduced on a second stream whi
                               └ event ┐                      event ┘
     side stream                       └──> all-reduce of layer 3 ──┘
 
-`connection` describes how ranks connect, `watchdog` how pending operations are aborted.
+`nccl_connection` describes how ranks connect, `watchdog` how pending operations are aborted.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class NcclCommunicator(Communicator):
     def reduce(
         self, array: Any, op: str, root: int, out: Any | None, layout: ArrayLayout, contributors: Sequence[int]
     ) -> None:
-        """Write the reduction of all ranks' arrays into the root's ``out``."""
+        """Write the reduction of all ranks' arrays into the root's ``out``; the contributors are all ranks."""
         assert len(contributors) == self._rank.size
         address, count, dtype = self._describe_array(array)
         if count:

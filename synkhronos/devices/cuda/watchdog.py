@@ -130,7 +130,7 @@ class CollectiveWatchdog(PendingOperation):
                 self._rank.barrier(check)
             except Cancelled:
                 # If all ranks had arrived before the failure, the collectives complete.
-                if not self._rank.have_all_reached(step):
+                if not self._rank.wait_and_check_reached(step):
                     raise
 
     def notify_started(self) -> None:

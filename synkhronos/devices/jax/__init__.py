@@ -87,16 +87,16 @@ class JaxDevice(CudaDevice):
         return self.can_communicate(dtype) and self._compute_stream is not None and self._compute_stream.is_inline
 
     @cached_property
-    def nccl_calls(self) -> str:
-        """Kind of NCCL calls within a launch: "python", "native" or "graph", as in `FfiAllReduce`."""
-        calls = nccl_handlers.read_nccl_calls()
-        if calls == "python" or nccl_handlers.load_handlers() is None:
+    def nccl_caller(self) -> str:
+        """Code that calls NCCL within a launch: "python", "native" or "graph", as in `FfiAllReduce`."""
+        caller = nccl_handlers.read_nccl_caller()
+        if caller == "python" or nccl_handlers.load_handlers() is None:
             return "python"
-        if calls == "graph":
+        if caller == "graph":
             # By default NCCL registers memory when an operation is recorded, which may be a collective.  But XLA
             # records again when an address has changed, possibly on a single rank.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-        return calls
+        return caller
 
     # -- arrays ----------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class JaxDevice(CudaDevice):
         """Convert arrays and log entries to NumPy, in one transfer; values of other types are returned unchanged."""
         logs = {id(value.log): value.log for value in values if isinstance(value, LogEntry)}
         arrays = [[value] if self.owns(value) else [] for value in values]
-        arrays += [log.get_unread_arrays() for log in logs.values()]
+        arrays += [log.get_arrays_to_copy() for log in logs.values()]
         copies = iter(self._copy_to_host([array for unread in arrays for array in unread]))
         fetched = [next(copies) if unread else value for value, unread in zip(values, arrays, strict=False)]
         for log, unread in zip(logs.values(), arrays[len(values) :], strict=True):

@@ -275,7 +275,7 @@ class FfiAllReduce:
     aborts : bool
         Whether an error ends the launch.  If not, the launch continues with undefined reductions that are marked as
         invalid, so that the program can return the old values of donated arrays.
-    nccl_calls : {"python", "native", "graph"}
+    nccl_caller : {"python", "native", "graph"}
         Code by which XLA calls NCCL: "python" for a reducer in Python, "native" for handlers in C++, "graph" for
         handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`, and an error never
         ends the launch.
@@ -293,9 +293,9 @@ class FfiAllReduce:
     _numbers = itertools.count()
     _by_number: WeakValueDictionary[int, FfiAllReduce] = WeakValueDictionary()
 
-    def __init__(self, aborts: bool = False, nccl_calls: str = "python", op: str = "sum") -> None:
-        assert nccl_calls == "python" or not aborts
-        self._aborts, self.nccl_calls, self.op = aborts, nccl_calls, op
+    def __init__(self, aborts: bool = False, nccl_caller: str = "python", op: str = "sum") -> None:
+        assert nccl_caller == "python" or not aborts
+        self._aborts, self.nccl_caller, self.op = aborts, nccl_caller, op
         #: Shape of the array that the next launch reduces.
         self._expected_shape: tuple[int, ...] = ()
         #: Attribute of the program's calls.  It is a count and not an address, so that JAX's compilation cache finds
@@ -359,7 +359,7 @@ class FfiAllReduce:
             If NCCL has failed, the connection was aborted, or the launch has made another number of all-reduces.
         """
         self._expected_shape = shape
-        library, is_recordable = nccl_handlers.load_handlers(), self.nccl_calls == "graph"
+        library, is_recordable = nccl_handlers.load_handlers(), self.nccl_caller == "graph"
         with communicator.use_in_launch(is_recordable) as state:
             library.synkhronos_set_launch_state(state)
             yield
@@ -393,7 +393,7 @@ class FfiAllReduce:
         import jax
 
         results = [_to_shape_struct(array), jax.ShapeDtypeStruct((), np.int32)]
-        if self.nccl_calls == "python":
+        if self.nccl_caller == "python":
             _register_once(_START_TARGET, _start_callback)
             target, attributes = _START_TARGET, {"number": self._number}
         else:
@@ -427,7 +427,7 @@ class FfiAllReduce:
         import jax
 
         operands = [*started, *arrays]
-        if self.nccl_calls == "python":
+        if self.nccl_caller == "python":
             _register_once(_FINISH_TARGET, _finish_callback)
             target, attributes = _FINISH_TARGET, {"number": self._number}
         else:
@@ -438,7 +438,7 @@ class FfiAllReduce:
                 )
             # A CUDA graph can't wait for the side stream, on which chunks are reduced outside of the graph.
             target = (
-                nccl_handlers.RECORDABLE_FINISH if self.nccl_calls == "graph" and not started else nccl_handlers.FINISH
+                nccl_handlers.RECORDABLE_FINISH if self.nccl_caller == "graph" and not started else nccl_handlers.FINISH
             )
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
         results = [*map(_to_shape_struct, operands), jax.ShapeDtypeStruct((), np.int32)]

@@ -27,11 +27,11 @@ _OPTIONS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC")
 START, FINISH, RECORDABLE_FINISH = "synkhronos_native_start", "synkhronos_native_finish", "synkhronos_recordable_finish"
 
 #: Values of the environment variable ``SYNKHRONOS_NCCL_CALLS``.
-CALLS = ("python", "native", "graph")
-_DEFAULT_CALLS = "python"
+NCCL_CALLERS = ("python", "native", "graph")
+_DEFAULT_CALLER = "python"
 
 
-def read_nccl_calls() -> str:
+def read_nccl_caller() -> str:
     """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiAllReduce`: "python", "native" or "graph".
 
     Raises
@@ -39,10 +39,10 @@ def read_nccl_calls() -> str:
     ValueError
         If the environment variable has another value.
     """
-    calls = os.environ.get("SYNKHRONOS_NCCL_CALLS") or _DEFAULT_CALLS
-    if calls not in CALLS:
-        raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of {', '.join(CALLS)}, got {calls!r}")
-    return calls
+    caller = os.environ.get("SYNKHRONOS_NCCL_CALLS") or _DEFAULT_CALLER
+    if caller not in NCCL_CALLERS:
+        raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of {', '.join(NCCL_CALLERS)}, got {caller!r}")
+    return caller
 
 
 def get_platform() -> str:

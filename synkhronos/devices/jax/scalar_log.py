@@ -69,7 +69,7 @@ class ScalarLog:
             [LogEntry(self, output, start + i) for i in range(n_repeats)] for output in range(len(self.storages) - 1)
         ]
 
-    def get_unread_arrays(self) -> list[Any]:
+    def get_arrays_to_copy(self) -> list[Any]:
         """Return the arrays to copy before `LogEntry.read`; an empty list if the last copy is up to date."""
         if self._copies[0] == self._n_entries:
             return []
@@ -92,6 +92,7 @@ class LogEntry:
 
     __slots__ = ("_index", "_output", "log")
 
+    #: Bytes that count towards the limit of unread outputs, whatever the dtype.
     nbytes = 8
 
     def __init__(self, log: ScalarLog, output: int, index: int):

@@ -66,12 +66,12 @@ class XlaEngine(LazyEngine):
         # With a wire dtype, the program itself divides by the number of ranks.
         op = "sum" if all_reduce.wire_dtype else all_reduce.op
         spec = AllReduceSpec(
-            shared.container.storage, all_reduce.wire_dtype, rank.size, all_reduce.n_tail, JAX.nccl_calls, op
+            shared.container.storage, all_reduce.wire_dtype, rank.size, all_reduce.n_tail, JAX.nccl_caller, op
         )
         fused = first.fuse(spec, second, n_repeats=n_repeats)
         return None if fused is None else FusedRunner(rank, fused, all_reduce)
 
-    def max_repeats(self, dtype: np.dtype | None = None) -> int:
+    def get_max_repeats(self, dtype: np.dtype | None = None) -> int:
         """Return the log's capacity; 1 on the CPU, where XLA computes convolutions in loops with a single thread."""
         can_repeat = JAX.is_on_gpu if dtype is None else JAX.can_reduce_in_launch(dtype)
         return LOG_CAPACITY if can_repeat else 1

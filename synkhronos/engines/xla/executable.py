@@ -70,7 +70,7 @@ class Executable(Runner):
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         self._functions = list(functions)
         self._logs_scalars, self.n_repeats = logs_scalars, n_repeats
-        self.ffi_all_reduce = None if spec is None else FfiAllReduce(nccl_calls=spec.nccl_calls, op=spec.op)
+        self.ffi_all_reduce = None if spec is None else FfiAllReduce(nccl_caller=spec.nccl_caller, op=spec.op)
         self._fused: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)

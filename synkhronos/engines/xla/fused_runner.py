@@ -35,10 +35,10 @@ class FusedRunner(Runner):
         # No signal handler may raise within XLA's callbacks, nor before the other ranks have launched: the updates have
         # to be valid on all ranks, or, if one fails, on none.
         with defer_signals() as signals:
-            launch = self._launch if self._ffi_all_reduce.nccl_calls == "python" else self._launch_native
+            launch = self._launch if self._ffi_all_reduce.nccl_caller == "python" else self._launch_native
             results = launch(inputs, communicator, shape)
             signals.restart_time_limit()
-            communicator.wait_started(signals.deliver_if_late)
+            communicator.wait_started(signals.stop_deferring_if_late)
             self._rank.commit()
         return results
 
@@ -48,7 +48,7 @@ class FusedRunner(Runner):
             return self._executable(*inputs)
 
     def _launch_native(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
-        if self._ffi_all_reduce.nccl_calls == "graph":
+        if self._ffi_all_reduce.nccl_caller == "graph":
             self._executable.drop_outdated_recordings(communicator.communicator_number)
         with self._ffi_all_reduce.use_communicator(communicator, shape, self.n_repeats):
             try:

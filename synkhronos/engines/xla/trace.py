@@ -23,7 +23,8 @@ MIN_CHUNK_BYTES = 25_000_000
 class AllReduceSpec(NamedTuple):
     """All-reduce of a shared variable's new value within a launch.
 
-    If the connection is aborted during the launch, all variables keep their old values.
+    If the connection is aborted during the launch, the other variables keep their old values, unless their new values
+    have another shape; the reduced variable's value is undefined.
 
     Attributes
     ----------
@@ -31,21 +32,22 @@ class AllReduceSpec(NamedTuple):
         The variable's storage.
     wire_dtype : str or None
         Dtype in which the values without the tail are sent; None for their own dtype.
-    n_ranks : int
-        Divisor of the values if there is a wire dtype, in which their sum could overflow; otherwise NCCL divides.
+    divisor : int
+        Divisor of the values if there is a wire dtype, in which their sum could overflow: the number of ranks.  Without
+        a wire dtype NCCL divides.
     n_tail : int
         Number of items at the vector's end that are always sent in their own dtype.
-    nccl_calls : {"python", "native", "graph"}
-        Code by which XLA calls NCCL, as in `FfiAllReduce`.
+    nccl_caller : {"python", "native", "graph"}
+        Code that calls NCCL within the launch, as in `FfiAllReduce`.
     op : str
         Name of the reduction.
     """
 
     storage: list[Any]
     wire_dtype: str | None = None
-    n_ranks: int = 1
+    divisor: int = 1
     n_tail: int = 1
-    nccl_calls: str = "python"
+    nccl_caller: str = "python"
     op: str = "sum"
 
 
@@ -108,7 +110,7 @@ def trace_functions(
             current[id(storage)] = result
     if spec is not None:
         for key in old_values.keys() - {id(spec.storage)}:
-            current[key] = _select(is_valid, current[key], old_values[key])
+            current[key] = _keep_old_if_invalid(is_valid, current[key], old_values[key])
     # Logged outputs are not returned: each would be a new array at a new address.
     unlogged = [output for i, output in enumerate(outputs) if i not in logged]
     new_logs = ScalarLog.append(logs, [outputs[i] for i in logged]) if logs else []
@@ -155,7 +157,7 @@ def _trace_all_reduce(
         values = evaluator.compute(chunk)
         if dtype is not None:
             values = _split_tail(values, n_tail)[0] if chunk is chunks[0] else values
-            values = [(value / spec.n_ranks).astype(dtype) for value in values]
+            values = [(value / spec.divisor).astype(dtype) for value in values]
         return values[0] if len(values) == 1 else jnp.concatenate(values)
 
     started_arrays: list[Any] = []
@@ -168,7 +170,7 @@ def _trace_all_reduce(
     if dtype is not None:
         # The number of rows, and running averages, would lose too much precision in the wire dtype.
         tail_vectors = _split_tail(evaluator.compute(chunks[0]), n_tail)[1]
-        remaining_arrays.append(jnp.concatenate(tail_vectors) / spec.n_ranks)
+        remaining_arrays.append(jnp.concatenate(tail_vectors) / spec.divisor)
     arrays, is_valid = ffi_all_reduce.trace_finish(remaining_arrays, started_arrays, token, iteration)
     tail = [arrays.pop()] if dtype is not None else []
     arrays = [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
@@ -244,9 +246,12 @@ def trace_loop(
     return tuple(final)
 
 
-def _select(is_valid: Any, new_value: Any, old_value: Any) -> Any:
-    """Return a variable's new value if the reduction is valid, else the old value; the new one if shapes differ."""
+def _keep_old_if_invalid(is_valid: Any, new_value: Any, old_value: Any) -> Any:
+    """Return a variable's new value if the reduction is valid, else the old value.
+
+    If their shapes differ, return the new value: the shape of a traced result can't depend on ``is_valid``.
+    """
     import jax.numpy as jnp
 
-    can_select = new_value is not old_value and new_value.shape == old_value.shape
-    return jnp.where(is_valid != 0, new_value, old_value) if can_select else new_value
+    can_choose = new_value is not old_value and new_value.shape == old_value.shape
+    return jnp.where(is_valid != 0, new_value, old_value) if can_choose else new_value

@@ -29,7 +29,7 @@ from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import FAILED_START_PREFIX
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
-from synkhronos.tracing import timeline
+from synkhronos.timelines import timeline
 from synkhronos.training.loops.stop_signals import StopSignals, get_requested_stop
 
 

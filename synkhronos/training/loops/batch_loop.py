@@ -25,7 +25,7 @@ from typing import Any
 
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import Worker
-from synkhronos.tracing.spans import TRACED, TracedMethod
+from synkhronos.timelines.spans import trace_method
 from synkhronos.training.monitoring.meter import ActivityTimer
 
 
@@ -61,7 +61,8 @@ class BatchLoop(ABC):
         """Return True if the training stops after these batches."""
 
 
-TRACED.extend(TracedMethod(BatchLoop, name, name, name) for name in ("step", "exchange", "record"))
+for activity in ("step", "exchange", "record"):
+    trace_method(BatchLoop, activity, activity, activity)
 
 
 class Exchanger:

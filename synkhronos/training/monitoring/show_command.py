@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from synkhronos.tracing import timeline_report
+from synkhronos.timelines import timeline_report
 from synkhronos.training.monitoring.recorder import read_records
 
 _COLUMNS = ["run", "file", "time", "seconds", "epoch", "step", "seen", "rows"]

@@ -332,7 +332,7 @@ class TrainFunction:
             rows = assign_rows([batch for batch, _ in steps], length, session.size)
         losses: list[tuple[Any, Any]] = []
         try:
-            for start, stop in group_steps(rows, self._find_max_repeats(arrays, rows, num_slices)):
+            for start, stop in group_steps(rows, self._find_max_steps_per_launch(arrays, rows, num_slices)):
                 at_once = self._take_in_one_launch(arrays, rows[start:stop])
                 if at_once is not None:
                     losses += at_once
@@ -354,7 +354,7 @@ class TrainFunction:
         losses: list[tuple[Any, Any]] | None = self._run_launch(arrays, batch, batch_s, 1, len(rows))
         return losses
 
-    def _find_max_repeats(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
+    def _find_max_steps_per_launch(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
         """Return the maximal number of steps in a launch; 1 if steps cannot share a launch."""
         if self._sharding is not None:
             return 1
@@ -363,9 +363,8 @@ class TrainFunction:
         longest = max((len(indexes) for step in rows if step is not None for indexes in step), default=0)
         if not longest:
             return 1  # no step can share a launch; the data may not even have shapes
-        max_repeats = get_dispatcher(self.gradient).computation.engine.max_repeats(
-            np.dtype(self.grad_shared.type.dtype)
-        )
+        engine = get_dispatcher(self.gradient).computation.engine
+        max_repeats = engine.get_max_repeats(np.dtype(self.grad_shared.type.dtype))
         # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
         row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
         nbytes = row * longest

@@ -82,12 +82,12 @@ class DeathHandler:
     ----------
     steps_until_copy : int or None
         Number of steps per rank until the next copy, where ranks take their own steps; None without copies.
-    max_repeats : int
+    max_steps_per_launch : int
         Maximal number of joint steps in a launch.
     """
 
     steps_until_copy: int | None = None
-    max_repeats = sys.maxsize
+    max_steps_per_launch = sys.maxsize
 
     def keep_copies(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager within which copies are kept."""
@@ -138,7 +138,7 @@ class DeathRecovery(DeathHandler):
 
     Attributes
     ----------
-    max_repeats : int
+    max_steps_per_launch : int
         1: after a death the whole launch is repeated.
     deaths : list of RecoveredDeath
         Deaths since `take_deaths` was last called.
@@ -147,7 +147,7 @@ class DeathRecovery(DeathHandler):
     """
 
     steps_until_copy: int
-    max_repeats = 1
+    max_steps_per_launch = 1
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class InMemoryRows:
         Indexes of the rows, in the epoch's order.
     """
 
-    max_repeats = _MAX_REPEATS
+    max_steps_per_launch = _MAX_REPEATS
 
     def __init__(self, data: list[Any], order: Any):
         self.data, self._order = data, order

@@ -27,7 +27,7 @@ class JointStepLoop(LaunchLoop):
         super().__init__(plan, source, meter, plan.batch_size * ranks.get_session().size, True, state.rate)
         assert model.joint_step is not None
         self._step, self._learning_rate, self._death_handler = model.joint_step, model.learning_rate, death_handler
-        self._max_repeats = min(source.max_repeats, death_handler.max_repeats)
+        self._max_steps_per_launch = min(source.max_steps_per_launch, death_handler.max_steps_per_launch)
         data = source.data
         self._x = data[: len(graph.x)] if graph.x_is_list else data[0]
         self._y = data[len(graph.x) :] if graph.y_is_list else data[-1]
@@ -37,7 +37,7 @@ class JointStepLoop(LaunchLoop):
         position, plan = self.plan.start, self.plan
         while position < plan.stop:
             rate, starts = plan.get_rate(position), [position]
-            while len(starts) < self._max_repeats and starts[-1] + 2 * self.rows_per_step <= plan.stop:
+            while len(starts) < self._max_steps_per_launch and starts[-1] + 2 * self.rows_per_step <= plan.stop:
                 if plan.get_rate(starts[-1] + self.rows_per_step) != rate:
                     break
                 starts.append(starts[-1] + self.rows_per_step)

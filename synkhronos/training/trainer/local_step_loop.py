@@ -64,8 +64,8 @@ class LocalStepLoop(LaunchLoop):
         state.count_items = self._sum_weights if plan.has_weight else None
         self._agreement = StopAgreement(worker)
         row = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
-        self.max_repeats = max(
-            1, min(source.max_repeats, step.max_repeats, _MAX_LAUNCH_NBYTES // max(1, row * plan.batch_size))
+        self.max_steps_per_launch = max(
+            1, min(source.max_steps_per_launch, step.max_repeats, _MAX_LAUNCH_NBYTES // max(1, row * plan.batch_size))
         )
         if isinstance(source, Feed):
             source.open(worker.number)
@@ -80,7 +80,7 @@ class LocalStepLoop(LaunchLoop):
         position = plan.start
         while position < plan.stop:
             n_full = (plan.stop - position) // (plan.batch_size * n)
-            rounds = max(1, min(self.exchanger.count_steps_left(), self.max_repeats, n_full))
+            rounds = max(1, min(self.exchanger.count_steps_left(), self.max_steps_per_launch, n_full))
             end = min(plan.stop, position + rounds * n * plan.batch_size)
             yield LaunchBatches(position, [position + (k * n + me) * plan.batch_size for k in range(rounds)], end)
             position = end
@@ -90,7 +90,7 @@ class LocalStepLoop(LaunchLoop):
         plan, n, shared_counts = self.plan, self.worker.size, self._batches_taken
         pool = next(pool for pool in plan.pools if self.worker.number in pool)
         while True:
-            n_batches = min(self.exchanger.count_steps_left(), self.max_repeats)
+            n_batches = min(self.exchanger.count_steps_left(), self.max_steps_per_launch)
             with self.meter.time("load"), self.worker.lock(n + 1) as lock:
                 lock.read(shared_counts)
                 first = int(shared_counts.array[pool.start])

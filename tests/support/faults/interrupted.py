@@ -119,14 +119,14 @@ def while_closing(where: str) -> None:
     else:
         plant("perform", "hold:compiled", (2,))
         report_event("first", **attempt(work.call))
-        join = CommandRunner._wait_until_done
+        join = CommandRunner._wait_for_completion
 
         def joined(self: CommandRunner, limit: float | None = None) -> None:
             if limit is not None:
                 report_event("inside")  # in the library, not before it
             join(self, limit)
 
-        CommandRunner._wait_until_done = joined  # type: ignore[method-assign]
+        CommandRunner._wait_for_completion = joined  # type: ignore[method-assign]
     report_event("outcome", **attempt(synk.close))
     worker_processes._get_exit_code, ranks.process_group.GRACE_SECONDS = exit_code, grace_seconds
     vars(work).clear()

@@ -55,7 +55,7 @@ class Toy(LazyEngine):
 
         return Launch(first.first, (combine, second.first), n_repeats)
 
-    def max_repeats(self, dtype=None):
+    def get_max_repeats(self, dtype=None):
         return 8
 
     def fetch(self, values):

@@ -55,22 +55,33 @@ def _name_wait(control: ControlMemory, rank: int, is_ready: Any, reason: int, *_
     return {AWAITS_COMMAND: IDLE, AWAITS_COMPLETION: JOIN}.get(reason, "wait for a peer")
 
 
-#: The traced methods.  Packages of higher layers append to this list.
-TRACED = [
-    TracedMethod(CommandRunner, "_run", "call", CALL),
-    TracedMethod(Mailbox, "post", "post", "post"),
-    TracedMethod(ControlMemory, "wait", WAIT, _name_wait),
-    TracedMethod(Command, "run", "command", _name_command),
-    TracedMethod(Computation, "_compile", "compile", "compile"),
-    TracedMethod(Device, "stage_input", "copy", "copy rows"),
-    TracedMethod(Runner, "__call__", "launch", "launch"),
-    TracedMethod(Engine, "fetch", "copy", "fetch outputs"),
-    TracedMethod(Feed, "wait_rows", "load", "wait for the loader"),
-    *(
-        TracedMethod(Communicator, method, "exchange", method)
-        for method in ("all_reduce", "broadcast", "gather", "reduce", "reduce_scatter")
-    ),
-]
+_traced_methods: list[TracedMethod] = []
+
+
+def trace_method(owner: type, method: str, category: str, name: str | SpanNamer) -> None:
+    """Add a method to those whose calls are spans in a timeline; see `TracedMethod`.
+
+    Raises
+    ------
+    AttributeError
+        If the class has no such method of its own.
+    """
+    if method not in vars(owner):
+        raise AttributeError(f"{owner.__qualname__} has no method {method!r} to trace")
+    _traced_methods.append(TracedMethod(owner, method, category, name))
+
+
+trace_method(CommandRunner, "_execute", "call", CALL)
+trace_method(Mailbox, "post", "post", "post")
+trace_method(ControlMemory, "wait", WAIT, _name_wait)
+trace_method(Command, "run", "command", _name_command)
+trace_method(Computation, "_compile", "compile", "compile")
+trace_method(Device, "stage_input", "copy", "copy rows")
+trace_method(Runner, "__call__", "launch", "launch")
+trace_method(Engine, "fetch", "copy", "fetch outputs")
+trace_method(Feed, "wait_rows", "load", "wait for the loader")
+for collective in sorted(Communicator.__abstractmethods__):
+    trace_method(Communicator, collective, "exchange", collective)
 
 
 def _find_overrides(owner: type, method: str) -> Iterator[type]:
@@ -112,9 +123,9 @@ class SpanRecorder:
         self._originals: list[tuple[type, str, Any]] = []
 
     def install(self, max_spans: int) -> None:
-        """Replace the methods in `TRACED` by wrappers that record spans."""
+        """Replace the traced methods by wrappers that record spans."""
         self.spans = deque(maxlen=max_spans)
-        for owner, method, category, name in TRACED:
+        for owner, method, category, name in _traced_methods:
             for cls in set(_find_overrides(owner, method)):
                 original = vars(cls)[method]
                 if getattr(original, "__isabstractmethod__", False):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from synkhronos.tracing.chrome_trace import read_trace
-from synkhronos.tracing.spans import CALL, IDLE, WAIT
+from synkhronos.timelines.chrome_trace import read_trace
+from synkhronos.timelines.spans import CALL, IDLE, WAIT
 
 #: Name of the master's activity between its calls.
 SCRIPT = "the script itself"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from synkhronos.engines.xla.profile import Operation
-from synkhronos.tracing.spans import Span
+from synkhronos.timelines.spans import Span
 
 
 @dataclass(frozen=True, slots=True)

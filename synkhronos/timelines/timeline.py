@@ -16,8 +16,8 @@ from synkhronos.checks import check_at_least, check_flag
 from synkhronos.engines.xla.profile import Operation, XlaProfile
 from synkhronos.ranks import MAX_SLOT_NBYTES, Command, PendingOperation, Rank
 from synkhronos.ranks.session import Session
-from synkhronos.tracing.chrome_trace import RankSpans, write_trace
-from synkhronos.tracing.spans import Span, SpanRecorder
+from synkhronos.timelines.chrome_trace import RankSpans, write_trace
+from synkhronos.timelines.spans import Span, SpanRecorder
 
 #: Number of readings of two hosts' clocks, from which the clock offset is estimated.
 _CLOCK_READINGS = 15

@@ -16,8 +16,9 @@ import synkhronos as synk
 from synkhronos import __main__ as command_line
 from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.control_memory import ControlMemory
-from synkhronos.tracing import timeline_report
-from synkhronos.tracing.timeline_report import Activity, PathActivity, RankTimeline, find_critical_path, split_nested
+from synkhronos.timelines import timeline_report
+from synkhronos.timelines.spans import trace_method
+from synkhronos.timelines.timeline_report import Activity, PathActivity, RankTimeline, find_critical_path, split_nested
 
 
 @pytest.fixture
@@ -54,12 +55,34 @@ def test_timeline_records_every_rank(step, tmp_path):
         assert all(a.end <= b.start for a, b in zip(mine.activities, mine.activities[1:], strict=False))
 
 
+def test_timeline_records_every_collective(step, tmp_path):
+    path, w = tmp_path / "run.json", shared(np.ones(1000), "w")
+    synk.function([], w.sum())
+    synk.distribute()
+    with synk.timeline(path):
+        synk.broadcast(w)
+        synk.all_reduce(w, op="sum")
+        synk.reduce(w, op="sum")
+        synk.gather(w)
+        synk.reduce_scatter(w, op="sum")
+        synk.all_gather(w)
+    events = json.loads(path.read_text())["traceEvents"]
+    for rank in (0, 1):
+        names = {event["name"] for event in events if event["pid"] == rank and event.get("cat") == "exchange"}
+        assert names == {"broadcast", "all_reduce", "reduce", "gather", "reduce_scatter", "all_gather"}
+
+
+def test_trace_method_refuses_names_that_do_not_exist():
+    with pytest.raises(AttributeError, match="CommandRunner has no method '_perform' to trace"):
+        trace_method(CommandRunner, "_perform", "call", "call")
+
+
 def test_timeline_leaves_nothing(step, tmp_path):
-    before = [vars(CommandRunner)["_run"], vars(ControlMemory)["wait"]]
+    before = [vars(CommandRunner)["_execute"], vars(ControlMemory)["wait"]]
     with synk.timeline(tmp_path / "run.json.gz"):
-        assert vars(CommandRunner)["_run"] is not before[0]
+        assert vars(CommandRunner)["_execute"] is not before[0]
         call(step, 1)
-    assert [vars(CommandRunner)["_run"], vars(ControlMemory)["wait"]] == before
+    assert [vars(CommandRunner)["_execute"], vars(ControlMemory)["wait"]] == before
     with gzip.open(tmp_path / "run.json.gz", "rt") as file:
         assert json.load(file)["traceEvents"]
     with synk.timeline(tmp_path / "again.json"):  # the workers' methods are the original ones, too
@@ -103,11 +126,11 @@ def test_timeline_refuses_wrong_use(step, tmp_path):
 def test_death_of_a_worker_ends_the_timeline(step, tmp_path):
     from synkhronos import ranks
 
-    original = vars(CommandRunner)["_run"]
+    original = vars(CommandRunner)["_execute"]
     with pytest.raises(synk.WorkerError), synk.timeline(tmp_path / "run.json"):
         os.kill(ranks.get_session().worker_pids[1], signal.SIGKILL)
         call(step)
-    assert vars(CommandRunner)["_run"] is original
+    assert vars(CommandRunner)["_execute"] is original
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]  # the master's spans
 
 

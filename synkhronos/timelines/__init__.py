@@ -2,7 +2,7 @@
 
 ::
 
-    timeline("run.json")          each rank: SpanRecorder.install() wraps the methods in TRACED
+    timeline("run.json")          each rank: SpanRecorder.install() wraps the traced methods
     calls                         each call of a wrapped method appends a span
     stop(), or close()            each rank: SpanRecorder.uninstall(); the master gathers the spans and writes the file
     python -m synkhronos show     report: each rank's time by activity, and the critical path of the calls
@@ -10,6 +10,6 @@
 Without a timeline there is no cost.
 """
 
-from synkhronos.tracing.timeline import Timeline, timeline
+from synkhronos.timelines.timeline import Timeline, timeline
 
 __all__ = ["Timeline", "timeline"]
