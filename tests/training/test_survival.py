@@ -19,6 +19,7 @@ from synkhronos.ranks.errors import FAILED_START_PREFIX, Death
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import Checkpoint, Recorder, make_trainer
 from synkhronos.training.loops.death_limit import MAX_REPEATED_DEATHS
+from synkhronos.training.loops.epoch_loop import Outcome
 from synkhronos.training.monitoring import recorder
 from synkhronos.training.trainer import death_recovery, trainer_epoch_loop
 from synkhronos.training.trainer.death_recovery import DeathRecovery
@@ -376,9 +377,10 @@ def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monke
         model=SimpleNamespace(state=SimpleNamespace(spec=SimpleNamespace(variables=variables))),
         checkpoint=True,
         death_handler=SimpleNamespace(run=lambda operation: operation(), run_update=run_twice),
-        _validate=lambda report: True,
+        _validate=lambda report: Outcome.STOPPED,
     )
-    assert trainer_epoch_loop.TrainerEpochLoop.validate(loop, None) and restored == [[["state"]] * 2]
+    assert trainer_epoch_loop.TrainerEpochLoop.validate(loop, None) is Outcome.STOPPED
+    assert restored == [[["state"]] * 2]
 
 
 @pytest.mark.any_library

@@ -30,6 +30,7 @@ from synkhronos.ranks.errors import FAILED_START_PREFIX
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
 from synkhronos.timelines import timeline
+from synkhronos.training.loops.epoch_loop import Outcome
 from synkhronos.training.loops.stop_signals import StopSignals, get_requested_stop
 
 
@@ -96,8 +97,8 @@ def _run(settings: Settings, arguments: MasterArguments) -> int:
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
     with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        is_stopped = run(rank_tasks.train_model, settings, rule, memory, arguments, flag)[0]
-        return 128 + get_requested_stop() if is_stopped else 0
+        outcome = run(rank_tasks.train_model, settings, rule, memory, arguments, flag)[0]
+        return 128 + get_requested_stop() if outcome is Outcome.STOPPED else 0
 
 
 if __name__ == "__main__":

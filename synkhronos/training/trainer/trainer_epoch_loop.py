@@ -30,7 +30,7 @@ from synkhronos.tasks import run
 from synkhronos.training import schedules
 from synkhronos.training.checkpoints import generator_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint
-from synkhronos.training.loops.epoch_loop import EpochLoop
+from synkhronos.training.loops.epoch_loop import EpochLoop, Outcome
 from synkhronos.training.loops.stop_signals import get_requested_stop
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.meter import RankTotals, resize_totals
@@ -124,10 +124,13 @@ class TrainerEpochLoop(EpochLoop):
         """Whether a signal has requested a stop."""
         return self.checkpoint is not None and bool(get_requested_stop())
 
+    def _get_outcome(self) -> Outcome:
+        return Outcome.STOPPED if self.is_signalled() else Outcome.COMPLETED
+
     # -- an interval -----------------------------------------------------------------------------------------
 
-    def train(self) -> bool:
-        """Train to the next report; return True if a signal stopped the training earlier."""
+    def train(self) -> Outcome:
+        """Train to the next report, or until a signal."""
         self.death_handler.copy_state()
         progress = self.progress
         if not progress.row:
@@ -138,12 +141,12 @@ class TrainerEpochLoop(EpochLoop):
         if self.model.joint_step is not None:
             while progress.row < self.interval_stop and not self.is_signalled():  # repeats if a rank was left out
                 progress.row, progress.totals = self._train_interval(self.interval_stop)
-            return self.is_signalled()
+            return self._get_outcome()
         while progress.row < self.interval_stop and not self.is_signalled():
             began = time.perf_counter()
             progress.row, progress.totals = self.death_handler.run_update(self._make_interval_operation())
             self.death_handler.adapt_steps_until_copy(time.perf_counter() - began)
-        return self.is_signalled()
+        return self._get_outcome()
 
     def _begin_epoch(self) -> None:
         """Start an epoch of all rows that the data have now."""
@@ -247,24 +250,24 @@ class TrainerEpochLoop(EpochLoop):
             f"{n_ranks} x {data.batch_size} = {n_ranks * data.batch_size}",
         )
 
-    def validate(self, report: Report) -> bool:
-        """Compute the metrics over all validation rows; return True if a signal stopped the validation."""
+    def validate(self, report: Report) -> Outcome:
+        """Compute the metrics over all validation rows, unless a signal stops the validation."""
         generators = self.model.state.spec.variables.generators if self.checkpoint is not None else []
 
-        def validate_or_undo() -> bool:
+        def validate_or_undo() -> Outcome:
             # Repeated as a whole after a death: there may be fewer ranks then.
             states = run(generator_state.collect_states, generators) if generators else []
-            is_stopped = self._validate(report)  # the metrics may draw random numbers
-            if is_stopped and generators:  # a resumed training repeats the validation
+            outcome = self._validate(report)  # the metrics may draw random numbers
+            if outcome is Outcome.STOPPED and generators:  # a resumed training repeats the validation
                 run(generator_state.restore_states, generators, states)
-            return is_stopped
+            return outcome
 
         return self.death_handler.run_update(validate_or_undo)
 
-    def _validate(self, report: Report) -> bool:
+    def _validate(self, report: Report) -> Outcome:
         model, valid = self.model, self.valid
         if valid is None:
-            return False
+            return Outcome.COMPLETED
         assert model.validation is not None
         if model.graph.options.validate_ema:
             _ = model.ema  # gathers the averages
@@ -285,7 +288,7 @@ class TrainerEpochLoop(EpochLoop):
         if not totals.rows:
             raise LoadError("none of the rows of the validation data could be read")
         report.validation = totals.compute()
-        return self.is_signalled()
+        return self._get_outcome()
 
     def finish_interval(self, report: Report) -> None:
         """Move to the next interval, and pass the report to the recorders.
