@@ -63,10 +63,9 @@ class LocalStepLoop(LaunchLoop):
         self._unexchanged_weights: list[Any] = []
         state.count_items = self._sum_weights if plan.has_weight else None
         self._agreement = StopAgreement(worker)
-        row = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
-        self.max_steps_per_launch = max(
-            1, min(source.max_steps_per_launch, step.max_repeats, _MAX_LAUNCH_NBYTES // max(1, row * plan.batch_size))
-        )
+        row_nbytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
+        n_fitting = _MAX_LAUNCH_NBYTES // max(1, row_nbytes * plan.batch_size)
+        self.max_steps_per_launch = max(1, min(source.max_steps_per_launch, step.max_repeats, n_fitting))
         if isinstance(source, Feed):
             source.open(worker.number)
 

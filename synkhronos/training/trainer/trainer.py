@@ -37,7 +37,7 @@ from synkhronos.training.train_function.training_graph import (
     TrainingGraph,
 )
 from synkhronos.training.trainer.compiled_model import CompiledModel
-from synkhronos.training.trainer.death_recovery import DeathHandler
+from synkhronos.training.trainer.death_recovery import OperationRunner
 from synkhronos.training.trainer.epoch_data import EpochData, check_rows
 from synkhronos.training.trainer.trainer_epoch_loop import TrainerEpochLoop
 from synkhronos.training.updates import nesterov_momentum
@@ -212,12 +212,12 @@ class Trainer:
         if resume == "latest" and checkpoint is None:
             raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
         check_choice(on_death, "on_death", ("stop", "continue"))
-        max_deaths, death_handler = check_at_least(max_deaths, "max_deaths", 1), DeathHandler()
+        max_deaths, operation_runner = check_at_least(max_deaths, "max_deaths", 1), OperationRunner()
         if on_death == "continue":
             arrays = [*data, *(valid_data[0] if isinstance(valid_data, tuple) else ())]
             has_parts = any(isinstance(array, PartsData) for array in arrays)
             has_loader = loader is not None or isinstance(valid, Loader)
-            death_handler = self._model.make_death_recovery(max_deaths, has_loader, has_parts)
+            operation_runner = self._model.make_recovering_runner(max_deaths, has_loader, has_parts)
         loop = TrainerEpochLoop(
             model=self._model,
             data=EpochData(data, count, batch_size, seed, loader),
@@ -228,7 +228,7 @@ class Trainer:
             recorders=recorders,
             checkpoint=checkpoint,
             shows_progress_bar=check_flag(progress, "progress"),
-            death_handler=death_handler,
+            operation_runner=operation_runner,
         )
         return self._iterate_reports(loop, resume, grace)
 
@@ -263,7 +263,7 @@ class Trainer:
                 stack.enter_context(StopSignals(grace))
             self._loop = loop
             loop.begin(resume)
-            stack.enter_context(loop.death_handler.keep_copies())
+            stack.enter_context(loop.operation_runner.enable_recovery())
             yield from loop.iterate_reports()
             if checkpoint is not None and get_requested_stop():
                 raise SystemExit(128 + get_requested_stop())

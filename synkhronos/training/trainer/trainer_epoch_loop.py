@@ -39,7 +39,7 @@ from synkhronos.training.monitoring.recorder import Recorder
 from synkhronos.training.monitoring.report import Report, make_report
 from synkhronos.training.monitoring.validation_metrics import MetricTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
-from synkhronos.training.trainer.death_recovery import DeathHandler
+from synkhronos.training.trainer.death_recovery import OperationRunner
 from synkhronos.training.trainer.epoch_data import EpochData, IntervalPlan, RowSource, check_rows, get_rank_pools
 from synkhronos.training.trainer.joint_step_loop import take_joint_steps
 from synkhronos.training.trainer.local_step_loop import take_local_steps
@@ -63,8 +63,8 @@ class TrainerEpochLoop(EpochLoop):
     checkpoint: Checkpoint | None
     #: Whether to show a progress bar.
     shows_progress_bar: bool
-    #: Handler of the deaths of workers.
-    death_handler: DeathHandler
+    #: Runner of the training's operations, by ``on_death``.
+    operation_runner: OperationRunner
 
     def __post_init__(self) -> None:
         self.first_metric = "loss" if self.valid is None else next(iter(self.model.metrics))
@@ -131,7 +131,7 @@ class TrainerEpochLoop(EpochLoop):
 
     def train(self) -> Outcome:
         """Train to the next report, or until a signal."""
-        self.death_handler.copy_state()
+        self.operation_runner.refresh_copy()
         progress = self.progress
         if not progress.row:
             self._begin_epoch()
@@ -144,8 +144,8 @@ class TrainerEpochLoop(EpochLoop):
             return self._get_outcome()
         while progress.row < self.interval_stop and not self.is_signalled():
             began = time.perf_counter()
-            progress.row, progress.totals = self.death_handler.run_update(self._make_interval_operation())
-            self.death_handler.adapt_steps_until_copy(time.perf_counter() - began)
+            progress.row, progress.totals = self.operation_runner.run_update(self._make_interval_operation())
+            self.operation_runner.adapt_steps_until_copy(time.perf_counter() - began)
         return self._get_outcome()
 
     def _begin_epoch(self) -> None:
@@ -172,7 +172,7 @@ class TrainerEpochLoop(EpochLoop):
 
     def _count_rows_until_copy(self) -> int:
         """Count the rows until the next copy of the ranks' state."""
-        steps = self.death_handler.steps_until_copy
+        steps = self.operation_runner.steps_until_copy
         if steps is None or self.model.graph.weight is not None:  # rules sum the weights of an interval
             return self.data.n_epoch_rows
         return steps * self.data.batch_size * ranks.get_session().size
@@ -211,7 +211,7 @@ class TrainerEpochLoop(EpochLoop):
         try:
             source = self.data.make_source(plan.epoch, plan.start, is_joint)
             if is_joint:
-                ended = [take_joint_steps(plan, source, self.model, self.death_handler)]
+                ended = [take_joint_steps(plan, source, self.model, self.operation_runner)]
             else:
                 ended = self._run_local_loops(plan, source)
             end, totals = min(end for end, _ in ended), [total for _, total in ended]
@@ -262,7 +262,7 @@ class TrainerEpochLoop(EpochLoop):
                 run(generator_state.restore_states, generators, states)
             return outcome
 
-        return self.death_handler.run_update(validate_or_undo)
+        return self.operation_runner.run_update(validate_or_undo)
 
     def _validate(self, report: Report) -> Outcome:
         model, valid = self.model, self.valid
@@ -308,7 +308,7 @@ class TrainerEpochLoop(EpochLoop):
         progress.row = progress.interval_start = 0 if is_epoch_over else self.interval_stop
         progress.epoch += is_epoch_over
         progress.rows_before += self.data.n_epoch_rows if is_epoch_over else 0
-        report.deaths = self.death_handler.take_deaths()
+        report.deaths = self.operation_runner.take_deaths()
         for recorder in self.recorders:
             recorder.write(report.to_record())
 
@@ -339,7 +339,7 @@ class TrainerEpochLoop(EpochLoop):
     def _save(self, seen: int) -> None:
         checkpoint, model = self.checkpoint, self.model
         assert checkpoint is not None
-        self.death_handler.run(lambda: model.state.save(checkpoint, self.data, model.schedule, seen))
+        self.operation_runner.run_idempotent(lambda: model.state.save(checkpoint, self.data, model.schedule, seen))
 
     def save_at_signal(self) -> NoReturn:
         """Write a checkpoint between two reports, and exit with the status of the signal."""
