@@ -9,7 +9,7 @@ import numpy as np
 
 from synkhronos.checks import check_at_least
 from synkhronos.devices import get_array_device
-from synkhronos.rules.rule import Rule, check_fraction
+from synkhronos.rules.rule import Rule, check_fraction, lock_rank
 from synkhronos.rules.state import BLOCK_NBYTES, State
 from synkhronos.tasks import Worker
 
@@ -72,7 +72,7 @@ class GoSGD(Rule):
         mail, weights = state.shared["mail"][target], state.shared["weights"]
         weight = state.own["weight"] / 2
         target_mail, target_weight = state.rows["mail"][target : target + 1], state.rows["weights"][target : target + 1]
-        with worker.lock(1 + target) as lock:
+        with lock_rank(worker, target) as lock:
             lock.read(target_weight)
             if weights[target]:
                 lock.read(target_mail)
@@ -94,7 +94,7 @@ class GoSGD(Rule):
         if not weights[me]:
             return
         runs, vector = state.open_memory()
-        with worker.lock(1 + me):
+        with lock_rank(worker, me):
             weight, mail = float(weights[me]), state.shared["mail"][me]
             state.own["weight"] += weight
             share = weight / state.own["weight"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -12,14 +12,15 @@ from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.devices import HOST, find_device
+from synkhronos.rules.launchable_rule import LaunchableRule
 from synkhronos.rules.state import State, concatenate
-from synkhronos.tasks import Worker
+from synkhronos.tasks import Lock, Worker
 
 #: Dtypes in which parameters can be exchanged; None is their own dtype.
 PRECISIONS = (None, "float32", "float16", "bfloat16")
 
 
-class Rule:
+class Rule(LaunchableRule):
     """Base class of exchange rules.  Its own `exchange` does nothing.
 
     A subclass overrides `exchange`, and other methods as needed:
@@ -56,9 +57,6 @@ class Rule:
     period: int | Callable[[int], int] = 1
     exclude: Callable[[Any], bool] | None = None
     precision: str | None = None
-    _run: Any = None
-    #: Set by `register_launcher`.
-    _launch: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class Rule:
         self.precision = precision
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "exclude": None, "_run": None}  # for the master only; may not be picklable
+        return {**super().__getstate__(), "exclude": None}  # for the master only; may not be picklable
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
@@ -149,58 +147,6 @@ class Rule:
         means = {name: mean.astype(first[name].dtype) for name, mean in means.items()}
         return [{**first, **means} for _ in range(size)]
 
-    # -- training by the launcher ----------------------------------------------------------------------------
-
-    def init(
-        self,
-        devices: Sequence[str] | str | None = None,
-        modelfile: str = "",
-        modelclass: str = "",
-        **settings: Any,
-    ) -> None:
-        """Start to train a model class by this rule in new processes, without waiting for them; see `wait`.
-
-        Parameters
-        ----------
-        devices : list of str, optional
-            Device of each rank: ``cpu``, or ``cuda0``, ``gpu0`` and so on.
-        modelfile, modelclass : str
-            Module, such as ``models.mlp`` or ``models/mlp.py``, and the class in it.
-        **settings
-            Other settings of a session file, such as ``folder``, ``epochs`` and ``config``.
-
-        Raises
-        ------
-        SettingsError
-            If a setting is wrong; no process is started.
-        RuntimeError
-            If `init` was called already.
-
-        Examples
-        --------
-        .. code-block:: python
-
-            rule = rules.BSP()
-            rule.init(devices=["cuda0", "cuda1"], modelfile="models.mlp", modelclass="MLP", epochs=10)
-            folder = rule.wait()
-        """
-        if self._run is not None:
-            raise RuntimeError("init() was called already: call wait(), or make another rule")
-        self._run = type(self)._launch(self, devices, modelfile, modelclass, **settings)
-
-    def wait(self) -> Any:
-        """Wait for the end of the run that `init` has started, and return its folder.
-
-        Raises
-        ------
-        RuntimeError
-            If the run has failed, or `init` was not called.
-        """
-        if self._run is None:
-            raise RuntimeError("wait(): expected a call of init() before it")
-        run, self._run = self._run, None
-        return run.wait()
-
     # -- for trainers and subclasses -------------------------------------------------------------------------
 
     def count_steps_left(self, state: State) -> int:
@@ -251,7 +197,7 @@ def _scale_parameters(state: State, vector: Any, factor: float) -> Any:
     return vector if factor == 1 else state.with_averages(vector * vector.dtype.type(factor), vector)
 
 
-def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
+def allocate_shared_arrays(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
     """Allocate the arrays of `Rule.memory`, as zeros, for a program of `synkhronos.run`.
 
     Parameters
@@ -277,11 +223,16 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
     --------
     .. code-block:: python
 
-        memory = rules.shared_memory(rule, n_ranks=2, size=1000, dtype=np.dtype("float32"))
-        synk.run(program, rule, params, memory)
+        shared = rules.allocate_shared_arrays(rule, n_ranks=2, size=1000, dtype=np.dtype("float32"))
+        synk.run(program, rule, params, shared)
     """
-    memory = rule.memory(n_ranks, size, dtype)
-    return {name: create_unpublished(shape, item_dtype) for name, (shape, item_dtype) in memory.items()}
+    layout = rule.memory(n_ranks, size, dtype)
+    return {name: create_unpublished(shape, item_dtype) for name, (shape, item_dtype) in layout.items()}
+
+
+def lock_rank(worker: Worker, rank: int) -> Lock:
+    """Return the lock of a rank's rows in shared memory, such as its mailbox: the one on that rank's host."""
+    return worker.lock(1 + rank)
 
 
 def reduce_by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], precision: str | None = None) -> Any:
@@ -347,16 +298,3 @@ def check_momentum(value: Any) -> float:
 def check_period(value: Any, name: str) -> int:
     """Check that a value is a number of steps, at least 1, and return it; raise TypeError or ValueError."""
     return check_at_least(value, name, 1, "a number of steps")
-
-
-def register_launcher(launch: Callable[..., Any]) -> None:
-    """Register the function that `Rule.init` calls to start a run.
-
-    ``synkhronos/__init__.py`` registers it, because rules are in a lower layer than the launcher and cannot import it.
-
-    Parameters
-    ----------
-    launch : callable
-        Takes the rule and the arguments of `Rule.init`; returns the run.
-    """
-    Rule._launch = launch

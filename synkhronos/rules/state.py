@@ -146,7 +146,7 @@ class State:
     optimizer : list of shared variables
         Variables of the update rule, such as velocities; only floats are used.
     shared : dict of str to LocalRows
-        Shared memory of the rule, from `shared_memory`.
+        Shared memory of the rule, from `allocate_shared_arrays`.
     n_averages : int
         Number of running averages at the end of ``params``, which ranks exchange but the optimizer does not train.
 

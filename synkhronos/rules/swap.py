@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, check_flag
-from synkhronos.rules.rule import Rule
+from synkhronos.rules.rule import Rule, lock_rank
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
@@ -59,7 +59,7 @@ class Swap(Rule):
         vectors[worker.number] = state.params.get_on_host()
         worker.barrier("all vectors are written")
         if source != worker.number:
-            with worker.lock(1 + source) as lock:
+            with lock_rank(worker, source) as lock:
                 lock.read(state.rows["all"][source : source + 1])
                 state.vector = vectors[source].copy()
         worker.barrier("all vectors are read")

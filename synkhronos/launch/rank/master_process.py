@@ -27,7 +27,7 @@ from synkhronos.processes import fork_pinned
 from synkhronos.ranks import WorkerError, get_last_death, get_session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import FAILED_START_PREFIX
-from synkhronos.rules import shared_memory
+from synkhronos.rules import allocate_shared_arrays
 from synkhronos.tasks import run
 from synkhronos.timelines import timeline
 from synkhronos.training.loops.epoch_loop import Outcome
@@ -91,7 +91,7 @@ def _run(settings: Settings, arguments: MasterArguments) -> int:
     (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))
     rule = settings.make_rule()
     size, dtype = run(rank_tasks.build_model, settings, rule)[0]
-    memory = shared_memory(rule, get_session().size, size, np.dtype(dtype))
+    memory = allocate_shared_arrays(rule, get_session().size, size, np.dtype(dtype))
     flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
