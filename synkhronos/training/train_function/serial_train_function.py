@@ -20,7 +20,7 @@ from synkhronos.training.train_function.training_graph import (
     TrainingGraph,
 )
 from synkhronos.training.train_function.weighted_mean import divide_by_weight
-from synkhronos.training.updates.transformations import UpdateRule
+from synkhronos.training.updates.update_rule import UpdateRule
 
 
 class SerialTrainFunction:

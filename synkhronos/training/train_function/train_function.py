@@ -46,7 +46,7 @@ from synkhronos.training.train_function.weighted_mean import divide_by_weight
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.sharded_updates import ShardedUpdates
-from synkhronos.training.updates.transformations import UpdateRule
+from synkhronos.training.updates.update_rule import UpdateRule
 
 #: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
 _MAX_LAUNCH_NBYTES = 1 << 30

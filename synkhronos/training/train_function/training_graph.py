@@ -28,7 +28,7 @@ from synkhronos.training.train_function.weighted_mean import (
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
 from synkhronos.training.updates.loss_scale import scale_gradients, skip_overflows
 from synkhronos.training.updates.moving_average import add_average
-from synkhronos.training.updates.transformations import UpdateRule
+from synkhronos.training.updates.update_rule import UpdateRule
 
 #: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
 DataArgument = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]

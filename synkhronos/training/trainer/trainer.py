@@ -41,7 +41,7 @@ from synkhronos.training.trainer.death_recovery import OperationRunner
 from synkhronos.training.trainer.epoch_data import EpochData, check_rows
 from synkhronos.training.trainer.trainer_epoch_loop import TrainerEpochLoop
 from synkhronos.training.updates import nesterov_momentum
-from synkhronos.training.updates.transformations import UpdateRule
+from synkhronos.training.updates.update_rule import UpdateRule
 
 
 class Trainer:

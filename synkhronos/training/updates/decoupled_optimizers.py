@@ -14,21 +14,21 @@ import numpy as np
 
 from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.optimizers import one_minus_power
-from synkhronos.training.updates.update_rule import Context, NewValues, rule
+from synkhronos.training.updates.update_rule import FormulaContext, NewValues, update_rule
 
 Mask = Callable[[Any], bool] | None
 
 #: Coefficients of the quintic Newton-Schulz iteration, from Jordan et al. (2024).
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
-_DECAY = "Rate of decay, multiplied by the learning rate."
+_DECAY = "Rate of the decay of parameters, which is multiplied by the learning rate."
 
 
-@rule("learning_rate=0.25, weight_decay=0.1", 2.675, weight_decay=_DECAY)
+@update_rule("learning_rate=0.25, weight_decay=0.1", 2.675, weight_decay=_DECAY)
 def adamw(
     p: Any,
     g: Any,
-    c: Context,
+    c: FormulaContext,
     learning_rate: Any = 0.001,
     beta1: Any = 0.9,
     beta2: Any = 0.999,
@@ -56,11 +56,17 @@ def adamw(
     return {**new, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, mask)}
 
 
-@rule("learning_rate=0.25, weight_decay=0.1", 2.675, weight_decay=_DECAY, beta2="Decay of the mean gradient.")
+@update_rule(
+    "learning_rate=0.25, weight_decay=0.1",
+    2.675,
+    weight_decay=_DECAY,
+    beta1="Weight of the running mean of gradients in the step; in [0, 1).",
+    beta2="Decay of the running mean of gradients, per step; in [0, 1).",
+)
 def lion(
     p: Any,
     g: Any,
-    c: Context,
+    c: FormulaContext,
     learning_rate: Any = 1e-4,
     beta1: Any = 0.9,
     beta2: Any = 0.99,
@@ -86,11 +92,11 @@ def lion(
     return {m: new, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, mask)}
 
 
-@rule("learning_rate=0.25", 2.25, weight_decay=_DECAY)
+@update_rule("learning_rate=0.25", 2.25, weight_decay=_DECAY)
 def lamb(
     p: Any,
     g: Any,
-    c: Context,
+    c: FormulaContext,
     learning_rate: Any = 0.001,
     beta1: Any = 0.9,
     beta2: Any = 0.999,
@@ -121,17 +127,17 @@ def lamb(
     return {**new, p: p - c(learning_rate) * ratio * step}
 
 
-@rule(
+@update_rule(
     "learning_rate=0.25",
     2.75,
-    momentum="Decay of the mean gradient of matrices.",
+    momentum="Decay of the running mean of the gradients of matrices, per step.",
     weight_decay=_DECAY,
     mask="Predicate of a parameter with two dimensions: whether it is updated by Muon.  By default all of these are.",
 )
 def muon(
     p: Any,
     g: Any,
-    c: Context,
+    c: FormulaContext,
     learning_rate: Any = 0.001,
     momentum: Any = 0.95,
     beta1: Any = 0.9,
@@ -173,7 +179,7 @@ def muon(
     return {m: new_m, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, None)}
 
 
-def _adam_step(p: Any, g: Any, c: Context, beta1: Any, beta2: Any, epsilon: Any) -> tuple[NewValues, Any]:
+def _adam_step(p: Any, g: Any, c: FormulaContext, beta1: Any, beta2: Any, epsilon: Any) -> tuple[NewValues, Any]:
     """Return new moments, and Adam's step of learning rate 1."""
     m, v = c.zeros("m"), c.zeros("v")
     new_m = c(beta1) * m + c(1 - beta1) * g
@@ -183,19 +189,19 @@ def _adam_step(p: Any, g: Any, c: Context, beta1: Any, beta2: Any, epsilon: Any)
     return {m: new_m, v: new_v}, mean / (root + c(epsilon))
 
 
-def _add_decay(p: Any, step: Any, c: Context, weight_decay: Any, mask: Mask) -> Any:
+def _add_decay(p: Any, step: Any, c: FormulaContext, weight_decay: Any, mask: Mask) -> Any:
     """Add the decay of a parameter to its step, unless the mask leaves it out."""
     is_zero = isinstance(weight_decay, int | float) and weight_decay == 0
     return step if is_zero or mask is not None and not mask(p) else step + c(weight_decay) * p
 
 
-def _norm(value: Any, c: Context) -> Any:
+def _norm(value: Any, c: FormulaContext) -> Any:
     """Return the Euclidean norm of all elements, accumulated in at least float32, in the parameter's dtype."""
     dtype = str(np.result_type(value.dtype, np.float32))
     return c(c.tensor.sqrt((c.tensor.cast(value, dtype) ** 2).sum()))
 
 
-def _orthogonalize(x: Any, is_tall: bool, c: Context, epsilon: Any) -> Any:
+def _orthogonalize(x: Any, is_tall: bool, c: FormulaContext, epsilon: Any) -> Any:
     """Return an approximation of the nearest matrix with orthonormal rows or columns."""
     a, b, d = map(c, _NEWTON_SCHULZ)
     x = x.T if is_tall else x

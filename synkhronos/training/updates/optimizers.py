@@ -12,7 +12,13 @@ from synkhronos.checks import is_number
 from synkhronos.graphs import library_of
 from synkhronos.training.updates.argument_checks import check_params, check_scalars
 from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar, make_zero_state
-from synkhronos.training.updates.update_rule import Context, NewValues, document, format_hyperparameter, rule
+from synkhronos.training.updates.update_rule import (
+    FormulaContext,
+    NewValues,
+    document,
+    format_hyperparameter,
+    update_rule,
+)
 
 #: Updates of a rule, or its `param_updates`; functions return the type of their argument.
 Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[Any, Any]")
@@ -28,8 +34,8 @@ _UPDATES_RETURNS_DOC = """RuleUpdates or OrderedDict
     As `updates`, with the velocities in `param_updates`."""
 
 
-@rule("learning_rate=0.25", 1.5)
-def sgd(p: Any, g: Any, c: Context, learning_rate: Any) -> NewValues:
+@update_rule("learning_rate=0.25", 1.5)
+def sgd(p: Any, g: Any, c: FormulaContext, learning_rate: Any) -> NewValues:
     r"""Gradient descent.
 
     Notes
@@ -54,8 +60,8 @@ def _add_nesterov_velocity(p: Any, target: Any, v: Any, m: Any) -> NewValues:
     return {p: target + m * new, v: new}
 
 
-@rule("learning_rate=0.25", 1.5)
-def momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
+@update_rule("learning_rate=0.25", 1.5)
+def momentum(p: Any, g: Any, c: FormulaContext, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
     r"""Gradient descent with a velocity.
 
     Notes
@@ -74,8 +80,8 @@ def momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9
     return _add_polyak_velocity(p, p - c(learning_rate) * g, c.zeros("velocity"), c(momentum))
 
 
-@rule("learning_rate=0.25", 0.15)
-def nesterov_momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
+@update_rule("learning_rate=0.25", 0.15)
+def nesterov_momentum(p: Any, g: Any, c: FormulaContext, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
     r"""Gradient descent with Nesterov's velocity.
 
     Notes
@@ -170,8 +176,8 @@ def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = Non
     return _replace_steps(updates, params, momentum, _add_nesterov_velocity, "nesterov_velocity")
 
 
-@rule("learning_rate=0.25", 2.75)
-def adagrad(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, epsilon: Any = 1e-6) -> NewValues:
+@update_rule("learning_rate=0.25", 2.75)
+def adagrad(p: Any, g: Any, c: FormulaContext, learning_rate: Any = 1.0, epsilon: Any = 1e-6) -> NewValues:
     r"""Adagrad: steps shrink with the sum of squared gradients.
 
     Notes
@@ -190,8 +196,10 @@ def adagrad(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, epsilon: Any =
     return {a: a_new, p: p - c(learning_rate) * g / c.tensor.sqrt(a_new + c(epsilon))}
 
 
-@rule("learning_rate=0.25", 2.2094)
-def rmsprop(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.9, epsilon: Any = 1e-6) -> NewValues:
+@update_rule("learning_rate=0.25", 2.2094)
+def rmsprop(
+    p: Any, g: Any, c: FormulaContext, learning_rate: Any = 1.0, rho: Any = 0.9, epsilon: Any = 1e-6
+) -> NewValues:
     r"""RMSProp: steps scaled by the root of the mean squared gradient.
 
     Notes
@@ -210,14 +218,16 @@ def rmsprop(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.9
     return {a: a_new, p: p - c(learning_rate) * g / c.tensor.sqrt(a_new + c(epsilon))}
 
 
-@rule(
+@update_rule(
     "learning_rate=1.0",
     2.9955,
     learning_rate="Scale of the steps; 1 in the paper.",
-    rho="Decay of both running means of squares, per step.",
+    rho="Decay of the running means of squared gradients and of squared steps, per step.",
     epsilon="Term that keeps the divisor positive, and makes the first step nonzero.",
 )
-def adadelta(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: Any = 1e-6) -> NewValues:
+def adadelta(
+    p: Any, g: Any, c: FormulaContext, learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: Any = 1e-6
+) -> NewValues:
     r"""Adadelta: steps in the units of the parameter.
 
     Notes
@@ -239,9 +249,15 @@ def adadelta(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.
     return {a: a_new, b: b_new, p: p - c(learning_rate) * d}
 
 
-@rule("learning_rate=0.25", 2.75)
+@update_rule("learning_rate=0.25", 2.75)
 def adam(
-    p: Any, g: Any, c: Context, learning_rate: Any = 0.001, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
+    p: Any,
+    g: Any,
+    c: FormulaContext,
+    learning_rate: Any = 0.001,
+    beta1: Any = 0.9,
+    beta2: Any = 0.999,
+    epsilon: Any = 1e-8,
 ) -> NewValues:
     r"""Adam: the mean gradient over the root of the mean square.
 
@@ -267,9 +283,17 @@ def adam(
     return {m: m_new, v: v_new, p: p - rate * m_new / (c.tensor.sqrt(v_new) + c(epsilon))}
 
 
-@rule("learning_rate=0.25", 2.75, beta2="The same for the largest size.")
+@update_rule(
+    "learning_rate=0.25", 2.75, beta2="Decay of the running maximum of the gradients' magnitude, per step; in [0, 1)."
+)
 def adamax(
-    p: Any, g: Any, c: Context, learning_rate: Any = 0.002, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
+    p: Any,
+    g: Any,
+    c: FormulaContext,
+    learning_rate: Any = 0.002,
+    beta1: Any = 0.9,
+    beta2: Any = 0.999,
+    epsilon: Any = 1e-8,
 ) -> NewValues:
     r"""Adamax: the mean gradient over a decaying maximum of its magnitude.
 
@@ -290,9 +314,15 @@ def adamax(
     return {m: m_new, u: u_new, p: p - _correct_bias(c, learning_rate, beta1) * m_new / (u_new + c(epsilon))}
 
 
-@rule("learning_rate=0.25", 2.75)
+@update_rule("learning_rate=0.25", 2.75)
 def amsgrad(
-    p: Any, g: Any, c: Context, learning_rate: Any = 0.001, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
+    p: Any,
+    g: Any,
+    c: FormulaContext,
+    learning_rate: Any = 0.001,
+    beta1: Any = 0.9,
+    beta2: Any = 0.999,
+    epsilon: Any = 1e-8,
 ) -> NewValues:
     r"""AMSGrad: Adam with a mean square that never decreases.
 
@@ -320,7 +350,7 @@ def amsgrad(
     return {m: m_new, v: v_new, v_hat: v_hat_new, p: p - rate * m_new / (c.tensor.sqrt(v_hat_new) + c(epsilon))}
 
 
-def _correct_bias(c: Context, learning_rate: Any, beta1: Any, beta2: Any = None) -> Any:
+def _correct_bias(c: FormulaContext, learning_rate: Any, beta1: Any, beta2: Any = None) -> Any:
     """Return the learning rate, corrected for moving averages that start at zero."""
     rate = as_scalar(learning_rate, c.t)
     if beta2 is not None:

@@ -25,12 +25,10 @@ from synkhronos.checks import check_positive, is_number
 from synkhronos.graphs import library_of
 from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, get_shape, split_vector
+from synkhronos.training.updates.update_rule import UpdateRule
 
 #: Takes gradients, or steps, and parameters; returns new gradients or steps.
 Transformation = Callable[[list[Any], list[Any]], list[Any]]
-
-#: Takes a loss, parameters and hyperparameters, ``weight`` among them.
-UpdateRule = Callable[..., RuleUpdates]
 
 
 def chain(*parts: Any) -> UpdateRule:
