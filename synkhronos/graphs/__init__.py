@@ -11,8 +11,17 @@ import sys
 from typing import Any
 
 from synkhronos.graphs.library import GraphLibrary
+from synkhronos.graphs.variable_types import Array, SharedVariable, Variable
 
-__all__ = ["GraphLibrary", "is_variable", "library_of", "list_loaded_libraries"]
+__all__ = [
+    "Array",
+    "GraphLibrary",
+    "SharedVariable",
+    "Variable",
+    "is_variable",
+    "library_of",
+    "list_loaded_libraries",
+]
 
 #: Module of each library's subclass of `GraphLibrary`, by import name.
 _LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}

@@ -114,7 +114,7 @@ def find_described_arguments(function: ast.FunctionDef) -> Iterator[tuple[int, s
         if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name):
             if decorator.func.id == "update_rule":
                 for keyword in decorator.keywords:
-                    if isinstance(keyword.value, ast.Constant):
+                    if isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, str):
                         yield keyword.value.lineno, keyword.value.value
 
 

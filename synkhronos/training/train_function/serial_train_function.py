@@ -141,7 +141,7 @@ class SerialTrainFunction:
             mean = np.average(values, axis=0, weights=rows).astype(value.dtype) if u.slice_op == "mean" else values[-1]
             u.shared.set_value(mean)
         total = sum(w * loss for w, loss in zip(weights, losses, strict=True) if w)
-        return divide_by_weight(total, sum(weights), losses[0])
+        return divide_by_weight(total, sum(weights), losses[0].dtype)
 
 
 def make_train_function_serial(
@@ -192,7 +192,16 @@ def make_train_function_serial(
     options = StepOptions(clip_norm, num_slices, ema, loss_scale=loss_scale)
     return SerialTrainFunction(
         TrainingGraph.build(
-            *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, options),
+            loss=loss,
+            params=params,
+            x=x,
+            y=y,
+            update_rule=update_rule,
+            rule_kwargs=rule_kwargs,
+            options=options,
+            sliceable_shareds=sliceable_shareds,
+            extra_updates=extra_updates,
+            weight=weight,
             is_serial=True,
         )
     )

@@ -131,11 +131,18 @@ class TrainFunction:
     def ema(self) -> list[Any] | None:
         """Moving averages of the parameters, in their order; None without the option `ema`.
 
-        With `shard_optimizer` each rank has a part of them.  Reading this attribute gathers the averages of that moment
-        into the variables, on all ranks.
+        With `shard_optimizer` each rank has a part of them, and reading this attribute is a collective: it calls
+        `gather_ema`.
+        """
+        self.gather_ema()
+        return self._graph.ema
+
+    def gather_ema(self) -> None:
+        """Set the variables of `ema` to the averages of this moment, on all ranks; needed only with `shard_optimizer`.
+
+        A collective: it sends the averages between ranks.
         """
         self._optimizer.gather_into(self._graph.ema or ())
-        return self._graph.ema
 
     def get_optimizer_state(self) -> list[np.ndarray]:
         """Return the values of the rule's variables, whole also with `shard_optimizer`.
@@ -233,7 +240,7 @@ class TrainFunction:
 
     def _to_loss(self, value: Any, weight: Any) -> Any:
         """Return the loss of a step as an array, from a pair of `weighted_steps`."""
-        return value if weight is None else divide_by_weight(value, weight, self._graph.loss)
+        return value if weight is None else divide_by_weight(value, weight, self._graph.loss.dtype)
 
     def steps(
         self,
@@ -548,7 +555,16 @@ def make_train_function(
     options = StepOptions(clip_norm, num_slices, ema, loss_scale=loss_scale, shard_optimizer=shard_optimizer)
     return TrainFunction(
         TrainingGraph.build(
-            *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, options)
+            loss=loss,
+            params=params,
+            x=x,
+            y=y,
+            update_rule=update_rule,
+            rule_kwargs=rule_kwargs,
+            options=options,
+            sliceable_shareds=sliceable_shareds,
+            extra_updates=extra_updates,
+            weight=weight,
         ),
         exchange,
     )

@@ -68,11 +68,6 @@ class CompiledModel:
         self.state = TrainerState(spec, (update_rule, rule_options), sharded)
         self.launch_kinds: set[Any] = set()
 
-    @property
-    def ema(self) -> list[Any] | None:
-        """Moving averages of the parameters, gathered on all ranks; None without the option `ema`."""
-        return None if self.joint_step is None else self.joint_step.ema
-
     def make_recovering_runner(self, max_deaths: int, has_loader: bool, has_parts: bool) -> RecoveringRunner:
         """Make the runner of operations for ``on_death="continue"``."""
         ranks_differ = bool(self.state.variables.generators) or any(

@@ -81,10 +81,10 @@ class Trainer:
     def ema(self) -> list[Any] | None:
         """Moving averages of the parameters, in their order; None without the option `ema`.
 
-        With `shard_optimizer` each rank has a part of them.  Reading this attribute gathers the averages of that moment
-        into the variables, on all ranks.
+        With `shard_optimizer` each rank has a part of them, and reading this attribute is a collective, which gathers
+        the averages of that moment into the variables on all ranks.
         """
-        return self._model.ema
+        return None if self._model.joint_step is None else self._model.joint_step.ema
 
     # -- epochs --------------------------------------------------------------------------------
 
@@ -182,8 +182,8 @@ class Trainer:
         training continues with fewer ranks, as after a resumption on fewer ranks.  With a sharded optimizer it ends
         instead.
 
-        New workers are forks of the master, so nothing is compiled again.  Once JAX or CUDA has started they are new
-        processes, which compile again, and rows may not come from a `Loader`; so it is on several hosts, too.
+        New workers are forks of the master, so nothing is compiled again.  Once JAX or CUDA has started, and on several
+        hosts, they are new processes, which compile again, and rows may not come from a `Loader`.
         Variables that the trainer does not use get the master's values on all ranks.  The death of the master ends the
         training, as does a death while your code between two reports calls the ranks.
         """
@@ -442,6 +442,16 @@ def make_trainer(
     dtype = np.result_type(dtype, np.float32)
     rate = library.shared(np.asarray(compute_rate(schedule, 0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
-    graph = TrainingGraph.build(*(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs, weight, options))
+    graph = TrainingGraph.build(
+        loss=loss,
+        params=params,
+        x=x,
+        y=y,
+        update_rule=update_rule,
+        rule_kwargs=rule_kwargs,
+        options=options,
+        extra_updates=extra_updates,
+        weight=weight,
+    )
     metrics = parse_metrics(validate, [*graph.x, *graph.y])
     return Trainer(CompiledModel(graph, rule, rate, schedule, metrics))

@@ -270,7 +270,8 @@ class TrainerEpochLoop(EpochLoop):
             return Outcome.COMPLETED
         assert model.validation is not None
         if model.graph.options.validate_ema:
-            _ = model.ema  # gathers the averages
+            assert model.joint_step is not None
+            model.joint_step.gather_ema()
         totals, step = MetricTotals(model.metrics), self.data.batch_size * ranks.get_session().size
         batches: Iterable[Any]
         if isinstance(valid, Loader):
