@@ -11,11 +11,12 @@ import sys
 from typing import Any
 
 from synkhronos.graphs.library import GraphLibrary
-from synkhronos.graphs.variable_types import Array, SharedVariable, Variable
+from synkhronos.graphs.variable_types import Array, Scalar, SharedVariable, Variable
 
 __all__ = [
     "Array",
     "GraphLibrary",
+    "Scalar",
     "SharedVariable",
     "Variable",
     "is_variable",

@@ -10,5 +10,7 @@ from typing import Any, TypeAlias
 Variable: TypeAlias = Any
 #: Shared variable: a symbolic variable with a value.
 SharedVariable: TypeAlias = Any
+#: Number, or symbolic scalar.
+Scalar: TypeAlias = float | Variable
 #: Array of a device: of NumPy, JAX or pygpu.
 Array: TypeAlias = Any

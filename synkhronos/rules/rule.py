@@ -12,6 +12,7 @@ from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.devices import HOST, find_device
+from synkhronos.graphs import Array, SharedVariable
 from synkhronos.rules.launchable_rule import LaunchableRule
 from synkhronos.rules.state import State, concatenate
 from synkhronos.tasks import Lock, Worker
@@ -55,13 +56,13 @@ class Rule(LaunchableRule):
 
     asynchronous: bool = False
     period: int | Callable[[int], int] = 1
-    exclude: Callable[[Any], bool] | None = None
+    exclude: Callable[[SharedVariable], bool] | None = None
     precision: str | None = None
 
     def __init__(
         self,
         period: int | Callable[[int], int] | None = None,
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
         precision: str | None = None,
     ):
         if period is not None:  # else the class attribute applies
@@ -116,7 +117,7 @@ class Rule(LaunchableRule):
     def exchange(self, worker: Worker, state: State) -> Any:
         """Exchange parameters; called on each rank after every `period` steps."""
 
-    def compute_consensus(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Array:
         """Return the parameters to validate, save and use after training, as a vector; by default the mean over ranks.
 
         A collective: all ranks call this after the same exchange.
@@ -154,7 +155,7 @@ class Rule(LaunchableRule):
         period = self.period(state.step) if callable(self.period) else self.period
         return max(1, period - state.steps_since_exchange)
 
-    def mean(self, worker: Worker, state: State, factor: float = 1.0) -> Any:
+    def mean(self, worker: Worker, state: State, factor: float = 1.0) -> Array:
         """Return the mean of the parameters over all ranks.  A collective.
 
         Ranks' running averages are weighted by their numbers of rows since the last exchange.
@@ -177,7 +178,7 @@ class Rule(LaunchableRule):
             If the precision has 16 bits, and a subclass's `setup` did not call ``super().setup()``.
         """
 
-        def reduce(vector: Any) -> Any:
+        def reduce(vector: Array) -> Array:
             return average(worker, vector, self.precision)
 
         if self.precision in (None, "float32"):
@@ -192,7 +193,7 @@ class Rule(LaunchableRule):
         return mean
 
 
-def _scale_parameters(state: State, vector: Any, factor: float) -> Any:
+def _scale_parameters(state: State, vector: Array, factor: float) -> Array:
     """Return a vector with its parameters multiplied by a factor, but not its running averages."""
     return vector if factor == 1 else state.with_averages(vector * vector.dtype.type(factor), vector)
 
@@ -235,7 +236,9 @@ def lock_rank(worker: Worker, rank: int) -> Lock:
     return worker.lock(1 + rank)
 
 
-def reduce_by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], precision: str | None = None) -> Any:
+def reduce_by_rows(
+    state: State, vector: Array, reduce: Callable[[Array], Array], precision: str | None = None
+) -> Array:
     """Reduce vectors over ranks in one collective, with running averages weighted by rows.
 
     The running averages, or changes of them, are the last ``state.average_size`` elements.  Their weights are the rows
@@ -254,7 +257,7 @@ def reduce_by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], prec
     return concatenate(reduced[: -n - 1], reduced[-n - 1 : -1] / reduced[-1])
 
 
-def average(worker: Worker, vector: Any, precision: str | None) -> Any:
+def average(worker: Worker, vector: Array, precision: str | None) -> Array:
     """Return the mean of a vector over all ranks, in the vector's dtype.  A collective, which may overwrite the vector.
 
     Sums cannot overflow: vectors are divided before they are added, or are added in a wider dtype.  With ``precision``

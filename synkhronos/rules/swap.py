@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, check_flag
+from synkhronos.graphs import Array, SharedVariable
 from synkhronos.rules.rule import Rule, lock_rank
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
@@ -43,7 +44,7 @@ class Swap(Rule):
         period: int | Callable[[int], int] = 100,
         replace: bool = False,
         seed: int = 0,
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
     ):
         super().__init__(period, exclude)
         self.replace, self.seed = check_flag(replace, "replace"), check_at_least(seed, "seed", 0)
@@ -75,7 +76,7 @@ class Swap(Rule):
                 sources[first] = second
         return sources
 
-    def compute_consensus(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Array:
         """Return the parameters of rank 0; a mean of different models would be meaningless."""
         return worker.broadcast(state.params.get_on_host())
 

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.graphs import Variable, library_of
+from synkhronos.graphs import SharedVariable, Variable, library_of
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import get_shape
 
 #: Argument for extra updates: shared variables and their new values, each with or without an op.
-UpdatesArgument = Mapping[Any, Any] | Sequence[tuple[Any, Any] | tuple[Any, Any, str | None]]
+UpdatesArgument = (
+    Mapping[SharedVariable, Variable]
+    | Sequence[tuple[SharedVariable, Variable] | tuple[SharedVariable, Variable, str | None]]
+)
 
 
 class ExtraUpdate(NamedTuple):
@@ -35,8 +38,8 @@ class ExtraUpdate(NamedTuple):
         Whether ranks may compute different new values in one step, even if their variables are equal before it.
     """
 
-    shared: Any
-    expression: Any
+    shared: SharedVariable
+    expression: Variable
     op: str | None
     differs: bool
 

@@ -11,7 +11,7 @@ from synkhronos.casts import as_numbers
 from synkhronos.checks import check_at_least
 from synkhronos.data.rows import select_rows
 from synkhronos.devices import take_rows
-from synkhronos.graphs import library_of
+from synkhronos.graphs import SharedVariable, Variable, library_of
 from synkhronos.training.train_function.extra_updates import UpdatesArgument
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import (
@@ -145,14 +145,14 @@ class SerialTrainFunction:
 
 
 def make_train_function_serial(
-    loss: Any,
-    params: Sequence[Any],
-    x: Any,
-    y: Any,
+    loss: Variable,
+    params: Sequence[SharedVariable],
+    x: Variable | Sequence[Variable],
+    y: Variable | Sequence[Variable],
     update_rule: UpdateRule,
-    sliceable_shareds: Sequence[Any] | None = None,
+    sliceable_shareds: Sequence[SharedVariable] | None = None,
     extra_updates: UpdatesArgument | None = None,
-    weight: Any = None,
+    weight: Variable | None = None,
     clip_norm: float | None = None,
     num_slices: int = 1,
     ema: float | None = None,

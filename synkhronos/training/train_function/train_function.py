@@ -29,7 +29,7 @@ from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetShapes
 from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
-from synkhronos.graphs import library_of
+from synkhronos.graphs import SharedVariable, Variable, library_of
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
 from synkhronos.training.train_function.launch_groups import StepRows, assign_rows, collect_sliceable_rows, group_steps
 from synkhronos.training.train_function.optimizer_state import OptimizerState
@@ -128,7 +128,7 @@ class TrainFunction:
         return None if self._sharding is None else self._optimizer
 
     @property
-    def ema(self) -> list[Any] | None:
+    def ema(self) -> list[SharedVariable] | None:
         """Moving averages of the parameters, in their order; None without the option `ema`.
 
         With `shard_optimizer` each rank has a part of them, and reading this attribute is a collective: it calls
@@ -442,15 +442,15 @@ class TrainFunction:
 
 
 def make_train_function(
-    loss: Any,
-    params: Sequence[Any],
-    x: Any,
-    y: Any,
+    loss: Variable,
+    params: Sequence[SharedVariable],
+    x: Variable | Sequence[Variable],
+    y: Variable | Sequence[Variable],
     update_rule: UpdateRule,
-    sliceable_shareds: Sequence[Any] | None = None,
+    sliceable_shareds: Sequence[SharedVariable] | None = None,
     extra_updates: UpdatesArgument | None = None,
     exchange: str | None = None,
-    weight: Any = None,
+    weight: Variable | None = None,
     clip_norm: float | None = None,
     num_slices: int = 1,
     ema: float | None = None,

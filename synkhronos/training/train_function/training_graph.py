@@ -66,18 +66,18 @@ class TrainingGraph:
     options : StepOptions
     """
 
-    loss: Any
-    x: list[Any]
-    y: list[Any]
+    loss: Variable
+    x: list[Variable]
+    y: list[Variable]
     x_is_list: bool
     y_is_list: bool
-    sliceable: list[Any]
+    sliceable: list[SharedVariable]
     rule: RuleUpdates
-    optimizer_state: list[Any]
+    optimizer_state: list[SharedVariable]
     extra_updates: list[ExtraUpdate]
-    weight: Any
-    ema: list[Any] | None
-    params: list[Any]
+    weight: Variable | None
+    ema: list[SharedVariable] | None
+    params: list[SharedVariable]
     update_rule: UpdateRule
     rule_kwargs: Mapping[str, Any]
     options: StepOptions

@@ -21,7 +21,7 @@ from synkhronos.checks import check_at_least, check_choice, check_flag, check_nu
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
 from synkhronos.data.parts import PartsData
-from synkhronos.graphs import library_of
+from synkhronos.graphs import SharedVariable, Variable, library_of
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import cast_rows
 from synkhronos.rules import BSP, EAMSGD, Rule
@@ -78,7 +78,7 @@ class Trainer:
         self._model.schedule = as_schedule(schedule)
 
     @property
-    def ema(self) -> list[Any] | None:
+    def ema(self) -> list[SharedVariable] | None:
         """Moving averages of the parameters, in their order; None without the option `ema`.
 
         With `shard_optimizer` each rank has a part of them, and reading this attribute is a collective, which gathers
@@ -331,16 +331,16 @@ class Trainer:
 
 
 def make_trainer(
-    loss: Any,
-    params: Sequence[Any],
-    x: Any,
-    y: Any,
+    loss: Variable,
+    params: Sequence[SharedVariable],
+    x: Variable | Sequence[Variable],
+    y: Variable | Sequence[Variable],
     update_rule: UpdateRule,
     rule: Rule | None = None,
     learning_rate: Schedule | float = 0.01,
     validate: Mapping[str, Any] | Sequence[Any] | Any = None,
     extra_updates: UpdatesArgument | None = None,
-    weight: Any = None,
+    weight: Variable | None = None,
     clip_norm: float | None = None,
     num_slices: int = 1,
     ema: float | None = None,

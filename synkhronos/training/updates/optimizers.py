@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import library_of
+from synkhronos.graphs import Scalar, SharedVariable, Variable, library_of
 from synkhronos.training.updates.argument_checks import check_params, check_scalars
 from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar, make_zero_state
 from synkhronos.training.updates.update_rule import (
@@ -21,7 +21,7 @@ from synkhronos.training.updates.update_rule import (
 )
 
 #: Updates of a rule, or its `param_updates`; functions return the type of their argument.
-Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[Any, Any]")
+Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[SharedVariable, Variable]")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -35,7 +35,7 @@ _UPDATES_RETURNS_DOC = """RuleUpdates or OrderedDict
 
 
 @update_rule("learning_rate=0.25", 1.5)
-def sgd(p: Any, g: Any, c: FormulaContext, learning_rate: Any) -> NewValues:
+def sgd(p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar) -> NewValues:
     r"""Gradient descent.
 
     Notes
@@ -50,18 +50,20 @@ def sgd(p: Any, g: Any, c: FormulaContext, learning_rate: Any) -> NewValues:
     return {p: p - c(learning_rate) * g}
 
 
-def _add_polyak_velocity(p: Any, target: Any, v: Any, m: Any) -> NewValues:
+def _add_polyak_velocity(p: SharedVariable, target: Variable, v: SharedVariable, m: Variable) -> NewValues:
     new = m * v + target
     return {p: new, v: new - p}
 
 
-def _add_nesterov_velocity(p: Any, target: Any, v: Any, m: Any) -> NewValues:
+def _add_nesterov_velocity(p: SharedVariable, target: Variable, v: SharedVariable, m: Variable) -> NewValues:
     new = m * v + target - p
     return {p: target + m * new, v: new}
 
 
 @update_rule("learning_rate=0.25", 1.5)
-def momentum(p: Any, g: Any, c: FormulaContext, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
+def momentum(
+    p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar, momentum: Scalar = 0.9
+) -> NewValues:
     r"""Gradient descent with a velocity.
 
     Notes
@@ -81,7 +83,9 @@ def momentum(p: Any, g: Any, c: FormulaContext, learning_rate: Any, momentum: An
 
 
 @update_rule("learning_rate=0.25", 0.15)
-def nesterov_momentum(p: Any, g: Any, c: FormulaContext, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
+def nesterov_momentum(
+    p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar, momentum: Scalar = 0.9
+) -> NewValues:
     r"""Gradient descent with Nesterov's velocity.
 
     Notes
@@ -105,8 +109,8 @@ def nesterov_momentum(p: Any, g: Any, c: FormulaContext, learning_rate: Any, mom
 
 def _replace_steps(
     updates: Updates,
-    params: Iterable[Any] | None,
-    momentum: Any,
+    params: Iterable[SharedVariable] | None,
+    momentum: Scalar,
     velocity: Callable[[Any, Any, Any, Any], NewValues],
     name: str = "velocity",
 ) -> Updates:
@@ -147,7 +151,7 @@ def _document_velocity(example: str, result: float) -> Callable[[Function], Func
 
 
 @_document_velocity("[w], momentum=0.5", 1.5)
-def apply_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
+def apply_momentum(updates: Updates, params: Iterable[SharedVariable] | None = None, momentum: Scalar = 0.9) -> Updates:
     r"""Add the velocity of `momentum` to the steps of a rule.
 
     Notes
@@ -162,7 +166,9 @@ def apply_momentum(updates: Updates, params: Iterable[Any] | None = None, moment
 
 
 @_document_velocity("[w], momentum=0.5", 0.75)
-def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
+def apply_nesterov_momentum(
+    updates: Updates, params: Iterable[SharedVariable] | None = None, momentum: Scalar = 0.9
+) -> Updates:
     r"""Add the velocity of `nesterov_momentum` to the steps of a rule.
 
     Notes
@@ -177,7 +183,9 @@ def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = Non
 
 
 @update_rule("learning_rate=0.25", 2.75)
-def adagrad(p: Any, g: Any, c: FormulaContext, learning_rate: Any = 1.0, epsilon: Any = 1e-6) -> NewValues:
+def adagrad(
+    p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar = 1.0, epsilon: Scalar = 1e-6
+) -> NewValues:
     r"""Adagrad: steps shrink with the sum of squared gradients.
 
     Notes
@@ -198,7 +206,12 @@ def adagrad(p: Any, g: Any, c: FormulaContext, learning_rate: Any = 1.0, epsilon
 
 @update_rule("learning_rate=0.25", 2.2094)
 def rmsprop(
-    p: Any, g: Any, c: FormulaContext, learning_rate: Any = 1.0, rho: Any = 0.9, epsilon: Any = 1e-6
+    p: SharedVariable,
+    g: Variable,
+    c: FormulaContext,
+    learning_rate: Scalar = 1.0,
+    rho: Scalar = 0.9,
+    epsilon: Scalar = 1e-6,
 ) -> NewValues:
     r"""RMSProp: steps scaled by the root of the mean squared gradient.
 
@@ -226,7 +239,12 @@ def rmsprop(
     epsilon="Term that keeps the divisor positive, and makes the first step nonzero.",
 )
 def adadelta(
-    p: Any, g: Any, c: FormulaContext, learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: Any = 1e-6
+    p: SharedVariable,
+    g: Variable,
+    c: FormulaContext,
+    learning_rate: Scalar = 1.0,
+    rho: Scalar = 0.95,
+    epsilon: Scalar = 1e-6,
 ) -> NewValues:
     r"""Adadelta: steps in the units of the parameter.
 
@@ -251,13 +269,13 @@ def adadelta(
 
 @update_rule("learning_rate=0.25", 2.75)
 def adam(
-    p: Any,
-    g: Any,
+    p: SharedVariable,
+    g: Variable,
     c: FormulaContext,
-    learning_rate: Any = 0.001,
-    beta1: Any = 0.9,
-    beta2: Any = 0.999,
-    epsilon: Any = 1e-8,
+    learning_rate: Scalar = 0.001,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-8,
 ) -> NewValues:
     r"""Adam: the mean gradient over the root of the mean square.
 
@@ -287,13 +305,13 @@ def adam(
     "learning_rate=0.25", 2.75, beta2="Decay of the running maximum of the gradients' magnitude, per step; in [0, 1)."
 )
 def adamax(
-    p: Any,
-    g: Any,
+    p: SharedVariable,
+    g: Variable,
     c: FormulaContext,
-    learning_rate: Any = 0.002,
-    beta1: Any = 0.9,
-    beta2: Any = 0.999,
-    epsilon: Any = 1e-8,
+    learning_rate: Scalar = 0.002,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-8,
 ) -> NewValues:
     r"""Adamax: the mean gradient over a decaying maximum of its magnitude.
 
@@ -316,13 +334,13 @@ def adamax(
 
 @update_rule("learning_rate=0.25", 2.75)
 def amsgrad(
-    p: Any,
-    g: Any,
+    p: SharedVariable,
+    g: Variable,
     c: FormulaContext,
-    learning_rate: Any = 0.001,
-    beta1: Any = 0.9,
-    beta2: Any = 0.999,
-    epsilon: Any = 1e-8,
+    learning_rate: Scalar = 0.001,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-8,
 ) -> NewValues:
     r"""AMSGrad: Adam with a mean square that never decreases.
 
@@ -350,7 +368,7 @@ def amsgrad(
     return {m: m_new, v: v_new, v_hat: v_hat_new, p: p - rate * m_new / (c.tensor.sqrt(v_hat_new) + c(epsilon))}
 
 
-def _correct_bias(c: FormulaContext, learning_rate: Any, beta1: Any, beta2: Any = None) -> Any:
+def _correct_bias(c: FormulaContext, learning_rate: Scalar, beta1: Scalar, beta2: Scalar | None = None) -> Variable:
     """Return the learning rate, corrected for moving averages that start at zero."""
     rate = as_scalar(learning_rate, c.t)
     if beta2 is not None:
@@ -358,7 +376,7 @@ def _correct_bias(c: FormulaContext, learning_rate: Any, beta1: Any, beta2: Any 
     return c(rate / one_minus_power(beta1, c.t))
 
 
-def one_minus_power(beta: Any, t: Any, name: str = "beta1 and beta2") -> Any:
+def one_minus_power(beta: Scalar, t: Variable, name: str = "beta1 and beta2") -> Variable:
     """Return ``1 - beta**t``, to the last digits of the dtype of `t`; `name` is that of `beta` in errors.
 
     Written out, it would lose four digits of float32 to cancellation at beta = 0.999 and t = 1.

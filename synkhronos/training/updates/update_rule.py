@@ -9,19 +9,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import Scalar, SharedVariable, Variable, library_of
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, make_zero_state
 
 #: Takes a loss, parameters and hyperparameters, ``weight`` among them.
 UpdateRule: TypeAlias = Callable[..., RuleUpdates]
 
 #: Result of a formula: new values by shared variable.
-NewValues: TypeAlias = Mapping[Any, Any]
+NewValues: TypeAlias = Mapping[SharedVariable, Variable]
 
 #: Descriptions of hyperparameters for docstrings.
 DESCRIPTIONS = {
@@ -53,22 +53,24 @@ class FormulaContext:
         ``tensor`` of the graph library.
     """
 
-    def __init__(self, flat: FlatGradient, param: Any, common_updates: OrderedDict[Any, Any]):
+    def __init__(
+        self, flat: FlatGradient, param: SharedVariable, common_updates: OrderedDict[SharedVariable, Variable]
+    ):
         self.tensor = flat.tensor
         self._flat = flat
         self._param = param
         self._common_updates = common_updates
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Scalar) -> Variable:
         """Convert a hyperparameter to a scalar of the parameter's dtype."""
         return as_scalar(value, self._param)
 
-    def zeros(self, name: str) -> Any:
+    def zeros(self, name: str) -> SharedVariable:
         """Make a shared variable of zeros, of the parameter's shape, for the state of the rule."""
         return make_zero_state(self._param, name)
 
     @property
-    def t(self) -> Any:
+    def t(self) -> Variable:
         """Number of this step, from 1: a symbolic scalar in the dtype of the flat gradient."""
         if not self._common_updates:
             # In float32 the counter stops at 2**24, long after Adam's corrections have become 1.
@@ -133,7 +135,9 @@ def update_rule(example: str, result: float, **descriptions: str) -> Callable[[C
     return decorate
 
 
-def _arguments(loss_or_grads: Any, params: Iterable[Any], *, weight: Any = None) -> RuleUpdates:
+def _arguments(
+    loss_or_grads: Variable | Sequence[Variable], params: Iterable[SharedVariable], *, weight: Scalar | None = None
+) -> RuleUpdates:
     """Declare the arguments that all rules have in common; only the signature is used."""
     raise NotImplementedError
 
