@@ -340,8 +340,8 @@ def total_norm_constraint(
 
 
 def norm_constraint(
-    tensor_var: Any, max_norm: Scalar, norm_axes: Sequence[int] | None = None, epsilon: Scalar = 1e-7
-) -> Any:
+    tensor_var: Variable, max_norm: Scalar, norm_axes: Sequence[int] | None = None, epsilon: Scalar = 1e-7
+) -> Variable:
     r"""Scale a variable's incoming weights such that the norm of each unit's is at most `max_norm`.
 
     Parameters
