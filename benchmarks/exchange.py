@@ -114,7 +114,7 @@ def compare_exchange(rounds: int) -> None:
     print_heading("An exchange of 102 MB with the centre, one rank")
     with fork_ranks(1):
         rule, params = rules.EASGD(alpha=ALPHA), [library.shared(np.ones(SIZE, np.float32), "w")]
-        memory = rules.shared_memory(rule, 1, SIZE, np.dtype("float32"))
+        memory = rules.allocate_shared_arrays(rule, 1, SIZE, np.dtype("float32"))
         times = synk.run(time_exchanges, rule, params, memory, rounds)[0]
     medians = {name: median(values) for name, values in times.items()}
     table = Table({"": 8, "median": 9})
@@ -140,7 +140,7 @@ def compare_slow_rank(steps: int) -> None:
             "LocalSGD": rules.LocalSGD(10),
             "BSP": rules.BSP("params"),
         }.items():
-            memory = rules.shared_memory(rule, 2, size, np.dtype("float32"))
+            memory = rules.allocate_shared_arrays(rule, 2, size, np.dtype("float32"))
             speeds[name] = synk.run(measure_steps_per_second, rule, params, memory, steps, 1)[0] / alone
             table.print_row(name, f"{speeds[name] * alone:.1f}", f"{speeds[name]:.2f}")
     print_criterion("EASGD, relative to the sum", speeds["EASGD"], "", at_least=0.9)

@@ -232,7 +232,7 @@ def main() -> None:
             compare_rules(options)
     print_heading("102 MB")
     rule, params = rules.EASGD(), [pytensor.shared(np.ones(SIZE, np.float32), "w")]
-    memory = rules.shared_memory(rule, options.ranks, SIZE, np.dtype("float32"))
+    memory = rules.allocate_shared_arrays(rule, options.ranks, SIZE, np.dtype("float32"))
     results = synk.run(measure_exchanges, rule, params, memory, options.rounds)[0]
     table = Table({"": 26, "median": 9})
     for name, value in results.items():

@@ -151,7 +151,7 @@ def measure_exchanges(hosts: list[str], rounds: int) -> None:
     print(f"MPI: {mpi.version}")
     with fork_ranks_on(hosts) as count:
         rule, params = rules.EASGD(), [library.shared(np.ones(exchange.SIZE, np.float32), "w")]
-        memory = rules.shared_memory(rule, count, exchange.SIZE, np.dtype("float32"))
+        memory = rules.allocate_shared_arrays(rule, count, exchange.SIZE, np.dtype("float32"))
 
         def exchange_on(rank: int) -> float:
             seconds: float = synk.run(exchange.time_one_exchange, rule, params, memory, rank)[rank]

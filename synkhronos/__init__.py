@@ -35,7 +35,7 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.processes import bytes_sent, close, fork
 from synkhronos.ranks import WorkerError
 from synkhronos.rules import Rule as _Rule
-from synkhronos.rules.rule import register_launcher as _register_launcher
+from synkhronos.rules.launchable_rule import register_launcher as _register_launcher
 from synkhronos.tasks import Worker, run
 from synkhronos.timelines import Timeline, timeline
 

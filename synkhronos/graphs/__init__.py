@@ -11,8 +11,18 @@ import sys
 from typing import Any
 
 from synkhronos.graphs.library import GraphLibrary
+from synkhronos.graphs.variable_types import Array, Scalar, SharedVariable, Variable
 
-__all__ = ["GraphLibrary", "is_variable", "library_of", "list_loaded_libraries"]
+__all__ = [
+    "Array",
+    "GraphLibrary",
+    "Scalar",
+    "SharedVariable",
+    "Variable",
+    "is_variable",
+    "library_of",
+    "list_loaded_libraries",
+]
 
 #: Module of each library's subclass of `GraphLibrary`, by import name.
 _LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}

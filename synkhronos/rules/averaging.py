@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from synkhronos.checks import check_choice
+from synkhronos.graphs import SharedVariable
 from synkhronos.rules.rule import Rule, check_period
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
@@ -42,7 +43,7 @@ class BSP(Rule):
     def __init__(
         self,
         average: Literal["gradient", "params"] = "gradient",
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
         precision: str | None = None,
     ):
         super().__init__(1, exclude, precision)
@@ -88,7 +89,7 @@ class LocalSGD(Rule):
         self,
         period: int | Callable[[int], int] = 10,
         state: Literal["keep", "average", "reset"] = "keep",
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)
@@ -124,7 +125,7 @@ class PostLocal(LocalSGD):
         period: int | Callable[[int], int] = 10,
         start: int = 1000,
         state: Literal["keep", "average", "reset"] = "keep",
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
         precision: str | None = None,
     ):
         super().__init__(period, state, exclude, precision)

@@ -10,6 +10,7 @@ import numpy as np
 
 from synkhronos.checks import check_flag
 from synkhronos.devices import get_array_device
+from synkhronos.graphs import Array, SharedVariable
 from synkhronos.rules.elastic import CENTRE_LOCK, read_centre
 from synkhronos.rules.rule import Rule, check_period, reduce_by_rows
 from synkhronos.rules.state import BLOCK_NBYTES, State
@@ -44,7 +45,7 @@ class Downpour(Rule):
         push: int = 1,
         fetch: int = 1,
         asynchronous: bool = True,
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
     ):
         self.push, self.fetch = check_period(push, "push"), check_period(fetch, "fetch")
         super().__init__(math.gcd(self.push, self.fetch), exclude)
@@ -126,7 +127,7 @@ class Downpour(Rule):
             elif pushes:
                 b[...] = x
 
-    def _exchange_on_device(self, state: State, x: Any, pushes: bool, fetches: bool, is_unchanged: bool) -> Any:
+    def _exchange_on_device(self, state: State, x: Array, pushes: bool, fetches: bool, is_unchanged: bool) -> Array:
         """Push, fetch, or both, for parameters ``x`` on a device other than host memory; return the new parameters."""
         centre, own, device = state.rows["centre"], state.own, get_array_device(x)
         steps = x - own["base"]
@@ -140,7 +141,7 @@ class Downpour(Rule):
         own["base"] = x if pushes else new_centre - steps
         return x
 
-    def compute_consensus(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Array:
         """Push the remaining steps, and return the centre."""
         if not self.asynchronous:
             return state.own["base"]
@@ -171,5 +172,5 @@ class ASGD(Downpour):
         See `Rule`.
     """
 
-    def __init__(self, period: int = 1, exclude: Callable[[Any], bool] | None = None):
+    def __init__(self, period: int = 1, exclude: Callable[[SharedVariable], bool] | None = None):
         super().__init__(period, period, True, exclude)

@@ -9,6 +9,7 @@ import numpy as np
 
 from synkhronos.checks import check_flag
 from synkhronos.devices import HOST, get_array_device
+from synkhronos.graphs import Array, SharedVariable
 from synkhronos.rules.rule import Rule, check_fraction, check_momentum
 from synkhronos.rules.state import BLOCK_NBYTES, State
 from synkhronos.tasks import Worker
@@ -53,7 +54,7 @@ class EASGD(Rule):
         period: int | Callable[[int], int] = 10,
         alpha: float | None = None,
         asynchronous: bool = True,
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
     ):
         super().__init__(period, exclude)
         self.beta = check_fraction(beta, "beta")
@@ -116,11 +117,11 @@ class EASGD(Rule):
         """Return x^i, the vector that is exchanged."""
         return state.vector
 
-    def _move_back(self, state: State, distance: Any) -> None:
+    def _move_back(self, state: State, distance: Array) -> None:
         """Subtract a vector from this rank's parameters."""
         state.vector = state.vector - distance
 
-    def compute_consensus(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Array:
         """Return the centre."""
         if not self.asynchronous:
             return state.own["centre"]
@@ -157,7 +158,7 @@ class EAMSGD(EASGD):
         momentum: float = 0.99,
         alpha: float | None = None,
         asynchronous: bool = True,
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
     ):
         super().__init__(beta, period, alpha, asynchronous, exclude)
         self.momentum = check_momentum(momentum)

@@ -9,7 +9,8 @@ import numpy as np
 
 from synkhronos.checks import check_at_least
 from synkhronos.devices import get_array_device
-from synkhronos.rules.rule import Rule, check_fraction
+from synkhronos.graphs import Array, SharedVariable
+from synkhronos.rules.rule import Rule, check_fraction, lock_rank
 from synkhronos.rules.state import BLOCK_NBYTES, State
 from synkhronos.tasks import Worker
 
@@ -42,7 +43,9 @@ class GoSGD(Rule):
 
     asynchronous = True
 
-    def __init__(self, probability: float = 0.01, seed: int = 0, exclude: Callable[[Any], bool] | None = None):
+    def __init__(
+        self, probability: float = 0.01, seed: int = 0, exclude: Callable[[SharedVariable], bool] | None = None
+    ):
         super().__init__(1, exclude)
         self.probability = check_fraction(probability, "probability")
         self.seed = check_at_least(seed, "seed", 0)
@@ -72,7 +75,7 @@ class GoSGD(Rule):
         mail, weights = state.shared["mail"][target], state.shared["weights"]
         weight = state.own["weight"] / 2
         target_mail, target_weight = state.rows["mail"][target : target + 1], state.rows["weights"][target : target + 1]
-        with worker.lock(1 + target) as lock:
+        with lock_rank(worker, target) as lock:
             lock.read(target_weight)
             if weights[target]:
                 lock.read(target_mail)
@@ -94,7 +97,7 @@ class GoSGD(Rule):
         if not weights[me]:
             return
         runs, vector = state.open_memory()
-        with worker.lock(1 + me):
+        with lock_rank(worker, me):
             weight, mail = float(weights[me]), state.shared["mail"][me]
             state.own["weight"] += weight
             share = weight / state.own["weight"]
@@ -108,7 +111,7 @@ class GoSGD(Rule):
         if vector is not None:
             state.vector = vector
 
-    def compute_consensus(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Array:
         """Empty the mailboxes, and return the weighted mean of all ranks' parameters."""
         worker.barrier("all messages are sent")
         self._receive(worker, state)
@@ -145,6 +148,6 @@ def _interpolate_in_place(into: np.ndarray, other: np.ndarray, share: float, scr
     np.add(into, d, out=into)
 
 
-def _interpolate(vector: Any, other: Any, share: float) -> Any:
+def _interpolate(vector: Array, other: Array, share: float) -> Array:
     """Return ``vector + share * (other - vector)``; exactly ``other`` if ``share`` is 1."""
     return other if share == 1 else vector + share * (other - vector)

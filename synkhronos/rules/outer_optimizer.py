@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from synkhronos.checks import check_flag, check_positive
+from synkhronos.graphs import Array, SharedVariable
 from synkhronos.rules.rule import Rule, check_momentum
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
@@ -28,14 +28,14 @@ class _OuterRule(Rule):
         state.own["velocity"], state.own["anchor"] = velocity, new_anchor
         state.vector = new_anchor
 
-    def _step_outer(self, anchor: Any, gradient: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+    def _step_outer(self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float) -> tuple[Array, Array]:
         """Take an outer step; return the new velocity and the new anchor.
 
         ``gradient`` is the anchor minus the average of the ranks, ``learning_rate`` that of the inner steps.
         """
         raise NotImplementedError
 
-    def compute_consensus(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Array:
         """Return the anchor right after an exchange, else the mean of the parameters."""
         return super().compute_consensus(worker, state) if state.steps_since_exchange else state.own["anchor"]
 
@@ -69,14 +69,14 @@ class SlowMo(_OuterRule):
         period: int | Callable[[int], int] = 12,
         lr: float = 1.0,
         momentum: float = 0.5,
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)
         self.lr = check_positive(lr, "lr")
         self.momentum = check_momentum(momentum)
 
-    def _step_outer(self, anchor: Any, gradient: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+    def _step_outer(self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float) -> tuple[Array, Array]:
         """Compute eqs. 2 and 3."""
         decayed = self.momentum * velocity
         step = learning_rate * decayed + gradient
@@ -115,7 +115,7 @@ class DiLoCo(_OuterRule):
         lr: float = 0.7,
         momentum: float = 0.9,
         nesterov: bool = True,
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)
@@ -123,7 +123,7 @@ class DiLoCo(_OuterRule):
         self.momentum = check_momentum(momentum)
         self.nesterov = check_flag(nesterov, "nesterov")
 
-    def _step_outer(self, anchor: Any, gradient: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+    def _step_outer(self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float) -> tuple[Array, Array]:
         """Take a step of momentum, or of Nesterov's."""
         velocity = self.momentum * velocity + gradient
         return velocity, anchor - self.lr * (gradient + self.momentum * velocity if self.nesterov else velocity)

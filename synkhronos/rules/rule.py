@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -12,14 +12,16 @@ from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.devices import HOST, find_device
+from synkhronos.graphs import Array, SharedVariable
+from synkhronos.rules.launchable_rule import LaunchableRule
 from synkhronos.rules.state import State, concatenate
-from synkhronos.tasks import Worker
+from synkhronos.tasks import Lock, Worker
 
 #: Dtypes in which parameters can be exchanged; None is their own dtype.
 PRECISIONS = (None, "float32", "float16", "bfloat16")
 
 
-class Rule:
+class Rule(LaunchableRule):
     """Base class of exchange rules.  Its own `exchange` does nothing.
 
     A subclass overrides `exchange`, and other methods as needed:
@@ -54,16 +56,13 @@ class Rule:
 
     asynchronous: bool = False
     period: int | Callable[[int], int] = 1
-    exclude: Callable[[Any], bool] | None = None
+    exclude: Callable[[SharedVariable], bool] | None = None
     precision: str | None = None
-    _run: Any = None
-    #: Set by `register_launcher`.
-    _launch: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
         period: int | Callable[[int], int] | None = None,
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
         precision: str | None = None,
     ):
         if period is not None:  # else the class attribute applies
@@ -76,7 +75,7 @@ class Rule:
         self.precision = precision
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "exclude": None, "_run": None}  # for the master only; may not be picklable
+        return {**super().__getstate__(), "exclude": None}  # for the master only; may not be picklable
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
@@ -118,7 +117,7 @@ class Rule:
     def exchange(self, worker: Worker, state: State) -> Any:
         """Exchange parameters; called on each rank after every `period` steps."""
 
-    def compute_consensus(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Array:
         """Return the parameters to validate, save and use after training, as a vector; by default the mean over ranks.
 
         A collective: all ranks call this after the same exchange.
@@ -149,58 +148,6 @@ class Rule:
         means = {name: mean.astype(first[name].dtype) for name, mean in means.items()}
         return [{**first, **means} for _ in range(size)]
 
-    # -- training by the launcher ----------------------------------------------------------------------------
-
-    def init(
-        self,
-        devices: Sequence[str] | str | None = None,
-        modelfile: str = "",
-        modelclass: str = "",
-        **settings: Any,
-    ) -> None:
-        """Start to train a model class by this rule in new processes, without waiting for them; see `wait`.
-
-        Parameters
-        ----------
-        devices : list of str, optional
-            Device of each rank: ``cpu``, or ``cuda0``, ``gpu0`` and so on.
-        modelfile, modelclass : str
-            Module, such as ``models.mlp`` or ``models/mlp.py``, and the class in it.
-        **settings
-            Other settings of a session file, such as ``folder``, ``epochs`` and ``config``.
-
-        Raises
-        ------
-        SettingsError
-            If a setting is wrong; no process is started.
-        RuntimeError
-            If `init` was called already.
-
-        Examples
-        --------
-        .. code-block:: python
-
-            rule = rules.BSP()
-            rule.init(devices=["cuda0", "cuda1"], modelfile="models.mlp", modelclass="MLP", epochs=10)
-            folder = rule.wait()
-        """
-        if self._run is not None:
-            raise RuntimeError("init() was called already: call wait(), or make another rule")
-        self._run = type(self)._launch(self, devices, modelfile, modelclass, **settings)
-
-    def wait(self) -> Any:
-        """Wait for the end of the run that `init` has started, and return its folder.
-
-        Raises
-        ------
-        RuntimeError
-            If the run has failed, or `init` was not called.
-        """
-        if self._run is None:
-            raise RuntimeError("wait(): expected a call of init() before it")
-        run, self._run = self._run, None
-        return run.wait()
-
     # -- for trainers and subclasses -------------------------------------------------------------------------
 
     def count_steps_left(self, state: State) -> int:
@@ -208,7 +155,7 @@ class Rule:
         period = self.period(state.step) if callable(self.period) else self.period
         return max(1, period - state.steps_since_exchange)
 
-    def mean(self, worker: Worker, state: State, factor: float = 1.0) -> Any:
+    def mean(self, worker: Worker, state: State, factor: float = 1.0) -> Array:
         """Return the mean of the parameters over all ranks.  A collective.
 
         Ranks' running averages are weighted by their numbers of rows since the last exchange.
@@ -231,7 +178,7 @@ class Rule:
             If the precision has 16 bits, and a subclass's `setup` did not call ``super().setup()``.
         """
 
-        def reduce(vector: Any) -> Any:
+        def reduce(vector: Array) -> Array:
             return average(worker, vector, self.precision)
 
         if self.precision in (None, "float32"):
@@ -246,12 +193,12 @@ class Rule:
         return mean
 
 
-def _scale_parameters(state: State, vector: Any, factor: float) -> Any:
+def _scale_parameters(state: State, vector: Array, factor: float) -> Array:
     """Return a vector with its parameters multiplied by a factor, but not its running averages."""
     return vector if factor == 1 else state.with_averages(vector * vector.dtype.type(factor), vector)
 
 
-def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
+def allocate_shared_arrays(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
     """Allocate the arrays of `Rule.memory`, as zeros, for a program of `synkhronos.run`.
 
     Parameters
@@ -277,14 +224,21 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
     --------
     .. code-block:: python
 
-        memory = rules.shared_memory(rule, n_ranks=2, size=1000, dtype=np.dtype("float32"))
-        synk.run(program, rule, params, memory)
+        shared = rules.allocate_shared_arrays(rule, n_ranks=2, size=1000, dtype=np.dtype("float32"))
+        synk.run(program, rule, params, shared)
     """
-    memory = rule.memory(n_ranks, size, dtype)
-    return {name: create_unpublished(shape, item_dtype) for name, (shape, item_dtype) in memory.items()}
+    layout = rule.memory(n_ranks, size, dtype)
+    return {name: create_unpublished(shape, item_dtype) for name, (shape, item_dtype) in layout.items()}
 
 
-def reduce_by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], precision: str | None = None) -> Any:
+def lock_rank(worker: Worker, rank: int) -> Lock:
+    """Return the lock of a rank's rows in shared memory, such as its mailbox: the one on that rank's host."""
+    return worker.lock(1 + rank)
+
+
+def reduce_by_rows(
+    state: State, vector: Array, reduce: Callable[[Array], Array], precision: str | None = None
+) -> Array:
     """Reduce vectors over ranks in one collective, with running averages weighted by rows.
 
     The running averages, or changes of them, are the last ``state.average_size`` elements.  Their weights are the rows
@@ -303,7 +257,7 @@ def reduce_by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], prec
     return concatenate(reduced[: -n - 1], reduced[-n - 1 : -1] / reduced[-1])
 
 
-def average(worker: Worker, vector: Any, precision: str | None) -> Any:
+def average(worker: Worker, vector: Array, precision: str | None) -> Array:
     """Return the mean of a vector over all ranks, in the vector's dtype.  A collective, which may overwrite the vector.
 
     Sums cannot overflow: vectors are divided before they are added, or are added in a wider dtype.  With ``precision``
@@ -347,16 +301,3 @@ def check_momentum(value: Any) -> float:
 def check_period(value: Any, name: str) -> int:
     """Check that a value is a number of steps, at least 1, and return it; raise TypeError or ValueError."""
     return check_at_least(value, name, 1, "a number of steps")
-
-
-def register_launcher(launch: Callable[..., Any]) -> None:
-    """Register the function that `Rule.init` calls to start a run.
-
-    ``synkhronos/__init__.py`` registers it, because rules are in a lower layer than the launcher and cannot import it.
-
-    Parameters
-    ----------
-    launch : callable
-        Takes the rule and the arguments of `Rule.init`; returns the run.
-    """
-    Rule._launch = launch

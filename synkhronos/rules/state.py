@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import HOST, Device, find_device, get_array_device
-from synkhronos.graphs import library_of
+from synkhronos.graphs import Array, SharedVariable, library_of
 from synkhronos.tasks import LocalRows
 
 #: Size of a block in bytes; a few blocks fit into the processor's caches.
@@ -37,7 +37,7 @@ class FlatVariables:
         Number of elements of the vector.
     """
 
-    def __init__(self, shareds: Sequence[Any]):
+    def __init__(self, shareds: Sequence[SharedVariable]):
         self.shareds = list(shareds)
         values = self._values()
         self.shapes = [tuple(int(length) for length in value.shape) for value in values]
@@ -47,7 +47,7 @@ class FlatVariables:
         self._bounds = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
         self.size = int(ends[-1])
 
-    def _values(self) -> list[Any]:
+    def _values(self) -> list[Array]:
         return [library_of(shared).borrow_value(shared) for shared in self.shareds]
 
     @property
@@ -55,7 +55,7 @@ class FlatVariables:
         """Device of the vector: the common device of the variables if its arrays have arithmetic, else host memory."""
         return _common_device(self._values())
 
-    def get(self) -> Any:
+    def get(self) -> Array:
         """Return the vector as a new array of `device`, of shape ``(size,)``."""
         values = self._values()
         device = _common_device(values)
@@ -70,7 +70,7 @@ class FlatVariables:
         vector = self.get()
         return find_device(vector).to_host(vector)
 
-    def set(self, vector: Any) -> None:
+    def set(self, vector: Array) -> None:
         """Set the variables from a vector of shape ``(size,)``; raise ValueError for another shape."""
         if tuple(vector.shape) != (self.size,):
             raise ValueError(f"expected a vector of {self.size} elements, got shape {tuple(vector.shape)}")
@@ -123,13 +123,13 @@ class FlatVariables:
             offset += run.size
 
 
-def concatenate(*vectors: Any) -> Any:
+def concatenate(*vectors: Array) -> Array:
     """Concatenate vectors into an array of a device other than host memory, if one of them is such an array."""
     device = next((device for device in map(find_device, vectors) if device is not HOST), HOST)
     return device.concatenate([device.as_array(vector) for vector in vectors])
 
 
-def _common_device(values: Sequence[Any]) -> Device:
+def _common_device(values: Sequence[Array]) -> Device:
     """Return the common device of all values if its arrays have arithmetic, else that of host memory."""
     devices = {find_device(value) for value in values}
     device = devices.pop() if len(devices) == 1 else HOST
@@ -146,7 +146,7 @@ class State:
     optimizer : list of shared variables
         Variables of the update rule, such as velocities; only floats are used.
     shared : dict of str to LocalRows
-        Shared memory of the rule, from `shared_memory`.
+        Shared memory of the rule, from `allocate_shared_arrays`.
     n_averages : int
         Number of running averages at the end of ``params``, which ranks exchange but the optimizer does not train.
 
@@ -173,8 +173,8 @@ class State:
 
     def __init__(
         self,
-        params: Sequence[Any],
-        optimizer: Sequence[Any] = (),
+        params: Sequence[SharedVariable],
+        optimizer: Sequence[SharedVariable] = (),
         shared: Mapping[str, LocalRows] | None = None,
         n_averages: int = 0,
     ):
@@ -191,21 +191,21 @@ class State:
         self._scratch: dict[str, np.ndarray] = {}
 
     @property
-    def vector(self) -> Any:
+    def vector(self) -> Array:
         """Parameters as one flat vector: a new array of shape ``(n,)``.  Assigning to it sets the parameters."""
         return self.params.get()
 
     @vector.setter
-    def vector(self, value: Any) -> None:
+    def vector(self, value: Array) -> None:
         self.params.set(value)
 
-    def with_averages(self, vector: Any, averages: Any) -> Any:
+    def with_averages(self, vector: Array, averages: Array) -> Array:
         """Return a vector with its running averages replaced by another vector's."""
         if not self.average_size:
             return vector
         return concatenate(vector[: -self.average_size], averages[-self.average_size :])
 
-    def open_memory(self) -> tuple[list[np.ndarray] | None, Any]:
+    def open_memory(self) -> tuple[list[np.ndarray] | None, Array | None]:
         """Return the parameters in host memory, to be changed in place.
 
         Returns
@@ -223,7 +223,7 @@ class State:
         return [vector] if find_device(vector) is HOST else None, vector
 
     @property
-    def velocity(self) -> Any:
+    def velocity(self) -> Array:
         """Velocity of the parameters: the optimizer's variables as one flat vector, a new array of shape ``(n,)``.
 
         It is 0 for running averages.

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, check_flag
-from synkhronos.rules.rule import Rule
+from synkhronos.graphs import Array, SharedVariable
+from synkhronos.rules.rule import Rule, lock_rank
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
@@ -43,7 +44,7 @@ class Swap(Rule):
         period: int | Callable[[int], int] = 100,
         replace: bool = False,
         seed: int = 0,
-        exclude: Callable[[Any], bool] | None = None,
+        exclude: Callable[[SharedVariable], bool] | None = None,
     ):
         super().__init__(period, exclude)
         self.replace, self.seed = check_flag(replace, "replace"), check_at_least(seed, "seed", 0)
@@ -59,7 +60,7 @@ class Swap(Rule):
         vectors[worker.number] = state.params.get_on_host()
         worker.barrier("all vectors are written")
         if source != worker.number:
-            with worker.lock(1 + source) as lock:
+            with lock_rank(worker, source) as lock:
                 lock.read(state.rows["all"][source : source + 1])
                 state.vector = vectors[source].copy()
         worker.barrier("all vectors are read")
@@ -75,7 +76,7 @@ class Swap(Rule):
                 sources[first] = second
         return sources
 
-    def compute_consensus(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Array:
         """Return the parameters of rank 0; a mean of different models would be meaningless."""
         return worker.broadcast(state.params.get_on_host())
 

@@ -259,7 +259,7 @@ def test_rules_on_a_device_equal_rules_on_the_host(island, fork):
         results = []
         for on_device in (False, True):
             shareds = [shared(value, name) for value, name in zip(values, ("w", "v", "average"), strict=True)]
-            memory = rules.shared_memory(rule, 2, 5, np.dtype("float64"))
+            memory = rules.allocate_shared_arrays(rule, 2, 5, np.dtype("float64"))
             results.append(synk.run(train_by_rule, rule, *shareds, memory, on_device))
         for (on_host, is_there), (on_island, is_on_island) in zip(*results, strict=True):
             assert is_there and is_on_island, name
@@ -270,7 +270,7 @@ def test_rules_on_a_device_equal_rules_on_the_host(island, fork):
 def test_rules_without_device_arithmetic_run_on_the_host(toy, fork):
     fork(2)
     shareds = [shared(np.ones(3), name) for name in ("w", "v", "average")]
-    memory = rules.shared_memory(RULES["EASGD"], 2, 6, np.dtype("float64"))
+    memory = rules.allocate_shared_arrays(RULES["EASGD"], 2, 6, np.dtype("float64"))
     for on_host, is_on_toy in synk.run(train_by_rule, RULES["EASGD"], *shareds, memory, True):
         assert not is_on_toy and np.isfinite(on_host).all()
 

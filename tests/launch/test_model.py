@@ -131,7 +131,7 @@ def test_model_names_a_nan_row():
     recorder.write()
     run = SimpleNamespace(
         worker=SimpleNamespace(size=1), recorder=recorder, totals=[recorder.meter.get_totals(0.1)],
-        _ended_at=recorder.epoch_began + 1, n_reports=1, model=SimpleNamespace(train_data=[np.arange(5), rows]),
+        _training_ended_at=recorder.epoch_began + 1, n_reports=1, model=SimpleNamespace(train_data=[np.arange(5), rows]),
     )  # fmt: skip
     with pytest.raises(
         FloatingPointError, match=r"the cost is nan in epoch 2: row 3 of load\(\)'s training array 1 has inf"

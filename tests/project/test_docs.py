@@ -288,7 +288,7 @@ def public_names(kind):
 UNDOCUMENTED = {
     "Checkpoint": {"check_no_newer"},
     "Model": {"next_batch", "prepare", "train_data", "train_fn", "val_data", "val_fn"},
-    "Recorder": {"write_rank"},
+    "Recorder": {"write_rank_record"},
     "Report": {"to_record"},
     "TrainFunction": {"sharded_state", "weighted_steps"},
 }

@@ -86,6 +86,16 @@ def test_lint_names_finds_an_unknown_parameter():
     assert found(source.replace('unit="g"', "**options")) == []
 
 
+def test_lint_names_reads_descriptions_of_update_rules():
+    source = textwrap.dedent("""
+        @update_rule("learning_rate=0.25", 2.75, mask=None, beta2="The same for the largest size.")
+        def adamax(p, g, c, learning_rate, beta2=0.9, mask=None):
+            pass
+    """)
+    assert found(source) == [("clause for a noun", 2, "The same for the largest size.")]
+    assert found(source.replace("The same for", "Decay of")) == []
+
+
 def test_lint_names_requires_no_docstrings_outside_of_the_package():
     source = WHOLE.replace('"""Return the weight in bytes."""', "pass").replace("A message", "What is sent")
     found = findings({"tests/one.py": source, "tests/two.py": source})

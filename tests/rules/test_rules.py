@@ -47,7 +47,7 @@ def variables(x=X0, dtype="float64"):
 def train(rule, kind="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     """Train; return the traces of all ranks, the report, the rule's state on each rank, and the numbers of exchanges."""
     n = synk.ranks.get_session().size
-    memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
+    memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
     results = synk.run(
         programs.train, rule, variables(), variables(0 * X0), memory, problem(), kind, eta, steps, on_device
     )
@@ -163,7 +163,7 @@ def test_optimizer_state_is_averaged_or_reset_at_an_exchange(n, state):
 
 def exchange_elastic(n, alpha, vectors, centre):
     rule = rules.EASGD(alpha=alpha)
-    memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
+    memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
     results = synk.run(programs.elastic_once, rule, variables(), memory, vectors, centre)
     return np.array([x for x, _ in results]), results[0][1]
 
@@ -256,7 +256,7 @@ def test_downpour_loses_no_push(n):
 
 def check_pushes(n, pushes):
     rule = rules.Downpour()
-    memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
+    memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
     for report in synk.run(programs.count, rule, variables(0 * X0), memory, pushes):
         assert report.tolist() == [float(n * pushes)] * D
 
@@ -265,7 +265,7 @@ def check_pushes(n, pushes):
 @pytest.mark.parametrize(("push", "fetch"), [(2, 3), (3, 1), (1, 4)])
 def test_downpour_keeps_unpushed_gradients(n, push, fetch, on_device):
     rule = rules.Downpour(push, fetch)
-    memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
+    memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
     for report in synk.run(programs.count, rule, variables(0 * X0), memory, 13, on_device):
         np.testing.assert_allclose(report, 13.0 * n, rtol=1e-12)
 
@@ -281,7 +281,7 @@ def test_gosgd_keeps_weights_and_weighted_mean(n, on_device):
     rng = np.random.default_rng(5)
     sends = [tuple(rng.permutation(n)[:2].tolist()) for _ in range(9)]
     rule = rules.GoSGD(1.0)
-    memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
+    memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
     results = synk.run(programs.gossip, rule, variables(), memory, vectors, sends, on_device)
     plain = []
     for i in range(len(sends)):

@@ -123,7 +123,7 @@ class Case:
 
         def kill() -> None:
             session = ranks.get_session()
-            while trainer._loop is None or not trainer._loop.death_handler._has_copy:
+            while trainer._loop is None or not trainer._loop.operation_runner.has_copy:
                 time.sleep(0.002)
             for _ in range(deaths):
                 if over.wait(self.source.uniform(0.0, 0.3)):

@@ -28,6 +28,8 @@ VAGUE = re.compile(
 CLAUSE = re.compile(r"(?:(?:of|by|in|under|to|from|with) )?(?:what|which|how|whose)\b", re.ASCII | re.IGNORECASE)
 #: First words of the description in a section of a docstring that stand for a noun.
 CLAUSE_IN_SECTION = re.compile(rf"{CLAUSE.pattern}|(?:those|that|who|where)\b", re.ASCII | re.IGNORECASE)
+#: First words of a description that `update_rule` inserts into a docstring, read apart from the other descriptions.
+NO_NOUN = re.compile(rf"{CLAUSE_IN_SECTION.pattern}|(?:the same|as|no)\b", re.ASCII | re.IGNORECASE)
 COMMENT = re.compile(r"^\s*#: (.*)", re.MULTILINE)
 #: Prepositions and pronouns, which name nothing by themselves; `all` and `any` are methods of arrays.
 BARE = frozenset(
@@ -106,6 +108,16 @@ def find_clauses_in_sections(docstring: str) -> Iterator[str]:
         yield from filter(CLAUSE_IN_SECTION.match, DESCRIBED.findall(section))
 
 
+def find_described_arguments(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of the descriptions that `update_rule` inserts into the docstring of a formula."""
+    for decorator in function.decorator_list:
+        if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name):
+            if decorator.func.id == "update_rule":
+                for keyword in decorator.keywords:
+                    if isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, str):
+                        yield keyword.value.lineno, keyword.value.value
+
+
 def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings of names and docstrings.
 
@@ -131,6 +143,9 @@ def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
                 for described in find_clauses_in_sections(ast.get_docstring(node) or ""):
                     yield Finding("clause for a noun", path, getattr(node, "lineno", 1), described)
             if isinstance(node, ast.FunctionDef):
+                for line, described in find_described_arguments(node):
+                    if NO_NOUN.match(described):
+                        yield Finding("clause for a noun", path, line, described)
                 for name in find_unknown_parameters(node):
                     yield Finding("unknown parameter documented", path, node.lineno, f"{node.name}: {name}")
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in BARE:

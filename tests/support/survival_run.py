@@ -62,7 +62,7 @@ class Killer(threading.Thread):
     def run(self) -> None:
         """Kill until `is_over` is set."""
         session = ranks.get_session()
-        while self.trainer._loop is None or not self.trainer._loop.death_handler._has_copy:
+        while self.trainer._loop is None or not self.trainer._loop.operation_runner.has_copy:
             time.sleep(0.01)
         while not self.is_over.wait(self.random.expovariate(1 / self.every) if self.is_random else self.every):
             pids = list(session.worker_pids.values())

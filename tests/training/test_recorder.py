@@ -22,7 +22,9 @@ def write(folder, n=4):
     recorder = Recorder(folder)
     for i in range(1, n + 1):
         for rank in range(2):
-            recorder.write_rank(rank, {"epoch": 0, "step": i, "seen": 10 * i, "rows": 5, "loss": np.float32(1 / i)})
+            recorder.write_rank_record(
+                rank, {"epoch": 0, "step": i, "seen": 10 * i, "rows": 5, "loss": np.float32(1 / i)}
+            )
         recorder.write(
             {
                 "epoch": i / n,

@@ -46,7 +46,7 @@ class SignalAt:
 def at_once(monkeypatch):
     """Let synchronous ranks check after each step whether to stop."""
     pytest.importorskip("safetensors")
-    monkeypatch.setattr(stop_signals, "_INTERVAL", 0.0)
+    monkeypatch.setattr(stop_signals, "CHECK_INTERVAL_SECONDS", 0.0)
 
 
 def run_until_exit(reports):
@@ -302,13 +302,13 @@ def test_signal_stops_all_ranks_after_the_same_round():
     loop.meter = SimpleNamespace(time=lambda _: threading.Lock())
     seen = {0: [], 2: []}
     try:
-        stop_signals._requested = signal.SIGTERM
+        stop_signals._requested_stop = signal.SIGTERM
         for rank in (2, 0):
             loop.worker = SimpleNamespace(number=rank, size=3, lock=lambda _: Manager(lock))
             seen[rank] = [start for batches in loop._take_batches() for start in batches.starts]
             assert loop.end == 30 + 4 * 3 * 10  # seven batches of two ranks are four rounds
     finally:
-        stop_signals._requested = 0
+        stop_signals._requested_stop = 0
     assert seen == {2: [30 + 8 * 10, 30 + 11 * 10], 0: [30 + 10 * 10]}
 
 

@@ -19,9 +19,10 @@ from synkhronos.ranks.errors import FAILED_START_PREFIX, Death
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import Checkpoint, Recorder, make_trainer
 from synkhronos.training.loops.death_limit import MAX_REPEATED_DEATHS
+from synkhronos.training.loops.epoch_loop import Outcome
 from synkhronos.training.monitoring import recorder
 from synkhronos.training.trainer import death_recovery, trainer_epoch_loop
-from synkhronos.training.trainer.death_recovery import DeathRecovery
+from synkhronos.training.trainer.death_recovery import RecoveringRunner
 from synkhronos.training.updates import adam, momentum
 
 pytestmark = [
@@ -50,7 +51,7 @@ class Killer:
 
     def __init__(self, monkeypatch, moments=None, waits=True):
         self.moments, self.count, self.killed = moments or {}, 0, 0
-        send, copy, self.is_armed = Mailbox.post, DeathRecovery._copy_state, not waits
+        send, copy, self.is_armed = Mailbox.post, RecoveringRunner._copy_state, not waits
 
         def copy_and_arm(survival):
             copy(survival)
@@ -74,7 +75,7 @@ class Killer:
                 send(mailbox, *args)
 
         monkeypatch.setattr(Mailbox, "post", kill_and_send)
-        monkeypatch.setattr(DeathRecovery, "_copy_state", copy_and_arm)
+        monkeypatch.setattr(RecoveringRunner, "_copy_state", copy_and_arm)
 
 
 def train(name="BSP", noise=False, rate=0.05, update=None, shard_optimizer=False, **kwargs):
@@ -84,7 +85,7 @@ def train(name="BSP", noise=False, rate=0.05, update=None, shard_optimizer=False
     reports = list(model.epochs(valid=(X, Y), on_death="continue", **kwargs))
     values, used = model.values(), model.used()
     synk.close()
-    assert not death_recovery._states  # the memory of the copy is freed
+    assert not death_recovery._copies_by_trainer  # the memory of the copy is freed
     return values, used, reports
 
 
@@ -330,7 +331,7 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
 def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     """Ranks 4 and 5 are lost with their host; then the host of ranks 2 and 3 can't be reached, at first once."""
     fork_ranks(1)
-    recovery, tried = Model("BSP").trainer._model.make_death_recovery(100, False, False), []
+    recovery, tried = Model("BSP").trainer._model.make_recovering_runner(100, False, False), []
     lost = Death(4, "c", 0, "was lost", (4, 5))
     unreachable = Death(2, "b", 0, f"{FAILED_START_PREFIX}: could not be reached", (2, 3))
     session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=lost)
@@ -344,7 +345,7 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
         session.size -= len(left_out)
 
     monkeypatch.setattr(recovery, "_session", session)
-    monkeypatch.setattr(recovery, "_has_copy", True)
+    monkeypatch.setattr(recovery, "has_copy", True)
     monkeypatch.setattr(recovery, "_restore", restore)
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5]] and session.size == 4
@@ -375,10 +376,11 @@ def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monke
     loop = SimpleNamespace(
         model=SimpleNamespace(state=SimpleNamespace(spec=SimpleNamespace(variables=variables))),
         checkpoint=True,
-        death_handler=SimpleNamespace(run=lambda operation: operation(), run_update=run_twice),
-        _validate=lambda report: True,
+        operation_runner=SimpleNamespace(run_update=run_twice),
+        _validate=lambda report: Outcome.STOPPED,
     )
-    assert trainer_epoch_loop.TrainerEpochLoop.validate(loop, None) and restored == [[["state"]] * 2]
+    assert trainer_epoch_loop.TrainerEpochLoop.validate(loop, None) is Outcome.STOPPED
+    assert restored == [[["state"]] * 2]
 
 
 @pytest.mark.any_library
@@ -488,10 +490,10 @@ def test_on_death_refuses_loaders_in_jax_mode(monkeypatch):
     next(iterator)
     arguments = model.trainer._model.state, False, 1, True, False
     with pytest.raises(ValueError, match="^on_death: .* instead of a Loader where JAX has started"):
-        death_recovery.DeathRecovery(arguments[0], JAX, *arguments[1:])
+        death_recovery.RecoveringRunner(arguments[0], JAX, *arguments[1:])
     monkeypatch.setattr(death_recovery, "is_fork_unsafe", lambda: True)
     with pytest.raises(ValueError, match="^on_death: .* instead of a Loader where JAX has started"):
-        death_recovery.DeathRecovery(arguments[0], HOST, *arguments[1:])
+        death_recovery.RecoveringRunner(arguments[0], HOST, *arguments[1:])
     monkeypatch.undo()
     iterator.close()
 

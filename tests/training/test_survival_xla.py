@@ -11,7 +11,7 @@ from trainer_model import Model, X, Y
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.training.trainer.death_recovery import DeathRecovery
+from synkhronos.training.trainer.death_recovery import RecoveringRunner
 
 pytestmark = [
     pytest.mark.skipif(not XLA or bool(HOSTS), reason="new processes in JAX mode, on one machine"),
@@ -52,7 +52,7 @@ def test_on_death_continue_with_xla(name):
 
 def test_losses_are_read_before_their_worker_can_die(monkeypatch):
     expected, _, others = train("BSP", is_disturbed=False)
-    original, n_calls = DeathRecovery.run_update, itertools.count()
+    original, n_calls = RecoveringRunner.run_update, itertools.count()
 
     def run_update(self, operation, steps=0):
         result = original(self, operation, steps)
@@ -60,7 +60,7 @@ def test_losses_are_read_before_their_worker_can_die(monkeypatch):
             kill_worker()
         return result
 
-    monkeypatch.setattr(DeathRecovery, "run_update", run_update)
+    monkeypatch.setattr(RecoveringRunner, "run_update", run_update)
     values, used, reports = train("BSP", is_disturbed=False)
     assert set(used.tolist()) == {2.0} and sum(len(report.deaths) for report in reports) == 1
     np.testing.assert_allclose(values, expected, rtol=1e-12)

@@ -7,7 +7,7 @@ import pytest
 
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import apply_momentum
-from synkhronos.training.updates.update_rule import rule
+from synkhronos.training.updates.update_rule import update_rule
 
 try:
     import pytensor as library
@@ -18,15 +18,15 @@ T = library.tensor
 
 
 # rules begin
-@rule("learning_rate=0.25", 2.875, most="No element of the gradient counts as more than this.")
+@update_rule("learning_rate=0.25", 2.875, most="Limit of the magnitude of the gradient's elements.")
 def clipped(p, g, c, learning_rate=0.1, most=0.5):
     """Gradient descent with small steps."""
     return {p: p - c(learning_rate) * c.tensor.clip(g, -c(most), c(most))}
 
 
-@rule("learning_rate=0.25", 2.875, most="No element of the mean gradient counts as more than this.")
+@update_rule("learning_rate=0.25", 2.875, most="Limit of the magnitude of the mean gradient's elements.")
 def clipped_mean(p, g, c, learning_rate=0.1, rho=0.9, most=0.5):
-    """The same by the gradient's moving average, which the rule remembers."""
+    """Gradient descent with small steps, along a moving average of the gradient."""
     m = c.zeros("m")
     m_new = c(rho) * m + c(1 - rho) * g
     return {m: m_new, p: p - c(learning_rate) * c.tensor.clip(m_new, -c(most), c(most))}
@@ -80,7 +80,7 @@ def test_own_update_rule_is_checked_and_documented():
         clipped_mean(loss, [w], rate=1)
     for words in (
         "Size of a step.",
-        "No element of the mean",
+        "Limit of the magnitude",
         "Decay of the running mean of squared",
         "Raises\n------",
         "weight : number",
@@ -88,4 +88,4 @@ def test_own_update_rule_is_checked_and_documented():
     ):
         assert words in clipped_mean.__doc__
     with pytest.raises(KeyError, match="most"):
-        rule("", 0)(lambda p, g, c, most: {})
+        update_rule("", 0)(lambda p, g, c, most: {})

@@ -242,16 +242,15 @@ class Model:
     def _compile_update(self, library: Any) -> dict[Any, Any]:
         """Compile the update of the parameters from the gradient's vector; return the updates of the gradient."""
         training = TrainingGraph.build(
-            self.loss,
-            self.trained,
-            list(self.inputs),
-            [],
-            self._update_by_gradients,
-            None,
-            [(shared, new, "mean") for shared, new in self.averages.items()],
-            {"learning_rate": self.shared_lr},
-            self.weight,
-            StepOptions(**self._read_options()),
+            loss=self.loss,
+            params=self.trained,
+            x=list(self.inputs),
+            y=[],
+            update_rule=self._update_by_gradients,
+            rule_kwargs={"learning_rate": self.shared_lr},
+            options=StepOptions(**self._read_options()),
+            extra_updates=[(shared, new, "mean") for shared, new in self.averages.items()],
+            weight=self.weight,
             is_serial=True,
         )
         rule, _ = append_averaged_updates(training.rule, training.extra_updates, training.x[0])

@@ -4,7 +4,7 @@ It is an argument of ``train_iter``, ``val_iter`` and ``print_info``.  The class
 counts the steps::
 
     train_iter: start(), end("calc"), train_error(...)   --+
-    run:        begin_epoch(), count_iteration()         --+--> Meter --> write_rank(): a line, printed and recorded
+    run:        begin_epoch(), count_iteration()         --+--> Meter --> write_rank_record(): a line, also printed
     val_iter:   val_error(...)                           ----> take_validation_sums(): the epoch's report of all ranks
 
 Methods of Theano-MPI's recorder that the run does not need do nothing.
@@ -32,8 +32,8 @@ _ACTIVITIES = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "l
 class RecordWriter(Protocol):
     """Recorder of `synkhronos.training`, or that of a rank on another host."""
 
-    def write_rank(self, rank: int, record: dict[str, Any]) -> None:
-        """Write a line of a rank."""
+    def write_rank_record(self, rank: int, record: dict[str, Any]) -> None:
+        """Write a record as a line of a rank."""
 
 
 class ModelRecorder:
@@ -276,10 +276,10 @@ class ModelRecorder:
         """Write and print a line for the iterations since the last line; without ``last``, only if a line is due."""
         self.meter.write_lines(self.epoch, self.meter.step * self.rows, self.learning_rate, last)
 
-    def write_rank(self, rank: int, record: dict[str, Any]) -> None:
+    def write_rank_record(self, rank: int, record: dict[str, Any]) -> None:
         """Write and print a line; called by `Meter`."""
         if self._recorder is not None:
-            self._recorder.write_rank(rank, record)
+            self._recorder.write_rank_record(rank, record)
         parts = [f"epoch {self.epoch + 1}, iteration {record['step']}"]
         if record["loss"] is not None:
             parts += [f"cost {record['loss']:.4g}"]

@@ -27,9 +27,10 @@ from synkhronos.processes import fork_pinned
 from synkhronos.ranks import WorkerError, get_last_death, get_session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import FAILED_START_PREFIX
-from synkhronos.rules import shared_memory
+from synkhronos.rules import allocate_shared_arrays
 from synkhronos.tasks import run
 from synkhronos.timelines import timeline
+from synkhronos.training.loops.epoch_loop import Outcome
 from synkhronos.training.loops.stop_signals import StopSignals, get_requested_stop
 
 
@@ -90,14 +91,14 @@ def _run(settings: Settings, arguments: MasterArguments) -> int:
     (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))
     rule = settings.make_rule()
     size, dtype = run(rank_tasks.build_model, settings, rule)[0]
-    memory = shared_memory(rule, get_session().size, size, np.dtype(dtype))
+    memory = allocate_shared_arrays(rule, get_session().size, size, np.dtype(dtype))
     flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
     with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        is_stopped = run(rank_tasks.train_model, settings, rule, memory, arguments, flag)[0]
-        return 128 + get_requested_stop() if is_stopped else 0
+        outcome = run(rank_tasks.train_model, settings, rule, memory, arguments, flag)[0]
+        return 128 + get_requested_stop() if outcome is Outcome.STOPPED else 0
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.rules import Rule
 from synkhronos.rules.state import FlatVariables
 from synkhronos.tasks import LocalRows, Worker
+from synkhronos.training.loops.epoch_loop import Outcome
 from synkhronos.training.monitoring.recorder import Recorder
 
 #: Descriptions of the exchange under BSP, by the values that ranks exchange.
@@ -124,13 +125,10 @@ def train_model(
     shared: dict[str, LocalRows],
     arguments: MasterArguments,
     stop_flag: LocalRows,
-) -> bool:
+) -> Outcome:
     """Train the instance from `build_model`, and call its ``cleanup``.
 
-    Returns
-    -------
-    bool
-        Whether a signal has ended the training; a checkpoint is then written.
+    A training that a signal stops has written a checkpoint.
     """
     stored = worker.get_storage(STORAGE_KEY)
     model = stored["model"]

@@ -53,7 +53,7 @@ def redirect_output(rank: int) -> None:
 class RemoteRecorder:
     """Recorder of a rank on another host: the supervisor writes its records into the run's folder."""
 
-    def write_rank(self, rank: int, record: Mapping[str, Any]) -> None:
+    def write_rank_record(self, rank: int, record: Mapping[str, Any]) -> None:
         """Send a record to the supervisor, for the file of a rank.
 
         Raises

@@ -7,7 +7,7 @@ in the folder::
     rank 0: print(...) -----------------------------------> supervisor: LineSplitter --> OutputWriter --> rank-0.log
     rank 3: print(...)  --> forwarder ----+                      ^                                        rank-3.log
                                           +--> agent --> mpirun -+                                        rank-3.jsonl
-            RemoteRecorder.write_rank() --+
+     RemoteRecorder.write_rank_record() --+
 
 Invariant: no failed write of the supervisor ends a run.  A console that is closed, full or unread, and a log on a full
 disk, lose lines.

@@ -41,8 +41,8 @@ class CheckpointError(ValueError):
     """A checkpoint is damaged or of another training, or its folder is in use by another writer."""
 
 
-class _CheckedDict(dict[str, Any]):
-    """A dict of a checkpoint's content, in which a missing key is an error of the checkpoint."""
+class CheckedDict(dict[str, Any]):
+    """Dict of a checkpoint's content, in which a missing key is an error of the checkpoint."""
 
     def __init__(self, path: Path, kind: str, items: Mapping[str, Any]):
         super().__init__(items)
@@ -50,6 +50,12 @@ class _CheckedDict(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise CheckpointError(f"{self._path} has no {self._kind} {key!r}: it has {', '.join(sorted(self)) or 'none'}")
+
+    def check_types(self, types: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if an entry is missing, or of another type."""
+        for key, kind in types.items():
+            if not isinstance(self[key], kind):
+                raise CheckpointError(f"{self._path} has {key} = {self[key]!r}, which is no {kind}")
 
 
 class CheckpointContent(NamedTuple):
@@ -66,13 +72,13 @@ class CheckpointContent(NamedTuple):
     """
 
     path: Path
-    arrays: dict[str, np.ndarray]
-    meta: dict[str, Any]
+    arrays: CheckedDict
+    meta: CheckedDict
     metrics: dict[str, float]
 
 
 class Checkpoint:
-    """A folder of checkpoints.
+    """Folder of a training's checkpoints: writes and reads them, and removes those that are not to be kept.
 
     Many processes may read from a folder while one writes there.  A Checkpoint locks its folder when it first writes,
     and a trainer does so when it begins.  The lock ends with `unlock`, with the trainer's last report, or with the
@@ -85,7 +91,7 @@ class Checkpoint:
     keep : int
         Number of checkpoints to keep: the newest.
     every : int
-        Number of reports between two checkpoints.
+        Number of reports between two checkpoints of a trainer.  `save` itself writes one at each call.
     keep_best : str or (str, {"min", "max"}), optional
         Metric whose best checkpoint is kept besides the newest: ``"loss"``, or a name of `validate`.  The lowest value
         is the best, or the highest with ``("accuracy", "max")``.  A trainer saves at each report that is the best so
@@ -205,8 +211,8 @@ class Checkpoint:
             ) from None
         if not self._lock.is_exclusive:
             return
-        for left in self.folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for unfinished in self.folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
         for path in self.paths():
             if path.name.endswith(_OLD) and path.with_suffix("").exists():
                 self._remove(path)
@@ -273,13 +279,13 @@ class Checkpoint:
         if path is not None:
             return read_checkpoint(path)
         failed = None
-        while known := self.paths():
+        while paths := self.paths():
             try:
-                return read_checkpoint(known[-1])
+                return read_checkpoint(paths[-1])
             except CheckpointError:
-                if known[-1] == failed:
+                if paths[-1] == failed:
                     raise
-                failed = known[-1]  # a writer may just have replaced it
+                failed = paths[-1]  # a writer may just have replaced it
         raise FileNotFoundError(f"{self.folder}: expected a checkpoint, found none")
 
 
@@ -326,32 +332,25 @@ def _sort_key(path: Path) -> tuple[int, bool]:
 def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointContent:
     """Read a checkpoint; raise CheckpointError if it is damaged."""
     path = Path(path)
-    files = _read(path, _STATE, _META)
+    files = _read_and_verify(path, _STATE, _META)
     header = _parse_header(path, files[_META])
     arrays = _parse(path, _STATE, files[_STATE], _import_safetensors().load)
-    return CheckpointContent(path, _CheckedDict(path, "array", arrays), header["meta"], header["metrics"])
+    return CheckpointContent(path, CheckedDict(path, "array", arrays), header["meta"], header["metrics"])
 
 
-def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_metadata(path: str | os.PathLike[str]) -> CheckedDict:
     """Read a checkpoint's metadata without its arrays; raise CheckpointError if it is damaged."""
-    meta: dict[str, Any] = _load_header(Path(path))["meta"]
+    meta: CheckedDict = _load_header(Path(path))["meta"]
     return meta
 
 
-def check_entry_types(path: str | os.PathLike[str], meta: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if an entry is missing, or of another type."""
-    for name, kind in types.items():
-        if not isinstance(meta[name], kind):
-            raise CheckpointError(f"{path} has {name} = {meta[name]!r}, which is no {kind}")
-
-
 def _load_header(path: Path) -> dict[str, Any]:
-    return _parse_header(path, _read(path, _META)[_META])
+    return _parse_header(path, _read_and_verify(path, _META)[_META])
 
 
 def _parse_header(path: Path, content: bytes) -> dict[str, Any]:
     def parse(text: bytes) -> Any:
-        return json.loads(text, object_hook=lambda items: _CheckedDict(path, "entry", items))
+        return json.loads(text, object_hook=lambda items: CheckedDict(path, "entry", items))
 
     header = _parse(path, _META, content, parse)
     tables = [header, header.get("meta"), header.get("metrics")] if isinstance(header, dict) else [header]
@@ -369,7 +368,7 @@ def _parse(path: Path, name: str, content: bytes, parse: Callable[[bytes], Any])
         raise _make_damage_error(path, f"{name}: {error}") from error
 
 
-def _read(path: Path, *names: str) -> dict[str, bytes]:
+def _read_and_verify(path: Path, *names: str) -> dict[str, bytes]:
     """Read files of a checkpoint, and compare their digests."""
     try:
         # The folder is opened once: a writer may replace it in the meantime.

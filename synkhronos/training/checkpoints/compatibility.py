@@ -10,7 +10,7 @@ import numpy as np
 from synkhronos.checks import is_number
 from synkhronos.graphs import library_of
 from synkhronos.rules import Rule
-from synkhronos.training.checkpoints.checkpoint import CheckpointError, check_entry_types
+from synkhronos.training.checkpoints.checkpoint import CheckedDict, CheckpointError
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.updates.flat_gradient import get_shape
 
@@ -66,7 +66,7 @@ def describe_training(
     }
 
 
-def check_same_training(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+def check_same_training(path: Any, meta: CheckedDict, now: Mapping[str, Any], types: Mapping[str, Any]) -> None:
     """Check that a checkpoint is of the same training: its ``meta`` is compared with ``now``, from `describe_training`.
 
     ``types`` are those of the caller's own entries of ``meta``.
@@ -76,7 +76,7 @@ def check_same_training(path: Any, meta: Mapping[str, Any], now: Mapping[str, An
     CheckpointError
         If an entry is missing or has another type, or the training is another; the message names the difference.
     """
-    check_entry_types(path, meta, {**_TYPES, **types})
+    meta.check_types({**_TYPES, **types})
     check_description(path, meta, now)
 
 

@@ -25,15 +25,15 @@ from synkhronos.training.loops.batch_loop import choose_interval_steps
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: Seconds within which a second signal is taken for a copy of the first, sent to all processes of a job.
 ECHO_SECONDS = 1.0
-#: Approximate number of seconds between two exchanges of the request.
-_INTERVAL = 0.5
+#: Approximate number of seconds between two checks for a request, which are exchanges of all ranks or reads of a flag.
+CHECK_INTERVAL_SECONDS = 0.5
 
-_requested = 0
+_requested_stop = 0
 
 
 def get_requested_stop() -> int:
     """Return the number of the signal that requests a stop, or 0."""
-    return _requested
+    return _requested_stop
 
 
 class StopSignals:
@@ -63,23 +63,20 @@ class StopSignals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        global _requested
+        global _requested_stop
         for number, before in self._before.items():
             restore_handler(number, self._receive, before)
         if self._signalled_at:
-            number, _requested = _requested, 0
-            if self._grace is not None and kind in (
-                None,
-                GeneratorExit,
-            ):  # the loop was left before it could end by the signal
+            number, _requested_stop = _requested_stop, 0
+            if self._grace is not None and kind in (None, GeneratorExit):  # left before it could end by the signal
                 exit_by_signal(number)
             self._is_over = kind is SystemExit
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        global _requested
+        global _requested_stop
         now = time.monotonic()
         if not self._signalled_at:
-            _requested, self._signalled_at = number, now
+            _requested_stop, self._signalled_at = number, now
             if self._flag is not None:
                 self._flag[0] = number
             if self._grace is not None:
@@ -115,7 +112,8 @@ class StopAgreement:
         self._steps_left -= 1
         if self._steps_left:
             return False
-        proposed = choose_interval_steps(self._interval_steps, time.monotonic() - self._exchanged_at, _INTERVAL)
+        elapsed = time.monotonic() - self._exchanged_at
+        proposed = choose_interval_steps(self._interval_steps, elapsed, CHECK_INTERVAL_SECONDS)
         requests = self._worker.all_gather((get_requested_stop(), proposed))
         self._interval_steps = self._steps_left = min(steps for _, steps in requests)
         self._exchanged_at = time.monotonic()
@@ -141,7 +139,7 @@ class StopPoll:
         now = time.monotonic()
         if now < self._next_read_at:
             return bool(self._flag.array[0])
-        self._next_read_at = now + _INTERVAL
-        with self._worker.lock(self._worker.size + 7) as lock:  # the flag is in the first host's memory
+        self._next_read_at = now + CHECK_INTERVAL_SECONDS
+        with self._worker.lock(self._worker.size + 7) as lock:  # the last lock: the flag is in the first host's memory
             lock.read(self._flag)
         return bool(self._flag.array[0])

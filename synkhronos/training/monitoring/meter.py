@@ -119,8 +119,8 @@ class RankRecorder(Protocol):
 
     every: int
 
-    def write_rank(self, rank: int, record: dict[str, Any]) -> None:
-        """Write a line of a rank."""
+    def write_rank_record(self, rank: int, record: dict[str, Any]) -> None:
+        """Write a record as a line of a rank."""
 
 
 class _LineTotals:
@@ -264,7 +264,7 @@ class Meter:
                 **{name: value - line.seconds.get(name, 0.0) for name, value in self.seconds.items()},
             }
             line.begin(self)
-            line.recorder.write_rank(self.rank, record)
+            line.recorder.write_rank_record(self.rank, record)
 
 
 def compute_rows_per_second(rows: int, seconds: float, first_launches: tuple[int, float]) -> float:

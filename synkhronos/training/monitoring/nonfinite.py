@@ -14,7 +14,7 @@ import numpy as np
 from synkhronos.data.parts import PartsData
 
 #: Maximal number of bytes of rows that are searched at once: the search copies them.
-_BYTES = 1 << 26
+_BLOCK_NBYTES = 1 << 26
 
 
 def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
@@ -45,7 +45,7 @@ def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
         if isinstance(array, PartsData):
             local = array.local_rows
             chosen = chosen[(chosen >= local.start) & (chosen < local.stop)]
-        step = max(1, _BYTES // max(1, int(np.prod(array.shape[1:])) * array.dtype.itemsize))
+        step = max(1, _BLOCK_NBYTES // max(1, int(np.prod(array.shape[1:])) * array.dtype.itemsize))
         rows_found = np.concatenate(
             [_find_nonfinite(array, chosen[i : i + step]) for i in range(0, len(chosen), step)] or [chosen]
         )

@@ -61,7 +61,7 @@ class Recorder:
         """Append a record to the master's file of reports."""
         self._append(REPORT_FILE, record)
 
-    def write_rank(self, rank: int, record: Mapping[str, Any]) -> None:
+    def write_rank_record(self, rank: int, record: Mapping[str, Any]) -> None:
         """Append a record to the file of a rank."""
         self._append(RANK_FILE.format(rank), record)
 

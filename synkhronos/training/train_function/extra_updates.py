@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import SharedVariable, Variable, library_of
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import get_shape
 
 #: Argument for extra updates: shared variables and their new values, each with or without an op.
-UpdatesArgument = Mapping[Any, Any] | Sequence[tuple[Any, Any] | tuple[Any, Any, str | None]]
+UpdatesArgument = (
+    Mapping[SharedVariable, Variable]
+    | Sequence[tuple[SharedVariable, Variable] | tuple[SharedVariable, Variable, str | None]]
+)
 
 
 class ExtraUpdate(NamedTuple):
@@ -35,8 +38,8 @@ class ExtraUpdate(NamedTuple):
         Whether ranks may compute different new values in one step, even if their variables are equal before it.
     """
 
-    shared: Any
-    expression: Any
+    shared: SharedVariable
+    expression: Variable
     op: str | None
     differs: bool
 
@@ -50,10 +53,12 @@ class ExtraUpdate(NamedTuple):
         )
 
 
-def parse_extra_updates(updates: UpdatesArgument | None, rule: RuleUpdates, sources: list[Any]) -> list[ExtraUpdate]:
+def parse_extra_updates(
+    updates: UpdatesArgument | None, rule: RuleUpdates, inputs: list[Variable]
+) -> list[ExtraUpdate]:
     """Check extra updates, and choose the ops that are not given.
 
-    ``sources`` are the inputs, whose rows differ between ranks.
+    ``inputs`` are the variables whose rows differ between ranks.
     """
     if updates is None:
         return []
@@ -79,10 +84,10 @@ def parse_extra_updates(updates: UpdatesArgument | None, rule: RuleUpdates, sour
             raise ValueError(f"extra_updates: {shared.name!r}: expected the op 'mean' or None, got {entry[2]!r}")
         if entry[2:] == ("mean",) and not _is_float(shared):
             raise TypeError(f"extra_updates: {shared.name!r}: op 'mean' needs a variable of floats, got {shared.type}")
-    return _choose_ops(entries, sources)
+    return _choose_ops(entries, inputs)
 
 
-def _choose_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
+def _choose_ops(entries: list[Any], inputs: list[Variable]) -> list[ExtraUpdate]:
     """Return extra updates with ops.
 
     The default op is "mean" for floats, and None for random streams and all other variables.
@@ -102,7 +107,7 @@ def _choose_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
         return [ExtraUpdate(entry[0], entry[1], entry[2] if len(entry) == 3 else None, False) for entry in entries]
     library = library_of(*expressions)
     random = [shared for shared in library.find_shareds(expressions) if library.is_generator(shared)]
-    differing = [*sources, *random]
+    differing = [*inputs, *random]
     while True:
         dependence = DependenceAnalysis(library, expressions, differing)
         extra_updates = []

@@ -20,7 +20,7 @@ import numpy as np
 from synkhronos.data.rows import select_rows
 from synkhronos.function.inputs import parse_selections_by_rank, to_index_array
 
-#: DataArgument of one step: an array of indexes per rank; None for a step that cannot share a launch.
+#: Rows of one step: an array of indexes per rank; None for a step that cannot share a launch.
 StepRows: TypeAlias = list[np.ndarray] | None
 
 
@@ -77,7 +77,7 @@ def collect_sliceable_rows(batches_s: Sequence[Any], size: int) -> list[StepRows
     return steps
 
 
-def group_steps(steps: Sequence[StepRows], max_length: int) -> Iterator[tuple[int, int]]:
+def group_steps(steps: Sequence[StepRows], max_steps: int) -> Iterator[tuple[int, int]]:
     """Yield the range of each group of successive steps with equally many rows on each rank, for one launch per group.
 
     A step whose rows are None is a separate group.
@@ -85,12 +85,12 @@ def group_steps(steps: Sequence[StepRows], max_length: int) -> Iterator[tuple[in
     Examples
     --------
     >>> a, b = [np.arange(2)], [np.arange(3)]
-    >>> list(group_steps([a, a, a, b, None, None, a], max_length=2))
+    >>> list(group_steps([a, a, a, b, None, None, a], max_steps=2))
     [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
     """
     start = 0
     for stop in range(1, len(steps) + 1):
-        if stop == len(steps) or stop - start == max_length or not _can_share_launch(steps[start], steps[stop]):
+        if stop == len(steps) or stop - start == max_steps or not _can_share_launch(steps[start], steps[stop]):
             yield start, stop
             start = stop
 

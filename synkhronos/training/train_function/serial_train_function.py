@@ -11,7 +11,7 @@ from synkhronos.casts import as_numbers
 from synkhronos.checks import check_at_least
 from synkhronos.data.rows import select_rows
 from synkhronos.devices import take_rows
-from synkhronos.graphs import library_of
+from synkhronos.graphs import SharedVariable, Variable, library_of
 from synkhronos.training.train_function.extra_updates import UpdatesArgument
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import (
@@ -20,7 +20,7 @@ from synkhronos.training.train_function.training_graph import (
     TrainingGraph,
 )
 from synkhronos.training.train_function.weighted_mean import divide_by_weight
-from synkhronos.training.updates.transformations import UpdateRule
+from synkhronos.training.updates.update_rule import UpdateRule
 
 
 class SerialTrainFunction:
@@ -141,18 +141,18 @@ class SerialTrainFunction:
             mean = np.average(values, axis=0, weights=rows).astype(value.dtype) if u.slice_op == "mean" else values[-1]
             u.shared.set_value(mean)
         total = sum(w * loss for w, loss in zip(weights, losses, strict=True) if w)
-        return divide_by_weight(total, sum(weights), losses[0])
+        return divide_by_weight(total, sum(weights), losses[0].dtype)
 
 
 def make_train_function_serial(
-    loss: Any,
-    params: Sequence[Any],
-    x: Any,
-    y: Any,
+    loss: Variable,
+    params: Sequence[SharedVariable],
+    x: Variable | Sequence[Variable],
+    y: Variable | Sequence[Variable],
     update_rule: UpdateRule,
-    sliceable_shareds: Sequence[Any] | None = None,
+    sliceable_shareds: Sequence[SharedVariable] | None = None,
     extra_updates: UpdatesArgument | None = None,
-    weight: Any = None,
+    weight: Variable | None = None,
     clip_norm: float | None = None,
     num_slices: int = 1,
     ema: float | None = None,
@@ -192,7 +192,16 @@ def make_train_function_serial(
     options = StepOptions(clip_norm, num_slices, ema, loss_scale=loss_scale)
     return SerialTrainFunction(
         TrainingGraph.build(
-            *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, options),
+            loss=loss,
+            params=params,
+            x=x,
+            y=y,
+            update_rule=update_rule,
+            rule_kwargs=rule_kwargs,
+            options=options,
+            sliceable_shareds=sliceable_shareds,
+            extra_updates=extra_updates,
+            weight=weight,
             is_serial=True,
         )
     )

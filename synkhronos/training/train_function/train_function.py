@@ -29,7 +29,7 @@ from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetShapes
 from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
-from synkhronos.graphs import library_of
+from synkhronos.graphs import SharedVariable, Variable, library_of
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
 from synkhronos.training.train_function.launch_groups import StepRows, assign_rows, collect_sliceable_rows, group_steps
 from synkhronos.training.train_function.optimizer_state import OptimizerState
@@ -46,7 +46,7 @@ from synkhronos.training.train_function.weighted_mean import divide_by_weight
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.sharded_updates import ShardedUpdates
-from synkhronos.training.updates.transformations import UpdateRule
+from synkhronos.training.updates.update_rule import UpdateRule
 
 #: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
 _MAX_LAUNCH_NBYTES = 1 << 30
@@ -128,14 +128,21 @@ class TrainFunction:
         return None if self._sharding is None else self._optimizer
 
     @property
-    def ema(self) -> list[Any] | None:
+    def ema(self) -> list[SharedVariable] | None:
         """Moving averages of the parameters, in their order; None without the option `ema`.
 
-        With `shard_optimizer` each rank has a part of them.  Reading this attribute gathers the averages of that moment
-        into the variables, on all ranks.
+        With `shard_optimizer` each rank has a part of them, and reading this attribute is a collective: it calls
+        `gather_ema`.
+        """
+        self.gather_ema()
+        return self._graph.ema
+
+    def gather_ema(self) -> None:
+        """Set the variables of `ema` to the averages of this moment, on all ranks; needed only with `shard_optimizer`.
+
+        A collective: it sends the averages between ranks.
         """
         self._optimizer.gather_into(self._graph.ema or ())
-        return self._graph.ema
 
     def get_optimizer_state(self) -> list[np.ndarray]:
         """Return the values of the rule's variables, whole also with `shard_optimizer`.
@@ -233,7 +240,7 @@ class TrainFunction:
 
     def _to_loss(self, value: Any, weight: Any) -> Any:
         """Return the loss of a step as an array, from a pair of `weighted_steps`."""
-        return value if weight is None else divide_by_weight(value, weight, self._graph.loss)
+        return value if weight is None else divide_by_weight(value, weight, self._graph.loss.dtype)
 
     def steps(
         self,
@@ -435,15 +442,15 @@ class TrainFunction:
 
 
 def make_train_function(
-    loss: Any,
-    params: Sequence[Any],
-    x: Any,
-    y: Any,
+    loss: Variable,
+    params: Sequence[SharedVariable],
+    x: Variable | Sequence[Variable],
+    y: Variable | Sequence[Variable],
     update_rule: UpdateRule,
-    sliceable_shareds: Sequence[Any] | None = None,
+    sliceable_shareds: Sequence[SharedVariable] | None = None,
     extra_updates: UpdatesArgument | None = None,
     exchange: str | None = None,
-    weight: Any = None,
+    weight: Variable | None = None,
     clip_norm: float | None = None,
     num_slices: int = 1,
     ema: float | None = None,
@@ -548,7 +555,16 @@ def make_train_function(
     options = StepOptions(clip_norm, num_slices, ema, loss_scale=loss_scale, shard_optimizer=shard_optimizer)
     return TrainFunction(
         TrainingGraph.build(
-            *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, options)
+            loss=loss,
+            params=params,
+            x=x,
+            y=y,
+            update_rule=update_rule,
+            rule_kwargs=rule_kwargs,
+            options=options,
+            sliceable_shareds=sliceable_shareds,
+            extra_updates=extra_updates,
+            weight=weight,
         ),
         exchange,
     )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from synkhronos.checks import check_list
 from synkhronos.data import Data
 from synkhronos.function.rank_mean import RankMeanOp
-from synkhronos.graphs import library_of
+from synkhronos.graphs import SharedVariable, Variable, library_of
 from synkhronos.training.train_function.extra_updates import ExtraUpdate, UpdatesArgument, parse_extra_updates
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.weighted_mean import (
@@ -28,7 +28,7 @@ from synkhronos.training.train_function.weighted_mean import (
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
 from synkhronos.training.updates.loss_scale import scale_gradients, skip_overflows
 from synkhronos.training.updates.moving_average import add_average
-from synkhronos.training.updates.transformations import UpdateRule
+from synkhronos.training.updates.update_rule import UpdateRule
 
 #: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
 DataArgument = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]
@@ -66,18 +66,18 @@ class TrainingGraph:
     options : StepOptions
     """
 
-    loss: Any
-    x: list[Any]
-    y: list[Any]
+    loss: Variable
+    x: list[Variable]
+    y: list[Variable]
     x_is_list: bool
     y_is_list: bool
-    sliceable: list[Any]
+    sliceable: list[SharedVariable]
     rule: RuleUpdates
-    optimizer_state: list[Any]
+    optimizer_state: list[SharedVariable]
     extra_updates: list[ExtraUpdate]
-    weight: Any
-    ema: list[Any] | None
-    params: list[Any]
+    weight: Variable | None
+    ema: list[SharedVariable] | None
+    params: list[SharedVariable]
     update_rule: UpdateRule
     rule_kwargs: Mapping[str, Any]
     options: StepOptions
@@ -85,16 +85,17 @@ class TrainingGraph:
     @classmethod
     def build(
         cls,
-        loss: Any,
-        params: Sequence[Any],
-        x: Any,
-        y: Any,
+        *,
+        loss: Variable,
+        params: Sequence[SharedVariable],
+        x: Variable | Sequence[Variable],
+        y: Variable | Sequence[Variable],
         update_rule: UpdateRule,
-        sliceable_shareds: Sequence[Any] | None,
-        extra_updates: UpdatesArgument | None,
         rule_kwargs: dict[str, Any],
-        weight: Any,
         options: StepOptions,
+        sliceable_shareds: Sequence[SharedVariable] | None = None,
+        extra_updates: UpdatesArgument | None = None,
+        weight: Variable | None = None,
         is_serial: bool = False,
     ) -> TrainingGraph:
         """Check the arguments of `make_train_function`, and apply the rule with its options, ``rule_kwargs``.
@@ -132,7 +133,6 @@ class TrainingGraph:
             rule, averages = add_average(rule, list(params), options.ema)
         if scale is not None:
             rule = skip_overflows(rule, scale)
-        lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
         state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
         extra = parse_extra_updates(extra_updates, rule, [*xs, *ys, *sliceable])
         if not is_serial:
@@ -141,8 +141,21 @@ class TrainingGraph:
                 means if weight is not None else {"loss": loss, **means}, [*xs, *ys, *sliceable]
             )
         return cls(
-            *(loss, xs, ys, *lists, sliceable, rule, state, extra, weight, averages, list(params)),
-            *(update_rule, rule_kwargs, options),
+            loss=loss,
+            x=xs,
+            y=ys,
+            x_is_list=isinstance(x, list | tuple),
+            y_is_list=isinstance(y, list | tuple),
+            sliceable=sliceable,
+            rule=rule,
+            optimizer_state=state,
+            extra_updates=extra,
+            weight=weight,
+            ema=averages,
+            params=list(params),
+            update_rule=update_rule,
+            rule_kwargs=rule_kwargs,
+            options=options,
         )
 
     @property

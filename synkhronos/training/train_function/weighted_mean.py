@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import Variable, library_of
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 
 
@@ -29,13 +29,13 @@ def make_weighted_outputs(expression: Any, weight: Any) -> list[tuple[Any, str]]
     return [(product, "sum"), (weight, "sum")]
 
 
-def divide_by_weight(total: Any, weight: Any, like: Any) -> np.ndarray:
-    """Return a sum divided by a weight in the dtype of `like`; NaN where the weight is 0."""
+def divide_by_weight(total: Any, weight: Any, dtype: Any) -> np.ndarray:
+    """Return a sum divided by a weight in a dtype; NaN where the weight is 0."""
     total, weight = np.float64(total), np.float64(weight)
-    return np.asarray(total / weight if weight else np.nan, like.dtype)
+    return np.asarray(total / weight if weight else np.nan, dtype)
 
 
-def warn_of_varying_denominators(means: Mapping[str, Any], sources: Sequence[Any], stacklevel: int = 3) -> None:
+def warn_of_varying_denominators(means: Mapping[str, Any], inputs: Sequence[Variable], stacklevel: int = 3) -> None:
     """Warn of means whose denominators depend on the values of inputs, or on random numbers.
 
     Ranks average them by rows, although their denominators are not proportional to rows.
@@ -44,7 +44,7 @@ def warn_of_varying_denominators(means: Mapping[str, Any], sources: Sequence[Any
     ----------
     means : dict of str to variable
         Expressions that ranks average by rows, by their name in the warning.
-    sources : list of variable
+    inputs : list of variable
         Inputs whose rows differ between ranks.
     stacklevel : int
         As for `warnings.warn`; 1 is the function that calls this one.
@@ -58,7 +58,7 @@ def warn_of_varying_denominators(means: Mapping[str, Any], sources: Sequence[Any
         return
     library, expressions = library_of(*means.values()), list(means.values())
     random = [shared for shared in library.find_shareds(expressions) if library.is_generator(shared)]
-    dependence = DependenceAnalysis(library, expressions, [*sources, *random])
+    dependence = DependenceAnalysis(library, expressions, [*inputs, *random])
     for name, expression in means.items():
         for denominator in dependence.find_denominators(expression)[:1]:
             names = ", ".join(dependence.list_sources(denominator))

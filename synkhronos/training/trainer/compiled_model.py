@@ -18,7 +18,7 @@ from synkhronos.training.train_function.training_graph import (
     describe_update_rule,
     replace_params,
 )
-from synkhronos.training.trainer.death_recovery import DeathRecovery
+from synkhronos.training.trainer.death_recovery import RecoveringRunner
 from synkhronos.training.trainer.trainer_state import TrainerState
 
 _names = itertools.count()
@@ -68,20 +68,15 @@ class CompiledModel:
         self.state = TrainerState(spec, (update_rule, rule_options), sharded)
         self.launch_kinds: set[Any] = set()
 
-    @property
-    def ema(self) -> list[Any] | None:
-        """Moving averages of the parameters, gathered on all ranks; None without the option `ema`."""
-        return None if self.joint_step is None else self.joint_step.ema
-
-    def make_death_recovery(self, max_deaths: int, has_loader: bool, has_parts: bool) -> DeathRecovery:
-        """Make the handler of deaths for ``on_death="continue"``."""
+    def make_recovering_runner(self, max_deaths: int, has_loader: bool, has_parts: bool) -> RecoveringRunner:
+        """Make the runner of operations for ``on_death="continue"``."""
         ranks_differ = bool(self.state.variables.generators) or any(
             update.differs and update.op != "mean" for update in self.graph.extra_updates
         )
         step = self.local_step if self.joint_step is None else self.joint_step.gradient
         assert step is not None
         device = get_dispatcher(step).computation.device
-        return DeathRecovery(self.state, device, ranks_differ, max_deaths, has_loader, has_parts)
+        return RecoveringRunner(self.state, device, ranks_differ, max_deaths, has_loader, has_parts)
 
 
 def _compile_local_step(graph: TrainingGraph) -> Function:

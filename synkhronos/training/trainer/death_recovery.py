@@ -46,9 +46,9 @@ T = TypeVar("T")
 #: Number of seconds before a host that could not be reached gets its second try.
 _RETRY_SECONDS = 1.0
 #: Approximate number of seconds between two copies, where ranks take their own steps.
-_INTERVAL = 1.0
-#: Copies: the states of all ranks by the trainer's name.  Forked workers inherit them.
-_states: dict[str, list[dict[str, Any]]] = {}
+_COPY_INTERVAL_SECONDS = 1.0
+#: Copies of the states of all ranks, by the trainer's name.  Forked workers inherit them.
+_copies_by_trainer: dict[str, list[dict[str, Any]]] = {}
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class RecoveredDeath:
     seconds: float
 
 
-class DeathHandler:
-    """Caller of a training's operations, for ``on_death="stop"``: the death of a worker ends the training.
+class OperationRunner:
+    """Runner of a training's operations for ``on_death="stop"``: the death of a worker ends the training.
 
     Attributes
     ----------
@@ -84,23 +84,26 @@ class DeathHandler:
         Number of steps per rank until the next copy, where ranks take their own steps; None without copies.
     max_steps_per_launch : int
         Maximal number of joint steps in a launch.
+    has_copy : bool
+        Whether a death is recoverable: there is a copy of the state.
     """
 
     steps_until_copy: int | None = None
     max_steps_per_launch = sys.maxsize
+    has_copy = False
 
-    def keep_copies(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager within which copies are kept."""
+    def enable_recovery(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager within which the training may continue after deaths."""
         return contextlib.nullcontext()
 
-    def copy_state(self) -> None:
-        """Copy the state anew: the user may have changed it."""
+    def refresh_copy(self) -> None:
+        """Copy the state again, as the user may have changed it."""
 
     def adapt_steps_until_copy(self, seconds: float) -> None:
         """Adapt `steps_until_copy` to the duration of its steps."""
 
-    def run(self, operation: Callable[[], T]) -> T:
-        """Call an operation that does not change the state of ranks."""
+    def run_idempotent(self, operation: Callable[[], T]) -> T:
+        """Call an operation that may be repeated: one that leaves the state of ranks as it is, or sets a value."""
         return operation()
 
     def run_update(self, operation: Callable[[], T], steps: int = 0) -> T:
@@ -119,8 +122,8 @@ class DeathHandler:
         return []
 
 
-class DeathRecovery(DeathHandler):
-    """Handler for ``on_death="continue"``: copies the state of a trainer, and replaces workers that die.
+class RecoveringRunner(OperationRunner):
+    """Runner for ``on_death="continue"``: copies the state of a trainer, and replaces workers that die.
 
     Parameters
     ----------
@@ -182,14 +185,14 @@ class DeathRecovery(DeathHandler):
         self._rule_memory: dict[str, np.ndarray] = {}
         #: The sharded optimizer's variables, of all ranks together.
         self._sharded_optimizer: np.ndarray | None = None
-        self._has_trained = self._has_copy = False
+        self._has_trained = self.has_copy = False
         #: Number of ranks for which the exchange rule's memory was made.
         self._n_ranks = self._session.size
 
     # -- operations ------------------------------------------------------------------------------------------
 
-    def run(self, operation: Callable[[], T]) -> T:
-        """Call an operation that does not change the state of ranks; repeat it after a death."""
+    def run_idempotent(self, operation: Callable[[], T]) -> T:
+        """Call an operation, and repeat it after a death."""
         while True:
             began = time.perf_counter()
             try:
@@ -205,16 +208,16 @@ class DeathRecovery(DeathHandler):
             self._copy_state()
             return result
 
-        result = self.run(call)
+        result = self.run_idempotent(call)
         self.step += steps
         self._limit.reset_repeats()
         return result
 
-    def copy_state(self) -> None:
-        """Copy the state anew: the user may have changed it."""
+    def refresh_copy(self) -> None:
+        """Copy the state again, as the user may have changed it."""
         if self._session.has_kept_memory:  # the user's code has caught the error of a death
             self._recover(RuntimeError(self._session.close_reason), time.perf_counter())
-        self.run(self._copy_state)
+        self.run_idempotent(self._copy_state)
 
     def take_deaths(self) -> list[dict[str, Any]]:
         """Return the deaths since the last call, for a report."""
@@ -223,17 +226,17 @@ class DeathRecovery(DeathHandler):
 
     def adapt_steps_until_copy(self, seconds: float) -> None:
         """Set `steps_until_copy` such that its steps take about a second; ``seconds`` is their last duration."""
-        self.steps_until_copy = choose_interval_steps(self.steps_until_copy, seconds, _INTERVAL)
+        self.steps_until_copy = choose_interval_steps(self.steps_until_copy, seconds, _COPY_INTERVAL_SECONDS)
 
     @contextlib.contextmanager
-    def keep_copies(self) -> Iterator[None]:
-        """Return a context manager within which copies are kept, and the memory that new workers need."""
+    def enable_recovery(self) -> Iterator[None]:
+        """Return a context manager that keeps the copy, and the memory that new workers need."""
         try:
             with self._session.keep_memory():
                 yield
         finally:
-            _states.pop(self._state.spec.name, None)
-            self._values, self._rule_memory, self._sharded_optimizer, self._has_copy = {}, {}, None, False
+            _copies_by_trainer.pop(self._state.spec.name, None)
+            self._values, self._rule_memory, self._sharded_optimizer, self.has_copy = {}, {}, None, False
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -241,14 +244,14 @@ class DeathRecovery(DeathHandler):
         state, spec = self._state, self._state.spec
         optimizer = state.get_sharded_optimizer()
         if spec.is_joint and not self._ranks_differ:
-            self._values, self._sharded_optimizer, self._has_copy = spec.variables.read_values(), optimizer, True
+            self._values, self._sharded_optimizer, self.has_copy = spec.variables.read_values(), optimizer, True
             return  # equal on all ranks
         by_rank = run(rank_state.collect_state, spec)
         shared = {name: np.array(data.data) for name, data in spec.memory.items()}
         stored = self._session.rank.objects.get(("storage", spec.name), {})
         # No worker takes part in these assignments, so an interrupt cannot separate them.
-        _states[spec.name], self._rule_memory, self._has_trained = by_rank, shared, "state" in stored
-        self._sharded_optimizer, self._has_copy = optimizer, True
+        _copies_by_trainer[spec.name], self._rule_memory, self._has_trained = by_rank, shared, "state" in stored
+        self._sharded_optimizer, self.has_copy = optimizer, True
         if not spec.is_joint:
             self.step = by_rank[self._session.rank.number]["step"]
 
@@ -256,7 +259,7 @@ class DeathRecovery(DeathHandler):
         """Replace the workers and restore the copy; raise the error if no worker has died, or too many have."""
         session, deaths = self._session, []
         left_out: Sequence[int] = ()
-        while session.has_kept_memory and self._has_copy:
+        while session.has_kept_memory and self.has_copy:
             death = session.death
             assert death is not None
             who = describe_rank(death.rank, death.host)
@@ -282,10 +285,11 @@ class DeathRecovery(DeathHandler):
             return
         raise error
 
-    def _choose_ranks_to_leave_out(self, death: Death, pending: Sequence[int], cause: Exception) -> Sequence[int]:
+    def _choose_ranks_to_leave_out(self, death: Death, chosen: Sequence[int], error: Exception) -> Sequence[int]:
         """Return the ranks whose device or host can't be used any more; all others start again.
 
-        Those in ``pending`` were chosen before, and have not been removed, as a host could not be reached.
+        Those in ``chosen`` were chosen before, and have not been removed, as a host could not be reached.  ``error`` is
+        that of the failed operation.
 
         Raises
         ------
@@ -294,15 +298,15 @@ class DeathRecovery(DeathHandler):
         """
         is_lost = bool(death.lost_ranks) and not death.cause.startswith(FAILED_START_PREFIX)
         if not self._limit.is_rank_unusable and not is_lost:
-            return pending
+            return chosen
         who = describe_rank(death.rank, death.host)
         failure = f"on_death='continue': {who} {death.cause}"
-        left_out = sorted({*pending, *(death.lost_ranks or (death.rank,))})
+        left_out = sorted({*chosen, *(death.lost_ranks or (death.rank,))})
         if self._session.rank.master_rank in left_out:
-            raise WorkerError(f"{failure}; the master can't be left out", death.rank) from cause
+            raise WorkerError(f"{failure}; the master can't be left out", death.rank) from error
         if self._sharded_optimizer is not None:
             reason = "with shard_optimizer=True the training needs all ranks: resume from a checkpoint"
-            raise WorkerError(f"{failure}; {reason}", death.rank) from cause
+            raise WorkerError(f"{failure}; {reason}", death.rank) from error
         _log.warning("%s %s; the training goes on without ranks %s", who, death.cause, left_out)
         self._limit.reset_repeats()
         return left_out
@@ -315,12 +319,12 @@ class DeathRecovery(DeathHandler):
             self._session.replace_workers(is_fork_unsafe(), left_out)
             state.set_sharded_optimizer(self._sharded_optimizer)
             return
-        size, by_rank = self._session.size - len(left_out), _states[spec.name]
+        size, by_rank = self._session.size - len(left_out), _copies_by_trainer[spec.name]
         if not spec.is_joint and len(by_rank) != size:
             saved = [{**own, "shared": self._rule_memory} for own in by_rank]
-            _states[spec.name] = rank_state.resize_states(saved, spec, size)
-        is_fresh = self._session.replace_workers(is_fork_unsafe(), left_out)
-        if is_fresh:
+            _copies_by_trainer[spec.name] = rank_state.resize_states(saved, spec, size)
+        has_new_processes = self._session.replace_workers(is_fork_unsafe(), left_out)
+        if has_new_processes:
             distribute()  # functions move their variables to the device, where a task would leave them on the host
         if self._n_ranks != size:
             state.allocate_memory()
@@ -328,21 +332,21 @@ class DeathRecovery(DeathHandler):
         for name, data in spec.memory.items():
             before = self._rule_memory[name]
             data[...] = before if before.shape == data.shape else 0  # as after a resumption on other ranks
-        run(restore_copy, spec, self._has_trained, _states[spec.name] if is_fresh else None)
+        run(restore_copy, spec, self._has_trained, _copies_by_trainer[spec.name] if has_new_processes else None)
         state.set_sharded_optimizer(self._sharded_optimizer)
         if not spec.is_joint and self._has_trained:
             run(rank_state.use_consensus_params, spec.name, spec.rule)
 
 
 def restore_copy(
-    worker: Worker, spec: rank_state.RankStateSpec, has_trained: bool, sent: list[dict[str, Any]] | None
+    worker: Worker, spec: rank_state.RankStateSpec, has_trained: bool, copy_from_master: list[dict[str, Any]] | None
 ) -> None:
     """Restore this rank from a copy: the one that the master sent, or else the one in this process's memory."""
-    by_rank = _states[spec.name] if sent is None else sent
+    by_rank = _copies_by_trainer[spec.name] if copy_from_master is None else copy_from_master
     own = by_rank[worker.number]
     # Copied: the master restores it again if a worker dies before the next copy.
     rank_state.set_state(worker, spec, deepcopy({**by_rank[0], **own} if spec.is_joint else own))
     if not has_trained:
         worker.get_storage(spec.name).clear()
-    if not worker.is_master and sent is None:
-        del _states[spec.name]  # the next copy, in the master, would not free this memory
+    if not worker.is_master and copy_from_master is None:
+        del _copies_by_trainer[spec.name]  # the next copy, in the master, would not free this memory

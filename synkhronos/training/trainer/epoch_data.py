@@ -18,7 +18,7 @@ from synkhronos.training.monitoring.recorder import Recorder
 from synkhronos.training.schedules import Schedule, compute_rate
 
 #: Maximal number of steps in one launch; each number is compiled separately.
-_MAX_REPEATS = 64
+_MAX_STEPS_PER_LAUNCH = 64
 
 
 @dataclass
@@ -56,7 +56,7 @@ class IntervalPlan:
 
 
 class InMemoryRows:
-    """RowSource of rows from data in memory; the source of a loader's rows is a `Feed`.
+    """Source of the rows of data in memory; that of a loader's rows is a `Feed`.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class InMemoryRows:
         Indexes of the rows, in the epoch's order.
     """
 
-    max_steps_per_launch = _MAX_REPEATS
+    max_steps_per_launch = _MAX_STEPS_PER_LAUNCH
 
     def __init__(self, data: list[Any], order: Any):
         self.data, self._order = data, order

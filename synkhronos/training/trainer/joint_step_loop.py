@@ -12,7 +12,7 @@ from synkhronos.collectives.calls import broadcast
 from synkhronos.training.loops.stop_signals import get_requested_stop
 from synkhronos.training.monitoring.meter import Meter, RankTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
-from synkhronos.training.trainer.death_recovery import DeathHandler
+from synkhronos.training.trainer.death_recovery import OperationRunner
 from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
 from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, make_loss_reader
 
@@ -20,14 +20,15 @@ from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, m
 class JointStepLoop(LaunchLoop):
     """Loop of the master whose steps are commands of all ranks."""
 
-    def __init__(self, plan: IntervalPlan, source: RowSource, model: CompiledModel, death_handler: DeathHandler):
+    def __init__(self, plan: IntervalPlan, source: RowSource, model: CompiledModel, operation_runner: OperationRunner):
         state, graph = model.state, model.graph
         read = make_loss_reader(list, plan.has_weight)
         meter = Meter(0, plan.recorders, read, model.launch_kinds, state.progress.steps)
         super().__init__(plan, source, meter, plan.batch_size * ranks.get_session().size, True, state.rate)
         assert model.joint_step is not None
-        self._step, self._learning_rate, self._death_handler = model.joint_step, model.learning_rate, death_handler
-        self._max_steps_per_launch = min(source.max_steps_per_launch, death_handler.max_steps_per_launch)
+        self._step, self._learning_rate = model.joint_step, model.learning_rate
+        self._operation_runner = operation_runner
+        self._max_steps_per_launch = min(source.max_steps_per_launch, operation_runner.max_steps_per_launch)
         data = source.data
         self._x = data[: len(graph.x)] if graph.x_is_list else data[0]
         self._y = data[len(graph.x) :] if graph.y_is_list else data[-1]
@@ -48,7 +49,7 @@ class JointStepLoop(LaunchLoop):
     def set_rate(self, rate: float) -> None:
         """Set the learning rate's variable on all ranks."""
         value = np.asarray(rate, self._learning_rate.type.dtype)
-        self._death_handler.run(lambda: broadcast(self._learning_rate, value))
+        self._operation_runner.run_idempotent(lambda: broadcast(self._learning_rate, value))
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Take one step per batch, in one launch if possible, and read the losses."""
@@ -58,7 +59,7 @@ class JointStepLoop(LaunchLoop):
             # Losses that are not read yet would be lost with the rank that has them.
             return [(float(loss), weight if weight is None else float(weight)) for loss, weight in losses]
 
-        return self._death_handler.run_update(take_steps, len(rows))
+        return self._operation_runner.run_update(take_steps, len(rows))
 
     def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
         """Free the rows: `launch` has waited for the steps."""
@@ -75,10 +76,10 @@ class JointStepLoop(LaunchLoop):
 
 
 def take_joint_steps(
-    plan: IntervalPlan, source: RowSource, model: CompiledModel, death_handler: DeathHandler
+    plan: IntervalPlan, source: RowSource, model: CompiledModel, operation_runner: OperationRunner
 ) -> tuple[int, RankTotals]:
     """Train all ranks on the rows of an interval; return the position reached, and the totals."""
-    loop, state = JointStepLoop(plan, source, model, death_handler), model.state
+    loop, state = JointStepLoop(plan, source, model, operation_runner), model.state
     try:
         loop.run()
     finally:

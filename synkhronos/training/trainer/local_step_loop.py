@@ -63,10 +63,9 @@ class LocalStepLoop(LaunchLoop):
         self._unexchanged_weights: list[Any] = []
         state.count_items = self._sum_weights if plan.has_weight else None
         self._agreement = StopAgreement(worker)
-        row = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
-        self.max_steps_per_launch = max(
-            1, min(source.max_steps_per_launch, step.max_repeats, _MAX_LAUNCH_NBYTES // max(1, row * plan.batch_size))
-        )
+        row_nbytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
+        n_fitting = _MAX_LAUNCH_NBYTES // max(1, row_nbytes * plan.batch_size)
+        self.max_steps_per_launch = max(1, min(source.max_steps_per_launch, step.max_repeats, n_fitting))
         if isinstance(source, Feed):
             source.open(worker.number)
 
@@ -88,10 +87,11 @@ class LocalStepLoop(LaunchLoop):
     def _take_batches(self) -> Iterator[LaunchBatches]:
         """Take the next batches from a counter that the ranks share."""
         plan, n, shared_counts = self.plan, self.worker.size, self._batches_taken
+        counts_lock = n + 1  # the first lock after those of the ranks
         pool = next(pool for pool in plan.pools if self.worker.number in pool)
         while True:
             n_batches = min(self.exchanger.count_steps_left(), self.max_steps_per_launch)
-            with self.meter.time("load"), self.worker.lock(n + 1) as lock:
+            with self.meter.time("load"), self.worker.lock(counts_lock) as lock:
                 lock.read(shared_counts)
                 first = int(shared_counts.array[pool.start])
                 if plan.can_stop and get_requested_stop() and not shared_counts.array[-1]:

@@ -21,7 +21,7 @@ from synkhronos.checks import check_at_least, check_choice, check_flag, check_nu
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
 from synkhronos.data.parts import PartsData
-from synkhronos.graphs import library_of
+from synkhronos.graphs import SharedVariable, Variable, library_of
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import cast_rows
 from synkhronos.rules import BSP, EAMSGD, Rule
@@ -37,11 +37,11 @@ from synkhronos.training.train_function.training_graph import (
     TrainingGraph,
 )
 from synkhronos.training.trainer.compiled_model import CompiledModel
-from synkhronos.training.trainer.death_recovery import DeathHandler
+from synkhronos.training.trainer.death_recovery import OperationRunner
 from synkhronos.training.trainer.epoch_data import EpochData, check_rows
 from synkhronos.training.trainer.trainer_epoch_loop import TrainerEpochLoop
 from synkhronos.training.updates import nesterov_momentum
-from synkhronos.training.updates.transformations import UpdateRule
+from synkhronos.training.updates.update_rule import UpdateRule
 
 
 class Trainer:
@@ -78,13 +78,13 @@ class Trainer:
         self._model.schedule = as_schedule(schedule)
 
     @property
-    def ema(self) -> list[Any] | None:
+    def ema(self) -> list[SharedVariable] | None:
         """Moving averages of the parameters, in their order; None without the option `ema`.
 
-        With `shard_optimizer` each rank has a part of them.  Reading this attribute gathers the averages of that moment
-        into the variables, on all ranks.
+        With `shard_optimizer` each rank has a part of them, and reading this attribute is a collective, which gathers
+        the averages of that moment into the variables on all ranks.
         """
-        return self._model.ema
+        return None if self._model.joint_step is None else self._model.joint_step.ema
 
     # -- epochs --------------------------------------------------------------------------------
 
@@ -182,8 +182,8 @@ class Trainer:
         training continues with fewer ranks, as after a resumption on fewer ranks.  With a sharded optimizer it ends
         instead.
 
-        New workers are forks of the master, so nothing is compiled again.  Once JAX or CUDA has started they are new
-        processes, which compile again, and rows may not come from a `Loader`; so it is on several hosts, too.
+        New workers are forks of the master, so nothing is compiled again.  Once JAX or CUDA has started, and on several
+        hosts, they are new processes, which compile again, and rows may not come from a `Loader`.
         Variables that the trainer does not use get the master's values on all ranks.  The death of the master ends the
         training, as does a death while your code between two reports calls the ranks.
         """
@@ -212,12 +212,12 @@ class Trainer:
         if resume == "latest" and checkpoint is None:
             raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
         check_choice(on_death, "on_death", ("stop", "continue"))
-        max_deaths, death_handler = check_at_least(max_deaths, "max_deaths", 1), DeathHandler()
+        max_deaths, operation_runner = check_at_least(max_deaths, "max_deaths", 1), OperationRunner()
         if on_death == "continue":
             arrays = [*data, *(valid_data[0] if isinstance(valid_data, tuple) else ())]
             has_parts = any(isinstance(array, PartsData) for array in arrays)
             has_loader = loader is not None or isinstance(valid, Loader)
-            death_handler = self._model.make_death_recovery(max_deaths, has_loader, has_parts)
+            operation_runner = self._model.make_recovering_runner(max_deaths, has_loader, has_parts)
         loop = TrainerEpochLoop(
             model=self._model,
             data=EpochData(data, count, batch_size, seed, loader),
@@ -228,7 +228,7 @@ class Trainer:
             recorders=recorders,
             checkpoint=checkpoint,
             shows_progress_bar=check_flag(progress, "progress"),
-            death_handler=death_handler,
+            operation_runner=operation_runner,
         )
         return self._iterate_reports(loop, resume, grace)
 
@@ -263,7 +263,7 @@ class Trainer:
                 stack.enter_context(StopSignals(grace))
             self._loop = loop
             loop.begin(resume)
-            stack.enter_context(loop.death_handler.keep_copies())
+            stack.enter_context(loop.operation_runner.enable_recovery())
             yield from loop.iterate_reports()
             if checkpoint is not None and get_requested_stop():
                 raise SystemExit(128 + get_requested_stop())
@@ -331,16 +331,16 @@ class Trainer:
 
 
 def make_trainer(
-    loss: Any,
-    params: Sequence[Any],
-    x: Any,
-    y: Any,
+    loss: Variable,
+    params: Sequence[SharedVariable],
+    x: Variable | Sequence[Variable],
+    y: Variable | Sequence[Variable],
     update_rule: UpdateRule,
     rule: Rule | None = None,
     learning_rate: Schedule | float = 0.01,
     validate: Mapping[str, Any] | Sequence[Any] | Any = None,
     extra_updates: UpdatesArgument | None = None,
-    weight: Any = None,
+    weight: Variable | None = None,
     clip_norm: float | None = None,
     num_slices: int = 1,
     ema: float | None = None,
@@ -442,6 +442,16 @@ def make_trainer(
     dtype = np.result_type(dtype, np.float32)
     rate = library.shared(np.asarray(compute_rate(schedule, 0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
-    graph = TrainingGraph.build(*(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs, weight, options))
+    graph = TrainingGraph.build(
+        loss=loss,
+        params=params,
+        x=x,
+        y=y,
+        update_rule=update_rule,
+        rule_kwargs=rule_kwargs,
+        options=options,
+        extra_updates=extra_updates,
+        weight=weight,
+    )
     metrics = parse_metrics(validate, [*graph.x, *graph.y])
     return Trainer(CompiledModel(graph, rule, rate, schedule, metrics))

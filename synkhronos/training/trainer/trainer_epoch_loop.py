@@ -30,7 +30,7 @@ from synkhronos.tasks import run
 from synkhronos.training import schedules
 from synkhronos.training.checkpoints import generator_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint
-from synkhronos.training.loops.epoch_loop import EpochLoop
+from synkhronos.training.loops.epoch_loop import EpochLoop, Outcome
 from synkhronos.training.loops.stop_signals import get_requested_stop
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.meter import RankTotals, resize_totals
@@ -39,7 +39,7 @@ from synkhronos.training.monitoring.recorder import Recorder
 from synkhronos.training.monitoring.report import Report, make_report
 from synkhronos.training.monitoring.validation_metrics import MetricTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
-from synkhronos.training.trainer.death_recovery import DeathHandler
+from synkhronos.training.trainer.death_recovery import OperationRunner
 from synkhronos.training.trainer.epoch_data import EpochData, IntervalPlan, RowSource, check_rows, get_rank_pools
 from synkhronos.training.trainer.joint_step_loop import take_joint_steps
 from synkhronos.training.trainer.local_step_loop import take_local_steps
@@ -63,8 +63,8 @@ class TrainerEpochLoop(EpochLoop):
     checkpoint: Checkpoint | None
     #: Whether to show a progress bar.
     shows_progress_bar: bool
-    #: Handler of the deaths of workers.
-    death_handler: DeathHandler
+    #: Runner of the training's operations, by ``on_death``.
+    operation_runner: OperationRunner
 
     def __post_init__(self) -> None:
         self.first_metric = "loss" if self.valid is None else next(iter(self.model.metrics))
@@ -124,11 +124,14 @@ class TrainerEpochLoop(EpochLoop):
         """Whether a signal has requested a stop."""
         return self.checkpoint is not None and bool(get_requested_stop())
 
+    def _get_outcome(self) -> Outcome:
+        return Outcome.STOPPED if self.is_signalled() else Outcome.COMPLETED
+
     # -- an interval -----------------------------------------------------------------------------------------
 
-    def train(self) -> bool:
-        """Train to the next report; return True if a signal stopped the training earlier."""
-        self.death_handler.copy_state()
+    def train(self) -> Outcome:
+        """Train to the next report, or until a signal."""
+        self.operation_runner.refresh_copy()
         progress = self.progress
         if not progress.row:
             self._begin_epoch()
@@ -138,12 +141,12 @@ class TrainerEpochLoop(EpochLoop):
         if self.model.joint_step is not None:
             while progress.row < self.interval_stop and not self.is_signalled():  # repeats if a rank was left out
                 progress.row, progress.totals = self._train_interval(self.interval_stop)
-            return self.is_signalled()
+            return self._get_outcome()
         while progress.row < self.interval_stop and not self.is_signalled():
             began = time.perf_counter()
-            progress.row, progress.totals = self.death_handler.run_update(self._make_interval_operation())
-            self.death_handler.adapt_steps_until_copy(time.perf_counter() - began)
-        return self.is_signalled()
+            progress.row, progress.totals = self.operation_runner.run_update(self._make_interval_operation())
+            self.operation_runner.adapt_steps_until_copy(time.perf_counter() - began)
+        return self._get_outcome()
 
     def _begin_epoch(self) -> None:
         """Start an epoch of all rows that the data have now."""
@@ -169,7 +172,7 @@ class TrainerEpochLoop(EpochLoop):
 
     def _count_rows_until_copy(self) -> int:
         """Count the rows until the next copy of the ranks' state."""
-        steps = self.death_handler.steps_until_copy
+        steps = self.operation_runner.steps_until_copy
         if steps is None or self.model.graph.weight is not None:  # rules sum the weights of an interval
             return self.data.n_epoch_rows
         return steps * self.data.batch_size * ranks.get_session().size
@@ -208,7 +211,7 @@ class TrainerEpochLoop(EpochLoop):
         try:
             source = self.data.make_source(plan.epoch, plan.start, is_joint)
             if is_joint:
-                ended = [take_joint_steps(plan, source, self.model, self.death_handler)]
+                ended = [take_joint_steps(plan, source, self.model, self.operation_runner)]
             else:
                 ended = self._run_local_loops(plan, source)
             end, totals = min(end for end, _ in ended), [total for _, total in ended]
@@ -247,27 +250,28 @@ class TrainerEpochLoop(EpochLoop):
             f"{n_ranks} x {data.batch_size} = {n_ranks * data.batch_size}",
         )
 
-    def validate(self, report: Report) -> bool:
-        """Compute the metrics over all validation rows; return True if a signal stopped the validation."""
+    def validate(self, report: Report) -> Outcome:
+        """Compute the metrics over all validation rows, unless a signal stops the validation."""
         generators = self.model.state.spec.variables.generators if self.checkpoint is not None else []
 
-        def validate_or_undo() -> bool:
+        def validate_or_undo() -> Outcome:
             # Repeated as a whole after a death: there may be fewer ranks then.
             states = run(generator_state.collect_states, generators) if generators else []
-            is_stopped = self._validate(report)  # the metrics may draw random numbers
-            if is_stopped and generators:  # a resumed training repeats the validation
+            outcome = self._validate(report)  # the metrics may draw random numbers
+            if outcome is Outcome.STOPPED and generators:  # a resumed training repeats the validation
                 run(generator_state.restore_states, generators, states)
-            return is_stopped
+            return outcome
 
-        return self.death_handler.run_update(validate_or_undo)
+        return self.operation_runner.run_update(validate_or_undo)
 
-    def _validate(self, report: Report) -> bool:
+    def _validate(self, report: Report) -> Outcome:
         model, valid = self.model, self.valid
         if valid is None:
-            return False
+            return Outcome.COMPLETED
         assert model.validation is not None
         if model.graph.options.validate_ema:
-            _ = model.ema  # gathers the averages
+            assert model.joint_step is not None
+            model.joint_step.gather_ema()
         totals, step = MetricTotals(model.metrics), self.data.batch_size * ranks.get_session().size
         batches: Iterable[Any]
         if isinstance(valid, Loader):
@@ -285,7 +289,7 @@ class TrainerEpochLoop(EpochLoop):
         if not totals.rows:
             raise LoadError("none of the rows of the validation data could be read")
         report.validation = totals.compute()
-        return self.is_signalled()
+        return self._get_outcome()
 
     def finish_interval(self, report: Report) -> None:
         """Move to the next interval, and pass the report to the recorders.
@@ -305,7 +309,7 @@ class TrainerEpochLoop(EpochLoop):
         progress.row = progress.interval_start = 0 if is_epoch_over else self.interval_stop
         progress.epoch += is_epoch_over
         progress.rows_before += self.data.n_epoch_rows if is_epoch_over else 0
-        report.deaths = self.death_handler.take_deaths()
+        report.deaths = self.operation_runner.take_deaths()
         for recorder in self.recorders:
             recorder.write(report.to_record())
 
@@ -336,7 +340,7 @@ class TrainerEpochLoop(EpochLoop):
     def _save(self, seen: int) -> None:
         checkpoint, model = self.checkpoint, self.model
         assert checkpoint is not None
-        self.death_handler.run(lambda: model.state.save(checkpoint, self.data, model.schedule, seen))
+        self.operation_runner.run_idempotent(lambda: model.state.save(checkpoint, self.data, model.schedule, seen))
 
     def save_at_signal(self) -> NoReturn:
         """Write a checkpoint between two reports, and exit with the status of the signal."""

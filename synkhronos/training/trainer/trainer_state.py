@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.rules import shared_memory
+from synkhronos.rules import allocate_shared_arrays
 from synkhronos.rules.state import FlatVariables
 from synkhronos.tasks import run
 from synkhronos.training import schedules
@@ -124,7 +124,7 @@ class TrainerState:
         spec.memory = {}
         if not spec.is_joint:
             vector = FlatVariables(spec.variables.params)
-            spec.memory = shared_memory(spec.rule, ranks.get_session().size, vector.size, vector.dtype)
+            spec.memory = allocate_shared_arrays(spec.rule, ranks.get_session().size, vector.size, vector.dtype)
 
     def _describe(self) -> dict[str, Any]:
         return describe_training("trainer", self.spec.rule, self.variables, self._update_rule)

@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
+from synkhronos.graphs import Scalar, SharedVariable, Variable
 from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.optimizers import one_minus_power
-from synkhronos.training.updates.update_rule import Context, NewValues, rule
+from synkhronos.training.updates.update_rule import FormulaContext, NewValues, update_rule
 
-Mask = Callable[[Any], bool] | None
+Mask = Callable[[SharedVariable], bool] | None
 
 #: Coefficients of the quintic Newton-Schulz iteration, from Jordan et al. (2024).
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
-_DECAY = "Rate of decay, multiplied by the learning rate."
+_DECAY = "Rate of the decay of parameters, which is multiplied by the learning rate."
 
 
-@rule("learning_rate=0.25, weight_decay=0.1", 2.675, weight_decay=_DECAY)
+@update_rule("learning_rate=0.25, weight_decay=0.1", 2.675, weight_decay=_DECAY)
 def adamw(
-    p: Any,
-    g: Any,
-    c: Context,
-    learning_rate: Any = 0.001,
-    beta1: Any = 0.9,
-    beta2: Any = 0.999,
-    epsilon: Any = 1e-8,
-    weight_decay: Any = 1e-4,
+    p: SharedVariable,
+    g: Variable,
+    c: FormulaContext,
+    learning_rate: Scalar = 0.001,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-8,
+    weight_decay: Scalar = 1e-4,
     mask: Mask = None,
 ) -> NewValues:
     r"""Adam with decoupled weight decay.
@@ -56,15 +56,21 @@ def adamw(
     return {**new, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, mask)}
 
 
-@rule("learning_rate=0.25, weight_decay=0.1", 2.675, weight_decay=_DECAY, beta2="Decay of the mean gradient.")
+@update_rule(
+    "learning_rate=0.25, weight_decay=0.1",
+    2.675,
+    weight_decay=_DECAY,
+    beta1="Weight of the running mean of gradients in the step; in [0, 1).",
+    beta2="Decay of the running mean of gradients, per step; in [0, 1).",
+)
 def lion(
-    p: Any,
-    g: Any,
-    c: Context,
-    learning_rate: Any = 1e-4,
-    beta1: Any = 0.9,
-    beta2: Any = 0.99,
-    weight_decay: Any = 1e-3,
+    p: SharedVariable,
+    g: Variable,
+    c: FormulaContext,
+    learning_rate: Scalar = 1e-4,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.99,
+    weight_decay: Scalar = 1e-3,
     mask: Mask = None,
 ) -> NewValues:
     r"""Lion: steps by the sign of the interpolated mean gradient.
@@ -86,16 +92,16 @@ def lion(
     return {m: new, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, mask)}
 
 
-@rule("learning_rate=0.25", 2.25, weight_decay=_DECAY)
+@update_rule("learning_rate=0.25", 2.25, weight_decay=_DECAY)
 def lamb(
-    p: Any,
-    g: Any,
-    c: Context,
-    learning_rate: Any = 0.001,
-    beta1: Any = 0.9,
-    beta2: Any = 0.999,
-    epsilon: Any = 1e-6,
-    weight_decay: Any = 0.0,
+    p: SharedVariable,
+    g: Variable,
+    c: FormulaContext,
+    learning_rate: Scalar = 0.001,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-6,
+    weight_decay: Scalar = 0.0,
     mask: Mask = None,
 ) -> NewValues:
     r"""LAMB: the step of `adamw`, scaled to the norm of each parameter; for large batches.
@@ -121,23 +127,23 @@ def lamb(
     return {**new, p: p - c(learning_rate) * ratio * step}
 
 
-@rule(
+@update_rule(
     "learning_rate=0.25",
     2.75,
-    momentum="Decay of the mean gradient of matrices.",
+    momentum="Decay of the running mean of the gradients of matrices, per step.",
     weight_decay=_DECAY,
     mask="Predicate of a parameter with two dimensions: whether it is updated by Muon.  By default all of these are.",
 )
 def muon(
-    p: Any,
-    g: Any,
-    c: Context,
-    learning_rate: Any = 0.001,
-    momentum: Any = 0.95,
-    beta1: Any = 0.9,
-    beta2: Any = 0.999,
-    epsilon: Any = 1e-8,
-    weight_decay: Any = 0.0,
+    p: SharedVariable,
+    g: Variable,
+    c: FormulaContext,
+    learning_rate: Scalar = 0.001,
+    momentum: Scalar = 0.95,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-8,
+    weight_decay: Scalar = 0.0,
     mask: Mask = None,
 ) -> NewValues:
     r"""Muon: matrices step by their orthogonalized momentum, other parameters by `adamw`.
@@ -173,7 +179,9 @@ def muon(
     return {m: new_m, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, None)}
 
 
-def _adam_step(p: Any, g: Any, c: Context, beta1: Any, beta2: Any, epsilon: Any) -> tuple[NewValues, Any]:
+def _adam_step(
+    p: SharedVariable, g: Variable, c: FormulaContext, beta1: Scalar, beta2: Scalar, epsilon: Scalar
+) -> tuple[NewValues, Variable]:
     """Return new moments, and Adam's step of learning rate 1."""
     m, v = c.zeros("m"), c.zeros("v")
     new_m = c(beta1) * m + c(1 - beta1) * g
@@ -183,19 +191,19 @@ def _adam_step(p: Any, g: Any, c: Context, beta1: Any, beta2: Any, epsilon: Any)
     return {m: new_m, v: new_v}, mean / (root + c(epsilon))
 
 
-def _add_decay(p: Any, step: Any, c: Context, weight_decay: Any, mask: Mask) -> Any:
+def _add_decay(p: SharedVariable, step: Variable, c: FormulaContext, weight_decay: Scalar, mask: Mask) -> Variable:
     """Add the decay of a parameter to its step, unless the mask leaves it out."""
     is_zero = isinstance(weight_decay, int | float) and weight_decay == 0
     return step if is_zero or mask is not None and not mask(p) else step + c(weight_decay) * p
 
 
-def _norm(value: Any, c: Context) -> Any:
+def _norm(value: Variable, c: FormulaContext) -> Variable:
     """Return the Euclidean norm of all elements, accumulated in at least float32, in the parameter's dtype."""
     dtype = str(np.result_type(value.dtype, np.float32))
     return c(c.tensor.sqrt((c.tensor.cast(value, dtype) ** 2).sum()))
 
 
-def _orthogonalize(x: Any, is_tall: bool, c: Context, epsilon: Any) -> Any:
+def _orthogonalize(x: Variable, is_tall: bool, c: FormulaContext, epsilon: Scalar) -> Variable:
     """Return an approximation of the nearest matrix with orthonormal rows or columns."""
     a, b, d = map(c, _NEWTON_SCHULZ)
     x = x.T if is_tall else x

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import GraphLibrary, library_of
+from synkhronos.graphs import GraphLibrary, Scalar, SharedVariable, Variable, library_of
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
 
@@ -30,9 +30,9 @@ class RuleUpdates(NamedTuple):
         The concatenated gradients of all parameters, a vector; all-reduce it between the two functions.
     """
 
-    grad_updates: OrderedDict[Any, Any]
-    param_updates: OrderedDict[Any, Any]
-    grad_shared: Any
+    grad_updates: OrderedDict[SharedVariable, Variable]
+    param_updates: OrderedDict[SharedVariable, Variable]
+    grad_shared: SharedVariable
 
 
 class FlatGradient:
@@ -63,7 +63,13 @@ class FlatGradient:
         Value that a rank writes into it: the gradients; with `weight`, their products with it.
     """
 
-    def __init__(self, loss_or_grads: Any, params: Iterable[Any], weight: Any = None, **scalars: Any):
+    def __init__(
+        self,
+        loss_or_grads: Variable | Sequence[Variable],
+        params: Iterable[SharedVariable],
+        weight: Scalar | None = None,
+        **scalars: Scalar,
+    ):
         self.params = check_params(params)
         check_scalars(self.params, **scalars)
         grads = check_gradients(loss_or_grads, self.params)
@@ -91,13 +97,13 @@ class FlatGradient:
             # A vector of one element is broadcastable, unlike the shared variable, which it could not update.
             self.expression = self.expression + self.tensor.zeros_like(self.shared)
 
-    def iterate_gradients(self) -> Iterator[Any]:
+    def iterate_gradients(self) -> Iterator[Variable]:
         """Yield the reduced gradient of each parameter, read from the vector."""
         for p, g in zip(self.params, split_vector(self.shared, self.params, self._may_be_zero), strict=True):
             yield self.tensor.cast(g, p.dtype)
 
 
-def split_vector(vector: Any, params: Sequence[Any], may_be_zero: bool = True) -> Iterator[Any]:
+def split_vector(vector: Variable, params: Sequence[SharedVariable], may_be_zero: bool = True) -> Iterator[Variable]:
     """Yield the reduced gradient of each parameter, in the vector's dtype.
 
     The vector has gradients; or their products with weights, followed by the sum of the weights.  If this sum
@@ -118,7 +124,7 @@ def split_vector(vector: Any, params: Sequence[Any], may_be_zero: bool = True) -
         start += size
 
 
-def _depends_on_shapes_only(library: GraphLibrary, weight: Any) -> bool:
+def _depends_on_shapes_only(library: GraphLibrary, weight: Variable) -> bool:
     """Return True if a weight depends on shapes alone, such as a number of rows."""
     nodes = library.sort_nodes([weight])
     leaves = [weight, *(operand for node in nodes for operand in node.inputs)]
@@ -126,7 +132,7 @@ def _depends_on_shapes_only(library: GraphLibrary, weight: Any) -> bool:
     return not DependenceAnalysis(library, [weight], sources).depends_on_values(weight)
 
 
-def as_scalar(value: Any, like: Any) -> Any:
+def as_scalar(value: Scalar, like: Variable) -> Variable:
     """Convert a number or symbolic scalar to a symbolic scalar in the dtype of the variable `like`."""
     tensor = library_of(like).tensor
     if is_number(value):
@@ -135,14 +141,14 @@ def as_scalar(value: Any, like: Any) -> Any:
     return tensor.cast(value, like.dtype)
 
 
-def make_zero_state(param: Any, name: str) -> Any:
+def make_zero_state(param: SharedVariable, name: str) -> SharedVariable:
     """Make a shared variable of zeros, with the dtype, shape, broadcast pattern and device of `param`."""
     zeros = np.zeros(get_shape(param), param.dtype)
     # By the class and the type, since `shared` names the broadcast pattern differently in each library.
     return type(param)(type=param.type, value=zeros, strict=False, name=f"{param.name or 'param'}_{name}")
 
 
-def get_shape(param: Any) -> tuple[int, ...]:
+def get_shape(param: SharedVariable) -> tuple[int, ...]:
     """Return the shape of a shared variable's value."""
     # The internal type: otherwise a whole array would be copied from a GPU.
     return tuple(int(length) for length in param.get_value(borrow=True, return_internal_type=True).shape)

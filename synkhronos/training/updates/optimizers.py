@@ -9,13 +9,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import library_of
+from synkhronos.graphs import Scalar, SharedVariable, Variable, library_of
 from synkhronos.training.updates.argument_checks import check_params, check_scalars
 from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar, make_zero_state
-from synkhronos.training.updates.update_rule import Context, NewValues, document, format_hyperparameter, rule
+from synkhronos.training.updates.update_rule import (
+    FormulaContext,
+    NewValues,
+    document,
+    format_hyperparameter,
+    update_rule,
+)
 
 #: Updates of a rule, or its `param_updates`; functions return the type of their argument.
-Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[Any, Any]")
+Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[SharedVariable, Variable]")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -28,8 +34,8 @@ _UPDATES_RETURNS_DOC = """RuleUpdates or OrderedDict
     As `updates`, with the velocities in `param_updates`."""
 
 
-@rule("learning_rate=0.25", 1.5)
-def sgd(p: Any, g: Any, c: Context, learning_rate: Any) -> NewValues:
+@update_rule("learning_rate=0.25", 1.5)
+def sgd(p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar) -> NewValues:
     r"""Gradient descent.
 
     Notes
@@ -44,18 +50,20 @@ def sgd(p: Any, g: Any, c: Context, learning_rate: Any) -> NewValues:
     return {p: p - c(learning_rate) * g}
 
 
-def _add_polyak_velocity(p: Any, target: Any, v: Any, m: Any) -> NewValues:
+def _add_polyak_velocity(p: SharedVariable, target: Variable, v: SharedVariable, m: Variable) -> NewValues:
     new = m * v + target
     return {p: new, v: new - p}
 
 
-def _add_nesterov_velocity(p: Any, target: Any, v: Any, m: Any) -> NewValues:
+def _add_nesterov_velocity(p: SharedVariable, target: Variable, v: SharedVariable, m: Variable) -> NewValues:
     new = m * v + target - p
     return {p: target + m * new, v: new}
 
 
-@rule("learning_rate=0.25", 1.5)
-def momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
+@update_rule("learning_rate=0.25", 1.5)
+def momentum(
+    p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar, momentum: Scalar = 0.9
+) -> NewValues:
     r"""Gradient descent with a velocity.
 
     Notes
@@ -74,8 +82,10 @@ def momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9
     return _add_polyak_velocity(p, p - c(learning_rate) * g, c.zeros("velocity"), c(momentum))
 
 
-@rule("learning_rate=0.25", 0.15)
-def nesterov_momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
+@update_rule("learning_rate=0.25", 0.15)
+def nesterov_momentum(
+    p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar, momentum: Scalar = 0.9
+) -> NewValues:
     r"""Gradient descent with Nesterov's velocity.
 
     Notes
@@ -99,8 +109,8 @@ def nesterov_momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: 
 
 def _replace_steps(
     updates: Updates,
-    params: Iterable[Any] | None,
-    momentum: Any,
+    params: Iterable[SharedVariable] | None,
+    momentum: Scalar,
     velocity: Callable[[Any, Any, Any, Any], NewValues],
     name: str = "velocity",
 ) -> Updates:
@@ -141,7 +151,7 @@ def _document_velocity(example: str, result: float) -> Callable[[Function], Func
 
 
 @_document_velocity("[w], momentum=0.5", 1.5)
-def apply_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
+def apply_momentum(updates: Updates, params: Iterable[SharedVariable] | None = None, momentum: Scalar = 0.9) -> Updates:
     r"""Add the velocity of `momentum` to the steps of a rule.
 
     Notes
@@ -156,7 +166,9 @@ def apply_momentum(updates: Updates, params: Iterable[Any] | None = None, moment
 
 
 @_document_velocity("[w], momentum=0.5", 0.75)
-def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
+def apply_nesterov_momentum(
+    updates: Updates, params: Iterable[SharedVariable] | None = None, momentum: Scalar = 0.9
+) -> Updates:
     r"""Add the velocity of `nesterov_momentum` to the steps of a rule.
 
     Notes
@@ -170,8 +182,10 @@ def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = Non
     return _replace_steps(updates, params, momentum, _add_nesterov_velocity, "nesterov_velocity")
 
 
-@rule("learning_rate=0.25", 2.75)
-def adagrad(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, epsilon: Any = 1e-6) -> NewValues:
+@update_rule("learning_rate=0.25", 2.75)
+def adagrad(
+    p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar = 1.0, epsilon: Scalar = 1e-6
+) -> NewValues:
     r"""Adagrad: steps shrink with the sum of squared gradients.
 
     Notes
@@ -190,8 +204,15 @@ def adagrad(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, epsilon: Any =
     return {a: a_new, p: p - c(learning_rate) * g / c.tensor.sqrt(a_new + c(epsilon))}
 
 
-@rule("learning_rate=0.25", 2.2094)
-def rmsprop(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.9, epsilon: Any = 1e-6) -> NewValues:
+@update_rule("learning_rate=0.25", 2.2094)
+def rmsprop(
+    p: SharedVariable,
+    g: Variable,
+    c: FormulaContext,
+    learning_rate: Scalar = 1.0,
+    rho: Scalar = 0.9,
+    epsilon: Scalar = 1e-6,
+) -> NewValues:
     r"""RMSProp: steps scaled by the root of the mean squared gradient.
 
     Notes
@@ -210,14 +231,21 @@ def rmsprop(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.9
     return {a: a_new, p: p - c(learning_rate) * g / c.tensor.sqrt(a_new + c(epsilon))}
 
 
-@rule(
+@update_rule(
     "learning_rate=1.0",
     2.9955,
     learning_rate="Scale of the steps; 1 in the paper.",
-    rho="Decay of both running means of squares, per step.",
+    rho="Decay of the running means of squared gradients and of squared steps, per step.",
     epsilon="Term that keeps the divisor positive, and makes the first step nonzero.",
 )
-def adadelta(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: Any = 1e-6) -> NewValues:
+def adadelta(
+    p: SharedVariable,
+    g: Variable,
+    c: FormulaContext,
+    learning_rate: Scalar = 1.0,
+    rho: Scalar = 0.95,
+    epsilon: Scalar = 1e-6,
+) -> NewValues:
     r"""Adadelta: steps in the units of the parameter.
 
     Notes
@@ -239,9 +267,15 @@ def adadelta(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.
     return {a: a_new, b: b_new, p: p - c(learning_rate) * d}
 
 
-@rule("learning_rate=0.25", 2.75)
+@update_rule("learning_rate=0.25", 2.75)
 def adam(
-    p: Any, g: Any, c: Context, learning_rate: Any = 0.001, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
+    p: SharedVariable,
+    g: Variable,
+    c: FormulaContext,
+    learning_rate: Scalar = 0.001,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-8,
 ) -> NewValues:
     r"""Adam: the mean gradient over the root of the mean square.
 
@@ -267,9 +301,17 @@ def adam(
     return {m: m_new, v: v_new, p: p - rate * m_new / (c.tensor.sqrt(v_new) + c(epsilon))}
 
 
-@rule("learning_rate=0.25", 2.75, beta2="The same for the largest size.")
+@update_rule(
+    "learning_rate=0.25", 2.75, beta2="Decay of the running maximum of the gradients' magnitude, per step; in [0, 1)."
+)
 def adamax(
-    p: Any, g: Any, c: Context, learning_rate: Any = 0.002, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
+    p: SharedVariable,
+    g: Variable,
+    c: FormulaContext,
+    learning_rate: Scalar = 0.002,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-8,
 ) -> NewValues:
     r"""Adamax: the mean gradient over a decaying maximum of its magnitude.
 
@@ -290,9 +332,15 @@ def adamax(
     return {m: m_new, u: u_new, p: p - _correct_bias(c, learning_rate, beta1) * m_new / (u_new + c(epsilon))}
 
 
-@rule("learning_rate=0.25", 2.75)
+@update_rule("learning_rate=0.25", 2.75)
 def amsgrad(
-    p: Any, g: Any, c: Context, learning_rate: Any = 0.001, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
+    p: SharedVariable,
+    g: Variable,
+    c: FormulaContext,
+    learning_rate: Scalar = 0.001,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-8,
 ) -> NewValues:
     r"""AMSGrad: Adam with a mean square that never decreases.
 
@@ -320,7 +368,7 @@ def amsgrad(
     return {m: m_new, v: v_new, v_hat: v_hat_new, p: p - rate * m_new / (c.tensor.sqrt(v_hat_new) + c(epsilon))}
 
 
-def _correct_bias(c: Context, learning_rate: Any, beta1: Any, beta2: Any = None) -> Any:
+def _correct_bias(c: FormulaContext, learning_rate: Scalar, beta1: Scalar, beta2: Scalar | None = None) -> Variable:
     """Return the learning rate, corrected for moving averages that start at zero."""
     rate = as_scalar(learning_rate, c.t)
     if beta2 is not None:
@@ -328,7 +376,7 @@ def _correct_bias(c: Context, learning_rate: Any, beta1: Any, beta2: Any = None)
     return c(rate / one_minus_power(beta1, c.t))
 
 
-def one_minus_power(beta: Any, t: Any, name: str = "beta1 and beta2") -> Any:
+def one_minus_power(beta: Scalar, t: Variable, name: str = "beta1 and beta2") -> Variable:
     """Return ``1 - beta**t``, to the last digits of the dtype of `t`; `name` is that of `beta` in errors.
 
     Written out, it would lose four digits of float32 to cancellation at beta = 0.999 and t = 1.

@@ -22,15 +22,13 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_positive, is_number
-from synkhronos.graphs import library_of
+from synkhronos.graphs import Scalar, SharedVariable, Variable, library_of
 from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, get_shape, split_vector
+from synkhronos.training.updates.update_rule import UpdateRule
 
 #: Takes gradients, or steps, and parameters; returns new gradients or steps.
-Transformation = Callable[[list[Any], list[Any]], list[Any]]
-
-#: Takes a loss, parameters and hyperparameters, ``weight`` among them.
-UpdateRule = Callable[..., RuleUpdates]
+Transformation = Callable[[list[Variable], list[SharedVariable]], list[Variable]]
 
 
 def chain(*parts: Any) -> UpdateRule:
@@ -74,7 +72,11 @@ def chain(*parts: Any) -> UpdateRule:
     rule, before, after = parts[index], parts[:index], parts[index + 1 :]
 
     def chained(
-        loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
+        loss_or_grads: Variable | Sequence[Variable],
+        params: Iterable[SharedVariable],
+        *args: Any,
+        weight: Scalar | None = None,
+        **kwargs: Any,
     ) -> RuleUpdates:
         params = check_params(params)
         updates = _as_updates(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
@@ -89,7 +91,7 @@ def chain(*parts: Any) -> UpdateRule:
     return chained
 
 
-def partition(*groups: tuple[Callable[[Any], bool], UpdateRule] | UpdateRule) -> UpdateRule:
+def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | UpdateRule) -> UpdateRule:
     """Compose an update rule of several, each for the parameters that a predicate selects.
 
     Gradients travel in one vector nevertheless.
@@ -124,7 +126,7 @@ def partition(*groups: tuple[Callable[[Any], bool], UpdateRule] | UpdateRule) ->
     >>> [variable.name for variable in updates.param_updates]
     ['w', 'w_velocity', 'b']
     """
-    pairs: list[tuple[Callable[[Any], bool], UpdateRule]] = []
+    pairs: list[tuple[Callable[[SharedVariable], bool], UpdateRule]] = []
     for i, group in enumerate(groups):
         pair = group if isinstance(group, tuple) else (_is_any, group)
         is_last = i == len(groups) - 1
@@ -133,7 +135,11 @@ def partition(*groups: tuple[Callable[[Any], bool], UpdateRule] | UpdateRule) ->
         pairs.append(pair)
 
     def partitioned(
-        loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
+        loss_or_grads: Variable | Sequence[Variable],
+        params: Iterable[SharedVariable],
+        *args: Any,
+        weight: Scalar | None = None,
+        **kwargs: Any,
     ) -> RuleUpdates:
         params = check_params(params)
         grads = check_gradients(loss_or_grads, params)
@@ -170,7 +176,7 @@ def _set_name(name: str, transform: Transformation) -> Transformation:
     return transform
 
 
-def clip_by_global_norm(max_norm: Any) -> Transformation:
+def clip_by_global_norm(max_norm: Scalar) -> Transformation:
     r"""Scale all gradients such that their common norm is at most `max_norm`.
 
     Parameters
@@ -205,7 +211,7 @@ def clip_by_global_norm(max_norm: Any) -> Transformation:
     """
     _check_limit("max_norm", max_norm)
 
-    def transform(grads: list[Any], params: list[Any]) -> list[Any]:
+    def transform(grads: list[Variable], params: list[SharedVariable]) -> list[Variable]:
         norm = global_norm(grads)
         limit = _to_scalar("max_norm", max_norm, norm)
         factor = library_of(norm).tensor.switch(norm < limit, as_scalar(1, norm), limit / norm)
@@ -214,7 +220,7 @@ def clip_by_global_norm(max_norm: Any) -> Transformation:
     return _set_name(f"clip_by_global_norm({_format_option(max_norm)})", transform)
 
 
-def clip(max_delta: Any) -> Transformation:
+def clip(max_delta: Scalar) -> Transformation:
     r"""Limit each element of the gradients to :math:`[-\delta, \delta]`.
 
     Parameters
@@ -228,14 +234,14 @@ def clip(max_delta: Any) -> Transformation:
     """
     _check_limit("max_delta", max_delta)
 
-    def transform(grads: list[Any], params: list[Any]) -> list[Any]:
+    def transform(grads: list[Variable], params: list[SharedVariable]) -> list[Variable]:
         limits = [_to_scalar("max_delta", max_delta, g) for g in grads]
         return [library_of(g).tensor.clip(g, -limit, limit) for g, limit in zip(grads, limits, strict=True)]
 
     return _set_name(f"clip({_format_option(max_delta)})", transform)
 
 
-def add_decayed_weights(weight_decay: Any, mask: Callable[[Any], bool] | None = None) -> Transformation:
+def add_decayed_weights(weight_decay: Scalar, mask: Callable[[SharedVariable], bool] | None = None) -> Transformation:
     r"""Add :math:`\lambda p` to the gradient of each parameter, or to its step.
 
     Before a rule this is an L2 penalty.  Behind a rule the decay is decoupled; there it is not multiplied by the
@@ -259,7 +265,7 @@ def add_decayed_weights(weight_decay: Any, mask: Callable[[Any], bool] | None = 
     if mask is not None and not callable(mask):
         raise TypeError(f"mask: expected a predicate of a parameter, got {mask!r}")
 
-    def transform(grads: list[Any], params: list[Any]) -> list[Any]:
+    def transform(grads: list[Variable], params: list[SharedVariable]) -> list[Variable]:
         return [
             g + _to_scalar("weight_decay", weight_decay, g) * library_of(g).tensor.cast(p, g.dtype)
             if mask is None or mask(p)
@@ -270,7 +276,7 @@ def add_decayed_weights(weight_decay: Any, mask: Callable[[Any], bool] | None = 
     return _set_name(f"add_decayed_weights({_format_option(weight_decay)})", transform)
 
 
-def scale(factor: Any) -> Transformation:
+def scale(factor: Scalar) -> Transformation:
     """Multiply gradients, or the steps of a preceding rule, by a factor.
 
     Parameters
@@ -287,7 +293,7 @@ def scale(factor: Any) -> Transformation:
     if not callable(factor) and not is_number(factor):
         _check_limit("factor", factor)
 
-    def transform(grads: list[Any], params: list[Any]) -> list[Any]:
+    def transform(grads: list[Variable], params: list[SharedVariable]) -> list[Variable]:
         factors = [factor(p) if callable(factor) else factor for p in params]
         return [g * _to_scalar("factor", f, g) for g, f in zip(grads, factors, strict=True)]
 
@@ -298,7 +304,7 @@ def scale(factor: Any) -> Transformation:
 
 
 def total_norm_constraint(
-    tensor_vars: Sequence[Any], max_norm: Any, epsilon: Any = 1e-7, return_norm: bool = False
+    tensor_vars: Sequence[Variable], max_norm: Scalar, epsilon: Scalar = 1e-7, return_norm: bool = False
 ) -> Any:
     r"""Scale variables such that their common norm is at most `max_norm`.
 
@@ -333,7 +339,9 @@ def total_norm_constraint(
     return (scaled, norm) if return_norm else scaled
 
 
-def norm_constraint(tensor_var: Any, max_norm: Any, norm_axes: Sequence[int] | None = None, epsilon: Any = 1e-7) -> Any:
+def norm_constraint(
+    tensor_var: Variable, max_norm: Scalar, norm_axes: Sequence[int] | None = None, epsilon: Scalar = 1e-7
+) -> Variable:
     r"""Scale a variable's incoming weights such that the norm of each unit's is at most `max_norm`.
 
     Parameters
@@ -371,7 +379,7 @@ def norm_constraint(tensor_var: Any, max_norm: Any, norm_axes: Sequence[int] | N
     return tensor_var * (target / (norms + as_scalar(epsilon, norms)))
 
 
-def global_norm(variables: Sequence[Any]) -> Any:
+def global_norm(variables: Sequence[Variable]) -> Variable:
     """Return the Euclidean norm of all elements of all variables, in the widest of their dtypes."""
     tensor = library_of(*variables).tensor
     dtype = str(np.result_type(*(v.dtype for v in variables), np.float32))

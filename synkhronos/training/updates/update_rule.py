@@ -1,7 +1,7 @@
-"""The decorator `rule`, which turns the formula of an optimizer for one parameter into an update rule for all.
+"""The decorator `update_rule`, which turns the formula of an optimizer for one parameter into an update rule for all.
 
-It adds the checks, the flat gradient and the sections of the docstring.  `Context` has the operations that formulas
-share.
+It adds the checks, the flat gradient and the sections of the docstring.  `FormulaContext` has the operations that
+formulas share.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import Scalar, SharedVariable, Variable, library_of
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, make_zero_state
 
+#: Takes a loss, parameters and hyperparameters, ``weight`` among them.
+UpdateRule: TypeAlias = Callable[..., RuleUpdates]
+
 #: Result of a formula: new values by shared variable.
-NewValues: TypeAlias = Mapping[Any, Any]
+NewValues: TypeAlias = Mapping[SharedVariable, Variable]
 
 #: Descriptions of hyperparameters for docstrings.
 DESCRIPTIONS = {
@@ -41,7 +44,7 @@ _RULE_RETURNS_DOC = """RuleUpdates
     ``(grad_updates, param_updates, grad_shared)``; see `synkhronos.training.updates`."""
 
 
-class Context:
+class FormulaContext:
     """Operations that a formula uses for one parameter; ``c(value)`` is a number or scalar in the parameter's dtype.
 
     Attributes
@@ -50,22 +53,24 @@ class Context:
         ``tensor`` of the graph library.
     """
 
-    def __init__(self, flat: FlatGradient, param: Any, common_updates: OrderedDict[Any, Any]):
+    def __init__(
+        self, flat: FlatGradient, param: SharedVariable, common_updates: OrderedDict[SharedVariable, Variable]
+    ):
         self.tensor = flat.tensor
         self._flat = flat
         self._param = param
         self._common_updates = common_updates
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Scalar) -> Variable:
         """Convert a hyperparameter to a scalar of the parameter's dtype."""
         return as_scalar(value, self._param)
 
-    def zeros(self, name: str) -> Any:
+    def zeros(self, name: str) -> SharedVariable:
         """Make a shared variable of zeros, of the parameter's shape, for the state of the rule."""
         return make_zero_state(self._param, name)
 
     @property
-    def t(self) -> Any:
+    def t(self) -> Variable:
         """Number of this step, from 1: a symbolic scalar in the dtype of the flat gradient."""
         if not self._common_updates:
             # In float32 the counter stops at 2**24, long after Adam's corrections have become 1.
@@ -74,13 +79,11 @@ class Context:
         return next(iter(self._common_updates.values()))
 
 
-def rule(
-    example: str, result: float, **descriptions: str
-) -> Callable[[Callable[..., Any]], Callable[..., RuleUpdates]]:
+def update_rule(example: str, result: float, **descriptions: str) -> Callable[[Callable[..., Any]], UpdateRule]:
     """Return a decorator that turns a formula for one parameter into an update rule.
 
     The formula is called as ``formula(p, g, c, *hyperparameters)`` for each parameter `p`, with its gradient `g` after
-    the all-reduce and a `Context` `c`.  It returns the new values of `p` and of its state, by shared variable.
+    the all-reduce and a `FormulaContext` `c`.  It returns the new values of `p` and of its state, by shared variable.
 
     Parameters
     ----------
@@ -98,14 +101,14 @@ def rule(
         followed by `weight`; it checks all of them.
     """
 
-    def decorate(formula: Callable[..., Any]) -> Callable[..., RuleUpdates]:
+    def decorate(formula: Callable[..., Any]) -> UpdateRule:
         hyperparameters = list(inspect.signature(formula).parameters.values())[3:]
         signature = inspect.signature(_arguments)
         *gradients, weight = signature.parameters.values()
         signature = signature.replace(parameters=[*gradients, *hyperparameters, weight])
 
         @functools.wraps(formula)
-        def update_rule(*args: Any, **kwargs: Any) -> RuleUpdates:
+        def apply_to_all(*args: Any, **kwargs: Any) -> RuleUpdates:
             try:
                 given = signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -121,18 +124,20 @@ def rule(
             # Ordered, because Theano warns of a plain dict.
             updates: OrderedDict[Any, Any] = OrderedDict()
             for p, g in zip(flat.params, flat.iterate_gradients(), strict=True):
-                updates.update(formula(p, g, Context(flat, p, common_updates), **scalars))
+                updates.update(formula(p, g, FormulaContext(flat, p, common_updates), **scalars))
             return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), common_updates | updates, flat.shared)
 
         lines = [_GRADIENTS_DOC, *(format_hyperparameter(p, descriptions) for p in hyperparameters), _WEIGHT_DOC]
-        document(update_rule, lines, _RULE_RETURNS_DOC, f"{formula.__name__}(w**2, [w], {example})", result)
-        update_rule.__signature__ = signature  # type: ignore[attr-defined]
-        return update_rule
+        document(apply_to_all, lines, _RULE_RETURNS_DOC, f"{formula.__name__}(w**2, [w], {example})", result)
+        apply_to_all.__signature__ = signature  # type: ignore[attr-defined]
+        return apply_to_all
 
     return decorate
 
 
-def _arguments(loss_or_grads: Any, params: Iterable[Any], *, weight: Any = None) -> RuleUpdates:
+def _arguments(
+    loss_or_grads: Variable | Sequence[Variable], params: Iterable[SharedVariable], *, weight: Scalar | None = None
+) -> RuleUpdates:
     """Declare the arguments that all rules have in common; only the signature is used."""
     raise NotImplementedError
 

@@ -29,7 +29,7 @@ from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.hosts import mpirun
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import make_train_function, updates
-from synkhronos.training.trainer.death_recovery import DeathRecovery
+from synkhronos.training.trainer.death_recovery import RecoveringRunner
 
 HOSTS = os.environ.get("HOSTS", "").split(",")  # Open MPI's mpirun does not pass it on to ranks on other hosts
 
@@ -576,7 +576,7 @@ class Killer:
     def __init__(self) -> None:
         from hosts import programs  # the others find the command by its name
 
-        self.command, self.post, self.copy = programs.KillAndRun, Mailbox.post, DeathRecovery._copy_state
+        self.command, self.post, self.copy = programs.KillAndRun, Mailbox.post, RecoveringRunner._copy_state
         self.moments: dict[int, Any] = {}
         self.count, self.is_armed = 0, False
 
@@ -584,7 +584,7 @@ class Killer:
         self.patches = contextlib.ExitStack()
         for owner, name, function in (
             (Mailbox, "post", self.send),
-            (DeathRecovery, "_copy_state", self.copy_and_arm),
+            (RecoveringRunner, "_copy_state", self.copy_and_arm),
         ):
             self.patches.enter_context(mock.patch.object(owner, name, partialmethod(_call, function)))
         return self
@@ -592,7 +592,7 @@ class Killer:
     def __exit__(self, *error: object) -> None:
         self.patches.close()
 
-    def copy_and_arm(self, recovery: DeathRecovery) -> None:
+    def copy_and_arm(self, recovery: RecoveringRunner) -> None:
         """Copy the ranks' state: without a copy a death ends the training."""
         self.copy(recovery)
         self.is_armed = True

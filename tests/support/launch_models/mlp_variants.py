@@ -231,7 +231,7 @@ class Signalled(Shaky):
 
     def __init__(self, config):
         super().__init__(config)
-        stop_signals._INTERVAL = 0.0  # ranks that step together ask after each step
+        stop_signals.CHECK_INTERVAL_SECONDS = 0.0  # ranks that step together ask after each step
         self.at = config.get("at", [])
 
     def train_iter(self, count, recorder):
