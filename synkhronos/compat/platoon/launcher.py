@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from synkhronos.compat.platoon import configparser
-from synkhronos.compat.platoon.controller_process import Hosts, start_controller
+from synkhronos.compat.platoon.channel.controller_process import Hosts, start_controller
 from synkhronos.hosts.host_list import is_this_machine, parse_hosts
 
 #: Exit statuses, see `main`.
 FAILED, WRONG_ARGUMENTS, SYSTEM_ERROR = 1, 2, 3
 #: Seconds that the controller has to end the workers after Ctrl-C.
-_GRACE = 10.0
+_GRACE_SECONDS = 10.0
 #: Maximal bytes of the controller's errors that are printed.
 _MAX_PRINTED_BYTES = 8000
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(_GRACE)
+            process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
         return _refuse("interrupted", SYSTEM_ERROR)
