@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos import rules
+from synkhronos.training.train_function.step_options import check_step_options
 
 #: File in a run's folder to which `Settings.save` writes.
 SETTINGS_FILE = "settings.json"
@@ -21,6 +22,8 @@ RULE_CLASSES: dict[str, type[rules.Rule]] = {
     for name, kind in vars(rules).items()
     if isinstance(kind, type) and issubclass(kind, rules.Rule) and kind is not rules.Rule
 }
+#: Names of the options of a model's step: attributes of its class, which the setting ``model_options`` overrides.
+MODEL_OPTIONS = ("clip_norm", "num_slices", "ema", "validate_ema", "loss_scale")
 
 
 class SettingsError(ValueError):
@@ -140,6 +143,14 @@ class Settings:
 
 #: Keys of session files, the environment and ``--set``; ``model`` sets both ``modelfile`` and ``modelclass``.
 SETTING_KEYS = ("model", "ranks", *(setting.name for setting in dataclasses.fields(Settings)))
+
+
+def check_model_options(options: Mapping[str, Any]) -> None:
+    """Check names, types and ranges of options; raise TypeError or ValueError, with the option's name first."""
+    for name in options:
+        if name not in MODEL_OPTIONS:
+            raise ValueError(f"{name}: unknown option, expected one of {', '.join(MODEL_OPTIONS)}")
+    check_step_options(options)
 
 
 def find_rule_name(text: str) -> str:
