@@ -32,7 +32,7 @@ from synkhronos.launch.model_class.model_recorder import ModelRecorder
 from synkhronos.launch.model_class.model_variables import group_variables
 from synkhronos.launch.rank.model_epoch_loop import ModelEpochLoop
 from synkhronos.launch.rank.model_state import STORAGE_KEY, ModelState
-from synkhronos.launch.rank.remote_output import RemoteRecorder, redirect_output
+from synkhronos.launch.rank.remote_output import redirect_output
 from synkhronos.launch.rank.summed_gradients import SummedGradients
 from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.rules import Rule
@@ -61,7 +61,7 @@ def prepare_rank(worker: Worker, arguments: MasterArguments, devices: list[str],
         cores = arguments.rank_cores[worker.number] if arguments.rank_cores else None
         where = f"on {devices[worker.number]}, {core_binding.describe_binding(cores)}"
     else:
-        redirect_output(worker.number)
+        worker.get_storage(STORAGE_KEY)["recorder"] = redirect_output(worker.number)
         host_ranks = next(ranks for ranks in ranks_by_host if worker.number in ranks)
         device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(worker.number)}"
         where = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
@@ -108,13 +108,15 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
             raise ModelInterfaceError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
     vector.set(worker.broadcast(np.asarray(vector.get()) if worker.number == 0 else None))
     groups = group_variables(model, exclude_normalization=exchanged_values == "params")
-    for shared in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
-        library = library_of(shared)
-        generator = library.copy_generator(shared)
-        library.set_generator(shared, library.jump_generator(generator, worker.number) if worker.number else generator)
+    for variable in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
+        library = library_of(variable)
+        generator = library.copy_generator(variable)
+        library.set_generator(
+            variable, library.jump_generator(generator, worker.number) if worker.number else generator
+        )
     worker.get_storage(STORAGE_KEY).update(model=model, groups=groups, exchanged_values=exchanged_values)
-    exchanged = FlatVariables(groups.params)
-    return exchanged.size, exchanged.dtype.name
+    exchange_vector = FlatVariables(groups.params)
+    return exchange_vector.size, exchange_vector.dtype.name
 
 
 def train_model(
@@ -137,7 +139,7 @@ def train_model(
     if stored["exchanged_values"] == "gradient":
         rule = SummedGradients(model.vels, model.vels2, rule.precision)
     is_on_first_host = worker.number < len(settings.devices)
-    writer = Recorder(settings.folder) if is_on_first_host else RemoteRecorder()
+    writer = Recorder(settings.folder) if is_on_first_host else stored["recorder"]
     folder = Path(settings.folder) if is_on_first_host else None
     recorder = ModelRecorder(worker.number, writer, settings.every, get_batch_size(model), folder)
     state = ModelState(worker, settings, rule, model, stored["groups"], shared, recorder)
