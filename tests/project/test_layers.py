@@ -17,7 +17,7 @@ pytestmark = pytest.mark.any_library
 PACKAGE = Path(synkhronos.__file__).resolve().parent
 #: Layers, the lowest first.  Packages of one layer do not import each other.
 LAYERS = [
-    {"casts", "checks", "gpus", "ranks"},
+    {"casts", "checks", "gpus", "patching", "ranks"},
     {"hosts"},
     {"devices"},
     {"lowering"},

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from synkhronos import ranks
 from synkhronos.extensions.chains import can_start_ranks
+from synkhronos.patching import replace_attribute
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import describe_exit
 
@@ -128,7 +128,7 @@ def compute_log_likelihood(
 
     apply = log_density.apply_function_over_dataset
     first_draw = _replace_posterior(idata, posterior.isel(chain=[0], draw=[0]))
-    with mock.patch.object(log_density, "apply_function_over_dataset", record):
+    with replace_attribute(log_density, "apply_function_over_dataset", record):
         template = pm.compute_log_likelihood(
             first_draw,
             var_names=var_names,
@@ -247,7 +247,7 @@ def sample_posterior_predictive(
 
     original = forward.compile_forward_sampling_function
     first_draw = _replace_posterior(trace, posterior.isel(chain=[0], draw=[0]))
-    with mock.patch.object(forward, "compile_forward_sampling_function", compile_once):
+    with replace_attribute(forward, "compile_forward_sampling_function", compile_once):
         first_result = pm.sample_posterior_predictive(
             first_draw, predictions=predictions, random_seed=0, compile_kwargs=dict(compile_kwargs or {}), **arguments
         )
@@ -261,8 +261,8 @@ def sample_posterior_predictive(
         reseed_rngs(generators, block.seed)
         part = _replace_posterior(trace, posterior.isel(**block.get_slices()))
         with (
-            mock.patch.object(forward, "compile_forward_sampling_function", lambda *args, **kwargs: compiled[0]),
-            mock.patch.object(forward._log, "disabled", True),  # messages and warnings of the first draw are enough
+            replace_attribute(forward, "compile_forward_sampling_function", lambda *args, **kwargs: compiled[0]),
+            replace_attribute(forward._log, "disabled", True),  # messages and warnings of the first draw are enough
             warnings.catch_warnings(action="ignore"),
         ):
             drawn: Mapping[Any, Any] = pm.sample_posterior_predictive(part, return_inferencedata=False, **arguments)
