@@ -77,7 +77,7 @@ class Settings:
     grace: float = 30.0
     #: Maximal number of restarts from the newest checkpoint after a failure.
     restarts: int = 0
-    #: After the death of a process: "continue" starts the ranks again from a copy in memory, "stop" ends the run.
+    #: After the death of a process: "continue" resumes from a memory checkpoint, "stop" ends the run.
     on_death: str = "stop"
     #: Maximal number of deaths for "continue".
     max_deaths: int = 100

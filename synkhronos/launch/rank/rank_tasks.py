@@ -111,9 +111,9 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
     for variable in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
         library = library_of(variable)
         generator = library.copy_generator(variable)
-        library.set_generator(
-            variable, library.jump_generator(generator, worker.number) if worker.number else generator
-        )
+        if worker.number:
+            generator = library.jump_generator(generator, worker.number)
+        library.set_generator(variable, generator)
     worker.get_storage(STORAGE_KEY).update(model=model, groups=groups, exchanged_values=exchanged_values)
     exchange_vector = FlatVariables(groups.params)
     return exchange_vector.size, exchange_vector.dtype.name
