@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from synkhronos import rules
 from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.launch import core_binding
@@ -28,6 +27,7 @@ from synkhronos.processes import fork_pinned
 from synkhronos.ranks import WorkerError, get_last_death, get_session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import FAILED_START_PREFIX
+from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
 from synkhronos.tracing import timeline
 from synkhronos.training.loops.stop_signals import StopSignals, get_requested_stop
@@ -90,13 +90,13 @@ def _run(settings: Settings, arguments: MasterArguments) -> int:
     (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))
     rule = settings.make_rule()
     size, dtype = run(rank_tasks.build_model, settings, rule)[0]
-    rule_memory = rules.shared_memory(rule, get_session().size, size, np.dtype(dtype))
+    memory = shared_memory(rule, get_session().size, size, np.dtype(dtype))
     flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
     with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        is_stopped = run(rank_tasks.train_model, settings, rule, rule_memory, arguments, flag)[0]
+        is_stopped = run(rank_tasks.train_model, settings, rule, memory, arguments, flag)[0]
         return 128 + get_requested_stop() if is_stopped else 0
 
 
