@@ -12,7 +12,7 @@ from typing import Any
 
 from synkhronos.graphs.library import GraphLibrary
 
-__all__ = ["GraphLibrary", "is_variable", "library_of", "list_loaded_libraries", "register_loaded_libraries"]
+__all__ = ["GraphLibrary", "is_variable", "library_of", "list_loaded_libraries"]
 
 #: Module of each library's subclass of `GraphLibrary`, by import name.
 _LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
