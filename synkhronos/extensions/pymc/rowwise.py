@@ -41,7 +41,7 @@ from pytensor.tensor.subtensor import (
 )
 from pytensor.tensor.type_other import MakeSlice
 
-from synkhronos.extensions.rows_sum import replace_variables
+from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graphs import library_of
 
 __all__ = ["NotRowwiseError", "make_rowwise"]
