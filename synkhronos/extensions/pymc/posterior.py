@@ -380,7 +380,7 @@ def _compute_draws(
     shapes = {name: (num_chains, num_draws, *array.shape[2:]) for name, array in template.items()}
     if store is None:
         arrays = {name: _allocate_shared(shape, template[name].dtype) for name, shape in shapes.items()}
-        _run(compute, blocks, arrays, num_processes, progressbar)
+        _compute_blocks(compute, blocks, arrays, num_processes, progressbar)
         return empty.assign({name: (template[name].dims, array) for name, array in arrays.items()})
     with _create_group(store, group, empty) as zarr_group:
         arrays = {
@@ -394,7 +394,7 @@ def _compute_draws(
             )
             for name, array in template.items()
         }
-        _run(compute, blocks, arrays, num_processes, progressbar)
+        _compute_blocks(compute, blocks, arrays, num_processes, progressbar)
     return xarray.open_zarr(store, group=group, consolidated=False, chunks=None)
 
 
@@ -439,7 +439,7 @@ def _create_array(group: Any, name: str, dims: Sequence[str], **kwargs: Any) -> 
     return group.create_array(name=name, attributes={"_ARRAY_DIMENSIONS": list(dims)}, fill_value=None, **kwargs)
 
 
-def _run(
+def _compute_blocks(
     compute: Callable[[_Block], Mapping[Any, Any]],
     blocks: Sequence[_Block],
     arrays: Mapping[Any, Any],
@@ -459,19 +459,19 @@ def _run(
     progress = create_simple_progress(progressbar=progressbar)
     with progress:
         task = progress.add_task("Computing ...", completed=0, total=sum(block.stop - block.start for block in blocks))
-        with contextlib.closing(write(0) if num_processes == 1 else _fork(write, num_processes)) as counts:
+        with contextlib.closing(write(0) if num_processes == 1 else _fork_writers(write, num_processes)) as counts:
             for count in counts:
                 progress.advance(task, count)
 
 
-def _fork(write: Callable[[int], Iterator[int]], num_processes: int) -> Generator[int, None, None]:
+def _fork_writers(write: Callable[[int], Iterator[int]], num_processes: int) -> Generator[int, None, None]:
     """Yield the numbers of draws that ``write(i)`` yields in process ``i``, in the order in which they arrive."""
     context = multiprocessing.get_context("fork")
     processes: dict[Connection, Any] = {}
     try:
         for number in range(num_processes):
             parent_end, child_end = context.Pipe(duplex=False)
-            process = context.Process(target=_serve, args=(write, number, child_end), daemon=True)
+            process = context.Process(target=_send_counts, args=(write, number, child_end), daemon=True)
             process.start()
             child_end.close()
             processes[parent_end] = process
@@ -500,7 +500,7 @@ def _fork(write: Callable[[int], Iterator[int]], num_processes: int) -> Generato
             pipe.close()
 
 
-def _serve(write: Callable[[int], Iterator[int]], number: int, pipe: Connection) -> None:
+def _send_counts(write: Callable[[int], Iterator[int]], number: int, pipe: Connection) -> None:
     """Send the numbers that `write` yields, then None; or send an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the master, which ends this process
     try:

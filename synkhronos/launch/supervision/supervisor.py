@@ -117,7 +117,7 @@ class Supervisor:
             end["error"] = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._kill()
+            self._kill_master()
             if self._master is not None:
                 self._master.wait()
             if self._memory_checkpoints is not None:
@@ -190,7 +190,7 @@ class Supervisor:
         if self.signal_number:
             if signal.SIGINT in (number, self.signal_number) or now > self._signalled_at + ECHO_SECONDS:
                 self._deadline = now
-                self._kill()
+                self._kill_master()
             return
         self.signal_number, self._signalled_at, self._deadline = number, now, now
         if self._master is None or self._master.poll() is not None:
@@ -202,7 +202,7 @@ class Supervisor:
             self._deadline += self.settings.grace
             message = f"{signal.Signals(number).name}: the ranks are asked to write a checkpoint and to end\n"
         else:
-            self._kill()
+            self._kill_master()
             return
         self._master.send_signal(number)
         with contextlib.suppress(OSError):
@@ -214,10 +214,10 @@ class Supervisor:
             self._handle_signal(signal.SIGTERM, None)
         if time.monotonic() <= self._deadline:
             return False
-        self._kill()
+        self._kill_master()
         return True
 
-    def _kill(self) -> None:
+    def _kill_master(self) -> None:
         """Kill the ranks and their children, without waiting: a signal handler may call this during a wait."""
         if self._master is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -245,7 +245,7 @@ class Supervisor:
                 if self._master.poll() is not None and not events:
                     # Processes that a rank has started may keep its pipe open.  A killed rank releases its device
                     # before its pipe is closed, and a restart needs the device.
-                    self._kill()
+                    self._kill_master()
                     end_of_wait = min(end_of_wait, time.monotonic() + _EXIT_SECONDS)
                     starts_again = self._memory_checkpoints is not None or self._n_restarts < self.settings.restarts
                     is_last = not self._master.poll() or not starts_again
