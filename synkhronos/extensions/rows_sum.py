@@ -543,7 +543,7 @@ class HessianProduct(_RowsSumOp):
 @register_canonicalize
 @node_rewriter([SumOverRows])
 def _use_value_beside_gradients(fgraph: Any, node: Any) -> list[Any] | None:
-    """Replace a sum's value by that of a node that computes the gradients as well, at the same parameters."""
+    """Replace a sum by the value output of a `ValueAndGradients` node with equal parameters, which computes both."""
     for variable in node.inputs[:1]:
         for client, _ in fgraph.clients[variable]:
             is_same_sum = isinstance(client.op, ValueAndGradients) and client.op.rows is node.op.rows

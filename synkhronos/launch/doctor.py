@@ -1,4 +1,4 @@
-"""The command ``doctor``: a report of this machine's hardware and packages, and of what to install."""
+"""The command ``doctor``: reports this machine's hardware and packages, and what to install."""
 
 from __future__ import annotations
 

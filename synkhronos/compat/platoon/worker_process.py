@@ -57,7 +57,7 @@ def main() -> None:
         message = message or text.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
         _report(error.rank, message, bool(is_own))
         sys.exit(1)
-    except RuntimeError as error:  # a worker has ended for which others wait
+    except RuntimeError as error:  # others wait for a worker that has ended
         _report(0, str(error))
         raise
     finally:

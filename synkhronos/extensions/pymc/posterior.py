@@ -1,4 +1,4 @@
-"""Functions of the draws of a posterior, computed by as many processes as there are ranks.
+"""Functions of a posterior's draws, computed by one process per rank.
 
 PyMC computes the log-likelihood of each row, and predictions, draw after draw in one process, and keeps all results in
 memory.  Here the draws are divided into blocks, which forked processes compute.  Results are written into shared

@@ -85,7 +85,7 @@ class Model:
         Update rule of `synkhronos.training.updates` or Lasagne: ``updates(loss, params, learning_rate=...)``.
     clip_norm, num_slices, ema, loss_scale
         Options of the step, as in `synkhronos.training.make_train_function`.  A session sets them in the table
-        ``model_options``.  With one of them BSP reduces gradients, so that the result is that of one process.
+        ``model_options``.  With one of them BSP reduces gradients, so that the result equals that of one process.
     validate_ema : bool
         Whether the averages of `ema` are validated, and written into ``params.npz``, instead of the parameters.
     trained : list of shared variables

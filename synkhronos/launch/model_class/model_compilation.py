@@ -1,4 +1,4 @@
-"""Compilation of a model's functions, and the choice of what ranks exchange under BSP: gradients or parameters."""
+"""Compilation of a model's functions, and the choice between gradients and parameters for the exchange under BSP."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class Controller:
     data_hwm : int
         Maximal number of mini-batches in that queue.
     devices : list of str, optional
-        A device for each worker: ``"cpu"``, ``"cuda0"``.  An empty list selects those of Platoon's variables and files,
-        or else all GPUs.
+        A device for each worker: ``"cpu"``, ``"cuda0"``.  An empty list selects the devices in Platoon's
+        environment variables and files, or else all GPUs.
     experiment_name : str
         The workers run ``<experiment_name>_worker.py`` of the working directory.  Without a name no worker is started.
     log_directory : str

@@ -66,7 +66,7 @@ def start_controller(
     log : str
         Path of its output, without ``.out`` and ``.err``.
     launch : dict or None
-        Arguments of `Controller`, for the variable `LAUNCH`; None to pass on that of this process.
+        Arguments of `Controller`, for the variable `LAUNCH`; None to pass on this process's.
     hosts : Hosts or None
     """
     code = (
