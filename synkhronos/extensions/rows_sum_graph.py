@@ -24,7 +24,7 @@ def select_rank_nodes(terms: Any, rows: Sequence[Any]) -> list[Apply]:
     """Return the nodes that the ranks compute, in topological order.
 
     These are the nodes that depend on rows, and nodes of small arrays before them.  Rewrites need the latter: from
-    ``sigma = exp(log_sigma)`` alone they could not make ``log(sigma)`` and its gradient finite where `sigma` is 0.
+    ``sigma = exp(log_sigma)`` alone they could not make ``log(sigma)`` and its gradient finite where ``sigma`` is 0.
     """
     nodes = library_of(terms).sort_nodes([terms])
     read = {terms, *(variable for node in nodes for variable in node.inputs)}
