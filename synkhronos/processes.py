@@ -23,7 +23,7 @@ from synkhronos import engines, ranks
 from synkhronos.checks import check_flag, check_index, check_integer, check_number
 from synkhronos.devices import HOST, choose_device, force_cpu, get_device, is_fork_unsafe
 from synkhronos.gpus import get_n_gpu
-from synkhronos.graphs import list_loaded_libraries
+from synkhronos.graphs import register_loaded_libraries
 from synkhronos.hosts import (
     MAX_RANKS_PER_HOST,
     Host,
@@ -281,7 +281,7 @@ def _fork(
     states = np.random.get_state(legacy=False), random.getstate()
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
     # Imports modules before the fork, so that workers inherit them.
-    list_loaded_libraries()
+    register_loaded_libraries()
     engines.list_engines()
     gpu_numbers = (
         () if link is None else tuple(i for ranks_there in link.ranks_by_host for i in range(len(ranks_there)))

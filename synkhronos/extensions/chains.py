@@ -72,7 +72,7 @@ def find_chain() -> tuple[int, int] | None:
 
 
 def can_start_ranks(session: Session) -> bool:
-    """Whether processes of chains can start ranks: those of GPUs cannot be forked."""
+    """Whether processes of chains can start ranks: ranks on GPUs cannot be forked."""
     return session.rank.device is HOST
 
 

@@ -17,18 +17,15 @@ A compiled function with gradients has no node for the value alone: `_use_value_
 
 from __future__ import annotations
 
-import _thread
-import contextlib
 import itertools
 import math
 import operator
 import os
 import textwrap
 import threading
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial, reduce
 from typing import Any, Protocol
 
@@ -43,9 +40,7 @@ from pytensor.graph.replace import clone_replace
 from pytensor.graph.rewriting.basic import node_rewriter
 from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.graph.traversal import ancestors
-from pytensor.scan.op import Scan
 from pytensor.tensor import TensorType
-from pytensor.tensor.elemwise import DimShuffle
 from pytensor.tensor.rewriting.basic import register_canonicalize
 from pytensor.tensor.type import float_dtypes
 
@@ -56,6 +51,8 @@ from synkhronos.data import Data
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.devices import HOST
 from synkhronos.extensions.chains import find_chain, set_inherited_rows, start_ranks
+from synkhronos.extensions.rows_sum_graph import find_params, replace_checks, replace_variables, select_rank_nodes
+from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sampler, warn_unseen_errors
 from synkhronos.function import Function, function, get_dispatcher
 from synkhronos.graphs import library_of
 
@@ -63,10 +60,6 @@ __all__ = ["sum_over_rows"]
 
 # Numba has to leave the call of the ranks to Python.
 warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows")
-
-#: Constants of at most this many elements are sent with the graph, and ranks compute from them at each call.  They also
-#: compute what depends on parameters, if it has at most this many elements.
-_MAX_CONSTANT_SIZE = 1000
 
 #: Bytes of rows in one slice of a call on CPU ranks.  A slice and its intermediate values fit into a core's caches, so
 #: that the gradient does not read the rows from memory again.
@@ -76,12 +69,7 @@ _SLICE_BYTES = 4 << 20
 #: compares rows and elements at equal distances.
 _SAMPLE_SIZE = 1 << 15
 
-#: Seconds that a sampler gets to stop its threads.
-_STOP_SECONDS = 1.0
-
 _counter = itertools.count()
-#: The ranks or servers whose failure has last interrupted the main thread.
-_last_source: weakref.ref[Any] | None = None
 #: The sums of this process by process id and number: unpickling in this process returns the original.
 _sums: weakref.WeakValueDictionary[tuple[int, int], RowsSum] = weakref.WeakValueDictionary()
 
@@ -141,13 +129,6 @@ def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) 
     return SumOverRows(rows_sum)(*rows_sum.params)
 
 
-class WorkerExitInterrupt(ranks.WorkerError, KeyboardInterrupt):
-    """A worker exited during sampling.
-
-    As a KeyboardInterrupt it has PyMC's samplers stop and return the draws so far.
-    """
-
-
 class RemoteEvaluator(Protocol):
     """Evaluates sums in other processes, for threads of a sampler that run side by side."""
 
@@ -187,8 +168,8 @@ class RowsSum:
         self.name = name or f"sum_over_rows_{self._key[1]}"
         terms = _check_terms(terms)
         self._row_variables, self._sources = _check_rows(rows)
-        nodes = _select_rank_nodes(terms, self._row_variables)
-        self.params = _find_params(nodes, self._row_variables)
+        nodes = select_rank_nodes(terms, self._row_variables)
+        self.params = find_params(nodes, self._row_variables)
         self.floats = [i for i, param in enumerate(self.params) if param.dtype in float_dtypes]
         self._inputs = [param.type(f"{param.name or 'parameter'}_{i}") for i, param in enumerate(self.params)]
         self._shareds = [_make_shared(variable) for variable in self._row_variables]
@@ -265,7 +246,7 @@ class RowsSum:
                 condition = pt.and_(condition, holds[len(failures) - 1])
             return pt.switch(condition, value, -np.inf)
 
-        outputs = [*_replace_checks(outputs, make_switch), *failures]
+        outputs = [*replace_checks(outputs, make_switch), *failures]
         # One output, and so one reduction.
         joined = outputs[0] if len(outputs) == 1 else pt.concatenate([output.ravel() for output in outputs])
         compiled = function(
@@ -292,7 +273,7 @@ class RowsSum:
             They hold the rows on each rank.
         """
         rows = [shared.type() for shared in self._shareds]
-        (total,) = _replace_checks([self.total], lambda value, *conditions: value)
+        (total,) = replace_checks([self.total], lambda value, *conditions: value)
         (total,) = clone_replace([total], dict(zip(self._shareds, rows, strict=True)))
         return [*self._inputs, *rows], total, self._shareds
 
@@ -312,19 +293,19 @@ class RowsSum:
 
     def products(self, params: Sequence[np.ndarray], directions: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the product of the Hessian at a point with a direction, one array for each float parameter."""
-        with _warn_unseen_errors(), self._lock:
+        with warn_unseen_errors(), self._lock:
             self.scatter_rows()
             return self._call(self._product_function, [*params, *directions], directions)
 
     def evaluate(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
         """Return value and, if asked for, gradients at a point; from the cache if it is the last one."""
-        with _warn_unseen_errors():
-            if self.remote_evaluator is None or not _is_foreign_thread():
+        with warn_unseen_errors():
+            if self.remote_evaluator is None or not is_foreign_thread():
                 return self._evaluate_here(params, gradient)
             try:
                 return self.remote_evaluator.evaluate(self, params, gradient)
             except ranks.WorkerError as error:
-                raise _stop_sampler(error, self.remote_evaluator) from error
+                raise stop_sampler(error, self.remote_evaluator) from error
 
     def _evaluate_here(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
         with self._lock:
@@ -360,7 +341,7 @@ class RowsSum:
             # A chain's process reports the error to PyMC, which ends the other chains.
             if not self.interrupts_on_exit or session is not None and session.close_reason is None or find_chain():
                 raise
-            raise _stop_sampler(error, self if session is None else session) from error
+            raise stop_sampler(error, self if session is None else session) from error
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{self.name}: JAX mode, which GPUs need, lacks an operation: {textwrap.shorten(str(error), 150)}. "
@@ -415,42 +396,6 @@ class RowsSum:
             if not start_ranks(self.max_chain_ranks):
                 raise RuntimeError(_WRONG_PROCESS) from error
             return ranks.get_session()
-
-
-def _stop_sampler(error: ranks.WorkerError, source: Any) -> WorkerExitInterrupt:
-    """Warn, stop a sampler whose thread this is, and return the interrupt for PyMC's samplers.
-
-    `source` are the ranks or servers that have failed: they interrupt the main thread once, as a second interrupt would
-    stop the main thread while it collects the draws.
-    """
-    global _last_source
-    warnings.warn(f"stopped early, with the results so far: {error}", RuntimeWarning, stacklevel=3)
-    if _is_foreign_thread():
-        if _last_source is None or _last_source() is not source:
-            _last_source = weakref.ref(source)
-            _thread.interrupt_main()
-        # The main thread stops the sampler's threads.  Until then they wait here: without a density they would record
-        # a wrong draw.
-        time.sleep(_STOP_SECONDS)
-    return WorkerExitInterrupt(str(error), error.rank, error.worker_traceback, error.failures)
-
-
-def _is_foreign_thread() -> bool:
-    """Whether this thread was not started by Python; nutpie's threads are Rust's."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
-
-
-@contextlib.contextmanager
-def _warn_unseen_errors() -> Iterator[None]:
-    """Warn of errors in foreign threads: nutpie takes any error for a point without a density."""
-    try:
-        yield
-    except Exception as error:
-        if _is_foreign_thread() and not isinstance(error, WorkerExitInterrupt):
-            if ranks.get_last_death() is not None:  # the sampler is being stopped, but may evaluate other points before
-                time.sleep(_STOP_SECONDS)
-            warnings.warn(f"no density: {error}", RuntimeWarning, stacklevel=3)
-        raise
 
 
 def _find_sum(key: tuple[int, int], name: str) -> Any:
@@ -598,7 +543,7 @@ class HessianProduct(_RowsSumOp):
 @register_canonicalize
 @node_rewriter([SumOverRows])
 def _use_value_beside_gradients(fgraph: Any, node: Any) -> list[Any] | None:
-    """Replace a sum's value by that of a node that computes the gradients as well, at the same parameters."""
+    """Replace a sum by the value output of a `ValueAndGradients` node with equal parameters, which computes both."""
     for variable in node.inputs[:1]:
         for client, _ in fgraph.clients[variable]:
             is_same_sum = isinstance(client.op, ValueAndGradients) and client.op.rows is node.op.rows
@@ -689,96 +634,5 @@ def _make_shared(variable: Any) -> Any:
     return pytensor.shared(np.zeros(shape, variable.dtype), variable.name, shape=variable.type.shape)
 
 
-# -- the ranks' part of the graph --------------------------------------------------------------------------------
-
-
-def _select_rank_nodes(terms: Any, rows: Sequence[Any]) -> list[Apply]:
-    """Return the nodes that the ranks compute, in topological order.
-
-    These are the nodes that depend on rows, and nodes of small arrays before them.  Rewrites need the latter: from
-    ``sigma = exp(log_sigma)`` alone they could not make ``log(sigma)`` and its gradient finite where ``sigma`` is 0.
-    """
-    nodes = library_of(terms).sort_nodes([terms])
-    read = {terms, *(variable for node in nodes for variable in node.inputs)}
-    unused = [describe(variable) for variable in rows if variable not in read]
-    if unused:
-        raise ValueError(f"rows: the terms are not computed from {', '.join(unused)}")
-    depends = set(rows)
-    fixed = {variable for variable in read if isinstance(variable, Constant) and _is_small(variable)}
-    for node in nodes:
-        if not depends.isdisjoint(node.inputs):
-            depends.update(node.outputs)
-        if fixed.issuperset(node.inputs):
-            fixed.update(node.outputs)
-    needed = {terms}
-    selected = []
-    for node in reversed(nodes):
-        needed_outputs = needed.intersection(node.outputs)
-        if needed_outputs and (
-            not needed_outputs.isdisjoint(depends | fixed)
-            or not all(map(_is_array, needed_outputs))
-            or isinstance(node.op, DimShuffle)
-            or _is_cheap(node)
-        ):
-            selected.append(node)
-            needed.update(node.inputs)
-    return selected[::-1]
-
-
-def _find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
-    """Return the inputs of these nodes other than rows and constants."""
-    computed = {variable for node in selected for variable in node.outputs}
-    params: dict[Any, None] = {}
-    for variable in (variable for node in selected for variable in node.inputs):
-        if variable in computed or variable in rows or isinstance(variable, Constant):
-            continue
-        if not _is_array(variable):
-            raise TypeError(f"terms: computed from {describe(variable)} of type {variable.type}, which cannot be sent")
-        params[variable] = None
-    return list(params)
-
-
-def replace_variables(variable: Any, nodes: Sequence[Apply], replaced: Mapping[Any, Any]) -> Any:
-    """Return `variable` recomputed with the variables in ``replaced``; ``nodes`` is its graph in topological order."""
-    new_variables = dict(replaced)
-    for node in nodes:
-        if not new_variables.keys().isdisjoint(node.inputs):
-            new_node = node.clone_with_new_inputs([new_variables.get(v, v) for v in node.inputs], strict=False)
-            outputs = zip(node.outputs, new_node.outputs, strict=True)
-            new_variables.update((output, new_output) for output, new_output in outputs if output not in replaced)
-    return new_variables.get(variable, variable)
-
-
-def _replace_checks(variables: Sequence[Any], replace: Callable[..., Any]) -> list[Any]:
-    """Return `variables` with ``replace(value, *conditions)`` in place of each check of parameters by PyMC."""
-    new_variables: dict[Any, Any] = {}
-    for node in library_of(variables[0]).sort_nodes(variables):
-        inputs = [new_variables.get(v, v) for v in node.inputs]
-        if getattr(node.op, "can_be_replaced_by_ninf", False):
-            new_variables[node.outputs[0]] = replace(*inputs)
-        elif not new_variables.keys().isdisjoint(node.inputs):
-            new_node = node.clone_with_new_inputs(inputs, strict=False)
-            new_variables.update(zip(node.outputs, new_node.outputs, strict=True))
-    return [new_variables.get(variable, variable) for variable in variables]
-
-
 def _rewrite(total: Any) -> Any:
     return rewrite_graph(total, include=("canonicalize", "stabilize"))
-
-
-def _is_array(variable: Any) -> bool:
-    return isinstance(variable.type, TensorType)
-
-
-def _is_cheap(node: Apply) -> bool:
-    """Whether a node computes small arrays from small arrays."""
-    arrays = [*node.inputs, *node.outputs]
-    return not isinstance(node.op, Scan) and all(
-        isinstance(v.type, TensorType) and None not in v.type.shape and math.prod(v.type.shape) <= _MAX_CONSTANT_SIZE
-        for v in arrays
-    )
-
-
-def _is_small(constant: Any) -> bool:
-    """Whether a constant is small enough to be sent to the ranks with the graph."""
-    return np.size(constant.data) <= _MAX_CONSTANT_SIZE

@@ -34,13 +34,18 @@ _library_by_class: dict[type, GraphLibrary] = {}
 
 def list_loaded_libraries() -> list[GraphLibrary]:
     """Return the graph libraries that this process has imported."""
+    register_loaded_libraries()
+    return list(_libraries.values())
+
+
+def register_loaded_libraries() -> None:
+    """Import this package's module for each graph library that this process has imported."""
     for name, module in _LIBRARIES.items():
         package = sys.modules.get(name)
         # The variables of the `theano` that `synkhronos.compat` provides are PyTensor's.
         is_compat = hasattr(package, "__served_on__")
         if name not in _libraries and not is_compat and hasattr(package, "shared"):
             _libraries[name] = importlib.import_module(module).LIBRARY
-    return list(_libraries.values())
 
 
 def is_variable(value: Any) -> bool:

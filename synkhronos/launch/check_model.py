@@ -185,9 +185,9 @@ class _ModelCheck:
         needs_gradients = [self.set_options(instance) for instance in ranks][0]
         self.stage = "compile_iter_fns() runs with size 2"
         for instance in ranks:
-            average = compile_model(instance, self.settings, self.rule, 2, needs_gradients)
+            exchanged_values = compile_model(instance, self.settings, self.rule, 2, needs_gradients)
             check_attributes(instance, self.settings.modelclass)
-        params = [FlatVariables(group_variables(instance, average == "params").params) for instance in ranks]
+        params = [FlatVariables(group_variables(instance, exchanged_values == "params").params) for instance in ranks]
         if params[0].shapes != params[1].shapes:
             shapes = f"{[*map(list, params[0].shapes)]} on rank 0, and of {[*map(list, params[1].shapes)]} on rank 1"
             self.problems.append(f"with size 2 params are of shapes {shapes}")
@@ -195,7 +195,7 @@ class _ModelCheck:
         params[1].set(params[0].get())
         before = digest(params[0])
         sources, targets = params, params
-        if average == "gradient":
+        if exchanged_values == "gradient":
             sources, targets = ([FlatVariables(getattr(r, name)) for r in ranks] for name in ("vels", "vels2"))
         recorder = ModelRecorder(0, rows=get_batch_size(ranks[0]))
         self.stage = "train_iter() runs with size 2"
@@ -207,8 +207,8 @@ class _ModelCheck:
                 steps[rank].append(digest(sources[rank]))
             total = sources[0].get() + sources[1].get()
             for target in targets:
-                target.set(total if average == "gradient" else total / 2)
-            if average == "gradient":
+                target.set(total if exchanged_values == "gradient" else total / 2)
+            if exchanged_values == "gradient":
                 for instance in ranks:
                     self.call_optional(instance, "apply_gradients")
         self.stage = "cleanup() runs with size 2"

@@ -1,4 +1,4 @@
-"""The command ``doctor``: a report of this machine's hardware and packages, and of what to install."""
+"""The command ``doctor``: reports this machine's hardware and packages, and what to install."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OPTIONAL_PACKAGES = {
     "matplotlib": ("pictures of runs (python -m synkhronos show)", "demos"),
 }
 #: Free bytes in /dev/shm below which data and parameters hardly fit.
-_MIN_SHARED_MEMORY = 1 << 30
+_MIN_SHARED_MEMORY_BYTES = 1 << 30
 
 
 def main(arguments: list[str]) -> int:
@@ -108,7 +108,7 @@ def _list_required_steps(installed: set[str], gpus: int) -> list[str]:
     if not libraries:
         steps.append("install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'")
     try:
-        if (free := _measure_shared_memory()) < _MIN_SHARED_MEMORY:
+        if (free := _measure_shared_memory()) < _MIN_SHARED_MEMORY_BYTES:
             steps.append(
                 f"enlarge /dev/shm, which holds the data and has {free / 2**20:.0f} MiB: "
                 "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"

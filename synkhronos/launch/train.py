@@ -97,8 +97,8 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--on-death",
         choices=("stop", "continue"),
-        help="after the death of a process, stop (default), or start the ranks again from a copy in memory, which is "
-        "about a second old; at most max_deaths times (default: 100)",
+        help="after the death of a process, stop (default), or start the ranks again from a checkpoint in memory, "
+        "which is about a second old; at most max_deaths times (default: 100)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print all settings, and start nothing")
     return parser

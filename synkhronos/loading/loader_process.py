@@ -39,7 +39,7 @@ from synkhronos.ranks.threads import ONE_THREAD
 _log = logging.getLogger("synkhronos")
 
 #: Seconds between two checks of a waiting loader process that its owner lives.
-_OWNER_POLL = 0.5
+_OWNER_POLL_SECONDS = 0.5
 
 
 @dataclass
@@ -168,7 +168,7 @@ class _LoaderProcess:
         """Fill units by one plan after another, until the owner exits."""
         ring = self.ring
         while True:
-            ring.wait_until(lambda: ring.generation != self.generation, self._exit_with_owner, _OWNER_POLL)
+            ring.wait_until(lambda: ring.generation != self.generation, self._exit_with_owner, _OWNER_POLL_SECONDS)
             self.generation = ring.generation
             plan = ring.plan
             # If the generation has changed since, the plan may mix two generations.
@@ -187,7 +187,7 @@ class _LoaderProcess:
             ring.wait_until(
                 lambda: ring.is_free(unit, self.generation) or self._is_replaced(),  # noqa: B023
                 self._exit_with_owner,
-                _OWNER_POLL,
+                _OWNER_POLL_SECONDS,
             )
             slot = unit % slots
             if self._is_replaced():

@@ -208,27 +208,29 @@ class Ring:
         """The plan of the current generation."""
         return ReadPlan(*self._words[1 : 1 + len(ReadPlan._fields)])
 
-    def wait_until(self, is_ready: Callable[[], bool], check: Callable[[], None], poll: float = POLL_SECONDS) -> None:
+    def wait_until(
+        self, is_ready: Callable[[], bool], check: Callable[[], None], poll_seconds: float = POLL_SECONDS
+    ) -> None:
         """Wait until ``is_ready()`` is true.
 
         Parameters
         ----------
         is_ready : callable
         check : callable
-            Called about every ``poll`` seconds; raises an exception to end the wait.
-        poll : float
-            Interval in seconds.
+            Called about every ``poll_seconds`` seconds; raises an exception to end the wait.
+        poll_seconds : float
+            Interval between calls of ``check``.
         """
-        next_check = time.perf_counter() + poll
+        next_check = time.perf_counter() + poll_seconds
         try:
             while True:
                 self._sleeping[self.index] = 1
                 self._fence()
                 if is_ready():
                     return
-                if not self._semaphores[self.index].wait(poll) or time.perf_counter() > next_check:
+                if not self._semaphores[self.index].wait(poll_seconds) or time.perf_counter() > next_check:
                     check()
-                    next_check = time.perf_counter() + poll
+                    next_check = time.perf_counter() + poll_seconds
         finally:
             self._sleeping[self.index] = 0
 
@@ -244,11 +246,11 @@ class Ring:
             pass
 
     @property
-    def _consumers(self) -> range:
+    def _consumer_indexes(self) -> range:
         return range(self.layout.consumers)
 
     @property
-    def _loaders(self) -> range:
+    def _loader_indexes(self) -> range:
         return range(self.layout.consumers, self.layout.consumers + self.layout.loaders)
 
     # -- owner of the loader processes -----------------------------------------------------------------------
@@ -259,7 +261,7 @@ class Ring:
             self._words[1 + i] = value
         self._fence()
         self._words[0] += 1
-        self._wake(self._loaders)
+        self._wake(self._loader_indexes)
 
     @property
     def skipped(self) -> int:
@@ -331,7 +333,7 @@ class Ring:
     def free(self, unit: int) -> None:
         """Allow the loader processes to overwrite a unit."""
         self._freed[unit % self.layout.slots] = self._make_tag(unit + 1)
-        self._wake(self._loaders)
+        self._wake(self._loader_indexes)
 
     def _make_tag(self, unit: int) -> int:
         """Return the word of a unit in the current generation."""
@@ -353,7 +355,7 @@ class Ring:
         """Signal that a loader process has written its share of a unit."""
         self._fence()
         self._filled[loader] = generation << _UNIT_BITS | unit + 1
-        self._wake(self._consumers)
+        self._wake(self._consumer_indexes)
 
     def fail(self, loader: int, message: str, unit: int = 0, generation: int = -1) -> None:
         """Signal that a loader process can't write its share of a unit; without a generation, of any unit."""
@@ -364,7 +366,7 @@ class Ring:
         self._memory[start : start + _REPORT_NBYTES] = np.frombuffer(report, np.uint8)
         self._fence()
         self._failed[loader] = _FAILED_AT_START if generation < 0 else generation << _UNIT_BITS | unit + 1
-        self._wake(self._consumers)
+        self._wake(self._consumer_indexes)
 
 
 def has_exited(pid: int) -> bool:

@@ -16,7 +16,7 @@ import traceback
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
 from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
@@ -117,32 +117,78 @@ def main(
             os._exit(code)
 
 
-def spawn_worker(control: ControlMemory, control_file: io.FileIO, channel: socket.socket, *main_arguments: Any) -> int:
+class WorkerArguments(NamedTuple):
+    """Arguments of a worker that is a new process, as JSON: for `ControlMemory`, and for `main`."""
+
+    size: int
+    spin: float
+    control_fd: int
+    first_local_rank: int
+    n_local: int
+    link_nbytes: int
+    channel_fd: int
+    number: int
+    master_rank: int
+    profile: bool
+    master_pid: int
+    in_main_thread: bool
+
+
+def spawn_worker(
+    control: ControlMemory,
+    control_file: io.FileIO,
+    channel: socket.socket,
+    number: int,
+    master_rank: int,
+    profile: bool,
+    master_pid: int,
+    in_main_thread: bool,
+) -> int:
     """Start a worker as a new process and return its process id.
 
-    The process inherits the environment, `sys.path` and two files.
-
-    Parameters
-    ----------
-    control : ControlMemory
-    control_file : file
-        File of the control memory.
-    channel : socket
-    *main_arguments
-        Arguments of `main` after ``channel``.
+    The process inherits the environment, `sys.path` and two files: ``control_file``, that of the control memory, and
+    ``channel``.  The other parameters are those of `main`.
     """
-    fd, local_ranks = control_file.fileno(), control.local_ranks
-    layout = control.size, control.spin, fd, True, [local_ranks.start, local_ranks.stop], len(control.link_memory)
-    arguments, files = (layout, channel.fileno(), main_arguments), (fd, channel.fileno())
-    return spawn("synkhronos.ranks.worker_main", "run_spawned_worker", arguments, files, main_arguments[-1], os.environ)
+    arguments = WorkerArguments(
+        size=control.size,
+        spin=control.spin,
+        control_fd=control_file.fileno(),
+        first_local_rank=control.local_ranks.start,
+        n_local=len(control.local_ranks),
+        link_nbytes=len(control.link_memory),
+        channel_fd=channel.fileno(),
+        number=number,
+        master_rank=master_rank,
+        profile=profile,
+        master_pid=master_pid,
+        in_main_thread=in_main_thread,
+    )
+    files = arguments.control_fd, arguments.channel_fd
+    return spawn("synkhronos.ranks.worker_main", "run_spawned_worker", arguments, files, in_main_thread, os.environ)
 
 
 def run_spawned_worker() -> NoReturn:
     """Run the worker that `spawn_worker` started."""
-    (size, spin, control_fd, initialised, local_ranks, link_nbytes), channel, main_arguments = json.loads(sys.argv[2])
-    control = ControlMemory(size, spin, control_fd, initialised, range(*local_ranks), link_nbytes)
-    os.close(control_fd)
-    main(control, socket.socket(fileno=channel), *main_arguments)
+    arguments = WorkerArguments(*json.loads(sys.argv[2]))
+    local_ranks = range(arguments.first_local_rank, arguments.first_local_rank + arguments.n_local)
+    control = ControlMemory(
+        arguments.size,
+        arguments.spin,
+        arguments.control_fd,
+        initialised=True,
+        local_ranks=local_ranks,
+        link_nbytes=arguments.link_nbytes,
+    )
+    os.close(arguments.control_fd)
+    main(
+        control,
+        socket.socket(fileno=arguments.channel_fd),
+        arguments.number,
+        arguments.master_rank,
+        arguments.profile,
+        arguments.master_pid,
+        arguments.in_main_thread,
+    )
 
 
 def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:

@@ -174,12 +174,12 @@ def test_failed_call_leaves_no_group_in_a_new_store(fork, model, drawn, tmp_path
     zarr = pytest.importorskip("zarr", reason="the extra `pymc-zarr` is not installed")
     fork(2)
     store = str(tmp_path / "new.zarr")
-    run = posterior._run
+    run = posterior._compute_blocks
     with model:
-        monkeypatch.setattr(posterior, "_run", lambda *args: 1 / 0)
+        monkeypatch.setattr(posterior, "_compute_blocks", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             compute_log_likelihood(drawn, store=store, **settings())
-        monkeypatch.setattr(posterior, "_run", run)
+        monkeypatch.setattr(posterior, "_compute_blocks", run)
         assert not list(zarr.open_group(store))
         lazy = compute_log_likelihood(drawn, store=store, **settings(extend_inferencedata=False))
         with pytest.raises(ValueError, match="^store: .*new.zarr has a group 'log_likelihood' already"):
@@ -239,7 +239,7 @@ def test_posterior_failure_ends_all_processes(event):
         "interrupt": (KeyboardInterrupt, None),
     }[event]
     pids = []
-    counts = posterior._fork(write, 2)
+    counts = posterior._fork_writers(write, 2)
     with pytest.raises(error, match=message):
         for pid in counts:
             pids.append(pid)
@@ -262,6 +262,6 @@ def test_error_names_a_process_that_exits_after_another_has_finished():
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(synk.WorkerError) as caught:
-        list(posterior._fork(write, 2))
+        list(posterior._fork_writers(write, 2))
     os.close(pid_reader), os.close(pid_writer)
     assert caught.value.rank == 1

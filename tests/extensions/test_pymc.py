@@ -31,7 +31,7 @@ from pytensor.compile.mode import Mode, predefined_modes  # noqa: E402
 from pytensor.graph.replace import vectorize_graph  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
-from synkhronos.extensions import rows_sum  # noqa: E402
+from synkhronos.extensions import sampler_threads  # noqa: E402
 from synkhronos.extensions.pymc import data_parallel, data_parallel_model  # noqa: E402
 from synkhronos.extensions.rows_sum import SumOverRows  # noqa: E402
 
@@ -876,8 +876,8 @@ def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatc
     (rows,) = data_parallel(small()).rows_sums
     rows.value([np.zeros(3)])
     waits, interrupts, errors = [], [], queue.SimpleQueue()
-    monkeypatch.setattr(rows_sum, "time", types.SimpleNamespace(sleep=waits.append))
-    monkeypatch.setattr(rows_sum, "_thread", types.SimpleNamespace(interrupt_main=lambda: interrupts.append(1)))
+    monkeypatch.setattr(sampler_threads, "time", types.SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(sampler_threads, "_thread", types.SimpleNamespace(interrupt_main=lambda: interrupts.append(1)))
 
     def evaluate():
         for number in range(3):
@@ -890,7 +890,7 @@ def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatc
     os.kill(pid, signal.SIGKILL)
     _thread.start_new_thread(evaluate, ())  # no Thread object exists, as for Rust's threads
     assert all("SIGKILL" in str(errors.get(timeout=60)) for _ in range(3))
-    assert waits == [rows_sum._STOP_SECONDS] * 3
+    assert waits == [sampler_threads._STOP_SECONDS] * 3
     assert interrupts == [1]
 
 

@@ -125,6 +125,28 @@ def test_rows_sum_moves_other_terms_outside(two):
     assert total.owner.inputs == [scale]
 
 
+class UsersOp(pytensor.graph.op.Op):
+    """An Op with state that can't be sent."""
+
+    itypes = otypes = [pt.dscalar]
+
+    def __init__(self):
+        self.lock, self.n_calls = threading.Lock(), 0
+
+    def perform(self, node, inputs, outputs):
+        self.n_calls += 1
+        outputs[0][0] = np.asarray(inputs[0] * 2)
+
+
+def test_rows_sum_leaves_users_ops_to_the_master(two):
+    op = UsersOp()
+    doubled = op(scale)
+    total = sum_over_rows(y * doubled, {y: Y})
+    assert total.owner.inputs == [doubled]
+    np.testing.assert_allclose(total.eval({scale: 3.0}, mode=INTERPRETED), 6 * Y.sum())
+    assert op.n_calls == 1
+
+
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
 def test_rows_sum_works_in_compiled_modes(two, mode):
     a = pt.dvector("a")

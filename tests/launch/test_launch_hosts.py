@@ -131,7 +131,7 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
     config["config.parent"] = str(has_lost_host).lower()
     run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesOnce", on_death="continue", **config)
     _, errors = wait_for_end(run, 0)
-    assert "death 1 of at most 100: from the copy " in errors
+    assert "death 1 of at most 100: from the checkpoint " in errors
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=2", epochs=2)
     expected, actual = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
     assert all(np.array_equal(expected[name], actual[name]) for name in expected)

@@ -90,17 +90,19 @@ def test_restart_is_skipped_after_a_signal(tmp_path, number):
         assert process.returncode == 128 + number and "\nrestart " not in f"\n{errors}"
 
 
-def list_copies():
+def list_memory_folders():
     return set(Path("/dev/shm").glob("synkhronos-copy-*"))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 1])
 def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
-    before = list_copies()
+    before = list_memory_folders()
     train_with_deaths(tmp_path / "whole", 2, [], checkpoint=0)
     done = train_with_deaths(tmp_path / "parts", victim, [0, 1], "--on-death=continue", checkpoint=0)
-    assert "death 1 of at most 100: from " in done.stderr and "death 2 of at most 100: from the copy " in done.stderr
+    assert (
+        "death 1 of at most 100: from " in done.stderr and "death 2 of at most 100: from the checkpoint " in done.stderr
+    )
     whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
     record = json.loads((parts / "run.json").read_text())
     assert record["status"] == 0 and record["deaths"] == 2 and "restarts" not in record
@@ -120,7 +122,7 @@ def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
         records = lines(parts, f"rank-{rank}")
         assert records[-1]["step"] == 27 and sum(record["rows"] for record in records) == 270
     assert f"rank {victim} was killed by SIGKILL" in (parts / "rank-0.log").read_text()
-    assert list_copies() == before
+    assert list_memory_folders() == before
 
 
 @pytest.mark.faults
@@ -200,7 +202,7 @@ def test_on_death_continue_ends_at_an_exception(tmp_path):
 
 @pytest.mark.faults
 def test_signal_ends_a_run_with_on_death_continue(tmp_path):
-    """Asynchronous ranks end together at a copy, as a rank that ended alone would miss it."""
+    """Asynchronous ranks end together at a memory checkpoint, as a rank that ended alone would miss it."""
     pytest.importorskip("safetensors")
     with start_checkpointed_run(tmp_path, False, checkpoint=1, rule="EASGD", on_death="continue") as process:
         wait_until_training(tmp_path, process)
@@ -210,14 +212,14 @@ def test_signal_ends_a_run_with_on_death_continue(tmp_path):
 
 
 @pytest.mark.faults
-def test_signal_during_a_recovery_keeps_the_copy(tmp_path):
-    """The new ranks have written no checkpoint yet, so the run is resumed from the copy in memory."""
+def test_signal_during_a_recovery_keeps_the_memory_checkpoint(tmp_path):
+    """The new ranks have written no checkpoint yet, so the run is resumed from the memory checkpoint."""
     pytest.importorskip("safetensors")
-    before = list_copies()
+    before = list_memory_folders()
     with start_checkpointed_run(tmp_path, False, checkpoint=500, on_death="continue") as process:
         pids = wait_until_training(tmp_path, process)
         deadline = time.monotonic() + LIMIT
-        while not any(list_checkpoints(folder) for folder in list_copies() - before):
+        while not any(list_checkpoints(folder) for folder in list_memory_folders() - before):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(pids[2], signal.SIGKILL)
@@ -227,10 +229,10 @@ def test_signal_during_a_recovery_keeps_the_copy(tmp_path):
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=LIMIT)
         assert process.returncode == 143 and "--resume continues from" in errors
-        assert len(list((tmp_path / "checkpoints").iterdir())) == 1 and list_copies() == before
+        assert len(list((tmp_path / "checkpoints").iterdir())) == 1 and list_memory_folders() == before
 
 
-def test_copy_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
+def test_memory_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_checkpoint_folder, "_SHM", tmp_path)
     (tmp_path / f"synkhronos-copy-{os.getuid()}-left").mkdir()
     folders = [memory_checkpoint_folder.MemoryCheckpointFolder()]  # the other folder's owner may be about to lock it
@@ -243,7 +245,7 @@ def test_copy_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_on_death_copies_are_rarer_if_slow(monkeypatch):
+def test_memory_checkpoints_are_rarer_if_slow(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(memory_checkpoint_writer.time, "monotonic", lambda: now[0])
     state = SimpleNamespace(worker=SimpleNamespace(broadcast=lambda number: number))
@@ -255,4 +257,4 @@ def test_on_death_copies_are_rarer_if_slow(monkeypatch):
         batch, began = schedule.due_batch, now[0]
         now[0] += 0.5
         schedule._schedule_next(began, batch)
-    assert dues[:4] == [1, 3, 7, 15] and dues[-1] - dues[-2] == 500  # ten times as long as a copy
+    assert dues[:4] == [1, 3, 7, 15] and dues[-1] - dues[-2] == 500  # ten times as long as a memory checkpoint takes

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.any_library
 PACKAGE = Path(synkhronos.__file__).resolve().parent
 #: Layers, the lowest first.  Packages of one layer do not import each other.
 LAYERS = [
-    {"casts", "checks", "gpus", "ranks"},
+    {"casts", "checks", "gpus", "patching", "ranks"},
     {"hosts"},
     {"devices"},
     {"lowering"},
@@ -85,16 +85,25 @@ def test_imports_go_to_lower_layers(package):
                 assert LAYER[other] < LAYER[package], f"{path} imports {other}, which is not below {package}"
 
 
-#: Folders of ``training/``, the lowest first.
-TRAINING = ["updates", "train_function", "monitoring", "checkpoints", "loops", "trainer"]
+#: Folders and modules of some packages, the lowest first.
+INNER_LAYERS = {
+    "training": "schedules updates train_function monitoring checkpoints loops trainer",
+    "launch": "core_binding configuration model_class supervision rank train check_model doctor launched_run tmlauncher",
+    "compat/platoon": "util configparser param_sync channel training ops worker_process launcher",
+}
 
 
-def test_training_imports_go_to_lower_folders():
-    assert {path.name for path in (PACKAGE / "training").iterdir() if path.is_dir()} - {"__pycache__"} == set(TRAINING)
-    for number, folder in enumerate(TRAINING):
-        for path in (PACKAGE / "training" / folder).glob("*.py"):
-            imported = [name.split(".")[1] for name in list_imported_modules(path) if name.startswith("training.")]
-            assert not set(imported) & set(TRAINING[number + 1 :]), path
+@pytest.mark.parametrize("package", INNER_LAYERS)
+def test_imports_within_a_package_go_to_lower_layers(package):
+    layers, prefix = INNER_LAYERS[package].split(), f"{package.replace('/', '.')}."
+    files = [path for path in FILES if path.is_relative_to(PACKAGE / package)]
+    parts = {path: path.relative_to(PACKAGE / package).with_suffix("").parts[0] for path in files}
+    assert set(parts.values()) - {"__init__"} == set(layers)
+    for path, part in parts.items():
+        if part != "__init__":
+            modules = [name.removeprefix(prefix) for name in list_imported_modules(path) if name.startswith(prefix)]
+            higher = {module.split(".")[0] for module in modules} & set(layers[layers.index(part) + 1 :])
+            assert not higher, f"{path} imports {higher}"
 
 
 def is_private(name):

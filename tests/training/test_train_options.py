@@ -8,7 +8,7 @@ from paths import ROOT
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.launch.model_class.model import check_model_options
+from synkhronos.launch.configuration.settings import check_model_options
 from synkhronos.training import (
     Checkpoint,
     CheckpointError,

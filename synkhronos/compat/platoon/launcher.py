@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from synkhronos.compat.platoon import configparser
-from synkhronos.compat.platoon.controller_process import Hosts, start_controller
+from synkhronos.compat.platoon.channel.controller_process import Hosts, start_controller
 from synkhronos.hosts.host_list import is_this_machine, parse_hosts
 
 #: Exit statuses, see `main`.
 FAILED, WRONG_ARGUMENTS, SYSTEM_ERROR = 1, 2, 3
 #: Seconds that the controller has to end the workers after Ctrl-C.
-_GRACE = 10.0
+_GRACE_SECONDS = 10.0
 #: Maximal bytes of the controller's errors that are printed.
 _MAX_PRINTED_BYTES = 8000
 
@@ -40,37 +40,39 @@ def main(arguments: Sequence[str]) -> int:
     name = options.experiment_name
     _print(f"### Launching experiment: {name}")
     if not Path(f"{name}_worker.py").is_file():
-        return _refuse(f"there is no {name}_worker.py in {os.getcwd()}", WRONG_ARGUMENTS)
+        return _report_error(f"there is no {name}_worker.py in {os.getcwd()}", WRONG_ARGUMENTS)
     hostname = socket.gethostname()
     hosts = options.hosts or ([] if options.devices else _read_hosts())
     if hosts and not is_this_machine(hosts[0]):
-        return _refuse(f"hosts: the first has to be this machine, {hostname}, got {', '.join(hosts)}", WRONG_ARGUMENTS)
+        return _report_error(
+            f"hosts: the first has to be this machine, {hostname}, got {', '.join(hosts)}", WRONG_ARGUMENTS
+        )
     try:
         devices = _find_devices(hosts) if len(hosts) > 1 else None
     except ValueError as error:
-        return _refuse(str(error), WRONG_ARGUMENTS)
+        return _report_error(str(error), WRONG_ARGUMENTS)
     try:
         logs = _make_logs_folder(name)
         process = _start(options, logs, devices)
     except OSError as error:
-        return _refuse(str(error), SYSTEM_ERROR)
+        return _report_error(str(error), SYSTEM_ERROR)
     _print(f"### Logs folder: {logs}\n### Waiting for the experiment to finish ...")
     try:
         status = process.wait()
     except KeyboardInterrupt:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(_GRACE)
+            process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-        return _refuse("interrupted", SYSTEM_ERROR)
+        return _report_error("interrupted", SYSTEM_ERROR)
     if status == 0:
         _print("SUCCESS! The experiment has finished.")
         return 0
     errors = (logs / "controller_cpu.err").read_bytes()[-_MAX_PRINTED_BYTES:].decode(errors="replace")
     if status < 0:
-        return _refuse(f"{errors}the controller was ended by {signal.Signals(-status).name}", SYSTEM_ERROR)
-    return _refuse(f"{errors}the controller exited with status {status}; see {logs}", FAILED)
+        return _report_error(f"{errors}the controller was ended by {signal.Signals(-status).name}", SYSTEM_ERROR)
+    return _report_error(f"{errors}the controller exited with status {status}; see {logs}", FAILED)
 
 
 def _start(
@@ -159,7 +161,7 @@ def _make_logs_folder(name: str) -> Path:
             folder = base_folder.with_name(f"{base_folder.name}_{number}")
 
 
-def _refuse(text: str, status: int) -> int:
+def _report_error(text: str, status: int) -> int:
     sys.stderr.write(f"ERROR! {text}\n")
     return status
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from synkhronos.compat.platoon.channel import controller_connection
+from synkhronos.compat.platoon.channel.controller_process import Hosts, run_file, start_controller
 from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.channel.worker_group import Failure, WorkerSettings
-from synkhronos.compat.platoon.controller_process import Hosts, run_file, start_controller
 from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.processes import close, fork
@@ -33,7 +33,7 @@ class ScriptError(Exception):
 def main() -> None:
     """Fork the ranks of a `WorkerSettings`, as the process of worker 0, and run the worker's file on each."""
     settings = WorkerSettings(**json.loads(sys.argv[1]))
-    exit_with_parent(settings.controller, in_main_thread=True)
+    exit_with_parent(settings.controller_pid, in_main_thread=True)
     on_gpu = settings.devices[0] != "cpu"
     hosts = (
         []
@@ -57,7 +57,7 @@ def main() -> None:
         message = message or text.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
         _report(error.rank, message, bool(is_own))
         sys.exit(1)
-    except RuntimeError as error:  # a worker has ended for which others wait
+    except RuntimeError as error:  # others wait for a worker that has ended
         _report(0, str(error))
         raise
     finally:
@@ -136,7 +136,7 @@ def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator
     name = list(hosts.devices)[index]
     log = f"{folder}/controller_{name}"
     if worker.number == first_rank:
-        controller = start_controller(hosts.controller, log, None, replace(hosts, index=index, address=address))
+        controller = start_controller(hosts.controller_command, log, None, replace(hosts, index=index, address=address))
 
     def progress() -> None:
         worker.progress()
@@ -147,7 +147,7 @@ def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator
     try:
         yield
     finally:
-        controller_connection.current.end()
+        controller_connection.current.send_end()
     if controller is not None:
         while controller.poll() is None:
             worker.progress()

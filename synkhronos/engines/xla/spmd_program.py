@@ -26,6 +26,7 @@ from synkhronos.devices.jax.program_reducer import (
     ProgramReducer,
 )
 from synkhronos.lowering.jax_function import JaxFunction
+from synkhronos.patching import replace_attribute
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
@@ -205,8 +206,6 @@ def _compile_without_autotuning() -> Iterator[None]:
     Autotuning measures kernels and takes the fastest.  Each rank could take another one, whose sums are rounded in
     another way.  JAX has no public option for programs that another library compiles.
     """
-    from unittest import mock
-
     from jax._src import compiler
 
     original = compiler.get_compile_options
@@ -215,17 +214,22 @@ def _compile_without_autotuning() -> Iterator[None]:
         overrides = {**(env_options_overrides or {}), "xla_gpu_autotune_level": 0}
         return original(*args, env_options_overrides=overrides, **kwargs)
 
-    with mock.patch.object(compiler, "get_compile_options", get_compile_options):
+    with replace_attribute(compiler, "get_compile_options", get_compile_options):
         yield
 
 
 @contextlib.contextmanager
 def _limit_xla_threads(rank: Rank) -> Iterator[None]:
     """Limit XLA to this rank's number of threads, if it is started within the ``with`` block."""
-    from unittest import mock  # imported here, as it imports asyncio, and every rank imports this module
-
-    with mock.patch.dict(os.environ, {"NPROC": str(rank.thread_limit.n_threads)}):
+    original = os.environ.get("NPROC")
+    os.environ["NPROC"] = str(rank.thread_limit.n_threads)
+    try:
         yield
+    finally:
+        if original is None:
+            del os.environ["NPROC"]
+        else:
+            os.environ["NPROC"] = original
 
 
 @contextlib.contextmanager

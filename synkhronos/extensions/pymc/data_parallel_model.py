@@ -36,7 +36,8 @@ from synkhronos.extensions.chains import measure_rate
 from synkhronos.extensions.pymc import chain_servers
 from synkhronos.extensions.pymc.rowwise import NotRowwiseError, RowSearch, make_rowwise
 from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
-from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables, sum_over_rows
+from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, sum_over_rows
+from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graphs import library_of
 
 #: PyMC prints the messages of its own logger and of those below it.

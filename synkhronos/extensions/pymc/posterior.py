@@ -1,4 +1,4 @@
-"""Functions of the draws of a posterior, computed by as many processes as there are ranks.
+"""Functions of a posterior's draws, computed by one process per rank.
 
 PyMC computes the log-likelihood of each row, and predictions, draw after draw in one process, and keeps all results in
 memory.  Here the draws are divided into blocks, which forked processes compute.  Results are written into shared
@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from synkhronos import ranks
 from synkhronos.extensions.chains import can_start_ranks
+from synkhronos.patching import replace_attribute
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import describe_exit
 
@@ -128,7 +128,7 @@ def compute_log_likelihood(
 
     apply = log_density.apply_function_over_dataset
     first_draw = _replace_posterior(idata, posterior.isel(chain=[0], draw=[0]))
-    with mock.patch.object(log_density, "apply_function_over_dataset", record):
+    with replace_attribute(log_density, "apply_function_over_dataset", record):
         template = pm.compute_log_likelihood(
             first_draw,
             var_names=var_names,
@@ -247,7 +247,7 @@ def sample_posterior_predictive(
 
     original = forward.compile_forward_sampling_function
     first_draw = _replace_posterior(trace, posterior.isel(chain=[0], draw=[0]))
-    with mock.patch.object(forward, "compile_forward_sampling_function", compile_once):
+    with replace_attribute(forward, "compile_forward_sampling_function", compile_once):
         first_result = pm.sample_posterior_predictive(
             first_draw, predictions=predictions, random_seed=0, compile_kwargs=dict(compile_kwargs or {}), **arguments
         )
@@ -261,8 +261,8 @@ def sample_posterior_predictive(
         reseed_rngs(generators, block.seed)
         part = _replace_posterior(trace, posterior.isel(**block.get_slices()))
         with (
-            mock.patch.object(forward, "compile_forward_sampling_function", lambda *args, **kwargs: compiled[0]),
-            mock.patch.object(forward._log, "disabled", True),  # messages and warnings of the first draw are enough
+            replace_attribute(forward, "compile_forward_sampling_function", lambda *args, **kwargs: compiled[0]),
+            replace_attribute(forward._log, "disabled", True),  # messages and warnings of the first draw are enough
             warnings.catch_warnings(action="ignore"),
         ):
             drawn: Mapping[Any, Any] = pm.sample_posterior_predictive(part, return_inferencedata=False, **arguments)
@@ -380,7 +380,7 @@ def _compute_draws(
     shapes = {name: (num_chains, num_draws, *array.shape[2:]) for name, array in template.items()}
     if store is None:
         arrays = {name: _allocate_shared(shape, template[name].dtype) for name, shape in shapes.items()}
-        _run(compute, blocks, arrays, num_processes, progressbar)
+        _compute_blocks(compute, blocks, arrays, num_processes, progressbar)
         return empty.assign({name: (template[name].dims, array) for name, array in arrays.items()})
     with _create_group(store, group, empty) as zarr_group:
         arrays = {
@@ -394,7 +394,7 @@ def _compute_draws(
             )
             for name, array in template.items()
         }
-        _run(compute, blocks, arrays, num_processes, progressbar)
+        _compute_blocks(compute, blocks, arrays, num_processes, progressbar)
     return xarray.open_zarr(store, group=group, consolidated=False, chunks=None)
 
 
@@ -439,7 +439,7 @@ def _create_array(group: Any, name: str, dims: Sequence[str], **kwargs: Any) -> 
     return group.create_array(name=name, attributes={"_ARRAY_DIMENSIONS": list(dims)}, fill_value=None, **kwargs)
 
 
-def _run(
+def _compute_blocks(
     compute: Callable[[_Block], Mapping[Any, Any]],
     blocks: Sequence[_Block],
     arrays: Mapping[Any, Any],
@@ -459,19 +459,19 @@ def _run(
     progress = create_simple_progress(progressbar=progressbar)
     with progress:
         task = progress.add_task("Computing ...", completed=0, total=sum(block.stop - block.start for block in blocks))
-        with contextlib.closing(write(0) if num_processes == 1 else _fork(write, num_processes)) as counts:
+        with contextlib.closing(write(0) if num_processes == 1 else _fork_writers(write, num_processes)) as counts:
             for count in counts:
                 progress.advance(task, count)
 
 
-def _fork(write: Callable[[int], Iterator[int]], num_processes: int) -> Generator[int, None, None]:
+def _fork_writers(write: Callable[[int], Iterator[int]], num_processes: int) -> Generator[int, None, None]:
     """Yield the numbers of draws that ``write(i)`` yields in process ``i``, in the order in which they arrive."""
     context = multiprocessing.get_context("fork")
     processes: dict[Connection, Any] = {}
     try:
         for number in range(num_processes):
             parent_end, child_end = context.Pipe(duplex=False)
-            process = context.Process(target=_serve, args=(write, number, child_end), daemon=True)
+            process = context.Process(target=_send_counts, args=(write, number, child_end), daemon=True)
             process.start()
             child_end.close()
             processes[parent_end] = process
@@ -500,7 +500,7 @@ def _fork(write: Callable[[int], Iterator[int]], num_processes: int) -> Generato
             pipe.close()
 
 
-def _serve(write: Callable[[int], Iterator[int]], number: int, pipe: Connection) -> None:
+def _send_counts(write: Callable[[int], Iterator[int]], number: int, pipe: Connection) -> None:
     """Send the numbers that `write` yields, then None; or send an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the master, which ends this process
     try:

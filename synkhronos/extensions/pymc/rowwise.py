@@ -42,7 +42,7 @@ from pytensor.tensor.subtensor import (
 )
 from pytensor.tensor.type_other import MakeSlice
 
-from synkhronos.extensions.rows_sum import replace_variables
+from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graphs import library_of
 
 __all__ = ["NotRowwiseError", "make_rowwise"]
@@ -90,14 +90,14 @@ def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None 
     restricted = search.restrict(terms, 0)
     nodes = library_of(restricted).sort_nodes([restricted])
     read = {restricted, *(variable for node in nodes for variable in node.inputs)}
-    rows = {placeholder: values for placeholder, values in search.sources.items() if placeholder in read}
+    rows = {placeholder: values for placeholder, values in search.rows_by_placeholder.items() if placeholder in read}
     if not rows:
         raise NotRowwiseError("no data run along its rows")
     for values in rows.values():
         n_rows = len(values.get_value(borrow=True) if isinstance(values, SharedVariable) else values)
         if n_rows != length:
             raise NotRowwiseError(f"it has {length} rows, and data along them have {n_rows}")
-    restricted = replace_variables(restricted, nodes, {search.count: next(iter(rows)).shape[0]})
+    restricted = replace_variables(restricted, nodes, {search.n_rows_variable: next(iter(rows)).shape[0]})
     search.check_parameters(restricted)
     return restricted, rows
 
@@ -108,28 +108,33 @@ class RowSearch:
     Parameters
     ----------
     length : int
-        Number of rows.
+        Number of rows of the data.
     rules : dict of class to callable
         Rules by the class of the Op.
-    index : ndarray, optional
-        Indexes of the rows that are taken from longer data.
+    picked_rows : ndarray, optional
+        Indexes of the data's rows from which the expression is computed.  Default: all rows.
 
     Attributes
     ----------
     length : int
-        Number of rows.
-    sources : dict of variable to ndarray or shared variable
+        Number of rows of the data; with ``picked_rows`` the expression has another number of rows.
+    rows_by_placeholder : dict of variable to ndarray or shared variable
         The data found so far, by the input that replaces them.
-    count : variable
+    n_rows_variable : variable
         Integer scalar: the number of rows that are computed.
+
+    Notes
+    -----
+    `find_row_axis` and `restrict_condition` depend on earlier calls of `restrict`: an axis along the rows is unknown
+    until the search has reached it.
     """
 
-    def __init__(self, length: int, rules: dict[type, RowwiseRule], index: np.ndarray | None = None):
+    def __init__(self, length: int, rules: dict[type, RowwiseRule], picked_rows: np.ndarray | None = None):
         self.length = length
-        self.sources: dict[Any, Any] = {}
-        self.count = pt.lscalar("count")
+        self.rows_by_placeholder: dict[Any, Any] = {}
+        self.n_rows_variable = pt.lscalar("n_rows")
         self._rules = rules
-        self._index = index
+        self._picked_rows = picked_rows
         self._subsearches: dict[Any, RowSearch] = {}
         self._restricted: dict[tuple[Any, int], Any] = {}
         self._values: dict[Any, Any] = {}
@@ -169,11 +174,12 @@ class RowSearch:
         length = values.type.shape[axis]
         if not isinstance(index, Constant) or index.type.ndim != 1 or length is None or length < self.length:
             return None
-        picks = np.arange(length)[index.data]
+        picked_rows = np.arange(length)[index.data]
         subsearch = self._subsearches.get((index, length))
         if subsearch is None:
-            subsearch = self._subsearches[index, length] = RowSearch(length, self._rules, picks)
-            subsearch.sources, subsearch.count = self.sources, self.count
+            subsearch = self._subsearches[index, length] = RowSearch(length, self._rules, picked_rows)
+            subsearch.rows_by_placeholder = self.rows_by_placeholder
+            subsearch.n_rows_variable = self.n_rows_variable
         try:
             return subsearch.restrict(values, axis)
         except NotRowwiseError:
@@ -218,7 +224,7 @@ class RowSearch:
         """
         library = library_of(terms)
         nodes = library.sort_nodes([terms])
-        from_rows = set(self.sources)
+        from_rows = set(self.rows_by_placeholder)
         for node in nodes:
             if not from_rows.isdisjoint(node.inputs):
                 from_rows.update(node.outputs)
@@ -267,13 +273,13 @@ class RowSearch:
             raise NotRowwiseError(f"{_describe(variable)} has shape {shape}, but there are {self.length} rows")
         if axis and isinstance(variable, SharedVariable):
             raise NotRowwiseError(f"{_describe(variable)} has its rows on axis {axis}: put them on axis 0")
-        if self._index is not None:
+        if self._picked_rows is not None:
             if isinstance(variable, SharedVariable):
                 raise NotRowwiseError(f"{_describe(variable)} may change, and some of its rows are picked")
-            values = np.take(values, self._index, axis)
+            values = np.take(values, self._picked_rows, axis)
         lengths = [None, *(length for i, length in enumerate(variable.type.shape) if i != axis)]
         placeholder = TensorType(variable.type.dtype, tuple(lengths))(variable.name)
-        self.sources[placeholder] = np.moveaxis(values, axis, 0) if axis else values
+        self.rows_by_placeholder[placeholder] = np.moveaxis(values, axis, 0) if axis else values
         return pt.moveaxis(placeholder, 0, axis) if axis else placeholder
 
     def _restrict_computed(self, variable: Any, axis: int) -> Any:
@@ -307,7 +313,7 @@ def _get_shape(data: Any) -> tuple[int, ...]:
     return np.shape(data.data if isinstance(data, Constant) else data.get_value(borrow=True))
 
 
-def _make_error(node: Any) -> NotRowwiseError:
+def _make_mixes_rows_error(node: Any) -> NotRowwiseError:
     return NotRowwiseError(f"{node.op} mixes rows")
 
 
@@ -324,7 +330,7 @@ def _restrict_elemwise(search: RowSearch, node: Any, axis: int) -> Any:
 def _restrict_dimshuffle(search: RowSearch, node: Any, axis: int) -> Any:
     source = node.op.new_order[axis]
     if source == "x":
-        raise _make_error(node)
+        raise _make_mixes_rows_error(node)
     return node.op(search.restrict(node.inputs[0], source))
 
 
@@ -346,7 +352,7 @@ def _restrict_blockwise(search: RowSearch, node: Any, axis: int) -> Any:
     if isinstance(node.op.core_op, OpFromGraph) and len(node.outputs) == 1:  # PyTensor 3.3's LogSumExp is one
         return search.restrict(_inline_all_batches(node), axis)
     if not isinstance(node.op.core_op, Dot):
-        raise _make_error(node)
+        raise _make_mixes_rows_error(node)
     # A product of matrices: rows of the first operand, or columns of the second.
     operand_index = axis - n_batch if node.inputs[0].type.ndim - n_batch == 2 else 1
     operands = list(node.inputs)
@@ -366,7 +372,7 @@ def _index_all_batches(node: Any, n_batch: int) -> Any:
     values, *index = node.inputs
     idx_list = getattr(node.op.core_op, "idx_list", None)
     if any(isinstance(array, slice) for array in idx_list or []) or any(array.type.dtype == "bool" for array in index):
-        raise _make_error(node)
+        raise _make_mixes_rows_error(node)
     width = max(array.type.ndim for array in index) - n_batch
     batches = range(n_batch)
     gaps = [["x"] * (width + n_batch - array.type.ndim) for array in index]
@@ -384,7 +390,7 @@ def _allocate_all_batches(node: Any, n_batch: int) -> Any:
     value, *_ = node.inputs
     shape = node.outputs[0].type.shape
     if None in shape:
-        raise _make_error(node)
+        raise _make_mixes_rows_error(node)
     gap = ["x"] * (len(shape) - value.type.ndim)
     return pt.alloc(value.dimshuffle(*range(n_batch), *gap, *range(n_batch, value.type.ndim)), *shape)
 
@@ -397,42 +403,42 @@ def _restrict_take(search: RowSearch, node: Any, axis: int) -> Any:
     return node.op(values, search.restrict(index, 0)) if picked is None else picked
 
 
-def _restrict_advanced(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_advanced_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
     """Restrict ``values[:, a, b]``: full slices, adjacent index arrays, then possibly full slices."""
     values, *operands = node.inputs
     idx_list = getattr(node.op, "idx_list", None)
     index = list(operands if idx_list is None else indices_from_subtensor(operands, idx_list))
-    n_slices = next(i for i, part in enumerate(index) if not _is_full_slice(part))
-    arrays = list(takewhile(lambda part: isinstance(getattr(part, "type", None), TensorType), index[n_slices:]))
+    n_slices = next(i for i, selector in enumerate(index) if not _is_full_slice(selector))
+    arrays = list(takewhile(lambda selector: isinstance(getattr(selector, "type", None), TensorType), index[n_slices:]))
     if not arrays or not all(map(_is_full_slice, index[n_slices + len(arrays) :])):
-        raise _make_error(node)
-    if any(part.type.dtype == "bool" and part.type.ndim > 1 for part in arrays):
-        raise _make_error(node)
+        raise _make_mixes_rows_error(node)
+    if any(array.type.dtype == "bool" and array.type.ndim > 1 for array in arrays):
+        raise _make_mixes_rows_error(node)
     slices = (slice(None),) * n_slices
-    ndim = max(part.type.ndim for part in arrays)
+    ndim = max(array.type.ndim for array in arrays)
     if not n_slices <= axis < n_slices + ndim:
-        own_axis = axis if axis < n_slices else axis - ndim + len(arrays)
-        return search.restrict(values, own_axis)[(*slices, *arrays)]
+        values_axis = axis if axis < n_slices else axis - ndim + len(arrays)
+        return search.restrict(values, values_axis)[(*slices, *arrays)]
     axis -= n_slices
     if len(arrays) == 1:
         picked = search.restrict_picked(values, n_slices, arrays[0])
         if picked is not None:
             return picked
-    if any(part.type.dtype == "bool" for part in arrays):
-        raise _make_error(node)
+    if any(array.type.dtype == "bool" for array in arrays):
+        raise _make_mixes_rows_error(node)
     indexes = []
-    for position, part in enumerate(arrays):
-        own_axis = axis - (ndim - part.type.ndim)
-        if own_axis >= 0 and position == 0 and search.length > 1 and _is_row_number(part, own_axis, search.length):
+    for position, array in enumerate(arrays):
+        array_axis = axis - (ndim - array.type.ndim)
+        if array_axis >= 0 and position == 0 and search.length > 1 and _is_arange(array, array_axis, search.length):
             # values[arange(n), k]: one element of each row; of values with one row, the same row for all.
             if values.type.shape[n_slices] == 1:
-                indexes.append(part)
+                indexes.append(array)
                 continue
             values = search.restrict(values, n_slices)
-            pattern = [*["x"] * own_axis, 0, *["x"] * (part.type.ndim - own_axis - 1)]
-            indexes.append(pt.arange(search.count).dimshuffle(*pattern))
+            pattern = [*["x"] * array_axis, 0, *["x"] * (array.type.ndim - array_axis - 1)]
+            indexes.append(pt.arange(search.n_rows_variable).dimshuffle(*pattern))
         else:
-            indexes.append(search.restrict_or_broadcast(part, own_axis) if own_axis >= 0 else part)
+            indexes.append(search.restrict_or_broadcast(array, array_axis) if array_axis >= 0 else array)
     return values[(*slices, *indexes)]
 
 
@@ -444,7 +450,7 @@ def _is_full_slice(index: Any) -> bool:
     return isinstance(index, slice) and index == slice(None)
 
 
-def _is_row_number(index: Any, axis: int, length: int) -> bool:
+def _is_arange(index: Any, axis: int, length: int) -> bool:
     """Whether an index is ``arange(length)`` along `axis`, and has length 1 along all other axes."""
     if any(n != 1 for i, n in enumerate(index.type.shape) if i != axis):
         return False
@@ -462,15 +468,15 @@ def _restrict_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
     values, *operands = node.inputs
     index = list(indices_from_subtensor(operands, node.op.idx_list))
     index += [slice(None)] * (values.type.ndim - len(index))
-    axes = [i for i, part in enumerate(index) if isinstance(part, slice)]
-    own_axis = axes[axis]
-    if index[own_axis] != slice(None):
-        picks = _get_constant_index(index[own_axis], values.type.shape[own_axis])
-        picked = None if picks is None else search.restrict_picked(values, own_axis, picks)
+    axes = [i for i, selector in enumerate(index) if isinstance(selector, slice)]
+    values_axis = axes[axis]
+    if index[values_axis] != slice(None):
+        picked_rows = _get_constant_index(index[values_axis], values.type.shape[values_axis])
+        picked = None if picked_rows is None else search.restrict_picked(values, values_axis, picked_rows)
         if picked is None:
             raise NotRowwiseError(f"{node.op} of {_describe(values)} picks rows")
-        return picked[tuple(slice(None) if i == own_axis else part for i, part in enumerate(index))]
-    return node.op(search.restrict(values, own_axis), *operands)
+        return picked[tuple(slice(None) if i == values_axis else selector for i, selector in enumerate(index))]
+    return node.op(search.restrict(values, values_axis), *operands)
 
 
 def _get_constant_index(selection: slice, length: int | None) -> Any:
@@ -482,57 +488,59 @@ def _get_constant_index(selection: slice, length: int | None) -> Any:
 
 
 def _restrict_inc_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
-    """Restrict ``set_subtensor(values[:, k], part)``."""
-    values, part, *operands = node.inputs
+    """Restrict ``set_subtensor(values[:, k], new_values)``."""
+    values, new_values, *operands = node.inputs
     index = list(indices_from_subtensor(operands, node.op.idx_list))
     index += [slice(None)] * (values.type.ndim - len(index))
     if index[axis] != slice(None):
-        raise _make_error(node)
-    axes = [i for i, selection in enumerate(index) if isinstance(selection, slice)]
-    own_axis = axes.index(axis) - (len(axes) - part.type.ndim)
+        raise _make_mixes_rows_error(node)
+    axes = [i for i, selector in enumerate(index) if isinstance(selector, slice)]
+    new_values_axis = axes.index(axis) - (len(axes) - new_values.type.ndim)
     return node.op(
         search.restrict(values, axis),
-        search.restrict_or_broadcast(part, own_axis) if own_axis >= 0 else part,
+        search.restrict_or_broadcast(new_values, new_values_axis) if new_values_axis >= 0 else new_values,
         *operands,
     )
 
 
-def _restrict_advanced_set(search: RowSearch, node: Any, axis: int) -> Any:
-    """Restrict ``set_subtensor(values[index], part)`` for a constant index, as of predictors with missing values."""
-    values, part, *operands = node.inputs
+def _restrict_advanced_inc_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
+    """Restrict ``set_subtensor(values[index], new_values)`` for a constant index: predictors with missing values."""
+    values, new_values, *operands = node.inputs
     idx_list = getattr(node.op, "idx_list", None)
     index, *other_indexes = operands if idx_list is None else indices_from_subtensor(operands, idx_list)
     index = search.fold_constants(index)
     is_set = getattr(node.op, "set_instead_of_inc", False)
     is_known = isinstance(index, Constant) and index.type.ndim == 1
     if not is_set or axis or not is_known or not all(map(_is_full_slice, other_indexes)):
-        raise _make_error(node)
-    picks = np.arange(search.length)[index.data]
+        raise _make_mixes_rows_error(node)
+    picked_rows = np.arange(search.length)[index.data]
     position = np.full(search.length, -1)
-    position[picks] = np.arange(len(picks))
+    position[picked_rows] = np.arange(len(picked_rows))
     chosen = search.restrict(pt.constant(position), 0)
-    if part.type.ndim == values.type.ndim and part.type.shape[0] != 1:  # else the same for all rows
-        part = _fold_part(part, picks, search.length)
-        part = search.restrict(part, 0) if isinstance(part, Constant) else part[pt.maximum(chosen, 0)]
+    if new_values.type.ndim == values.type.ndim and new_values.type.shape[0] != 1:  # else the same for all rows
+        new_values = _scatter_constant_values(new_values, picked_rows, search.length)
+        if isinstance(new_values, Constant):
+            new_values = search.restrict(new_values, 0)
+        else:
+            new_values = new_values[pt.maximum(chosen, 0)]
     is_new = (chosen >= 0).dimshuffle(0, *["x"] * (values.type.ndim - 1))
-    return pt.switch(is_new, part, search.restrict(values, 0)).astype(values.type.dtype)
+    return pt.switch(is_new, new_values, search.restrict(values, 0)).astype(values.type.dtype)
 
 
-def _fold_part(part: Any, picks: np.ndarray, length: int) -> Any:
-    """Return an array of all rows, if the values of the picked rows are computed from constants; else `part`."""
-    if any(
-        not isinstance(v, Constant) for v in walk([part], lambda v: v.owner.inputs if v.owner else []) if not v.owner
-    ):
-        return part
-    values = pytensor.function([], part, mode="FAST_COMPILE")()
-    full = np.zeros((length, *values.shape[1:]), values.dtype)
-    full[picks] = values
+def _scatter_constant_values(values: Any, picked_rows: np.ndarray, length: int) -> Any:
+    """Return an array of all rows, if the values of the picked rows are computed from constants; else `values`."""
+    leaves = [v for v in walk([values], lambda v: v.owner.inputs if v.owner else []) if not v.owner]
+    if not all(isinstance(leaf, Constant) for leaf in leaves):
+        return values
+    picked_values = pytensor.function([], values, mode="FAST_COMPILE")()
+    full = np.zeros((length, *picked_values.shape[1:]), picked_values.dtype)
+    full[picked_rows] = picked_values
     return pt.constant(full)
 
 
 def _restrict_alloc_empty(search: RowSearch, node: Any, axis: int) -> Any:
     shape = node.inputs
-    return node.op(*shape[:axis], search.count, *shape[axis + 1 :])
+    return node.op(*shape[:axis], search.n_rows_variable, *shape[axis + 1 :])
 
 
 def _restrict_sparse_dot(search: RowSearch, node: Any, axis: int) -> Any:
@@ -542,7 +550,7 @@ def _restrict_sparse_dot(search: RowSearch, node: Any, axis: int) -> Any:
     """
     design, dense = node.inputs
     if axis or not isinstance(design, Constant) or not isinstance(dense.type, TensorType):
-        raise _make_error(node)
+        raise _make_mixes_rows_error(node)
     rows = design.data.tocsr()
     counts = np.diff(rows.indptr)
     width = max(1, counts.max(initial=0))
@@ -569,7 +577,7 @@ def _list_kept_axes(node: Any) -> list[int]:
 
 def _restrict_cumulative(search: RowSearch, node: Any, axis: int) -> Any:
     if node.op.axis is None or node.op.axis == axis:
-        raise _make_error(node)
+        raise _make_mixes_rows_error(node)
     return node.op(search.restrict(node.inputs[0], axis))
 
 
@@ -578,7 +586,7 @@ def _restrict_softmax(search: RowSearch, node: Any, axis: int) -> Any:
     softmax_axes = node.op.axis
     softmax_axes = range(values.type.ndim) if softmax_axes is None else np.atleast_1d(softmax_axes) % values.type.ndim
     if axis in softmax_axes:
-        raise _make_error(node)
+        raise _make_mixes_rows_error(node)
     return node.op(search.restrict(values, axis))
 
 
@@ -589,16 +597,16 @@ def _restrict_join(search: RowSearch, node: Any, axis: int) -> Any:
         join_axis = getattr(axis_inputs[0], "data", None)
     arrays = node.inputs[len(axis_inputs) :]
     if join_axis is None or int(join_axis) % arrays[0].type.ndim == axis:
-        raise _make_error(node)
+        raise _make_mixes_rows_error(node)
     return node.op(*axis_inputs, *[search.restrict(array, axis) for array in arrays])
 
 
 def _restrict_alloc(search: RowSearch, node: Any, axis: int) -> Any:
     value, *shape = node.inputs
-    own_axis = axis - (len(shape) - value.type.ndim)
-    if own_axis >= 0:
-        value = search.restrict_or_broadcast(value, own_axis)
-    return node.op(value, *shape[:axis], search.count, *shape[axis + 1 :])
+    value_axis = axis - (len(shape) - value.type.ndim)
+    if value_axis >= 0:
+        value = search.restrict_or_broadcast(value, value_axis)
+    return node.op(value, *shape[:axis], search.n_rows_variable, *shape[axis + 1 :])
 
 
 def _restrict_specify_shape(search: RowSearch, node: Any, axis: int) -> Any:
@@ -613,7 +621,7 @@ def _restrict_reshape(search: RowSearch, node: Any, axis: int) -> Any:
     if axis or not length == node.outputs[0].type.shape[0] == search.length:
         raise NotRowwiseError(f"{node.op} of {_describe(values)} may mix rows")
     other_lengths = [shape[i] for i in range(1, node.outputs[0].type.ndim)]
-    return pt.reshape(search.restrict(values, 0), [search.count, *other_lengths])
+    return pt.reshape(search.restrict(values, 0), [search.n_rows_variable, *other_lengths])
 
 
 def _restrict_view(search: RowSearch, node: Any, axis: int) -> Any:
@@ -636,10 +644,10 @@ _RULES: dict[type, RowwiseRule] = {
     DimShuffle: _restrict_dimshuffle,
     Dot: _restrict_dot,
     Blockwise: _restrict_blockwise,
-    AdvancedSubtensor: _restrict_advanced,
+    AdvancedSubtensor: _restrict_advanced_subtensor,
     Subtensor: _restrict_subtensor,
     IncSubtensor: _restrict_inc_subtensor,
-    AdvancedIncSubtensor: _restrict_advanced_set,
+    AdvancedIncSubtensor: _restrict_advanced_inc_subtensor,
     AllocEmpty: _restrict_alloc_empty,
     SparseDot: _restrict_sparse_dot,
     StructuredDot: _restrict_sparse_dot,
@@ -656,4 +664,4 @@ _RULES: dict[type, RowwiseRule] = {
 }
 if hasattr(subtensor, "AdvancedSubtensor1"):  # gone in newer versions
     _RULES[subtensor.AdvancedSubtensor1] = _restrict_take
-    _RULES[subtensor.AdvancedIncSubtensor1] = _restrict_advanced_set
+    _RULES[subtensor.AdvancedIncSubtensor1] = _restrict_advanced_inc_subtensor

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.engines.xla.spmd_program import SpmdProgram, get_jax_settings, map_sequentially
 from synkhronos.extensions.pymc.xla_sums import LocalGraph, register_conversions, replace_sums
 from synkhronos.extensions.rows_sum import RowsSum
+from synkhronos.patching import replace_attribute
 from synkhronos.ranks import Command, Rank
 from synkhronos.replication.replicator import Replicator
 
@@ -155,7 +155,7 @@ def _sample(program: SamplerProgram) -> tuple[Any, dict[str, Any]]:
         if program.name == "numpyro":
             arguments["chain_method"] = "sequential"
         else:
-            changes = mock.patch.object(module.jax, "pmap", map_sequentially)
+            changes = replace_attribute(module.jax, "pmap", map_sequentially)
     sample = getattr(module, f"_sample_{program.name}_nuts")
     sample = getattr(sample, "__wrapped__", sample)
     with changes:

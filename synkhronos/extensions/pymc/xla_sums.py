@@ -15,7 +15,8 @@ from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.op import Op
 
 from synkhronos.engines.xla.spmd_program import SpmdProgram
-from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables
+from synkhronos.extensions.rows_sum import RowsSum, SumOverRows
+from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graphs import library_of
 from synkhronos.lowering.differentiable_sums import fuse_sums, make_numpy_sum
 

@@ -12,7 +12,7 @@ from synkhronos.ranks import count_available_cores
 
 
 def choose_placement(devices: Any, hosts: Any, n_ranks: int | None) -> tuple[tuple[str, ...], list[Host]]:
-    """Check the settings ``devices``, ``hosts`` and ``ranks``; choose what they leave open.
+    """Check the settings ``devices``, ``hosts`` and ``ranks``; choose values for those that are not set.
 
     Returns
     -------

@@ -21,11 +21,11 @@ from synkhronos.launch.configuration.settings import (
     SETTINGS_FILE,
     Settings,
     SettingsError,
+    check_model_options,
     convert_errors,
     find_rule_name,
 )
 from synkhronos.launch.configuration.sources import merge_sources
-from synkhronos.launch.model_class.model import check_model_options
 from synkhronos.training.checkpoints.checkpoint import list_checkpoints
 from synkhronos.training.monitoring.early_stopping import parse_monitored_metric
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos import rules
+from synkhronos.training.train_function.step_options import check_step_options
 
 #: File in a run's folder to which `Settings.save` writes.
 SETTINGS_FILE = "settings.json"
@@ -21,6 +22,8 @@ RULE_CLASSES: dict[str, type[rules.Rule]] = {
     for name, kind in vars(rules).items()
     if isinstance(kind, type) and issubclass(kind, rules.Rule) and kind is not rules.Rule
 }
+#: Names of the options of a model's step: attributes of its class, which the setting ``model_options`` overrides.
+MODEL_OPTIONS = ("clip_norm", "num_slices", "ema", "validate_ema", "loss_scale")
 
 
 class SettingsError(ValueError):
@@ -74,7 +77,7 @@ class Settings:
     grace: float = 30.0
     #: Maximal number of restarts from the newest checkpoint after a failure.
     restarts: int = 0
-    #: After the death of a process: "continue" starts the ranks again from a copy in memory, "stop" ends the run.
+    #: After the death of a process: "continue" resumes from a memory checkpoint, "stop" ends the run.
     on_death: str = "stop"
     #: Maximal number of deaths for "continue".
     max_deaths: int = 100
@@ -145,6 +148,14 @@ SETTING_KEYS = ("model", "ranks", *(setting.name for setting in dataclasses.fiel
 def rename_old_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by today's names: ``pythonpath`` was called ``root``."""
     return {"pythonpath" if key == "root" else key: value for key, value in settings.items()}
+
+
+def check_model_options(options: Mapping[str, Any]) -> None:
+    """Check names, types and ranges of options; raise TypeError or ValueError, with the option's name first."""
+    for name in options:
+        if name not in MODEL_OPTIONS:
+            raise ValueError(f"{name}: unknown option, expected one of {', '.join(MODEL_OPTIONS)}")
+    check_step_options(options)
 
 
 def find_rule_name(text: str) -> str:

@@ -14,10 +14,11 @@ from synkhronos.checks import check_at_least, describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
+from synkhronos.launch.configuration.settings import MODEL_OPTIONS, check_model_options
 from synkhronos.loading import Loader
 from synkhronos.training import updates
 from synkhronos.training.train_function.extra_updates import append_averaged_updates
-from synkhronos.training.train_function.step_options import StepOptions, check_step_options
+from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import (
     TrainingGraph,
     build_local_updates,
@@ -25,17 +26,6 @@ from synkhronos.training.train_function.training_graph import (
 )
 from synkhronos.training.train_function.weighted_mean import warn_of_varying_denominators
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates
-
-#: Names of the options of a model's step: attributes of its class, which the setting ``model_options`` overrides.
-MODEL_OPTIONS = ("clip_norm", "num_slices", "ema", "validate_ema", "loss_scale")
-
-
-def check_model_options(options: Mapping[str, Any]) -> None:
-    """Check names, types and ranges of options; raise TypeError or ValueError, with the option's name first."""
-    for name in options:
-        if name not in MODEL_OPTIONS:
-            raise ValueError(f"{name}: unknown option, expected one of {', '.join(MODEL_OPTIONS)}")
-    check_step_options(options)
 
 
 def _count_rows(data: Any) -> int:
@@ -95,7 +85,7 @@ class Model:
         Update rule of `synkhronos.training.updates` or Lasagne: ``updates(loss, params, learning_rate=...)``.
     clip_norm, num_slices, ema, loss_scale
         Options of the step, as in `synkhronos.training.make_train_function`.  A session sets them in the table
-        ``model_options``.  With one of them BSP reduces gradients, so that the result is that of one process.
+        ``model_options``.  With one of them BSP reduces gradients, so that the result equals that of one process.
     validate_ema : bool
         Whether the averages of `ema` are validated, and written into ``params.npz``, instead of the parameters.
     trained : list of shared variables

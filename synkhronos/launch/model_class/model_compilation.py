@@ -1,4 +1,4 @@
-"""Compilation of a model's functions, and the choice of what ranks exchange under BSP: gradients or parameters."""
+"""Compilation of a model's functions, and the choice between gradients and parameters for the exchange under BSP."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ def compile_model(model: Any, settings: Settings, rule: Rule, size: int, needs_g
     if not needs_gradients and (not isinstance(rule, BSP) or size == 1):
         _compile_functions(model, "avg")
         return None
-    average, name = settings.rule_options.get("average"), settings.modelclass
+    requested_values, name = settings.rule_options.get("average"), settings.modelclass
     options = model.step_options if isinstance(model, Model) else None
-    if average == "params" or (average is None and options == {}):
+    if requested_values == "params" or (requested_values is None and options == {}):
         if options:
             raise ModelInterfaceError(f"{next(iter(options))}: needs rule_options.average = 'gradient', got 'params'")
         _compile_functions(model, "avg")
         return "params"
     _compile_functions(model, "cdd")
     lists = [getattr(model, variables, None) for variables in ("vels", "vels2")]
-    if average is None and not any(lists):
+    if requested_values is None and not any(lists):
         return "params"
     kinds = [[(p.type.dtype, np.shape(p.get_value())) for p in variables] if variables else [] for variables in lists]
     if not kinds[0] or kinds[0] != kinds[1]:

@@ -1,4 +1,4 @@
-"""Writing of checkpoints in memory: copies of the state of all ranks in the supervisor's folder."""
+"""Writing of memory checkpoints: checkpoints in the supervisor's folder in /dev/shm, for a start after a death."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from synkhronos.launch.rank.model_state import ModelState
 from synkhronos.training.checkpoints.checkpoint import Checkpoint
 from synkhronos.training.loops.batch_loop import choose_interval_steps
 
-#: Approximate number of seconds between two copies, and its minimum in units of the duration of a copy.
+#: Approximate number of seconds between two memory checkpoints, and its minimum in units of the time to write one.
 _INTERVAL_SECONDS, _MIN_INTERVAL_RATIO = 1.0, 10.0
 
 
 class MemoryCheckpointWriter:
-    """Writer of copies of a run's state; all ranks write a copy together, into the supervisor's folder.
+    """Writer of memory checkpoints of a run; all ranks write one together, into the supervisor's folder.
 
     Attributes
     ----------
     due_batch : int
-        Number of batches in the epoch after which the next copy is due.
+        Number of batches in the epoch after which the next memory checkpoint is due.
     """
 
     def __init__(self, folder: str, state: ModelState):
         self._folder, self._state, self._checkpoint = folder, state, None  # type: str, ModelState, Checkpoint | None
-        self._every = self.due_batch = 1
+        self._interval_batches = self.due_batch = 1
         self._ended_at = time.monotonic()
 
     def schedule_after(self, batch: int) -> None:
-        """Schedule the next copy; ``batch`` batches of the epoch are trained on."""
-        self.due_batch = batch + self._every
+        """Schedule the next memory checkpoint; ``batch`` batches of the epoch are trained on."""
+        self.due_batch = batch + self._interval_batches
 
     def write(self, metrics: Mapping[str, float] | None) -> None:
-        """Copy the state of all ranks.  A collective.
+        """Write the state of all ranks.  A collective.
 
         As at a report, no message between ranks is pending.
 
@@ -42,26 +42,29 @@ class MemoryCheckpointWriter:
             Metrics of the epoch that has just ended; None within an epoch.
         """
         state, began = self._state, time.monotonic()
-        state.worker.barrier("the ranks are copied")
+        state.worker.barrier("the memory checkpoint is due")
         if state.worker.number == 0 and self._checkpoint is None:
             self._checkpoint = Checkpoint(self._folder, keep=1)
         if metrics is None:
-            state.recorder.write()  # after a death, the next line starts from the copy
+            state.recorder.write()  # after a death, the next line starts from this checkpoint
             state.use_consensus_params()
         try:
             state.save(metrics, self._checkpoint)
         except OSError as error:
-            error.add_note("on_death = 'continue' copies the state of all ranks into /dev/shm: give it more memory")
+            error.add_note("on_death = 'continue' writes the state of all ranks into /dev/shm: give it more memory")
             raise
         if metrics is None:
             state.restore_own_params()
         self._schedule_next(began, state.position["batch"])
 
     def _schedule_next(self, began: float, batch: int) -> None:
-        """Schedule the next copy, after one at batch ``batch`` that began at time ``began``.  A collective."""
+        """Schedule the next memory checkpoint; the last one was begun at time ``began``, after batch ``batch``.
+
+        A collective.
+        """
         now = time.monotonic()
         interval = max(_INTERVAL_SECONDS, _MIN_INTERVAL_RATIO * (now - began))
-        steps = choose_interval_steps(self._every, began - self._ended_at, interval)
-        self._every = self._state.worker.broadcast(steps)
+        batches = choose_interval_steps(self._interval_batches, began - self._ended_at, interval)
+        self._interval_batches = self._state.worker.broadcast(batches)
         self.schedule_after(batch)
         self._ended_at = time.monotonic()

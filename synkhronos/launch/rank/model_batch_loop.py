@@ -39,14 +39,14 @@ class ModelBatchLoop(BatchLoop):
         self._exchanger = Exchanger(self.worker, self.rule, state.rule_state, self.recorder.meter.seconds)
         self.is_last_step, self.is_stopped_by_signal = True, False
         self._agreement, self._poll = StopAgreement(self.worker), StopPoll(self.worker, stop_flag)
-        #: Minimum over ranks of the number of batches in the epoch, the last batch after which a copy is possible; 0 if
-        #: it is unknown.
+        #: Minimum over ranks of the number of batches in the epoch; memory checkpoints are written before this batch.
+        #: 0 if it is unknown.
         self._n_common_batches = 0
         self._stops_at_memory_checkpoint = False
 
     def run(self) -> None:
         """Train on the remaining batches of the epoch, or until a signal."""
-        if self.memory_checkpoints:  # asynchronous ranks may resume at different batches, but copy at the same ones
+        if self.memory_checkpoints:  # asynchronous ranks may resume at different batches, but write at the same ones
             self.memory_checkpoints.schedule_after(max(self.worker.all_gather(self.state.position["batch"])))
         self._n_common_batches, self._stops_at_memory_checkpoint = 0, False
         super().run()
@@ -100,7 +100,7 @@ class ModelBatchLoop(BatchLoop):
                 self.model.apply_gradients()
 
     def record(self, batches: tuple[int, bool]) -> None:
-        """After the last step of a batch, count it, and write the line and the copy that are due."""
+        """After the last step of a batch, count it, and write the line and the memory checkpoint that are due."""
         batch, is_last_step = batches
         if is_last_step:
             self.state.position["batch"] = batch + 1
@@ -113,9 +113,10 @@ class ModelBatchLoop(BatchLoop):
     def is_stopped(self) -> bool:
         """Return True if a signal ends the training after this batch."""
         if self.rule.asynchronous and self.memory_checkpoints:
-            is_copy_ahead = not self._n_common_batches or self.memory_checkpoints.due_batch < self._n_common_batches
-            if self._stops_at_memory_checkpoint or is_copy_ahead:
-                # Ranks have to end together at a copy, which is a collective.
+            n_batches = self._n_common_batches
+            is_checkpoint_ahead = not n_batches or self.memory_checkpoints.due_batch < n_batches
+            if self._stops_at_memory_checkpoint or is_checkpoint_ahead:
+                # Ranks have to end together at a memory checkpoint, which is a collective.
                 self.is_stopped_by_signal = self._stops_at_memory_checkpoint
                 return self.is_stopped_by_signal
         is_requested = self.is_last_step and self.is_stop_requested(is_collective=not self.rule.asynchronous)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from synkhronos.graphs import library_of, list_loaded_libraries
+from synkhronos.graphs import library_of, register_loaded_libraries
 from synkhronos.launch import core_binding
 from synkhronos.launch.configuration.settings import Settings
 from synkhronos.launch.model_class.model_compilation import compile_model, set_model_options
@@ -32,7 +32,7 @@ from synkhronos.launch.model_class.model_recorder import ModelRecorder
 from synkhronos.launch.model_class.model_variables import group_variables
 from synkhronos.launch.rank.model_epoch_loop import ModelEpochLoop
 from synkhronos.launch.rank.model_state import STORAGE_KEY, ModelState
-from synkhronos.launch.rank.remote_output import RemoteRecorder, redirect_output
+from synkhronos.launch.rank.remote_output import redirect_output
 from synkhronos.launch.rank.summed_gradients import SummedGradients
 from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.rules import Rule
@@ -62,7 +62,7 @@ def prepare_rank(worker: Worker, arguments: MasterArguments, devices: list[str],
         cores = arguments.rank_cores[worker.number] if arguments.rank_cores else None
         where = f"on {devices[worker.number]}, {core_binding.describe_binding(cores)}"
     else:
-        redirect_output(worker.number)
+        worker.get_storage(STORAGE_KEY)["recorder"] = redirect_output(worker.number)
         host_ranks = next(ranks for ranks in ranks_by_host if worker.number in ranks)
         device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(worker.number)}"
         where = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
@@ -84,7 +84,7 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
         If the class or the instance lacks a method or an attribute, or the shapes of parameters differ between ranks.
     """
     model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
-    list_loaded_libraries()  # before the class compiles: all ranks compile at once
+    register_loaded_libraries()  # before the class compiles: all ranks compile at once
     check_attributes(model_class, settings.modelclass)
     config = make_config(settings, worker.number, worker.size)
     model = make_instance(model_class, config)
@@ -93,9 +93,9 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
             setattr(model, name, config[name])
     worker.progress()
     needs_gradients = set_model_options(model, settings.model_options, rule, settings.modelclass)
-    average = compile_model(model, settings, rule, worker.size, needs_gradients)
-    if average is not None and worker.number == 0:
-        sys.stdout.write(f"{_EXCHANGE_DESCRIPTIONS[average]}\n")
+    exchanged_values = compile_model(model, settings, rule, worker.size, needs_gradients)
+    if exchanged_values is not None and worker.number == 0:
+        sys.stdout.write(f"{_EXCHANGE_DESCRIPTIONS[exchanged_values]}\n")
     check_attributes(model, settings.modelclass)
     if settings.scale_lr:
         if not callable(getattr(model, "scale_lr", None)):
@@ -108,14 +108,16 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
         if other != all_shapes[0]:
             raise ModelInterfaceError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
     vector.set(worker.broadcast(np.asarray(vector.get()) if worker.number == 0 else None))
-    groups = group_variables(model, exclude_normalization=average == "params")
-    for shared in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
-        library = library_of(shared)
-        generator = library.copy_generator(shared)
-        library.set_generator(shared, library.jump_generator(generator, worker.number) if worker.number else generator)
-    worker.get_storage(STORAGE_KEY).update(model=model, groups=groups, average=average)
-    exchanged = FlatVariables(groups.params)
-    return exchanged.size, exchanged.dtype.name
+    groups = group_variables(model, exclude_normalization=exchanged_values == "params")
+    for variable in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
+        library = library_of(variable)
+        generator = library.copy_generator(variable)
+        if worker.number:
+            generator = library.jump_generator(generator, worker.number)
+        library.set_generator(variable, generator)
+    worker.get_storage(STORAGE_KEY).update(model=model, groups=groups, exchanged_values=exchanged_values)
+    exchange_vector = FlatVariables(groups.params)
+    return exchange_vector.size, exchange_vector.dtype.name
 
 
 def train_model(
@@ -132,12 +134,12 @@ def train_model(
     """
     stored = worker.get_storage(STORAGE_KEY)
     model = stored["model"]
-    if stored["average"] == "gradient":
+    if stored["exchanged_values"] == "gradient":
         rule = SummedGradients(model.vels, model.vels2, rule.precision)
     is_on_first_host = worker.number < len(settings.devices)
-    lines = Recorder(settings.folder) if is_on_first_host else RemoteRecorder()
+    writer = Recorder(settings.folder) if is_on_first_host else stored["recorder"]
     folder = Path(settings.folder) if is_on_first_host else None
-    recorder = ModelRecorder(worker.number, lines, settings.every, get_batch_size(model), folder)
+    recorder = ModelRecorder(worker.number, writer, settings.every, get_batch_size(model), folder)
     state = ModelState(worker, settings, rule, model, stored["groups"], shared, recorder)
     try:
         return ModelEpochLoop(state, arguments, stop_flag).train_all_epochs()

@@ -11,17 +11,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from synkhronos.launch.supervision.rank_output import FILE_NAME_MARK
+from synkhronos.launch.supervision.rank_output import CONTINUATION_MARK, FILE_NAME_MARK
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.errors import describe_exit
 from synkhronos.training.monitoring.recorder import RANK_FILE, format_record
 
-#: Maximal number of bytes of a line; longer lines are split.  Below PIPE_BUF, so writes of processes do not mix.
+#: Maximal number of bytes of a line's text; longer lines are split.  With the file's name a line is below PIPE_BUF, so
+#: that a write to a pipe is complete, and writes of processes do not mix.
 _MAX_LINE_BYTES = 4000
-#: File descriptor of `RemoteRecorder`: the standard output before `redirect_output`.
-_standard_output = -1
-#: Forwarder of this process.
-_forwarder: subprocess.Popen[bytes] | None = None
 
 #: Program of the forwarder: puts the file's name before each line of a rank.  It is a process, so that it also forwards
 #: the last lines of a killed rank.
@@ -37,21 +34,38 @@ for line in sys.stdin.buffer:
 """
 
 
-def redirect_output(rank: int) -> None:
-    """Redirect this process's standard output and error through a forwarder to the supervisor."""
-    global _standard_output, _forwarder
-    _standard_output = os.dup(1)
+def redirect_output(rank: int) -> RemoteRecorder:
+    """Redirect this process's standard output and error through a forwarder to the supervisor.
+
+    Returns
+    -------
+    RemoteRecorder
+        Recorder that writes to the standard output of before.
+    """
+    standard_output = os.dup(1)
     command = [sys.executable, "-ISc", _FORWARDER_CODE, f"{FILE_NAME_MARK}rank-{rank}.log{FILE_NAME_MARK}"]
     reading, writing = os.pipe()
-    _forwarder = subprocess.Popen(command, stdin=reading)
+    forwarder = subprocess.Popen(command, stdin=reading)
     os.close(reading)
     for file in (1, 2):
         os.dup2(writing, file)
     os.close(writing)
+    return RemoteRecorder(standard_output, forwarder)
 
 
 class RemoteRecorder:
-    """Recorder of a rank on another host: the supervisor writes its records into the run's folder."""
+    """Recorder of a rank on another host: the supervisor writes its records into the run's folder.
+
+    Parameters
+    ----------
+    standard_output : int
+        File descriptor of a pipe, to which other processes may write at the same time.
+    forwarder : subprocess.Popen
+        Process that forwards this rank's output.
+    """
+
+    def __init__(self, standard_output: int, forwarder: subprocess.Popen[bytes]):
+        self._standard_output, self._forwarder = standard_output, forwarder
 
     def write_rank_record(self, rank: int, record: Mapping[str, Any]) -> None:
         """Send a record to the supervisor, for the file of a rank.
@@ -61,11 +75,12 @@ class RemoteRecorder:
         RuntimeError
             If the forwarder has exited: output of this rank would be lost.
         """
-        if _forwarder is not None and _forwarder.poll() is not None:
+        if self._forwarder.poll() is not None:
             raise RuntimeError(
-                f"the process that passes on rank {rank}'s output {describe_exit(_forwarder.returncode)}"
+                f"the process that passes on rank {rank}'s output {describe_exit(self._forwarder.returncode)}"
             )
-        os.write(
-            _standard_output,
-            f"{FILE_NAME_MARK}{RANK_FILE.format(rank)}{FILE_NAME_MARK}{format_record(record)}\n".encode(),
-        )
+        name, text = f"{FILE_NAME_MARK}{RANK_FILE.format(rank)}{FILE_NAME_MARK}", format_record(record)
+        for start in range(0, len(text), _MAX_LINE_BYTES):  # JSON is ASCII: a byte for each character
+            end = start + _MAX_LINE_BYTES
+            before, after = CONTINUATION_MARK * (start > 0), CONTINUATION_MARK * (end < len(text))
+            os.write(self._standard_output, f"{name}{before}{text[start:end]}{after}\n".encode())

@@ -23,7 +23,7 @@ class MasterArguments:
     allowed_cores: list[int]
     #: Checkpoint to resume from, on disk or in memory; None to train from the beginning.
     checkpoint_path: str | None
-    #: Folder for checkpoints in memory, for ``on_death = "continue"``; None without them.
+    #: Folder for memory checkpoints, for ``on_death = "continue"``; None without them.
     memory_checkpoint_folder: str | None
     #: Whether the ranks start again after a death.
     is_recovery: bool

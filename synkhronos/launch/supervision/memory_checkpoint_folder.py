@@ -1,11 +1,11 @@
-"""Folder in /dev/shm for copies of a run's state, from which the supervisor starts the ranks again after a death.
+"""Folder in /dev/shm for memory checkpoints of a run, from which the supervisor starts the ranks again after a death.
 
 ::
 
-    ranks ── copy, about once a second ──> /dev/shm/synkhronos-copy-...   (the supervisor's folder)
-      │ a process dies, all ranks exit                  │
-      v                                                 v
-    DeathLog: rank, cause, time  ──> supervisor ── starts the ranks ──> ranks resume from the copy
+    ranks ── about one per second ──> /dev/shm/synkhronos-copy-...   (the supervisor's folder)
+      │ a process dies, all ranks exit            │
+      v                                           v
+    DeathLog: rank, cause, time  ──> supervisor ── starts the ranks ──> ranks resume from the newest
 
 The folder outlives all ranks.  The supervisor removes it at the end of the run.
 """
@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-#: Parent folder of the copies, and prefix of their folders' names.
+#: Parent folder of these folders, and prefix of their names.
 _SHM, _PREFIX = Path("/dev/shm"), "synkhronos-copy-"
 #: Age in seconds from which an unlocked folder belongs to a killed run; a new folder is locked just after its creation.
 _ABANDONED_SECONDS = 60.0
@@ -41,7 +41,7 @@ class MemoryCheckpointFolder:
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def clear(self) -> None:
-        """Remove all copies."""
+        """Remove all memory checkpoints."""
         for path in self.path.glob("rows-*"):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -10,8 +10,8 @@
         workers: the other ranks
 
 After a failure the supervisor starts the ranks again from the newest checkpoint, at most ``restarts`` times.  With
-``on_death = "continue"`` it starts them after a death from the newest copy in memory (`memory_checkpoint_folder`).  A
-device whose rank can't start is left out (see `DeathLimit`).
+``on_death = "continue"`` it starts them after a death from the newest memory checkpoint (see `MemoryCheckpointFolder`).
+A device whose rank can't start is left out (see `DeathLimit`).
 
 When one of the processes is killed, the others exit: the kernel kills a child when its parent dies, the master watches
 its workers, and the supervisor waits for the master.
@@ -78,7 +78,7 @@ class Supervisor:
         #: Number of deaths in the log.
         self._n_logged_deaths = 0
         self._old_checkpoints = self._list_checkpoints()
-        #: Checkpoint or copy that the ranks resume from.
+        #: Checkpoint, on disk or in memory, that the ranks resume from.
         self._checkpoint = settings.resume
         if settings.resume == "latest":
             self._checkpoint = str(list_checkpoints(self.folder / "checkpoints")[-1])
@@ -117,11 +117,11 @@ class Supervisor:
             end["error"] = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._kill()
+            self._kill_master()
             if self._master is not None:
                 self._master.wait()
             if self._memory_checkpoints is not None:
-                self._save_newest_copy(end)
+                self._save_newest_memory_checkpoint(end)
                 self._memory_checkpoints.remove()
             self._record_end(end)
             for number, handler in before.items():
@@ -190,7 +190,7 @@ class Supervisor:
         if self.signal_number:
             if signal.SIGINT in (number, self.signal_number) or now > self._signalled_at + ECHO_SECONDS:
                 self._deadline = now
-                self._kill()
+                self._kill_master()
             return
         self.signal_number, self._signalled_at, self._deadline = number, now, now
         if self._master is None or self._master.poll() is not None:
@@ -202,7 +202,7 @@ class Supervisor:
             self._deadline += self.settings.grace
             message = f"{signal.Signals(number).name}: the ranks are asked to write a checkpoint and to end\n"
         else:
-            self._kill()
+            self._kill_master()
             return
         self._master.send_signal(number)
         with contextlib.suppress(OSError):
@@ -214,10 +214,10 @@ class Supervisor:
             self._handle_signal(signal.SIGTERM, None)
         if time.monotonic() <= self._deadline:
             return False
-        self._kill()
+        self._kill_master()
         return True
 
-    def _kill(self) -> None:
+    def _kill_master(self) -> None:
         """Kill the ranks and their children, without waiting: a signal handler may call this during a wait."""
         if self._master is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -245,7 +245,7 @@ class Supervisor:
                 if self._master.poll() is not None and not events:
                     # Processes that a rank has started may keep its pipe open.  A killed rank releases its device
                     # before its pipe is closed, and a restart needs the device.
-                    self._kill()
+                    self._kill_master()
                     end_of_wait = min(end_of_wait, time.monotonic() + _EXIT_SECONDS)
                     starts_again = self._memory_checkpoints is not None or self._n_restarts < self.settings.restarts
                     is_last = not self._master.poll() or not starts_again
@@ -262,7 +262,7 @@ class Supervisor:
         return {(path, path.stat().st_mtime_ns) for path in list_checkpoints(self.folder / "checkpoints")}
 
     def _prepare_recovery(self) -> bool:
-        """Prepare a start from the newest copy after a death; return False without a death, or after too many."""
+        """Prepare a start from a memory checkpoint after a death; return False without a death, or after too many."""
         if self._memory_checkpoints is None:
             return False
         deaths = self._deaths.read()
@@ -273,9 +273,10 @@ class Supervisor:
         if len(deaths) == self._n_logged_deaths:
             return False  # the ranks have raised an error, and would raise it again
         self._n_logged_deaths = len(deaths)  # perhaps two more: the master may die after it has recorded a death
-        copy = next((str(path) for path in reversed(list_checkpoints(self._memory_checkpoints.path))), self._checkpoint)
+        paths = list_checkpoints(self._memory_checkpoints.path)
+        newest = str(paths[-1]) if paths else self._checkpoint
         limit, rank = self._death_limit, deaths[-1]["rank"]
-        if copy != self._checkpoint:
+        if newest != self._checkpoint:
             limit.reset_repeats()
         if excess := limit.count_death(rank, deaths[-1]["cause"]):
             self._error_console.write(f"{excess}\n")
@@ -284,10 +285,10 @@ class Supervisor:
             limit.reset_repeats()
             if not self._leave_out_device(rank):
                 return False
-        self._checkpoint = copy
+        self._checkpoint = newest
         (self.folder / FAILURE_FILE).unlink(missing_ok=True)
         self._remove_records_without_checkpoint()
-        where = "the beginning, as there is no copy" if copy is None else f"the copy {Path(copy).name}"
+        where = "the beginning, as there is no checkpoint" if newest is None else f"the checkpoint {Path(newest).name}"
         self._error_console.write(f"death {limit.n_deaths} of at most {limit.max_deaths}: from {where}\n")
         return True
 
@@ -332,20 +333,20 @@ class Supervisor:
             for file in self.folder.glob("*.jsonl"):
                 file.unlink()
 
-    def _save_newest_copy(self, end: dict[str, Any]) -> None:
-        """Save the newest copy as a checkpoint, if a signal has ended the run before the ranks could write one."""
+    def _save_newest_memory_checkpoint(self, end: dict[str, Any]) -> None:
+        """Save the newest memory checkpoint on disk, if a signal has ended the run before the ranks could write one."""
         assert self._memory_checkpoints is not None
-        copies = list_checkpoints(self._memory_checkpoints.path)
-        if not (copies and self.signal_number and self.settings.saves_on_signal) or end.get("checkpoint"):
+        paths = list_checkpoints(self._memory_checkpoints.path)
+        if not (paths and self.signal_number and self.settings.saves_on_signal) or end.get("checkpoint"):
             return
         folder = self.folder / "checkpoints"
         try:
-            path = copy_checkpoint(copies[-1], folder)
+            path = copy_checkpoint(paths[-1], folder)
         except OSError as error:
-            self._error_console.write(f"{folder / copies[-1].name} can't be written: {error}\n")
+            self._error_console.write(f"{folder / paths[-1].name} can't be written: {error}\n")
             return
         end["checkpoint"] = str(path)
-        self._error_console.write(f"--resume continues from {path}, the last copy\n")
+        self._error_console.write(f"--resume continues from {path}, the last memory checkpoint\n")
 
     # -- the end ---------------------------------------------------------------------------------------------
 

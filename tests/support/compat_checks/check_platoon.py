@@ -402,7 +402,7 @@ def test_installed_platoon_precedes_except_under_the_launcher(tmp_path):
     assert run(code, str(tmp_path)) == "installed channel"
     code = """
         import sys
-        from synkhronos.compat.platoon.controller_process import run_file
+        from synkhronos.compat.platoon.channel.controller_process import run_file
         run_file(sys.argv[1] + "/main.py", [])
     """
     assert run(code, str(tmp_path)) == "synkhronos.compat.platoon.channel.worker"

@@ -49,7 +49,7 @@ class BatchSender:
         #: Number of mini-batches that threads have taken from the queue and not sent yet.
         self._sending = 0
         threading.Thread(target=self._accept, daemon=True).start()
-        threading.Thread(target=self._linger).start()
+        threading.Thread(target=self._keep_process_alive).start()
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
         """Append a mini-batch to the queue; wait while the queue is full.
@@ -83,7 +83,7 @@ class BatchSender:
         while not (ready() or self._is_over()):
             self._changed.wait(POLL_SECONDS)
 
-    def _linger(self) -> None:
+    def _keep_process_alive(self) -> None:
         """Keep the process alive after the end of its main thread until the queue is empty."""
         threading.main_thread().join()
         self.close()

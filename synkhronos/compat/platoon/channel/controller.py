@@ -19,8 +19,8 @@ import numpy as np
 
 from synkhronos.compat.platoon import configparser
 from synkhronos.compat.platoon.channel.batch_queue import BatchSender
+from synkhronos.compat.platoon.channel.controller_process import Hosts
 from synkhronos.compat.platoon.channel.worker_group import WorkerGroup
-from synkhronos.compat.platoon.controller_process import Hosts
 from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.gpus import get_n_gpu
 
@@ -40,8 +40,8 @@ class Controller:
     data_hwm : int
         Maximal number of mini-batches in that queue.
     devices : list of str, optional
-        A device for each worker: ``"cpu"``, ``"cuda0"``.  An empty list selects those of Platoon's variables and files,
-        or else all GPUs.
+        A device for each worker: ``"cpu"``, ``"cuda0"``.  An empty list selects the devices in Platoon's
+        environment variables and files, or else all GPUs.
     experiment_name : str
         The workers run ``<experiment_name>_worker.py`` of the working directory.  Without a name no worker is started.
     log_directory : str
@@ -107,7 +107,11 @@ class Controller:
             self._group = WorkerGroup(
                 self._address, experiment_name, [worker_args or "", *ports], self._devices, log_directory, hosts
             )
-            self._workers.update(self._group.start())
+            try:
+                self._workers.update(self._group.start())
+            except PlatoonError as error:
+                sys.stderr.write(str(error))
+                sys.exit(3)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -166,7 +170,7 @@ class Controller:
             return
         self._over[0] = 1
         if self._group is not None:
-            self._group.end()
+            self._group.kill_workers()
         self._workers.clear()
 
     def _handle_force_close(self, number: int, frame: FrameType | None) -> None:

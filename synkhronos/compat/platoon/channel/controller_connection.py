@@ -109,7 +109,7 @@ class ControllerConnection:
         with contextlib.suppress(PlatoonError):
             self._send({"failure": dataclasses.asdict(failure)})
 
-    def end(self) -> None:
+    def send_end(self) -> None:
         """Send the end of this worker to the controller."""
         with contextlib.suppress(PlatoonError):
             self._send({"end": True})

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from synkhronos.compat.platoon.channel.controller import Controller
+from synkhronos.compat.platoon.channel.controller_process import LAUNCH
 from synkhronos.compat.platoon.channel.worker import Worker
-from synkhronos.compat.platoon.controller_process import LAUNCH
 from synkhronos.compat.platoon.param_sync import ParamSyncRule
 
 

@@ -182,7 +182,7 @@ class Worker(metaclass=SingletonType):
         Parameters
         ----------
         src : ndarray, or array of a GPU
-            Of the same shape and dtype on all workers.
+            Values of this worker; shape and dtype are equal on all workers.
         op : {"sum", "prod", "max", "min"}
             Platoon's other names, such as ``"+"`` and ``"maximum"``, are accepted.
         dest : ndarray, optional
@@ -235,14 +235,14 @@ class Worker(metaclass=SingletonType):
         Parameters
         ----------
         params : list of shared variable
-            Of the same shapes and dtypes on all workers.
+            This worker's parameters; shapes and dtypes are equal on all workers.
         param_sync_rule : ParamSyncRule
             Rule of `sync_params`.
 
         Raises
         ------
         PlatoonError
-            If the parameters take another number of bytes than those of the first worker.
+            If the size of the parameters differs from the first worker's.
         """
         self.local_params = params = list(params)
         self.update_fn = param_sync_rule.make_update_function(params)

@@ -23,20 +23,22 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos.compat.platoon.channel import sockets
+from synkhronos.compat.platoon.channel.controller_process import Hosts
 from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
-from synkhronos.compat.platoon.controller_process import Hosts
+from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.ranks.errors import describe_exit
 from synkhronos.ranks.segments import create_unlinked_file
 
 #: Seconds that workers have to end by themselves after one has failed.
-GRACE = 10.0
+GRACE_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSettings:
     """Settings of the workers' processes, sent as JSON."""
 
-    controller: int
+    #: Process ID of the controller, with which the workers exit.
+    controller_pid: int
     address: str
     script: str
     arguments: list[str]
@@ -124,15 +126,14 @@ class WorkerGroup:
         self._deadline = float("inf")
 
     def start(self) -> list[int]:
-        """Start the workers, and return their process IDs in rank order; exit with status 3 if that fails."""
+        """Start the workers, and return their process IDs in rank order; raise PlatoonError if that fails."""
         if self._is_first:
             self._start_master()
         while not all(self._processes):
             ready = wait([self._listener, *self._exit_fds])
             if self._listener not in ready:
                 log = Path(f"{self._settings.logs[0]}.err").read_text()
-                sys.stderr.write(f"ERROR! the workers did not start:\n{log}")
-                sys.exit(3)
+                raise PlatoonError(f"the workers did not start:\n{log}")
             connection = sockets.accept(self._listener)
             if connection is not None:
                 local_rank, process = json.loads(connection.recv_bytes())
@@ -153,19 +154,23 @@ class WorkerGroup:
     def serve(self, answer: Callable[[Any, int, Any], Any]) -> Failure | None:
         """Answer requests by ``answer(request, process, info)`` until all workers end; return the first failure."""
         while self._is_first or self._connections:
-            ready = wait([*self._connections, *self._exit_fds], max(POLL_SECONDS, self._get_seconds_left()))
+            ready = wait([*self._connections, *self._exit_fds], self._compute_poll_seconds())
             if set(self._exit_fds) & set(ready):
                 break
-            if self._get_seconds_left() == 0:
-                self.end()
+            if self._is_past_deadline():
+                self.kill_workers()
             for connection in self._connections.keys() & set(ready):
                 query = self._receive(connection)
                 if query is not None and not self._failures:
                     self._reply(connection, query, answer)
-        return self._find_first_failure()
+        return self._wait_for_first_failure()
 
-    def _get_seconds_left(self) -> float:
-        return max(0.0, min(1.0, self._deadline - time.monotonic()))
+    def _compute_poll_seconds(self) -> float:
+        """Return the timeout of the next wait for messages: up to the deadline, but at most a second."""
+        return max(POLL_SECONDS, min(1.0, self._deadline - time.monotonic()))
+
+    def _is_past_deadline(self) -> bool:
+        return time.monotonic() >= self._deadline
 
     def _receive(self, connection: Connection) -> Any:
         """Return a worker's next request; None for a report or the end of the worker."""
@@ -180,7 +185,7 @@ class WorkerGroup:
         if "failure" not in query:
             return query
         self._failures.append(Failure(**query["failure"]))
-        self._deadline = min(self._deadline, time.monotonic() + GRACE)
+        self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
         return None
 
     def _reply(self, connection: Connection, query: Any, answer: Callable[[Any, int, Any], Any]) -> None:
@@ -208,8 +213,8 @@ class WorkerGroup:
         connection.send_bytes(json.dumps({"is_new": is_new}).encode())
         reduction.send_handle(connection, file.fileno(), self._connections[connection])
 
-    def _find_first_failure(self) -> Failure | None:
-        """Return the first failure after the end of all workers; their own reports take precedence."""
+    def _wait_for_first_failure(self) -> Failure | None:
+        """Wait for the end of all workers, and return the first failure; their own reports take precedence."""
         for connection in list(self._connections):
             # Not to the end of the stream: a process forked by a worker may hold its socket open.
             while connection in self._connections and connection.poll():
@@ -219,13 +224,14 @@ class WorkerGroup:
         if own_failures:
             return own_failures[0]
         if self._failures:
+            # Worker 0 reports once a peer has failed, and again with the reason once all workers have ended.
             return self._failures[-1]
         if self._master is None or status == 0:
             return None
         log = self._settings.logs[0]
         return Failure(0, 2, f"worker 0 (process {self._master.pid}) {describe_exit(status)}; see {log}.err", False)
 
-    def end(self) -> None:
+    def kill_workers(self) -> None:
         """Kill the workers that have not ended, and their children."""
         if self._master is None or self._master.returncode is not None:
             return

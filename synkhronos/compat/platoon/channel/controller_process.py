@@ -28,7 +28,7 @@ class Hosts:
     ----------
     devices : dict of str to list of str
         Devices of each host, in the order of the workers' ranks.
-    controller : list of str
+    controller_command : list of str
         The controller's file and arguments, the same on all hosts.
     index : int
         Position of this controller's host.
@@ -37,7 +37,7 @@ class Hosts:
     """
 
     devices: dict[str, list[str]]
-    controller: list[str]
+    controller_command: list[str]
     index: int = 0
     address: str = ""
 
@@ -66,15 +66,15 @@ def start_controller(
     log : str
         Path of its output, without ``.out`` and ``.err``.
     launch : dict or None
-        Arguments of `Controller`, for the variable `LAUNCH`; None to pass on that of this process.
+        Arguments of `Controller`, for the variable `LAUNCH`; None to pass on this process's.
     hosts : Hosts or None
     """
     code = (
         "from synkhronos.ranks.child_process import exit_with_parent; "
         f"exit_with_parent({os.getpid()}, True); "
-        "from synkhronos.compat.platoon import controller_process; controller_process.main()"
+        "from synkhronos.compat.platoon.channel import controller_process; controller_process.main()"
     )
-    package = str(Path(__file__).resolve().parents[3])  # the child imports this very library
+    package = str(Path(__file__).resolve().parents[4])  # the child imports this very library
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path}
     if launch is not None:

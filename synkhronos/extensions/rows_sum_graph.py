@@ -1,0 +1,116 @@
+"""The part of a graph that ranks compute for a sum over rows: its nodes and its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pytensor.graph.basic import Apply, Constant
+from pytensor.scan.op import Scan
+from pytensor.tensor import TensorType
+from pytensor.tensor.elemwise import DimShuffle
+
+from synkhronos.checks import describe
+from synkhronos.graphs import library_of
+
+#: Maximal number of elements of constants that are sent with the graph, and of arrays that ranks compute from them or
+#: from parameters at each call.
+_MAX_CONSTANT_SIZE = 1000
+
+
+def select_rank_nodes(terms: Any, rows: Sequence[Any]) -> list[Apply]:
+    """Return the nodes that the ranks compute, in topological order.
+
+    These are the nodes that depend on rows, and nodes of small arrays before them.  Rewrites need the latter: from
+    ``sigma = exp(log_sigma)`` alone they could not make ``log(sigma)`` and its gradient finite where ``sigma`` is 0.
+    """
+    nodes = library_of(terms).sort_nodes([terms])
+    read = {terms, *(variable for node in nodes for variable in node.inputs)}
+    unused = [describe(variable) for variable in rows if variable not in read]
+    if unused:
+        raise ValueError(f"rows: the terms are not computed from {', '.join(unused)}")
+    depends = set(rows)
+    fixed = {variable for variable in read if isinstance(variable, Constant) and _is_small(variable)}
+    for node in nodes:
+        if not depends.isdisjoint(node.inputs):
+            depends.update(node.outputs)
+        if fixed.issuperset(node.inputs):
+            fixed.update(node.outputs)
+    needed = {terms}
+    selected = []
+    for node in reversed(nodes):
+        needed_outputs = needed.intersection(node.outputs)
+        if needed_outputs and (
+            not needed_outputs.isdisjoint(depends | fixed)
+            or not all(map(_is_array, needed_outputs))
+            or isinstance(node.op, DimShuffle)
+            or _is_cheap(node)
+        ):
+            selected.append(node)
+            needed.update(node.inputs)
+    return selected[::-1]
+
+
+def find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
+    """Return the inputs of these nodes other than rows and constants."""
+    computed = {variable for node in selected for variable in node.outputs}
+    params: dict[Any, None] = {}
+    for variable in (variable for node in selected for variable in node.inputs):
+        if variable in computed or variable in rows or isinstance(variable, Constant):
+            continue
+        if not _is_array(variable):
+            raise TypeError(f"terms: computed from {describe(variable)} of type {variable.type}, which cannot be sent")
+        params[variable] = None
+    return list(params)
+
+
+def replace_variables(variable: Any, nodes: Sequence[Apply], replaced: Mapping[Any, Any]) -> Any:
+    """Return `variable` recomputed with the variables in ``replaced``; ``nodes`` is its graph in topological order."""
+    new_variables = dict(replaced)
+    for node in nodes:
+        if not new_variables.keys().isdisjoint(node.inputs):
+            new_node = node.clone_with_new_inputs([new_variables.get(v, v) for v in node.inputs], strict=False)
+            outputs = zip(node.outputs, new_node.outputs, strict=True)
+            new_variables.update((output, new_output) for output, new_output in outputs if output not in replaced)
+    return new_variables.get(variable, variable)
+
+
+def replace_checks(variables: Sequence[Any], replace: Callable[..., Any]) -> list[Any]:
+    """Return `variables` with ``replace(value, *conditions)`` in place of each check of parameters by PyMC."""
+    new_variables: dict[Any, Any] = {}
+    for node in library_of(variables[0]).sort_nodes(variables):
+        inputs = [new_variables.get(v, v) for v in node.inputs]
+        if getattr(node.op, "can_be_replaced_by_ninf", False):
+            new_variables[node.outputs[0]] = replace(*inputs)
+        elif not new_variables.keys().isdisjoint(node.inputs):
+            new_node = node.clone_with_new_inputs(inputs, strict=False)
+            new_variables.update(zip(node.outputs, new_node.outputs, strict=True))
+    return [new_variables.get(variable, variable) for variable in variables]
+
+
+def _is_array(variable: Any) -> bool:
+    return isinstance(variable.type, TensorType)
+
+
+def _is_cheap(node: Apply) -> bool:
+    """Whether a node computes small arrays from small arrays."""
+    arrays = [*node.inputs, *node.outputs]
+    op = getattr(node.op, "scalar_op", node.op)
+    # Users' Ops may have state or effects, and stay in the master.
+    return (
+        type(op).__module__.startswith(("pytensor.", "pymc."))
+        and not isinstance(op, Scan)
+        and all(
+            isinstance(v.type, TensorType)
+            and None not in v.type.shape
+            and math.prod(v.type.shape) <= _MAX_CONSTANT_SIZE
+            for v in arrays
+        )
+    )
+
+
+def _is_small(constant: Any) -> bool:
+    """Whether a constant is small enough to be sent to the ranks with the graph."""
+    return np.size(constant.data) <= _MAX_CONSTANT_SIZE

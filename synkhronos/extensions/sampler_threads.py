@@ -1,0 +1,63 @@
+"""Errors of ranks in the threads of a sampler, which treats any error as a point without a density."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from synkhronos import ranks
+
+#: Seconds that a sampler gets to stop its threads.
+_STOP_SECONDS = 1.0
+
+#: The session or the servers whose failure has last interrupted the main thread.
+_last_failed: weakref.ref[Any] | None = None
+
+
+class WorkerExitInterrupt(ranks.WorkerError, KeyboardInterrupt):
+    """A worker exited during sampling.
+
+    It is a KeyboardInterrupt, so PyMC's samplers stop and return the draws so far.
+    """
+
+
+def stop_sampler(error: ranks.WorkerError, failed: Any) -> WorkerExitInterrupt:
+    """Warn, stop a sampler whose thread this is, and return the interrupt for PyMC's samplers.
+
+    ``failed`` is the session or the servers that have failed.  It interrupts the main thread once: a second interrupt
+    would stop the main thread while it collects the draws.
+    """
+    global _last_failed
+    warnings.warn(f"stopped early, with the results so far: {error}", RuntimeWarning, stacklevel=3)
+    if is_foreign_thread():
+        if _last_failed is None or _last_failed() is not failed:
+            _last_failed = weakref.ref(failed)
+            _thread.interrupt_main()
+        # The main thread stops the sampler's threads.  Until then they wait here: without a density they would record
+        # a wrong draw.
+        time.sleep(_STOP_SECONDS)
+    return WorkerExitInterrupt(str(error), error.rank, error.worker_traceback, error.failures)
+
+
+def is_foreign_thread() -> bool:
+    """Whether this thread was not started by Python; nutpie's threads are Rust's."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+@contextlib.contextmanager
+def warn_unseen_errors() -> Iterator[None]:
+    """Warn of errors in foreign threads: nutpie takes any error for a point without a density."""
+    try:
+        yield
+    except Exception as error:
+        if is_foreign_thread() and not isinstance(error, WorkerExitInterrupt):
+            if ranks.get_last_death() is not None:  # the sampler is being stopped, but may evaluate other points before
+                time.sleep(_STOP_SECONDS)
+            warnings.warn(f"no density: {error}", RuntimeWarning, stacklevel=3)
+        raise
