@@ -44,12 +44,12 @@ def variables(x=X0, dtype="float64"):
     return [shared(x[:3].copy(), "a"), shared(x[3:].reshape(2, -1).copy(), "b")]
 
 
-def train(rule, kind="sgd", steps=STEPS, eta=ETA, on_device=XLA):
+def train(rule, optimizer="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     """Train; return the traces of all ranks, the report, the rule's state on each rank, and the numbers of exchanges."""
     n = synk.ranks.get_session().size
     memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
     results = synk.run(
-        programs.train, rule, variables(), variables(0 * X0), memory, problem(), kind, eta, steps, on_device
+        programs.train, rule, variables(), variables(0 * X0), memory, problem(), optimizer, eta, steps, on_device
     )
     reports = [np.asarray(result[1]) for result in results]
     for other in reports[1:]:
@@ -62,26 +62,26 @@ def train(rule, kind="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     )
 
 
-def oracle_arguments(n, kind="sgd"):
-    return n, problem(), X0, kind, ETA, STEPS
+def oracle_arguments(n, optimizer="sgd"):
+    return n, problem(), X0, optimizer, ETA, STEPS
 
 
 # -- trainings equal formulas in NumPy -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("period", [1, 3])
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "scaled"])
-def test_local_sgd_equals_its_formula(n, period, kind):
-    expected = oracle.averaging(*oracle_arguments(n, kind), oracle.every(period))
-    trace, report, _, _ = train(rules.LocalSGD(period), kind)
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "scaled"])
+def test_local_sgd_equals_its_formula(n, period, optimizer):
+    expected = oracle.averaging(*oracle_arguments(n, optimizer), oracle.make_schedule(period))
+    trace, report, _, _ = train(rules.LocalSGD(period), optimizer)
     np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, expected[:, -1].mean(0), **CLOSE)
 
 
 def test_local_sgd_of_one_step_is_bsp(n):
-    for kind in ("sgd", "momentum"):
-        trace = train(rules.BSP("params"), kind)[0]
-        np.testing.assert_allclose(trace, [oracle.bsp(*oracle_arguments(n, kind))] * n, **CLOSE)
+    for optimizer in ("sgd", "momentum"):
+        trace = train(rules.BSP("params"), optimizer)[0]
+        np.testing.assert_allclose(trace, [oracle.bsp(*oracle_arguments(n, optimizer))] * n, **CLOSE)
     if n > 1:
         assert (
             np.abs(train(rules.BSP("params"), "scaled")[0][0] - oracle.bsp(*oracle_arguments(n, "scaled"))).max() > 1e-2
@@ -141,7 +141,7 @@ def test_diloco_and_slowmo_have_other_rules_as_special_cases(n):
 
 def test_own_exchange_rule_is_accepted(n):
     expected = oracle.run(
-        *oracle_arguments(n), lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs], oracle.every(5)
+        *oracle_arguments(n), lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs], oracle.make_schedule(5)
     )
     np.testing.assert_allclose(train(programs.Halfway())[0], expected, **CLOSE)
 
@@ -200,8 +200,8 @@ ELASTIC = [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EA
 @pytest.mark.parametrize("rule", ELASTIC, ids=repr)
 def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
     """Results have the same bits as NumPy's, with the exchanges in the order in which they happened."""
-    kind = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
-    trace, report, _, numbers = train(rule, kind, on_device=on_device)
+    optimizer = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
+    trace, report, _, numbers = train(rule, optimizer, on_device=on_device)
     momentum, alpha = getattr(rule, "momentum", 0), 0.9 / n
     centre = X0.copy()
     x, v, at = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)], [0] * n
@@ -210,7 +210,7 @@ def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
     for _, step, r in order:
         while at[r] <= step:
             g = programs.gradient(problem(), r, at[r], x[r])
-            x[r], v[r] = programs.local_step(kind, x[r], v[r], g, ETA)
+            x[r], v[r] = programs.local_step(optimizer, x[r], v[r], g, ETA)
             at[r] += 1
             if at[r] <= step:
                 np.testing.assert_array_equal(trace[r][at[r]], x[r])
@@ -239,14 +239,14 @@ def test_downpour_exchanges_equal_a_replay(n, on_device):
 
 def test_base_rule_keeps_ranks_independent(n):
     trace = train(rules.Rule())[0]
-    np.testing.assert_array_equal(trace, oracle.run(*oracle_arguments(n), lambda xs: xs, oracle.every(1)))
+    np.testing.assert_array_equal(trace, oracle.run(*oracle_arguments(n), lambda xs: xs, oracle.make_schedule(1)))
 
 
 def test_asgd_of_one_rank_is_serial(n):
     if n > 1:
         pytest.skip("one rank")
     np.testing.assert_array_equal(
-        train(rules.ASGD())[0], oracle.run(*oracle_arguments(1), lambda xs: xs, oracle.every(1))
+        train(rules.ASGD())[0], oracle.run(*oracle_arguments(1), lambda xs: xs, oracle.make_schedule(1))
     )
 
 

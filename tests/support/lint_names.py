@@ -31,7 +31,7 @@ CLAUSE_IN_SECTION = re.compile(rf"{CLAUSE.pattern}|(?:those|that|who|where)\b", 
 COMMENT = re.compile(r"^\s*#: (.*)", re.MULTILINE)
 #: Prepositions and pronouns, which name nothing by themselves; `all` and `any` are methods of arrays.
 BARE = frozenset(
-    "as at both by each everything for from in it its kept none of on one so such that them they this those to "
+    "as at both by each every everything for from in it its kept none of on one so some such that them they this those to "
     "what which who with".split()
 )
 #: Phrases that have a plainer form: "as in `X`", "one for each rank", "in place of", "the class's".
