@@ -92,7 +92,7 @@ def train(options: argparse.Namespace, n_epochs: int, is_disturbed: bool):
         killer.is_over.set()
         killer.join()
     try:
-        result = np.asarray(model.values()), np.asarray(model.used()), reports, killer.n_killed
+        result = np.asarray(model.values()), np.asarray(model.count_uses()), reports, killer.n_killed
     except synk.WorkerError:  # killed after the last report
         result = np.asarray(model.values()), None, reports, killer.n_killed
     synk.close()

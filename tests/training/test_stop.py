@@ -79,7 +79,7 @@ def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, at_once, name):
     for report, expected_report in zip(reports, expected[1:], strict=True):
         assert all(report[key] == expected_report[key] for key in ("epoch", "seen", "steps", "loss", "validation"))
     assert rest.values().tolist() == whole.values().tolist()
-    assert rest.used().tolist() == [2.0] * ROWS
+    assert rest.count_uses().tolist() == [2.0] * ROWS
 
 
 @pytest.mark.parametrize(("name", "after"), [("EASGD", 3), ("EASGD", 2), ("GoSGD", 3)])
@@ -91,7 +91,7 @@ def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, at_once
     assert status == 128 + signal.SIGTERM and not losses
     row = int(checkpoint.paths()[-1].name.removeprefix("rows-"))
     assert 0.3 * ROWS < row <= ROWS and row % 6 == 0  # all rows, if the master's process was slow
-    assert part.used().sum() == row and part.used().max() == 1
+    assert part.count_uses().sum() == row and part.count_uses().max() == 1
     stored = np.asarray(synk.gather(part.counts, nd_up=1))
     synk.close()
     fork(after)

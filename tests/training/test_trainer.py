@@ -36,7 +36,7 @@ def test_trainer_uses_every_row_once_an_epoch(n_ranks, name, rows, batch, every)
     model = Model(name, rows)
     reports = list(model.epochs(batch, 2, rows, every=every))
     # BSP in one command excludes the counts of single ranks from the average.
-    assert model.used().tolist() == [2.0] * rows
+    assert model.count_uses().tolist() == [2.0] * rows
     assert sum(report.seen == rows for report in reports) == 1
     assert reports[-1].seen == 2 * rows
 
@@ -48,7 +48,7 @@ def test_data_that_grow_between_epochs_do_not_block(n_ranks, name):
     model = Model(name, 60)
     for epochs, rows in ((1, 31), (2, 53)):  # the first batch of 1 row, then of 5, leaves some ranks without one
         list(model.epochs(6, epochs, rows))
-    assert model.used().tolist() == [2.0] * 31 + [1.0] * 22 + [0.0] * 7
+    assert model.count_uses().tolist() == [2.0] * 31 + [1.0] * 22 + [0.0] * 7
 
 
 @pytest.mark.parametrize("name", ["BSP"] if XLA else ["BSP", "BSP of parameters", "PostLocal", "SlowMo"])

@@ -500,7 +500,7 @@ def test_data_may_have_other_lengths_in_each_epoch(fork, tmp_path, name):
     for epoch, n in enumerate(lengths, 1):
         data = X[:n], [Y[:n], np.arange(n)]
         seen += [report.seen for report in model.trainer.epochs(*data, 5, epoch, recorder=Recorder(tmp_path))]
-    assert seen == np.cumsum(lengths).tolist() and model.used().sum() == sum(lengths)
+    assert seen == np.cumsum(lengths).tolist() and model.count_uses().sum() == sum(lengths)
     assert [report["seen"] for report in read_records(tmp_path)["reports"]] == seen
 
 
@@ -514,7 +514,7 @@ def test_data_that_grow_between_two_reports(fork, name):
     for data, values in ((x, X), (y, Y), (numbers, np.arange(ROWS))):
         data.set_value(values)
     assert [next(epochs).seen for _ in range(3)] == [50, 70, 90]
-    assert model.used().tolist() == [2.0] * 30 + [1.0] * 30
+    assert model.count_uses().tolist() == [2.0] * 30 + [1.0] * 30
     y.set_length(40)
     with pytest.raises(ValueError, match=r"^x_data, y_data: expected equally many rows of each, got \[60, 40, 60\]"):
         next(epochs)
@@ -527,7 +527,7 @@ def test_data_that_grow_resume_at_the_end_of_an_epoch(fork, tmp_path):
     within, end = checkpoint.paths()
     again = Model("LocalSGD")
     (report,) = again.epochs(5, 2, checkpoint=checkpoint, resume=end)
-    assert report.seen == 40 + ROWS and set(again.used()) == {1.0, 2.0}
+    assert report.seen == 40 + ROWS and set(again.count_uses()) == {1.0, 2.0}
     for rows, path in ((ROWS, within), (30, end)):
         with pytest.raises(CheckpointError, match="the order of rows would be another"):
             next(Model("LocalSGD").epochs(5, 2, rows=rows, resume=path))
@@ -540,4 +540,4 @@ def test_data_of_an_unfinished_epoch_must_not_change(fork):
     for options in ({"rows": 40}, {"seed": 1}):
         with pytest.raises(ValueError, match=r"^x_data, seed: expected 60 rows and seed 0, since the last call"):
             next(model.epochs(5, 1, **options))
-    assert [report.seen for report in model.epochs(5, 1)] == [ROWS] and set(model.used()) == {1.0}
+    assert [report.seen for report in model.epochs(5, 1)] == [ROWS] and set(model.count_uses()) == {1.0}

@@ -518,13 +518,13 @@ def train_asynchronously() -> None:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             model = Model(name, rate=rate)
             first, *_, last = model.epochs(5, 8, valid=(X, Y), checkpoint=Checkpoint(folder, keep=9))
-            assert model.used().tolist() == [8.0] * len(X), name
+            assert model.count_uses().tolist() == [8.0] * len(X), name
             assert last.validation["mse"] < 0.3 * first.loss, (name, first, last)
             mse = np.mean((X @ model.w.get_value() + model.b.get_value() - Y) ** 2)
             np.testing.assert_allclose(last.validation["mse"], mse, err_msg=name)
             again = Model(name, rate=rate)
             *_, rest = again.epochs(5, 16, valid=(X, Y), checkpoint=Checkpoint(folder), resume="latest")
-            assert again.used().tolist() == [16.0] * len(X), name
+            assert again.count_uses().tolist() == [16.0] * len(X), name
             assert rest.validation["mse"] < last.validation["mse"], (name, last, rest)
     print("right")
 
@@ -624,7 +624,7 @@ def survive(name: str, seed: str) -> None:
             reports.append(report)
             if kills_mpirun and len(reports) == 1:
                 os.kill(ranks.get_session()._group.link._mpirun.pid, signal.SIGKILL)
-        assert model.used().tolist() == [2.0] * len(X), (name, model.used())
+        assert model.count_uses().tolist() == [2.0] * len(X), (name, model.count_uses())
         return model.values(), reports
 
     with Killer() as killer:
