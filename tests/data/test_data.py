@@ -95,9 +95,9 @@ def test_data_of_any_dtype_is_shared_with_ranks(dtype):
 @pytest.mark.parametrize("shape", [(0,), (1,), (5,), (3, 0), (0, 3), (4, 2, 3), (3, 2, 1, 2)])
 def test_data_of_any_shape_is_shared_with_ranks(shape):
     value = make_value("float64", shape)
-    seen = read_by_ranks(synk.data(value))
-    assert seen.shape == shape
-    np.testing.assert_array_equal(seen, value)
+    values = read_by_ranks(synk.data(value))
+    assert values.shape == shape
+    np.testing.assert_array_equal(values, value)
 
 
 def test_data_of_a_scalar_is_shared_with_ranks():
@@ -292,9 +292,9 @@ def test_data_force_cast_is_needed_for_unsafe_casts(to, method):
             with pytest.raises(TypeError, match=rf"(x|value): {dtype} can't be cast safely to {to}.*force_cast=True"):
                 take()
             assert d.shape == (0, 0)
-        taken = take(force_cast=not np.can_cast(dtype, to, "safe"))
-        assert taken.dtype == to
-        np.testing.assert_array_equal(taken, value.astype(to))
+        data = take(force_cast=not np.can_cast(dtype, to, "safe"))
+        assert data.dtype == to
+        np.testing.assert_array_equal(data, value.astype(to))
 
 
 def test_condition_data_leaves_data_unchanged():
@@ -407,10 +407,10 @@ def test_set_length_keeps_rows_on_all_ranks():
     d = synk.data(np.arange(10.0).reshape(5, 2))
     for length in (6, 1000, 100_000):
         d.set_length(length)
-        seen = read_by_ranks(d)
-        assert seen.shape == (length, 2)
-        np.testing.assert_array_equal(seen[:5], np.arange(10.0).reshape(5, 2))
-        assert not seen[5:].any()
+        values = read_by_ranks(d)
+        assert values.shape == (length, 2)
+        np.testing.assert_array_equal(values[:5], np.arange(10.0).reshape(5, 2))
+        assert not values[5:].any()
 
 
 def test_set_length_oversize_allocates_ahead():
@@ -624,11 +624,11 @@ def test_hundreds_of_data_reach_many_ranks(forked):
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_data_copy_has_its_own_memory(two_ranks, copied):
     original = synk.data([1.0, 2.0], name="x", minibatch=True)
-    made = copied(original)
-    made[0] = 5
+    duplicate = copied(original)
+    duplicate[0] = 5
     original.free_memory()
-    assert made.data.tolist() == [5.0, 2.0]
-    assert (made.name, made.minibatch) == ("x", True)
+    assert duplicate.data.tolist() == [5.0, 2.0]
+    assert (duplicate.name, duplicate.minibatch) == ("x", True)
 
 
 def test_data_refuses_pickling(two_ranks):

@@ -86,11 +86,11 @@ def test_theano_keeps_an_opened_gpu(monkeypatch):
 
 
 def test_integer_vectors_stay_on_the_host():
-    on_gpu = [("float32", 0), ("float64", 4), ("uint8", 4), ("int64", 2)]
-    on_host = [("int32", 1), ("bool", 0), ("complex64", 3)]
-    assert [PYGPU.accepts_input(np.dtype(dtype), ndim) for dtype, ndim in [*on_gpu, *on_host]] == 4 * [True] + 3 * [
-        False
-    ]
+    gpu_types = [("float32", 0), ("float64", 4), ("uint8", 4), ("int64", 2)]
+    host_types = [("int32", 1), ("bool", 0), ("complex64", 3)]
+    assert [PYGPU.accepts_input(np.dtype(dtype), ndim) for dtype, ndim in [*gpu_types, *host_types]] == 4 * [
+        True
+    ] + 3 * [False]
 
 
 # -- pending collectives ------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Gpu:
 @pytest.fixture
 def connected(monkeypatch):
     """Give a function that connects a communicator to a stand-in for the GPU."""
-    made = []
+    communicators = []
 
     def connect(**kwargs):
         gpu = Gpu(**kwargs)
@@ -180,13 +180,13 @@ def connected(monkeypatch):
         communicator = NcclCommunicator(gpu, gpu)
         connection = communicator._connection
         connection._comm, connection._handle, connection.generation = gpu, 1, 1
-        made.append(communicator)
+        communicators.append(communicator)
         return communicator, gpu
 
     for module in ("nccl", "nccl_connection"):
         monkeypatch.setattr(f"synkhronos.devices.cuda.{module}.check_result", lambda results: None)
     yield connect
-    for communicator in made:
+    for communicator in communicators:
         communicator._watchdog.close()
 
 

@@ -131,17 +131,17 @@ def test_lazy_result_is_writable(double):
 def test_writes_into_a_lazy_result_stay_local(fork):
     fork(2)
     w = shared(np.ones(3), "w")
-    own = synk.function([], (w, None))
-    result = own()
+    read_w = synk.function([], (w, None))
+    result = read_w()
     result[:] = 7
-    np.testing.assert_array_equal(own(), [1, 1, 1])
+    np.testing.assert_array_equal(read_w(), [1, 1, 1])
     np.testing.assert_array_equal(w.get_value(), [1, 1, 1])
 
 
 def test_lazy_result_copies_are_independent(double):
     result = double(VALUE)[1]
-    for made in (copy.copy(result), copy.deepcopy(result), result.copy(), np.array(result)):
-        made[0] = 9
+    for duplicate in (copy.copy(result), copy.deepcopy(result), result.copy(), np.array(result)):
+        duplicate[0] = 9
     np.testing.assert_array_equal(result, VALUE * 2)
 
 

@@ -57,9 +57,9 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts():
-    found = Hosts()
-    yield found
-    found.end()
+    hosts = Hosts()
+    yield hosts
+    hosts.end()
 
 
 def fork(hosts, tree, **settings):
@@ -267,8 +267,8 @@ def test_wrong_hosts_are_named(hosts, named, words):
 def test_killed_agent_leaves_no_shared_memory(hosts):
     with hosts as tree:
         for agent in fork(hosts, tree)["agents"]:
-            found = re.findall(r"ucx_shm\S+|SYSV\S+", Path(f"/proc/{agent}/maps").read_text())
-            assert not found, found
+            segments = re.findall(r"ucx_shm\S+|SYSV\S+", Path(f"/proc/{agent}/maps").read_text())
+            assert not segments, segments
         tree.run_order("close")
 
 
@@ -306,9 +306,9 @@ def test_exit_of_the_master_ends_hosts(hosts):
 
 def test_idle_hosts_use_no_cores(hosts):
     with hosts as tree:
-        found = fork(hosts, tree)
+        processes = fork(hosts, tree)
         check_works(tree)
-        pids = [tree.pid, *found["agents"], *found["ranks"]]
+        pids = [tree.pid, *processes["agents"], *processes["ranks"]]
         time.sleep(0.3)
         before, began = [read_cpu_seconds(pid) for pid in pids], time.monotonic()
         time.sleep(2)

@@ -58,9 +58,9 @@ def list_imported_modules(path):
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            top, _, rest = name.partition(".")
+            top, _, module = name.partition(".")
             if top == "synkhronos":
-                yield rest
+                yield module
 
 
 def list_imported_packages(path):
@@ -188,9 +188,9 @@ def test_imports_have_no_cycle():
     for module, path in paths.items():
         for name in list_imported_modules(path):
             # ``from a.b import c`` imports the module a.b.c, or c from a.b.
-            found = name if name in paths else name.rpartition(".")[0]
-            if found in paths and found != module:
-                imports[module].add(found)
+            imported = name if name in paths else name.rpartition(".")[0]
+            if imported in paths and imported != module:
+                imports[module].add(imported)
     assert find_cycles(imports) == []
 
 
@@ -321,14 +321,14 @@ def test_source_walks_name_existing_functions():
     walks = re.split("^Four walks|^Mechanisms and invariants$", page, flags=re.MULTILINE)[1]
     lines = re.findall(r"^#\. (.*(?:\n   .*)*)", walks, re.MULTILINE)
     assert len(lines) > 40
-    assert {line: found for line in lines if (found := find_missing_names(line))} == {}
+    assert {line: missing for line in lines if (missing := find_missing_names(line))} == {}
 
 
 def test_internals_names_existing_classes_and_methods():
     page = (DOCS / "internals.rst").read_text()
-    everywhere = set().union(*map(list_defined_names, FILES)) | set(dir(builtins))
-    named = set(re.findall(r"``(?:[a-z_/]+\.)?([A-Z]\w*[a-z]\w*(?:\.\w+)?)``", page))
-    assert len(named) > 40 and sorted(named - everywhere) == []
+    defined = set().union(*map(list_defined_names, FILES)) | set(dir(builtins))
+    names = set(re.findall(r"``(?:[a-z_/]+\.)?([A-Z]\w*[a-z]\w*(?:\.\w+)?)``", page))
+    assert len(names) > 40 and sorted(names - defined) == []
 
 
 def test_find_missing_names_finds_them():

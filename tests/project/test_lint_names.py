@@ -4,7 +4,15 @@ import json
 import textwrap
 
 import pytest
-from lint_names import BASELINE, Finding, additions, count, find_missing_files, find_unlisted_imports, findings
+from lint_names import (
+    BASELINE,
+    Finding,
+    check_names,
+    count_by_rule,
+    find_additions,
+    find_missing_files,
+    find_unlisted_imports,
+)
 
 pytestmark = pytest.mark.any_library
 
@@ -20,13 +28,13 @@ class Parcel:
 '''
 
 
-def found(source, **others):
+def lint(source, **others):
     sources = {"synkhronos/one.py": source} | {f"synkhronos/{name}.py": text for name, text in others.items()}
-    return [(finding.rule, finding.line, finding.text) for finding in findings(sources)]
+    return [(finding.rule, finding.line, finding.text) for finding in check_names(sources)]
 
 
 def test_lint_names_accepts_a_clean_file():
-    assert found(WHOLE) == []
+    assert lint(WHOLE) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +59,7 @@ def test_lint_names_accepts_a_clean_file():
 )
 def test_lint_names_findings(before, after, finding):
     assert before in WHOLE
-    assert found(WHOLE.replace(before, after)) == [finding]
+    assert lint(WHOLE.replace(before, after)) == [finding]
 
 
 def test_lint_names_finds_a_duplicate_class():
@@ -59,10 +67,10 @@ def test_lint_names_finds_a_duplicate_class():
         class Parcel:
             """A message."""
     ''')
-    assert found(WHOLE, two=other) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
+    assert lint(WHOLE, two=other) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
     private = other.replace("Parcel", "_Parcel")
-    assert found(WHOLE, two=private) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
-    assert list(findings({"synkhronos/compat/theano/one.py": other, "synkhronos/two.py": other})) == []
+    assert lint(WHOLE, two=private) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
+    assert list(check_names({"synkhronos/compat/theano/one.py": other, "synkhronos/two.py": other})) == []
 
 
 def test_lint_names_finds_an_unknown_parameter():
@@ -82,14 +90,14 @@ def test_lint_names_finds_an_unknown_parameter():
             weight : float
             """
     ''')
-    assert found(source) == [("unknown parameter documented", 2, "weigh: factor")]
-    assert found(source.replace('unit="g"', "**options")) == []
+    assert lint(source) == [("unknown parameter documented", 2, "weigh: factor")]
+    assert lint(source.replace('unit="g"', "**options")) == []
 
 
 def test_lint_names_requires_no_docstrings_outside_of_the_package():
     source = WHOLE.replace('"""Return the weight in bytes."""', "pass").replace("A message", "What is sent")
-    found = findings({"tests/one.py": source, "tests/two.py": source})
-    assert [finding.rule for finding in found] == ["clause for a noun"] * 2
+    lint = check_names({"tests/one.py": source, "tests/two.py": source})
+    assert [finding.rule for finding in lint] == ["clause for a noun"] * 2
 
 
 def test_lint_names_finds_imports_that_mypy_may_not_see():
@@ -103,9 +111,14 @@ def test_lint_names_finds_imports_that_mypy_may_not_see():
 def test_lint_names_fails_only_on_additions():
     old = [Finding("bare name", path, 1, "of") for path in ("a", "a", "b")]
     moved = [finding._replace(path="c") for finding in old]
-    assert additions(old, count(old)) == additions(old[1:], count(old)) == additions(moved, count(old)) == []
-    assert additions([*old, *moved[:1]], count(old)) == moved[:1]
-    assert additions(old, {}) == old
+    assert (
+        find_additions(old, count_by_rule(old))
+        == find_additions(old[1:], count_by_rule(old))
+        == find_additions(moved, count_by_rule(old))
+        == []
+    )
+    assert find_additions([*old, *moved[:1]], count_by_rule(old)) == moved[:1]
+    assert find_additions(old, {}) == old
 
 
 def test_lint_names_finds_counts_of_missing_files():

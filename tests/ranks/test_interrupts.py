@@ -167,15 +167,15 @@ def test_interrupt_at_any_line_leaves_ranks_usable(operation, limit):
 def test_finalizers_swallow_no_interrupt(fork):
     fork(2)
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
-    things = [w, synk.function([x], (x.sum() * w.sum(), "sum"), updates=[(w, w + 1)]), synk.data(np.ones(6))]
-    things[1](things[2])
+    objects = [w, synk.function([x], (x.sum() * w.sum(), "sum"), updates=[(w, w + 1)]), synk.data(np.ones(6))]
+    objects[1](objects[2])
     synk.all_reduce(w, "sum")
-    things.append(synk.function([x], (x.sum() * w.sum(), "sum")))  # a function that is not distributed
-    watched = [weakref.ref(thing) for thing in things]
+    objects.append(synk.function([x], (x.sum() * w.sum(), "sum")))  # a function that is not distributed
+    watched = [weakref.ref(object_) for object_ in objects]
     del w
 
     def forget():
-        things.clear()
+        objects.clear()
         gc.collect()
 
     assert list_called_functions(forget) == []

@@ -101,7 +101,7 @@ def test_postlocal_is_bsp_up_to_its_start(n):
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_easgd_synchronous_equals_its_formula(n, period, beta):
     expected, centre = oracle.elastic(*oracle_arguments(n), period, beta)
-    trace, report, own, _ = train(rules.EASGD(beta, period, asynchronous=False))
+    trace, report, states, _ = train(rules.EASGD(beta, period, asynchronous=False))
     np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, centre, **CLOSE)
 
@@ -285,20 +285,20 @@ def test_gosgd_keeps_weights_and_weighted_mean(n, on_device):
     results = synk.run(programs.gossip, rule, variables(), memory, vectors, sends, on_device)
     plain = []
     for i in range(len(sends)):
-        own = [results[r][0][i] for r in range(n)]
-        total = sum(w + in_flight for w, _, in_flight, _ in own)
+        records = [results[r][0][i] for r in range(n)]
+        total = sum(w + weight_in_flight for w, _, weight_in_flight, _ in records)
         assert total == 1 if n in (2, 4) else abs(total - 1) < 1e-14
-        mean = sum(w * x + in_flight * mail for w, x, in_flight, mail in own)
+        mean = sum(w * x + weight_in_flight * mail for w, x, weight_in_flight, mail in records)
         np.testing.assert_allclose(mean, vectors.mean(0), **CLOSE)
-        plain.append(np.mean([x for _, x, _, _ in own], axis=0))
+        plain.append(np.mean([x for _, x, _, _ in records], axis=0))
     np.testing.assert_allclose(results[0][1], vectors.mean(0), **CLOSE)
     assert sum(weight for _, _, weight in results) == pytest.approx(1, abs=1e-14)
 
 
 @pytest.mark.parametrize("on_device", ON_DEVICE)
 def test_gosgd_loses_nothing_in_training(n, on_device):
-    trace, report, own, _ = train(rules.GoSGD(0.5, seed=3), on_device=on_device)
-    assert sum(float(state["weight"]) for state in own) == pytest.approx(1, abs=1e-14)
+    trace, report, states, _ = train(rules.GoSGD(0.5, seed=3), on_device=on_device)
+    assert sum(float(state["weight"]) for state in states) == pytest.approx(1, abs=1e-14)
     if n == 1:
         np.testing.assert_allclose(report, trace[0, -1], **CLOSE)
 
@@ -433,15 +433,15 @@ def test_rules_refuse_wrong_options(make, message):
 
 
 def test_rule_repr_makes_an_equal_rule():
-    made = [
+    rules_with_options = [
         rules.ASGD(3), rules.BSP("params"), rules.DiLoCo(momentum=0.9999999), rules.Downpour(2, 4), rules.EAMSGD(),
         rules.EASGD(alpha=0.5), rules.GoSGD(), rules.LocalSGD(5), rules.PostLocal(), rules.SlowMo(), rules.Swap(),
         programs.Halfway(),
     ]  # fmt: skip
-    for rule in made:
+    for rule in rules_with_options:
         again = eval(repr(rule), {**vars(rules), "Halfway": programs.Halfway})
         assert again.options() == rule.options() and repr(again) == repr(rule)
-    assert repr(made[0]) == "ASGD(period=3)"
+    assert repr(rules_with_options[0]) == "ASGD(period=3)"
 
 
 @pytest.mark.skipif(not XLA, reason="variables that can hold a device's arrays")

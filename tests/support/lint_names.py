@@ -77,8 +77,8 @@ def find_unlisted_imports(sources: Mapping[str, str], listed: Iterable[str]) -> 
     listed : iterable of str
         Modules of mypy's overrides, such as ``"jax.*"``.
     """
-    own = {part for path in sources if not path.startswith(PACKAGE) for part in path.removesuffix(".py").split("/")}
-    known = {*sys.stdlib_module_names, *REQUIRED, *own, *(name.removesuffix(".*") for name in listed)}
+    modules = {part for path in sources if not path.startswith(PACKAGE) for part in path.removesuffix(".py").split("/")}
+    known = {*sys.stdlib_module_names, *REQUIRED, *modules, *(name.removesuffix(".*") for name in listed)}
     for path, source in sources.items():
         for node in ast.walk(ast.parse(source)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -106,7 +106,7 @@ def find_clauses_in_sections(docstring: str) -> Iterator[str]:
         yield from filter(CLAUSE_IN_SECTION.match, DESCRIBED.findall(section))
 
 
-def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
+def check_names(sources: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings of names and docstrings.
 
     Parameters
@@ -155,23 +155,24 @@ def read_sources(places: Iterable[str]) -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(files)}
 
 
-def count(found: Iterable[Finding]) -> dict[str, dict[str, int]]:
+def count_by_rule(findings: Iterable[Finding]) -> dict[str, dict[str, int]]:
     """Return the number of findings by rule and path."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for finding in found:
+    for finding in findings:
         counts[finding.rule][finding.path] += 1
     return {rule: dict(sorted(counts[rule].items())) for rule in sorted(counts)}
 
 
-def additions(found: Iterable[Finding], baseline: Mapping[str, Mapping[str, int]]) -> list[Finding]:
+def find_additions(findings: Iterable[Finding], baseline: Mapping[str, Mapping[str, int]]) -> list[Finding]:
     """Return the findings of rules that have more than before, in files that have more than before."""
-    found = list(found)
-    now = count(found)
+    findings = list(findings)
+    now = count_by_rule(findings)
     more = {rule for rule in now if sum(now[rule].values()) > sum(baseline.get(rule, {}).values())}
     return [
-        each
-        for each in found
-        if each.rule in more and now[each.rule][each.path] > baseline.get(each.rule, {}).get(each.path, 0)
+        finding
+        for finding in findings
+        if finding.rule in more
+        and now[finding.rule][finding.path] > baseline.get(finding.rule, {}).get(finding.path, 0)
     ]
 
 
@@ -185,17 +186,17 @@ def main(arguments: list[str]) -> int:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     checked = read_sources([*config["files"], *config["mypy_path"]])
     found = [
-        *findings({**read_sources(["synkhronos", "tests", "benchmarks", "demos", "docs"]), **checked}),
+        *check_names({**read_sources(["synkhronos", "tests", "benchmarks", "demos", "docs"]), **checked}),
         *find_unlisted_imports(checked, [name for override in config["overrides"] for name in override["module"]]),
     ]
     baseline = json.loads(BASELINE.read_text())
-    new = additions(found, baseline)
+    new = find_additions(found, baseline)
     for finding in new:
         print(finding)
     if new:
         print(f"more findings than {BASELINE.relative_to(ROOT)} has; the new ones are among these")
     elif "--update" in arguments:
-        BASELINE.write_text(json.dumps(count(found), indent=1) + "\n")
+        BASELINE.write_text(json.dumps(count_by_rule(found), indent=1) + "\n")
     elif missing := find_missing_files(baseline):
         print(f"{BASELINE.relative_to(ROOT)} lists files that do not exist; run with --update: {', '.join(missing)}")
         return 1

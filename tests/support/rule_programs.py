@@ -60,8 +60,8 @@ def train(worker, rule, w, v, shared, problem, optimizer, eta, steps, on_device=
             state.steps_since_exchange = 0
         trace.append(np.asarray(state.vector))
     report = np.asarray(rule.compute_consensus(worker, state))
-    own = {name: np.asarray(value) for name, value in state.own.items()}
-    return np.array(trace), report, own, numbers
+    rank_state = {name: np.asarray(value) for name, value in state.own.items()}
+    return np.array(trace), report, rank_state, numbers
 
 
 class Averaged(rules.Rule):

@@ -38,14 +38,14 @@ def list_children(pid: int) -> list[int]:
 
     Children that were waited for, or need not be, are omitted: they remain in the kernel's list for a moment.
     """
-    found = []
+    children = []
     for thread in os.listdir(f"/proc/{pid}/task"):
         try:
             with open(f"/proc/{pid}/task/{thread}/children") as listed:
-                found += [int(child) for child in listed.read().split()]
+                children += [int(child) for child in listed.read().split()]
         except (FileNotFoundError, ProcessLookupError):
             return list_children(pid)  # the thread has ended, and another thread has its children
-    return [child for child in found if read_process_state(child) not in ("X", "")]
+    return [child for child in children if read_process_state(child) not in ("X", "")]
 
 
 def read_process_state(pid: int) -> str:
@@ -61,11 +61,11 @@ def is_alive(pid: int) -> bool:
     return read_process_state(pid) not in _ENDED
 
 
-def wait_for_state(pid: int, wanted: str) -> None:
+def wait_for_state(pid: int, state: str) -> None:
     """Wait until a process is in a state."""
     deadline = time.monotonic() + LIMIT
-    while read_process_state(pid) != wanted:
-        assert time.monotonic() < deadline, f"{pid} is {read_process_state(pid)!r}, not {wanted!r}"
+    while read_process_state(pid) != state:
+        assert time.monotonic() < deadline, f"{pid} is {read_process_state(pid)!r}, not {state!r}"
         time.sleep(0.001)
 
 

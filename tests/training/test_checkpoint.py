@@ -128,18 +128,18 @@ def test_checkpoint_survives_a_kill_at_any_call(tmp_path, seen):
 
     calls, status = run(tmp_path / "whole", -1)
     assert calls >= 20 and status == 0
-    found = []
+    checkpoints = []
     for at in range(1, calls + 1):
         folder = tmp_path / str(at)
         assert run(folder, at)[1] == 9
         stored = Checkpoint(folder).load()
         assert stored.arrays["w"].tolist() == [float(stored.meta["number"])] * 1000
-        found.append(stored.meta["number"])
+        checkpoints.append(stored.meta["number"])
         # The next checkpoint is written as usual.
         Checkpoint(folder, keep=1).save(300, {"w": np.zeros(1)}, {"number": 3})
         assert Checkpoint(folder).load().meta["number"] == 3
         assert len(entries(folder)) == 1
-    assert found == sorted(found) and found[0] == 1 and found[-1] == 2
+    assert checkpoints == sorted(checkpoints) and checkpoints[0] == 1 and checkpoints[-1] == 2
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ class SignalAt:
 
 
 @pytest.fixture
-def at_once(monkeypatch):
+def check_each_step(monkeypatch):
     """Let synchronous ranks check after each step whether to stop."""
     pytest.importorskip("safetensors")
     monkeypatch.setattr(stop_signals, "_INTERVAL", 0.0)
@@ -59,7 +59,7 @@ def run_until_exit(reports):
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD", "DiLoCo", "EASGD together", "Swap"])
 @pytest.mark.slow
-def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, at_once, name):
+def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, check_each_step, name):
     fork(2)
     options = {"every": 3, "valid": (X[:7], Y[:7])}
     whole = Model(name, noise=True)
@@ -74,16 +74,16 @@ def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, at_once, name):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     synk.close()
     fork(2)
-    rest = Model(name, noise=True)
-    reports = [report.to_record() for report in rest.epochs(5, 2, **options, checkpoint=checkpoint, resume="latest")]
+    resumed = Model(name, noise=True)
+    reports = [report.to_record() for report in resumed.epochs(5, 2, **options, checkpoint=checkpoint, resume="latest")]
     for report, expected_report in zip(reports, expected[1:], strict=True):
         assert all(report[key] == expected_report[key] for key in ("epoch", "seen", "steps", "loss", "validation"))
-    assert rest.values().tolist() == whole.values().tolist()
-    assert rest.count_uses().tolist() == [2.0] * ROWS
+    assert resumed.values().tolist() == whole.values().tolist()
+    assert resumed.count_uses().tolist() == [2.0] * ROWS
 
 
 @pytest.mark.parametrize(("name", "after"), [("EASGD", 3), ("EASGD", 2), ("GoSGD", 3)])
-def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, at_once, name, after):
+def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, check_each_step, name, after):
     fork(3)
     checkpoint = Checkpoint(tmp_path)
     part = Model(name, rate=SignalAt(0.3))
@@ -95,14 +95,14 @@ def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, at_once
     stored = np.asarray(synk.gather(part.counts, nd_up=1))
     synk.close()
     fork(after)
-    rest = Model(name)
-    (report,) = rest.epochs(2, 1, checkpoint=checkpoint, resume="latest")
-    new = np.asarray(synk.gather(rest.counts, nd_up=1)) - stored[:after]
+    resumed = Model(name)
+    (report,) = resumed.epochs(2, 1, checkpoint=checkpoint, resume="latest")
+    new = np.asarray(synk.gather(resumed.counts, nd_up=1)) - stored[:after]
     assert (new.sum(0) + stored.sum(0)).tolist() == [1.0] * ROWS
     assert report.seen == ROWS and report.steps == ROWS // 2
 
 
-def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, monkeypatch):
+def test_signal_within_validation_defers_the_report(fork, tmp_path, check_each_step, monkeypatch):
     fork(2)
     checkpoint, valid = Checkpoint(tmp_path / "part"), (X[:30], Y[:30])
     whole = [report.to_record() for report in Model("LocalSGD").epochs(5, 2, valid=valid)]
@@ -125,7 +125,7 @@ def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, mon
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_signal_within_validation_keeps_random_streams(fork, tmp_path, at_once, monkeypatch, name):
+def test_signal_within_validation_keeps_random_streams(fork, tmp_path, check_each_step, monkeypatch, name):
     fork(2)
     whole = Model(name, noise=True)
     expected = [report.loss for report in whole.epochs(5, 3, valid=(X, Y))]
@@ -145,7 +145,7 @@ def test_signal_within_validation_keeps_random_streams(fork, tmp_path, at_once, 
     np.testing.assert_array_equal(resumed.values(), whole.values())
 
 
-def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, at_once):
+def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, check_each_step):
     fork(1)
     checkpoint = Checkpoint(tmp_path, every=1, keep_best="mse")
     options = {"valid": (X, Y), "checkpoint": checkpoint}
@@ -166,7 +166,7 @@ def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, at_onc
     assert after["loss"] == losses[0] != before["loss"] and after["mse"] != before["mse"]
 
 
-def test_signal_handler_of_the_user_is_kept(fork, tmp_path, at_once):
+def test_signal_handler_of_the_user_is_kept(fork, tmp_path, check_each_step):
     fork(2)
     requests = []
     before = signal.signal(signal.SIGUSR1, lambda *_: requests.append(requested()))
@@ -186,7 +186,7 @@ def test_signals_are_not_handled_without_checkpoints(fork):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_signal_saves_no_nan_loss(fork, tmp_path, at_once):
+def test_signal_saves_no_nan_loss(fork, tmp_path, check_each_step):
     fork(1)
     model = Model("BSP", rate=SignalAt(0.3))
     model.w.set_value(np.full(4, np.nan))
@@ -219,19 +219,19 @@ def test_signal_after_the_training_loop_ends_the_process(tmp_path):
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_signal_check_costs_no_collective_per_step(monkeypatch, every):
-    now, asked = [0.0], []
+    now, collective_times = [0.0], []
     monkeypatch.setattr(stop_signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Alone:
         def all_gather(self, value):
-            asked.append(now[0])
+            collective_times.append(now[0])
             return [value, (0, 2 * value[1])]
 
     agreement = stop_signals.StopAgreement(Alone())
     for _ in range(10_000):
         now[0] += 0.001 * every
         assert not agreement.is_stop_due()
-    assert len(asked) < 30 * every and max(np.diff(asked)) < 1.0
+    assert len(collective_times) < 30 * every and max(np.diff(collective_times)) < 1.0
 
 
 #: Trains until a signal; prints a line for each report, and one before a step that does not end.
@@ -294,22 +294,22 @@ def test_signal_stops_all_ranks_after_the_same_round():
     from synkhronos.training.trainer.local_step_loop import LocalStepLoop
 
     plan = SimpleNamespace(pools=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
-    taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
+    batches_taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
     loop = LocalStepLoop.__new__(LocalStepLoop)
-    loop.plan, loop._batches_taken, loop.max_repeats = plan, taken, 2
+    loop.plan, loop._batches_taken, loop.max_repeats = plan, batches_taken, 2
     loop.exchanger = SimpleNamespace(count_steps_left=lambda: 64)
     loop.meter = SimpleNamespace(time=lambda _: threading.Lock())
-    seen = {0: [], 2: []}
+    starts = {0: [], 2: []}
     try:
         stop_signals._requested = signal.SIGTERM
         for rank in (2, 0):
             loop.worker = SimpleNamespace(number=rank, size=3, lock=lambda _: Manager(lock))
-            seen[rank] = [start for batches in loop._take_batches() for start in batches.starts]
+            starts[rank] = [start for batches in loop._take_batches() for start in batches.starts]
             assert loop.end == 30 + 4 * 3 * 10  # seven batches of two ranks are four rounds
     finally:
         stop_signals._requested = 0
-    assert seen == {2: [30 + 8 * 10, 30 + 11 * 10], 0: [30 + 10 * 10]}
+    assert starts == {2: [30 + 8 * 10, 30 + 11 * 10], 0: [30 + 10 * 10]}
 
 
 class Manager:

@@ -414,10 +414,10 @@ def test_on_death_with_a_sharded_optimizer_needs_all_ranks(monkeypatch):
 def test_on_death_is_recorded_and_each_step_once(monkeypatch, tmp_path):
     killer = Killer(monkeypatch, {1: (1, True), 9: (2, False)})
     train("LocalSGD", recorder=Recorder(tmp_path, every=1))
-    found = recorder.read_records(tmp_path)
-    assert killer.killed == sum(len(record.get("deaths", ())) for record in found["reports"]) == 2
+    records = recorder.read_records(tmp_path)
+    assert killer.killed == sum(len(record.get("deaths", ())) for record in records["reports"]) == 2
     for rank in range(RANKS):
-        assert [record["step"] for record in found[f"rank-{rank}"]] == list(range(1, 9))
+        assert [record["step"] for record in records[f"rank-{rank}"]] == list(range(1, 9))
 
 
 @pytest.mark.any_library

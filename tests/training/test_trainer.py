@@ -77,9 +77,9 @@ def test_trainer_bsp_equals_one_process(n_ranks):
 def test_trainer_averaging_after_each_step_equals_bsp(n_ranks):
     if XLA:
         pytest.skip("compiled three times")
-    found = []
+    results = []
     for name in ("BSP", "BSP of parameters"):
         model = Model(name)
         losses = [report.loss for report in model.epochs(5, 2)]
-        found.append((losses, model.values()))
-    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-9)
+        results.append((losses, model.values()))
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-9)

@@ -109,7 +109,7 @@ def test_report_includes_gosgd_messages_in_transit(fork):
     for _ in trainer.epochs(X, [], 5, 3):  # the last sender's weight is in a mailbox
         ranks = synk.run(weight_and_own, trainer._model.state.spec.name)
         assert math.isclose(sum(weight for weight, _ in ranks), 1.0)
-        np.testing.assert_allclose(sum(weight * own for weight, own in ranks), w.get_value(), rtol=1e-12)
+        np.testing.assert_allclose(sum(weight * parameters for weight, parameters in ranks), w.get_value(), rtol=1e-12)
 
 
 class Counts(rules.Rule):
@@ -352,19 +352,19 @@ def test_trainer_names_a_nan_row(fork, name):
 @pytest.mark.parametrize("name", [name for name in ALL if name in ("BSP", "LocalSGD", "EASGD")])
 def test_recorder_has_lines_of_each_rank(fork, tmp_path, name):
     fork(2)
-    seen = []
+    reports = []
 
     class Mine:
         def write(self, record):
-            seen.append(record["seen"])
+            reports.append(record["seen"])
 
     model = Model(name)
     list(model.epochs(5, 2, recorder=[Recorder(tmp_path, every=2), Mine()]))
     files = read_records(tmp_path)
-    assert [record["seen"] for record in files["reports"]] == seen == [ROWS, 2 * ROWS]
-    of_ranks = [line for file, lines in files.items() if file != "reports" for line in lines]
-    assert sum(line["rows"] for line in of_ranks) == 2 * ROWS
-    for line in of_ranks:
+    assert [record["seen"] for record in files["reports"]] == reports == [ROWS, 2 * ROWS]
+    rank_lines = [line for file, lines in files.items() if file != "reports" for line in lines]
+    assert sum(line["rows"] for line in rank_lines) == 2 * ROWS
+    for line in rank_lines:
         assert {"epoch", "step", "loss", "learning_rate", "compute", "exchange", "wait", "load"} <= set(line)
         assert line["loss"] > 0 and line["rows_per_second"] > 0
 
@@ -496,12 +496,12 @@ def test_resume_refuses_a_checkpoint_of_something_else(fork, tmp_path):
 def test_data_may_have_other_lengths_in_each_epoch(fork, tmp_path, name):
     fork(2)
     model = Model(name)
-    lengths, seen = [31, 47, 60, 17], []
+    lengths, numbers_seen = [31, 47, 60, 17], []
     for epoch, n in enumerate(lengths, 1):
         data = X[:n], [Y[:n], np.arange(n)]
-        seen += [report.seen for report in model.trainer.epochs(*data, 5, epoch, recorder=Recorder(tmp_path))]
-    assert seen == np.cumsum(lengths).tolist() and model.count_uses().sum() == sum(lengths)
-    assert [report["seen"] for report in read_records(tmp_path)["reports"]] == seen
+        numbers_seen += [report.seen for report in model.trainer.epochs(*data, 5, epoch, recorder=Recorder(tmp_path))]
+    assert numbers_seen == np.cumsum(lengths).tolist() and model.count_uses().sum() == sum(lengths)
+    assert [report["seen"] for report in read_records(tmp_path)["reports"]] == numbers_seen
 
 
 @pytest.mark.parametrize("name", ["BSP", "EASGD"] if not XLA else ["LocalSGD"])

@@ -212,8 +212,8 @@ EPSILON = 0.1
 
 def batch(axes, dtype="float64"):
     """Return an array, a scale and a shift."""
-    kept = [1 if axis in axes else length for axis, length in enumerate(SHAPE)]
-    return [a.astype(dtype) for a in (draw(*SHAPE), draw(*kept), draw(*kept))]
+    shape = [1 if axis in axes else length for axis, length in enumerate(SHAPE)]
+    return [a.astype(dtype) for a in (draw(*SHAPE), draw(*shape), draw(*shape))]
 
 
 def normalise(x, scale, shift, axes):
@@ -503,9 +503,9 @@ CHOSEN = [case for position, case in enumerate(cases.CASES) if position % 9 == 0
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore:Skipping Assert")
 def test_xla_result_equals_numpy(case):
-    by_numpy, by_xla = case.compute("FAST_COMPILE"), case.compute("JAX")
-    for kind, values in by_numpy.items():
-        for value, other in zip(values, by_xla[kind], strict=True):
+    numpy_results, xla_results = case.compute("FAST_COMPILE"), case.compute("JAX")
+    for kind, values in numpy_results.items():
+        for value, other in zip(values, xla_results[kind], strict=True):
             assert np.asarray(other).dtype == value.dtype
             np.testing.assert_allclose(other, value, rtol=1e-7, atol=1e-9, err_msg=kind)
 

@@ -119,10 +119,10 @@ def footprint() -> dict[str, Any]:
 def _print_holders(lines: list[str]) -> None:
     """Print the referrers of shared memory that is still mapped."""
     print(*lines, sep="", flush=True)
-    for held in gc.get_objects():
-        if isinstance(held, ControlMemory | Segment | ranks.Session):
-            holders = [h for h in gc.get_referrers(held) if type(h).__name__ not in ("frame", "list_iterator")]
-            print(f"{held!r:.100} is held by", *(f"{type(h).__name__} {h!r:.150}" for h in holders), flush=True)
+    for object_ in gc.get_objects():
+        if isinstance(object_, ControlMemory | Segment | ranks.Session):
+            holders = [h for h in gc.get_referrers(object_) if type(h).__name__ not in ("frame", "list_iterator")]
+            print(f"{object_!r:.100} is held by", *(f"{type(h).__name__} {h!r:.150}" for h in holders), flush=True)
 
 
 def start() -> dict[str, Any]:

@@ -122,12 +122,12 @@ class Tree:
 
     def list_ranks(self) -> dict[str, Any]:
         """Return each rank's process, and mpirun's."""
-        found = self.run_order("list_ranks")["value"]
+        pids = self.run_order("list_ranks")["value"]
         spaces = self.list_processes()
-        ranks = [_find_outer_pid(spaces, space, pid) for space, pid in found["ranks"]]
+        ranks = [_find_outer_pid(spaces, space, pid) for space, pid in pids["ranks"]]
         return {
             "ranks": ranks,
-            "mpirun": _find_outer_pid(spaces, spaces[self.pid][0], found["mpirun"]),
+            "mpirun": _find_outer_pid(spaces, spaces[self.pid][0], pids["mpirun"]),
             "agents": self._agents(spaces, ranks[-1]),
         }
 
@@ -187,28 +187,28 @@ class Tree:
 
     def list_processes(self) -> dict[int, tuple[str, str]]:
         """Return the namespace and the command line of the program's processes on all hosts, by process ID."""
-        found, mark = {}, str(self.folder).encode()
+        processes, mark = {}, str(self.folder).encode()
         for name in os.listdir("/proc"):
             if not name.isdecimal():
                 continue
             try:
                 if mark in Path(f"/proc/{name}/environ").read_bytes() and is_alive(int(name)):
                     line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found[int(name)] = os.readlink(f"/proc/{name}/ns/pid"), line
+                    processes[int(name)] = os.readlink(f"/proc/{name}/ns/pid"), line
             except OSError:
                 continue
-        return found
+        return processes
 
     def measure_shared_memory(self) -> dict[str, int]:
         """Return the bytes of shared memory in use on each host."""
         if not are_simulated():
             return {}
-        found = {}
+        sizes = {}
         for host in self.hosts:
             with contextlib.suppress(OSError):  # the host is dead
                 of = os.statvfs(self._shared_memory(host))
-                found[host] = (of.f_blocks - of.f_bfree) * of.f_frsize
-        return found
+                sizes[host] = (of.f_blocks - of.f_bfree) * of.f_frsize
+        return sizes
 
     def check_no_leaks(self, is_fresh: bool = False, but: str = "-") -> None:
         """Check that only the master runs, and no shared memory is in use, except the master's if it has forked before.
@@ -231,20 +231,20 @@ class Tree:
             if nbytes and (is_fresh or host != self.hosts[0]):  # the master keeps the last session's control memory
                 yield host, nbytes
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
-        found = (path.name for path in shared_memory.iterdir())
-        yield from (name for name in found if re.match("synkhronos|mpich|ucx", name) and not name.startswith(but))
+        names = (path.name for path in shared_memory.iterdir())
+        yield from (name for name in names if re.match("synkhronos|mpich|ucx", name) and not name.startswith(but))
 
     def _shared_memory(self, host: str) -> Path:
         return Path(f"/proc/{self._first[host]}/root/dev/shm")
 
     def _find_first(self) -> dict[str, int]:
         """Return the first process of each simulated host."""
-        found = {}
+        processes = {}
         for pid, (_, line) in self.list_processes().items():
             for host in self.hosts:
                 if line.startswith("unshare") and f"hostname {host} " in line:
-                    found[host] = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
-        return found
+                    processes[host] = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        return processes
 
 
 def _is_program(line: str) -> bool:
