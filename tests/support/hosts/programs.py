@@ -674,7 +674,7 @@ def survive_host(name: str, fault: str) -> None:
                 killer.moments[killer.count + 2] = n - 1, 0.0, True
             elif len(reports) == 1:
                 stack.enter_context(mock.patch.object(mpirun, "find_lost_hosts", return_value=[1, 2]))
-                assert simulated.ask({"op": "kill", "host": host}) == 0
+                assert simulated.send_request({"operation": "kill", "host": host}) == 0
         left, deaths = ranks.get_session().size, reports[1].deaths
         assert left == n - int(count) and [r.seen for r in reports] == [60, 120, 180], (left, deaths)
         assert len(deaths) == (1 if fault == "agent" else 3) and (deaths[-1]["rank"], deaths[-1]["host"]) == (

@@ -159,15 +159,15 @@ class Tree:
         """Inject a fault, such as "unplug", into a whole host; return the time."""
         simulated.SOCKET = f"/proc/{self.pid}/root{simulated.STATE}/control"
         moment = time.monotonic()
-        assert simulated.ask({"op": fault, "host": host}) == 0
+        assert simulated.send_request({"operation": fault, "host": host}) == 0
         return moment
 
     def fill(self, host: str) -> Path:
         """Fill a host's shared memory except 4 MiB, which MPI may need; return the file."""
         folder = self._shared_memory(host)
-        of = os.statvfs(folder)
+        status = os.statvfs(folder)
         with (folder / "full").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, of.f_bavail * of.f_frsize - (4 << 20))
+            os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - (4 << 20))
         return folder / "full"
 
     def replace(self, host: str, path: Path, by: Path) -> None:
