@@ -273,28 +273,30 @@ def test_data_of_a_scalar_has_no_len():
 # -- casts ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", DTYPES)
+@pytest.mark.parametrize("new_dtype", DTYPES)
 @pytest.mark.parametrize("method", ["set_value", "condition_data", "data"])
 @pytest.mark.filterwarnings(
     "ignore::numpy.ComplexWarning" if hasattr(np, "ComplexWarning") else "ignore:Casting complex"
 )
-def test_data_force_cast_is_needed_for_unsafe_casts(to, method):
+def test_data_force_cast_is_needed_for_unsafe_casts(new_dtype, method):
     for dtype in DTYPES:
-        value, d = make_value(dtype), synk.data(dtype=to, ndim=2)
+        value, d = make_value(dtype), synk.data(dtype=new_dtype, ndim=2)
 
         def take(value=value, d=d, **kwargs):
             if method == "data":
-                return synk.data(value, dtype=to, **kwargs).data
+                return synk.data(value, dtype=new_dtype, **kwargs).data
             result = getattr(d, method)(value, **kwargs)
             return d.data if method == "set_value" else result
 
-        if not np.can_cast(dtype, to, "safe"):
-            with pytest.raises(TypeError, match=rf"(x|value): {dtype} can't be cast safely to {to}.*force_cast=True"):
+        if not np.can_cast(dtype, new_dtype, "safe"):
+            with pytest.raises(
+                TypeError, match=rf"(x|value): {dtype} can't be cast safely to {new_dtype}.*force_cast=True"
+            ):
                 take()
             assert d.shape == (0, 0)
-        data = take(force_cast=not np.can_cast(dtype, to, "safe"))
-        assert data.dtype == to
-        np.testing.assert_array_equal(data, value.astype(to))
+        data = take(force_cast=not np.can_cast(dtype, new_dtype, "safe"))
+        assert data.dtype == new_dtype
+        np.testing.assert_array_equal(data, value.astype(new_dtype))
 
 
 def test_condition_data_leaves_data_unchanged():

@@ -43,17 +43,17 @@ def test_groups_all_reduce_on_gpus(fork, members, dtype):
 
 def send_around(worker, n, dtype):
     """Send arrays from rank to rank, with other messages and collectives between them; return the errors found."""
-    to, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
+    target, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
     values, source_values = ((np.arange(n) % 100 + r).astype(dtype) for r in (worker.number, source))
     array, errors = ARRAYS.from_host(values), []
     for turn in range(2):
-        worker.send(turn, to)
+        worker.send(turn, target)
         if worker.number == 0:
-            worker.send(array, to)
+            worker.send(array, target)
         if worker.receive(source) != turn or not is_on_gpu(worker.receive(source), source_values):
             errors.append(turn)
         if worker.number:
-            worker.send(array, to)
+            worker.send(array, target)
         worker.all_reduce(array, "sum")
     if not is_on_gpu(array, values):
         errors.append("the sent array has changed")

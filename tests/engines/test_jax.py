@@ -191,12 +191,12 @@ def test_interrupt_in_a_launch_keeps_values(fork):
     w = shared(np.zeros(1000), "w")
     f = synk.function([], [(w.sum() / 1000, None)], updates=[(w, w + 1)])
     losses = [f()[0] for _ in range(20)]
-    took = []
+    seconds = []
     for _ in range(20):
         start = time.perf_counter()
         losses.append(f()[0])
-        took.append(time.perf_counter() - start)
-    median = np.median(took)  # on a machine with other programs too
+        seconds.append(time.perf_counter() - start)
+    median = np.median(seconds)  # on a machine with other programs too
     count, interrupted = len(losses), 0
     for delay in np.random.default_rng(0).uniform(1e-5, 1.2 * median, 150):
         try:

@@ -157,15 +157,15 @@ def test_unread_results_are_lost_when_a_worker_dies(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
-    before, lost = f(VALUE), f(VALUE + 1)
+    before, unread = f(VALUE), f(VALUE + 1)
     assert before == 6  # reads all results
-    assert lost == 10
-    lost = f(VALUE)
+    assert unread == 10
+    unread = f(VALUE)
     os.kill(next(iter(ranks.get_session().worker_pids.values())), signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="SIGKILL"):
-        float(lost)
+        float(unread)
     with pytest.raises(RuntimeError, match=r"ended|SIGKILL"):
-        float(lost)
+        float(unread)
     assert before == 6
     fork(2)
     assert f(VALUE) == 6

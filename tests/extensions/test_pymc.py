@@ -628,9 +628,9 @@ def test_sample_finds_the_posterior(two):
         assert np.all(abs(parallel_draws.mean(axis=(0, 1)) - serial_draws.mean(axis=(0, 1))) < 0.4 * sd)
         assert np.all(abs(parallel_draws.std(axis=(0, 1)) / sd - 1) < 0.4)
         for chains in (parallel_draws, serial_draws):
-            within = chains.var(axis=1).mean(axis=0)
+            variance = chains.var(axis=1).mean(axis=0)
             between = chains.mean(axis=1).var(axis=0, ddof=1)
-            assert np.all(np.sqrt(1 + between / within) < 1.1)  # R-hat
+            assert np.all(np.sqrt(1 + between / variance) < 1.1)  # R-hat
 
 
 @pytest.mark.skipif(XLA, reason="find_MAP takes PyTensor's default mode, which is JAX in these tests")

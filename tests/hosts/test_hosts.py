@@ -513,8 +513,8 @@ def test_pull_sends_read_data_to_other_hosts(data):
         contents.add(key, value)
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     for _ in range(data.draw(st.integers(1, 5))):
-        at, count = data.draw(st.integers(0, 60 * row - 1)), data.draw(st.integers(0, 9000))
-        memory[1][at : at + count] = rng.integers(0, 256, len(memory[1][at : at + count]))
+        offset, count = data.draw(st.integers(0, 60 * row - 1)), data.draw(st.integers(0, 9000))
+        memory[1][offset : offset + count] = rng.integers(0, 256, len(memory[1][offset : offset + count]))
         indexes = rng.integers(0, 60, data.draw(st.integers(0, 20)))
         memory[2].view(np.int64)[: len(indexes)] = indexes
         needed, expected = [], []

@@ -56,8 +56,8 @@ def test_nccl_connection_error_names_the_interface():
 @pytest.mark.hosts
 @needs_jax
 def test_failure_or_death_in_a_gpu_collective_on_hosts_is_reported():
-    heard, size = run(["a:1", "b:2"], "faults")
-    assert (heard, size) == ("rank 2 on host b was reported True", "3")
+    messages, size = run(["a:1", "b:2"], "faults")
+    assert (messages, size) == ("rank 2 on host b was reported True", "3")
 
 
 @pytest.mark.hosts

@@ -335,7 +335,7 @@ def test_loader_skips_unreadable_rows(load, processes, capfd):
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_loader_names_an_unreadable_row(load, processes, tmp_path):
-    at = order(20, 0, 0).tolist().index(4)
+    position = order(20, 0, 0).tolist().index(4)
     loader = load(Damaged(20, (4,)), processes=processes)
     labels = []
     with pytest.raises(
@@ -343,7 +343,7 @@ def test_loader_names_an_unreadable_row(load, processes, tmp_path):
     ) as caught:
         for _, numbers in loader.arrays(0, 3):
             labels += numbers.tolist()
-    assert len(labels) == at // 3 * 3  # all batches before it were handed out
+    assert len(labels) == position // 3 * 3  # all batches before it were handed out
     assert (caught.value.epoch, caught.value.row) == (0, len(labels))
     loader.source.bad = ()
     loader.close()

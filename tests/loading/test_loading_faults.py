@@ -93,8 +93,8 @@ def make_layout(loader, unit):
 
 
 def test_row_that_kills_its_loader_is_named(load, tmp_path):
-    at = int(order(20)[9])
-    loader = load(Damaged(20, kills=(at, str(tmp_path / "once"))), processes=3)
+    position = int(order(20)[9])
+    loader = load(Damaged(20, kills=(position, str(tmp_path / "once"))), processes=3)
     with pytest.raises(LoadError, match="was killed by SIGKILL"):
         list(loader.arrays(0, 4))
     assert sum(len(numbers) for _, numbers in loader.arrays(0, 4)) == 20  # this row kills its loader once

@@ -70,11 +70,11 @@ def names_made_in_dev_shm():
         yield names
         with contextlib.suppress(BlockingIOError):
             while True:
-                events, at = os.read(watch, 1 << 16), 0
-                while at < len(events):
-                    length = struct.unpack_from("iIII", events, at)[3]
-                    names.append(events[at + 16 : at + 16 + length].rstrip(b"\0").decode())
-                    at += 16 + length
+                events, offset = os.read(watch, 1 << 16), 0
+                while offset < len(events):
+                    length = struct.unpack_from("iIII", events, offset)[3]
+                    names.append(events[offset + 16 : offset + 16 + length].rstrip(b"\0").decode())
+                    offset += 16 + length
     finally:
         os.close(watch)
 

@@ -204,21 +204,21 @@ def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
     trace, report, _, numbers = train(rule, optimizer, on_device=on_device)
     momentum, alpha = getattr(rule, "momentum", 0), 0.9 / n
     centre = X0.copy()
-    x, v, at = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)], [0] * n
+    x, v, steps_of_rank = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)], [0] * n
     order = sorted((number, step, r) for r, exchanges in enumerate(numbers) for number, step in exchanges)
     assert [number for number, _, _ in order] == list(range(n * (STEPS // 3)))
     for _, step, r in order:
-        while at[r] <= step:
-            g = programs.gradient(problem(), r, at[r], x[r])
+        while steps_of_rank[r] <= step:
+            g = programs.gradient(problem(), r, steps_of_rank[r], x[r])
             x[r], v[r] = programs.local_step(optimizer, x[r], v[r], g, ETA)
-            at[r] += 1
-            if at[r] <= step:
-                np.testing.assert_array_equal(trace[r][at[r]], x[r])
+            steps_of_rank[r] += 1
+            if steps_of_rank[r] <= step:
+                np.testing.assert_array_equal(trace[r][steps_of_rank[r]], x[r])
         d = (x[r] - momentum * v[r]) if momentum else x[r].copy()
         d -= centre
         d *= alpha
         x[r], centre = x[r] - d, centre + d
-        np.testing.assert_array_equal(trace[r][at[r]], x[r])
+        np.testing.assert_array_equal(trace[r][steps_of_rank[r]], x[r])
     np.testing.assert_array_equal(report, centre)
 
 
@@ -226,14 +226,16 @@ def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
 def test_downpour_exchanges_equal_a_replay(n, on_device):
     trace, report, _, numbers = train(rules.ASGD(3), eta=ETA / n, on_device=on_device)
     centre, wrote = X0.copy(), -1
-    x, base, at = [X0.copy() for _ in range(n)], [X0.copy() for _ in range(n)], [0] * n
+    x, base, steps_of_rank = [X0.copy() for _ in range(n)], [X0.copy() for _ in range(n)], [0] * n
     for _, step, r in sorted((number, step, r) for r, exchanges in enumerate(numbers) for number, step in exchanges):
-        while at[r] <= step:
-            x[r], _ = programs.local_step("sgd", x[r], 0, programs.gradient(problem(), r, at[r], x[r]), ETA / n)
-            at[r] += 1
+        while steps_of_rank[r] <= step:
+            x[r], _ = programs.local_step(
+                "sgd", x[r], 0, programs.gradient(problem(), r, steps_of_rank[r], x[r]), ETA / n
+            )
+            steps_of_rank[r] += 1
         centre = x[r].copy() if wrote in (-1, r) else centre + (x[r] - base[r])
         x[r], base[r], wrote = centre.copy(), centre.copy(), r
-        np.testing.assert_array_equal(trace[r][at[r]], x[r])
+        np.testing.assert_array_equal(trace[r][steps_of_rank[r]], x[r])
     np.testing.assert_array_equal(report, centre)
 
 

@@ -107,8 +107,10 @@ def main() -> int:
         losses = [[report["loss"] for report in lines(folder, "reports")] for folder in (whole, parts)]
         n_ranks = len(options.devices.split(","))
         rows = [[sum(line["rows"] for line in lines(f, f"rank-{r}")) for r in range(n_ranks)] for f in (whole, parts)]
-        lost = [death["seconds"] for death in deaths]
-        times = f"median {statistics.median(lost):.1f}, at most {max(lost):.1f}" if lost else "none"
+        lost_seconds = [death["seconds"] for death in deaths]
+        times = (
+            f"median {statistics.median(lost_seconds):.1f}, at most {max(lost_seconds):.1f}" if lost_seconds else "none"
+        )
         print(
             f"{options.rule} on {options.devices}: {n_killed} ranks killed, {len(deaths)} deaths survived; seconds lost: "
             f"{times}; undisturbed "

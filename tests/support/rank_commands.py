@@ -21,9 +21,9 @@ class Exchange(Command):
     def run(self, rank):
         for size in self.sizes:
             message = (rank.number, b"x" * (size * (rank.number + 1)))
-            everyone = rank.all_gather(message)
-            assert everyone == [(r, b"x" * (size * (r + 1))) for r in range(rank.size)]
-        return len(everyone)
+            messages = rank.all_gather(message)
+            assert messages == [(r, b"x" * (size * (r + 1))) for r in range(rank.size)]
+        return len(messages)
 
 
 @dataclass(frozen=True)

@@ -1137,11 +1137,11 @@ class Soak:
         except BaseException as caught:
             error = caught
         # The master notices no death while it compiles itself.
-        took = time.monotonic() - start if self._compiled() == compiled else 0.0
+        duration = time.monotonic() - start if self._compiled() == compiled else 0.0
         over.set()
         for thread in threads:
             thread.join()
-        self._check_outcome(step, faults, may, error, result, took, before, signalled)
+        self._check_outcome(step, faults, may, error, result, duration, before, signalled)
 
     def _compiled(self) -> int:
         return sum(len(recipe.function._computation.compiled) for recipe in self.recipes)
@@ -1177,7 +1177,7 @@ class Soak:
         may: dict[int, set[int]],
         error: BaseException | None,
         result: Any,
-        took: float,
+        duration: float,
         before: dict[int, int],
         signalled: set[int],
     ) -> None:
@@ -1198,8 +1198,8 @@ class Soak:
             expect(error.rank in mortal, f"rank {error.rank} died, and nobody told it to:", error)
             words = [DEATHS[action] for action in mortal[error.rank]]
             expect(any(word in str(error) for word in words), f"expected {words} in:", error)
-            self.slowest_death = max(self.slowest_death, took)
-            expect(took < NOTICED, f"a death was noticed after {took:.1f} s")
+            self.slowest_death = max(self.slowest_death, duration)
+            expect(duration < NOTICED, f"a death was noticed after {duration:.1f} s")
         elif isinstance(error, synk.WorkerError):
             expect(RAISE in may.get(error.rank, ()), "a worker's error from nowhere:", error)
             expect("Injected" in error.worker_traceback, "no traceback in", error)
@@ -1343,11 +1343,13 @@ class Soak:
                 self.fork(self.size, self.root)
         if self.progress is not None:
             self.progress.close()
-        took = time.monotonic() - start
+        duration = time.monotonic() - start
         last = self.footprint()
         self.check_ended()
         self.watchdog.end()
-        print(f"soak of {NAME}: seed {self.seed}, {self.step} steps in {took:.0f} s ({self.step / took:.1f} a second)")
+        print(
+            f"soak of {NAME}: seed {self.seed}, {self.step} steps in {duration:.0f} s ({self.step / duration:.1f} a second)"
+        )
         for title, counter in (("steps", self.counts), ("faults", self.faults), ("outcomes", self.outcomes)):
             print(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in counter.most_common() if n))
         print(f"  slowest notice of a death: {self.slowest_death:.2f} s")

@@ -26,11 +26,11 @@ def list_shared_names() -> set[str]:
 def find_leaked_names(before: set[str]) -> set[str]:
     """Return names in /dev/shm that were created since ``before`` and still exist after `LIMIT` seconds."""
     deadline = time.monotonic() + LIMIT
-    left = list_shared_names() - before
-    while left and time.monotonic() < deadline:
+    leaked = list_shared_names() - before
+    while leaked and time.monotonic() < deadline:
         time.sleep(0.005)
-        left &= list_shared_names()
-    return left
+        leaked &= list_shared_names()
+    return leaked
 
 
 def list_children(pid: int) -> list[int]:
@@ -71,8 +71,8 @@ def wait_for_state(pid: int, state: str) -> None:
 
 def list_session_members(session: int) -> dict[int, str]:
     """Return the states of a session's live processes by process ID, without zombies."""
-    everyone = {int(name): _status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
-    return {pid: s[0] for pid, s in everyone.items() if s and int(s[3]) == session and s[0] not in _ENDED}
+    statuses = {int(name): _status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
+    return {pid: s[0] for pid, s in statuses.items() if s and int(s[3]) == session and s[0] not in _ENDED}
 
 
 def _status(pid: int) -> list[str]:
@@ -89,8 +89,8 @@ def time_limit(seconds: float = LIMIT) -> Iterator[None]:
     """Fail if the block takes longer than this."""
     start = time.monotonic()
     yield
-    passed = time.monotonic() - start
-    assert passed < seconds, f"{passed:.2f} s"
+    duration = time.monotonic() - start
+    assert duration < seconds, f"{duration:.2f} s"
 
 
 def run_code(code: str, timeout: float, **environment: str) -> str:

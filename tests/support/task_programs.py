@@ -117,10 +117,10 @@ def take_group_steps(worker, steps_by_rank):
         values = np.arange(n) + 10.0 * number + worker.number
         group = worker.group(members)
         if kind == "send" and len(members) > 1:
-            source, to = members[:2]
+            source, target = members[:2]
             if worker.number == source:
-                worker.send(values, to)
-            elif worker.number == to:
+                worker.send(values, target)
+            elif worker.number == target:
                 results[number] = worker.receive(source).tolist()
         elif kind == "exchange":
             results[number] = group.all_gather((number, worker.number))

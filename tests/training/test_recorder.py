@@ -167,7 +167,7 @@ def test_show_labels_losses(tmp_path, monkeypatch, losses, labels):
     for minor in (False, True):
         texts = [label.get_text() for label in axis.get_ticklabels(minor=minor)]
         shown.update(zip(axis.get_ticklocs(minor=minor), texts, strict=True))
-    assert [shown[at] for at in sorted(shown) if low < at < high and shown[at]] == labels
+    assert [shown[position] for position in sorted(shown) if low < position < high and shown[position]] == labels
 
 
 def test_recorder_writes_tensorboard_files(tmp_path):

@@ -158,8 +158,10 @@ def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, check_
             yield report.loss
             signal.raise_signal(signal.SIGTERM)
 
-    left = Checkpoint(tmp_path, every=9)  # the second epoch is not saved
-    status, losses = run_until_exit(SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoint=left))
+    new_checkpoint = Checkpoint(tmp_path, every=9)  # the second epoch is not saved
+    status, losses = run_until_exit(
+        SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoint=new_checkpoint)
+    )
     assert status == 128 + signal.SIGTERM and len(losses) == 1
     assert checkpoint.paths() == [first, stale]
     after = checkpoint.load(stale).metrics

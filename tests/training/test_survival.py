@@ -314,10 +314,10 @@ def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
 @pytest.mark.parametrize(("name", "source"), [("BSP", "loader"), ("BSP", "parts"), ("EASGD", "parts")])
 def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monkeypatch):
     fork_ranks(RANKS)
-    model, at = Model(name), np.arange(ROWS)
-    x, y = Loader([X, Y, at], processes=1), None
+    model, row_numbers = Model(name), np.arange(ROWS)
+    x, y = Loader([X, Y, row_numbers], processes=1), None
     if source == "parts":
-        x, y = synk.data_parts(lambda start, stop: X[start:stop], ROWS), [Y, at]
+        x, y = synk.data_parts(lambda start, stop: X[start:stop], ROWS), [Y, row_numbers]
     Killer(monkeypatch, {10: (1, True)})
     break_devices(monkeypatch, lambda number, size: size == RANKS and number == 1)
     reports = list(model.trainer.epochs(x, y, 5, 4, on_death="continue"))
@@ -331,9 +331,9 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     """Ranks 4 and 5 are lost with their host; then the host of ranks 2 and 3 can't be reached, at first once."""
     fork_ranks(1)
     recovery, tried = Model("BSP").trainer._model.make_death_recovery(100, False, False), []
-    lost = Death(4, "c", 0, "was lost", (4, 5))
+    host_death = Death(4, "c", 0, "was lost", (4, 5))
     unreachable = Death(2, "b", 0, f"{FAILED_START_PREFIX}: could not be reached", (2, 3))
-    session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=lost)
+    session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=host_death)
     deaths = [unreachable, None]
 
     def restore(left_out):
@@ -349,7 +349,7 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5]] and session.size == 4
     tried.clear()
-    session.size, session.death, deaths[:] = 6, lost, [unreachable, unreachable, None]
+    session.size, session.death, deaths[:] = 6, host_death, [unreachable, unreachable, None]
     recovery._limit.reset_repeats()
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5], [2, 3, 4, 5]] and session.size == 2

@@ -68,7 +68,7 @@ def test_trainer_bsp_equals_one_process(n_ranks):
     expected = []
     for epoch in range(2):
         order = np.random.default_rng((0, epoch)).permutation(ROWS)
-        batches = [order[at : at + 5 * n_ranks] for at in range(0, ROWS, 5 * n_ranks)]
+        batches = [order[start : start + 5 * n_ranks] for start in range(0, ROWS, 5 * n_ranks)]
         expected.append(sum(len(batch) * float(train(X, Y, batch=batch)) for batch in batches) / ROWS)
     np.testing.assert_allclose(losses, expected, rtol=1e-10)
     np.testing.assert_allclose(model.values(), np.concatenate([w.get_value(), b.get_value()]), rtol=1e-10)

@@ -258,12 +258,12 @@ class Interrupted(rules.GoSGD):
             self.fail()
         super().setup(worker, state)
 
-    def _send(self, worker, state, to):
+    def _send(self, worker, state, target):
         if self.place == "lock" and worker.number == 1 and not Interrupted.failed:
             worker = SimpleNamespace(lock=self.fail)
         elif worker.number == 0:
             time.sleep(0.05)  # otherwise it could take all batches before rank 1 takes one
-        super()._send(worker, state, to)
+        super()._send(worker, state, target)
 
     def fail(self, *_):
         if not Interrupted.failed:
@@ -332,7 +332,7 @@ def test_nan_loss_stops_before_a_checkpoint(fork, tmp_path):
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
 def test_trainer_names_a_nan_row(fork, name):
     fork(2)
-    at, x, y = np.arange(ROWS), X.copy(), Y.copy()
+    row_numbers, x, y = np.arange(ROWS), X.copy(), Y.copy()
     x[[17, 40], 2], y[23] = np.nan, -np.inf
     for (inputs, targets, valid), words in (
         ((x, Y, (X, Y)), r"row 17 of x_data, 'x', has nan, the first of 2 such rows; nothing was saved since"),
@@ -340,13 +340,17 @@ def test_trainer_names_a_nan_row(fork, name):
         ((X, Y, (x, Y)), r"after 60 rows, validation \{'mse': nan\}: row 17 of valid, 'x', has nan"),
     ):
         with np.errstate(invalid="ignore"), pytest.raises(FloatingPointError, match=words):
-            list(Model(name).trainer.epochs(inputs, [targets, at], 5, 1, valid=(valid[0], [valid[1], at])))
+            list(
+                Model(name).trainer.epochs(
+                    inputs, [targets, row_numbers], 5, 1, valid=(valid[0], [valid[1], row_numbers])
+                )
+            )
     # A row that was not used since the last report is not named.
     with np.errstate(all="ignore"), pytest.raises(FloatingPointError, match="learning rate of 1e.200 may be too high"):
         order = np.random.default_rng((0, 0)).permutation(ROWS)
         late = X.copy()
         late[order[-1]] = np.nan
-        list(Model(name, rate=1e200).trainer.epochs(late, [Y, at], 5, 1, every=2))
+        list(Model(name, rate=1e200).trainer.epochs(late, [Y, row_numbers], 5, 1, every=2))
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name in ("BSP", "LocalSGD", "EASGD")])

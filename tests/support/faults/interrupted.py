@@ -25,7 +25,7 @@ from synkhronos.ranks.command_runner import CommandRunner
 N = 3
 
 
-def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False) -> None:
+def at_a_place(where: str, fault_ranks: Any, how: str = "python", unhandled: bool = False) -> None:
     """Block on some ranks, in a call, in a collective, or while distributing or compiling; then run further calls."""
     probes.instrument()
     before = start()
@@ -35,7 +35,7 @@ def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False
     if where in ("call", "collective"):
         assert work.call() == 15.0
     point = {"call": "perform", "collective": "chunk", "distribute": "unpickle", "pickle": "pickle", "build": "build"}
-    plant(point[where], f"hold:{how}", on)
+    plant(point[where], f"hold:{how}", fault_ranks)
     if not unhandled:
         signal.signal(signal.SIGINT, _interrupt_the_library)
     calls = {"collective": lambda: synk.all_reduce(work.big, "sum"), "distribute": synk.distribute}
@@ -303,12 +303,12 @@ def at_random(seed: int, times: int) -> None:
     interrupted = wrong = 0
 
     def duration(call: Any) -> float:
-        took = []
+        durations = []
         for _ in range(3):
             began = time.monotonic()
             call()
-            took.append(time.monotonic() - began)
-        return min(took)
+            durations.append(time.monotonic() - began)
+        return min(durations)
 
     def guarded(call: Any, within: float) -> Any:
         nonlocal interrupted

@@ -234,12 +234,12 @@ class Plant(Command):
 
     point: str
     action: str
-    on: tuple[int, ...]
+    fault_ranks: tuple[int, ...]
     skip: int = 0
 
     def run(self, rank: ranks.Rank) -> None:
         PLANS.clear()
-        if rank.number in self.on:
+        if rank.number in self.fault_ranks:
             PLANS[self.point] = self.skip, self.action
 
 
@@ -248,9 +248,9 @@ def gather_pids() -> dict[int, int]:
     return dict(enumerate(ranks.get_session().run(GatherPids())))
 
 
-def plant(point: str, action: str, on: Any, skip: int = 0) -> None:
+def plant(point: str, action: str, fault_ranks: Any, skip: int = 0) -> None:
     """Plan an action at a point, on some ranks."""
-    ranks.get_session().run(Plant(point, action, tuple(on), skip))
+    ranks.get_session().run(Plant(point, action, tuple(fault_ranks), skip))
 
 
 def instrument() -> None:

@@ -86,7 +86,7 @@ def _collective(name: str, variable: Any) -> Any:
 def at_a_point(
     where: str,
     action: str = "hold:python",
-    on: Any = (2,),
+    fault_ranks: Any = (2,),
     skip: int = 0,
     name: str = "all_reduce",
     point: str = "",
@@ -122,7 +122,7 @@ def at_a_point(
         report_event("ready", pids=pids)
         block("python")
     else:
-        plant(point or POINTS[where], action, on, skip)
+        plant(point or POINTS[where], action, fault_ranks, skip)
         report_event("ready", pids=pids)
     report_event("outcome", **attempt(_operation(where, work, name)))
     after(before, work)
@@ -157,7 +157,7 @@ def _closed() -> bool:
     return False
 
 
-def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
+def at_fork(how: str, fault_rank: int = 2, spawn: bool = False) -> None:
     """Fork, with a fault in the master or in a worker."""
     if how == "limit":
         _become_nobody()
@@ -185,8 +185,8 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
     def leave(*arguments: Any) -> None:
         number = len(forked) + 1
         real_leave(*arguments)
-        if number == on and how == "worker":
-            report_event("inside", pids={on: os.getpid()})
+        if number == fault_rank and how == "worker":
+            report_event("inside", pids={fault_rank: os.getpid()})
             block("python")
 
     def spawn_worker(*arguments: Any) -> int:

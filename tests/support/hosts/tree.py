@@ -52,8 +52,8 @@ class Tree:
         self._text = b""
         self.output = tempfile.TemporaryFile("w+")
         # After a program has exited, the next one is started.
-        again = ["-c", RESTART, sys.executable]
-        command, environment = make_command(hosts, *again, HERE / "fault_target.py", self.folder)
+        restart_arguments = ["-c", RESTART, sys.executable]
+        command, environment = make_command(hosts, *restart_arguments, HERE / "fault_target.py", self.folder)
         # This path marks all processes by their environment; ssh passes it on, too.
         environment["PYTHONPATH"] += os.pathsep + str(self.folder)
         environment |= {"PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None", **variables}
@@ -170,11 +170,11 @@ class Tree:
             os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - (4 << 20))
         return folder / "full"
 
-    def replace(self, host: str, path: Path, by: Path) -> None:
+    def replace(self, host: str, path: Path, replacement: Path) -> None:
         """Replace a file or folder by another on one host."""
         user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         inside = ["nsenter", *user, "--mount", "--pid", "--target", str(self._first[host])]
-        subprocess.run([*inside, "mount", "--bind", by, path], check=True)
+        subprocess.run([*inside, "mount", "--bind", replacement, path], check=True)
 
     def restore(self, host: str, path: Path) -> None:
         """Restore what `replace` has replaced."""
@@ -206,8 +206,8 @@ class Tree:
         sizes = {}
         for host in self.hosts:
             with contextlib.suppress(OSError):  # the host is dead
-                of = os.statvfs(self._shared_memory(host))
-                sizes[host] = (of.f_blocks - of.f_bfree) * of.f_frsize
+                status = os.statvfs(self._shared_memory(host))
+                sizes[host] = (status.f_blocks - status.f_bfree) * status.f_frsize
         return sizes
 
     def check_no_leaks(self, is_fresh: bool = False, but: str = "-") -> None:

@@ -124,7 +124,7 @@ def _answers(kind, how, contents):
         return [None if r == how else contents[how] for r in range(len(contents))]
     if kind == "group":
         return [
-            [(source, content) for source, sent in enumerate(contents) for to, content in sent if to == r]
+            [(source, content) for source, sent in enumerate(contents) for target, content in sent if target == r]
             for r in range(len(contents))
         ]
     dtype, op, root = how
