@@ -337,7 +337,7 @@ def test_error_lists_ranks_with_applied_updates(fault_ranks, skip):
         alive = check_next_calls(program, survived=True)
         text = outcome["effect"] or next(note for note in outcome["notes"] if "updates were applied" in note)
         applied = [r for r in range(3) if r not in fault_ranks]
-        assert ("on no rank" if not applied else f"on ranks {applied}, and not on ranks {on}") in text
+        assert ("on no rank" if not applied else f"on ranks {applied}, and not on ranks {fault_ranks}") in text
         # Earlier calls have applied updates: one call, and with slices another one of two slices.
         start, end = (4.0, 10.0) if skip else (1.0, 2.0)
         assert alive["w"] == [end if r in applied else start for r in range(3)]
