@@ -271,8 +271,8 @@ def test_rules_without_device_arithmetic_run_on_the_host(toy, fork):
     fork(2)
     shareds = [shared(np.ones(3), name) for name in ("w", "v", "average")]
     memory = rules.shared_memory(RULES["EASGD"], 2, 6, np.dtype("float64"))
-    for host_values, is_on_toy in synk.run(train_by_rule, RULES["EASGD"], *shareds, memory, True):
-        assert not is_on_toy and np.isfinite(host_values).all()
+    for on_host, is_on_toy in synk.run(train_by_rule, RULES["EASGD"], *shareds, memory, True):
+        assert not is_on_toy and np.isfinite(on_host).all()
 
 
 def write_rows(worker, rows, shape):

@@ -22,7 +22,7 @@ VALUE = np.arange(4.0)
 @pytest.fixture
 def many_steps_a_launch(monkeypatch):
     """Fuse many steps into one launch on the CPU too, where the library does not by default."""
-    monkeypatch.setattr(XlaEngine, "max_repeats", lambda self, dtype=None: LOG_CAPACITY)
+    monkeypatch.setattr(XlaEngine, "max_repeats", lambda self, combined=None: LOG_CAPACITY)
 
 
 @on_host

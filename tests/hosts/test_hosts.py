@@ -196,23 +196,23 @@ def test_link_to_the_host_that_is_left_counts_the_bytes_sent_before():
 
 @pytest.fixture
 def old_link(monkeypatch):
-    """Link of hosts a, b and c with two ranks each on GPUs; it finds ``n_gpus_by_host`` when it is connected again."""
-    link, n_gpus_by_host = MpiLink([Host(name, 2) for name in "abc"], 1.0), {"a": 2, "b": 2, "c": 2}
+    """Link of hosts a, b and c with two ranks each on GPUs; the GPUs of ``found`` are there when it is connected again."""
+    link, found = MpiLink([Host(name, 2) for name in "abc"], 1.0), {"a": 2, "b": 2, "c": 2}
     link._gpus, link._cores, link._n_ranks = [2] * 3, [2] * 3, [2] * 3
     link.assign_ranks(None, True)
 
     def start_agents(link):
-        if not all(n_gpus_by_host[name] is not None for name in link.host_names):
+        if not all(found[name] is not None for name in link.host_names):
             raise RuntimeError("the hosts could not be reached")
         link._n_ranks = [host.n_ranks for host in link._hosts]
-        link._gpus = link._cores = [n_gpus_by_host[name] for name in link.host_names]
+        link._gpus = link._cores = [found[name] for name in link.host_names]
 
     monkeypatch.setattr(MpiLink, "start_agents", start_agents)
-    return link, n_gpus_by_host
+    return link, found
 
 
 @pytest.mark.parametrize(
-    ("n_gpus_by_host", "excluded_ranks", "host", "lost_ranks"),
+    ("found", "excluded_ranks", "host", "lost_ranks"),
     [
         ({"b": 1}, (), "b", [3]),
         ({"b": 0, "c": 1}, (), "b", [2, 3, 5]),
@@ -221,9 +221,9 @@ def old_link(monkeypatch):
         ({"b": None}, (4, 5), "b", [2, 3]),
     ],
 )
-def test_link_names_ranks_that_cannot_start_again(old_link, n_gpus_by_host, excluded_ranks, host, lost_ranks):
+def test_link_names_ranks_that_cannot_start_again(old_link, found, excluded_ranks, host, lost_ranks):
     link, now = old_link
-    now.update(n_gpus_by_host)
+    now.update(found)
     with pytest.raises(StartError) as caught:
         link.reconnect(excluded_ranks)
     death = caught.value.death
@@ -234,8 +234,8 @@ def test_link_names_ranks_that_cannot_start_again(old_link, n_gpus_by_host, excl
 
 @pytest.mark.parametrize("excluded_ranks", [(), (4, 5)])
 def test_own_failure_to_start_an_agent_is_not_blamed_on_the_other_hosts(old_link, excluded_ranks):
-    link, n_gpus_by_host = old_link
-    n_gpus_by_host["a"] = None
+    link, found = old_link
+    found["a"] = None
     with pytest.raises(
         RuntimeError, match="^this host, a, can't start an agent: the hosts could not be reached$"
     ) as error:

@@ -127,17 +127,17 @@ def test_defer_signals_can_deliver_late_signals(monkeypatch):
     seconds = 1.0
     monkeypatch.setattr("synkhronos.ranks.interrupts.time", SimpleNamespace(monotonic=lambda: seconds))
     with pytest.raises(KeyboardInterrupt):
-        with defer_signals() as signals:
-            signals.deliver_if_late()
+        with defer_signals() as held:
+            held.deliver_if_late()
             signal.raise_signal(signal.SIGINT)
-            signals.deliver_if_late()
+            held.deliver_if_late()
             seconds += 2 * MAX_DEFERRAL_SECONDS
-            signals.restart_time_limit()  # the next call has its own timeout
-            signals.deliver_if_late()
+            held.restart_time_limit()  # the next call has its own timeout
+            held.deliver_if_late()
             seconds += 2 * MAX_DEFERRAL_SECONDS
             with pytest.raises(KeyboardInterrupt):
-                signals.deliver_if_late()
-            signals.deliver_if_late()
+                held.deliver_if_late()
+            held.deliver_if_late()
             signal.raise_signal(signal.SIGINT)  # not deferred any more
             pytest.fail()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

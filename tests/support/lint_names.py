@@ -106,7 +106,7 @@ def find_clauses_in_sections(docstring: str) -> Iterator[str]:
         yield from filter(CLAUSE_IN_SECTION.match, DESCRIBED.findall(section))
 
 
-def check_names(sources: Mapping[str, str]) -> Iterator[Finding]:
+def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings of names and docstrings.
 
     Parameters
@@ -186,7 +186,7 @@ def main(arguments: list[str]) -> int:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     checked = read_sources([*config["files"], *config["mypy_path"]])
     found = [
-        *check_names({**read_sources(["synkhronos", "tests", "benchmarks", "demos", "docs"]), **checked}),
+        *findings({**read_sources(["synkhronos", "tests", "benchmarks", "demos", "docs"]), **checked}),
         *find_unlisted_imports(checked, [name for override in config["overrides"] for name in override["module"]]),
     ]
     baseline = json.loads(BASELINE.read_text())

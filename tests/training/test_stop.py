@@ -296,22 +296,22 @@ def test_signal_stops_all_ranks_after_the_same_round():
     from synkhronos.training.trainer.local_step_loop import LocalStepLoop
 
     plan = SimpleNamespace(pools=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
-    batches_taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
+    taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
     loop = LocalStepLoop.__new__(LocalStepLoop)
-    loop.plan, loop._batches_taken, loop.max_repeats = plan, batches_taken, 2
+    loop.plan, loop._batches_taken, loop.max_repeats = plan, taken, 2
     loop.exchanger = SimpleNamespace(count_steps_left=lambda: 64)
     loop.meter = SimpleNamespace(time=lambda _: threading.Lock())
-    starts = {0: [], 2: []}
+    seen = {0: [], 2: []}
     try:
         stop_signals._requested = signal.SIGTERM
         for rank in (2, 0):
             loop.worker = SimpleNamespace(number=rank, size=3, lock=lambda _: Manager(lock))
-            starts[rank] = [start for batches in loop._take_batches() for start in batches.starts]
+            seen[rank] = [start for batches in loop._take_batches() for start in batches.starts]
             assert loop.end == 30 + 4 * 3 * 10  # seven batches of two ranks are four rounds
     finally:
         stop_signals._requested = 0
-    assert starts == {2: [30 + 8 * 10, 30 + 11 * 10], 0: [30 + 10 * 10]}
+    assert seen == {2: [30 + 8 * 10, 30 + 11 * 10], 0: [30 + 10 * 10]}
 
 
 class Manager:

@@ -331,9 +331,9 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     """Ranks 4 and 5 are lost with their host; then the host of ranks 2 and 3 can't be reached, at first once."""
     fork_ranks(1)
     recovery, tried = Model("BSP").trainer._model.make_death_recovery(100, False, False), []
-    host_death = Death(4, "c", 0, "was lost", (4, 5))
+    lost = Death(4, "c", 0, "was lost", (4, 5))
     unreachable = Death(2, "b", 0, f"{FAILED_START_PREFIX}: could not be reached", (2, 3))
-    session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=host_death)
+    session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=lost)
     deaths = [unreachable, None]
 
     def restore(left_out):
@@ -349,7 +349,7 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5]] and session.size == 4
     tried.clear()
-    session.size, session.death, deaths[:] = 6, host_death, [unreachable, unreachable, None]
+    session.size, session.death, deaths[:] = 6, lost, [unreachable, unreachable, None]
     recovery._limit.reset_repeats()
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5], [2, 3, 4, 5]] and session.size == 2
