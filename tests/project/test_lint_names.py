@@ -28,13 +28,13 @@ class Parcel:
 '''
 
 
-def lint(source, **others):
+def found(source, **others):
     sources = {"synkhronos/one.py": source} | {f"synkhronos/{name}.py": text for name, text in others.items()}
     return [(finding.rule, finding.line, finding.text) for finding in findings(sources)]
 
 
 def test_lint_names_accepts_a_clean_file():
-    assert lint(WHOLE) == []
+    assert found(WHOLE) == []
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_lint_names_accepts_a_clean_file():
 )
 def test_lint_names_findings(before, after, finding):
     assert before in WHOLE
-    assert lint(WHOLE.replace(before, after)) == [finding]
+    assert found(WHOLE.replace(before, after)) == [finding]
 
 
 def test_lint_names_finds_a_duplicate_class():
@@ -67,9 +67,9 @@ def test_lint_names_finds_a_duplicate_class():
         class Parcel:
             """A message."""
     ''')
-    assert lint(WHOLE, two=other) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
+    assert found(WHOLE, two=other) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
     private = other.replace("Parcel", "_Parcel")
-    assert lint(WHOLE, two=private) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
+    assert found(WHOLE, two=private) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
     assert list(findings({"synkhronos/compat/theano/one.py": other, "synkhronos/two.py": other})) == []
 
 
@@ -90,8 +90,8 @@ def test_lint_names_finds_an_unknown_parameter():
             weight : float
             """
     ''')
-    assert lint(source) == [("unknown parameter documented", 2, "weigh: factor")]
-    assert lint(source.replace('unit="g"', "**options")) == []
+    assert found(source) == [("unknown parameter documented", 2, "weigh: factor")]
+    assert found(source.replace('unit="g"', "**options")) == []
 
 
 def test_lint_names_requires_no_docstrings_outside_of_the_package():
