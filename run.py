@@ -397,18 +397,18 @@ WITH_PYMC = [
 ]
 
 
-def mnist(options: argparse.Namespace, rest: list[str]) -> int:
+def mnist(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Train on MNIST; options go to demos/mnist/train_mnist.py."""
     environment = prepare(options.env, "demos")
-    if {"-h", "--help"} & set(rest):
+    if {"-h", "--help"} & set(extra_arguments):
         print("run.py's own option: --env {pytensor,theano}, the graph library (default: pytensor)\n", flush=True)
-    return call([environment.python, "demos/mnist/train_mnist.py", *rest])
+    return call([environment.python, "demos/mnist/train_mnist.py", *extra_arguments])
 
 
-def test(options: argparse.Namespace, rest: list[str]) -> int:
+def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Run the tests in each environment; further arguments go to pytest. Without any, a few run on JAX arrays too."""
     if options.quick:
-        rest = [*QUICK, *rest]
+        extra_arguments = [*QUICK, *extra_arguments]
         if not options.here and options.env is None:
             options.env = PYTENSOR.name
     if options.device != "host" and not options.here:
@@ -419,11 +419,13 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
                 raise fail("pip can't install pygpu: run --device gpu --here with a Python that has it and Theano.")
             raise fail(f"--device {options.device} needs PyTensor.")
         options.env = PYTENSOR.name
-    if options.all and (rest or options.here or options.device != "host"):
+    if options.all and (extra_arguments or options.here or options.device != "host"):
         raise fail("--all takes no further arguments but --env.")
     if options.here:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return call([sys.executable, "-m", "pytest", *rest], SYNKHRONOS_TEST_DEVICE=options.device, PYTHONPATH=path)
+        return call(
+            [sys.executable, "-m", "pytest", *extra_arguments], SYNKHRONOS_TEST_DEVICE=options.device, PYTHONPATH=path
+        )
     require_compiler("the tests use Theano 1.0.5 and PyTensor's C mode")
     names = [options.env] if options.env else [PYTENSOR.name, THEANO.name, *([PYMC.name] if options.all else [])]
     left_out = []
@@ -438,7 +440,7 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
     }
     if options.device == "gpu":
         extras[PYTENSOR.name].append("gpu")
-    jobs = list_jobs([BY_NAME[name] for name in names], options, rest)
+    jobs = list_jobs([BY_NAME[name] for name in names], options, extra_arguments)
     reports = [job.environment.directory / f"tests-{i}.xml" for i, job in enumerate(jobs)]
     for report in reports:
         report.unlink(missing_ok=True)
@@ -477,12 +479,14 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
     return max(statuses)
 
 
-def list_jobs(environments: Sequence[Environment], options: argparse.Namespace, rest: list[str]) -> list[Job]:
+def list_jobs(
+    environments: Sequence[Environment], options: argparse.Namespace, extra_arguments: list[str]
+) -> list[Job]:
     """Return the jobs in the order in which they are started."""
-    if rest or options.device != "host":
-        what = "--quick" if options.quick else shlex.join(rest)
-        part = ", ".join(filter(None, ["" if options.device == "host" else options.device, what]))
-        return [Job(environment, part, rest, options.device) for environment in environments]
+    if extra_arguments or options.device != "host":
+        label = "--quick" if options.quick else shlex.join(extra_arguments)
+        part = ", ".join(filter(None, ["" if options.device == "host" else options.device, label]))
+        return [Job(environment, part, extra_arguments, options.device) for environment in environments]
     jobs = []
     for environment in environments:
         if environment is PYMC:
@@ -502,17 +506,20 @@ def list_library_jobs(environment: Environment, with_all: bool, is_second: bool)
     docs and demos only with ``--all``.
     """
     without = " and not any_library" if is_second else ""
-    usual = ["-m", " and ".join(f"not {marker}" for marker in (MARKERS if with_all else (*MARKERS, "slow"))) + without]
+    marker_options = [
+        "-m",
+        " and ".join(f"not {marker}" for marker in (MARKERS if with_all else (*MARKERS, "slow"))) + without,
+    ]
     folders = {part: [f"tests/{name}" for name in names] for part, names in PARTS.items()}
-    jobs = [Job(environment, part, [*usual, *paths]) for part, paths in folders.items()]
+    jobs = [Job(environment, part, [*marker_options, *paths]) for part, paths in folders.items()]
     others = [*PROGRAMS, *(path for paths in folders.values() for path in paths)]
-    jobs.append(Job(environment, "", [*usual, *(f"--ignore={path}" for path in others)]))
+    jobs.append(Job(environment, "", [*marker_options, *(f"--ignore={path}" for path in others)]))
     ignored = [f"--ignore={COMPAT}/check_{name}.py" for name in ("lasagne", "programs")]
-    jobs.append(Job(environment, "compat", [*usual, "--timeout=1200", *ignored, COMPAT]))
+    jobs.append(Job(environment, "compat", [*marker_options, "--timeout=1200", *ignored, COMPAT]))
     if with_all or not is_second:
         ignored = [f"--ignore={LASAGNE_DEMOS}/check_zoo.py"]
-        jobs.append(Job(environment, "lasagne demos", [*usual, "--timeout=1200", *ignored, LASAGNE_DEMOS]))
-        jobs.append(Job(environment, "programs", [*usual, *PROGRAMS]))
+        jobs.append(Job(environment, "lasagne demos", [*marker_options, "--timeout=1200", *ignored, LASAGNE_DEMOS]))
+        jobs.append(Job(environment, "programs", [*marker_options, *PROGRAMS]))
     if with_all:
         jobs += [] if is_second else list_lasagne_jobs(environment)
         jobs.append(Job(environment, "faults", ["-m", f"faults{without}"]))
@@ -549,12 +556,12 @@ def read_suites(report: Path) -> list[xml.etree.ElementTree.Element]:
 
 def list_failures(report: Path, most: int = 40) -> list[str]:
     """Return the name of each failed test, with the last lines of its report."""
-    found = []
+    failures = []
     for case in (case for suite in read_suites(report) for case in suite.findall("testcase")):
         for problem in (*case.findall("failure"), *case.findall("error")):
             lines = (problem.text or "").splitlines()[-most:]
-            found.append("\n    ".join([f"FAILED {case.get('classname')}::{case.get('name')}", *lines]))
-    return found
+            failures.append("\n    ".join([f"FAILED {case.get('classname')}::{case.get('name')}", *lines]))
+    return failures
 
 
 def count_failures(report: Path) -> int:
@@ -575,11 +582,11 @@ def describe_counts(report: Path, status: int) -> str:
     return f"{text}, {skipped} skipped" if skipped else text
 
 
-def messages(options: argparse.Namespace, rest: list[str]) -> int:
+def messages(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Write tests/messages.txt anew: the errors of all tests that compare theirs with it, or of the named files."""
     golden = ROOT / "tests" / "messages.txt"
     users = [path for path in (ROOT / "tests").glob("*/test_*.py") if "from messages import" in path.read_text()]
-    files = rest or sorted(str(path.relative_to(ROOT)) for path in users)
+    files = extra_arguments or sorted(str(path.relative_to(ROOT)) for path in users)
     # A test file's name stands at the margin, and its messages below.
     parts = re.split(r"(?m)^(?=\S)", golden.read_text())
     golden.write_text("".join(part for part in parts if part.split("\n")[0] not in files))
@@ -594,30 +601,30 @@ def messages(options: argparse.Namespace, rest: list[str]) -> int:
     )
 
 
-def lint(options: argparse.Namespace, rest: list[str]) -> int:
+def lint(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Check style, format, types and names: ruff, mypy and tests/support/lint_names.py."""
     python = prepare(PYTENSOR.name, "dev").python
     tools = ("-m ruff check", "-m ruff format --check", "-m mypy", "tests/support/lint_names.py")
     return call_all([[python, *tool.split()] for tool in tools])
 
 
-def docs(options: argparse.Namespace, rest: list[str]) -> int:
+def docs(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Build the documentation into docs/_build/html; a warning is an error, as is damaged markup (docs/damage.py)."""
     python = prepare(PYTENSOR.name, "docs").python
     return call([python, "-m", "sphinx", "-W", "--keep-going", "-E", "-b", "html", "docs", "docs/_build/html"])
 
 
-def bench(options: argparse.Namespace, rest: list[str]) -> int:
+def bench(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Run one benchmark, or all of them; further arguments go to it (``-- --help`` lists them)."""
     known = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if not p.stem.startswith("_"))
     if options.name and options.name not in known:
         raise fail(f"there is no benchmark {options.name!r}; there are: {', '.join(known) or 'none'}")
     names = [options.name] if options.name else known
     python = prepare(options.env, "bench").python
-    return call_all([[python, "-m", f"benchmarks.{name}", *rest] for name in names])
+    return call_all([[python, "-m", f"benchmarks.{name}", *extra_arguments] for name in names])
 
 
-def demo(options: argparse.Namespace, rest: list[str]) -> int:
+def demo(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Run one of the scripts in demos/; further arguments go to it (``--ranks 4``, or ``-- --help``)."""
     numbered = {p.stem.split("_")[1]: p for p in sorted((ROOT / "demos").glob("demo_*.py"))}
     lasagne = {p.stem: p for p in sorted((ROOT / "demos").glob("*/train_*.py")) if p.parent.name != "mnist"}
@@ -627,10 +634,12 @@ def demo(options: argparse.Namespace, rest: list[str]) -> int:
         raise fail(f"there is no demo {options.script!r}; there are: {', '.join(known) or 'none'}")
     extras = ["lasagne"] if options.script in lasagne else []
     name = PYMC.name if options.script in with_pymc else options.env
-    return call([prepare(name, *extras).python, known[options.script], *(word for word in rest if word != "--")])
+    return call(
+        [prepare(name, *extras).python, known[options.script], *(word for word in extra_arguments if word != "--")]
+    )
 
 
-def env(options: argparse.Namespace, rest: list[str]) -> int:
+def env(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Print the path of an environment's Python, and make the environment if need be."""
     print(prepare(options.name, *options.extras).python)
     return 0
@@ -668,9 +677,9 @@ def parser() -> argparse.ArgumentParser:
     def add_env(sub: argparse.ArgumentParser, default: str | None, text: str) -> None:
         sub.add_argument("--env", choices=list(BY_NAME), default=default, help=text)
 
-    which = "the graph library to use (default: %(default)s)"
+    help_text = "the graph library to use (default: %(default)s)"
     # --help goes to the script too, which lists its options.
-    add_env(add(mnist, passes_on=True, add_help=False), PYTENSOR.name, which)
+    add_env(add(mnist, passes_on=True, add_help=False), PYTENSOR.name, help_text)
     test_parser = add(test, passes_on=True)
     add_env(test_parser, None, "test in this environment only (default: in all)")
     test_parser.add_argument(
@@ -696,10 +705,10 @@ def parser() -> argparse.ArgumentParser:
     add(docs)
     bench_parser = add(bench, passes_on=True)
     bench_parser.add_argument("name", nargs="?", help="a module in benchmarks/ (default: all of them)")
-    add_env(bench_parser, PYTENSOR.name, which)
+    add_env(bench_parser, PYTENSOR.name, help_text)
     demo_parser = add(demo, passes_on=True)
     demo_parser.add_argument("script", help="which one: 1 to 5, or train_resnet for example")
-    add_env(demo_parser, PYTENSOR.name, which)
+    add_env(demo_parser, PYTENSOR.name, help_text)
     env_parser = add(env)
     env_parser.add_argument("name", choices=list(BY_NAME), help="the environment")
     env_parser.add_argument("extras", nargs="*", metavar="EXTRA", help="of pyproject.toml, to install as well")
@@ -711,13 +720,13 @@ def main() -> int:
     if sys.version_info[:2] < OLDEST_PYTHON:
         raise fail(f"Synkhronos needs Python 3.11 or newer; this is {python_name()}.")
     arguments = parser()
-    options, rest = arguments.parse_known_args()
+    options, extra_arguments = arguments.parse_known_args()
     if options.command is None:
         arguments.error("expected a command, such as mnist, demo or test")
-    if rest and not options.passes_on:
-        arguments.error(f"unrecognized arguments: {' '.join(rest)}")
+    if extra_arguments and not options.passes_on:
+        arguments.error(f"unrecognized arguments: {' '.join(extra_arguments)}")
     try:
-        return options.function(options, rest)
+        return options.function(options, extra_arguments)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise fail(NO_ROOM) from None

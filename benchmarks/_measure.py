@@ -88,8 +88,8 @@ class Table:
 
     def print_row(self, *cells: str) -> None:
         """Print one row."""
-        first, *rest = zip(cells, self._widths, strict=True)
-        print("  ".join([f"{first[0]:<{first[1]}}", *(f"{c:>{w}}" for c, w in rest)]).rstrip(), flush=True)
+        first, *other_cells = zip(cells, self._widths, strict=True)
+        print("  ".join([f"{first[0]:<{first[1]}}", *(f"{c:>{w}}" for c, w in other_cells)]).rstrip(), flush=True)
 
 
 def print_criterion(

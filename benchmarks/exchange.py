@@ -87,16 +87,16 @@ def measure_steps_per_second(
         return steps / (time.perf_counter() - start)
     rule.setup(worker, state)
     worker.barrier("begin")
-    start, taken = time.perf_counter(), 0
+    start, n_taken = time.perf_counter(), 0
     total = steps * worker.size
-    while taken < total:
+    while n_taken < total:
         if rule.asynchronous:
             with worker.lock(worker.size + 1) as ticket:
-                taken = ticket.turn
-            if taken >= total:
+                n_taken = ticket.turn
+            if n_taken >= total:
                 break
         else:
-            taken += worker.size
+            n_taken += worker.size
         time.sleep(pause)
         steps_left = rule.count_steps_left(state)
         state.step += 1

@@ -158,11 +158,11 @@ def main() -> None:
         rounds = " ".join(format_duration(time) for time in times)
         table.print_row(name, format_duration(median(times)), rounds, f"{1 / median(times):.0f}", f"{value:.8g}")
     print()
-    one = median(sides["1 GPU"][1])
+    single_gpu = median(sides["1 GPU"][1])
     for n in counts[1:]:
-        print_criterion(f"{n} GPUs, part of linear", one / median(sides[f"{n} GPUs"][1]) / n, at_least=0.95)
+        print_criterion(f"{n} GPUs, part of linear", single_gpu / median(sides[f"{n} GPUs"][1]) / n, at_least=0.95)
     if "NumPyro, 1 GPU" in sides:
-        print_criterion("NumPyro's time / ours, 1 GPU", median(sides["NumPyro, 1 GPU"][1]) / one, at_least=1)
+        print_criterion("NumPyro's time / ours, 1 GPU", median(sides["NumPyro, 1 GPU"][1]) / single_gpu, at_least=1)
 
 
 if __name__ == "__main__":

@@ -137,19 +137,23 @@ class SpeedTable:
         placement: str,
         n: int,
         images: int,
-        ours: Any,
+        result: Any,
         ddp: Any,
         others: dict[str, Any],
         is_cold: bool,
     ) -> None:
         """Print a row; `images` is their number per step, `others` has the optional sides "compiled" and "flax"."""
-        first, ours_step, loss = ours["results"][placement]
+        first, ours_step, loss = result["results"][placement]
         _, ddp_step, ddp_loss = ddp["results"][placement]
         speed = self._speeds[precision, placement, n] = images / ours_step, images / ddp_step
         ratio = speed[0] / speed[1]
         speeds = {name: images / side["results"][placement][1] for name, side in others.items()}
-        one = self._speeds.get((precision, placement, 1))
-        scaling = [s / (n * s1) for s, s1 in zip(speed, one, strict=True)] if one and n > 1 else None
+        single_gpu_speed = self._speeds.get((precision, placement, 1))
+        scaling = (
+            [s / (n * s1) for s, s1 in zip(speed, single_gpu_speed, strict=True)]
+            if single_gpu_speed and n > 1
+            else None
+        )
         self._table.print_row(
             *(precision, placement, str(n), f"{speed[0]:,.0f}/s", f"{speed[1]:,.0f}/s", f"{ratio:.3f}"),
             *([f"{share:.1%}" for share in scaling] if scaling else ["", ""]),
@@ -173,13 +177,13 @@ class SpeedTable:
         losses = f"{loss:.3f}, the penalty of large weights included, DDP {ddp_loss:.3f} without"
         self._remarks.append(f"{label}: first step {format_duration(first)}; losses at the end {losses}")
 
-    def add_loading(self, precision: str, n: int, images: int, ours: Any) -> None:
+    def add_loading(self, precision: str, n: int, images: int, result: Any) -> None:
         """Store the speed with rows from files, relative to rows on the host."""
-        plain, loaded = (images / ours["results"][placement][1] for placement in ("host", "files"))
+        plain, loaded = (images / result["results"][placement][1] for placement in ("host", "files"))
         label = f"{precision}, images from files, n = {n}"
         self._remarks.append(
             f"{label}: {loaded:,.0f}/s, and {plain:,.0f}/s from the host without loading; "
-            f"the middle step waits {format_duration(ours['wait'])} for its rows"
+            f"the middle step waits {format_duration(result['wait'])} for its rows"
         )
         self._goals.append((f"{label}: beside those on the host", 100 * loaded / plain, " %", None, 97))
 
@@ -217,7 +221,7 @@ def main() -> None:
             for n in counts:
                 settings = make_settings(options, precision, n)
                 try:
-                    ours = run_side("_resnet", sys.executable, settings, environment, options.limit)
+                    result = run_side("_resnet", sys.executable, settings, environment, options.limit)
                     settings = {**settings, "where": [placement for placement in options.where if placement != "files"]}
                     ddp = run_side("_ddp", options.torch_python, settings, {}, options.limit)
                     others = {}
@@ -233,12 +237,12 @@ def main() -> None:
                     print(f"{precision}, n = {n}: {failure}", flush=True)
                     continue
                 table.remark(
-                    f"{ours['title']}, {ddp['title']}: {format_duration(ours['built'])} to start and build ours"
+                    f"{result['title']}, {ddp['title']}: {format_duration(result['built'])} to start and build ours"
                 )
                 if "files" in options.where:
-                    table.add_loading(precision, n, n * options.batch_size, ours)
+                    table.add_loading(precision, n, n * options.batch_size, result)
                 for placement in settings["where"]:
-                    table.add(precision, placement, n, n * options.batch_size, ours, ddp, others, is_cold)
+                    table.add(precision, placement, n, n * options.batch_size, result, ddp, others, is_cold)
                 is_cold = False
     table.print_summary()
     print(f"\n{perf_counter() - start:.0f} s in all")

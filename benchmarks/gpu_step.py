@@ -182,11 +182,11 @@ def main() -> None:
     if options.mesh:
         try:
             for (placement, size), seconds in measure_mesh(count, options).items():
-                ours = times[placement, count, size, 1]
+                synkhronos_seconds = times[placement, count, size, 1]
                 print(
-                    f"{count} GPUs, batch {size:5d} from {placement:4s}: {format_duration(ours)}, "
+                    f"{count} GPUs, batch {size:5d} from {placement:4s}: {format_duration(synkhronos_seconds)}, "
                     f"jit on a mesh {format_duration(seconds)}: "
-                    f"{seconds / ours:.2f} times as fast",
+                    f"{seconds / synkhronos_seconds:.2f} times as fast",
                     flush=True,
                 )
         except SideError as failure:

@@ -266,7 +266,7 @@ def main() -> None:
     versions = {}
     for precision in options.precision:
         for n in counts:
-            ours = None
+            synkhronos_speed = None
             for side in options.sides:
                 settings = {name: getattr(options, name) for name in shape}
                 settings |= {"side": side, "n": n, "precision": precision, "device": "cpu" if options.cpu else "gpu"}
@@ -282,8 +282,8 @@ def main() -> None:
                     print(f"{side}, n = {n}: {failure}", flush=True)
                     continue
                 speed = n * options.batch_size * options.length / report["seconds"]
-                ours = speed if side == "synkhronos" else ours
-                ratio = f"{ours / speed:.3f}" if ours and side != "synkhronos" else ""
+                synkhronos_speed = speed if side == "synkhronos" else synkhronos_speed
+                ratio = f"{synkhronos_speed / speed:.3f}" if synkhronos_speed and side != "synkhronos" else ""
                 table.print_row(
                     *(side, precision, str(n), f"{speed:,.0f}", format_duration(report["seconds"])),
                     *(format_duration(report["first"]), ratio),

@@ -99,33 +99,34 @@ class TimeTable:
         steps = IMAGES / images
         if n == 1:
             self._single_gpu_steps[row, side] = step
-        one = self._single_gpu_steps.get((row, side))
-        if n == 1 or one is None:
+        single_gpu_step = self._single_gpu_steps.get((row, side))
+        if n == 1 or single_gpu_step is None:
             return f"{steps * step:.2f}"
-        return f"{steps * one:.2f}{steps * (step - one):+.2f}"
+        return f"{steps * single_gpu_step:.2f}{steps * (step - single_gpu_step):+.2f}"
 
-    def add(self, row: str, n: int, settings: dict[str, Any], ours: Any, ddp: Any) -> None:
+    def add(self, row: str, n: int, settings: dict[str, Any], result: Any, ddp: Any) -> None:
         """Print a row."""
         images = n * settings["batch_size"]
-        steps = {"ours": ours["results"]["host"][1], "ddp": ddp["results"]["host"][1]}
+        steps = {"ours": result["results"]["host"][1], "ddp": ddp["results"]["host"][1]}
         cells = [self._format_times(row, side, n, images, step) for side, step in steps.items()]
         ratio = steps["ddp"] / steps["ours"]
         k80 = ROWS[row][3][K80.index(n)] if n in K80 else ""
         self._table.print_row(row, str(n), *cells, f"{ratio:.3f}", k80)
         self._goals.append((f"{row}, n = {n}: times as fast as DDP", ratio))
-        first, _, loss = ours["results"]["host"]
+        first, _, loss = result["results"]["host"]
         self._remarks.append(
-            f"{row}, n = {n}: first step {first:.0f} s; {ours['parameters']:,} parameters, DDP {ddp['parameters']:,}; "
+            f"{row}, n = {n}: first step {first:.0f} s; "
+            f"{result['parameters']:,} parameters, DDP {ddp['parameters']:,}; "
             f"losses at the end {loss:.3f}, the penalty of large weights included, DDP {ddp['results']['host'][2]:.3f}"
         )
-        if ours["parameters"] != ddp["parameters"]:
+        if result["parameters"] != ddp["parameters"]:
             raise SystemExit(f"{row}: the two sides have different networks: {self._remarks[-1]}")
 
     def print_summary(self) -> None:
         """Print remarks, and each goal with PASS or FAIL."""
         print("", *self._remarks, "", sep="\n")
-        for what, ratio in self._goals:
-            print_criterion(what, ratio, " times", at_least=BESIDE_DDP)
+        for label, ratio in self._goals:
+            print_criterion(label, ratio, " times", at_least=BESIDE_DDP)
 
 
 def main() -> None:
@@ -146,12 +147,12 @@ def main() -> None:
             for n in counts:
                 settings = make_settings(options, row, n)
                 try:
-                    ours = run_side("_resnet", sys.executable, settings, environment, options.limit)
+                    result = run_side("_resnet", sys.executable, settings, environment, options.limit)
                     ddp = run_side("_ddp", options.torch_python, make_torch_settings(settings), {}, options.limit)
                 except SideError as failure:
                     print(f"{row}, n = {n}: {failure}", flush=True)
                     continue
-                table.add(row, n, settings, ours, ddp)
+                table.add(row, n, settings, result, ddp)
     table.print_summary()
     print(f"\n{perf_counter() - start:.0f} s in all")
 

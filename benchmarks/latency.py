@@ -127,9 +127,9 @@ def measure(size: int, rounds: int, calls: int, idle: float) -> None:
                     f"{format_duration(lower)} - {format_duration(upper)}",
                     f"{middle / reference:.2f}",
                 )
-            ours, barrier = summaries["empty function"][1], summaries["two Barriers"][1]
-            print_criterion(f"empty function / semaphore pair, {size} ranks", ours / reference, at_most=5)
-            print_criterion(f"empty function / two Barriers, {size} ranks", ours / barrier, at_most=1)
+            empty_function, barrier = summaries["empty function"][1], summaries["two Barriers"][1]
+            print_criterion(f"empty function / semaphore pair, {size} ranks", empty_function / reference, at_most=5)
+            print_criterion(f"empty function / two Barriers, {size} ranks", empty_function / barrier, at_most=1)
 
             start = cpu_seconds(workers)
             sleep(idle)

@@ -55,9 +55,9 @@ def main() -> None:
     assert n == 1 or not np.isclose(avg, few.mean())
 
     print("\n3. Op None: the output of the master's rows only")
-    own = synk.function([x], (x.shape[0], None))
-    print(f"   {int(own(rows))} of {len(rows)} rows")
-    assert own(rows) == len(rows) // n
+    count_rows = synk.function([x], (x.shape[0], None))
+    print(f"   {int(count_rows(rows))} of {len(rows)} rows")
+    assert count_rows(rows) == len(rows) // n
 
     print("\n4. num_slices: each rank computes its rows in pieces, with less memory and the same result")
     for num_slices in (1, 2, 5):

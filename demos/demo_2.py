@@ -35,8 +35,8 @@ def main() -> None:
     d = synk.data(np.arange(12, dtype="float32").reshape(6, 2))
     empty = synk.data(var=x)
     x_data, y_data = f.build_inputs(np.ones((5, 2), "float32"), np.arange(5, dtype="float32"))
-    for made in (d, empty, x_data, y_data):
-        print(f"   {made}")
+    for data in (d, empty, x_data, y_data):
+        print(f"   {data}")
     print(f"   f(x_data, y_data) = {f(x_data, y_data)}")
     assert np.allclose(f(x_data, y_data), plain(x_data.data, y_data.data))
 

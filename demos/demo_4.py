@@ -49,11 +49,11 @@ def main() -> None:
     check(mask.tolist(), mask)
 
     print("\n2. An epoch over shuffled rows, without a copy in the master")
-    seen = 0
+    n_rows = 0
     for rows in np.array_split(rng.permutation(12), 3):
         check(rows.tolist(), rows)
-        seen += len(rows)
-    assert seen == 12
+        n_rows += len(rows)
+    assert n_rows == 12
 
     print("\n3. Fewer rows than ranks: the other ranks compute nothing")
     check([6], [6])

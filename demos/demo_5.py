@@ -42,8 +42,8 @@ def main() -> None:
     # Indexes of each rank's rows in the complete data.
     whole = np.array_split(np.arange(6 * n), n)
 
-    def check(batch_s: Any, each: list[Any]) -> None:
-        index = np.concatenate([rows[chosen] for rows, chosen in zip(whole, each, strict=True)])
+    def check(batch_s: Any, chosen_by_rank: list[Any]) -> None:
+        index = np.concatenate([rows[chosen] for rows, chosen in zip(whole, chosen_by_rank, strict=True)])
         gathered, mean = f(batch_s=batch_s)
         print(f"   batch_s={batch_s!r}: {gathered.tolist()}")
         expected, expected_mean = plain(all_points[index], all_labels[index])
@@ -68,9 +68,9 @@ def main() -> None:
     print("\n4. An epoch over shuffled rows: each rank shuffles its own")
     rng = np.random.default_rng(0)
     orders = [rng.permutation(6) for _ in range(n)]
-    seen = [f(batch_s=[order[i : i + 3] for order in orders])[0] for i in (0, 3)]
-    assert np.array_equal(np.sort(np.concatenate(seen)), np.sort(expected))
-    print(f"   two steps of {len(seen[0])} rows")
+    results = [f(batch_s=[order[i : i + 3] for order in orders])[0] for i in (0, 3)]
+    assert np.array_equal(np.sort(np.concatenate(results)), np.sort(expected))
+    print(f"   two steps of {len(results[0])} rows")
 
     print("\n5. num_slices: the same rows in pieces, to save memory")
     sliced, mean = f(num_slices=3)

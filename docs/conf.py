@@ -92,9 +92,9 @@ def resolve_short_name(app, env, node, contnode):
     if target.startswith("synkhronos."):
         names.append(".".join(target.split(".")[-2:]))
     for name in names:
-        found = [item for item in domain.find_obj(env, None, None, name, None, 1) if not item[1].aliased]
-        if len(found) == 1:
-            full, entry = found[0]
+        objects = [item for item in domain.find_obj(env, None, None, name, None, 1) if not item[1].aliased]
+        if len(objects) == 1:
+            full, entry = objects[0]
             return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, full)
     return None
 

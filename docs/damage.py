@@ -57,8 +57,8 @@ def find_damage(page: nodes.document) -> Iterator[tuple[nodes.Element, str]]:
     for paragraph in page.findall(nodes.paragraph):
         source = LITERAL.sub("``literal``", paragraph.rawsource)
         for pattern, message in IN_PARAGRAPHS.items():
-            if found := pattern.search(source):
-                yield paragraph, f"{message}: {found[0]!r}"
+            if match := pattern.search(source):
+                yield paragraph, f"{message}: {match[0]!r}"
     for columns in page.findall(nodes.tgroup):
         widths = [column["colwidth"] for column in columns.findall(nodes.colspec)]
         for row in columns.findall(nodes.row):

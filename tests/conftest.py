@@ -45,9 +45,9 @@ for variable, flags in {
         *(["optimizer=fast_compile", "dnn.enabled=False"] if DEVICE == "gpu" else ["mode=FAST_COMPILE"]),
     ],
 }.items():
-    given = [flag for flag in os.environ.get(variable, "").split(",") if flag]
-    named = {flag.split("=")[0] for flag in given}
-    os.environ[variable] = ",".join(given + [flag for flag in flags if flag.split("=")[0] not in named])
+    user_flags = [flag for flag in os.environ.get(variable, "").split(",") if flag]
+    user_names = {flag.split("=")[0] for flag in user_flags}
+    os.environ[variable] = ",".join(user_flags + [flag for flag in flags if flag.split("=")[0] not in user_names])
 
 if DEVICE == "host" and importlib.util.find_spec("theano") and "compiledir" not in os.environ["THEANO_FLAGS"]:
     # Theano scans its whole cache before it compiles, which takes seconds with thousands of modules.  This cache

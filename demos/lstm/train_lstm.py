@@ -130,13 +130,13 @@ def train(n: int, texts: Texts, options: argparse.Namespace) -> Times:
     rule = rules.EASGD(alpha=options.alpha, beta=options.beta, period=options.period)
     trainer = make_trainer(loss, params, x, y, adam, rule, options.rate, validate={"error": error})
     train_texts, valid = split_texts(texts)
-    seconds, seen = 0.0, 0
+    seconds, n_rows = 0.0, 0
     for report in trainer.epochs(*train_texts, batch_size=options.batch_size, epochs=options.epochs, valid=valid):
         if report.epoch == 1:  # includes compilation
             processor_seconds = synk.run(get_processor_seconds)
         else:  # without compilation for new batch lengths
-            seconds += (report.seen - seen) / report.rows_per_second
-        seen = report.seen
+            seconds += (report.seen - n_rows) / report.rows_per_second
+        n_rows = report.seen
         print(f"{n} {'rank' if n == 1 else 'ranks'}, {report}", flush=True)
     processor_seconds = [
         end - begin for end, begin in zip(synk.run(get_processor_seconds), processor_seconds, strict=True)

@@ -28,15 +28,15 @@ class AlexNet(Classifier):
 
     def layers(self, net: Any) -> Any:
         """Return the last layer."""
-        zero, some, spread = Constant(0), Constant(0.1), Normal(0.01)
+        zero, tenth, spread = Constant(0), Constant(0.1), Normal(0.01)
         net = ConvLayer(net, 96, 11, stride=4, W=spread, b=zero)
         net = MaxPool2DLayer(LocalResponseNormalization2DLayer(net), 3, stride=2)
-        net = ConvLayer(net, 256, 5, pad=2, groups=2, W=spread, b=some)
+        net = ConvLayer(net, 256, 5, pad=2, groups=2, W=spread, b=tenth)
         net = MaxPool2DLayer(LocalResponseNormalization2DLayer(net), 3, stride=2)
         net = ConvLayer(net, 384, 3, pad=1, W=spread, b=zero)
-        net = ConvLayer(net, 384, 3, pad=1, groups=2, W=spread, b=some)
-        net = ConvLayer(net, 256, 3, pad=1, groups=2, W=spread, b=some)
+        net = ConvLayer(net, 384, 3, pad=1, groups=2, W=spread, b=tenth)
+        net = ConvLayer(net, 256, 3, pad=1, groups=2, W=spread, b=tenth)
         net = MaxPool2DLayer(net, 3, stride=2)
         for _ in range(2):
-            net = DropoutLayer(DenseLayer(net, self.units, W=Normal(0.005), b=some), 0.5)
+            net = DropoutLayer(DenseLayer(net, self.units, W=Normal(0.005), b=tenth), 0.5)
         return DenseLayer(net, self.classes, W=spread, b=zero, nonlinearity=softmax)

@@ -43,8 +43,8 @@ def _block(net: Any, width: int, stride: int) -> Any:
     """Two convolutions, added to what came in; or to its projection, where shapes differ."""
     before = _normalised(net)
     inner = _conv(_normalised(_conv(before, width, 3, stride)), width, 3)
-    same = net.output_shape[1] == width and stride == 1
-    return ElemwiseSumLayer([inner, net if same else _conv(before, width, 1, stride)])
+    has_same_shape = net.output_shape[1] == width and stride == 1
+    return ElemwiseSumLayer([inner, net if has_same_shape else _conv(before, width, 1, stride)])
 
 
 def _conv(net: Any, width: int, size: int, stride: int = 1) -> Any:

@@ -45,12 +45,12 @@ def find_first_change(array, dtype):
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.data())
-def test_cast_is_refused_iff_a_value_changes(own, dtype, data):
+def test_cast_is_refused_iff_a_value_changes(source_dtype, dtype, data):
     # Small numbers, which most dtypes can represent, and arbitrary ones.
-    items = st.one_of(st.integers(0, 1), st.integers(0, 127)).map(lambda n: np.array(n).astype(own).item())
+    items = st.one_of(st.integers(0, 1), st.integers(0, 127)).map(lambda n: np.array(n).astype(source_dtype).item())
     shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=3, max_side=3))
-    elements = data.draw(st.sampled_from([items, hnp.from_dtype(np.dtype(own))]))
-    array = data.draw(hnp.arrays(own, shape, elements=elements))
+    elements = data.draw(st.sampled_from([items, hnp.from_dtype(np.dtype(source_dtype))]))
+    array = data.draw(hnp.arrays(source_dtype, shape, elements=elements))
     array = data.draw(st.sampled_from([array, array.T, array.astype(array.dtype.newbyteorder())]))
     if array.dtype.kind == "c" and np.dtype(dtype).kind != "c":
         with pytest.raises(
@@ -68,7 +68,7 @@ def test_cast_is_refused_iff_a_value_changes(own, dtype, data):
         casts.cast(array, dtype, "y")
     place = f" at index {tuple(index)}" if index else ""
     assert str(caught.value).startswith(
-        f"y: can't cast {own} to {dtype} without changing {array[index].item()!r}{place}: "
+        f"y: can't cast {source_dtype} to {dtype} without changing {array[index].item()!r}{place}: "
     )
 
 
@@ -89,11 +89,13 @@ def test_safe_cast_reads_no_values(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(casts, "_is_changed", refuse)
-    for own in DTYPES:
-        array = np.ones(3, own)
-        assert casts.cast(array, own, "y") is array
+    for source_dtype in DTYPES:
+        array = np.ones(3, source_dtype)
+        assert casts.cast(array, source_dtype, "y") is array
         for dtype in DTYPES:
-            if np.can_cast(own, dtype, "safe") and not (own.endswith("int64") and np.dtype(dtype).kind in "fc"):
+            if np.can_cast(source_dtype, dtype, "safe") and not (
+                source_dtype.endswith("int64") and np.dtype(dtype).kind in "fc"
+            ):
                 assert casts.cast(array, dtype, "y").dtype == dtype
 
 
@@ -133,23 +135,25 @@ def trainer():
 def test_trainer_refuses_casts_that_change_targets(fork, name):
     fork(1)
     targets, words = REFUSED[name]
-    made, good = trainer(), np.array([0, 1, 0, 1], "int8")
-    given = targets if name == "a mask" else np.array(targets)
+    new_trainer, good = trainer(), np.array([0, 1, 0, 1], "int8")
+    targets_data = targets if name == "a mask" else np.array(targets)
     with pytest.raises(TypeError, match=f"^x_data, y_data: 'y': {words}"):
-        made.epochs(X, given, 2, 1)
+        new_trainer.epochs(X, targets_data, 2, 1)
     with pytest.raises(TypeError, match=f"^valid: 'y': {words}"):
-        made.epochs(X, good, 2, 1, valid=(X, given))
+        new_trainer.epochs(X, good, 2, 1, valid=(X, targets_data))
     with pytest.raises(TypeError, match="^valid: 'x': can't cast float64 to float32 without changing 1e.299"):
-        made.epochs(X, good, 2, 1, valid=(X * 1e300, good))
+        new_trainer.epochs(X, good, 2, 1, valid=(X * 1e300, good))
 
 
 def test_trainer_accepts_targets_of_equal_value(fork):
     fork(1)
-    made = trainer()
+    new_trainer = trainer()
     for dtype in ("int64", "float64", "bool"):
-        report = next(made.epochs(X, np.array([0, 1, 1, 1], dtype), 2, 1, valid=(X, np.array([0, 0, 0, 1], dtype))))
+        report = next(
+            new_trainer.epochs(X, np.array([0, 1, 1, 1], dtype), 2, 1, valid=(X, np.array([0, 0, 0, 1], dtype)))
+        )
         assert (report.loss, report.validation) == (0.75, {"mean": 0.25})
-        made = made if dtype == "bool" else trainer()
+        new_trainer = new_trainer if dtype == "bool" else trainer()
 
 
 @pytest.mark.parametrize("place", ["training", "validation"])

@@ -53,11 +53,11 @@ def master(request, n):
 _variables = {}
 
 
-def get_variable(dtype="float64", ndim=1, which=0):
+def get_variable(dtype="float64", ndim=1, number=0):
     """Return a shared variable that all ranks have; it is cached, as compiling takes longer than testing."""
-    key = str(dtype), ndim, which
+    key = str(dtype), ndim, number
     if key not in _variables:
-        s = shared(np.zeros((0,) * ndim, dtype), f"s{which}")
+        s = shared(np.zeros((0,) * ndim, dtype), f"s{number}")
         # The function sends the variable to the ranks; it need not be called.
         _variables[key] = s, synk.function([], [], updates=[(s, s)])
         if XLA:
@@ -478,10 +478,10 @@ def test_reductions_accept_lists(n):
     a, b, c = get_variable("int16", 0), get_variable("float64", 1), get_variable("bool", 2)
     for r in range(n):
         synk.set_value(r, [a, b, c], [np.array(r + 1, "int16"), np.full(3, 2.0), np.full((1, 1), r == 0)])
-    product, two_to_n, both = synk.reduce([a, b, c], "prod", in_place=False)
+    product, two_to_n, sum_of_c = synk.reduce([a, b, c], "prod", in_place=False)
     assert product == np.prod(np.arange(n) + 1)
     assert two_to_n.tolist() == [2.0**n] * 3
-    assert both.tolist() == [[n == 1]]
+    assert sum_of_c.tolist() == [[n == 1]]
     assert synk.reduce((a, b, c), "max") is None
     synk.all_reduce((a, b, c), "max")
     assert_values(a, [np.array(n, "int16")] * n)
@@ -557,7 +557,7 @@ def test_collectives_stream_a_list_one_by_one(n, master, collective):
     # A fast rank writes the second array while others still read the first: they must not read the second one's bytes.
     # Without strict alternation of the chunks, some collided every few rounds.
     lengths = (100_000, 131_072, 50_000, 77_777, 131_073)
-    many = [get_variable("float64", 1, which) for which in range(len(lengths))]
+    many = [get_variable("float64", 1, number) for number in range(len(lengths))]
     for turn in range(8):
         for r in range(n):
             synk.set_value(r, many, [np.full(size, turn * 100.0 + i * 10 + r) for i, size in enumerate(lengths)])

@@ -61,15 +61,15 @@ def finish(process):
 
 def list_processes(process):
     """Return the command lines, by process ID, of the launcher's live descendants."""
-    found = {}
+    processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"MARK={process.mark}".encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+                processes[int(folder.name)] = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-    found.pop(process.pid, None)
-    return found
+    processes.pop(process.pid, None)
+    return processes
 
 
 def run(folder, experiment, *arguments, status=0, **environment):
@@ -89,14 +89,14 @@ def contract(tmp_path_factory):
     folder = tmp_path_factory.mktemp("contract")
     arguments = [*DEVICES, "-c=--patience 7 --control-port=6000", "-w=--rate 0.5"]
     out, err, logs = run(folder, "contract", *arguments, **FLAGS)
-    found = [pickle.loads((folder / f"found-{rank}.pkl").read_bytes()) for rank in (0, 1)]
-    return found, out, err, logs
+    records = [pickle.loads((folder / f"record-{rank}.pkl").read_bytes()) for rank in (0, 1)]
+    return records, out, err, logs
 
 
 def test_platoon_launcher_passes_arguments_and_writes_logs(contract):
-    found, out, err, logs = contract
-    assert [(result["helper"], result["rate"], result["size"]) for result in found] == [("found", 0.5, 2)] * 2
-    arguments = found[0]["said"]["arguments"]
+    records, out, err, logs = contract
+    assert [(result["helper"], result["rate"], result["size"]) for result in records] == [("found", 0.5, 2)] * 2
+    arguments = records[0]["said"]["arguments"]
     assert arguments[0] == "contract" and arguments[2:6] == ["--single", "-D", "cpu", "cpu"]
     assert arguments[6:] == ["--patience", "7", "--control-port=6000", "-w=--rate 0.5"]
     assert sorted(logs) == [
@@ -108,25 +108,25 @@ def test_platoon_launcher_passes_arguments_and_writes_logs(contract):
 
 
 def test_platoon_controller_answers_requests(contract):
-    found = contract[0]
-    for rank, result in enumerate(found):
+    records = contract[0]
+    for rank, result in enumerate(records):
         assert result["hello"] == [True, 2] and result["echo"] == {"a": [1, 2.5, None, "ä"]}
         assert result["said"]["ranks"][str(result["process"])] == rank
-    assert len({found[0]["process"], found[1]["process"], found[0]["said"]["controller"]}) == 3
+    assert len({records[0]["process"], records[1]["process"], records[0]["said"]["controller"]}) == 3
 
 
 def test_platoon_sync_params_follows_the_easgd_formula(contract):
-    found = contract[0]
+    records = contract[0]
     local = [[np.arange(4, dtype="float32") + 10 * rank, np.float64(rank)] for rank in (0, 1)]
     central = [value.copy() for value in local[0]]
-    for result in found:
+    for result in records:
         for actual, expected in zip(result["initial"], central, strict=True):
             np.testing.assert_array_equal(actual, expected)
     for turn in (0, 1, 0):
         for i in (0, 1):
             force = local[turn][i].dtype.type(0.25) * (local[turn][i] - central[i])
             local[turn][i], central[i] = local[turn][i] - force, central[i] + force
-    for rank, result in enumerate(found):
+    for rank, result in enumerate(records):
         for i, dtype in enumerate(("float32", "float64")):
             np.testing.assert_array_equal(result["local"][i], local[rank][i])
             np.testing.assert_array_equal(result["central"][i], central[i])
@@ -136,19 +136,19 @@ def test_platoon_sync_params_follows_the_easgd_formula(contract):
 
 
 def test_platoon_lock_is_exclusive(contract):
-    found = contract[0]
-    assert [result["counter"] for result in found] == [80, 80]
-    assert found[1]["busy after 0"] and found[1]["busy after 0.1"]
-    assert "holds the lock already" in found[0]["lock"] and "unlock" not in found[0]
-    assert "does not hold the lock" in found[1]["unlock"]
+    records = contract[0]
+    assert [result["counter"] for result in records] == [80, 80]
+    assert records[1]["busy after 0"] and records[1]["busy after 0.1"]
+    assert "holds the lock already" in records[0]["lock"] and "unlock" not in records[0]
+    assert "does not hold the lock" in records[1]["unlock"]
 
 
 def test_platoon_all_reduce_equals_numpy(contract):
-    found = contract[0]
-    own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
-    expected = {"+": own[0] + own[1], "*": own[0] * own[1], "max": own[1], "minimum": own[0]}
+    records = contract[0]
+    arrays = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
+    expected = {"+": arrays[0] + arrays[1], "*": arrays[0] * arrays[1], "max": arrays[1], "minimum": arrays[0]}
     expected |= {"sum": expected["+"], "add": expected["+"], "mul": expected["*"]}
-    for result in found:
+    for result in records:
         assert result["reduced"].keys() == expected.keys()
         for op, value in result["reduced"].items():
             np.testing.assert_array_equal(value, expected[op])
@@ -157,16 +157,16 @@ def test_platoon_all_reduce_equals_numpy(contract):
 
 
 def test_platoon_global_dynamics_equal_their_formulas(contract):
-    found = contract[0]
-    own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
-    total = own[0] + own[1]
-    forces = [np.float32(0.1) * (value - 1) for value in own]
-    for rank, result in enumerate(found):
+    records = contract[0]
+    arrays = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
+    total = arrays[0] + arrays[1]
+    forces = [np.float32(0.1) * (value - 1) for value in arrays]
+    for rank, result in enumerate(records):
         np.testing.assert_array_equal(result["SumSGD"][0], total)
         assert result["SumSGD"][1] == total.sum() and result["SumSGD"][1].dtype == "float32"
         assert result["SumSGD"][2] == 2**61 + 1  # not representable as a float
         np.testing.assert_array_equal(result["AverageSGD"], total / 2)
-        np.testing.assert_allclose(result["EASGD"][0], own[rank] - forces[rank], rtol=1e-6)
+        np.testing.assert_allclose(result["EASGD"][0], arrays[rank] - forces[rank], rtol=1e-6)
         np.testing.assert_allclose(result["EASGD"][1], 1 + forces[0] + forces[1], rtol=1e-6)
         for value, expected in zip(result["Downpour"], (1 + total, 0 * total, 1 + total), strict=True):
             np.testing.assert_array_equal(value, expected)
@@ -174,26 +174,26 @@ def test_platoon_global_dynamics_equal_their_formulas(contract):
 
 
 def test_platoon_all_reduce_ops_work_in_graphs(contract):
-    own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
+    arrays = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
     for result in contract[0]:
         total, updated, largest = result["in a graph"]
-        assert total == 2 * (own[0] + own[1]).sum()
-        np.testing.assert_array_equal(updated, own[0] + own[1])
-        np.testing.assert_array_equal(largest, own[1])
-        np.testing.assert_array_equal(result["summed"][0], 2 * (own[0] + own[1]))
-        np.testing.assert_array_equal(result["summed"][1], 2 * own[1])
+        assert total == 2 * (arrays[0] + arrays[1]).sum()
+        np.testing.assert_array_equal(updated, arrays[0] + arrays[1])
+        np.testing.assert_array_equal(largest, arrays[1])
+        np.testing.assert_array_equal(result["summed"][0], 2 * (arrays[0] + arrays[1]))
+        np.testing.assert_array_equal(result["summed"][1], 2 * arrays[1])
         assert not result.get("64 bits")
 
 
 def test_platoon_mini_batches_reach_one_worker_each(contract):
-    found = contract[0]
-    received = [batch for result in found for batch in result["batches"]]
+    records = contract[0]
+    received = [batch for result in records for batch in result["batches"]]
     assert sorted(int(batch[1]) for batch in received) == list(range(30))
     for full, number, empty, transposed in received:
         np.testing.assert_array_equal(full, np.full((2, 3), number, "float32"))
         assert (full.dtype, empty.shape, empty.dtype) == ("float32", (0, 4), bool)
         np.testing.assert_array_equal(transposed, np.arange(6).reshape(2, 3).T)
-    assert all("has closed the queue" in result["closed"] for result in found)
+    assert all("has closed the queue" in result["closed"] for result in records)
 
 
 # -- ends --------------------------------------------------------------------------------------------------------
@@ -421,12 +421,12 @@ def test_platoon_shares_parameters_within_a_host_and_reduces_over_all(tmp_path):
     """Shared parameters are per host; collectives span all hosts."""
     err, logs = run_on_hosts(tmp_path, "hosts")
     assert not err
-    found = [pickle.loads((tmp_path / f"found-{rank}.pkl").read_bytes()) for rank in range(4)]
-    assert [result["ranks"] for result in found] == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
-    own = [np.arange(6, dtype="float32").reshape(2, 3) / 3 + rank for rank in range(4)]
-    forces = [np.float32(0.1) * (value - 1) for value in own]
+    records = [pickle.loads((tmp_path / f"record-{rank}.pkl").read_bytes()) for rank in range(4)]
+    assert [result["ranks"] for result in records] == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
+    arrays = [np.arange(6, dtype="float32").reshape(2, 3) / 3 + rank for rank in range(4)]
+    forces = [np.float32(0.1) * (value - 1) for value in arrays]
     for first in (0, 2):
-        pair = found[first : first + 2]
+        pair = records[first : first + 2]
         _, host, processes, *sizes = pair[0]["hello"]
         assert pair[0]["hello"] == pair[1]["hello"] and sizes == [2, 4]
         assert sorted(result["process"] for result in pair) == processes
@@ -441,14 +441,14 @@ def test_platoon_shares_parameters_within_a_host_and_reduces_over_all(tmp_path):
             assert result["counter"] == 40
         batches = sorted(batch[0] for result in pair for batch in result["batches"])
         assert batches == [5 * first + i for i in range(6)]
-    for rank, result in enumerate(found):
+    for rank, result in enumerate(records):
         for op, value in result["reduced"].items():
-            np.testing.assert_allclose(value, getattr(np, op)(own, axis=0), rtol=1e-6)
-            np.testing.assert_array_equal(value, found[0]["reduced"][op])
+            np.testing.assert_allclose(value, getattr(np, op)(arrays, axis=0), rtol=1e-6)
+            np.testing.assert_array_equal(value, records[0]["reduced"][op])
             assert value.dtype == "float32"
         mean, local, central = result["dynamics"]
-        np.testing.assert_allclose(mean, np.mean(own, axis=0), rtol=1e-6)
-        np.testing.assert_allclose(local, own[rank] - forces[rank], rtol=1e-6)
+        np.testing.assert_allclose(mean, np.mean(arrays, axis=0), rtol=1e-6)
+        np.testing.assert_allclose(local, arrays[rank] - forces[rank], rtol=1e-6)
         np.testing.assert_allclose(central, 1 + sum(forces), rtol=1e-6)
         assert logs[f"worker_cpu-{rank}.out"].splitlines()[-1] == f"worker {rank} ends"
     for name in ("controller_cpu.out", "controller_b.out"):
@@ -508,12 +508,12 @@ def test_platoon_kill_on_hosts_leaves_nothing(tmp_path, number, target, status):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         running = {pid: process for pid, process in sorted(list_marked_processes(mark).items()) if pid not in before}
-        found = {"launcher": next(pid for pid, (_, line) in running.items() if "-m synkhronos platoon" in line)}
+        pids = {"launcher": next(pid for pid, (_, line) in running.items() if "-m synkhronos platoon" in line)}
         for pid, (space, line) in running.items():
             if "controller_process.main()" in line:  # and so the processes that it has forked, later
-                host = "a" if space == running[found["launcher"]][0] else "b"
-                found.setdefault(f"controller of {host}", pid)
-        os.kill(found[target], number)
+                host = "a" if space == running[pids["launcher"]][0] else "b"
+                pids.setdefault(f"controller of {host}", pid)
+        os.kill(pids[target], number)
         lines = iter(process.stdout.readline, "")
         assert f"{status:d}\n" in lines
         while left := [process for pid, process in list_marked_processes(mark).items() if pid not in before]:

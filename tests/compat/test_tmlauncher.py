@@ -97,11 +97,11 @@ def test_session_file_reads_quoted_values(assignments, end):
 @given(st.text(st.sampled_from("AB='\"()#;\\ \n\t$`x,:")) | st.text())
 def test_session_file_reads_or_refuses_any_text(text):
     try:
-        found = theano_mpi_session.parse_session(text)
+        settings = theano_mpi_session.parse_session(text)
     except ValueError as error:
         assert str(error).startswith("line ")
     else:
-        assert all(isinstance(value, str | list) for value in found.values())
+        assert all(isinstance(value, str | list) for value in settings.values())
 
 
 def read_options(text):
@@ -109,15 +109,15 @@ def read_options(text):
 
 
 def test_tmlauncher_accepts_theano_mpis_options(capsys):
-    found = read_options(
+    options = read_options(
         "-file=models.mlp --modelclass=MLP -r=BSP -s=2 -bsp_sync_type=avg -bsp_exch_strategy=nccl16 -b"
     )
-    assert theano_mpi_session.to_settings(found) == {
+    assert theano_mpi_session.to_settings(options) == {
         "modelfile": "models.mlp", "modelclass": "MLP", "rule": "BSP", "ranks": 2, "bind": "True",
         "rule_options": {"average": "params", "precision": "float16"},
     }  # fmt: skip
-    found = read_options("--modelfile=models.mlp -class=MLP --rule=BSP --size=2 --config=a.cfg -bind")
-    assert found == {
+    options = read_options("--modelfile=models.mlp -class=MLP --rule=BSP --size=2 --config=a.cfg -bind")
+    assert options == {
         "config": "a.cfg", "MODELFILE": "models.mlp", "MODELCLASS": "MLP", "RULE": "BSP", "SIZE": "2", "BIND": "True",
     }  # fmt: skip
     for wrong in ("-x", "-cfg", "session.cfg", "-b=1", "-size=4", "-rule=BSP", "-bsp=1"):

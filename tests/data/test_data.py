@@ -95,9 +95,9 @@ def test_data_of_any_dtype_is_shared_with_ranks(dtype):
 @pytest.mark.parametrize("shape", [(0,), (1,), (5,), (3, 0), (0, 3), (4, 2, 3), (3, 2, 1, 2)])
 def test_data_of_any_shape_is_shared_with_ranks(shape):
     value = make_value("float64", shape)
-    seen = read_by_ranks(synk.data(value))
-    assert seen.shape == shape
-    np.testing.assert_array_equal(seen, value)
+    values = read_by_ranks(synk.data(value))
+    assert values.shape == shape
+    np.testing.assert_array_equal(values, value)
 
 
 def test_data_of_a_scalar_is_shared_with_ranks():
@@ -273,28 +273,30 @@ def test_data_of_a_scalar_has_no_len():
 # -- casts ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", DTYPES)
+@pytest.mark.parametrize("new_dtype", DTYPES)
 @pytest.mark.parametrize("method", ["set_value", "condition_data", "data"])
 @pytest.mark.filterwarnings(
     "ignore::numpy.ComplexWarning" if hasattr(np, "ComplexWarning") else "ignore:Casting complex"
 )
-def test_data_force_cast_is_needed_for_unsafe_casts(to, method):
+def test_data_force_cast_is_needed_for_unsafe_casts(new_dtype, method):
     for dtype in DTYPES:
-        value, d = make_value(dtype), synk.data(dtype=to, ndim=2)
+        value, d = make_value(dtype), synk.data(dtype=new_dtype, ndim=2)
 
         def take(value=value, d=d, **kwargs):
             if method == "data":
-                return synk.data(value, dtype=to, **kwargs).data
+                return synk.data(value, dtype=new_dtype, **kwargs).data
             result = getattr(d, method)(value, **kwargs)
             return d.data if method == "set_value" else result
 
-        if not np.can_cast(dtype, to, "safe"):
-            with pytest.raises(TypeError, match=rf"(x|value): {dtype} can't be cast safely to {to}.*force_cast=True"):
+        if not np.can_cast(dtype, new_dtype, "safe"):
+            with pytest.raises(
+                TypeError, match=rf"(x|value): {dtype} can't be cast safely to {new_dtype}.*force_cast=True"
+            ):
                 take()
             assert d.shape == (0, 0)
-        taken = take(force_cast=not np.can_cast(dtype, to, "safe"))
-        assert taken.dtype == to
-        np.testing.assert_array_equal(taken, value.astype(to))
+        data = take(force_cast=not np.can_cast(dtype, new_dtype, "safe"))
+        assert data.dtype == new_dtype
+        np.testing.assert_array_equal(data, value.astype(new_dtype))
 
 
 def test_condition_data_leaves_data_unchanged():
@@ -407,10 +409,10 @@ def test_set_length_keeps_rows_on_all_ranks():
     d = synk.data(np.arange(10.0).reshape(5, 2))
     for length in (6, 1000, 100_000):
         d.set_length(length)
-        seen = read_by_ranks(d)
-        assert seen.shape == (length, 2)
-        np.testing.assert_array_equal(seen[:5], np.arange(10.0).reshape(5, 2))
-        assert not seen[5:].any()
+        values = read_by_ranks(d)
+        assert values.shape == (length, 2)
+        np.testing.assert_array_equal(values[:5], np.arange(10.0).reshape(5, 2))
+        assert not values[5:].any()
 
 
 def test_set_length_oversize_allocates_ahead():
@@ -624,11 +626,11 @@ def test_hundreds_of_data_reach_many_ranks(forked):
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_data_copy_has_its_own_memory(two_ranks, copied):
     original = synk.data([1.0, 2.0], name="x", minibatch=True)
-    made = copied(original)
-    made[0] = 5
+    duplicate = copied(original)
+    duplicate[0] = 5
     original.free_memory()
-    assert made.data.tolist() == [5.0, 2.0]
-    assert (made.name, made.minibatch) == ("x", True)
+    assert duplicate.data.tolist() == [5.0, 2.0]
+    assert (duplicate.name, duplicate.minibatch) == ("x", True)
 
 
 def test_data_refuses_pickling(two_ranks):

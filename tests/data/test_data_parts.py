@@ -53,15 +53,15 @@ def test_data_parts_holds_the_loaded_rows(fork, n):
     @limit_examples(20)
     @given(st.integers(1, 40), st.data())
     def check(length, data):
-        asked = []
+        requests = []
 
         def load(start, stop):
-            asked.append((start, stop))
+            requests.append((start, stop))
             return rows(start, stop)
 
         parts, whole = synk.data_parts(load, length), rows(0, length)
-        mine = get_share(length, n, 0)
-        assert asked == [(mine.start, mine.stop)]  # the other ranks have their own lists
+        share = get_share(length, n, 0)
+        assert requests == [(share.start, share.stop)]  # the other ranks have their own lists
         assert parts.shape == (length, 3) and parts.local_rows == range(length) and parts.dtype == float
         assert np.array_equal(parts, whole) and np.array_equal(parts[-1], whole[-1])
         chosen = data.draw(st.one_of(st.none(), st.lists(st.integers(0, length - 1), min_size=1)))
@@ -78,22 +78,22 @@ def test_data_parts_holds_the_loaded_rows(fork, n):
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_data_parts_batches_are_local(counts, data):
     n = sum(counts)
-    by_host = [range(sum(counts[:h]), sum(counts[: h + 1])) for h in range(len(counts))]
+    ranks_by_host = [range(sum(counts[:h]), sum(counts[: h + 1])) for h in range(len(counts))]
     length = data.draw(st.integers(n, 200))
     size = data.draw(st.integers(n, length))
-    found = list(iterate_shuffled_batches(length, size, by_host, seed=3))
-    seen = np.concatenate(found) if found else np.empty(0, int)
-    assert len(seen) == len(set(seen.tolist())) == size * len(found)
-    for batch in found:
-        for of_host in by_host:
-            held = range(get_share(length, n, of_host[0]).start, get_share(length, n, of_host[-1]).stop)
-            for r in of_host:
-                assert set(batch[get_share(size, n, r)].tolist()) <= set(held)
+    batches = list(iterate_shuffled_batches(length, size, ranks_by_host, seed=3))
+    rows = np.concatenate(batches) if batches else np.empty(0, int)
+    assert len(rows) == len(set(rows.tolist())) == size * len(batches)
+    for batch in batches:
+        for host_ranks in ranks_by_host:
+            host_rows = range(get_share(length, n, host_ranks[0]).start, get_share(length, n, host_ranks[-1]).stop)
+            for r in host_ranks:
+                assert set(batch[get_share(size, n, r)].tolist()) <= set(host_rows)
     if len(counts) == 1:  # only the rows that leave ranks unequal are dropped
-        assert len(found) == length // size
+        assert len(batches) == length // size
     assert all(
         np.array_equal(a, b)
-        for a, b in zip(found, iterate_shuffled_batches(length, size, by_host, seed=3), strict=True)
+        for a, b in zip(batches, iterate_shuffled_batches(length, size, ranks_by_host, seed=3), strict=True)
     )
 
 
@@ -192,11 +192,11 @@ def test_data_parts_work_in_spmd_programs(hosts):
 @pytest.mark.any_library
 def test_data_parts_work_in_trainers(counts):
     pytest.importorskip("safetensors")
-    of_one = run(["a:4"], "parts_trainer", counts)
-    assert of_one
+    one_host = run(["a:4"], "parts_trainer", counts)
+    assert one_host
     assert (
         run([f"{name}:{count}" for name, count in zip("ab", counts.split("+"), strict=True)], "parts_trainer", counts)
-        == of_one
+        == one_host
     )
 
 

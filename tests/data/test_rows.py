@@ -220,15 +220,15 @@ def test_take_equals_numpy_for_any_shape_and_layout(case, behind, strided):
 @given(st.integers(0, 12), slices)
 def test_take_of_a_range_is_a_view(length, batch):
     data = make_rows(length)
-    taken = take_rows(data, select_rows(batch, length))
-    taken[...] = -1
+    rows = take_rows(data, select_rows(batch, length))
+    rows[...] = -1
     assert (data[batch] == -1).all()
-    assert (data == -1).sum() == taken.size
+    assert (data == -1).sum() == rows.size
 
 
 @given(st.integers(1, 12), st.data())
 def test_take_of_indexes_is_a_copy(length, draw):
     data = make_rows(length)
-    taken = take_rows(data, select_rows(draw.draw(st.lists(st.integers(0, length - 1), min_size=1)), length))
-    taken[...] = -1
+    rows = take_rows(data, select_rows(draw.draw(st.lists(st.integers(0, length - 1), min_size=1)), length))
+    rows[...] = -1
     assert (data >= 0).all()

@@ -86,11 +86,11 @@ def test_theano_keeps_an_opened_gpu(monkeypatch):
 
 
 def test_integer_vectors_stay_on_the_host():
-    on_gpu = [("float32", 0), ("float64", 4), ("uint8", 4), ("int64", 2)]
-    on_host = [("int32", 1), ("bool", 0), ("complex64", 3)]
-    assert [PYGPU.accepts_input(np.dtype(dtype), ndim) for dtype, ndim in [*on_gpu, *on_host]] == 4 * [True] + 3 * [
-        False
-    ]
+    gpu_types = [("float32", 0), ("float64", 4), ("uint8", 4), ("int64", 2)]
+    host_types = [("int32", 1), ("bool", 0), ("complex64", 3)]
+    assert [PYGPU.accepts_input(np.dtype(dtype), ndim) for dtype, ndim in [*gpu_types, *host_types]] == 4 * [
+        True
+    ] + 3 * [False]
 
 
 # -- pending collectives ------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Gpu:
 @pytest.fixture
 def connected(monkeypatch):
     """Give a function that connects a communicator to a stand-in for the GPU."""
-    made = []
+    communicators = []
 
     def connect(**kwargs):
         gpu = Gpu(**kwargs)
@@ -180,13 +180,13 @@ def connected(monkeypatch):
         communicator = NcclCommunicator(gpu, gpu)
         connection = communicator._connection
         connection._comm, connection._handle, connection.generation = gpu, 1, 1
-        made.append(communicator)
+        communicators.append(communicator)
         return communicator, gpu
 
     for module in ("nccl", "nccl_connection"):
         monkeypatch.setattr(f"synkhronos.devices.cuda.{module}.check_result", lambda results: None)
     yield connect
-    for communicator in made:
+    for communicator in communicators:
         communicator._watchdog.close()
 
 
@@ -444,59 +444,18 @@ def test_rank_past_the_barrier_aborts_no_peer(connected):
     assert not gpu.aborted
 
 
-@pytest.mark.skipif(NAME != "pytensor", reason="Theano's arrays are combined between launches")
+@pytest.mark.skipif(NAME != "pytensor", reason="Theano's arrays are all-reduced between launches")
 @pytest.mark.slow
-def test_training_step_is_one_launch_with_all_reduce(tmp_path):
-    # In new processes, as the stand-ins for GPUs must be installed before the fork.
-    code = """
-        import stand_in
-        stand_in.install()
-        import numpy as np, pytensor, pytensor.tensor as T
-        import synkhronos as synk
-        from synkhronos.training import make_train_function, make_train_function_serial, updates
-        from synkhronos.engines.xla import trace
-        pytensor.config.mode = "JAX"
-        pytensor.config.floatX = "float32"
-        trace.MIN_CHUNK_BYTES = 1000
-        n = synk.fork(3, use_gpu=False)
-        rng = np.random.default_rng(0)
-        data = rng.normal(size=(60, 30)).astype("float32"), rng.normal(size=60).astype("float32")
-        for exchange in (None, "bfloat16"):
-            made = []
-            for make in (make_train_function, make_train_function_serial):
-                x, y, draw = T.fmatrix("x"), T.fvector("y"), np.random.default_rng(1)
-                ws = [pytensor.shared(draw.normal(size=s).astype("float32") / 6) for s in ((30, 40), (40, 40), (40,))]
-                loss = ((T.tanh(T.tanh(x.dot(ws[0])).dot(ws[1])).dot(ws[2]) - y) ** 2).mean()
-                kwargs = {"exchange": exchange} if make is make_train_function else {}
-                average = pytensor.shared(np.zeros(30, "float32"))
-                new = [(average, np.float32(0.5) * (average + x.mean(axis=0)))]
-                train = make(loss, ws, x, y, updates.sgd, extra_updates=new, learning_rate=np.float32(0.1), **kwargs)
-                made += [train, ws, average]
-            train, ws, average, alone, ws_alone, average_alone = made
-            for i in range(3):
-                rows = rng.permutation(60)[:50 + i]
-                np.testing.assert_allclose(float(train(*data, rows)), float(alone(*data, rows)), rtol=1e-2)
-            for w, w_alone in zip(ws, ws_alone):
-                everywhere = synk.gather(w, nccl=False)
-                assert (everywhere == everywhere[0]).all()
-                np.testing.assert_allclose(everywhere[0], w_alone.get_value(), atol=1e-2 if exchange else 1e-5)
-            np.testing.assert_allclose(average.get_value(), average_alone.get_value(), atol=1e-6)
-            print(stand_in.take_collectives(), flush=True)
-        w = pytensor.shared(np.ones(3, "float32"), "w")
-        f = synk.function([], [], updates=[(w, w + 1)])
-        f()
-        for i in range(4):
-            synk.all_reduce(w, "sum")
-        print(synk.gather(w, nccl=False).tolist(), stand_in.take_collectives())
-        synk.close()
-    """
-    printed = run_code(code, timeout=240, JAX_PLATFORMS="cpu")
+def test_training_step_is_one_launch_with_all_reduce():
+    printed = run_code(
+        "import stand_in_programs; stand_in_programs.train_in_one_launch()", timeout=240, JAX_PLATFORMS="cpu"
+    )
     # 2,872 items, cut between parameters, the last parameter first: of an average, weights and bias 72, then 1600, then
     # 1200.
-    whole = "begun 1672 of float32; combined 1200 of float32"
-    half = "begun 1640 of bfloat16; combined 1200 of bfloat16; combined 32 of float32"
-    by_hand = f"{[[162.0] * 3] * 3} " + " ".join(["combined 3 of float32;"] * 4)
-    assert printed.splitlines() == [*(" ".join([f"{length};"] * 3) for length in (whole, half)), by_hand]
+    float32_step = "started 1672 of float32; all-reduced 1200 of float32; "
+    bfloat16_step = "started 1640 of bfloat16; all-reduced 1200 of bfloat16; all-reduced 32 of float32; "
+    user_calls = f"{[[162.0] * 3] * 3} " + "all-reduced 3 of float32; " * 4
+    assert printed.splitlines() == [lines.rstrip() for lines in (float32_step * 3, bfloat16_step * 3, user_calls)]
 
 
 def test_abort_spares_collectives_that_all_ranks_reached(connected):

@@ -68,10 +68,10 @@ def test_functions_run_on_a_toy_device(toy, fork, n):
 
 def test_sliceable_shareds_are_sliced_on_a_toy_device(toy, fork):
     fork(2)
-    held_rows = shared(np.zeros((1, 3)), "rows")
-    f = synk.function([], (held_rows.sum(axis=0), "sum"), sliceable_shareds=[held_rows])
+    sliceable = shared(np.zeros((1, 3)), "rows")
+    f = synk.function([], (sliceable.sum(axis=0), "sum"), sliceable_shareds=[sliceable])
     synk.distribute()
-    synk.scatter(held_rows, X)
+    synk.scatter(sliceable, X)
     np.testing.assert_allclose(f(), X.sum(axis=0))
     np.testing.assert_allclose(f(batch_s=[[2, 0], [1]]), X[[2, 0, 5]].sum(axis=0))
     np.testing.assert_allclose(f(num_slices=2), X.sum(axis=0))
@@ -248,8 +248,8 @@ def train_by_rule(worker, rule, w, v, average, memory, on_device):
                 if rule.asynchronous:
                     worker.barrier("the next rank's exchange")
             state.steps_since_exchange = 0
-    on_host = [find_device(value).to_host(value) for value in (state.vector, rule.compute_consensus(worker, state))]
-    return on_host, state.params.device is device
+    host_values = [find_device(value).to_host(value) for value in (state.vector, rule.compute_consensus(worker, state))]
+    return host_values, state.params.device is device
 
 
 def test_rules_on_a_device_equal_rules_on_the_host(island, fork):
@@ -261,9 +261,9 @@ def test_rules_on_a_device_equal_rules_on_the_host(island, fork):
             shareds = [shared(value, name) for value, name in zip(values, ("w", "v", "average"), strict=True)]
             memory = rules.allocate_shared_arrays(rule, 2, 5, np.dtype("float64"))
             results.append(synk.run(train_by_rule, rule, *shareds, memory, on_device))
-        for (on_host, is_there), (on_island, is_on_island) in zip(*results, strict=True):
+        for (host_values, is_there), (island_values, is_on_island) in zip(*results, strict=True):
             assert is_there and is_on_island, name
-            for host_value, island_value in zip(on_host, on_island, strict=True):
+            for host_value, island_value in zip(host_values, island_values, strict=True):
                 np.testing.assert_array_equal(host_value, island_value, err_msg=name)
 
 

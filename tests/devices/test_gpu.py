@@ -118,14 +118,14 @@ class GetMemoryInUse(Command):
 
     def run(self, rank):
         gc.collect()
-        on_gpu = 0
+        gpu_nbytes = 0
         if NAME == "pytensor":  # pygpu doesn't report how much of its pool is in use
             import jax
 
             stats = jax.devices()[0].memory_stats()  # None for the CPU, which stands in for pretended GPUs
-            on_gpu = stats["bytes_in_use"] if stats else sum(array.nbytes for array in jax.live_arrays())
+            gpu_nbytes = stats["bytes_in_use"] if stats else sum(array.nbytes for array in jax.live_arrays())
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-        return rank.all_gather((on_gpu, resident))
+        return rank.all_gather((gpu_nbytes, resident))
 
 
 def test_memory_stays_flat_over_a_thousand_calls(fork):
@@ -152,9 +152,9 @@ def test_memory_stays_flat_over_a_thousand_calls(fork):
     before = ranks.get_session().run(GetMemoryInUse())
     calls(1000)
     after = ranks.get_session().run(GetMemoryInUse())
-    for (on_gpu, resident), (on_gpu_then, resident_then) in zip(after, before, strict=True):
+    for (new_gpu_nbytes, resident), (gpu_nbytes, resident_then) in zip(after, before, strict=True):
         # Unread outputs are cached for at most 256 calls, here of 100 rows on each rank.
-        assert on_gpu - on_gpu_then <= 260 * 100 * 64 * 4
+        assert new_gpu_nbytes - gpu_nbytes <= 260 * 100 * 64 * 4
         assert resident - resident_then < 64 << 20
 
 
@@ -224,9 +224,9 @@ def test_results_of_any_dtype_and_size_are_fetched(fork, shape):
     fork(2)
     dtypes = ["bool", "uint8", "float16", "int32", "float64", "complex64"]
     expected = [(RNG.random(shape) * 9).astype(dtype) for dtype in dtypes]
-    on_gpu = [ARRAYS.from_host(array) for array in expected]
+    gpu_arrays = [ARRAYS.from_host(array) for array in expected]
     for _ in range(2):
-        fetched = ARRAYS.fetch([*[array.copy() for array in on_gpu], 7])
+        fetched = ARRAYS.fetch([*[array.copy() for array in gpu_arrays], 7])
         assert fetched.pop() == 7
         for array, value in zip(fetched, expected, strict=True):
             np.testing.assert_array_equal(array, value, strict=True)

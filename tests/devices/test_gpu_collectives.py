@@ -17,9 +17,9 @@ OPS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 
 def check_values(w, expected):
     for rank in range(2):
-        held = synk.get_value(rank, w)
-        np.testing.assert_array_equal(held, expected[rank])
-        assert held.dtype == expected[rank].dtype
+        value = synk.get_value(rank, w)
+        np.testing.assert_array_equal(value, expected[rank])
+        assert value.dtype == expected[rank].dtype
 
 
 @pytest.mark.parametrize("nccl", [True, False])
@@ -109,8 +109,8 @@ def test_collectives_leave_results_on_the_gpu(fork):
 def test_collectives_mix_host_and_gpu_variables(fork):
     fork(2)
     x = T.dvector("x")
-    on_host = {"target": "cpu"} if NAME == "theano" else {}
-    host_variable, gpu_variable = shared(np.zeros(2), "here", **on_host), shared(np.zeros(2), "there")
+    host_options = {"target": "cpu"} if NAME == "theano" else {}
+    host_variable, gpu_variable = shared(np.zeros(2), "here", **host_options), shared(np.zeros(2), "there")
     f = synk.function([x], updates=[(host_variable, host_variable + x.sum())], mode=INTERPRETED)
     g = synk.function([x], updates=[(gpu_variable, gpu_variable + x.sum())])
     value = np.array([1.0, 2.0])
@@ -169,6 +169,6 @@ def test_collectives_reuse_gpu_memory_safely(fork):
         before = storage[0].unsafe_buffer_pointer()
         collective(w)
         assert storage[0].unsafe_buffer_pointer() == before
-    held = w.get_value(borrow=True)
+    borrowed = w.get_value(borrow=True)
     synk.all_reduce(w, "sum")
-    assert np.asarray(held).shape == (3, 5)
+    assert np.asarray(borrowed).shape == (3, 5)

@@ -18,9 +18,9 @@ pytestmark = ON_GPUS
 
 def all_reduce_in_groups(worker, members, dtype):
     """All-reduce arrays in a group, and in a group of one on each other rank; return the names of those with wrong results."""
-    mine = members if worker.number in members else [worker.number]
-    group = worker.group(mine)
-    values = {r: (np.arange(1000) % 5 + r).astype(dtype) for r in mine}
+    own_members = members if worker.number in members else [worker.number]
+    group = worker.group(own_members)
+    values = {r: (np.arange(1000) % 5 + r).astype(dtype) for r in own_members}
     array, errors = ARRAYS.from_host(values[worker.number]), []
     for op, combine in (("sum", np.add), ("max", np.maximum), ("prod", np.multiply)):
         result, expected = group.all_reduce(array, op), combine.reduce(list(values.values()), dtype=dtype)
@@ -43,19 +43,19 @@ def test_groups_all_reduce_on_gpus(fork, members, dtype):
 
 def send_around(worker, n, dtype):
     """Send arrays from rank to rank, with other messages and collectives between them; return the errors found."""
-    to, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
-    mine, its = ((np.arange(n) % 100 + r).astype(dtype) for r in (worker.number, source))
-    array, errors = ARRAYS.from_host(mine), []
+    target, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
+    values, source_values = ((np.arange(n) % 100 + r).astype(dtype) for r in (worker.number, source))
+    array, errors = ARRAYS.from_host(values), []
     for turn in range(2):
-        worker.send(turn, to)
+        worker.send(turn, target)
         if worker.number == 0:
-            worker.send(array, to)
-        if worker.receive(source) != turn or not is_on_gpu(worker.receive(source), its):
+            worker.send(array, target)
+        if worker.receive(source) != turn or not is_on_gpu(worker.receive(source), source_values):
             errors.append(turn)
         if worker.number:
-            worker.send(array, to)
+            worker.send(array, target)
         worker.all_reduce(array, "sum")
-    if not is_on_gpu(array, mine):
+    if not is_on_gpu(array, values):
         errors.append("the sent array has changed")
     return errors
 

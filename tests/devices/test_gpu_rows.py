@@ -81,8 +81,8 @@ def test_bcast_inputs_reach_every_gpu(fork, value):
     value = np.asarray(value)
     b = T.TensorType(str(value.dtype), (None,) * value.ndim)("b")
     f = synk.function([], (b, None), bcast_inputs=[b])
-    for given in (value, synk.data(value)):
-        result = f(given)
+    for x_data in (value, synk.data(value)):
+        result = f(x_data)
         np.testing.assert_array_equal(result, value)
         assert result.dtype == value.dtype and result.shape == value.shape
 
@@ -140,9 +140,9 @@ def test_transfer_buffers_are_not_refilled_too_early(fork):
     for i in range(30):
         rows = RNG.integers(0, 4096, 2048) if i % 3 else slice(i, i + 2048)
         calls.append((rows, f(data, batch=rows)[0], f(value[:2048] + i)[0]))
-    for i, (rows, of_data, of_array) in enumerate(calls):
-        np.testing.assert_array_equal(of_data, value[rows, 0])
-        np.testing.assert_array_equal(of_array, value[:2048, 0] + i)
+    for i, (rows, data_result, array_result) in enumerate(calls):
+        np.testing.assert_array_equal(data_result, value[rows, 0])
+        np.testing.assert_array_equal(array_result, value[:2048, 0] + i)
 
 
 def test_data_can_be_changed_after_a_call_returns(fork):

@@ -37,12 +37,12 @@ class FailNextLaunch(Command):
             return
         launch = Executable._launch
 
-        def once(executable, arguments):
+        def launch_once(executable, arguments):
             Executable._launch = launch
             time.sleep(0.1)  # the other ranks have started it
             FAULTS[self.action]()
 
-        Executable._launch = once
+        Executable._launch = launch_once
 
 
 def make_training_steps(times=1):

@@ -44,8 +44,8 @@ def test_chunks_are_reduced_on_the_side_stream_and_waited_for():
     good, failed, other = run("reduce_chunks()")
     start = ["record 9 on None", "8 waits for 9", "3 of 7 by 0 in 1234 on 8"]
     join = ["record 9 on 8", "None waits for 9"]
-    rest = ["4 of 7 by 0 in 1234 on None", "1 of 9 by 0 in 1234 on None", "flag on None"]
-    assert good == f"[[2.0, 2.0, 2.0], [[2.0, 2.0], [2.0, 2.0]], 1]; {start + join + rest}"
+    finish_calls = ["4 of 7 by 0 in 1234 on None", "1 of 9 by 0 in 1234 on None", "flag on None"]
+    assert good == f"[[2.0, 2.0, 2.0], [[2.0, 2.0], [2.0, 2.0]], 1]; {start + join + finish_calls}"
     # After an error the launch still waits for the side stream.
     assert failed.endswith(f", 0]; RuntimeError: NCCL failed within a launch (ncclResult_t 3); {start + join}")
     assert other == "[]; ValueError: all_reduce: expected shape (8,), as before the launch, got 4 items; []"

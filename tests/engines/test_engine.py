@@ -64,13 +64,13 @@ def test_unread_outputs_are_lost_when_ranks_end(toy, fork):
     fork(2)
     x = tensor.dmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
-    lost = f(X)
+    unread = f(X)
     ranks.get_session().close(kill=True)
     for _ in range(2):
         fork(2)
         gc.collect()
         with pytest.raises(RuntimeError, match="the ranks ended before this output was read"):
-            float(lost)
+            float(unread)
         np.testing.assert_allclose(float(f(X)), X.sum())
         synk.close()
 

@@ -76,8 +76,8 @@ def test_fused_launch_advances_to_the_next_rows(pair, counts):
             totals = launch(JAX.from_host(rows))
             JAX.wait([library_of(s).borrow_value(s) for s in shareds])
         assert [float(total) for total in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
-        for shared_, expected in zip(shareds[not counts :], [g, w, n][not counts :], strict=True):
-            np.testing.assert_array_equal(shared_.get_value(), expected)
+        for variable, expected in zip(shareds[not counts :], [g, w, n][not counts :], strict=True):
+            np.testing.assert_array_equal(variable.get_value(), expected)
     assert calls == [3] * 8
 
 
@@ -159,12 +159,12 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
         JAX.wait([library_of(w).borrow_value(w)])
     expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
     for row in rows:
-        combined = scale * np.append(row[:-1] * expected, row[-1])
-        expected = expected - combined[:-1] / combined[-1]
-    np.testing.assert_allclose(g.get_value(), combined, rtol=0.01 if dtype else 1e-5)
+        total = scale * np.append(row[:-1] * expected, row[-1])
+        expected = expected - total[:-1] / total[-1]
+    np.testing.assert_allclose(g.get_value(), total, rtol=0.01 if dtype else 1e-5)
     np.testing.assert_allclose(w.get_value(), expected, rtol=1e-3 if dtype else 1e-5)
-    np.testing.assert_allclose(np.asarray(g.get_value())[-tail:], combined[-tail:], rtol=1e-6 if times == 1 else 1e-3)
-    assert abs(float(np.asarray(g.get_value())[-1]) / combined[-1] - 1) < 1e-6
+    np.testing.assert_allclose(np.asarray(g.get_value())[-tail:], total[-tail:], rtol=1e-6 if times == 1 else 1e-3)
+    assert abs(float(np.asarray(g.get_value())[-1]) / total[-1] - 1) < 1e-6
     if times == 1 and dtype is None:
         # The last chunk comes first, as it is computed last and waited for at once.
         assert standing_in.calls == {100: [[5]], 2000: [[305]], 10**6: [1006]}[piece]
@@ -173,13 +173,13 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
 def needs(jaxpr, variables):
     """Return the equations that variables are computed from."""
     source = {id(v): i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
-    found, left = set(), [*variables]
+    needed, left = set(), [*variables]
     while left:
         i = source.get(id(left.pop()))
-        if i is not None and i not in found:
-            found.add(i)
+        if i is not None and i not in needed:
+            needed.add(i)
             left += jaxpr.eqns[i].invars
-    return [jaxpr.eqns[i] for i in sorted(found)]
+    return [jaxpr.eqns[i] for i in sorted(needed)]
 
 
 @on_host
@@ -251,11 +251,11 @@ def test_recently_used_launches_are_cached(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [get_runner(f), get_runner(g)]
-    made = {times: runs[0].fuse(second=runs[1], n_repeats=times) for times in range(1, 17)}
-    assert made[1] is runs[0].fuse(second=runs[1], n_repeats=1)
+    runners = {times: runs[0].fuse(second=runs[1], n_repeats=times) for times in range(1, 17)}
+    assert runners[1] is runs[0].fuse(second=runs[1], n_repeats=1)
     runs[0].fuse(second=runs[1], n_repeats=17)
-    assert made[1] is runs[0].fuse(second=runs[1], n_repeats=1)
-    assert made[2] is not runs[0].fuse(second=runs[1], n_repeats=2)
+    assert runners[1] is runs[0].fuse(second=runs[1], n_repeats=1)
+    assert runners[2] is not runs[0].fuse(second=runs[1], n_repeats=2)
 
 
 def test_repeated_launch_returns_only_scalars(fork):

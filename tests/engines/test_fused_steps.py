@@ -35,17 +35,17 @@ def test_shared_variables_keep_their_memory_between_launches(fork):
     for w in ws:
         h = T.tanh(h.dot(w))
     train = make_train_function((h**2).mean(), ws, x, [], momentum, learning_rate=0.1)
-    held = [*ws, *train.optimizer_state, train.grad_shared]
+    variables = [*ws, *train.optimizer_state, train.grad_shared]
 
-    def addresses():
-        return [library_of(variable).borrow_value(variable).unsafe_buffer_pointer() for variable in held]
+    def list_addresses():
+        return [library_of(variable).borrow_value(variable).unsafe_buffer_pointer() for variable in variables]
 
     for _ in range(2):
         train(np.ones((5, 64)), [])
-    before = addresses()
+    addresses = list_addresses()
     for _ in range(3):
         train(np.ones((5, 64)), [])
-        assert addresses() == before
+        assert list_addresses() == addresses
 
 
 LENGTHS_AND_CONSTANTS = {
@@ -57,36 +57,49 @@ LENGTHS_AND_CONSTANTS = {
 }
 
 
-@pytest.mark.parametrize("which", LENGTHS_AND_CONSTANTS)
-def test_updates_by_lengths_and_constants_are_compiled_once(fork, many_steps_a_launch, which):
+def make_linear_model(make, update_rule=sgd, **options):
+    """Return a training function of a linear model, and its parameters."""
+    x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
+    return make(((x @ w - y) ** 2).mean(), [w], x, y, update_rule, learning_rate=0.1, **options), w
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Yield a list that grows by an item with each launch of the master."""
+    items = []
+    launch = Executable._launch
+    monkeypatch.setattr(Executable, "_launch", lambda self, arguments: items.append(1) or launch(self, arguments))
+    return items
+
+
+@pytest.mark.parametrize("case", LENGTHS_AND_CONSTANTS)
+def test_updates_by_lengths_and_constants_are_compiled_once(fork, many_steps_a_launch, case):
     fork(1)
-    made = []
-    value, expression = LENGTHS_AND_CONSTANTS[which]
-    for make in (make_train_function, make_train_function_serial):
+    value, expression = LENGTHS_AND_CONSTANTS[case]
+
+    def train_model(make):
         x, y, w, k = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w"), shared(value, "k")
         loss = ((x @ w - y) ** 2).mean()
-        made += [make(loss, [w], x, y, sgd, extra_updates=[(k, expression(x, y), None)], learning_rate=0.1), w, k]
-    train, w, k, alone, w_alone, k_alone = made
-    data = np.eye(4, 3), np.ones(4)
-    for one in (train, alone):
+        train = make(loss, [w], x, y, sgd, extra_updates=[(k, expression(x, y), None)], learning_rate=0.1)
+        data = np.eye(4, 3), np.ones(4)
         for _ in range(3):
-            one(*data, batch=[0, 1])
-            one.steps(*data, batches=[[0, 1], [2, 3], [3, 1]])
-    for shared_, expected in ((w, w_alone), (k, k_alone)):
-        np.testing.assert_allclose(shared_.get_value(), expected.get_value())
-        assert np.asarray(shared_.get_value()).dtype == np.asarray(expected.get_value()).dtype
-    runs = [get_runner(train.gradient), get_runner(train.update)]
-    for times in (1, 3):
-        assert runs[0].fuse(second=runs[1], n_repeats=times)._run._cache_size() == 1
+            train(*data, batch=[0, 1])
+            train.steps(*data, batches=[[0, 1], [2, 3], [3, 1]])
+        return train, w.get_value(), np.asarray(k.get_value())
+
+    train, w, k = train_model(make_train_function)
+    _, serial_w, serial_k = train_model(make_train_function_serial)
+    np.testing.assert_allclose(w, serial_w)
+    np.testing.assert_allclose(k, serial_k)
+    assert k.dtype == serial_k.dtype
+    gradient, update = get_runner(train.gradient), get_runner(train.update)
+    for n_steps in (1, 3):
+        assert gradient.fuse(second=update, n_repeats=n_steps)._run._cache_size() == 1
 
 
-def test_training_step_of_one_rank_is_one_launch(fork, monkeypatch):
+def test_training_step_of_one_rank_is_one_launch(fork, launches):
     fork(1)
-    launches = []
-    launch = Executable._launch
-    monkeypatch.setattr(Executable, "_launch", lambda self, arguments: launches.append(1) or launch(self, arguments))
-    x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
-    train = make_train_function(((x @ w - y) ** 2).mean(), [w], x, y, sgd, learning_rate=0.1)
+    train, w = make_linear_model(make_train_function)
     data = np.eye(3), np.ones(3)
     for _ in range(3):
         train(*data)
@@ -96,18 +109,19 @@ def test_training_step_of_one_rank_is_one_launch(fork, monkeypatch):
 
 def test_steps_that_cannot_be_fused_run_one_by_one(fork, many_steps_a_launch):
     fork(2)
-    made = []
-    for make in (make_train_function, make_train_function_serial):
+
+    def make_model(make):
         x, y, w, k = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w"), shared(np.int64(3), "k")
         # PyTensor compiles again for each value of a variable that is a length.
         loss = ((x @ w - y) ** 2).mean() + (x.reshape((-1, k)).sum() * w[0]) / x.shape[0]
-        made += [make(loss, [w], x, y, sgd, learning_rate=0.1), w]
-    train, w, alone, w_alone = made
-    batches = [[0, 1], [2, 3], [3, 1]]
+        return make(loss, [w], x, y, sgd, learning_rate=0.1), w
+
+    train, w = make_model(make_train_function)
+    train_serial, serial_w = make_model(make_train_function_serial)
+    arguments = np.eye(4, 3), np.ones(4), [[0, 1], [2, 3], [3, 1]]
     for _ in range(2):
-        losses = train.steps(np.eye(4, 3), np.ones(4), batches)
-        np.testing.assert_allclose(np.array(losses, float), alone.steps(np.eye(4, 3), np.ones(4), batches))
-        np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2)
+        np.testing.assert_allclose(np.array(train.steps(*arguments), float), train_serial.steps(*arguments))
+        np.testing.assert_allclose(synk.gather(w), [serial_w.get_value()] * 2)
 
 
 def test_repeated_launch_keeps_shapes(fork, many_steps_a_launch):
@@ -122,39 +136,61 @@ def test_repeated_launch_keeps_shapes(fork, many_steps_a_launch):
     np.testing.assert_array_equal(last.get_value(), np.eye(4, 3)[:2])
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_steps_of_one_rank_are_one_launch(fork, monkeypatch, many_steps_a_launch, held):
+class SteppedModels:
+    """A training function and its serial counterpart, which take the same steps; rows are arguments or sliceable."""
+
+    BATCHES = ([0, 1], [2, 3], [3, 1], [0, 3])
+
+    def __init__(self, is_sliceable):
+        self.argument = "batches_s" if is_sliceable else "batches"
+        self.data = {} if is_sliceable else {"x_data": np.eye(4, 3), "y_data": np.ones(4)}
+        self.trains, self.ws, self.losses = [], [], []
+        for make in (make_train_function, make_train_function_serial):
+            rows = [shared(VALUE[:, None] * [1.0, 2.0, 3.0], "x"), shared(VALUE, "y")] if is_sliceable else None
+            train, w = make_linear_model(make, adam, sliceable_shareds=rows)
+            self.trains.append(train)
+            self.ws.append(w)
+
+    def take_steps(self, batches=BATCHES):
+        """Take a step on each batch with both functions; check that the losses are equal."""
+        losses, expected = (train.steps(**self.data, **{self.argument: list(batches)}) for train in self.trains)
+        np.testing.assert_allclose(np.array(losses, float), np.array(expected, float))
+
+    def assert_equal(self):
+        """Check that both functions have the same parameters."""
+        np.testing.assert_allclose(*(w.get_value() for w in self.ws))
+
+
+@pytest.fixture(params=[False, True], ids=["host", "sliceable"])
+def models(request, fork, many_steps_a_launch):
+    """Yield models whose rows are arguments, and models whose rows are in shared variables."""
     fork(1)
-    launches = []
-    launch = Executable._launch
-    monkeypatch.setattr(Executable, "_launch", lambda self, arguments: launches.append(1) or launch(self, arguments))
-    made = []
-    for make in (make_train_function, make_train_function_serial):
-        x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
-        held_by = [shared(VALUE[:, None] * [1.0, 2.0, 3.0], "x"), shared(VALUE, "y")] if held else None
-        loss = ((x @ w - y) ** 2).mean()
-        made += [make(loss, [w], x, y, adam, sliceable_shareds=held_by, learning_rate=0.1), w]
-    train, w, alone, w_alone = made
-    batches = [[0, 1], [2, 3], [3, 1], [0, 3]]
-    of_host = {"x_data": np.eye(4, 3), "y_data": np.ones(4), "batches": batches}
-    arguments = {"batches_s": batches} if held else of_host
-    losses = [train.steps(**arguments) for _ in range(70)]
+    models = SteppedModels(request.param)
+    yield models
+    models.assert_equal()
+
+
+def test_steps_of_one_rank_are_one_launch(models, launches):
+    for _ in range(70):
+        models.take_steps()
     assert launches == [1] * 70
-    launches.clear()
-    # A shorter step in between is a separate launch, and launches that need too much memory are split.
-    argument = "batches_s" if held else "batches"
-    some = {**arguments, argument: [*batches[:2], [1], *batches[2:]]}
-    losses.append(train.steps(**some))
+
+
+def test_shorter_step_is_a_separate_launch(models, launches):
+    first, second, *others = models.BATCHES
+    models.take_steps([first, second, [1], *others])
     assert launches == [1, 1, 1]
-    monkeypatch.setattr("synkhronos.training.train_function.train_function._MAX_LAUNCH_NBYTES", 2 * 2 * 4 * 8)
-    losses.append(train.steps(**arguments))
-    assert launches == [1] * (4 if held else 5)  # an array on the device needs no copy
-    # A step on many bytes is a separate launch.
-    monkeypatch.setattr("synkhronos.training.train_function.train_function._LONG_STEP_NBYTES", 2 * 4 * 8)
+
+
+def test_launches_that_need_too_much_memory_are_split(models, launches, monkeypatch):
+    models.take_steps()
     launches.clear()
-    losses.append(train.steps(**arguments))
-    assert launches == [1] * (1 if held else 4)
-    expected = [alone.steps(**keywords) for keywords in [*[arguments] * 70, some, arguments, arguments]]
-    for got, wanted in zip(losses, expected, strict=True):
-        np.testing.assert_allclose(np.array(got, float), np.array(wanted, float))
-    np.testing.assert_allclose(w.get_value(), w_alone.get_value())
+    monkeypatch.setattr("synkhronos.training.train_function.train_function._MAX_LAUNCH_NBYTES", 2 * 2 * 4 * 8)
+    models.take_steps()
+    assert launches == [1] * (1 if models.argument == "batches_s" else 2)  # an array on the device needs no copy
+
+
+def test_step_on_many_bytes_is_a_separate_launch(models, launches, monkeypatch):
+    monkeypatch.setattr("synkhronos.training.train_function.train_function._LONG_STEP_NBYTES", 2 * 4 * 8)
+    models.take_steps()
+    assert launches == [1] * (1 if models.argument == "batches_s" else 4)

@@ -24,17 +24,17 @@ pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
 VALUE = np.arange(4.0)
 
 
-@pytest.mark.parametrize("look", [lambda held: held, np.asarray], ids=["array", "view"])
+@pytest.mark.parametrize("look", [lambda borrowed: borrowed, np.asarray], ids=["array", "view"])
 def test_get_value_borrow_survives_donated_updates(fork, look):
     fork(2)
     w = shared(np.arange(1000.0), "w")
     f = synk.function([], updates=[(w, w + 1)])
     f()
-    held = look(w.get_value(borrow=True))
+    borrowed = look(w.get_value(borrow=True))
     for _ in range(3):
         f()
         read_results(synk.function([], (w.sum(), "sum"))())
-    np.testing.assert_array_equal(held, np.arange(1000.0) + 1)
+    np.testing.assert_array_equal(borrowed, np.arange(1000.0) + 1)
     np.testing.assert_array_equal(w.get_value(), np.arange(1000.0) + 4)
     np.testing.assert_array_equal(synk.get_value(1, w), np.arange(1000.0) + 4)
 
@@ -59,9 +59,9 @@ def test_references_to_a_containers_array_are_detected(fork):
     f()
     library = library_of(w)
     assert not library.has_other_references(w)
-    held = w.get_value(borrow=True)
-    assert JAX.owns(held) and library.has_other_references(w)
-    del held
+    borrowed = w.get_value(borrow=True)
+    assert JAX.owns(borrowed) and library.has_other_references(w)
+    del borrowed
     assert not library.has_other_references(w)
 
 
@@ -92,23 +92,23 @@ def test_identity_outputs_do_not_alias_inputs(fork, batch):
     for i in range(5):
         data[:] = VALUE + i
         results.append((f(data, batch=batch), f(VALUE - i, batch=batch)))
-        for own in synk.gather([s, t], nd_up=0):
-            np.testing.assert_array_equal(own, (VALUE - i)[order])
-    for i, (of_data, of_array) in enumerate(results):
-        for (joined, own), value in ((of_data, VALUE + i), (of_array, VALUE - i)):
+        for rank_value in synk.gather([s, t], nd_up=0):
+            np.testing.assert_array_equal(rank_value, (VALUE - i)[order])
+    for i, (data_results, array_results) in enumerate(results):
+        for (joined, rank_value), value in ((data_results, VALUE + i), (array_results, VALUE - i)):
             np.testing.assert_array_equal(joined, value[order])
-            np.testing.assert_array_equal(own, value[order][:2])
+            np.testing.assert_array_equal(rank_value, value[order][:2])
 
 
 def test_updates_of_two_variables_do_not_alias(fork):
     fork(2)
     s, t = shared(np.zeros(2), "s"), shared(np.zeros(2), "t")
-    both = synk.function([], updates=[(s, s + t + 1), (t, s + t + 1)])
-    one = synk.function([], updates=[(s, s * 10)])
+    add = synk.function([], updates=[(s, s + t + 1), (t, s + t + 1)])
+    scale = synk.function([], updates=[(s, s * 10)])
     for _ in range(2):
-        both()
+        add()
         synk.all_reduce(s, "avg")
-    one()
+    scale()
     np.testing.assert_array_equal(synk.gather([s, t]), np.stack([np.full((2, 2), 30), np.full((2, 2), 3)]))
 
 
@@ -191,14 +191,14 @@ def test_interrupt_in_a_launch_keeps_values(fork):
     w = shared(np.zeros(1000), "w")
     f = synk.function([], [(w.sum() / 1000, None)], updates=[(w, w + 1)])
     losses = [f()[0] for _ in range(20)]
-    took = []
+    seconds = []
     for _ in range(20):
         start = time.perf_counter()
         losses.append(f()[0])
-        took.append(time.perf_counter() - start)
-    usual = np.median(took)  # on a machine with other programs too
+        seconds.append(time.perf_counter() - start)
+    median = np.median(seconds)  # on a machine with other programs too
     count, interrupted = len(losses), 0
-    for delay in np.random.default_rng(0).uniform(1e-5, 1.2 * usual, 150):
+    for delay in np.random.default_rng(0).uniform(1e-5, 1.2 * median, 150):
         try:
             try:
                 signal.setitimer(signal.ITIMER_REAL, delay)
@@ -251,8 +251,8 @@ class Draws:
 
 def test_random_streams_of_own_functions_are_seeded_and_saved():
     plain, model = Draws(), Draws()
-    found = group_variables(model)
-    assert found.generators == [model.rng]
+    groups = group_variables(model)
+    assert groups.generators == [model.rng]
     library = library_of(model.rng)
     library.set_generator(model.rng, library.jump_generator(library.copy_generator(model.rng), 1))
     first, again = model.train(), model.again()

@@ -131,17 +131,17 @@ def test_lazy_result_is_writable(double):
 def test_writes_into_a_lazy_result_stay_local(fork):
     fork(2)
     w = shared(np.ones(3), "w")
-    own = synk.function([], (w, None))
-    result = own()
+    read_w = synk.function([], (w, None))
+    result = read_w()
     result[:] = 7
-    np.testing.assert_array_equal(own(), [1, 1, 1])
+    np.testing.assert_array_equal(read_w(), [1, 1, 1])
     np.testing.assert_array_equal(w.get_value(), [1, 1, 1])
 
 
 def test_lazy_result_copies_are_independent(double):
     result = double(VALUE)[1]
-    for made in (copy.copy(result), copy.deepcopy(result), result.copy(), np.array(result)):
-        made[0] = 9
+    for duplicate in (copy.copy(result), copy.deepcopy(result), result.copy(), np.array(result)):
+        duplicate[0] = 9
     np.testing.assert_array_equal(result, VALUE * 2)
 
 
@@ -157,15 +157,15 @@ def test_unread_results_are_lost_when_a_worker_dies(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
-    before, lost = f(VALUE), f(VALUE + 1)
+    before, unread = f(VALUE), f(VALUE + 1)
     assert before == 6  # reads all results
-    assert lost == 10
-    lost = f(VALUE)
+    assert unread == 10
+    unread = f(VALUE)
     os.kill(next(iter(ranks.get_session().worker_pids.values())), signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="SIGKILL"):
-        float(lost)
+        float(unread)
     with pytest.raises(RuntimeError, match=r"ended|SIGKILL"):
-        float(lost)
+        float(unread)
     assert before == 6
     fork(2)
     assert f(VALUE) == 6

@@ -109,17 +109,17 @@ def results_alias_nothing(mode):
     for batch in (None, [5, 1, 3, 2]):
         data, numbers = synk.data(X), synk.data(Y)
         picked = X if batch is None else X[batch]
-        own = picked[: (len(picked) + 1) // 2]
+        rank_rows = picked[: (len(picked) + 1) // 2]
         results = f(data, numbers, batch=batch)
         data[:], numbers[:] = 0, 0
-        for result, expected in zip(results, (picked, own, Y, own[::-1]), strict=True):
+        for result, expected in zip(results, (picked, rank_rows, Y, rank_rows[::-1]), strict=True):
             np.testing.assert_array_equal(result, expected)
-        np.testing.assert_array_equal(rows.get_value(), own)
+        np.testing.assert_array_equal(rows.get_value(), rank_rows)
         np.testing.assert_array_equal(whole.get_value(), Y)
-        np.testing.assert_array_equal(synk.get_value(1, rows), picked[len(own) :])
+        np.testing.assert_array_equal(synk.get_value(1, rows), picked[len(rank_rows) :])
         np.testing.assert_array_equal(synk.get_value(1, whole), Y)
         f(data, numbers, batch=batch)
-        np.testing.assert_array_equal(results[1], own)
+        np.testing.assert_array_equal(results[1], rank_rows)
 
 
 def large_outputs(mode):
@@ -136,10 +136,10 @@ def dtypes(mode):
         x = T.matrix("x", dtype=dtype)
         f = synk.function([x], [(x, "gather"), (x, "max"), (x, None)], mode=mode)
         value = (X[:10] > 0).astype(dtype)
-        joined, high, own = f(value)
+        joined, high, master_value = f(value)
         assert_close(joined, value)
         assert_close(high, np.maximum(value[:5], value[5:]))
-        assert_close(own, value[:5])
+        assert_close(master_value, value[:5])
 
 
 def values_of_several_calls(mode):

@@ -102,7 +102,7 @@ def test_rank_program_compiles_without_autotuning(monkeypatch):
     monkeypatch.setattr(compiler, "get_compile_options", get_compile_options)
     with _compile_without_autotuning():
         assert float(jax.jit(lambda x: x + 1)(2.0)) == 3
-    assert overrides and all(found["xla_gpu_autotune_level"] == 0 for found in overrides)
+    assert overrides and all(options["xla_gpu_autotune_level"] == 0 for options in overrides)
     overrides.clear()
     assert float(jax.jit(lambda x: x + 2)(2.0)) == 4
     assert not any(overrides)

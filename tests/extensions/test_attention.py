@@ -65,9 +65,9 @@ def test_attention_values_and_gradients_equal_numpy(two_ranks, lengths, mask_axe
             mask = pt.constant(masks[0])
     output = dot_product_attention(*inputs, mask if mask_axes else None, scale=scale, is_causal=is_causal)
     gradients = pytensor.grad((output * cotangent).sum(), inputs)
-    found = synk.function(arguments, [(variable, "gather") for variable in (output, *gradients)])(*values)
+    results = synk.function(arguments, [(variable, "gather") for variable in (output, *gradients)])(*values)
     expected = attend(*values[:3], allowed, width**-0.5 if scale is None else scale, values[3])
-    for value, expected_value in zip(found, expected, strict=True):
+    for value, expected_value in zip(results, expected, strict=True):
         assert value.dtype == dtype
         # Gradients are differences of numbers of this magnitude.
         tolerance = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-13}[dtype]
@@ -98,9 +98,9 @@ def test_attention_is_computed_without_rewrites():
     values = [np.random.default_rng(i).normal(size=(1, 2, 1, 3)).astype("float32") for i in range(4)]
     gradients = pytensor.grad((dot_product_attention(*inputs) * values[3]).sum(), inputs)
     mode = pytensor.compile.Mode("py", None)
-    found = pytensor.function(inputs, gradients, mode=mode)(*values[:3])
+    f = pytensor.function(inputs, gradients, mode=mode)(*values[:3])
     expected = attend(*values[:3], np.True_, 3**-0.5, values[3])[1:]
-    for value, expected_value in zip(found, expected, strict=True):
+    for value, expected_value in zip(f, expected, strict=True):
         np.testing.assert_allclose(value, expected_value, rtol=1e-5, atol=1e-5)
 
 

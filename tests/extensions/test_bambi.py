@@ -63,7 +63,7 @@ def test_data_parallel_bambi_model_equals_the_model(name):
     assert len(parallel.split_RVs) == 1 and not parallel.reasons
     point = model.initial_point()
     for compile_function in ("compile_logp", "compile_dlogp"):
-        ours, theirs = (
+        parallel_result, expected = (
             getattr(either_model, compile_function)(mode=INTERPRETED)(point) for either_model in (parallel, model)
         )
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(parallel_result, expected, rtol=1e-9, atol=1e-9)

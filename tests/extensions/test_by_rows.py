@@ -19,7 +19,7 @@ X, Y, GROUP, KIND = RNG.normal(size=(N, 3)), RNG.normal(size=N), RNG.integers(0,
 REVERSED = np.arange(N)[::-1].copy()
 x, y, group, kind = pt.constant(X), pt.constant(Y), pt.constant(GROUP), pt.constant(KIND)
 SPARSE = csr_matrix(np.where(X > -0.5, X, 0))
-held = pytensor.shared(X, "held")
+shared_x = pytensor.shared(X, "shared_x")
 a, w, m, offsets = pt.dscalar("a"), pt.dvector("w"), pt.dmatrix("m"), pt.dvector("offsets")
 VALUES = {a: 0.7, w: RNG.normal(size=3), m: RNG.normal(size=(4, 3)), offsets: RNG.normal(size=N)}
 
@@ -35,7 +35,7 @@ GOOD = {
     "with a matrix": (x @ m.T)[:, 1],
     "by dot": pt.dot(x, w),
     "from the other side": w @ x.T,
-    "a shared variable": held @ w + y,
+    "a shared variable": shared_x @ w + y,
     "groups": m[group, 1] + w[kind],
     "two indexes": m[group, kind],
     "columns by groups": (m.T[:, group] * x.T).sum(axis=0),
@@ -84,48 +84,48 @@ GOOD = {
 @pytest.mark.parametrize("case", GOOD)
 def test_make_rowwise_of_some_rows_equals_the_whole(case):
     terms = GOOD[case]
-    made, rows = make_rowwise(terms, N)
+    rowwise, rows = make_rowwise(terms, N)
     inputs = list(VALUES)
     whole = pytensor.function(inputs, terms, on_unused_input="ignore")(*VALUES.values())
     values = [v.get_value() if hasattr(v, "get_value") else np.asarray(v) for v in rows.values()]
     assert all(len(value) == N for value in values)
-    part = pytensor.function([*inputs, *rows], made, on_unused_input="ignore")
-    for some in (slice(0, N), slice(2, 6), slice(5, 7)):
-        actual = part(*VALUES.values(), *[value[some] for value in values])
-        np.testing.assert_allclose(actual, whole[some], rtol=1e-12)
+    part = pytensor.function([*inputs, *rows], rowwise, on_unused_input="ignore")
+    for chosen in (slice(0, N), slice(2, 6), slice(5, 7)):
+        actual = part(*VALUES.values(), *[value[chosen] for value in values])
+        np.testing.assert_allclose(actual, whole[chosen], rtol=1e-12)
 
 
 def test_make_rowwise_finds_data_once():
     _, rows = make_rowwise((x @ w - y) ** 2 + y, N)
     assert sorted(value.shape for value in rows.values()) == [(N,), (N, 3)]
-    _, rows = make_rowwise(held @ w, N)
-    assert list(rows.values()) == [held]
+    _, rows = make_rowwise(shared_x @ w, N)
+    assert list(rows.values()) == [shared_x]
 
 
 def test_make_rowwise_folds_constants():
     terms = a * pt.gammaln(pt.exp(y) + 1) + y
-    made, rows = make_rowwise(terms, N)
-    assert not any("Gammaln" in str(node.op) for node in pytensor.graph.traversal.applys_between([], [made]))
+    rowwise, rows = make_rowwise(terms, N)
+    assert not any("Gammaln" in str(node.op) for node in pytensor.graph.traversal.applys_between([], [rowwise]))
     np.testing.assert_allclose(sorted(map(np.sum, rows.values())), sorted([Y.sum(), gammaln(np.exp(Y) + 1).sum()]))
     # A shared variable may change, so it is not folded.
-    made, rows = make_rowwise(pt.exp(held).sum(axis=1) * a, N)
-    assert list(rows.values()) == [held]
+    rowwise, rows = make_rowwise(pt.exp(shared_x).sum(axis=1) * a, N)
+    assert list(rows.values()) == [shared_x]
 
 
 def test_make_rowwise_ignores_constant_columns():
     holds, trials = pt.constant(Y > -100), pt.constant(np.full(N, 7))
-    made, rows = make_rowwise(pt.switch(holds, y * a - trials, -np.inf), N)
+    rowwise, rows = make_rowwise(pt.switch(holds, y * a - trials, -np.inf), N)
     assert [values.dtype for values in rows.values()] == ["float64"]
-    some = pytensor.function([a, *rows], made, mode="FAST_COMPILE")(0.5, Y[:4])
-    np.testing.assert_allclose(some, Y[:4] * 0.5 - 7)
+    value = pytensor.function([a, *rows], rowwise, mode="FAST_COMPILE")(0.5, Y[:4])
+    np.testing.assert_allclose(value, Y[:4] * 0.5 - 7)
     # It is folded if it has no rows.
-    made, rows = make_rowwise(pt.switch(holds, a, -np.inf), N)
-    assert pytensor.function([a, *rows], made, mode="FAST_COMPILE")(0.5, np.ones(4, bool)).tolist() == [0.5] * 4
+    rowwise, rows = make_rowwise(pt.switch(holds, a, -np.inf), N)
+    assert pytensor.function([a, *rows], rowwise, mode="FAST_COMPILE")(0.5, np.ones(4, bool)).tolist() == [0.5] * 4
 
 
 BAD = {
     "one number": ((y * a).sum(), N, "one number for all rows, as where these depend on each other"),
-    "differences of what may change": (held[1:, 0] - held[:-1, 0] * a, N - 1, "picks rows"),
+    "differences of what may change": (shared_x[1:, 0] - shared_x[:-1, 0] * a, N - 1, "picks rows"),
     "differences of a sum over rows": (pt.cumsum(y * a)[1:], N - 1, "picks rows"),
     "rows up to a parameter": ((y * a)[: pt.cast(a, "int64")], N - 1, "picks rows"),
     "a cumulative sum": (pt.cumsum(y * a), N, "mixes rows"),
@@ -135,7 +135,7 @@ BAD = {
     "joined rows": (pt.concatenate([y, y]) * a, 2 * N, "mixes rows"),
     "sorted": (pt.sort(y * a), N, "not known to work row by row"),
     "rows that are set": (pt.set_subtensor((y * a)[:2], 0.0), N, "mixes rows"),
-    "rows picked from what may change": (pt.exp(held * a)[REVERSED], N, "needs all rows at once"),
+    "rows picked from what may change": (pt.exp(shared_x * a)[REVERSED], N, "needs all rows at once"),
     "rows of a sum over rows": (pt.cumsum(y * a)[REVERSED], N, "needs all rows at once"),
     "a parameter for each row": (y * offsets, N, "'offsets' has an element for each row"),
     "another length": (y * a, N - 1, "has shape (9,), but there are 8 rows"),
@@ -145,7 +145,7 @@ BAD = {
     "no data": (pt.full((N,), a), N, "no data run along its rows"),
     "an inverse": (pt.linalg.inv(pt.constant(X[:3]) * a), 3, "mixes rows"),
     "random numbers": (y + pt.random.normal(size=(N,)), N, "not known to work row by row"),
-    "shared rows on axis 1": (held.T[1] * a + held[1, 0], 3, "there are 3 rows"),
+    "shared rows on axis 1": (shared_x.T[1] * a + shared_x[1, 0], 3, "there are 3 rows"),
 }
 
 

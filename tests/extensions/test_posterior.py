@@ -70,15 +70,15 @@ def predict(model, drawn, **kwargs):
         return sample_posterior_predictive(drawn, **settings(random_seed=2, **kwargs))
 
 
-def check_equal(ours, theirs):
+def check_equal(results, expected):
     """Compare datasets to the last bit, with dimensions, coordinates and dtypes."""
-    assert set(ours.data_vars) == set(theirs.data_vars)
-    for name in theirs.data_vars:
-        assert (ours[name].dims, ours[name].dtype) == (theirs[name].dims, theirs[name].dtype)
-        np.testing.assert_array_equal(ours[name].values, theirs[name].values)
-    assert set(ours.coords) == set(theirs.coords)
-    for name in theirs.coords:
-        np.testing.assert_array_equal(ours[name].values, theirs[name].values)
+    assert set(results.data_vars) == set(expected.data_vars)
+    for name in expected.data_vars:
+        assert (results[name].dims, results[name].dtype) == (expected[name].dims, expected[name].dtype)
+        np.testing.assert_array_equal(results[name].values, expected[name].values)
+    assert set(results.coords) == set(expected.coords)
+    for name in expected.coords:
+        np.testing.assert_array_equal(results[name].values, expected[name].values)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -87,9 +87,9 @@ def test_log_likelihood_equals_pymcs(fork, model, drawn, ranks, var_names):
     fork(ranks)
     with data_parallel(model):
         kwargs = settings(extend_inferencedata=False, var_names=var_names)
-        ours = compute_log_likelihood(drawn, **kwargs)
+        results = compute_log_likelihood(drawn, **kwargs)
     with model:
-        check_equal(ours, pm.compute_log_likelihood(drawn, **kwargs))
+        check_equal(results, pm.compute_log_likelihood(drawn, **kwargs))
 
 
 def test_log_likelihood_extends_the_inference_data(fork, model, drawn):
@@ -111,18 +111,18 @@ def test_predictions_do_not_depend_on_the_number_of_ranks(fork, model, drawn):
 
 def test_predictions_have_pymcs_distribution_and_layout(fork, model, drawn):
     fork(2)
-    ours = predict(model, drawn)
+    predicted = predict(model, drawn)
     with model:
-        theirs = pm.sample_posterior_predictive(drawn, random_seed=2, **settings())
-    mine, other = ours["posterior_predictive"], theirs["posterior_predictive"]
-    assert {name: mine[name].dims for name in mine} == {name: other[name].dims for name in other}
-    assert {name: mine[name].dtype for name in mine} == {name: other[name].dtype for name in other}
-    assert [name for name in ("observed_data", "constant_data") if name not in ours] == []
+        expected = pm.sample_posterior_predictive(drawn, random_seed=2, **settings())
+    group, expected_group = predicted["posterior_predictive"], expected["posterior_predictive"]
+    assert {name: group[name].dims for name in group} == {name: expected_group[name].dims for name in expected_group}
+    assert {name: group[name].dtype for name in group} == {name: expected_group[name].dtype for name in expected_group}
+    assert [name for name in ("observed_data", "constant_data") if name not in predicted] == []
     # For each draw, z is a sample of 50 from a Poisson distribution, and y a sample of 30 from normal ones.
     posterior = drawn["posterior"]
     rate = np.exp(posterior["mu"].values[..., 0])
-    z = (mine["z"].values.mean(-1) - rate) / np.sqrt(rate / 50)
-    y = (mine["y"].values - posterior["mu"].values) / posterior["s"].values[..., None]
+    z = (group["z"].values.mean(-1) - rate) / np.sqrt(rate / 50)
+    y = (group["y"].values - posterior["mu"].values) / posterior["s"].values[..., None]
     for standardised in (z, y):
         assert abs(standardised.mean()) < 5 / np.sqrt(standardised.size)
         assert abs(standardised.std() - 1) < 5 / np.sqrt(2 * standardised.size)
@@ -133,22 +133,24 @@ def test_predictions_follow_set_data(fork, model, drawn):
     fork(2)
     with build() as other:
         pm.set_data({"x": X[:7] + 1}, coords={"row": [f"new {i}" for i in range(7)]})
-    found = predict(other, drawn, predictions=True, var_names=["y"], extend_inferencedata=True)
-    assert found is drawn
-    assert found["predictions"]["y"].shape == (2, DRAWS, 7)
-    assert found["predictions"]["row"].values[0] == "new 0"
+    predicted = predict(other, drawn, predictions=True, var_names=["y"], extend_inferencedata=True)
+    assert predicted is drawn
+    assert predicted["predictions"]["y"].shape == (2, DRAWS, 7)
+    assert predicted["predictions"]["row"].values[0] == "new 0"
     slopes = drawn["posterior"]["b"].values
-    far = found["predictions"]["y"].values - slopes @ (X[:7] + 1).T
+    far = predicted["predictions"]["y"].values - slopes @ (X[:7] + 1).T
     assert abs(far.mean() / far.std()) < 0.5
 
 
 def test_random_seed_changes_predictions(fork, model, drawn):
     fork(2)
-    one, two, three = (predict(model, drawn, var_names=["y"])["posterior_predictive"]["y"].values for _ in range(3))
-    np.testing.assert_array_equal(one, two)
+    first, second, third = (
+        predict(model, drawn, var_names=["y"])["posterior_predictive"]["y"].values for _ in range(3)
+    )
+    np.testing.assert_array_equal(first, second)
     with model:
-        three = sample_posterior_predictive(drawn, random_seed=7, **settings(var_names=["y"]))
-    assert not np.array_equal(one, three["posterior_predictive"]["y"].values)
+        third = sample_posterior_predictive(drawn, random_seed=7, **settings(var_names=["y"]))
+    assert not np.array_equal(first, third["posterior_predictive"]["y"].values)
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
@@ -163,10 +165,10 @@ def test_results_in_a_store_equal_those_in_memory(fork, model, drawn, tmp_path, 
         check_equal(lazy, compute_log_likelihood(drawn, **settings(extend_inferencedata=False)))
     lazy = predict(model, drawn, store=store)
     check_equal(lazy["posterior_predictive"], predict(model, drawn)["posterior_predictive"])
-    with xarray.open_datatree(store, engine="zarr") as found:
-        assert {"posterior", "log_likelihood", "posterior_predictive"} <= set(found.children)
+    with xarray.open_datatree(store, engine="zarr") as stored:
+        assert {"posterior", "log_likelihood", "posterior_predictive"} <= set(stored.children)
         np.testing.assert_array_equal(
-            found["posterior_predictive"]["z"].values, lazy["posterior_predictive"]["z"].values
+            stored["posterior_predictive"]["z"].values, lazy["posterior_predictive"]["z"].values
         )
 
 

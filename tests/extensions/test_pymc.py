@@ -111,11 +111,11 @@ def check_equal(parallel, model, **compile_kwargs):
     """Compare densities and gradients at some points."""
     kwargs = {**HERE, **compile_kwargs}
     for method in ("compile_logp", "compile_dlogp"):
-        ours, theirs = getattr(parallel, method)(**kwargs), getattr(model, method)(**HERE)
+        parallel_f, serial_f = getattr(parallel, method)(**kwargs), getattr(model, method)(**HERE)
         for point in points(model):
-            expected = theirs(point)
+            expected = serial_f(point)
             assert np.all(np.isfinite(expected))
-            np.testing.assert_allclose(ours(point), expected, rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(parallel_f(point), expected, rtol=1e-9, atol=1e-9)
 
 
 def names(variables):
@@ -146,11 +146,11 @@ def test_data_parallel_logp_and_dlogp_equal_the_models(two, likelihood):
 
 def test_gradient_far_from_the_data_is_as_exact_as_pymcs(two):
     model = hierarchical("negative binomial")
-    ours, theirs = (one.compile_dlogp(**HERE) for one in (data_parallel(model), model))
+    parallel_f, serial_f = (variant.compile_dlogp(**HERE) for variant in (data_parallel(model), model))
     rng = np.random.default_rng(7)
     for _ in range(4):
         point = {name: value + 10 * rng.normal(size=np.shape(value)) for name, value in model.initial_point().items()}
-        np.testing.assert_allclose(ours(point), theirs(point), rtol=1e-9)
+        np.testing.assert_allclose(parallel_f(point), serial_f(point), rtol=1e-9)
 
 
 def probability_of_zero():
@@ -180,9 +180,9 @@ def test_rewrites_of_parameters_equal_pymcs(fork, monkeypatch, build):
         function = variant.logp_dlogp_function(ravel_inputs=True, **HERE)
         function.set_extra_values({})
         results.append(function(np.array(point)))
-    for ours, theirs in zip(*results, strict=True):
-        assert not np.any(np.isnan(theirs))
-        np.testing.assert_allclose(ours, theirs)
+    for parallel_value, serial_value in zip(*results, strict=True):
+        assert not np.any(np.isnan(serial_value))
+        np.testing.assert_allclose(parallel_value, serial_value)
 
 
 @pytest.mark.parametrize("is_mixture", [True, False])
@@ -207,10 +207,10 @@ def test_gradient_is_that_of_the_density_that_pymc_rewrites(two, monkeypatch):
     """PyMC 6.4 rewrites the graphs of loops and of functions within a density, too."""
     monkeypatch.setattr(data_parallel_model, "rewrite_pregrad", lambda total: 2 * total)
     model = small()
-    ours, theirs = (one.compile_dlogp(**HERE) for one in (data_parallel(model), model))
+    parallel_f, serial_f = (variant.compile_dlogp(**HERE) for variant in (data_parallel(model), model))
     point = points(model)[0]
     prior = -point["b"]
-    np.testing.assert_allclose(ours(point) - prior, 2 * (theirs(point) - prior))
+    np.testing.assert_allclose(parallel_f(point) - prior, 2 * (serial_f(point) - prior))
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
@@ -301,8 +301,8 @@ def several_groupings_of_data():
     group, kind = pm.Data("group_of", GROUP, dims="row"), pm.Data("kind_of", KIND, dims="row")
     x = pm.Data("x", X, dims=("row", "column"))
     a, b = pm.Normal("a", dims="group"), pm.ZeroSumNormal("b", dims="kind")
-    both = pm.Normal("both", dims=("group", "kind"))
-    eta = a[group] + b[kind] + pm.HalfNormal("s") * both[group, kind] + x @ pm.Normal("slopes", shape=3)
+    group_and_kind = pm.Normal("group_and_kind", dims=("group", "kind"))
+    eta = a[group] + b[kind] + pm.HalfNormal("s") * group_and_kind[group, kind] + x @ pm.Normal("slopes", shape=3)
     p = pm.Deterministic("p", pm.math.invlogit(eta), dims="row")
     pm.Bernoulli("y", p=p, observed=pm.Data("observed", SUCCESS, dims="row"), dims="row")
 
@@ -464,9 +464,11 @@ def test_gradient_out_of_bounds_equals_pymcs(two):
         s = pm.Flat("s")
         pm.Normal("y", X[:, 1], s * X[:, 2] ** 2, observed=X[:, 0])
     for value in (-1.0, 1.0):
-        ours, theirs = (variant.compile_dlogp(**HERE)({"s": value}) for variant in (data_parallel(model), model))
-        assert np.all(theirs != 0)
-        np.testing.assert_allclose(ours, theirs)
+        parallel_gradient, serial_gradient = (
+            variant.compile_dlogp(**HERE)({"s": value}) for variant in (data_parallel(model), model)
+        )
+        assert np.all(serial_gradient != 0)
+        np.testing.assert_allclose(parallel_gradient, serial_gradient)
 
 
 def test_data_parallel_names_unsplittable_terms(two):
@@ -502,8 +504,8 @@ def test_reason_of_observed_rows_names_what_prevents_a_split():
 
 def scan(step, sequences, rho, **kwargs):
     """Return the result of `pytensor.scan` on PyTensor 2 and 3."""
-    made = pytensor.scan(step, sequences, non_sequences=[rho], strict=True, **kwargs)
-    return made[0] if isinstance(made, tuple | list) else made
+    outputs = pytensor.scan(step, sequences, non_sequences=[rho], strict=True, **kwargs)
+    return outputs[0] if isinstance(outputs, tuple | list) else outputs
 
 
 def scan_along_rows(rho):
@@ -602,13 +604,13 @@ def test_data_changed_in_place_reach_the_ranks(two):
         b = pm.Normal("b", shape=3)
         pm.Normal("y", columns @ b, 1, observed=y)
     parallel = data_parallel(model)
-    ours, theirs, point = parallel.compile_logp(**HERE), model.compile_logp(**HERE), points(model)[0]
-    seen = []
+    parallel_f, serial_f, point = parallel.compile_logp(**HERE), model.compile_logp(**HERE), points(model)[0]
+    values = []
     for memory in (np.empty(0), model["observed"].get_value(borrow=True), columns):  # the model shares the array
         memory[:] = 1
-        seen.append(theirs(point))
-        np.testing.assert_allclose(ours(point), seen[-1], rtol=1e-9)
-    assert len(set(map(float, seen))) == 3
+        values.append(serial_f(point))
+        np.testing.assert_allclose(parallel_f(point), values[-1], rtol=1e-9)
+    assert len(set(map(float, values))) == 3
 
 
 # -- samplers ----------------------------------------------------------------------------------------------------
@@ -623,10 +625,12 @@ def sample(model, **kwargs):
 def test_sample_repeats_from_its_seed(two):
     model = hierarchical()
     few = {"draws": 4, "tune": 4, "chains": 2, "discard_tuned_samples": False}
-    ours, theirs = sample(data_parallel(model), **few), sample(model, **few)
+    parallel_draws, serial_draws = sample(data_parallel(model), **few), sample(model, **few)
     for name in ("overall", "spread", "a", "b", "eta"):
         # Rounding grows with each step of a trajectory.
-        np.testing.assert_allclose(ours.posterior[name].values[:, :4], theirs.posterior[name].values[:, :4], rtol=1e-4)
+        np.testing.assert_allclose(
+            parallel_draws.posterior[name].values[:, :4], serial_draws.posterior[name].values[:, :4], rtol=1e-4
+        )
 
 
 def test_sample_finds_the_posterior(two):
@@ -636,27 +640,27 @@ def test_sample_finds_the_posterior(two):
         pm.Normal("y", X[:, :2] @ b, s, observed=X[:, :2] @ [1.0, -1.0] + X[:, 2])
     posteriors = [sample(variant, draws=150, tune=150, chains=2).posterior for variant in (data_parallel(model), model)]
     for name in ("b", "s"):
-        ours, theirs = (posterior[name].values.reshape(2, 150, -1) for posterior in posteriors)
-        sd = theirs.std(axis=(0, 1))
+        parallel_draws, serial_draws = (posterior[name].values.reshape(2, 150, -1) for posterior in posteriors)
+        sd = serial_draws.std(axis=(0, 1))
         # Means and standard deviations of 300 correlated draws have errors below a tenth of the sd.
-        assert np.all(abs(ours.mean(axis=(0, 1)) - theirs.mean(axis=(0, 1))) < 0.4 * sd)
-        assert np.all(abs(ours.std(axis=(0, 1)) / sd - 1) < 0.4)
-        for chains in (ours, theirs):
-            within = chains.var(axis=1).mean(axis=0)
+        assert np.all(abs(parallel_draws.mean(axis=(0, 1)) - serial_draws.mean(axis=(0, 1))) < 0.4 * sd)
+        assert np.all(abs(parallel_draws.std(axis=(0, 1)) / sd - 1) < 0.4)
+        for chains in (parallel_draws, serial_draws):
+            variance = chains.var(axis=1).mean(axis=0)
             between = chains.mean(axis=1).var(axis=0, ddof=1)
-            assert np.all(np.sqrt(1 + between / within) < 1.1)  # R-hat
+            assert np.all(np.sqrt(1 + between / variance) < 1.1)  # R-hat
 
 
 @pytest.mark.skipif(XLA, reason="find_MAP takes PyTensor's default mode, which is JAX in these tests")
 def test_find_map_and_advi_equal_one_process(two):
     model = small()
     parallel = data_parallel(model)
-    found, losses = [], []
+    points, losses = [], []
     for variant in (parallel, model):
         with variant:
-            found.append(pm.find_MAP(progressbar=False))
+            points.append(pm.find_MAP(progressbar=False))
             losses.append(pm.fit(20, random_seed=6, progressbar=False, compile_kwargs=dict(HERE)).hist)
-    np.testing.assert_allclose(found[0]["b"], found[1]["b"], rtol=1e-5)
+    np.testing.assert_allclose(points[0]["b"], points[1]["b"], rtol=1e-5)
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
 
@@ -690,8 +694,8 @@ def test_functions_other_than_logp_run_in_the_master(two):
             )["y"]
         assert predicted.shape == densities.shape == (1, 3, N)
         results.append((predicted, densities))
-    for ours, theirs in zip(*results, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for parallel_value, serial_value in zip(*results, strict=True):
+        np.testing.assert_array_equal(parallel_value, serial_value)
 
 
 def test_logp_of_some_variables_equals_pymcs(two):
@@ -704,15 +708,17 @@ def test_logp_of_some_variables_equals_pymcs(two):
         parallel = data_parallel(model)
     point = points(model)[0]
     for chosen in ("y", "single", "b", "bonus", ["y"], ["y", "b"], ["bonus", "y", "single"], []):
-        some = model[chosen] if isinstance(chosen, str) else [model[name] for name in chosen]
+        variables = model[chosen] if isinstance(chosen, str) else [model[name] for name in chosen]
         for total in (True, False):
             if not chosen and total:
                 continue
-            ours, theirs = (variant.compile_logp(some, sum=total, **HERE)(point) for variant in (parallel, model))
+            parallel_value, serial_value = (
+                variant.compile_logp(variables, sum=total, **HERE)(point) for variant in (parallel, model)
+            )
             for a, b in (
-                zip(np.atleast_1d(ours), np.atleast_1d(theirs), strict=True)
+                zip(np.atleast_1d(parallel_value), np.atleast_1d(serial_value), strict=True)
                 if total
-                else zip(ours, theirs, strict=True)
+                else zip(parallel_value, serial_value, strict=True)
             ):
                 np.testing.assert_allclose(a, b)
 
@@ -772,7 +778,7 @@ def test_sample_returns_draws_after_a_death_and_reports_it(fork):
 def test_death_interrupts_waiting_sampler_threads(fork):
     """nutpie waits for its threads, which Python has not started."""
     fork(2)
-    parallel, waits, seen = data_parallel(small()), threading.Event(), []
+    parallel, waits, errors = data_parallel(small()), threading.Event(), []
     density, point = parallel.compile_logp(**HERE), parallel.initial_point()
     density(point)
     (pid,) = synk.ranks.get_session().worker_pids.values()
@@ -783,8 +789,8 @@ def test_death_interrupts_waiting_sampler_threads(fork):
             try:
                 density({"b": point["b"] + shift})
             except BaseException as error:
-                seen.append((time.monotonic(), error))
-                if len(seen) == 2:
+                errors.append((time.monotonic(), error))
+                if len(errors) == 2:
                     return
 
     with pytest.warns(RuntimeWarning) as caught:
@@ -796,11 +802,11 @@ def test_death_interrupts_waiting_sampler_threads(fork):
             for _ in range(200):
                 time.sleep(0.05)
         interrupted = time.monotonic()
-        while len(seen) < 2:
+        while len(errors) < 2:
             time.sleep(0.05)
     # Only then is the sampler notified, while it is being stopped.
-    assert interrupted < seen[0][0] and isinstance(seen[0][1], KeyboardInterrupt)
-    assert isinstance(seen[1][1], RuntimeError) and "fork" in str(seen[1][1])
+    assert interrupted < errors[0][0] and isinstance(errors[0][1], KeyboardInterrupt)
+    assert isinstance(errors[1][1], RuntimeError) and "fork" in str(errors[1][1])
     messages = [str(warning.message) for warning in caught]
     assert any("stopped early, with the results so far: rank 1" in message for message in messages)
     assert any("no density: rank 1" in message and "Call synkhronos.fork" in message for message in messages)

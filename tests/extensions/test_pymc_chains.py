@@ -68,15 +68,15 @@ def started(monkeypatch):
         pids = list(synk.ranks.get_session().worker_pids.values())
         os.write(write, (" ".join(map(str, [os.getpid(), *pids])) + "\n").encode())
 
-    found = []
+    sessions = []
 
     def get():
         try:
             text = os.read(read, 1 << 16).decode()
         except BlockingIOError:
             text = ""
-        found.extend([list(map(int, line.split())) for line in text.splitlines()])
-        return found
+        sessions.extend([list(map(int, line.split())) for line in text.splitlines()])
+        return sessions
 
     # The tests start the master's ranks by another function.
     monkeypatch.setattr(chains_module, "fork", start)
@@ -105,9 +105,9 @@ def has_exited(pid):
 def test_concurrent_chains_divide_the_ranks(fork, started, ranks, chains, cores, expected):
     fork(ranks)
     model = build()
-    ours = sample(data_parallel(model), chains=chains, cores=cores)
-    theirs = sample(model, chains=chains, cores=1)
-    np.testing.assert_allclose(ours.posterior["b"].values, theirs.posterior["b"].values, rtol=1e-6)
+    parallel_draws = sample(data_parallel(model), chains=chains, cores=cores)
+    serial_draws = sample(model, chains=chains, cores=1)
+    np.testing.assert_allclose(parallel_draws.posterior["b"].values, serial_draws.posterior["b"].values, rtol=1e-6)
     assert sorted(map(len, started())) == expected
     assert all(has_exited(pid) for group in started() for pid in group)
 
@@ -129,23 +129,25 @@ def test_concurrent_chains_inherit_the_rows(fork, monkeypatch):
         raise AssertionError("the rows were copied")
 
     monkeypatch.setattr(rows_sum, "scatter", scatter)
-    ours = sample(parallel, chains=2, cores=2)
+    parallel_draws = sample(parallel, chains=2, cores=2)
     np.testing.assert_allclose(
-        ours.posterior["b"].values, sample(build(), chains=2, cores=1).posterior["b"].values, rtol=1e-6
+        parallel_draws.posterior["b"].values, sample(build(), chains=2, cores=1).posterior["b"].values, rtol=1e-6
     )
 
 
 def test_set_data_reaches_the_next_chains(fork):
     fork(2)
     with pm.Model() as model:
-        seen = pm.Data("seen", np.arange(6.0))
-        pm.Normal("y", pm.Normal("center"), 1, observed=seen)
+        observed = pm.Data("observed", np.arange(6.0))
+        pm.Normal("y", pm.Normal("center"), 1, observed=observed)
     parallel = data_parallel(model)
     for values in (np.arange(6.0), np.arange(4.0) - 3):
         with model:
-            pm.set_data({"seen": values})
-        ours, theirs = sample(parallel, chains=2, cores=2), sample(model, chains=2, cores=1)
-        np.testing.assert_allclose(ours.posterior["center"].values, theirs.posterior["center"].values, rtol=1e-6)
+            pm.set_data({"observed": values})
+        parallel_draws, serial_draws = sample(parallel, chains=2, cores=2), sample(model, chains=2, cores=1)
+        np.testing.assert_allclose(
+            parallel_draws.posterior["center"].values, serial_draws.posterior["center"].values, rtol=1e-6
+        )
 
 
 def test_population_chains_have_their_own_ranks(fork, started):
@@ -167,11 +169,11 @@ def test_metropolis_and_smc_chains_have_their_own_ranks(fork, started):
     parallel = data_parallel(model)
     with parallel:
         steps = pm.Metropolis(compile_kwargs={"mode": INTERPRETED})
-    ours = sample(parallel, step=steps, chains=2, cores=2)
+    parallel_draws = sample(parallel, step=steps, chains=2, cores=2)
     with model:
         steps = pm.Metropolis(compile_kwargs={"mode": INTERPRETED})
-    theirs = sample(model, step=steps, chains=2, cores=1)
-    np.testing.assert_allclose(ours.posterior["b"].values, theirs.posterior["b"].values, rtol=1e-9)
+    serial_draws = sample(model, step=steps, chains=2, cores=1)
+    np.testing.assert_allclose(parallel_draws.posterior["b"].values, serial_draws.posterior["b"].values, rtol=1e-9)
     assert len(started()) == 2
 
     def draw(model, cores):
@@ -264,15 +266,15 @@ class Threads:
 
         def evaluate(number):
             try:
-                found.put([rows_sum.value_and_gradients([np.full(3, 0.1 * number)]) for rows_sum in self.sums])
+                results.put([rows_sum.value_and_gradients([np.full(3, 0.1 * number)]) for rows_sum in self.sums])
             except BaseException as error:
-                found.put(error)
+                results.put(error)
 
-        found = queue.SimpleQueue()
+        results = queue.SimpleQueue()
         self.monkeypatch.setattr(type(self.sums[0]), "_evaluate_here", refuse)  # not in the servers, which run already
         for number in range(chains):
             _thread.start_new_thread(evaluate, (number,))
-        return [found.get(timeout=100) for _ in range(chains)]
+        return [results.get(timeout=100) for _ in range(chains)]
 
 
 def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, started, monkeypatch):
@@ -282,9 +284,9 @@ def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, started, monke
     expected = [sums[0].value_and_gradients([np.full(3, 0.1 * number)]) for number in range(2)]
     Threads(sums, monkeypatch)
     arguments = {"sampler": "nutpie", "model": parallel, "chains": 2, "cores": 2}
-    found = sorted(mcmc._sample_external_nuts(**arguments), key=lambda chain: -chain[0][0])
-    for (ours,), theirs in zip(found, sorted(expected, key=lambda chain: -chain[0]), strict=True):
-        for actual, desired in zip(ours, theirs, strict=True):
+    chains = sorted(mcmc._sample_external_nuts(**arguments), key=lambda chain: -chain[0][0])
+    for (parallel_chain,), expected_chain in zip(chains, sorted(expected, key=lambda chain: -chain[0]), strict=True):
+        for actual, desired in zip(parallel_chain, expected_chain, strict=True):
             np.testing.assert_allclose(actual, desired, rtol=1e-9)
     assert sorted(map(len, started())) == [2, 3]
     assert all(has_exited(pid) for group in started() for pid in group)
@@ -309,29 +311,29 @@ def test_evaluate_after_an_exit_raises_a_worker_error(fork, started, index):
 
 
 def test_evaluate_after_an_interrupt_reads_no_late_result():
-    ours, theirs = multiprocessing.Pipe()
+    pipe, server_pipe = multiprocessing.Pipe()
 
     class InterruptedPipe:
         """Pipe whose first result arrives after an interrupt."""
 
         is_first = True
-        send, close = ours.send, ours.close
+        send, close = pipe.send, pipe.close
 
         def recv(self):
             if self.is_first:
                 self.is_first = False
                 raise KeyboardInterrupt
-            return ours.recv()
+            return pipe.recv()
 
     servers = object.__new__(chain_servers.ChainServers)
     servers._idle = queue.SimpleQueue()
     servers._idle.put(InterruptedPipe())
-    theirs.send([np.float64(1)])
+    server_pipe.send([np.float64(1)])
     with pytest.raises(KeyboardInterrupt):
         servers.evaluate(None, [], False)
     with pytest.raises(synk.WorkerError):
         servers.evaluate(None, [], False)
-    theirs.close()
+    server_pipe.close()
 
 
 # -- ranks="auto" ------------------------------------------------------------------------------------------------

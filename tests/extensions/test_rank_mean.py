@@ -57,8 +57,8 @@ class Network:
         return [shared.get_value() for shared in (self.w, self.v, self.mean)]
 
 
-def check_equal(found, expected):
-    for value, expected_value in zip(found, expected, strict=True):
+def check_equal(results, expected):
+    for value, expected_value in zip(results, expected, strict=True):
         np.testing.assert_allclose(value, expected_value, rtol=1e-8, atol=1e-10)
 
 

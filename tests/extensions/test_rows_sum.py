@@ -172,14 +172,14 @@ def test_rows_sum_works_within_a_scan(two):
 
 
 def test_rows_sum_caches_value_and_gradient_of_a_point(simple, calls):
-    value, both_ = simple
-    first = both_(1.0)
+    value, value_and_gradient = simple
+    first = value_and_gradient(1.0)
     assert calls == ["gradient"]
-    np.testing.assert_array_equal(both_(1.0), first)
+    np.testing.assert_array_equal(value_and_gradient(1.0), first)
     np.testing.assert_array_equal(value(1.0), first[0])
     assert calls == ["gradient"]
     value(2.0)
-    both_(2.0)
+    value_and_gradient(2.0)
     assert calls == ["gradient"] * 2
 
 
@@ -355,8 +355,8 @@ def test_rows_sum_can_be_made_before_fork(fork):
 
 
 def test_rows_sum_calls_of_threads_take_turns(simple):
-    _, both_ = simple
-    copies = [both_.copy() for _ in range(4)]  # a function runs in one thread at a time
+    _, value_and_gradient = simple
+    copies = [value_and_gradient.copy() for _ in range(4)]  # a function runs in one thread at a time
     wrong = []
 
     def work(f, start):

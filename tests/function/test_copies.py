@@ -100,19 +100,19 @@ def test_deep_copy_of_a_training_function_is_independent(fork, duplicate):
     train, w = make_adam_function()
     losses = [float(train(*DATA)) for _ in range(2)]
     other = duplicate(train)
-    own = [float(train(*DATA)) for _ in range(3)]
-    assert [float(other(*DATA)) for _ in range(3)] == own
+    first_losses = [float(train(*DATA)) for _ in range(3)]
+    assert [float(other(*DATA)) for _ in range(3)] == first_losses
     again, _ = make_adam_function()
-    np.testing.assert_allclose([float(again(*DATA)) for _ in range(5)], losses + own, rtol=1e-12)
+    np.testing.assert_allclose([float(again(*DATA)) for _ in range(5)], losses + first_losses, rtol=1e-12)
 
 
 def test_copy_of_a_training_function_shares_its_state(fork):
     fork(2)
     train, _ = make_adam_function()
     other = copy.copy(train)
-    both = [float(f(*DATA)) for f in (train, other)]
+    losses = [float(f(*DATA)) for f in (train, other)]
     del train
     gc.collect()
-    both.append(float(other(*DATA)))
+    losses.append(float(other(*DATA)))
     again, _ = make_adam_function()
-    np.testing.assert_allclose([float(again(*DATA)) for _ in range(3)], both, rtol=1e-12)
+    np.testing.assert_allclose([float(again(*DATA)) for _ in range(3)], losses, rtol=1e-12)

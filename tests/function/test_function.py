@@ -31,15 +31,15 @@ def split_rows(rows, n):
 def batches(draw, length):
     """Draw a `batch` for data of `length` rows."""
     index = st.integers(-length, length - 1) if length else st.nothing()
-    some = st.lists(index, max_size=2 * length + 1) if length else st.just([])
+    indexes = st.lists(index, max_size=2 * length + 1) if length else st.just([])
     bound = st.none() | st.integers(-length - 3, length + 3)
     return draw(
         st.none()
         | st.integers(0, length)
         | st.builds(slice, bound, bound, st.none() | st.integers(-4, 4).filter(bool))
-        | some
-        | some.map(lambda i: np.array(i, "int64"))
-        | some.map(lambda i: np.array(i, "int16"))
+        | indexes
+        | indexes.map(lambda i: np.array(i, "int64"))
+        | indexes.map(lambda i: np.array(i, "int16"))
         | st.lists(st.booleans(), min_size=length, max_size=length).map(lambda m: np.array(m, bool))
     )
 
@@ -71,15 +71,15 @@ class Many:
 
     def __init__(self, prefix):
         x, y, b = T.dmatrix("x"), T.lvector("y"), T.drow("b")
-        both = T.concatenate([x, b])  # a minimum exists even without rows
+        all_rows = T.concatenate([x, b])  # a minimum exists even without rows
         wide = x.dimshuffle(0, 1, "x") * b.dimshuffle("x", 0, 1)
         self.exact = [
             ((x * b).sum(axis=0), "sum"),
             (x.sum(), "sum"),
             (y.sum(), "sum"),
             ((1 + x / 100).prod(axis=0), "prod"),
-            (both.min(axis=0), "min"),
-            (both.max(), "max"),
+            (all_rows.min(axis=0), "min"),
+            (all_rows.max(), "max"),
             (x.mean(axis=0), "mean"),
             ((x.sum(axis=1) * y).mean(), "mean"),
             (x * 2 + y.dimshuffle(0, "x"), "gather"),
@@ -129,20 +129,20 @@ def test_scalar_outputs_are_reduced(fork, n):
     exact = [(x.sum(), "sum"), (x.mean(), "mean"), ((x + 0.5).prod(), "prod"), (x.shape[0], "sum")]
     f = synk.function([x], [*exact, x.mean(), (x.sum(), "gather"), (x.sum(), None)])
     serial, mean = function([x], [v for v, _ in exact]), function([x], x.mean())
-    every = RNG.normal(size=300)
+    values = RNG.normal(size=300)
 
     @limit_examples(30)
     @given(calls())
     def check(call):
         length, batch, slices, _ = call
-        results = f(every[:length], batch=batch, num_slices=slices)
+        results = f(values[:length], batch=batch, num_slices=slices)
         rows = select_rows(batch, length)
         with np.errstate(invalid="ignore", divide="ignore"):
-            for result, value in zip(results, serial(every[rows]), strict=False):
+            for result, value in zip(results, serial(values[rows]), strict=False):
                 assert_close(result, value)
-            assert_close(results[4], average_slices(mean, rows, n, slices, every))
+            assert_close(results[4], average_slices(mean, rows, n, slices, values))
         if len(rows) and slices == 1:
-            parts = [every[part].sum() for part in split_rows(rows, n)]
+            parts = [values[part].sum() for part in split_rows(rows, n)]
             assert_close(results[5], np.array(parts))
             assert_close(results[6], np.asarray(parts[0]))
 
@@ -153,8 +153,8 @@ def test_op_none_returns_the_masters_own_value(fork):
     fork(3, master_rank=1)
     x = T.dvector("x")
     f = synk.function([x], [(x, None), (x.sum(), None)])
-    own, total = f(np.arange(7.0))
-    np.testing.assert_array_equal(own, [3, 4])  # 3, 2 and 2 rows
+    master_value, total = f(np.arange(7.0))
+    np.testing.assert_array_equal(master_value, [3, 4])  # 3, 2 and 2 rows
     assert total == 7
 
 
@@ -213,11 +213,11 @@ def two_parts():
 def test_outputs_keep_their_dtype(fork, two_parts, dtype):
     fork(2)
     x = T.matrix("x", dtype=dtype)
-    of_two = {op: ufunc for op, ufunc in OF_TWO.items() if (op, dtype) != ("sum", "bool")}
-    f = synk.function([x], [(x, op) for op in [*of_two, "gather", None]])
+    binary_ufuncs = {op: ufunc for op, ufunc in OF_TWO.items() if (op, dtype) != ("sum", "bool")}
+    f = synk.function([x], [(x, op) for op in [*binary_ufuncs, "gather", None]])
     value = two_parts.astype(dtype)
     results = f(value)
-    for ufunc, result in zip(of_two.values(), results, strict=False):
+    for ufunc, result in zip(binary_ufuncs.values(), results, strict=False):
         np.testing.assert_array_equal(result, ufunc(value[:2], value[2:]))
     np.testing.assert_array_equal(results[-2], value)
     np.testing.assert_array_equal(results[-1], value[:2])
@@ -275,7 +275,7 @@ def test_large_outputs_are_streamed_in_chunks(fork, dtype):
     for n_rows in (2, 5):  # the third rank has none of the two rows
         rows = value[:n_rows]
         firsts = np.stack([part[0] for part in split_rows(rows, 3)])
-        *results, joined, own = f(rows)
+        *results, joined, master_value = f(rows)
         expected = {
             "sum": firsts.sum(axis=0, dtype=dtype),
             "prod": firsts.prod(axis=0, dtype=dtype),
@@ -290,7 +290,7 @@ def test_large_outputs_are_streamed_in_chunks(fork, dtype):
             np.testing.assert_allclose(result, expected[op], rtol=1e-3 if dtype == "float16" else 1e-6)
             assert result.dtype == dtype
         np.testing.assert_array_equal(joined, rows)
-        np.testing.assert_array_equal(own, split_rows(rows, 3)[0])
+        np.testing.assert_array_equal(master_value, split_rows(rows, 3)[0])
 
 
 def test_gather_mixes_streamed_and_small_parts(fork):

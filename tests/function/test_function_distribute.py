@@ -32,9 +32,9 @@ def test_distribute_can_be_repeated(fork):
     synk.distribute()
     np.testing.assert_array_equal(synk.gather(w), [1, 2, 3])
     other = shared(5.0, "other")
-    both = synk.function([], (w + other, "gather"))
+    sum_function = synk.function([], (w + other, "gather"))
     synk.distribute()
-    np.testing.assert_array_equal(both(), [6, 7, 8])
+    np.testing.assert_array_equal(sum_function(), [6, 7, 8])
     np.testing.assert_array_equal(synk.gather(w), [1, 2, 3])
 
 

@@ -69,8 +69,8 @@ def test_minibatch_row_0_is_the_lowest_index(fork, difference, batch):
     mini = synk.data(X[low:], minibatch=True)
     np.testing.assert_array_equal(f(mini, Y, 0, batch=batch), f(X, Y, 0, batch=batch))
     # An array is used whole, even beside a minibatch; and all inputs may be minibatches.
-    both = f(mini, synk.data(Y[low:], minibatch=True), 0, batch=batch)
-    np.testing.assert_array_equal(both, f(X, Y, 0, batch=batch))
+    result = f(mini, synk.data(Y[low:], minibatch=True), 0, batch=batch)
+    np.testing.assert_array_equal(result, f(X, Y, 0, batch=batch))
 
 
 @pytest.mark.parametrize(

@@ -17,28 +17,44 @@ pytestmark = pytest.mark.usefixtures("rewrites")
 # -- updates of sliced variables ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("argument, given", [("num_slices", {"num_slices": 2}), ("batch_s", {"batch_s": slice(0, 2)})])
-def test_batch_s_refuses_updates_of_a_sliced_variable(fork, argument, given):
+SELECTIONS = pytest.mark.parametrize("selection", [{"num_slices": 2}, {"batch_s": slice(0, 2)}], ids=["slices", "rows"])
+
+
+@SELECTIONS
+def test_batch_s_and_num_slices_refuse_updates_of_a_sliced_variable(fork, selection):
     fork(2)
-    cut, other = shared(np.arange(4.0), "cut"), shared(np.zeros(4), "other")
-    f = synk.function([], (cut.sum(), "sum"), updates=[(cut, 2 * cut)], sliceable_shareds=[cut], name="f")
-    with pytest.raises(ValueError, match=f"^{argument}: f updates 'cut', which is one of its sliceable_shareds"):
-        f(**given)
-    assert synk.get_lengths(cut) == [4, 4]
-    assert float(f()) == 12  # without a selection, the whole variable is updated
-    np.testing.assert_array_equal(synk.gather(cut), [[0, 2, 4, 6]] * 2)
-    # Another variable may be updated from the selected rows.
-    g = synk.function([], [], updates=[(other, cut + 1, "gather")], sliceable_shareds=[cut])
-    g(**given)
-    np.testing.assert_array_equal(synk.get_value(1, other), [1, 3, 5, 7] if argument == "num_slices" else [1, 3])
+    s = shared(np.arange(4.0), "s")
+    f = synk.function([], (s.sum(), "sum"), updates=[(s, 2 * s)], sliceable_shareds=[s], name="f")
+    (argument,) = selection
+    with pytest.raises(ValueError, match=f"^{argument}: f updates 's', which is one of its sliceable_shareds"):
+        f(**selection)
+    assert synk.get_lengths(s) == [4, 4]
+    np.testing.assert_array_equal(synk.gather(s), [[0, 1, 2, 3]] * 2)
+
+
+def test_updates_of_a_sliced_variable_need_no_selection(fork):
+    fork(2)
+    s = shared(np.arange(4.0), "s")
+    f = synk.function([], (s.sum(), "sum"), updates=[(s, 2 * s)], sliceable_shareds=[s])
+    assert float(f()) == 12
+    np.testing.assert_array_equal(synk.gather(s), [[0, 2, 4, 6]] * 2)
+
+
+@SELECTIONS
+def test_other_variables_are_updated_from_selected_rows(fork, selection):
+    fork(2)
+    s, target = shared(np.arange(4.0), "s"), shared(np.zeros(4), "target")
+    f = synk.function([], [], updates=[(target, s + 1, "gather")], sliceable_shareds=[s])
+    f(**selection)
+    np.testing.assert_array_equal(synk.get_value(1, target), [1, 2, 3, 4][: 4 if "num_slices" in selection else 2])
 
 
 @pytest.mark.skipif(NAME == "pytensor", reason="Theano's default updates")
 def test_batch_s_refuses_default_updates_of_a_sliced_variable(fork):
     fork(2)
-    cut = shared(np.arange(4.0), "cut")
-    cut.default_update = 2 * cut
-    f = synk.function([], (cut.sum(), "sum"), sliceable_shareds=[cut], name="f")
+    s = shared(np.arange(4.0), "s")
+    s.default_update = 2 * s
+    f = synk.function([], (s.sum(), "sum"), sliceable_shareds=[s], name="f")
     with raises(ValueError, "batch_s"):
         f(batch_s=[0])
 
@@ -72,16 +88,16 @@ def test_givens_of_sliceable_shareds_are_sliced(fork):
 def test_givens_inside_the_graph_with_num_slices(fork):
     fork(2)
     s = shared(np.arange(6.0), "s")
-    inside = s * 2
-    outputs = (inside + 1).sum()
-    f = synk.function([], (outputs, "sum"), givens={inside: s * 10}, sliceable_shareds=[s])
+    doubled = s * 2
+    output = (doubled + 1).sum()
+    f = synk.function([], (output, "sum"), givens={doubled: s * 10}, sliceable_shareds=[s])
     synk.distribute()
     synk.scatter(s, np.arange(6.0))
-    expected = function([], outputs, givens={inside: s * 10})
+    serial_f = function([], output, givens={doubled: s * 10})
     s.set_value(np.arange(6.0))
-    whole = expected()
+    expected = serial_f()
     synk.scatter(s, np.arange(6.0))
-    assert f() == f(num_slices=2) == f(batch_s=slice(0, 3)) == whole == 15 * 10 + 6
+    assert f() == f(num_slices=2) == f(batch_s=slice(0, 3)) == expected == 15 * 10 + 6
 
 
 @st.composite
@@ -138,11 +154,11 @@ def test_batch_s_selects_rows_of_each_rank(fork, n):
 def test_rank_without_batch_s_rows_contributes_nothing(fork):
     fork(3)
     s = shared(np.arange(4.0), "s")
-    seen = shared(0.0, "seen")
-    f = synk.function([], [(s.max(), "max"), s.sum()], updates=[(seen, s.max())], sliceable_shareds=[s])
-    high, average = f(batch_s=[[0], [], [1, 2]])
-    assert (high, average) == (2, 1.5)
-    np.testing.assert_array_equal(synk.gather(seen), [0, 0, 2])
+    maximum = shared(0.0, "maximum")
+    f = synk.function([], [(s.max(), "max"), s.sum()], updates=[(maximum, s.max())], sliceable_shareds=[s])
+    total_maximum, average_sum = f(batch_s=[[0], [], [1, 2]])
+    assert (total_maximum, average_sum) == (2, 1.5)
+    np.testing.assert_array_equal(synk.gather(maximum), [0, 0, 2])
 
 
 def test_batch_s_and_batch_select_independently(fork):

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("rewrites")
 def test_rank_without_rows_is_skipped(fork, slices):
     fork(3)
     x = T.dvector("x")
-    seen = shared(np.float64(-1), "seen")
-    f = synk.function([x], [(x.max(), "max"), (x.min(), "min"), x.sum(), x.sum()], updates=[(seen, x.max())])
+    last_sum = shared(np.float64(-1), "last_sum")
+    f = synk.function([x], [(x.max(), "max"), (x.min(), "min"), x.sum(), x.sum()], updates=[(last_sum, x.max())])
     high, low, average, _ = f(np.array([5.0, 3.0]), num_slices=slices)
     assert (high, low, average) == (5, 3, 4)
-    np.testing.assert_array_equal(synk.gather(seen), [5, 3, -1])
+    np.testing.assert_array_equal(synk.gather(last_sum), [5, 3, -1])
 
 
 @pytest.mark.parametrize("master", [0, 1])
@@ -33,15 +33,15 @@ def test_master_without_rows_has_no_own_value(fork, master):
     fork(2, master_rank=master)
     x = T.dvector("x")
     row = np.array([3.0])
-    own = np.asarray(6.0) if master == 0 else None
+    master_value = np.asarray(6.0) if master == 0 else None
     for outputs in (
         [((x * 2).sum(), None)],
         [((x * 2).sum(), None), (x, "sum")],
         [((x * 2).sum(), None), (x.sum(), "sum")],
     ):
         results = synk.function([x], outputs, on_unused_input="ignore")(row)
-        assert results[0] == own and len(results) == len(outputs)
-    assert synk.function([x], ((x * 2).sum(), None))(row) == own
+        assert results[0] == master_value and len(results) == len(outputs)
+    assert synk.function([x], ((x * 2).sum(), None))(row) == master_value
 
 
 @pytest.mark.parametrize("slices", [1, 2])
@@ -146,13 +146,13 @@ def test_updates_accumulate_over_num_slices(fork, n, prefix):
         split = np.array_split(value, n)
         for op, w in ws.items():
             for r, part in enumerate(split):
-                held = synk.get_value(r, w)
+                rank_value = synk.get_value(r, w)
                 if not len(part):
-                    np.testing.assert_array_equal(held, start)
+                    np.testing.assert_array_equal(rank_value, start)
                     continue
                 pieces = np.array_split(part, min(slices, len(part)))
                 values = [start + (piece * 2).sum(axis=0) / 10 for piece in pieces]
-                assert_close(held, accumulate_slices(op, values, [len(p) for p in pieces]))
+                assert_close(rank_value, accumulate_slices(op, values, [len(p) for p in pieces]))
 
     check()
 

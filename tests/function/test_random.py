@@ -102,8 +102,8 @@ def test_random_streams_advance_with_num_slices(fork, kind):
     draws, updates = stream(kind)
     serial = function([], draws, updates=updates)
     np.testing.assert_array_equal(values[0], [serial() for _ in range(4)])
-    later = f(np.ones(8))
-    np.testing.assert_array_equal(later[:K], serial())  # the stream continues after the slices
+    next_values = f(np.ones(8))
+    np.testing.assert_array_equal(next_values[:K], serial())  # the stream continues after the slices
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -315,13 +315,13 @@ else:
         """Jumps of MRG31k3p equal Theano's jumps and steps."""
 
         @pytest.fixture
-        def ours(self):
+        def library(self):
             from synkhronos.graphs import theano
 
             return theano
 
         @pytest.fixture
-        def theirs(self):
+        def theano_mrg(self):
             from theano.sandbox import rng_mrg
 
             return rng_mrg
@@ -329,36 +329,38 @@ else:
         STATE = np.array([[12345] * 6, [1, 2, 3, 4, 5, 6], [2147483646, 0, 7, 2147462578, 0, 9]], "int32")
 
         @pytest.mark.parametrize("exponent", [72, 134])
-        def test_mrg_matrix_powers_equal_theanos(self, ours, theirs, exponent):
-            for number, matrix, modulus in ((1, ours._A1, ours._M1), (2, ours._A2, ours._M2)):
-                power = ours._matrix_power(matrix, 2**exponent, modulus)
-                np.testing.assert_array_equal(power.astype("int64"), getattr(theirs, f"A{number}p{exponent}"))
+        def test_mrg_matrix_powers_equal_theanos(self, library, theano_mrg, exponent):
+            for number, matrix, modulus in ((1, library._A1, library._M1), (2, library._A2, library._M2)):
+                power = library._matrix_power(matrix, 2**exponent, modulus)
+                np.testing.assert_array_equal(power.astype("int64"), getattr(theano_mrg, f"A{number}p{exponent}"))
 
         @pytest.mark.parametrize("exponent, function", [(72, "ff_2p72"), (134, "ff_2p134")])
-        def test_mrg_jump_equals_theanos(self, ours, theirs, monkeypatch, exponent, function):
-            monkeypatch.setattr(ours, "_MRG_JUMP", 2**exponent)
-            expected = [getattr(theirs, function)(row) for row in self.STATE]
-            np.testing.assert_array_equal(ours._jump_mrg(self.STATE, 1), expected)
+        def test_mrg_jump_equals_theanos(self, library, theano_mrg, monkeypatch, exponent, function):
+            monkeypatch.setattr(library, "_MRG_JUMP", 2**exponent)
+            expected = [getattr(theano_mrg, function)(row) for row in self.STATE]
+            np.testing.assert_array_equal(library._jump_mrg(self.STATE, 1), expected)
 
         @pytest.mark.parametrize("steps", [0, 1, 2, 100])
-        def test_mrg_jump_equals_single_steps(self, ours, theirs, monkeypatch, steps):
-            monkeypatch.setattr(ours, "_MRG_JUMP", 1)
+        def test_mrg_jump_equals_single_steps(self, library, theano_mrg, monkeypatch, steps):
+            monkeypatch.setattr(library, "_MRG_JUMP", 1)
             stepped = self.STATE.copy()
             for row in stepped:
                 for _ in range(steps):
-                    theirs.mrg_next_value(row.copy(), row, np.float64(1), np.int32(0), np.int32(0))
-            jumped = ours._jump_mrg(self.STATE, steps)
+                    theano_mrg.mrg_next_value(row.copy(), row, np.float64(1), np.int32(0), np.int32(0))
+            jumped = library._jump_mrg(self.STATE, steps)
             np.testing.assert_array_equal(jumped, stepped)
             assert jumped.dtype == self.STATE.dtype
 
-        def test_mrg_jumps_add_up(self, ours):
-            once = ours._jump_mrg(self.STATE, 1)
-            np.testing.assert_array_equal(ours._jump_mrg(ours._jump_mrg(once, 1), 1), ours._jump_mrg(self.STATE, 3))
-            assert not np.any(np.all(once == self.STATE, axis=1))
+        def test_mrg_jumps_add_up(self, library):
+            state = library._jump_mrg(self.STATE, 1)
+            np.testing.assert_array_equal(
+                library._jump_mrg(library._jump_mrg(state, 1), 1), library._jump_mrg(self.STATE, 3)
+            )
+            assert not np.any(np.all(state == self.STATE, axis=1))
 
-        def test_mrg_jumps_of_many_ranks_fit_the_period(self, ours):
+        def test_mrg_jumps_of_many_ranks_fit_the_period(self, library):
             # The period is about 2**185, and a stream of a random variable has 2**134 numbers.
-            assert 1024 * ours._MRG_JUMP < 2**184 and ours._MRG_JUMP > 2**134 * 2**30
+            assert 1024 * library._MRG_JUMP < 2**184 and library._MRG_JUMP > 2**134 * 2**30
 
 
 @pytest.mark.skipif(NAME != "pytensor" or XLA, reason="Theano has no JAX mode")

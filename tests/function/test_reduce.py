@@ -30,17 +30,17 @@ def values(draw, dtypes, least_ndim=0, same_rows=True):
     elements = None
     if dtype.kind == "f":
         elements = st.integers(-64, 64).map(lambda i: dtype.type(i / 16))
-    made = []
+    arrays = []
     for _ in range(draw(st.integers(1, 5))):
         rows = shape if same_rows else (draw(st.integers(0, 4)), *shape[1:])
-        made.append(draw(hnp.arrays(dtype, rows, elements=elements)))
-    return made
+        arrays.append(draw(hnp.arrays(dtype, rows, elements=elements)))
+    return arrays
 
 
 @st.composite
 def draw_weighted(draw):
-    made = draw(values(FLOATS))
-    return made, draw(st.lists(st.integers(1, 1000), min_size=len(made), max_size=len(made)))
+    arrays = draw(values(FLOATS))
+    return arrays, draw(st.lists(st.integers(1, 1000), min_size=len(arrays), max_size=len(arrays)))
 
 
 @given(values(FLOATS))

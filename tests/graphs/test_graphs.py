@@ -22,8 +22,8 @@ class Half:
         self.path = path
 
     def __reduce__(self):
-        seen = pickle.loads(self.path.read_bytes()).keys
-        return tuple, (("seen", *seen),)
+        keys = pickle.loads(self.path.read_bytes()).keys
+        return tuple, (("seen", *keys),)
 
 
 class Unpicklable:
@@ -80,9 +80,9 @@ def test_library_is_pickled_by_its_name():
 def test_references_to_a_containers_value_are_detected():
     variable = shared(np.zeros(3))
     assert not LIBRARY.has_other_references(variable)
-    mine = LIBRARY.borrow_value(variable)
+    borrowed = LIBRARY.borrow_value(variable)
     assert LIBRARY.has_other_references(variable)
-    del mine
+    del borrowed
     assert not LIBRARY.has_other_references(variable)
 
 
@@ -159,8 +159,8 @@ def test_variables_without_a_graph_have_no_nodes():
 def test_find_shareds_lists_each_variable_once():
     a, b, c = shared(1.0, "a"), shared(2.0, "b"), shared(3.0, "c")
     x = T.scalar("x")
-    found = LIBRARY.find_shareds([x * a + b, (a + b) * 2, c])
-    assert {variable.name for variable in found} == {"a", "b", "c"} and len(found) == 3
+    shareds = LIBRARY.find_shareds([x * a + b, (a + b) * 2, c])
+    assert {variable.name for variable in shareds} == {"a", "b", "c"} and len(shareds) == 3
     assert LIBRARY.find_shareds([x * 2]) == []
 
 
@@ -217,8 +217,8 @@ def test_clone_replaces_variables():
 def test_container_array_is_read_and_written():
     value = np.arange(3.0)
     s = shared(value, "s")
-    held = LIBRARY.borrow_value(s)
-    held[0] = 7
+    borrowed = LIBRARY.borrow_value(s)
+    borrowed[0] = 7
     np.testing.assert_array_equal(s.get_value(), [7, 1, 2])
     LIBRARY.store_value(s, value)
     assert LIBRARY.borrow_value(s) is value

@@ -49,11 +49,11 @@ def test_hosts_compute_the_same_bits_as_one_host(program):
     if program in ("trainer", "options"):
         pytest.importorskip("safetensors")
     print("hosts are simulated" if are_simulated() else "no namespaces here: one machine pretends to be several")
-    of_one = run(["a:4"], program)
-    assert of_one
+    expected = run(["a:4"], program)
+    assert expected
     # The placement of ranks does not matter to a graph library; with Theano one placement is enough.
     for hosts in SHAPES if program == "train" and NAME == "pytensor" else SHAPES[-1:]:
-        assert run(hosts, program) == of_one, hosts
+        assert run(hosts, program) == expected, hosts
 
 
 @pytest.mark.hosts
@@ -238,9 +238,9 @@ def test_own_failure_to_start_an_agent_is_not_blamed_on_the_other_hosts(old_link
     found["a"] = None
     with pytest.raises(
         RuntimeError, match="^this host, a, can't start an agent: the hosts could not be reached$"
-    ) as own:
+    ) as error:
         link.reconnect(excluded_ranks)
-    assert not isinstance(own.value, StartError)
+    assert not isinstance(error.value, StartError)
 
 
 def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):
@@ -350,11 +350,11 @@ def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):
     monkeypatch.setattr(mpirun, "make_agent_command", lambda address: ["sleep", "60"])
     monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: reports)
     with (
-        pytest.warns(UserWarning, match="may use 1 of 4 cores") as found,
+        pytest.warns(UserWarning, match="may use 1 of 4 cores") as caught,
         pytest.raises(RuntimeError, match="3.12 on b"),
     ):
         synk.fork(use_gpu=False)
-    assert {frame.filename for frame in found} == {__file__}
+    assert {frame.filename for frame in caught} == {__file__}
 
 
 def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
@@ -383,16 +383,16 @@ def test_remote_ranks_take_little_control_memory():
         assert 0 < many_bytes - few_bytes <= 100 * 13_000
         controls = [ControlMemory(103, 0.0, many.fileno(), i > 0, range(5, 7)) for i in range(2)]
         for rank in range(103):
-            for which in range(3):
-                controls[0].get_slot(rank, which)[:] = bytes([rank, which]) * (
-                    len(controls[0].get_slot(rank, which)) // 2
+            for number in range(3):
+                controls[0].get_slot(rank, number)[:] = bytes([rank, number]) * (
+                    len(controls[0].get_slot(rank, number)) // 2
                 )
         controls[0].get_scratch(6, 1)[:] = b"x" * len(controls[0].get_scratch(6, 1))
         controls[0].mailbox[:] = b"y" * len(controls[0].mailbox)
         for rank in range(103):
-            for which in range(3):
-                slot = controls[1].get_slot(rank, which)
-                assert bytes(slot) == bytes([rank, which]) * (len(slot) // 2)
+            for number in range(3):
+                slot = controls[1].get_slot(rank, number)
+                assert bytes(slot) == bytes([rank, number]) * (len(slot) // 2)
         assert not any(controls[1].done)
 
 
@@ -465,18 +465,33 @@ def test_hosts_are_read_from_environment_and_allocations(monkeypatch, tmp_path):
 
 def test_mpirun_in_a_slurm_step_uses_the_jobs_allocation(monkeypatch):
     # Variables of srun --nodes=1 --ntasks=1 --mpi=pmix, or pmi2, in a job of two hosts.
-    of_step = {"SLURM_NODELIST": "a", "SLURM_TASKS_PER_NODE": "1", "SLURM_MPI_TYPE": "pmix", "SLURM_STEP_ID": "0"}
-    of_mpi = {"PMIX_NAMESPACE": "slurm.pmix.5.0", "PMIX_SECURITY_MODE": "munge,native", "PMI_RANK": "0", "PMI_FD": "11"}
-    of_user = {"PMIX_MCA_psec": "native", "SLURM_CONF": "/etc/slurm/slurm.conf", "UCX_LOG_LEVEL": "info"}
-    of_job = {"SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_NUM_NODES": "2"}
-    monkeypatch.setattr(os, "environ", {**of_step, **of_mpi, **of_user, **of_job})
+    step_variables = {
+        "SLURM_NODELIST": "a",
+        "SLURM_TASKS_PER_NODE": "1",
+        "SLURM_MPI_TYPE": "pmix",
+        "SLURM_STEP_ID": "0",
+    }
+    mpi_variables = {
+        "PMIX_NAMESPACE": "slurm.pmix.5.0",
+        "PMIX_SECURITY_MODE": "munge,native",
+        "PMI_RANK": "0",
+        "PMI_FD": "11",
+    }
+    user_variables = {"PMIX_MCA_psec": "native", "SLURM_CONF": "/etc/slurm/slurm.conf", "UCX_LOG_LEVEL": "info"}
+    job_variables = {"SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_NUM_NODES": "2"}
+    monkeypatch.setattr(os, "environ", {**step_variables, **mpi_variables, **user_variables, **job_variables})
     expected = {
         "SLURM_NODELIST": "a,b",
         "SLURM_TASKS_PER_NODE": "1(x2)",
         "SLURM_MPI_TYPE": "none",
         "SLURM_OVERLAP": "1",
     }
-    assert mpirun.make_mpirun_environment(False) == {**expected, "SLURM_STEP_ID": "0", **of_user, **of_job}
+    assert mpirun.make_mpirun_environment(False) == {
+        **expected,
+        "SLURM_STEP_ID": "0",
+        **user_variables,
+        **job_variables,
+    }
     assert mpirun.make_mpirun_environment(True) == os.environ  # the other hosts' addresses for this host's agent
 
 
@@ -498,8 +513,8 @@ def test_pull_sends_read_data_to_other_hosts(data):
         contents.add(key, value)
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     for _ in range(data.draw(st.integers(1, 5))):
-        at, count = data.draw(st.integers(0, 60 * row - 1)), data.draw(st.integers(0, 9000))
-        memory[1][at : at + count] = rng.integers(0, 256, len(memory[1][at : at + count]))
+        offset, count = data.draw(st.integers(0, 60 * row - 1)), data.draw(st.integers(0, 9000))
+        memory[1][offset : offset + count] = rng.integers(0, 256, len(memory[1][offset : offset + count]))
         indexes = rng.integers(0, 60, data.draw(st.integers(0, 20)))
         memory[2].view(np.int64)[: len(indexes)] = indexes
         needed, expected = [], []
@@ -509,8 +524,8 @@ def test_pull_sends_read_data_to_other_hosts(data):
             needed.append(find_pages([read], memory))
             expected.append(list(range(*rows)) if rows is not None else indexes.tolist())
         for host, pages, rows in zip(hosts, contents.take_missing_pages(needed), expected, strict=True):
-            for key, some in pages.items():
-                write_pages(host[key], some, read_pages(memory[key], some))
+            for key, host_pages in pages.items():
+                write_pages(host[key], host_pages, read_pages(memory[key], host_pages))
             for r in rows:
                 assert np.array_equal(host[1][r * row : (r + 1) * row], memory[1][r * row : (r + 1) * row])
         assert contents.take_missing_pages(needed) == [{}, {}]  # no page is sent twice
@@ -538,9 +553,9 @@ def test_agent_reads_messages_before_it_decides():
 
 
 def test_early_messages_of_a_task_are_queued():
-    taken = []
+    messages = []
     bridge = SimpleNamespace(
-        update_channel=lambda *update: taken.append(update),
+        update_channel=lambda *update: messages.append(update),
         poll_channels=list,
         poll_requests=list,
         take_stop_request=lambda: False,
@@ -550,12 +565,12 @@ def test_early_messages_of_a_task_are_queued():
     agent = TaskAgent(mail, control, [range(1), range(1, 2)], {})
     agent.start_command(4, None)
     agent.handlers[CHANNEL_UPDATE](1, 5, 1, 0, 1, b"first")
-    assert not agent.progress() and not taken
+    assert not agent.progress() and not messages
     agent.start_command(5, None)
     agent._bridge = bridge
     agent.handlers[CHANNEL_UPDATE](1, 5, 1, 0, 2, b"second")
     agent.handlers[CHANNEL_UPDATE](1, 4, 1, 0, 1, b"of a command that has failed")
-    assert agent.progress() and taken == [(1, 0, 1, b"first"), (1, 0, 2, b"second")]
+    assert agent.progress() and messages == [(1, 0, 1, b"first"), (1, 0, 2, b"second")]
     assert not agent.has_waiting_ranks
 
 

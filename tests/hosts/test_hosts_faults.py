@@ -57,9 +57,9 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts():
-    found = Hosts()
-    yield found
-    found.end()
+    hosts = Hosts()
+    yield hosts
+    hosts.end()
 
 
 def fork(hosts, tree, **settings):
@@ -69,17 +69,17 @@ def fork(hosts, tree, **settings):
     return tree.list_ranks()
 
 
-def move_ranks_to(tree, place, action="hold", on=None):
+def move_ranks_to(tree, place, action="hold", fault_ranks=None):
     """Order ranks to block at a place, and wait until they have reached it."""
-    on = on or HOLDING[place]
-    tree.send_order("run_faulty_command", place=place, on=on, action=action)
-    for _ in on:
+    fault_ranks = fault_ranks or HOLDING[place]
+    tree.send_order("run_faulty_command", place=place, fault_ranks=fault_ranks, action=action)
+    for _ in fault_ranks:
         tree.wait_event("inside")
 
 
 def check_works(tree):
     """Check that the ranks reduce arrays."""
-    outcome = tree.run_order("run_faulty_command", place="step", on=[], action="")
+    outcome = tree.run_order("run_faulty_command", place="step", fault_ranks=[], action="")
     assert outcome.get("value") is True, outcome
 
 
@@ -103,11 +103,11 @@ def test_exceptions_and_interrupts_leave_hosts_usable(hosts):
         fork(hosts, tree)
         for place in PLACES[1:]:
             fault_time = time.monotonic()
-            move_ranks_to(tree, place, "raise", on=[2])
+            move_ranks_to(tree, place, "raise", fault_ranks=[2])
             words = [f"rank 2 on host {hosts.other} raised KeyError", "a fault", "fault_target.py"]
             check_error(tree.wait_event("outcome"), fault_time, rank=2, words=words)
         fault_time = time.monotonic()
-        move_ranks_to(tree, "computing", "raise", on=[0])
+        move_ranks_to(tree, "computing", "raise", fault_ranks=[0])
         check_error(tree.wait_event("outcome"), fault_time, error="KeyError")
         for place in PLACES:
             move_ranks_to(tree, place)
@@ -153,7 +153,7 @@ def test_killed_process_on_a_host_is_named(hosts, target, place):
         outcome = tree.wait_event("outcome")
         while place == "idle" and outcome.get("value") and time.monotonic() < fault_time + LIMIT:
             outcome = tree.run_order(
-                "run_faulty_command", place="step", on=[], action=""
+                "run_faulty_command", place="step", fault_ranks=[], action=""
             )  # it finished before the loss was noticed
         words = [word.replace("HOST", hosts.other) for word in [*words, "synkhronos.fork()"]]
         check_error(outcome, fault_time, rank=rank, words=words)
@@ -163,7 +163,7 @@ def test_killed_process_on_a_host_is_named(hosts, target, place):
 def test_death_of_a_lock_holder_is_named_to_a_remote_waiter(hosts):
     with hosts as tree:
         pids = fork(hosts, tree)["ranks"]
-        move_ranks_to(tree, "lock", on=[1])
+        move_ranks_to(tree, "lock", fault_ranks=[1])
         time.sleep(0.3)  # the others do not check the holder before
         fault_time = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
@@ -267,8 +267,8 @@ def test_wrong_hosts_are_named(hosts, named, words):
 def test_killed_agent_leaves_no_shared_memory(hosts):
     with hosts as tree:
         for agent in fork(hosts, tree)["agents"]:
-            found = re.findall(r"ucx_shm\S+|SYSV\S+", Path(f"/proc/{agent}/maps").read_text())
-            assert not found, found
+            segments = re.findall(r"ucx_shm\S+|SYSV\S+", Path(f"/proc/{agent}/maps").read_text())
+            assert not segments, segments
         tree.run_order("close")
 
 
@@ -306,14 +306,14 @@ def test_exit_of_the_master_ends_hosts(hosts):
 
 def test_idle_hosts_use_no_cores(hosts):
     with hosts as tree:
-        found = fork(hosts, tree)
+        processes = fork(hosts, tree)
         check_works(tree)
-        pids = [tree.pid, *found["agents"], *found["ranks"]]
+        pids = [tree.pid, *processes["agents"], *processes["ranks"]]
         time.sleep(0.3)
         before, began = [read_cpu_seconds(pid) for pid in pids], time.monotonic()
         time.sleep(2)
-        passed = time.monotonic() - began
-        used = [(read_cpu_seconds(pid) - was) / passed for pid, was in zip(pids, before, strict=True)]
+        seconds = time.monotonic() - began
+        used = [(read_cpu_seconds(pid) - was) / seconds for pid, was in zip(pids, before, strict=True)]
         print([f"{share:.1%}" for share in used])
         assert max(used) <= 0.05, used
         tree.run_order("close")

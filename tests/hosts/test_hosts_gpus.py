@@ -12,7 +12,7 @@ from library import DEVICE, NAME
 from synkhronos.hosts import agent, mpi_link
 
 pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX's CPU"), pytest.mark.timeout(300)]
-of_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX's CPU")
+needs_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX's CPU")
 #: Hosts of most programs, one after another, as `run` reuses the ranks.
 TWO = ["a:1", "b:1"]
 
@@ -23,7 +23,7 @@ def run(hosts, program):
 
 
 @pytest.mark.hosts
-@of_jax
+@needs_jax
 @pytest.mark.parametrize("program", ["train", "collectives", "groups"])
 def test_gpus_on_hosts_compute_the_same_as_on_one_host(program):
     expected = run(["a:2"], program)
@@ -32,7 +32,7 @@ def test_gpus_on_hosts_compute_the_same_as_on_one_host(program):
 
 
 @pytest.mark.hosts
-@of_jax
+@needs_jax
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
 def test_data_parts_locks_only_local_pages():
     sums, used = run(TWO, "parts")
@@ -41,7 +41,7 @@ def test_data_parts_locks_only_local_pages():
 
 
 @pytest.mark.hosts
-@of_jax
+@needs_jax
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have one loopback")
 def test_nccl_connection_error_names_the_interface():
     (line,) = run(TWO, "interface")
@@ -54,14 +54,14 @@ def test_nccl_connection_error_names_the_interface():
 
 
 @pytest.mark.hosts
-@of_jax
+@needs_jax
 def test_failure_or_death_in_a_gpu_collective_on_hosts_is_reported():
-    heard, size = run(["a:1", "b:2"], "faults")
-    assert (heard, size) == ("rank 2 on host b was reported True", "3")
+    messages, size = run(["a:1", "b:2"], "faults")
+    assert (messages, size) == ("rank 2 on host b was reported True", "3")
 
 
 @pytest.mark.hosts
-@of_jax
+@needs_jax
 def test_fork_on_hosts_refuses_more_ranks_than_gpus():
     assert run(["a", "b"], "refused") == [
         "hosts: b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
@@ -84,7 +84,7 @@ def train(hosts, folder, *arguments, status=0, **variables):
 
 
 @pytest.mark.hosts
-@of_jax
+@needs_jax
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 def test_launch_on_hosts_with_gpus_equals_one_host(tmp_path, rule):
     rule = f"--set=rule='{rule}'"
@@ -93,14 +93,14 @@ def test_launch_on_hosts_with_gpus_equals_one_host(tmp_path, rule):
     for rank, where in enumerate(["on cuda0", "on cuda0 of host "]):
         assert where in (tmp_path / "hosts" / f"rank-{rank}.log").read_text().splitlines()[0]
     if rule.endswith("'BSP'"):  # under the other rule the order of exchanges is random
-        of_one = train(["a:2"], tmp_path / "one", rule)
-        assert of_one[0].startswith("2 ranks on cuda0, cuda1; ")
+        one_host = train(["a:2"], tmp_path / "one", rule)
+        assert one_host[0].startswith("2 ranks on cuda0, cuda1; ")
         expected, actual = (np.load(tmp_path / folder_name / "params.npz") for folder_name in ("one", "hosts"))
         assert all(np.array_equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.hosts
-@of_jax
+@needs_jax
 def test_launcher_takes_all_gpus_of_each_host(tmp_path):
     output = train(["a", "b"], tmp_path / "gpus", "--hosts=a,b")
     assert output[0].startswith("ranks on hosts a:2, b; ")
@@ -128,8 +128,8 @@ def test_all_reduce_accepts_theano_gpu_arrays_on_hosts():
 
 @pytest.mark.any_library
 def test_fork_refuses_hosts_without_pygpu(monkeypatch):
-    found = agent._find_versions()
-    assert "pygpu" not in found
+    versions = agent._find_versions()
+    assert "pygpu" not in versions
     monkeypatch.syspath_prepend(GPUS / "pretended")
     with pytest.raises(RuntimeError, match="hosts need the same versions: pygpu is installed on a and missing on b"):
-        mpi_link.check_versions(["a", "b"], [agent._find_versions(), found])
+        mpi_link.check_versions(["a", "b"], [agent._find_versions(), versions])

@@ -29,11 +29,11 @@ def test_binding_places_ranks_near_their_gpus(tmp_path):
         for i, address in enumerate(("00000000:1B:00.0", "00000000:3C:00.0", "00000000:9D:00.0"))
     }
     devices = sorted(near)
-    found, why = core_binding.assign_cores(devices, range(12), near)
-    assert found == [[0, 1, 2, 3], [8, 9, 10, 11], [4, 5, 6, 7]] and why.endswith("next to its GPU")
+    assigned, why = core_binding.assign_cores(devices, range(12), near)
+    assert assigned == [[0, 1, 2, 3], [8, 9, 10, 11], [4, 5, 6, 7]] and why.endswith("next to its GPU")
     assert core_binding.assign_cores(devices, [0, 1, 2, 5], near)[0] == [[0], [1, 2], [5]]
-    found, why = core_binding.assign_cores(devices, [0, 1, 2, 12], near)
-    assert found[2] == [0, 1, 2, 12] and "next to cuda2 are not among those" in why
+    assigned, why = core_binding.assign_cores(devices, [0, 1, 2, 12], near)
+    assert assigned[2] == [0, 1, 2, 12] and "next to cuda2 are not among those" in why
     assert (
         core_binding.assign_cores(devices, [0, 5, 6], near)[1] == "not bound: cores 0 are next to the GPUs of 2 ranks"
     )
@@ -95,7 +95,7 @@ def test_binding_limits_ranks_and_their_threads(tmp_path):
     run("train", *common, "--folder=free", "--no-bind", cwd=tmp_path)
     allowed = sorted(os.sched_getaffinity(0))
     half = len(allowed) // 2
-    for r, own in enumerate((allowed[:half], allowed[half:])):
-        assert f"cores {[tuple(own)]}" in (tmp_path / "bound" / f"rank-{r}.log").read_text()
+    for r, rank_cores in enumerate((allowed[:half], allowed[half:])):
+        assert f"cores {[tuple(rank_cores)]}" in (tmp_path / "bound" / f"rank-{r}.log").read_text()
         log = (tmp_path / "free" / f"rank-{r}.log").read_text()
         assert f"cores {[tuple(allowed)]}" in log and "not bound" in log

@@ -160,8 +160,8 @@ def test_long_records_of_other_hosts_are_sent_in_lines_that_do_not_mix(tmp_path)
 
 
 def test_console_copies_long_lines_in_linear_time():
-    taken, piece = [], b"x" * (1 << 16)
-    lines = rank_output.LineSplitter("rank-0.log", SimpleNamespace(write=lambda name, text: taken.append(len(text))))
+    sizes, piece = [], b"x" * (1 << 16)
+    lines = rank_output.LineSplitter("rank-0.log", SimpleNamespace(write=lambda name, text: sizes.append(len(text))))
 
     def measure_seconds(end, pieces):
         began = time.process_time()
@@ -170,16 +170,16 @@ def test_console_copies_long_lines_in_linear_time():
         return time.process_time() - began
 
     with_newlines = min(measure_seconds(b"\n", 64) for _ in range(3))
-    taken.clear()
+    sizes.clear()
     assert measure_seconds(b"", 640) < 0.5 + 40 * with_newlines  # in quadratic time it would be ten times as long
     lines.feed(b"")
-    assert sum(taken) == 640 << 16 and max(taken) <= (1 << 20) + (1 << 16)  # memory is bounded, too
+    assert sum(sizes) == 640 << 16 and max(sizes) <= (1 << 20) + (1 << 16)  # memory is bounded, too
 
 
 def test_console_keeps_multibyte_characters():
-    taken = []
-    lines = rank_output.LineSplitter("", SimpleNamespace(write=lambda name, text: taken.append(text)))
+    chunks = []
+    lines = rank_output.LineSplitter("", SimpleNamespace(write=lambda name, text: chunks.append(text)))
     for byte in "größer → 日本\n".encode() + b"\xff\n":
         assert lines.feed(bytes([byte]))
     assert not lines.feed(b"")
-    assert taken == ["größer → 日本", "\\xff"]
+    assert chunks == ["größer → 日本", "\\xff"]

@@ -55,8 +55,8 @@ def test_launch_on_hosts_equals_one_host(tmp_path, hosts):
     assert all(np.array_equal(expected[name], actual[name]) for name in expected)
     for rank in range(4):
         log = (tmp_path / "hosts" / f"rank-{rank}.log").read_text().splitlines()
-        own = [line for line in log if not line.startswith("WARNING (theano.")]
-        assert re.fullmatch(r"process \d+ on cpu( of host \S+)?, .*", own[0]), log
+        lines_of_launcher = [line for line in log if not line.startswith("WARNING (theano.")]
+        assert re.fullmatch(r"process \d+ on cpu( of host \S+)?, .*", lines_of_launcher[0]), log
         assert all(f"[rank {rank}] {line}" in output.splitlines() for line in log)
         assert "epoch 2, iteration" in log[-1 if rank else -2]
         steps = [[line["step"] for line in lines(tmp_path / name, f"rank-{rank}")] for name in ("one", "hosts")]
@@ -186,17 +186,17 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, target):
             assert host.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         everyone = {pid: process for pid, process in list_marked_processes(mark.encode()).items() if pid not in before}
-        found = {kind: [p for p, (_, line) in everyone.items() if re.match(KINDS[kind], line)] for kind in KINDS}
-        (first,) = found["rank 0"]
-        found["agent"].sort(key=lambda pid: everyone[pid][0] != everyone[first][0])
-        found["agent of another host"] = found["agent"][1:]
-        found["Ctrl-C"] = found["supervisor"]
+        pids_by_kind = {kind: [p for p, (_, line) in everyone.items() if re.match(KINDS[kind], line)] for kind in KINDS}
+        (first,) = pids_by_kind["rank 0"]
+        pids_by_kind["agent"].sort(key=lambda pid: everyone[pid][0] != everyone[first][0])
+        pids_by_kind["agent of another host"] = pids_by_kind["agent"][1:]
+        pids_by_kind["Ctrl-C"] = pids_by_kind["supervisor"]
         if target == "all, by a scheduler":
             for pid in everyone:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
         else:
-            os.kill(found[target][0], signal.SIGINT if target == "Ctrl-C" else signal.SIGKILL)
+            os.kill(pids_by_kind[target][0], signal.SIGINT if target == "Ctrl-C" else signal.SIGKILL)
         began = time.monotonic()
         # The status is printed last, after the output of the ranks.  A buffered file cannot be polled.
         timer = threading.Timer(LIMIT, host.kill)
@@ -250,9 +250,9 @@ def test_launch_refuses_several_srun_tasks(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    asked = {**MODEL, "folder": str(tmp_path / "run")}
+    settings = {**MODEL, "folder": str(tmp_path / "run")}
     with pytest.raises(SettingsError, match="2 of these commands were started.*srun --nodes=1 --ntasks=1"):
-        resolve_settings([{**asked, "hosts": "a,b"}])
-    assert resolve_settings([asked]).hosts == ()  # independent runs
+        resolve_settings([{**settings, "hosts": "a,b"}])
+    assert resolve_settings([settings]).hosts == ()  # independent runs
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert resolve_settings([{**asked, "hosts": "a:1,b"}]).hosts == ("a:1", "b")
+    assert resolve_settings([{**settings, "hosts": "a:1,b"}]).hosts == ("a:1", "b")

@@ -155,16 +155,16 @@ def places(tmp_path):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_launch_refuses_wrong_settings(name, places, monkeypatch):
-    given, fault = SETTINGS[name]
+    wrong_settings, fault = SETTINGS[name]
     monkeypatch.chdir(SUPPORT)
-    asked = {"folder": str(places["new"]), **MODEL, **given}
-    asked = {
+    settings = {"folder": str(places["new"]), **MODEL, **wrong_settings}
+    settings = {
         key: value.format(**places) if isinstance(value, str) else value
-        for key, value in asked.items()
+        for key, value in settings.items()
         if value is not None
     }
     with raises(SettingsError, fault):
-        resolve_settings([asked])
+        resolve_settings([settings])
     assert not places["new"].exists()
 
 
@@ -173,13 +173,13 @@ def test_launch_refuses_unimportable_file_names(monkeypatch, tmp_path):
     (tmp_path / "v1.2").mkdir()
     for name in ("v1.2/my_net.py", "net.v2.py", "random.py", "numpy.py"):
         (tmp_path / name).write_text("class Net: pass\n")
-    asked = {"modelclass": "Net", "devices": "cpu", "folder": "run"}
+    settings = {"modelclass": "Net", "devices": "cpu", "folder": "run"}
     for name in ("net.v2.py", "random.py", "numpy.py"):
         with raises(SettingsError, "modelfile", name):
-            resolve_settings([{**asked, "modelfile": name}])
-    found = resolve_settings([{**asked, "modelfile": "v1.2/my_net.py"}])
+            resolve_settings([{**settings, "modelfile": name}])
+    resolved = resolve_settings([{**settings, "modelfile": "v1.2/my_net.py"}])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert import_model_class(found.pythonpath, found.modelfile, "Net").__module__ == "my_net"
+    assert import_model_class(resolved.pythonpath, resolved.modelfile, "Net").__module__ == "my_net"
 
 
 def test_run_folder_that_cannot_be_made_is_named(tmp_path):
@@ -202,19 +202,19 @@ def test_run_folder_that_cannot_be_made_is_named(tmp_path):
 
 def test_run_folder_without_results_is_reused(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
-    asked = [{**MODEL, "folder": str(tmp_path)}]
-    settings = resolve_settings(asked)
+    sources = [{**MODEL, "folder": str(tmp_path)}]
+    settings = resolve_settings(sources)
     with create_run_folder(settings, []):
         with raises(SettingsError, "folder"):
             create_run_folder(settings, [])
     for name in ("failure.txt", "rank-0.log", "processes.json"):
         (tmp_path / name).touch()
-    with create_run_folder(resolve_settings(asked), []):
+    with create_run_folder(resolve_settings(sources), []):
         assert not (tmp_path / "failure.txt").exists()
     for name in ("rank-1.jsonl", "reports.jsonl", "params.npz"):
         (tmp_path / name).touch()
         with raises(SettingsError, "folder"):
-            resolve_settings(asked)
+            resolve_settings(sources)
         (tmp_path / name).unlink()
 
 
@@ -225,8 +225,8 @@ def test_session_file_expands_tilde(monkeypatch, tmp_path):
     stored.mkdir(parents=True)
     (stored / "meta.json").touch()
     pytest.importorskip("safetensors")
-    found = resolve_settings([{**MODEL, "folder": "~/new", "resume": "~/old/checkpoints/rows-000000000001"}])
-    assert found.folder == str(tmp_path / "new") and found.resume == str(stored)
+    resolved = resolve_settings([{**MODEL, "folder": "~/new", "resume": "~/old/checkpoints/rows-000000000001"}])
+    assert resolved.folder == str(tmp_path / "new") and resolved.resume == str(stored)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -344,15 +344,15 @@ def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
         {"SYNKHRONOS_EPOCHS": "8", "SYNKHRONOS_SEED": "6", "SYNKHRONOS_THEANO": "pytensor", "HOME": "x"}
     )
     assert environment == {"epochs": 8, "seed": 6}
-    given = [
+    command_line = [
         parse_set_option("epochs=9"),
         parse_set_option("rule_options.period=2"),
         parse_set_option("config.name=a b"),
     ]
-    found = resolve_settings([*given, environment, file])
-    assert (found.epochs, found.seed, found.modelclass, found.devices) == (9, 6, "Other", ("cpu",) * 3)
-    assert found.rule_options == {"period": 2, "beta": 0.5} and found.config == {"depth": 3, "name": "a b"}
-    assert vars(found.make_rule())["period"] == 2
+    resolved = resolve_settings([*command_line, environment, file])
+    assert (resolved.epochs, resolved.seed, resolved.modelclass, resolved.devices) == (9, 6, "Other", ("cpu",) * 3)
+    assert resolved.rule_options == {"period": 2, "beta": 0.5} and resolved.config == {"depth": 3, "name": "a b"}
+    assert vars(resolved.make_rule())["period"] == 2
     assert resolve_settings([{"ranks": 2}, file]).devices == ("cpu", "cpu")
     assert resolve_settings([{"devices": "cpu"}, {"ranks": 4}, file]).devices == ("cpu",)
     assert resolve_settings([{"modelfile": "launch_models.mlp", "modelclass": "MLP"}, file]).modelclass == "MLP"
@@ -395,13 +395,13 @@ def test_device_names_of_gpus(monkeypatch):
     assert resolve_settings([model, {"ranks": 2}]).devices == ("cuda0", "cuda1")
     assert resolve_settings([model, {"devices": "gpu2, cuda0"}]).devices == ("cuda2", "cuda0")
     assert resolve_settings([model, {"devices": ["cpu"], "ranks": 2}]).devices == ("cpu", "cpu")
-    for given, words in (
+    for devices, words in (
         ({"devices": "gpu1,cuda1"}, "devices: expected each GPU once, got gpu1, cuda1"),
         ({"devices": "cuda4"}, "cuda4 is not available: this machine has cuda0 to cuda3"),
         ({"ranks": 5}, "ranks: expected at most 4, one for each GPU, got 5; or devices = 'cpu'"),
     ):
         with pytest.raises(SettingsError, match=words):
-            resolve_settings([model, given])
+            resolve_settings([model, devices])
 
 
 def test_checkpoint_requirements_are_checked_at_start(monkeypatch):
@@ -463,8 +463,8 @@ def test_doctor_says_that_ranks_can_run(monkeypatch, library, ready, absent):
     monkeypatch.setattr(doctor, "get_n_gpu", lambda: 0)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
-    found, optional = doctor.make_report().split("\nOptional\n")
-    assert "Do first" not in found and f"\nReady: {ready}" in found and absent not in optional
+    required, optional = doctor.make_report().split("\nOptional\n")
+    assert "Do first" not in required and f"\nReady: {ready}" in required and absent not in optional
 
 
 def test_doctor_puts_gpus_that_cannot_be_used_first(monkeypatch):

@@ -45,9 +45,9 @@ def test_restart_uses_the_newest_checkpoint(tmp_path, victim):
     whole, parts = (np.load(folder / "params.npz") for folder in (tmp_path / "whole" / "run", run))
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
     for name in ("reports", "rank-0", "rank-1"):  # as without deaths
-        of_whole, of_parts = (lines(folder, name) for folder in (tmp_path / "whole" / "run", run))
-        assert [(report["epoch"], report["loss"]) for report in of_parts] == [
-            (report["epoch"], report["loss"]) for report in of_whole
+        expected_lines, restarted_lines = (lines(folder, name) for folder in (tmp_path / "whole" / "run", run))
+        assert [(report["epoch"], report["loss"]) for report in restarted_lines] == [
+            (report["epoch"], report["loss"]) for report in expected_lines
         ]
     log = (run / "rank-0.log").read_text()
     assert log.count("process ") == 3 and "epoch 1 done" in log  # the checkpoint of all three ranks
@@ -107,16 +107,16 @@ def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
     record = json.loads((parts / "run.json").read_text())
     assert record["status"] == 0 and record["deaths"] == 2 and "restarts" not in record
     assert not list(parts.glob("failure*")) and not (parts / "checkpoints").exists()
-    with np.load(whole / "params.npz") as expected, np.load(parts / "params.npz") as found:
-        assert all(np.array_equal(expected[name], found[name]) for name in expected)
-    expected, found = (lines(folder, "reports") for folder in (whole, parts))
+    with np.load(whole / "params.npz") as expected, np.load(parts / "params.npz") as disturbed:
+        assert all(np.array_equal(expected[name], disturbed[name]) for name in expected)
+    expected, disturbed = (lines(folder, "reports") for folder in (whole, parts))
     for name in ("epoch", "loss", "validation", "steps"):
-        assert [report[name] for report in found] == [report[name] for report in expected]
-    deaths = [death for report in found for death in report.get("deaths", [])]
+        assert [report[name] for report in disturbed] == [report[name] for report in expected]
+    deaths = [death for report in disturbed for death in report.get("deaths", [])]
     assert deaths == json.loads((parts / "deaths.json").read_text())
     assert [death["rank"] for death in deaths] == [victim] * 2
     assert all("was killed by SIGKILL" in death["cause"] and death["seconds"] > 0 for death in deaths)
-    assert [len(report.get("deaths", [])) for report in found] == [1, 1, 0]
+    assert [len(report.get("deaths", [])) for report in disturbed] == [1, 1, 0]
     assert 9 <= deaths[1]["step"] < 12  # the death is in the third step of the second epoch
     for rank in range(2):
         records = lines(parts, f"rank-{rank}")

@@ -67,12 +67,12 @@ def test_early_stop_keeps_the_best_epoch(tmp_path):
         checkpoint = Checkpoint(tmp_path / "run" / "checkpoints", keep_best=("top5", "max"))
         assert [checkpoint.load(path).meta["epochs"] for path in checkpoint.paths()] == [3, 5]
         assert checkpoint.load(checkpoint.best()).metrics["top5"] == 1.0
-        expected, found, last = (
+        expected, params, last = (
             np.load(tmp_path / name) for name in ("best/params.npz", "run/best.npz", "run/params.npz")
         )
         for name in expected:
-            np.testing.assert_array_equal(found[name], expected[name])
-            assert not np.array_equal(found[name], last[name])
+            np.testing.assert_array_equal(params[name], expected[name])
+            assert not np.array_equal(params[name], last[name])
         (tmp_path / "run" / "best.npz").unlink()  # as if killed before its end
     # Another metric has no best value yet.
     train(tmp_path / "run", "Overfits", "--resume", **{**best, "keep_best": "error", "epochs": 6})
@@ -107,20 +107,20 @@ def test_checkpoint_names_update_rule_variables():
     """A run does not know the update rule of a class: it compares the rules' variables."""
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
-    found = {
+    names = {
         name: compatibility.describe_training("run", BSP("params"), group_variables(step(rule)), None)
         for name, rule in rules_of.items()
     }
-    for before, after in itertools.product(found, repeat=2):
+    for before, after in itertools.product(names, repeat=2):
         if before == after:
             compatibility.check_description(
                 "rows",
-                found[before],
+                names[before],
                 compatibility.describe_training("run", BSP("params"), group_variables(step(rules_of[after])), None),
             )
         else:
             with pytest.raises(CheckpointError, match="is of another model: its variables of the update rule are"):
-                compatibility.check_description("rows", found[before], found[after])
+                compatibility.check_description("rows", names[before], names[after])
 
 
 @pytest.fixture(scope="module")

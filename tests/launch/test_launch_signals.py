@@ -135,10 +135,10 @@ def test_interrupt_before_ranks_start_ends_the_run(tmp_path, monkeypatch):
 
 
 def list_process_tree(pid):
-    found = [pid]
+    pids = [pid]
     for child in list_children(pid):
-        found += list_process_tree(child)
-    return found
+        pids += list_process_tree(child)
+    return pids
 
 
 @pytest.mark.faults

@@ -78,9 +78,9 @@ def test_cdd_equals_one_process_delayed_by_a_step(tmp_path):
         np.abs(train_delayed(2, 7) - train_delayed(2, 7, late=0)).max() > 1e-4
     )  # a wrong order would change the result
     reports = lines(tmp_path / "two", "reports")
-    found = [report["learning_rate"] for report in reports]
-    np.testing.assert_allclose(found, [compute_rate(epoch, 2) for epoch in range(7)], rtol=1e-6)
-    assert found[6] == pytest.approx(2 * RATE)
+    rates = [report["learning_rate"] for report in reports]
+    np.testing.assert_allclose(rates, [compute_rate(epoch, 2) for epoch in range(7)], rtol=1e-6)
+    assert rates[6] == pytest.approx(2 * RATE)
     assert [report["steps"] for report in reports] == [2 * BATCHES] * 7
     train(tmp_path / "plain", "Regression", epochs=3, warmup="false")
     np.testing.assert_allclose(load_params(tmp_path / "plain"), train_delayed(2, 3, warmup=False), rtol=1e-5)
@@ -113,31 +113,31 @@ def test_avg_averages_parameters_after_each_step(tmp_path):
     # A class that compiles by its size is told a size of 1, so that it compiles a whole step.
     done = train(tmp_path, "Regression", rule_options__average="params")
     assert "after each step parameters are averaged over all ranks (avg)" in done.stdout
-    own, velocities = [np.zeros(4)] * 2, [np.zeros(4)] * 2
+    ws, velocities = [np.zeros(4)] * 2, [np.zeros(4)] * 2
     for epoch, parts in iterate_batches(2, 2):
         velocities = [
-            MOMENTUM * v + compute_gradient(w, part) for v, w, part in zip(velocities, own, parts, strict=True)
+            MOMENTUM * v + compute_gradient(w, part) for v, w, part in zip(velocities, ws, parts, strict=True)
         ]
-        own = [np.mean([w - compute_rate(epoch, 2) * v for w, v in zip(own, velocities, strict=True)], 0)] * 2
-    np.testing.assert_allclose(load_params(tmp_path), own[0], rtol=1e-5)
+        ws = [np.mean([w - compute_rate(epoch, 2) * v for w, v in zip(ws, velocities, strict=True)], 0)] * 2
+    np.testing.assert_allclose(load_params(tmp_path), ws[0], rtol=1e-5)
 
 
 def test_avg_excludes_batch_norm_gamma_and_beta(tmp_path):
     train(tmp_path, "Normalized", rule_options__average="params")
-    found = [re.search(r"beta (\S+) w (.*)", (tmp_path / f"rank-{r}.log").read_text()) for r in range(2)]
-    own, velocities = [np.zeros(4)] * 2, [np.zeros(4)] * 2
+    matches = [re.search(r"beta (\S+) w (.*)", (tmp_path / f"rank-{r}.log").read_text()) for r in range(2)]
+    ws, velocities = [np.zeros(4)] * 2, [np.zeros(4)] * 2
     for epoch, parts in iterate_batches(2, 2):
         velocities = [
-            MOMENTUM * v + compute_gradient(w, part) for v, w, part in zip(velocities, own, parts, strict=True)
+            MOMENTUM * v + compute_gradient(w, part) for v, w, part in zip(velocities, ws, parts, strict=True)
         ]
-        own = [w - compute_rate(epoch, 2) * v for w, v in zip(own, velocities, strict=True)]
-        mean = np.mean(own, 0)
-        own = [np.append(mean[:3], w[3]) for w in own]
+        ws = [w - compute_rate(epoch, 2) * v for w, v in zip(ws, velocities, strict=True)]
+        mean = np.mean(ws, 0)
+        ws = [np.append(mean[:3], w[3]) for w in ws]
     for r in range(2):
-        np.testing.assert_allclose(float(found[r][1]), own[r][3], rtol=1e-5)
-        np.testing.assert_allclose(ast.literal_eval(found[r][2]), own[r][:3], rtol=1e-5)
-    assert own[0][3] != own[1][3]
-    np.testing.assert_allclose(load_params(tmp_path), own[0], rtol=1e-5)  # params.npz has rank 0's parameters
+        np.testing.assert_allclose(float(matches[r][1]), ws[r][3], rtol=1e-5)
+        np.testing.assert_allclose(ast.literal_eval(matches[r][2]), ws[r][:3], rtol=1e-5)
+    assert ws[0][3] != ws[1][3]
+    np.testing.assert_allclose(load_params(tmp_path), ws[0], rtol=1e-5)  # params.npz has rank 0's parameters
 
 
 @pytest.mark.any_library
@@ -147,7 +147,7 @@ def test_class_methods_are_called_in_order(tmp_path, rule):
     options = {} if rule == "BSP" else {"rule": rule, "rule_options__period": 2}
     done = train(tmp_path / "run", "Called", epochs=2, config__trace=f"'{tmp_path}'", **options)
     calls = [json.loads((tmp_path / f"calls-{r}.json").read_text()) for r in range(2)]
-    for rank, found in enumerate(calls):
+    for rank, rank_calls in enumerate(calls):
         expected = [
             ["config", ["mname", "rank", "seed", "size", "verbose"]],
             ["compile_iter_fns", *(("cdd", 2) if rule == "BSP" else ("avg", 1))],
@@ -160,7 +160,7 @@ def test_class_methods_are_called_in_order(tmp_path, rule):
             if rank == 0:
                 expected += [["save", epoch]]
             expected += [["adjust_hyperp", epoch], ["print_info", rank == 0, True, [2 * BATCHES]]]
-        assert found == expected
+        assert rank_calls == expected
     assert [report["steps"] for report in lines(tmp_path / "run", "reports")] == [4 * BATCHES] * 2
     assert sorted(path.name for path in (tmp_path / "run" / "snapshots").iterdir()) == ["0_mine.npz", "1_mine.npz"]
     if "draws nothing" not in done.stdout:
@@ -198,8 +198,8 @@ def test_val_iter_can_return_the_next_batch_or_stop(tmp_path):
     done = train(tmp_path, "Stops", "--set=checkpoint=0")
     assert "val_iter() has returned 'stop': the run ends after epoch 2" in done.stdout
     assert [report["epoch"] for report in lines(tmp_path, "reports")] == [1, 2]
-    found = [re.findall(r"val_iter (\d) (\d)", (tmp_path / f"rank-{r}.log").read_text()) for r in range(2)]
-    assert found == [[("0", "1"), ("0", "2"), ("1", "1"), ("1", "2")], [("0", "1"), ("0", "2"), ("1", "1")]]
+    calls = [re.findall(r"val_iter (\d) (\d)", (tmp_path / f"rank-{r}.log").read_text()) for r in range(2)]
+    assert calls == [[("0", "1"), ("0", "2"), ("1", "1"), ("1", "2")], [("0", "1"), ("0", "2"), ("1", "1")]]
     assert (tmp_path / "params.npz").exists()
 
 
@@ -270,14 +270,14 @@ print("-- status", check_class("launch_models/theano_mpi.py:Regression", {{"rule
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = dict(part.split("\n", 1) for part in done.stdout.split("-- class ")[1:])
+    reports = dict(part.split("\n", 1) for part in done.stdout.split("-- class ")[1:])
     for name in ("Regression", "Whole", "EASGD"):
-        assert found[name].endswith(": no problem found, on one rank and on two\n-- status 0\n"), found[name]
-    assert "Idle: train_iter() changes none of params\n-- status 1" in found["Idle"]
+        assert reports[name].endswith(": no problem found, on one rank and on two\n-- status 0\n"), reports[name]
+    assert "Idle: train_iter() changes none of params\n-- status 1" in reports["Idle"]
     message = "with size 2 ranks 0 and 1 have taken the same steps: they train on the same rows"
-    assert f"Alike: {message}" in found["Alike"] and f"AlikeInParts: {message}" in found["AlikeInParts"]
-    assert "OneList lacks:\n  attributes vels and vels2" in found["OneList"]
-    assert found["Called"].endswith("-- status 0\n"), found["Called"]
+    assert f"Alike: {message}" in reports["Alike"] and f"AlikeInParts: {message}" in reports["AlikeInParts"]
+    assert "OneList lacks:\n  attributes vels and vels2" in reports["OneList"]
+    assert reports["Called"].endswith("-- status 0\n"), reports["Called"]
     calls = [call[0] for call in json.loads((tmp_path / "calls-0.json").read_text())]
     assert calls.count("train_iter") == 3  # as rank 0 of two: the last but one to be cleaned up
 

@@ -8,12 +8,12 @@ from synkhronos.loading import Loader
 @pytest.fixture
 def load():
     """Give a function that makes loaders; close them after the test."""
-    made = []
+    loaders = []
 
     def make(*args, **kwargs):
-        made.append(Loader(*args, **kwargs))
-        return made[-1]
+        loaders.append(Loader(*args, **kwargs))
+        return loaders[-1]
 
     yield make
-    for loader in made:
+    for loader in loaders:
         loader.close()

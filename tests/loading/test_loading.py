@@ -66,11 +66,11 @@ def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, dept
     try:
         for epoch in range(first, first + 3):
             at = row if epoch == first else 0
-            found = [
+            orders = [
                 check_and_read_labels(loader.arrays(epoch, batch, seed, at, rank=rank, size=size))
                 for rank in range(size)
             ]
-            turns = [batches[turn] for turn in range(len(found[0])) for batches in found if turn < len(batches)]
+            turns = [batches[turn] for turn in range(len(orders[0])) for batches in orders if turn < len(batches)]
             expected = order(count, seed, epoch)[at:].tolist()
             assert turns == [expected[i : i + batch] for i in range(0, len(expected), batch)]
     finally:
@@ -91,7 +91,7 @@ def test_augmentation_follows_seed_epoch_and_row(processes, crop, mirror, mean, 
     loader = Loader(Numbers(13), augment=CropMirror(crop, mirror, value), processes=processes)
     try:
         for epoch in range(2):
-            seen = 0
+            n_rows = 0
             for pictures, numbers in loader.arrays(epoch, 5, seed):
                 assert pictures.dtype == np.float32
                 for image, row in zip(pictures, numbers, strict=True):
@@ -101,20 +101,20 @@ def test_augmentation_follows_seed_epoch_and_row(processes, crop, mirror, mean, 
                         "picture": means["picture"][:, top : top + crop, left : left + crop],
                     }.get(mean, mean)
                     np.testing.assert_array_equal(image, crop_row(row, seed, epoch, crop, mirror, here))
-                    seen += 1
-            assert seen == 13
+                    n_rows += 1
+            assert n_rows == 13
     finally:
         loader.close()
 
 
 def test_loader_accepts_the_users_augmentation(load):
-    by_processes = [
+    processed_rows = [
         [p.tolist() for p, _ in load(Numbers(9), augment=add_noise, processes=n).arrays(4, 4, 7)] for n in (1, 2, 3)
     ]
-    assert by_processes[0] == by_processes[1] == by_processes[2]
+    assert processed_rows[0] == processed_rows[1] == processed_rows[2]
     first = order(9, 7, 4)[0]
     noise = np.random.default_rng((7, 4, first, 1)).integers(1000, size=(2, 6, 6))
-    np.testing.assert_array_equal(by_processes[0][0][0], picture(first) + noise)
+    np.testing.assert_array_equal(processed_rows[0][0][0], picture(first) + noise)
 
 
 def test_augmentation_draws_differ_from_the_order():
@@ -322,8 +322,8 @@ def test_loader_skips_unreadable_rows(load, processes, capfd):
     bad = (3, 4, 5, 11)
     loader = load(Damaged(16, bad, odd=(7,)), processes=processes, on_error="skip")
     for epoch in range(2):
-        wanted = order(16, 0, epoch)
-        expected = [[r for r in wanted[i : i + 5].tolist() if r not in (*bad, 7)] for i in range(0, 16, 5)]
+        numbers = order(16, 0, epoch)
+        expected = [[r for r in numbers[i : i + 5].tolist() if r not in (*bad, 7)] for i in range(0, 16, 5)]
         assert check_and_read_labels(loader.arrays(epoch, 5)) == [labels for labels in expected if labels]
         assert loader.skipped == 5 * (epoch + 1)
     loader.close()
@@ -335,20 +335,20 @@ def test_loader_skips_unreadable_rows(load, processes, capfd):
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_loader_names_an_unreadable_row(load, processes, tmp_path):
-    at = order(20, 0, 0).tolist().index(4)
+    position = order(20, 0, 0).tolist().index(4)
     loader = load(Damaged(20, (4,)), processes=processes)
-    found = []
+    labels = []
     with pytest.raises(
         loading.LoadError, match=r"/pictures/4\.jpg can't be read \(row 4, epoch 0\): OSError"
     ) as caught:
         for _, numbers in loader.arrays(0, 3):
-            found += numbers.tolist()
-    assert len(found) == at // 3 * 3  # all batches before it were handed out
-    assert (caught.value.epoch, caught.value.row) == (0, len(found))
+            labels += numbers.tolist()
+    assert len(labels) == position // 3 * 3  # all batches before it were handed out
+    assert (caught.value.epoch, caught.value.row) == (0, len(labels))
     loader.source.bad = ()
     loader.close()
-    found += sum(check_and_read_labels(loader.arrays(0, 3, row=caught.value.row)), [])
-    assert found == order(20, 0, 0).tolist()
+    labels += sum(check_and_read_labels(loader.arrays(0, 3, row=caught.value.row)), [])
+    assert labels == order(20, 0, 0).tolist()
 
 
 def test_loader_error_shows_the_end_of_a_long_traceback(load):
@@ -402,9 +402,9 @@ def test_loader_reads_files_of_each_kind(files, load, kind):
     (x, y), sources = files
     loader = load(sources[kind], processes=2)
     rows = [(a.copy(), b.copy()) for a, b in loader.arrays(1, 4, seed=5)]
-    wanted = order(17, 5, 1)
-    np.testing.assert_array_equal(np.concatenate([a for a, _ in rows]), x[wanted])
-    np.testing.assert_array_equal(np.concatenate([b for _, b in rows]), y[wanted])
+    expected = order(17, 5, 1)
+    np.testing.assert_array_equal(np.concatenate([a for a, _ in rows]), x[expected])
+    np.testing.assert_array_equal(np.concatenate([b for _, b in rows]), y[expected])
 
 
 def test_loader_of_files_accepts_negative_rows(tmp_path):
@@ -448,8 +448,8 @@ def test_image_folder_has_rows_and_labels(tmp_path, load):
     for name, colour in (("cat", (250, 10, 10)), ("dog", (10, 250, 10)), ("eel", (10, 10, 250))):
         (tmp_path / name).mkdir()
         for i in range(3):
-            made = image.new("RGB", (40 + 7 * i, 30), colour)
-            made.save(tmp_path / name / f"{i}.{'JPEG' if i else 'png'}")
+            picture = image.new("RGB", (40 + 7 * i, 30), colour)
+            picture.save(tmp_path / name / f"{i}.{'JPEG' if i else 'png'}")
     (tmp_path / "dog" / "notes.txt").write_text("no picture")
     (tmp_path / "dog" / "._0.png").write_text("what another system knows of a picture")
     (tmp_path / "dog" / "more.png").mkdir()
@@ -458,13 +458,13 @@ def test_image_folder_has_rows_and_labels(tmp_path, load):
     pictures = loading.image_folder(tmp_path, size=16)
     assert pictures.classes == ["cat", "dog", "eel"] and len(pictures) == 9
     assert pictures.name(3).endswith("dog/0.png")
-    seen = []
+    names = []
     for batch, labels in load(pictures, processes=2).arrays(0, 4):
         assert batch.dtype == np.uint8 and batch.shape[1:] == (3, 16, 16) and labels.dtype == np.int32
         for image, label in zip(batch, labels, strict=True):
             assert image.mean(axis=(1, 2)).argmax() == label and np.ptp(image[label]) < 4
-            seen.append(int(label))
-    assert sorted(seen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+            names.append(int(label))
+    assert sorted(names) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     grey = loading.Images([pictures.name(0)], 8, mode="L")
     (image,) = grey[0]
     assert image.shape == (1, 8, 8)
@@ -561,11 +561,11 @@ def test_loader_accepts_a_function_that_returns_an_iterable(load):
 
 def test_loader_names_an_iterable_that_raises(load):
     loader = load(Endless(10, fails_at=7), on_error="skip")
-    found = []
+    labels = []
     with pytest.raises(loading.LoadError, match="row 7 of Endless can't be read .*: OSError: the archive ends here"):
         for _, numbers in loader.arrays(0, 2):
-            found += numbers.tolist()
-    assert found == [0, 1, 2, 3, 4, 5]
+            labels += numbers.tolist()
+    assert labels == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("how", [{"whole": True}, {"row": 9}])

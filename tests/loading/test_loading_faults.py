@@ -40,15 +40,15 @@ def order(count, epoch=0):
 
 @pytest.fixture
 def load():
-    made = []
+    loaders = []
 
     def make(*args, **kwargs):
-        made.append(Loader(*args, **kwargs))
-        return made[-1]
+        loaders.append(Loader(*args, **kwargs))
+        return loaders[-1]
 
     yield make
-    pids = [pid for loader in made if loader._pool for pid in loader._pool.pids]
-    for loader in made:
+    pids = [pid for loader in loaders if loader._pool for pid in loader._pool.pids]
+    for loader in loaders:
         loader.close()
     assert not any(map(is_alive, pids))
 
@@ -56,33 +56,33 @@ def load():
 # -- a loader dies -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("phase", ["before the first batch", "in the middle", "while the ring is full", "stopped"])
-def test_killed_loader_is_named(load, which, phase):
+def test_killed_loader_is_named(load, number, phase):
     loader = load(Slow(60, 0.0 if phase == "while the ring is full" else 0.02), processes=2)
-    batches, found = loader.arrays(0, 6), []
+    batches, labels = loader.arrays(0, 6), []
     if phase != "before the first batch":
-        found += next(batches)[1].tolist()
+        labels += next(batches)[1].tolist()
     else:
         loader._prepare_pool(loader._make_plan(0, 6, 0, 0, False)[0], make_layout(loader, 6), False)
     if phase == "while the ring is full":
         wait_until(lambda: loader._pool.ring.is_filled(3))
-    pid = loader._pool.pids[which]
+    pid = loader._pool.pids[number]
     if phase == "stopped":
         os.kill(pid, signal.SIGSTOP)
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
     with pytest.raises(
-        LoadError, match=rf"loader {which} \(process {pid}\) was killed by SIGKILL .*No data is lost"
+        LoadError, match=rf"loader {number} \(process {pid}\) was killed by SIGKILL .*No data is lost"
     ) as e:
         for _, numbers in batches:
-            found += numbers.tolist()
+            labels += numbers.tolist()
             killed = time.monotonic()
     assert time.monotonic() - killed < LIMIT
-    assert e.value.row == len(found) and found == order(60)[: len(found)].tolist()
+    assert e.value.row == len(labels) and labels == order(60)[: len(labels)].tolist()
     for _, numbers in loader.arrays(0, 6, row=e.value.row):  # with new loaders
-        found += numbers.tolist()
-    assert found == order(60).tolist()
+        labels += numbers.tolist()
+    assert labels == order(60).tolist()
     assert pid not in loader._pool.pids
 
 
@@ -93,8 +93,8 @@ def make_layout(loader, unit):
 
 
 def test_row_that_kills_its_loader_is_named(load, tmp_path):
-    at = int(order(20)[9])
-    loader = load(Damaged(20, kills=(at, str(tmp_path / "once"))), processes=3)
+    position = int(order(20)[9])
+    loader = load(Damaged(20, kills=(position, str(tmp_path / "once"))), processes=3)
     with pytest.raises(LoadError, match="was killed by SIGKILL"):
         list(loader.arrays(0, 4))
     assert sum(len(numbers) for _, numbers in loader.arrays(0, 4)) == 20  # this row kills its loader once
@@ -160,9 +160,9 @@ def test_loader_leaves_nothing_at_exit(tmp_path, how, sent):
     )
     try:
         wait_until((tmp_path / "processes.json").exists)
-        found = json.loads((tmp_path / "processes.json").read_text())
-        pids = found["workers"] + found["loaders"]
-        assert len(found["loaders"]) == 2
+        processes = json.loads((tmp_path / "processes.json").read_text())
+        pids = processes["workers"] + processes["loaders"]
+        assert len(processes["loaders"]) == 2
         if sent == signal.SIGINT:  # to all processes of the group, as a terminal sends it
             os.killpg(process.pid, sent)
         elif sent is not None:
@@ -227,5 +227,5 @@ def test_interrupt_at_any_moment_leaves_a_loader_usable(load):
                     pass
         except KeyboardInterrupt:
             timer.join()
-        found = [numbers.tolist() for _, numbers in loader.arrays(turn, 5)]
-        assert sum(found, []) == order(50, turn).tolist()
+        labels = [numbers.tolist() for _, numbers in loader.arrays(turn, 5)]
+        assert sum(labels, []) == order(50, turn).tolist()

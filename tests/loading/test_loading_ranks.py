@@ -73,9 +73,9 @@ def trainer(rule, **kwargs):
 
 def train(rule, data, **kwargs):
     """Train, and return the parameters and the reports."""
-    made = trainer(rule)
-    reports = list(made.epochs(*data, **{"batch_size": 5, "epochs": 3, "seed": 3, "every": 4, **kwargs}))
-    return made.params[0].get_value(), reports
+    new_trainer = trainer(rule)
+    reports = list(new_trainer.epochs(*data, **{"batch_size": 5, "epochs": 3, "seed": 3, "every": 4, **kwargs}))
+    return new_trainer.params[0].get_value(), reports
 
 
 @pytest.mark.any_library
@@ -86,8 +86,8 @@ def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
     expected, reports = train(rule, (ROWS, TARGETS), valid=(ROWS, TARGETS))
     loader = load([ROWS, TARGETS], processes=1 + n % 3)
     valid = load([ROWS, TARGETS], shuffle=False)
-    found, others = train(rule, (loader, None), valid=valid)
-    assert_same(found, expected)
+    params, others = train(rule, (loader, None), valid=valid)
+    assert_same(params, expected)
     for report, other_report in zip(reports, others, strict=True):
         assert (report.seen, report.steps, report.batch) == (other_report.seen, other_report.steps, other_report.batch)
         np.testing.assert_allclose(
@@ -100,7 +100,7 @@ def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
 def test_loader_with_asynchronous_ranks_reads_each_row_once(fork, load, rule):
     fork(3)
     loader = load([ROWS, TARGETS], processes=2, depth=2)
-    found, reports = train(rule, (loader, None), epochs=4)
+    params, reports = train(rule, (loader, None), epochs=4)
     assert reports[-1].seen == 4 * 103 and sum(report.steps for report in reports) >= 4 * 21
     assert reports[-1].loss < reports[0].loss
 
@@ -126,7 +126,7 @@ def test_recorder_has_loader_waiting_time(fork, load, tmp_path):
 @pytest.mark.slow
 def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule, before, after):
     pytest.importorskip("safetensors", reason="the extra `training` is not installed")
-    seen = []
+    records = []
     fork(before)
     first = trainer(rule)
     epochs = first.epochs(load(Rows(), processes=2), None, 5, 2, seed=3, every=3, checkpoint=Checkpoint(tmp_path))
@@ -139,11 +139,11 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
     loader, arrays = load([ROWS, TARGETS], processes=2), (ROWS, TARGETS)
     folders = [Checkpoint(tmp_path), Checkpoint(tmp_path)]
     stored = folders[0].paths()[0]
-    for made, data in ((again, (loader, None)), (expected, arrays)):
-        reports = list(made.epochs(*data, 5, 2, seed=3, every=3, resume=stored))
-        seen.append((made.params[0].get_value(), reports[-1].seen, sum(r.steps for r in reports)))
-    assert_same(seen[0][0], seen[1][0])
-    assert seen[0][1:] == seen[1][1:] and report.seen == 15 * before and not np.array_equal(seen[0][0], w)
+    for resumed, data in ((again, (loader, None)), (expected, arrays)):
+        reports = list(resumed.epochs(*data, 5, 2, seed=3, every=3, resume=stored))
+        records.append((resumed.params[0].get_value(), reports[-1].seen, sum(r.steps for r in reports)))
+    assert_same(records[0][0], records[1][0])
+    assert records[0][1:] == records[1][1:] and report.seen == 15 * before and not np.array_equal(records[0][0], w)
 
 
 @pytest.mark.any_library
@@ -152,7 +152,7 @@ def test_trainer_counts_skipped_loader_rows(fork, load):
     good = [i for i in range(103) if i not in BAD]
     for rule in (rules.BSP(), rules.LocalSGD(2)):
         loader = load(SomeBad(), on_error="skip", processes=2)
-        found, reports = train(rule, (loader, None), epochs=2, every=None)
+        params, reports = train(rule, (loader, None), epochs=2, every=None)
         assert loader.skipped == 2 * len(BAD) and len(good) == 103 - len(BAD)
         assert reports[-1].loss < reports[0].loss
 
@@ -179,8 +179,8 @@ def test_unreadable_row_ends_training_but_not_the_ranks(fork, load, rule):
     fork(2)
     with pytest.raises((LoadError, synk.WorkerError), match=r"row \d+ can't be read .*: OSError: damaged"):
         train(rule, (load(SomeBad(), processes=2), None))
-    found, _ = train(rule, (load([ROWS, TARGETS]), None))  # the ranks remain usable
-    assert np.abs(np.asarray(found) - [1, 2, 3]).max() < 3
+    params, _ = train(rule, (load([ROWS, TARGETS]), None))  # the ranks remain usable
+    assert np.abs(np.asarray(params) - [1, 2, 3]).max() < 3
 
 
 # -- classes of the launcher ---------------------------------------------------------------------------------

@@ -193,9 +193,11 @@ def test_scatter_add_to_few_effects_uses_copies_on_gpus(fork, monkeypatch):
     gradient = grad((T.exp(effects[index]) * weights).sum(), effects)
     inputs = [rng.normal(size=5), rng.integers(-5, 5, 20_000), rng.normal(size=20_000)]
     expected = function([effects, index, weights], gradient)(*inputs)
-    add_rows, taken = scatter.add_rows, []
+    add_rows, numbers_of_copies = scatter.add_rows, []
     monkeypatch.setattr(scatter, "JAX", SimpleNamespace(is_on_gpu=True))
-    monkeypatch.setattr(scatter, "add_rows", lambda *given: (taken.append(given[-1]), add_rows(*given))[1])
+    monkeypatch.setattr(
+        scatter, "add_rows", lambda *arguments: (numbers_of_copies.append(arguments[-1]), add_rows(*arguments))[1]
+    )
     result = synk.function([index, weights], (gradient, "sum"), bcast_inputs=[effects])(*inputs[1:], inputs[0])
     np.testing.assert_allclose(result, expected, rtol=1e-9)
-    assert taken == [15]
+    assert numbers_of_copies == [15]

@@ -80,12 +80,12 @@ def find_damage():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def found(markup: str) -> list[str]:
+    def find_messages(markup: str) -> list[str]:
         # docutils would report Sphinx's directives and roles as unknown.
         page = publish_doctree(markup, settings_overrides={"report_level": 5, "halt_level": 5})
         return [message for _, message in module.find_damage(page)]
 
-    return found
+    return find_messages
 
 
 @pytest.mark.parametrize(("markup", "whole", "damaged", "message"), DAMAGE.values(), ids=DAMAGE)

@@ -70,12 +70,12 @@ def modules(path, prefix: str) -> list[str]:
 
 
 def docstrings() -> list[doctest.DocTest]:
-    found = {}
+    tests_by_name = {}
     for name in ["synkhronos", *modules(synk.__path__, "synkhronos.")]:
         for test in doctest.DocTestFinder().find(importlib.import_module(name), name):
             if test.examples and (HAS_PYMC or not name.startswith("synkhronos.extensions.pymc")):
-                found[test.name] = test
-    return list(found.values())
+                tests_by_name[test.name] = test
+    return list(tests_by_name.values())
 
 
 @pytest.mark.skipif(not HAS_PYTENSOR, reason="docstrings import PyTensor")
@@ -101,11 +101,11 @@ def test_page(page):
 
 
 def scripts() -> dict[str, str]:
-    found = {}
+    scripts_by_name = {}
     for page in [ROOT / "README.rst", *PAGES]:
         blocks = re.findall(r"^\.\. code-block:: python\n\n((?: +.*\n|\n)+)", page.read_text(), re.MULTILINE)
-        found |= {f"{page.stem}-{i}": textwrap.dedent(block) for i, block in enumerate(blocks)}
-    return found
+        scripts_by_name |= {f"{page.stem}-{i}": textwrap.dedent(block) for i, block in enumerate(blocks)}
+    return scripts_by_name
 
 
 @pytest.mark.parametrize("script", scripts().values(), ids=scripts())
@@ -147,10 +147,10 @@ def test_training_table_names_existing_options():
     options = {"JAX_DEFAULT_MATMUL_PRECISION", "sync"}
     options |= {*inspect.signature(training.make_trainer).parameters}
     options |= {*inspect.signature(training.Trainer.epochs).parameters}
-    found = [call for cell in cells for code in re.findall("``(.+?)``", cell) for call in arguments_by_function(code)]
+    calls = [call for cell in cells for code in re.findall("``(.+?)``", cell) for call in arguments_by_function(code)]
     unknown = [
         (name, used - (options if name == "options" else {*inspect.signature(functions[name]).parameters}))
-        for name, used in found
+        for name, used in calls
         if used
     ]
     assert len(unknown) > 20 and [name for name in unknown if name[1]] == []
@@ -168,11 +168,13 @@ WANDB = "class wandb:\n    log = lambda record, step: print(step)\n\n"
 
 
 @pytest.mark.skipif(not HAS_PYTENSOR, reason="the scripts that these pieces belong to import PyTensor")
-@pytest.mark.parametrize(("page", "begins", "script", "change"), PIECES, ids=[begins for _, begins, _, _ in PIECES])
-def test_piece(page, begins, script, change):
+@pytest.mark.parametrize(
+    ("page", "first_words", "script", "change"), PIECES, ids=[first_words for _, first_words, _, _ in PIECES]
+)
+def test_piece(page, first_words, script, change):
     """Code that a page shows beside its script runs in that script."""
     blocks = re.findall(r"^\.\. code-block:: text\n\n((?: +.*\n|\n)+)", (ROOT / f"docs/{page}.rst").read_text(), re.M)
-    (piece,) = [textwrap.dedent(block) for block in blocks if textwrap.dedent(block).startswith(begins)]
+    (piece,) = [textwrap.dedent(block) for block in blocks if textwrap.dedent(block).startswith(first_words)]
     whole = scripts()[script]
     assert change[0] in whole
     before, fork, after = whole.replace(*change).partition("synk.fork(")
@@ -301,23 +303,28 @@ def test_reference_has_all_public_attributes():
     names = {"": vars(synk)}
     for package in "data function launch loading rules tasks timelines training".split():
         names[package] = vars(importlib.import_module(f"synkhronos.{package}"))
-    held = {value for space in names.values() for value in space.values() if inspect.isclass(value)}
+    classes = {value for space in names.values() for value in space.values() if inspect.isclass(value)}
     missing = {}
-    for kind in held:
+    for kind in classes:
         if not kind.__module__.startswith("synkhronos") or kind.__name__.startswith("_"):
             continue
         if kind.__name__ not in documented:
             continue  # internal
         bases = [base for base in kind.__mro__ if base.__module__.startswith("synkhronos")]
         text = "\n".join(inspect.getdoc(base) or "" for base in bases)
-        found = set().union(*map(public_names, bases))
-        found -= {
-            name for name in found for base in bases if {f"{base.__name__}.{name}", f"{base.__name__}.*"} & documented
+        undocumented = set().union(*map(public_names, bases))
+        undocumented -= {
+            name
+            for name in undocumented
+            for base in bases
+            if {f"{base.__name__}.{name}", f"{base.__name__}.*"} & documented
         }
-        found -= {name for name in found if re.search(rf"^(\w+, )*{name}(, \w+)* :|`{name}`", text, re.MULTILINE)}
-        found -= {name for name in found if re.search(rf"(\.|``){name}\b", pages)}
-        if found - UNDOCUMENTED.get(kind.__name__, set()):
-            missing[kind.__qualname__] = sorted(found)
+        undocumented -= {
+            name for name in undocumented if re.search(rf"^(\w+, )*{name}(, \w+)* :|`{name}`", text, re.MULTILINE)
+        }
+        undocumented -= {name for name in undocumented if re.search(rf"(\.|``){name}\b", pages)}
+        if undocumented - UNDOCUMENTED.get(kind.__name__, set()):
+            missing[kind.__qualname__] = sorted(undocumented)
     assert missing == {}
 
 
@@ -385,8 +392,8 @@ def test_speed_table_ratios_match_its_figures():
     with SPEED.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["Theirs"] != "\\ "]
     for row in rows:
-        ours, theirs = (float(row[side].split()[0].replace(",", "")) for side in ("Ours", "Theirs"))
-        ratio = ours / theirs if "/s" in row["Ours"] else theirs / ours
+        figure, other_figure = (float(row[side].split()[0].replace(",", "")) for side in ("Ours", "Theirs"))
+        ratio = figure / other_figure if "/s" in row["Ours"] else other_figure / figure
         assert f"{ratio:.2f}" == row["Times as fast"], row
 
 
@@ -401,8 +408,8 @@ def test_readme_and_front_page_agree():
     "page", [page for page in PAGES if not page.stem.startswith("benchmarks")], ids=lambda page: page.stem
 )
 def test_commits_and_dates_are_only_in_benchmarks(page):
-    found = re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,12}\b|\b202\d-\d\d-\d\d\b", page.read_text())
-    assert found == []
+    matches = re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,12}\b|\b202\d-\d\d-\d\d\b", page.read_text())
+    assert matches == []
 
 
 @pytest.mark.any_library

@@ -1,6 +1,6 @@
 """Layers of the package: a module imports only from lower layers.
 
-A package is a folder, or a module, of ``synkhronos/``; docs/internals.rst has the map.
+A package is a folder, or a module, of ``synkhronos/``; docs/source_map.rst has the map.
 """
 
 import ast
@@ -17,6 +17,7 @@ import synkhronos
 
 pytestmark = pytest.mark.any_library
 PACKAGE = Path(synkhronos.__file__).resolve().parent
+DOCS = PACKAGE.parent / "docs"
 #: Layers, the lowest first.  Packages of one layer do not import each other.
 LAYERS = [
     {"casts", "checks", "gpus", "patching", "ranks"},
@@ -59,9 +60,9 @@ def list_imported_modules(path):
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            top, _, rest = name.partition(".")
+            top, _, module = name.partition(".")
             if top == "synkhronos":
-                yield rest
+                yield module
 
 
 def list_imported_packages(path):
@@ -75,7 +76,7 @@ PACKAGES = sorted({get_package_name(path) for path in FILES} - ENTRY_POINTS)
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_go_to_lower_layers(package):
-    assert package in LAYER, f"synkhronos/{package} has no layer: give it one here, and a row in docs/internals.rst"
+    assert package in LAYER, f"synkhronos/{package} has no layer: give it one here, and a row in docs/source_map.rst"
     for path in FILES:
         if get_package_name(path) != package:
             continue
@@ -198,9 +199,9 @@ def test_imports_have_no_cycle():
     for module, path in paths.items():
         for name in list_imported_modules(path):
             # ``from a.b import c`` imports the module a.b.c, or c from a.b.
-            found = name if name in paths else name.rpartition(".")[0]
-            if found in paths and found != module:
-                imports[module].add(found)
+            imported = name if name in paths else name.rpartition(".")[0]
+            if imported in paths and imported != module:
+                imports[module].add(imported)
     assert find_cycles(imports) == []
 
 
@@ -296,15 +297,19 @@ def list_files(package):
     return {str(path.relative_to(PACKAGE / package).with_suffix("")) for path in paths if path.stem != "__init__"}
 
 
+def is_module(path):
+    """Whether a path without suffix is a folder or a Python file."""
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
 def find_unnamed(files, names):
     """Return the files whose path, and every folder above it, is missing from the names."""
     return sorted(file for file in files if not {file, *map(str, Path(file).parents)} & set(names))
 
 
-def test_source_map_in_internals_names_every_file():
-    page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
-    table = re.split("^Four walks", page, flags=re.MULTILINE)[0]
-    rows = re.findall(r"\* - (\d+)\n +- ``([\w/]+?)(?:/|\.py)``\n +- (.*?)(?=\n   \* -|\n\n\S)", table, re.DOTALL)
+def test_source_map_names_every_file():
+    page = (DOCS / "source_map.rst").read_text()
+    rows = re.findall(r"\* - (\d+)\n +- ``([\w/]+?)(?:/|\.py)``\n +- (.*?)(?=\n   \* -|\n\n\S)", page, re.DOTALL)
     assert sorted(PACKAGES) == sorted(package for _, package, _ in rows)
     assert [int(layer) - 1 for layer, *_ in rows] == sorted(LAYER[package] for _, package, _ in rows)
     unnamed = {}
@@ -312,13 +317,16 @@ def test_source_map_in_internals_names_every_file():
         assert int(layer) - 1 == LAYER[package], package
         names = re.findall(r"``([\w/]+)``", text)
         for name in names:
-            paths = [PACKAGE / package / name, PACKAGE / name]
-            assert any(path.is_dir() or path.with_suffix(".py").exists() for path in paths), f"{package}: {name}"
+            assert is_module(PACKAGE / package / name) or is_module(PACKAGE / name), f"{package}: {name}"
         unnamed[package] = find_unnamed(list_files(package), names)
     assert {package: files for package, files in unnamed.items() if files} == {}
-    for path, package in re.findall(r"``((\w+)/[a-z_/]+)(?:\.py)?``", page):
-        exists = (PACKAGE / path).is_dir() or (PACKAGE / f"{path}.py").exists()
-        assert exists or package not in PACKAGES, f"docs/internals.rst: {path}"
+
+
+@pytest.mark.parametrize("name", ["internals", "source_map"])
+def test_pages_on_the_source_name_existing_files(name):
+    paths = re.findall(r"``((\w+)/[a-z_/]+)(?:\.py)?``", (DOCS / f"{name}.rst").read_text())
+    unknown = [path for path, package in paths if package in PACKAGES and not is_module(PACKAGE / path)]
+    assert paths and unknown == []
 
 
 def test_find_unnamed_finds_files():
@@ -348,18 +356,18 @@ def find_missing_names(text):
 
 
 def test_source_walks_name_existing_functions():
-    page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
+    page = (DOCS / "internals.rst").read_text()
     walks = re.split("^Four walks|^Mechanisms and invariants$", page, flags=re.MULTILINE)[1]
     lines = re.findall(r"^#\. (.*(?:\n   .*)*)", walks, re.MULTILINE)
     assert len(lines) > 40
-    assert {line: found for line in lines if (found := find_missing_names(line))} == {}
+    assert {line: missing for line in lines if (missing := find_missing_names(line))} == {}
 
 
 def test_internals_names_existing_classes_and_methods():
-    page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
-    everywhere = set().union(*map(list_defined_names, FILES)) | set(dir(builtins))
-    named = set(re.findall(r"``(?:[a-z_/]+\.)?([A-Z]\w*[a-z]\w*(?:\.\w+)?)``", page))
-    assert len(named) > 40 and sorted(named - everywhere) == []
+    page = (DOCS / "internals.rst").read_text()
+    defined = set().union(*map(list_defined_names, FILES)) | set(dir(builtins))
+    names = set(re.findall(r"``(?:[a-z_/]+\.)?([A-Z]\w*[a-z]\w*(?:\.\w+)?)``", page))
+    assert len(names) > 40 and sorted(names - defined) == []
 
 
 def test_find_missing_names_finds_them():

@@ -4,7 +4,15 @@ import json
 import textwrap
 
 import pytest
-from lint_names import BASELINE, Finding, additions, count, find_missing_files, find_unlisted_imports, findings
+from lint_names import (
+    BASELINE,
+    Finding,
+    count_by_rule,
+    find_additions,
+    find_missing_files,
+    find_unlisted_imports,
+    findings,
+)
 
 pytestmark = pytest.mark.any_library
 
@@ -98,8 +106,8 @@ def test_lint_names_reads_descriptions_of_update_rules():
 
 def test_lint_names_requires_no_docstrings_outside_of_the_package():
     source = WHOLE.replace('"""Return the weight in bytes."""', "pass").replace("A message", "What is sent")
-    found = findings({"tests/one.py": source, "tests/two.py": source})
-    assert [finding.rule for finding in found] == ["clause for a noun"] * 2
+    lint = findings({"tests/one.py": source, "tests/two.py": source})
+    assert [finding.rule for finding in lint] == ["clause for a noun"] * 2
 
 
 def test_lint_names_finds_imports_that_mypy_may_not_see():
@@ -113,9 +121,14 @@ def test_lint_names_finds_imports_that_mypy_may_not_see():
 def test_lint_names_fails_only_on_additions():
     old = [Finding("bare name", path, 1, "of") for path in ("a", "a", "b")]
     moved = [finding._replace(path="c") for finding in old]
-    assert additions(old, count(old)) == additions(old[1:], count(old)) == additions(moved, count(old)) == []
-    assert additions([*old, *moved[:1]], count(old)) == moved[:1]
-    assert additions(old, {}) == old
+    assert (
+        find_additions(old, count_by_rule(old))
+        == find_additions(old[1:], count_by_rule(old))
+        == find_additions(moved, count_by_rule(old))
+        == []
+    )
+    assert find_additions([*old, *moved[:1]], count_by_rule(old)) == moved[:1]
+    assert find_additions(old, {}) == old
 
 
 def test_lint_names_finds_counts_of_missing_files():

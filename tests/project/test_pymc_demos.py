@@ -64,13 +64,13 @@ def test_notebook_runs():
 
 def run(client, code):
     """Run code in a kernel; return its output."""
-    asked, printed, deadline = client.execute(code), "", time.monotonic() + 100
+    cell, printed, deadline = client.execute(code), "", time.monotonic() + 100
     while time.monotonic() < deadline:
         try:
             message = client.get_iopub_msg(timeout=1)
         except queue.Empty:
             continue
-        if message["parent_header"].get("msg_id") != asked:
+        if message["parent_header"].get("msg_id") != cell:
             continue
         content = message["content"]
         assert message["msg_type"] != "error", "\n".join(content["traceback"])

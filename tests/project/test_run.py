@@ -1,4 +1,7 @@
-"""run.py and docs/theano_gpu_bundle.sh exit with a line that names a missing requirement."""
+"""run.py divides the tests into jobs and reports their failures.
+
+It, and docs/theano_gpu_bundle.sh, exit with a line that names a wrong argument or a missing requirement.
+"""
 
 import argparse
 import importlib.util
@@ -20,7 +23,7 @@ def run(root, *arguments, before=(), **variables):
     """Run a copy of run.py that has no environments; return its exit status and output."""
     for name in ("run.py", "pyproject.toml", "setup.py", "README.rst"):
         shutil.copy(ROOT / name, root / name)
-    done = subprocess.run(
+    process = subprocess.run(
         [*before, sys.executable, "run.py", *arguments],
         cwd=root,
         env={**os.environ, **variables},
@@ -29,7 +32,7 @@ def run(root, *arguments, before=(), **variables):
         text=True,
         timeout=200,
     )
-    return done.returncode, done.stdout.splitlines()
+    return process.returncode, process.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -54,13 +57,13 @@ def test_run_py_argument_errors_are_one_line(tmp_path, arguments, line):
 
 @pytest.mark.slow
 def test_run_py_without_a_network_says_so(tmp_path):
-    nobody = {
+    no_index = {
         "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
         "PIP_RETRIES": "0",
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_FIND_LINKS": "",
     }
-    status, output = run(tmp_path, "env", "pytensor", **nobody)
+    status, output = run(tmp_path, "env", "pytensor", **no_index)
     assert status != 0
     assert output[-1].startswith("run.py: no network: pip could not reach the package index. With one, run this again")
     assert all(line.startswith("run.py: ") for line in output), output
@@ -103,8 +106,9 @@ def module(tmp_path, monkeypatch):
     return module
 
 
-def options(**given):
-    return argparse.Namespace(**{"env": None, "device": "host", "here": False, "quick": False, "all": False, **given})
+def options(**values):
+    """Return the parsed options of ``run.py test``: the defaults, but for these values."""
+    return argparse.Namespace(**{"env": None, "device": "host", "here": False, "quick": False, "all": False, **values})
 
 
 def test_run_py_prefixes_lines_of_parallel_jobs(module, capfd):
@@ -117,12 +121,12 @@ def test_run_py_prefixes_lines_of_parallel_jobs(module, capfd):
 
 
 def test_run_py_prints_failures_at_the_end(module, tmp_path):
-    (tmp_path / "test_it.py").write_text(
+    (tmp_path / "test_three.py").write_text(
         "import pytest\n@pytest.fixture\ndef broken(): raise KeyError('no such thing')\n"
         "def test_well(): pass\ndef test_sum(): assert 1 + 1 == 3\ndef test_with(broken): pass\n"
     )
     report = tmp_path / "report.xml"
-    pytest_ = [
+    command = [
         sys.executable,
         "-m",
         "pytest",
@@ -130,12 +134,12 @@ def test_run_py_prints_failures_at_the_end(module, tmp_path):
         "no:cacheprovider",
         "--confcutdir=.",
         f"--junit-xml={report}",
-        "test_it.py",
+        "test_three.py",
     ]
-    assert subprocess.run(pytest_, cwd=tmp_path, capture_output=True).returncode == 1
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 1
     failed, broken = module.list_failures(report)
-    assert failed.startswith("FAILED test_it::test_sum\n") and "assert (1 + 1) == 3" in failed
-    assert broken.startswith("FAILED test_it::test_with\n") and "KeyError: 'no such thing'" in broken
+    assert failed.startswith("FAILED test_three::test_sum\n") and "assert (1 + 1) == 3" in failed
+    assert broken.startswith("FAILED test_three::test_with\n") and "KeyError: 'no such thing'" in broken
     assert module.describe_counts(report, 1) == "1 passed, 2 failed"
     assert module.list_failures(tmp_path / "none.xml") == []
 
@@ -145,42 +149,78 @@ def test_run_py_prints_a_single_job_unchanged(module, capfd):
     assert capfd.readouterr().out.startswith("on jax: -m pytest ")
 
 
-@pytest.mark.parametrize("all_of_them", [False, True])
-def test_run_py_jobs_run_each_file_once(module, capfd, all_of_them):
-    environments = [module.PYTENSOR, module.THEANO, module.PYMC]
-    jobs = module.list_jobs(environments, options(all=all_of_them), [])
-    slow = "" if all_of_them else " and not slow"
+def list_jobs_by_part(module, environment, is_all):
+    """Return the arguments of an environment's jobs that select tests by markers, by the name of their part."""
+    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], options(all=is_all), [])
+    return {job.part: job.arguments for job in jobs if job.environment is environment and "-m" in job.arguments}
+
+
+def make_marker_suffix(module, environment, is_all):
+    """Return the end of the expression by which the environment's jobs select tests."""
+    skips_any_library = environment is module.THEANO
+    return ("" if is_all else " and not slow") + (" and not any_library" if skips_any_library else "")
+
+
+@pytest.fixture(params=["PYTENSOR", "THEANO"])
+def environment(request, module):
+    """Yield an environment that has jobs for all parts."""
+    return getattr(module, request.param)
+
+
+@pytest.mark.parametrize("is_all", [False, True])
+def test_run_py_jobs_have_unique_names_and_existing_files(module, is_all):
+    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], options(all=is_all), [])
     names = [job.name for job in jobs]
     assert len(set(names)) == len(names)
-    assert not all_of_them or set(module.LONGEST) <= set(names)
-    named = {path for job in jobs for word in job.arguments for path in [word.removeprefix("--ignore=").split("::")[0]]}
-    for path in (path for path in named if path.startswith("tests/")):
-        assert (ROOT / path).exists(), path
-    for environment, else_ in ((module.PYTENSOR, ""), (module.THEANO, " and not any_library")):
-        usual = f"not lasagne and not hosts and not faults{slow}{else_}"
-        own = {job.part: job.arguments for job in jobs if job.environment is environment and "-m" in job.arguments}
-        parts = {part for part, arguments in own.items() if arguments[1] == usual}
-        brief = {"", "compat", *module.PARTS}
-        assert parts == (
-            brief if environment is module.THEANO and not all_of_them else {*brief, "programs", "lasagne demos"}
-        )
-        # The files that the job without a name ignores have jobs of their own.
-        folders = [path for part in module.PARTS for path in own[part][2:]]
-        assert len(set(folders)) == len(folders)
-        assert own[""][2:] == [f"--ignore={path}" for path in [*module.PROGRAMS, *folders]]
-        marked = {arguments[1] for part, arguments in own.items() if part in ("faults", "hosts")}
-        assert marked == ({f"faults{else_}", f"hosts and not faults{else_}"} if all_of_them else set())
-        # Files in folders of support/ that the job of their folder leaves out have jobs of their own.
-        for folder, part in ((module.COMPAT, "compat"), (module.LASAGNE_DEMOS, "lasagne demos")):
-            if part not in parts:
-                continue
-            assert own[part][-1] == folder
-            left_out = {word.removeprefix("--ignore=") for word in own[part] if word.startswith("--ignore=")}
-            alone = {word for arguments in own.values() for word in arguments if word.startswith(f"{folder}/")}
-            # PyTensor's results are compared with tables of Theano's.
-            assert alone == (left_out if all_of_them and environment is module.PYTENSOR else set())
-    alone = module.list_jobs([module.THEANO], options(), [])
-    assert alone and not any("any_library" in word for job in alone for word in job.arguments)
+    assert not is_all or set(module.LONGEST) <= set(names)
+    paths = {word.removeprefix("--ignore=").split("::")[0] for job in jobs for word in job.arguments}
+    missing = [path for path in paths if path.startswith("tests/") and not (ROOT / path).exists()]
+    assert any(path.startswith("tests/") for path in paths) and missing == []
+
+
+@pytest.mark.parametrize("is_all", [False, True])
+def test_run_py_jobs_without_markers_of_their_own_cover_all_parts(module, environment, is_all):
+    jobs = list_jobs_by_part(module, environment, is_all)
+    expression = f"not lasagne and not hosts and not faults{make_marker_suffix(module, environment, is_all)}"
+    parts = {part for part, arguments in jobs.items() if arguments[1] == expression}
+    longer_parts = set() if environment is module.THEANO and not is_all else {"programs", "lasagne demos"}
+    assert parts == {"", "compat", *module.PARTS, *longer_parts}
+
+
+@pytest.mark.parametrize("is_all", [False, True])
+def test_run_py_files_that_the_unnamed_job_ignores_have_jobs(module, environment, is_all):
+    jobs = list_jobs_by_part(module, environment, is_all)
+    folders = [path for part in module.PARTS for path in jobs[part][2:]]
+    assert len(set(folders)) == len(folders)
+    assert jobs[""][2:] == [f"--ignore={path}" for path in [*module.PROGRAMS, *folders]]
+
+
+@pytest.mark.parametrize("is_all", [False, True])
+def test_run_py_tests_of_faults_and_hosts_run_with_all(module, environment, is_all):
+    jobs = list_jobs_by_part(module, environment, is_all)
+    expressions = {arguments[1] for part, arguments in jobs.items() if part in ("faults", "hosts")}
+    suffix = make_marker_suffix(module, environment, is_all)
+    assert expressions == ({f"faults{suffix}", f"hosts and not faults{suffix}"} if is_all else set())
+
+
+@pytest.mark.parametrize("is_all", [False, True])
+@pytest.mark.parametrize("part", ["compat", "lasagne demos"])
+def test_run_py_files_that_a_support_folder_leaves_out_have_jobs(module, environment, is_all, part):
+    jobs = list_jobs_by_part(module, environment, is_all)
+    if part not in jobs:
+        assert environment is module.THEANO and not is_all and part == "lasagne demos"
+        return
+    folder = {"compat": module.COMPAT, "lasagne demos": module.LASAGNE_DEMOS}[part]
+    assert jobs[part][-1] == folder
+    ignored = {word.removeprefix("--ignore=") for word in jobs[part] if word.startswith("--ignore=")}
+    files = {word for arguments in jobs.values() for word in arguments if word.startswith(f"{folder}/")}
+    # PyTensor's results are compared with tables of Theano's.
+    assert files == (ignored if is_all and environment is module.PYTENSOR else set())
+
+
+def test_run_py_theano_alone_runs_tests_of_any_library(module):
+    jobs = module.list_jobs([module.THEANO], options(), [])
+    assert jobs and not any("any_library" in word for job in jobs for word in job.arguments)
 
 
 @pytest.mark.parametrize(
@@ -195,19 +235,19 @@ def test_bundle_script_names_missing_arguments(tmp_path, arguments, words):
     if shutil.which("python3.11") is None:
         pytest.skip("needs Python 3.11")
     script = ["bash", str(ROOT / "docs" / "theano_gpu_bundle.sh")]
-    done = subprocess.run([*script, *arguments], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stdout + done.stderr == f"theano_gpu_bundle.sh: {done.stderr.split(': ', 1)[1]}"
-    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+    process = subprocess.run([*script, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert process.stdout + process.stderr == f"theano_gpu_bundle.sh: {process.stderr.split(': ', 1)[1]}"
+    assert words in process.stderr and len(process.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("text", "status"), [("(Path(__file__).parent / 'seen').exists()", 0), ("False", 1)])
-def test_run_py_retries_failures_alone(module, tmp_path, text, status):
+@pytest.mark.parametrize(("condition", "status"), [("(Path(__file__).parent / 'retried').exists()", 0), ("False", 1)])
+def test_run_py_retries_failures_alone(module, tmp_path, condition, status):
     """A retry runs only the tests that failed, and fails if one fails again."""
-    tests = tmp_path / "test_some.py"
+    tests = tmp_path / "test_two.py"
     tests.write_text(
         "from pathlib import Path\n"
-        f"def test_fails():\n    ok = {text}\n    (Path(__file__).parent / 'seen').touch()\n    assert ok\n"
+        f"def test_fails():\n    passes = {condition}\n    (Path(__file__).parent / 'retried').touch()\n    assert passes\n"
         "def test_passes():\n    with open(Path(__file__).parent / 'runs', 'a') as file:\n        file.write('x')\n"
     )
     environment = argparse.Namespace(name="this", python=sys.executable)

@@ -132,12 +132,12 @@ class World:
     def set_state(self, state):
         memories, ranks, watchdogs, tallies, pcs, inits, started, passed, seen, queues, left = state
         self.faults_left, self.deaths_left, self.dead = left
-        for memory, of_memory in zip(self.memories, memories, strict=True):
-            memory.set_state(of_memory)
-        for rank, of_rank in zip(self.ranks, ranks, strict=True):
-            rank.command_number, rank._step = of_rank
-        for watchdog, of_watchdog in zip(self.watchdogs, watchdogs, strict=True):
-            watchdog._pending_command, watchdog._started_step, watchdog.active_connection.generation = of_watchdog
+        for memory, memory_state in zip(self.memories, memories, strict=True):
+            memory.set_state(memory_state)
+        for rank, rank_state in zip(self.ranks, ranks, strict=True):
+            rank.command_number, rank._step = rank_state
+        for watchdog, watchdog_state in zip(self.watchdogs, watchdogs, strict=True):
+            watchdog._pending_command, watchdog._started_step, watchdog.active_connection.generation = watchdog_state
         for tally, (steps, failures, tally.last_failed) in zip(self.tallies, tallies, strict=True):
             tally.steps, tally.undecided = list(steps), [deque(queue) for queue in failures]
         self.pcs, self.inits, self.started = list(pcs), list(inits), list(started)

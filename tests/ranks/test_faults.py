@@ -27,10 +27,10 @@ COLLECTIVES = [
 STREAMED = ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "reduce_scatter", "get_value"]
 
 
-def start_held_program(place, on):
+def start_held_program(place, fault_ranks):
     """Start a program in which the ranks `on` block at `place`, and the others wait for them."""
     where, how = ("call", "compiled") if place == "compiled" else (place, "python")
-    return Program("at_a_point", where=where, action=f"hold:{how}", on=on)
+    return Program("at_a_point", where=where, action=f"hold:{how}", fault_ranks=fault_ranks)
 
 
 def wait_until_inside(program, place, n):
@@ -98,9 +98,9 @@ def test_worker_killed_by_a_signal_is_named(name, place):
     [*(("worker", place) for place in PLACES), *((w, p) for w in ("master", "all") for p in ("idle", "collective"))],
 )
 def test_stopped_processes_continue_after_sigcont(place, target):
-    on = {"worker": [2], "master": [0], "all": [0, 1, 2]}[target]
-    with start_held_program(place, on) as program:
-        pids = wait_until_inside(program, place, len(on))
+    fault_ranks = {"worker": [2], "master": [0], "all": [0, 1, 2]}[target]
+    with start_held_program(place, fault_ranks) as program:
+        pids = wait_until_inside(program, place, len(fault_ranks))
         stopped = [program.pid] if target == "master" else [pids[2]] if target == "worker" else list(pids.values())
         program.send_signal(None if target == "all" else stopped[0], signal.SIGSTOP)
         for pid in stopped:
@@ -134,11 +134,11 @@ def test_worker_ignores_sigint(place):
     ],
 )
 def test_master_death_ends_all_processes(name, place, target):
-    on = [1, 2] if place == "distribute" else [0, 1, 2] if target == "all" else [0]
+    fault_ranks = [1, 2] if place == "distribute" else [0, 1, 2] if target == "all" else [0]
     if place == "compiled":
-        on = [0, 1, 2]  # workers in compiled code run no Python code that could notice the death
-    with start_held_program(place, on) as program:
-        wait_until_inside(program, place, len(on))
+        fault_ranks = [0, 1, 2]  # workers in compiled code run no Python code that could notice the death
+    with start_held_program(place, fault_ranks) as program:
+        wait_until_inside(program, place, len(fault_ranks))
         program.send_signal(program.pid if target == "master" else None, signal.Signals[name])
         program.check_no_leaks()
         assert program.wait_for_exit() == -signal.Signals[name]
@@ -149,7 +149,7 @@ def test_master_death_ends_all_processes(name, place, target):
     ("place", "how"), [("call", "python"), ("call", "sleep"), ("build", "python"), ("collective", "python")]
 )
 def test_busy_master_notices_a_workers_death(place, how):
-    with Program("at_a_point", where=place, action=f"hold:{how}", on=[0]) as program:
+    with Program("at_a_point", where=place, action=f"hold:{how}", fault_ranks=[0]) as program:
         pids = wait_until_inside(program, place, 1)
         fault_time = program.send_signal(pids[2], signal.SIGKILL)
         outcome = program.wait_for_event("outcome")  # the fault's point is not released
@@ -159,7 +159,7 @@ def test_busy_master_notices_a_workers_death(place, how):
 
 @pytest.mark.any_library
 def test_death_is_noticed_with_a_replaced_sigchld_handler():
-    with Program("at_a_point", where="call", action="hold:python", on=[0, 2], urgent=True) as program:
+    with Program("at_a_point", where="call", action="hold:python", fault_ranks=[0, 2], urgent=True) as program:
         pids = wait_until_inside(program, "call", 2)
         program.send_signal(pids[2], signal.SIGKILL)
         assert program.is_silent(0.2)
@@ -171,7 +171,7 @@ def test_death_is_noticed_with_a_replaced_sigchld_handler():
 @pytest.mark.any_library
 @pytest.mark.parametrize("reaper", ["system", "master"])
 def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
-    with Program("at_a_point", where="call", action="hold:python", on=[2], reaper=reaper) as program:
+    with Program("at_a_point", where="call", action="hold:python", fault_ranks=[2], reaper=reaper) as program:
         pids = wait_until_inside(program, "call", 1)
         fault_time = program.send_signal(pids[2], signal.SIGKILL)
         outcome = program.wait_for_event("outcome")
@@ -181,7 +181,7 @@ def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
 
 @pytest.mark.parametrize("action", ["raise:ValueError", "hold:python", "kill:SIGKILL"])
 def test_faults_of_spawned_workers_are_reported(action):
-    with Program("at_a_point", where="call", action=action, on=[2], spawn=True) as program:
+    with Program("at_a_point", where="call", action=action, fault_ranks=[2], spawn=True) as program:
         pids = wait_until_inside(program, "call", 1)
         if action == "hold:python":
             program.send_signal(program.pid, signal.SIGKILL)
@@ -267,9 +267,9 @@ def test_fork_that_fails_half_way_leaves_nothing(how, spawn):
 # -- faults that ranks cause themselves ----------------------------------------------------------------------
 
 
-def run(where, action, on=(2,), **kwargs):
+def run(where, action, fault_ranks=(2,), **kwargs):
     """Start a program in which ranks cause the fault themselves."""
-    return Program("at_a_point", where=where, action=action, on=list(on), **kwargs)
+    return Program("at_a_point", where=where, action=action, fault_ranks=list(fault_ranks), **kwargs)
 
 
 @pytest.mark.any_library
@@ -305,7 +305,7 @@ def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
 
 @pytest.mark.parametrize("place", ["call", "slice", "collective", *ELSEWHERE])
 def test_exceptions_of_several_workers_are_reported(place):
-    with run(place, "raise:ValueError", on=[1, 2]) as program:
+    with run(place, "raise:ValueError", fault_ranks=[1, 2]) as program:
         outcome = program.wait_for_event("outcome")
         # A failure is reported even if another rank failed before, unless the rank was cancelled first.
         assert set(outcome["failures"]) <= {"1", "2"}
@@ -316,28 +316,28 @@ def test_exceptions_of_several_workers_are_reported(place):
 
 
 @pytest.mark.parametrize("place", ["call", "slice", "collective", "build"])
-@pytest.mark.parametrize("on", [[0], [0, 1, 2]])
-def test_exception_of_the_master_is_raised_unchanged(place, on):
-    with run(place, "raise:ValueError", on=on) as program:
+@pytest.mark.parametrize("fault_ranks", [[0], [0, 1, 2]])
+def test_exception_of_the_master_is_raised_unchanged(place, fault_ranks):
+    with run(place, "raise:ValueError", fault_ranks=fault_ranks) as program:
         outcome = program.wait_for_event("outcome")
-        if place == "call" or on == [0]:
+        if place == "call" or fault_ranks == [0]:
             check_error(outcome, program.get_fault_time(), "ValueError", words=["on 0"])
         else:  # it may be cancelled by a worker's failure first
             check_error(outcome, program.get_fault_time(), outcome["error"], words=[" on "])
             assert outcome["error"] in ("ValueError", "WorkerError")
-        if place == "call" and len(on) > 1:  # there is no barrier before it
+        if place == "call" and len(fault_ranks) > 1:  # there is no barrier before it
             assert [note.split(":")[0] for note in outcome["notes"] if note.startswith("rank")] == ["rank 1", "rank 2"]
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.parametrize(("on", "skip"), [([2], 0), ([0], 0), ([0, 1, 2], 0), ([1], 1)])
-def test_error_lists_ranks_with_applied_updates(on, skip):
-    with run("slice" if skip else "call", "raise:ValueError", on=on, skip=skip) as program:
+@pytest.mark.parametrize(("fault_ranks", "skip"), [([2], 0), ([0], 0), ([0, 1, 2], 0), ([1], 1)])
+def test_error_lists_ranks_with_applied_updates(fault_ranks, skip):
+    with run("slice" if skip else "call", "raise:ValueError", fault_ranks=fault_ranks, skip=skip) as program:
         outcome = program.wait_for_event("outcome")
         alive = check_next_calls(program, survived=True)
         text = outcome["effect"] or next(note for note in outcome["notes"] if "updates were applied" in note)
-        applied = [r for r in range(3) if r not in on]
-        assert ("on no rank" if not applied else f"on ranks {applied}, and not on ranks {on}") in text
+        applied = [r for r in range(3) if r not in fault_ranks]
+        assert ("on no rank" if not applied else f"on ranks {applied}, and not on ranks {fault_ranks}") in text
         # Earlier calls have applied updates: one call, and with slices another one of two slices.
         start, end = (4.0, 10.0) if skip else (1.0, 2.0)
         assert alive["w"] == [end if r in applied else start for r in range(3)]
@@ -352,29 +352,33 @@ def test_worker_raises_memory_error():
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in COLLECTIVES), *((name, [0]) for name in STREAMED)])
-def test_collective_raises_memory_errors_of_a_rank(name, on):
-    with run("collective", "raise:MemoryError", on=on, name=name, point="object") as program:
+@pytest.mark.parametrize(
+    ("name", "fault_ranks"), [*((name, [1]) for name in COLLECTIVES), *((name, [0]) for name in STREAMED)]
+)
+def test_collective_raises_memory_errors_of_a_rank(name, fault_ranks):
+    with run("collective", "raise:MemoryError", fault_ranks=fault_ranks, name=name, point="object") as program:
         outcome = program.wait_for_event("outcome")
         check_error(
             outcome,
             program.get_fault_time(),
-            "MemoryError" if on == [0] else "WorkerError",
-            worker=None if on == [0] else 1,
+            "MemoryError" if fault_ranks == [0] else "WorkerError",
+            worker=None if fault_ranks == [0] else 1,
         )
         check_next_calls(program, survived=True)
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED)])
-def test_collective_raises_failures_between_chunks(name, on):
-    with run("collective", "raise:OSError", on=on, name=name, skip=1) as program:
+@pytest.mark.parametrize(
+    ("name", "fault_ranks"), [*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED)]
+)
+def test_collective_raises_failures_between_chunks(name, fault_ranks):
+    with run("collective", "raise:OSError", fault_ranks=fault_ranks, name=name, skip=1) as program:
         outcome = program.wait_for_event("outcome")
         check_error(
             outcome,
             program.get_fault_time(),
-            "OSError" if on == [0] else "WorkerError",
-            worker=None if on == [0] else 1,
+            "OSError" if fault_ranks == [0] else "WorkerError",
+            worker=None if fault_ranks == [0] else 1,
         )
         check_next_calls(program, survived=True)
 
@@ -382,7 +386,7 @@ def test_collective_raises_failures_between_chunks(name, on):
 @pytest.mark.any_library
 @pytest.mark.parametrize("name", STREAMED)
 def test_collective_reports_deaths_between_chunks(name):
-    with run("collective", "kill:SIGKILL", on=[1], name=name, skip=1) as program:
+    with run("collective", "kill:SIGKILL", fault_ranks=[1], name=name, skip=1) as program:
         outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["rank 1", "SIGKILL"], worker=1)
         check_next_calls(program, survived=False)

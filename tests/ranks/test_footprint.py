@@ -29,16 +29,17 @@ def footprint(pid):
     with open(f"/proc/{pid}/maps") as maps:
         shared_maps = sum(line.split()[1].endswith("s") for line in maps)
     status = read_status(pid)
-    counted = {
+    resources = {
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "shared mappings": shared_maps,
         "threads": int(status["Threads"]),
     }
-    return int(status["VmRSS"].split()[0]), counted
+    return int(status["VmRSS"].split()[0]), resources
 
 
-def workers():
-    return list(ranks.get_session().worker_pids.values())
+def measure_footprints():
+    """Return the footprints of the master and the workers."""
+    return [footprint(pid) for pid in (os.getpid(), *ranks.get_session().worker_pids.values())]
 
 
 class CountObjects(Command):
@@ -68,10 +69,21 @@ def test_ranks_keep_the_memory_of_freed_arrays(fork):
 
 
 def collect_garbage():
-    """Collect garbage on all ranks; return the resources that they keep."""
+    """Collect garbage on all ranks; return each rank's numbers of objects and segments."""
     gc.collect()
     ranks.get_session().send_releases()
     return ranks.get_session().run(CountObjects())
+
+
+def assert_footprint_constant(work, n_warm_up, n_repeats, max_growth_kb):
+    """Check that ``work(n_repeats)`` leaves no rank with more objects, resources, or kB of memory than this."""
+    work(n_warm_up)
+    objects, footprints = collect_garbage(), measure_footprints()
+    work(n_repeats)
+    assert collect_garbage() == objects
+    for (memory, resources), (new_memory, new_resources) in zip(footprints, measure_footprints(), strict=True):
+        assert new_resources == resources
+        assert new_memory - memory < max_growth_kb
 
 
 @pytest.mark.any_library
@@ -83,22 +95,22 @@ def test_repeated_fork_and_close_do_not_leak():
     f = synk.function([x], (x[:3], "gather"), updates=[(w, w)])
     synk.close()
 
-    def once():
+    def fork_and_close():
         synk.fork(2, use_gpu=False)
         d = synk.data(np.arange(60_000.0))
         assert f(d).tolist() == [0, 1, 2, 30_000, 30_001, 30_002]
         synk.close()
 
     for _ in range(20):
-        once()
+        fork_and_close()
     gc.collect()
-    rss, counted = footprint(os.getpid())
+    memory, resources = footprint(os.getpid())
     for _ in range(80):
-        once()
+        fork_and_close()
     gc.collect()
-    later, counted_later = footprint(os.getpid())
-    assert counted_later == counted
-    assert later - rss < 6_000  # 80 sessions, of at least 2 MB of shared memory each
+    new_memory, new_resources = footprint(os.getpid())
+    assert new_resources == resources
+    assert new_memory - memory < 6_000  # 80 sessions, of at least 2 MB of shared memory each
     assert set(list_children(os.getpid())) <= set(children)  # nor a zombie
 
 
@@ -106,23 +118,14 @@ def test_repeated_fork_and_close_do_not_leak():
 def test_thousands_of_data_do_not_leak(fork):
     fork(3)
 
-    def some(count):
+    def make_data(count):
         for i in range(count):
             d = synk.data(np.full(10_000, float(i)))
             assert d[-1] == i
             if i % 3 == 0:
                 d.set_length(20_000 + i)
 
-    some(200)
-    kept = collect_garbage()
-    before = [footprint(pid) for pid in (os.getpid(), *workers())]
-    some(2_000)
-    assert collect_garbage() == kept
-    for (rss, counted), (rss_later, counted_later) in zip(
-        before, [footprint(pid) for pid in (os.getpid(), *workers())], strict=True
-    ):
-        assert counted_later == counted
-        assert rss_later - rss < 5_000  # of 160 MB allocated
+    assert_footprint_constant(make_data, 200, 2_000, max_growth_kb=5_000)  # of 160 MB allocated
 
 
 def test_hundreds_of_functions_do_not_leak(fork):
@@ -131,32 +134,24 @@ def test_hundreds_of_functions_do_not_leak(fork):
     w = shared(np.zeros(3), "w")  # not dropped
     options = {"mode": "FAST_COMPILE"}
 
-    def some(count):
+    def make_functions(count):
         for i in range(0, count, 50):
             functions = []
             for _ in range(50):
-                own = shared(np.zeros(10_000), "own")
+                state = shared(np.zeros(10_000), "state")
                 functions.append(
-                    synk.function([x], (x.sum() + own.sum() + w.sum(), "sum"), updates=[(own, own)], **options)
+                    synk.function([x], (x.sum() + state.sum() + w.sum(), "sum"), updates=[(state, state)], **options)
                 )
             synk.distribute()
             assert functions[i // 50 % 50](np.arange(4.0)) == 6
-            del functions, own
+            del functions, state
             collect_garbage()  # otherwise the amount of garbage would vary
 
-    some(200)
-    kept = collect_garbage()
-    before = [footprint(pid) for pid in (os.getpid(), *workers())]
-    objects = len(gc.get_objects())
-    some(400)
-    assert collect_garbage() == kept
-    for (rss, counted), (rss_later, counted_later) in zip(
-        before, [footprint(pid) for pid in (os.getpid(), *workers())], strict=True
-    ):
-        assert counted_later == counted
-        assert rss_later - rss < 16_000  # of 32 MB in shared variables
+    make_functions(200)
+    n_objects = len(gc.get_objects())
+    assert_footprint_constant(make_functions, 0, 400, max_growth_kb=16_000)  # of 32 MB in shared variables
     gc.collect()
-    assert len(gc.get_objects()) - objects < 400
+    assert len(gc.get_objects()) - n_objects < 400
 
 
 def test_calls_and_collectives_do_not_leak(fork):
@@ -164,7 +159,7 @@ def test_calls_and_collectives_do_not_leak(fork):
     x, s = tensor.dmatrix("x"), shared(np.zeros((50, 40)), "s")
     f = synk.function([x], [(x.sum(axis=0), "mean"), (x * 2, "gather")], updates=[(s, s + 1)])
 
-    def some(count):
+    def make_calls(count):
         for i in range(count):
             f(np.ones((20 + i % 50, 40)), batch=list(range(i % 20)), num_slices=1 + i % 3)
             synk.all_reduce(s, "max")
@@ -172,16 +167,7 @@ def test_calls_and_collectives_do_not_leak(fork):
             synk.broadcast(s, np.zeros((50, 40)))
             synk.gather(s)
 
-    some(50)
-    kept = collect_garbage()
-    before = [footprint(pid) for pid in (os.getpid(), *workers())]
-    some(200)
-    assert collect_garbage() == kept
-    for (rss, counted), (rss_later, counted_later) in zip(
-        before, [footprint(pid) for pid in (os.getpid(), *workers())], strict=True
-    ):
-        assert counted_later == counted
-        assert rss_later - rss < 4_000
+    assert_footprint_constant(make_calls, 50, 200, max_growth_kb=4_000)
 
 
 PROGRAM = f"""
@@ -230,7 +216,7 @@ def test_fork_in_two_programs_does_not_interfere():
     ]
     first, second = programs
 
-    def ask(program, count):
+    def request_calls(program, count):
         program.stdin.write(f"{count}\n")
         program.stdin.flush()
 
@@ -238,15 +224,15 @@ def test_fork_in_two_programs_does_not_interfere():
         for program in programs:
             assert program.stdout.readline() == "ready\n"
         for program in programs:  # both run at the same time
-            ask(program, 25)
+            request_calls(program, 25)
         for program in programs:
             assert program.stdout.readline() == "right\n"
-        ask(second, 25)
+        request_calls(second, 25)
         first.stdin.close()  # ends while the other is computing
         assert first.stdout.readline() == "closed\n"
         assert first.wait(60) == 0
         assert second.stdout.readline() == "right\n"
-        ask(second, 10)
+        request_calls(second, 10)
         assert second.stdout.readline() == "right\n"
         second.stdin.close()
         assert second.stdout.readline() == "closed\n"

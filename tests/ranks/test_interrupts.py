@@ -33,16 +33,16 @@ def check_next_calls(program):
 
 
 @pytest.mark.parametrize(
-    ("where", "on", "how", "times"),
+    ("where", "fault_ranks", "how", "times"),
     [
         pytest.param(*place, times, marks=[pytest.mark.any_library] if place[0] == "collective" or times > 1 else [])
         for times, places in ((1, PLACES), (3, PLACES[::4]))
         for place in places
     ],
 )
-def test_interrupt_is_raised_and_the_next_call_works(where, on, how, times):
-    with Program("at_a_place", where=where, on=on, how=how) as program:
-        for _ in on:
+def test_interrupt_is_raised_and_the_next_call_works(where, fault_ranks, how, times):
+    with Program("at_a_place", where=where, fault_ranks=fault_ranks, how=how) as program:
+        for _ in fault_ranks:
             program.wait_for_event("inside")
         for _ in range(times):
             signal_time = program.send_signal(None, signal.SIGINT)
@@ -55,7 +55,7 @@ def test_interrupt_is_raised_and_the_next_call_works(where, on, how, times):
 
 @pytest.mark.any_library
 def test_interrupt_lists_ranks_with_applied_updates():
-    with Program("at_a_place", where="call", on=[0], how="python") as program:
+    with Program("at_a_place", where="call", fault_ranks=[0], how="python") as program:
         program.wait_for_event("inside")
         program.send_signal(None, signal.SIGINT)
         notes = program.wait_for_event("outcome")["notes"]
@@ -65,10 +65,12 @@ def test_interrupt_lists_ranks_with_applied_updates():
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize(("on", "applied", "busy"), [([0, 2], "ranks [1]", [2]), ([0, 1, 2], "no rank", [1, 2])])
-def test_interrupt_lists_busy_ranks_as_unknown(on, applied, busy):
-    with Program("at_a_place", where="call", on=on, how="compiled") as program:
-        for _ in on:
+@pytest.mark.parametrize(
+    ("fault_ranks", "applied", "busy"), [([0, 2], "ranks [1]", [2]), ([0, 1, 2], "no rank", [1, 2])]
+)
+def test_interrupt_lists_busy_ranks_as_unknown(fault_ranks, applied, busy):
+    with Program("at_a_place", where="call", fault_ranks=fault_ranks, how="compiled") as program:
+        for _ in fault_ranks:
             program.wait_for_event("inside")
         program.send_signal(program.pid, signal.SIGINT)
         notes = program.wait_for_event("outcome")["notes"]
@@ -82,7 +84,7 @@ def test_interrupt_lists_busy_ranks_as_unknown(on, applied, busy):
 
 @pytest.mark.parametrize("where", ["call" if NAME == "pytensor" else "collective"])
 def test_interrupted_program_ends_its_workers(where):
-    with Program("at_a_place", where=where, on=[2], how="compiled", unhandled=True) as program:
+    with Program("at_a_place", where=where, fault_ranks=[2], how="compiled", unhandled=True) as program:
         program.wait_for_event("inside")
         program.send_signal(None, signal.SIGINT)
         program.check_no_leaks()
@@ -167,15 +169,15 @@ def test_interrupt_at_any_line_leaves_ranks_usable(operation, limit):
 def test_finalizers_swallow_no_interrupt(fork):
     fork(2)
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
-    things = [w, synk.function([x], (x.sum() * w.sum(), "sum"), updates=[(w, w + 1)]), synk.data(np.ones(6))]
-    things[1](things[2])
+    objects = [w, synk.function([x], (x.sum() * w.sum(), "sum"), updates=[(w, w + 1)]), synk.data(np.ones(6))]
+    objects[1](objects[2])
     synk.all_reduce(w, "sum")
-    things.append(synk.function([x], (x.sum() * w.sum(), "sum")))  # a function that is not distributed
-    watched = [weakref.ref(thing) for thing in things]
+    objects.append(synk.function([x], (x.sum() * w.sum(), "sum")))  # a function that is not distributed
+    watched = [weakref.ref(object_) for object_ in objects]
     del w
 
     def forget():
-        things.clear()
+        objects.clear()
         gc.collect()
 
     assert list_called_functions(forget) == []

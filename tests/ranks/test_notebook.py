@@ -80,20 +80,20 @@ class Notebook:
 
     def start(self, code):
         """Start a cell, and return once it runs."""
-        asked = self.client.execute(textwrap.dedent(code))
+        cell = self.client.execute(textwrap.dedent(code))
         while True:
             message = self.client.get_iopub_msg(timeout=LIMIT)
-            if message["parent_header"].get("msg_id") == asked and message["msg_type"] == "execute_input":
-                return asked
+            if message["parent_header"].get("msg_id") == cell and message["msg_type"] == "execute_input":
+                return cell
 
-    def wait_until_printed(self, asked, text):
+    def wait_until_printed(self, cell, text):
         """Wait until a cell has printed a text."""
         while True:
             message = self.client.get_iopub_msg(timeout=LIMIT)
-            if message["parent_header"].get("msg_id") == asked and text in message["content"].get("text", ""):
+            if message["parent_header"].get("msg_id") == cell and text in message["content"].get("text", ""):
                 return
 
-    def finish(self, asked):
+    def finish(self, cell):
         """Wait until a cell ends; return its further output, and the name of its error."""
         text, error = "", None
         while True:
@@ -101,7 +101,7 @@ class Notebook:
                 message = self.client.get_iopub_msg(timeout=LIMIT)
             except queue.Empty:
                 raise AssertionError(f"silent after {text!r}") from None
-            if message["parent_header"].get("msg_id") != asked:
+            if message["parent_header"].get("msg_id") != cell:
                 continue
             content = message["content"]
             if message["msg_type"] == "stream":
@@ -118,10 +118,10 @@ class Notebook:
 @pytest.fixture
 def notebook():
     before = list_shared_names()
-    made = Notebook()
-    yield made
-    made.client.stop_channels()
-    made.manager.shutdown_kernel(now=True)
+    notebook = Notebook()
+    yield notebook
+    notebook.client.stop_channels()
+    notebook.manager.shutdown_kernel(now=True)
     assert not find_leaked_names(before)
 
 
@@ -140,16 +140,16 @@ def test_notebook_runs_on_after_interrupt_and_restart(notebook):
     assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
 
     for calls, busy in enumerate(["master", "worker"], 2):
-        asked = notebook.start(f"""
+        cell = notebook.start(f"""
             try:
                 ranks.get_session().run(Long({busy!r}))
             finally:
                 if {busy!r} == "worker":  # until now
                     os.write(release, b"x")
         """)
-        notebook.wait_until_printed(asked, "inside")
+        notebook.wait_until_printed(cell, "inside")
         notebook.manager.interrupt_kernel()
-        assert notebook.finish(asked) == ("", "KeyboardInterrupt")
+        assert notebook.finish(cell) == ("", "KeyboardInterrupt")
         assert notebook.run("print(float(f(np.arange(6.0))), synk.gather(w).tolist())") == (
             f"15.0 {[[float(calls)] * 2] * 3}",
             None,

@@ -64,15 +64,15 @@ def test_many_sessions_leave_nothing():
         with open("/proc/self/maps") as maps:
             return len(os.listdir("/proc/self/fd")), sum("/dev/shm" in line or "/dev/zero" in line for line in maps)
 
-    def once():
+    def use_session():
         synk.fork(2, use_gpu=False)
         synk.data([1.0, 2.0])
         synk.close()
 
-    once()
+    use_session()
     before = footprint()
     for _ in range(20):
-        once()
+        use_session()
     assert footprint() == before
 
 

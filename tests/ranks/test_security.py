@@ -39,9 +39,9 @@ def list_sockets(pid):
     inodes = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
-            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{fd}"))
-            if found:
-                inodes.add(int(found[1]))
+            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{fd}"))
+            if match:
+                inodes.add(int(match[1]))
     return inodes
 
 
@@ -70,11 +70,11 @@ def names_made_in_dev_shm():
         yield names
         with contextlib.suppress(BlockingIOError):
             while True:
-                events, at = os.read(watch, 1 << 16), 0
-                while at < len(events):
-                    length = struct.unpack_from("iIII", events, at)[3]
-                    names.append(events[at + 16 : at + 16 + length].rstrip(b"\0").decode())
-                    at += 16 + length
+                events, offset = os.read(watch, 1 << 16), 0
+                while offset < len(events):
+                    length = struct.unpack_from("iIII", events, offset)[3]
+                    names.append(events[offset + 16 : offset + 16 + length].rstrip(b"\0").decode())
+                    offset += 16 + length
     finally:
         os.close(watch)
 
@@ -114,7 +114,7 @@ def test_segments_are_readable_only_by_this_user(fork, no_umask):
 
 
 def test_named_segments_are_secret_and_short_lived(fork, no_umask, monkeypatch):
-    drawn, seen = [], []
+    drawn, found_names = [], []
     token_hex, unlink = secrets.token_hex, posix_ipc.unlink_shared_memory
 
     def recorded_token(n):
@@ -123,7 +123,7 @@ def test_named_segments_are_secret_and_short_lived(fork, no_umask, monkeypatch):
 
     def recorded_unlink(name):
         status = os.stat(f"/dev/shm{name}")
-        seen.append((name, stat.S_IMODE(status.st_mode), status.st_uid, status.st_size))
+        found_names.append((name, stat.S_IMODE(status.st_mode), status.st_uid, status.st_size))
         unlink(name)
 
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
@@ -132,54 +132,54 @@ def test_named_segments_are_secret_and_short_lived(fork, no_umask, monkeypatch):
     with names_made_in_dev_shm() as names:
         fork(2)
         work()
-    assert seen
-    for name, mode, owner, size in seen:
+    assert found_names
+    for name, mode, owner, size in found_names:
         assert name.removeprefix("/synkhronos-") in drawn
         assert len(name.removeprefix("/synkhronos-")) >= 32  # 128 bits
         assert (mode, owner) == (0o600, os.geteuid())
         assert size == 0  # still empty
-    assert {name.lstrip("/") for name, *_ in seen} <= set(names)  # as the system reports them
+    assert {name.lstrip("/") for name, *_ in found_names} <= set(names)  # as the system reports them
     assert not [name for name in os.listdir("/dev/shm") if name.removeprefix("synkhronos-") in drawn]
 
 
 def test_existing_segment_names_are_not_used(fork, monkeypatch):
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    taken = f"{os.getpid():032}"
-    tokens = iter([taken])
+    existing = f"{os.getpid():032}"
+    tokens = iter([existing])
     token_hex = secrets.token_hex
     monkeypatch.setattr(secrets, "token_hex", lambda n: next(tokens, None) or token_hex(n))
-    planted = posix_ipc.SharedMemory("/synkhronos-" + taken, posix_ipc.O_CREX, size=4096, mode=0o666)
+    planted = posix_ipc.SharedMemory("/synkhronos-" + existing, posix_ipc.O_CREX, size=4096, mode=0o666)
     try:
         fork(1)
         synk.data(np.ones(10))
         assert os.pread(planted.fd, 4096, 0) == bytes(4096)
     finally:
         planted.close_fd()
-        posix_ipc.unlink_shared_memory("/synkhronos-" + taken)
+        posix_ipc.unlink_shared_memory("/synkhronos-" + existing)
 
 
 def test_sockets_are_pairs_without_an_address(fork):
     before = list_sockets(os.getpid())
     fork(3)
     work()
-    made = list_sockets(os.getpid()) - before
-    assert len(made) == 2
+    sockets = list_sockets(os.getpid()) - before
+    assert len(sockets) == 2
     for pid in ranks.get_session().worker_pids.values():
-        theirs = list_sockets(pid)
-        assert len(theirs) == 1
-        assert not theirs & before
-        made |= theirs
+        worker_sockets = list_sockets(pid)
+        assert len(worker_sockets) == 1
+        assert not worker_sockets & before
+        sockets |= worker_sockets
     networks = pathlib.Path("/proc/net")
     for protocol in ("tcp", "tcp6", "udp", "udp6", "udplite", "udplite6", "raw", "raw6", "icmp", "packet", "netlink"):
         with contextlib.suppress(FileNotFoundError):
             column = -1 if protocol in ("packet", "netlink") else 9
             lines = (networks / protocol).read_text().splitlines()[1:]
-            assert not {int(line.split()[column]) for line in lines} & made
+            assert not {int(line.split()[column]) for line in lines} & sockets
     lines = [line.split() for line in (networks / "unix").read_text().splitlines()[1:]]
-    ours = [line for line in lines if int(line[6]) in made]
-    assert len(ours) == len(made)
-    assert all(len(line) == 7 for line in ours)  # an eighth field would be the path
-    assert all(int(line[3], 16) & 0x10000 == 0 for line in ours)  # no socket listens
+    socket_lines = [line for line in lines if int(line[6]) in sockets]
+    assert len(socket_lines) == len(sockets)
+    assert all(len(line) == 7 for line in socket_lines)  # an eighth field would be the path
+    assert all(int(line[3], 16) & 0x10000 == 0 for line in socket_lines)  # no socket listens
 
 
 def test_shared_mappings_are_anonymous_or_unlinked(fork):
@@ -202,8 +202,8 @@ def test_subprocesses_inherit_nothing(fork):
     printed = subprocess.run(
         [sys.executable, "-c", listing], close_fds=False, capture_output=True, text=True, timeout=60
     ).stdout
-    made = {f"socket:[{inode}]" for inode in list_sockets(os.getpid())}
-    assert not made & set(printed.split())
+    sockets = {f"socket:[{inode}]" for inode in list_sockets(os.getpid())}
+    assert not sockets & set(printed.split())
     assert "/dev/shm" not in printed
 
 

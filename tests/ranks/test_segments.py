@@ -50,11 +50,11 @@ def test_free_memory_reads_machine_and_cgroups(tmp_path, groups, files, free):
     (tmp_path / "proc" / "self" / "cgroup").write_text(groups)
     names = (".limit_in_bytes", ".usage_in_bytes") if "memory:" in groups else (".max", ".current")
     for path, (limit, used, cache) in files.items():
-        at = tmp_path / "sys" / "fs" / "cgroup" / path
-        at.parent.mkdir(parents=True, exist_ok=True)
+        group_folder = tmp_path / "sys" / "fs" / "cgroup" / path
+        group_folder.parent.mkdir(parents=True, exist_ok=True)
         for name, value in zip(names, (limit, used), strict=True):
-            at.with_suffix(name).write_text(f"{value if value == 'max' else value * MIB}\n")
-        at.with_suffix(".stat").write_text(f"anon 1\nactive_file {cache * MIB}\ninactive_file 0\n")
+            group_folder.with_suffix(name).write_text(f"{value if value == 'max' else value * MIB}\n")
+        group_folder.with_suffix(".stat").write_text(f"anon 1\nactive_file {cache * MIB}\ninactive_file 0\n")
     assert segments.get_free_memory(str(tmp_path)) == free * MIB
 
 

@@ -79,19 +79,19 @@ def test_data_made_by_threads_is_separate(fork):
     fork(3)
     total = summing()
     total(np.ones(3))
-    made = [[], []]
+    arrays = [[], []]
 
-    def make(which):
+    def make(thread):
         for i in range(100):
-            made[which].append((synk.data(np.full(50 + i, which * 100.0 + i)), (50 + i) * (which * 100.0 + i)))
+            arrays[thread].append((synk.data(np.full(50 + i, thread * 100.0 + i)), (50 + i) * (thread * 100.0 + i)))
 
-    usual = sys.getswitchinterval()
+    interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # let threads switch between any two lines of the library
     try:
         assert call_in_threads(lambda: make(0), lambda: make(1)) == [None, None]
     finally:
-        sys.setswitchinterval(usual)
-    for array, expected in made[0] + made[1]:
+        sys.setswitchinterval(interval)
+    for array, expected in arrays[0] + arrays[1]:
         assert float(total(array)) == expected
 
 

@@ -155,12 +155,12 @@ def test_nan_guard_mode_checks_every_rank(fork, mode):
 @on_host
 def test_mode_with_user_functions_calls_the_masters(fork):
     fork(2)
-    seen = []
+    calls = []
     x = T.dvector("x")
-    f = synk.function([x], (x.sum(), "sum"), mode=MonitorMode(post_func=lambda *arguments: seen.append(1)))
+    f = synk.function([x], (x.sum(), "sum"), mode=MonitorMode(post_func=lambda *arguments: calls.append(1)))
     assert f(np.ones(3)) == 3
     # Each worker has a copy of the mode; the master's is the user's object.
-    assert seen
+    assert calls
 
 
 # -- classes defined after the fork -----------------------------------------------------------------------------

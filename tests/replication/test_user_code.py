@@ -209,16 +209,16 @@ def test_installed_code_is_not_user_code():
 
 def test_code_installed_elsewhere_is_not_user_code(monkeypatch, tmp_path):
     # Installed code would be read whole for each function, and may differ between ranks.
-    def ask(name, file):
-        made = types.ModuleType(name)
-        made.__file__ = str(tmp_path / file)
-        monkeypatch.setitem(sys.modules, name, made)
+    def classify(name, file):
+        module = types.ModuleType(name)
+        module.__file__ = str(tmp_path / file)
+        monkeypatch.setitem(sys.modules, name, module)
         return is_user_module.__wrapped__(name)
 
     (tmp_path / "site" / "a_library-1.0.dist-info").mkdir(parents=True)
-    assert not ask("a_library", "site/a_library/__init__.py")
-    assert not ask("a_library.inner", "site/a_library/inner/__init__.py")
-    assert not ask("a_library.inner.most", "site/a_library/inner/most.py")
-    assert not ask(f"{NAME}.made_up", f"sources/{NAME}/made_up.py")
-    assert ask("a_program", "program.py")
-    assert ask("a_program.inner.most", "a_program/inner/most.py")
+    assert not classify("a_library", "site/a_library/__init__.py")
+    assert not classify("a_library.inner", "site/a_library/inner/__init__.py")
+    assert not classify("a_library.inner.most", "site/a_library/inner/most.py")
+    assert not classify(f"{NAME}.made_up", f"sources/{NAME}/made_up.py")
+    assert classify("a_program", "program.py")
+    assert classify("a_program.inner.most", "a_program/inner/most.py")

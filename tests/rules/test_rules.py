@@ -44,12 +44,12 @@ def variables(x=X0, dtype="float64"):
     return [shared(x[:3].copy(), "a"), shared(x[3:].reshape(2, -1).copy(), "b")]
 
 
-def train(rule, kind="sgd", steps=STEPS, eta=ETA, on_device=XLA):
+def train(rule, optimizer="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     """Train; return the traces of all ranks, the report, the rule's state on each rank, and the numbers of exchanges."""
     n = synk.ranks.get_session().size
     memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
     results = synk.run(
-        programs.train, rule, variables(), variables(0 * X0), memory, problem(), kind, eta, steps, on_device
+        programs.train, rule, variables(), variables(0 * X0), memory, problem(), optimizer, eta, steps, on_device
     )
     reports = [np.asarray(result[1]) for result in results]
     for other in reports[1:]:
@@ -62,26 +62,26 @@ def train(rule, kind="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     )
 
 
-def oracle_arguments(n, kind="sgd"):
-    return n, problem(), X0, kind, ETA, STEPS
+def oracle_arguments(n, optimizer="sgd"):
+    return n, problem(), X0, optimizer, ETA, STEPS
 
 
 # -- trainings equal formulas in NumPy -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("period", [1, 3])
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "scaled"])
-def test_local_sgd_equals_its_formula(n, period, kind):
-    expected = oracle.averaging(*oracle_arguments(n, kind), oracle.every(period))
-    trace, report, _, _ = train(rules.LocalSGD(period), kind)
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "scaled"])
+def test_local_sgd_equals_its_formula(n, period, optimizer):
+    expected = oracle.averaging(*oracle_arguments(n, optimizer), oracle.make_schedule(period))
+    trace, report, _, _ = train(rules.LocalSGD(period), optimizer)
     np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, expected[:, -1].mean(0), **CLOSE)
 
 
 def test_local_sgd_of_one_step_is_bsp(n):
-    for kind in ("sgd", "momentum"):
-        trace = train(rules.BSP("params"), kind)[0]
-        np.testing.assert_allclose(trace, [oracle.bsp(*oracle_arguments(n, kind))] * n, **CLOSE)
+    for optimizer in ("sgd", "momentum"):
+        trace = train(rules.BSP("params"), optimizer)[0]
+        np.testing.assert_allclose(trace, [oracle.bsp(*oracle_arguments(n, optimizer))] * n, **CLOSE)
     if n > 1:
         assert (
             np.abs(train(rules.BSP("params"), "scaled")[0][0] - oracle.bsp(*oracle_arguments(n, "scaled"))).max() > 1e-2
@@ -101,7 +101,7 @@ def test_postlocal_is_bsp_up_to_its_start(n):
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_easgd_synchronous_equals_its_formula(n, period, beta):
     expected, centre = oracle.elastic(*oracle_arguments(n), period, beta)
-    trace, report, own, _ = train(rules.EASGD(beta, period, asynchronous=False))
+    trace, report, states, _ = train(rules.EASGD(beta, period, asynchronous=False))
     np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, centre, **CLOSE)
 
@@ -141,7 +141,7 @@ def test_diloco_and_slowmo_have_other_rules_as_special_cases(n):
 
 def test_own_exchange_rule_is_accepted(n):
     expected = oracle.run(
-        *oracle_arguments(n), lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs], oracle.every(5)
+        *oracle_arguments(n), lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs], oracle.make_schedule(5)
     )
     np.testing.assert_allclose(train(programs.Halfway())[0], expected, **CLOSE)
 
@@ -200,25 +200,25 @@ ELASTIC = [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EA
 @pytest.mark.parametrize("rule", ELASTIC, ids=repr)
 def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
     """Results have the same bits as NumPy's, with the exchanges in the order in which they happened."""
-    kind = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
-    trace, report, _, numbers = train(rule, kind, on_device=on_device)
+    optimizer = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
+    trace, report, _, numbers = train(rule, optimizer, on_device=on_device)
     momentum, alpha = getattr(rule, "momentum", 0), 0.9 / n
     centre = X0.copy()
-    x, v, at = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)], [0] * n
+    x, v, steps_of_rank = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)], [0] * n
     order = sorted((number, step, r) for r, exchanges in enumerate(numbers) for number, step in exchanges)
     assert [number for number, _, _ in order] == list(range(n * (STEPS // 3)))
     for _, step, r in order:
-        while at[r] <= step:
-            g = programs.gradient(problem(), r, at[r], x[r])
-            x[r], v[r] = programs.local_step(kind, x[r], v[r], g, ETA)
-            at[r] += 1
-            if at[r] <= step:
-                np.testing.assert_array_equal(trace[r][at[r]], x[r])
+        while steps_of_rank[r] <= step:
+            g = programs.gradient(problem(), r, steps_of_rank[r], x[r])
+            x[r], v[r] = programs.local_step(optimizer, x[r], v[r], g, ETA)
+            steps_of_rank[r] += 1
+            if steps_of_rank[r] <= step:
+                np.testing.assert_array_equal(trace[r][steps_of_rank[r]], x[r])
         d = (x[r] - momentum * v[r]) if momentum else x[r].copy()
         d -= centre
         d *= alpha
         x[r], centre = x[r] - d, centre + d
-        np.testing.assert_array_equal(trace[r][at[r]], x[r])
+        np.testing.assert_array_equal(trace[r][steps_of_rank[r]], x[r])
     np.testing.assert_array_equal(report, centre)
 
 
@@ -226,27 +226,29 @@ def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
 def test_downpour_exchanges_equal_a_replay(n, on_device):
     trace, report, _, numbers = train(rules.ASGD(3), eta=ETA / n, on_device=on_device)
     centre, wrote = X0.copy(), -1
-    x, base, at = [X0.copy() for _ in range(n)], [X0.copy() for _ in range(n)], [0] * n
+    x, base, steps_of_rank = [X0.copy() for _ in range(n)], [X0.copy() for _ in range(n)], [0] * n
     for _, step, r in sorted((number, step, r) for r, exchanges in enumerate(numbers) for number, step in exchanges):
-        while at[r] <= step:
-            x[r], _ = programs.local_step("sgd", x[r], 0, programs.gradient(problem(), r, at[r], x[r]), ETA / n)
-            at[r] += 1
+        while steps_of_rank[r] <= step:
+            x[r], _ = programs.local_step(
+                "sgd", x[r], 0, programs.gradient(problem(), r, steps_of_rank[r], x[r]), ETA / n
+            )
+            steps_of_rank[r] += 1
         centre = x[r].copy() if wrote in (-1, r) else centre + (x[r] - base[r])
         x[r], base[r], wrote = centre.copy(), centre.copy(), r
-        np.testing.assert_array_equal(trace[r][at[r]], x[r])
+        np.testing.assert_array_equal(trace[r][steps_of_rank[r]], x[r])
     np.testing.assert_array_equal(report, centre)
 
 
 def test_base_rule_keeps_ranks_independent(n):
     trace = train(rules.Rule())[0]
-    np.testing.assert_array_equal(trace, oracle.run(*oracle_arguments(n), lambda xs: xs, oracle.every(1)))
+    np.testing.assert_array_equal(trace, oracle.run(*oracle_arguments(n), lambda xs: xs, oracle.make_schedule(1)))
 
 
 def test_asgd_of_one_rank_is_serial(n):
     if n > 1:
         pytest.skip("one rank")
     np.testing.assert_array_equal(
-        train(rules.ASGD())[0], oracle.run(*oracle_arguments(1), lambda xs: xs, oracle.every(1))
+        train(rules.ASGD())[0], oracle.run(*oracle_arguments(1), lambda xs: xs, oracle.make_schedule(1))
     )
 
 
@@ -285,20 +287,20 @@ def test_gosgd_keeps_weights_and_weighted_mean(n, on_device):
     results = synk.run(programs.gossip, rule, variables(), memory, vectors, sends, on_device)
     plain = []
     for i in range(len(sends)):
-        own = [results[r][0][i] for r in range(n)]
-        total = sum(w + in_flight for w, _, in_flight, _ in own)
+        records = [results[r][0][i] for r in range(n)]
+        total = sum(w + weight_in_flight for w, _, weight_in_flight, _ in records)
         assert total == 1 if n in (2, 4) else abs(total - 1) < 1e-14
-        mean = sum(w * x + in_flight * mail for w, x, in_flight, mail in own)
+        mean = sum(w * x + weight_in_flight * mail for w, x, weight_in_flight, mail in records)
         np.testing.assert_allclose(mean, vectors.mean(0), **CLOSE)
-        plain.append(np.mean([x for _, x, _, _ in own], axis=0))
+        plain.append(np.mean([x for _, x, _, _ in records], axis=0))
     np.testing.assert_allclose(results[0][1], vectors.mean(0), **CLOSE)
     assert sum(weight for _, _, weight in results) == pytest.approx(1, abs=1e-14)
 
 
 @pytest.mark.parametrize("on_device", ON_DEVICE)
 def test_gosgd_loses_nothing_in_training(n, on_device):
-    trace, report, own, _ = train(rules.GoSGD(0.5, seed=3), on_device=on_device)
-    assert sum(float(state["weight"]) for state in own) == pytest.approx(1, abs=1e-14)
+    trace, report, states, _ = train(rules.GoSGD(0.5, seed=3), on_device=on_device)
+    assert sum(float(state["weight"]) for state in states) == pytest.approx(1, abs=1e-14)
     if n == 1:
         np.testing.assert_allclose(report, trace[0, -1], **CLOSE)
 
@@ -433,15 +435,15 @@ def test_rules_refuse_wrong_options(make, message):
 
 
 def test_rule_repr_makes_an_equal_rule():
-    made = [
+    rules_with_options = [
         rules.ASGD(3), rules.BSP("params"), rules.DiLoCo(momentum=0.9999999), rules.Downpour(2, 4), rules.EAMSGD(),
         rules.EASGD(alpha=0.5), rules.GoSGD(), rules.LocalSGD(5), rules.PostLocal(), rules.SlowMo(), rules.Swap(),
         programs.Halfway(),
     ]  # fmt: skip
-    for rule in made:
+    for rule in rules_with_options:
         again = eval(repr(rule), {**vars(rules), "Halfway": programs.Halfway})
         assert again.options() == rule.options() and repr(again) == repr(rule)
-    assert repr(made[0]) == "ASGD(period=3)"
+    assert repr(rules_with_options[0]) == "ASGD(period=3)"
 
 
 @pytest.mark.skipif(not XLA, reason="variables that can hold a device's arrays")

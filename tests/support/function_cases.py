@@ -27,14 +27,14 @@ def assert_close(actual, expected):
 
 def select_rows(batch, length):
     """Return the row numbers that a batch selects by NumPy's indexing."""
-    every = np.arange(length)
+    rows = np.arange(length)
     if batch is None:
-        return every
+        return rows
     if isinstance(batch, int):
-        return every[:batch]
+        return rows[:batch]
     if isinstance(batch, list):
-        return every[np.array(batch, "int64")]
-    return every[batch]
+        return rows[np.array(batch, "int64")]
+    return rows[batch]
 
 
 X, Y = RNG.normal(size=(9, 2)), RNG.normal(size=9)

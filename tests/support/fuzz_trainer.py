@@ -164,15 +164,17 @@ class Case:
             first, second = (can_shard and source.random() < 0.5 for _ in range(2))
             stop = source.randint(1, len(reports))
             _, begun = self.train(before, first, folder=folder, stop=stop)
-            ended, rest = self.train(after, second, folder=folder, resume="latest")
+            ended, resumed_reports = self.train(after, second, folder=folder, resume="latest")
             words = f"{stop} reports on {before} ranks, sharded {first}, then on {after}, sharded {second}"
-            self.compare(words, [ended, begun[: len(reports) - len(rest)] + rest], values, reports)
+            self.compare(
+                words, [ended, begun[: len(reports) - len(resumed_reports)] + resumed_reports], values, reports
+            )
 
-    def compare(self, words: str, found: list[Any], values: list[Any], reports: list[Any]) -> None:
+    def compare(self, words: str, results: list[Any], values: list[Any], reports: list[Any]) -> None:
         """Raise AssertionError if a training differs from that of one process."""
-        for one, other in zip(found[0], values, strict=False):
-            np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-9, err_msg=words)
-        np.testing.assert_allclose(found[1], reports, rtol=1e-7, atol=1e-9, err_msg=words)
+        for values_of_rank, other in zip(results[0], values, strict=False):
+            np.testing.assert_allclose(values_of_rank, other, rtol=1e-7, atol=1e-9, err_msg=words)
+        np.testing.assert_allclose(results[1], reports, rtol=1e-7, atol=1e-9, err_msg=words)
 
 
 def main() -> int:

@@ -114,16 +114,16 @@ def reduce_once(nccl_caller="native"):
     program = jax.jit(program, donate_argnums=0)
     gradient = np.arange(3, dtype="float32")
 
-    def once(**options):
+    def reduce(**options):
         print(launch(program, communicator, all_reduce, jax.numpy.ones(3, "float32"), gradient, **options))
 
-    once()
-    once(times=2)
+    reduce()
+    reduce(times=2)
     codes.append(3)
-    once()
-    once()
+    reduce()
+    reduce()
     communicator._watchdog.abort()
-    once()
+    reduce()
     try:
         program(jax.numpy.ones(3, "float32"), gradient)
     except Exception as error:

@@ -67,11 +67,11 @@ HOST = "import subprocess, sys; print(flush=True); input(); print(subprocess.cal
 
 def list_marked_processes(mark):
     """Return the namespace and the command line of each process that has a mark in its environment, by process ID."""
-    found = {}
+    processes = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             folder = Path("/proc", name)
             if mark in (folder / "environ").read_bytes() and is_alive(int(name)):
                 line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").replace(b"\n", b" ").decode()
-                found[int(name)] = os.readlink(folder / "ns" / "pid"), line
-    return found
+                processes[int(name)] = os.readlink(folder / "ns" / "pid"), line
+    return processes

@@ -50,7 +50,7 @@ def kill_some(folder: Path, process: subprocess.Popen[bytes], options: argparse.
     while time.monotonic() < end and n_killed < options.kills and process.poll() is None:
         time.sleep(0.05)
         try:
-            found = json.loads((folder / "processes.json").read_text())
+            processes = json.loads((folder / "processes.json").read_text())
             # A recovery truncates the record, then adds a line to deaths.json.
             starts = [
                 file.stat().st_mtime for file in (folder / "processes.json", folder / "deaths.json") if file.exists()
@@ -58,12 +58,12 @@ def kill_some(folder: Path, process: subprocess.Popen[bytes], options: argparse.
             is_training = record.stat().st_mtime > max(starts)
         except (OSError, ValueError):  # missing, or not written completely
             continue
-        if found == pids or not is_training:
+        if processes == pids or not is_training:
             continue
         end = min(end, time.monotonic() + options.seconds)  # from the first steps on
         time.sleep(chosen.expovariate(1 / options.every) if options.random else options.every)
         if process.poll() is None and time.monotonic() < end:
-            pids = found
+            pids = processes
             with contextlib.suppress(ProcessLookupError):  # the run has just ended
                 os.kill(chosen.choice(pids), signal.SIGKILL)
                 n_killed += 1
@@ -101,14 +101,16 @@ def main() -> int:
         deaths = json.loads(file.read_text()) if file.exists() else []
         for death in deaths:
             print(f"rank {death['rank']} {death['cause']}: from step {death['step']}, {death['seconds']} s lost")
-        with np.load(whole / "params.npz") as expected, np.load(parts / "params.npz") as found:
-            is_same = all(np.array_equal(expected[name], found[name]) for name in expected)
-            difference = max(float(np.abs(expected[name] - found[name]).max()) for name in expected)
+        with np.load(whole / "params.npz") as expected, np.load(parts / "params.npz") as params:
+            is_same = all(np.array_equal(expected[name], params[name]) for name in expected)
+            difference = max(float(np.abs(expected[name] - params[name]).max()) for name in expected)
         losses = [[report["loss"] for report in lines(folder, "reports")] for folder in (whole, parts)]
         n_ranks = len(options.devices.split(","))
         rows = [[sum(line["rows"] for line in lines(f, f"rank-{r}")) for r in range(n_ranks)] for f in (whole, parts)]
-        lost = [death["seconds"] for death in deaths]
-        times = f"median {statistics.median(lost):.1f}, at most {max(lost):.1f}" if lost else "none"
+        lost_seconds = [death["seconds"] for death in deaths]
+        times = (
+            f"median {statistics.median(lost_seconds):.1f}, at most {max(lost_seconds):.1f}" if lost_seconds else "none"
+        )
         print(
             f"{options.rule} on {options.devices}: {n_killed} ranks killed, {len(deaths)} deaths survived; seconds lost: "
             f"{times}; undisturbed "
@@ -118,7 +120,7 @@ def main() -> int:
         )
         if "cuda" in options.devices:  # XLA's kernels may differ from process to process
             is_same = difference < 1e-5
-            losses = [[round(loss, 5) for loss in of_run] for of_run in losses]
+            losses = [[round(loss, 5) for loss in run_losses] for run_losses in losses]
         is_wrong = len(deaths) != n_killed or rows[0] != rows[1] or len(losses[0]) != len(losses[1])
         return int(is_wrong or options.rule == "BSP" and not (is_same and losses[0] == losses[1]))
 

@@ -33,7 +33,7 @@ NO_NOUN = re.compile(rf"{CLAUSE_IN_SECTION.pattern}|(?:the same|as|no)\b", re.AS
 COMMENT = re.compile(r"^\s*#: (.*)", re.MULTILINE)
 #: Prepositions and pronouns, which name nothing by themselves; `all` and `any` are methods of arrays.
 BARE = frozenset(
-    "as at both by each everything for from in it its kept none of on one so such that them they this those to "
+    "as at both by each every everything for from in it its kept none of on one so some such that them they this those to "
     "what which who with".split()
 )
 #: Phrases that have a plainer form: "as in `X`", "one for each rank", "in place of", "the class's".
@@ -79,8 +79,8 @@ def find_unlisted_imports(sources: Mapping[str, str], listed: Iterable[str]) -> 
     listed : iterable of str
         Modules of mypy's overrides, such as ``"jax.*"``.
     """
-    own = {part for path in sources if not path.startswith(PACKAGE) for part in path.removesuffix(".py").split("/")}
-    known = {*sys.stdlib_module_names, *REQUIRED, *own, *(name.removesuffix(".*") for name in listed)}
+    modules = {part for path in sources if not path.startswith(PACKAGE) for part in path.removesuffix(".py").split("/")}
+    known = {*sys.stdlib_module_names, *REQUIRED, *modules, *(name.removesuffix(".*") for name in listed)}
     for path, source in sources.items():
         for node in ast.walk(ast.parse(source)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -170,23 +170,24 @@ def read_sources(places: Iterable[str]) -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(files)}
 
 
-def count(found: Iterable[Finding]) -> dict[str, dict[str, int]]:
+def count_by_rule(findings: Iterable[Finding]) -> dict[str, dict[str, int]]:
     """Return the number of findings by rule and path."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for finding in found:
+    for finding in findings:
         counts[finding.rule][finding.path] += 1
     return {rule: dict(sorted(counts[rule].items())) for rule in sorted(counts)}
 
 
-def additions(found: Iterable[Finding], baseline: Mapping[str, Mapping[str, int]]) -> list[Finding]:
+def find_additions(findings: Iterable[Finding], baseline: Mapping[str, Mapping[str, int]]) -> list[Finding]:
     """Return the findings of rules that have more than before, in files that have more than before."""
-    found = list(found)
-    now = count(found)
+    findings = list(findings)
+    now = count_by_rule(findings)
     more = {rule for rule in now if sum(now[rule].values()) > sum(baseline.get(rule, {}).values())}
     return [
-        each
-        for each in found
-        if each.rule in more and now[each.rule][each.path] > baseline.get(each.rule, {}).get(each.path, 0)
+        finding
+        for finding in findings
+        if finding.rule in more
+        and now[finding.rule][finding.path] > baseline.get(finding.rule, {}).get(finding.path, 0)
     ]
 
 
@@ -204,13 +205,13 @@ def main(arguments: list[str]) -> int:
         *find_unlisted_imports(checked, [name for override in config["overrides"] for name in override["module"]]),
     ]
     baseline = json.loads(BASELINE.read_text())
-    new = additions(found, baseline)
+    new = find_additions(found, baseline)
     for finding in new:
         print(finding)
     if new:
         print(f"more findings than {BASELINE.relative_to(ROOT)} has; the new ones are among these")
     elif "--update" in arguments:
-        BASELINE.write_text(json.dumps(count(found), indent=1) + "\n")
+        BASELINE.write_text(json.dumps(count_by_rule(found), indent=1) + "\n")
     elif missing := find_missing_files(baseline):
         print(f"{BASELINE.relative_to(ROOT)} lists files that do not exist; run with --update: {', '.join(missing)}")
         return 1

@@ -1,42 +1,48 @@
-"""Formulas of the exchange rules in NumPy, with all ranks in one process; references are arXiv numbers."""
+"""Formulas of the exchange rules in NumPy, with all ranks in one process; references are arXiv numbers.
+
+Every formula takes ``n`` ranks, the ``problem`` (see `rule_programs.gradient`), the first parameters ``x0``, the name of
+the ``optimizer`` (see `rule_programs.local_step`), its learning rate ``eta``, and a number of ``steps``.  The result is
+the parameters after each step, for each rank if these differ.
+"""
 
 import numpy as np
 from rule_programs import gradient, local_step
 
 
-def run(n, problem, x0, kind, eta, steps, exchange, due):
-    """Return each rank's parameters after each step; ``exchange(xs, velocities)`` is called after due steps."""
+def run(n, problem, x0, optimizer, eta, steps, exchange, is_due):
+    """Train with exchanges: ``exchange(xs)`` returns the ranks' new parameters if ``is_due`` of the step's number."""
     xs, vs = [x0.copy() for _ in range(n)], [np.zeros_like(x0) for _ in range(n)]
     trace = [list(xs)]
     for step in range(steps):
         for r in range(n):
-            xs[r], vs[r] = local_step(kind, xs[r], vs[r], gradient(problem, r, step, xs[r]), eta)
-        if due(step + 1):
+            xs[r], vs[r] = local_step(optimizer, xs[r], vs[r], gradient(problem, r, step, xs[r]), eta)
+        if is_due(step + 1):
             xs = list(exchange(xs))
         trace.append(list(xs))
     return np.array(trace).swapaxes(0, 1)
 
 
-def every(period):
+def make_schedule(period):
+    """Return the `is_due` of an exchange after each ``period`` steps, which are numbered from 1."""
     return lambda step: step % period == 0
 
 
-def bsp(n, problem, x0, kind, eta, steps):
+def bsp(n, problem, x0, optimizer, eta, steps):
     """BSP: each step uses the mean gradient, as one process would."""
     x, v = x0.copy(), np.zeros_like(x0)
     trace = [x]
     for step in range(steps):
-        x, v = local_step(kind, x, v, np.mean([gradient(problem, r, step, x) for r in range(n)], axis=0), eta)
+        x, v = local_step(optimizer, x, v, np.mean([gradient(problem, r, step, x) for r in range(n)], axis=0), eta)
         trace.append(x)
     return np.array(trace)
 
 
-def averaging(n, problem, x0, kind, eta, steps, due):
+def averaging(n, problem, x0, optimizer, eta, steps, is_due):
     """Local SGD: 1805.09767, algorithm 1."""
-    return run(n, problem, x0, kind, eta, steps, lambda xs: [np.mean(xs, axis=0)] * n, due)
+    return run(n, problem, x0, optimizer, eta, steps, lambda xs: [np.mean(xs, axis=0)] * n, is_due)
 
 
-def elastic(n, problem, x0, kind, eta, steps, period, beta):
+def elastic(n, problem, x0, optimizer, eta, steps, period, beta):
     """EASGD: 1412.6651, eqs. 5 and 6, with the gradient before the exchange; also return the final centre."""
     centre, alpha = [x0.copy()], beta / n
 
@@ -45,10 +51,10 @@ def elastic(n, problem, x0, kind, eta, steps, period, beta):
         centre[0] = (1 - beta) * old + beta * np.mean(xs, axis=0)
         return [x - alpha * (x - old) for x in xs]
 
-    return run(n, problem, x0, kind, eta, steps, exchange, every(period)), centre[0]
+    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period)), centre[0]
 
 
-def downpour(n, problem, x0, kind, eta, steps, period):
+def downpour(n, problem, x0, optimizer, eta, steps, period):
     """Synchronous Downpour: the steps of all ranks are added."""
     centre = [x0.copy()]
 
@@ -56,10 +62,10 @@ def downpour(n, problem, x0, kind, eta, steps, period):
         centre[0] = centre[0] + sum(x - centre[0] for x in xs)
         return [centre[0]] * n
 
-    return run(n, problem, x0, kind, eta, steps, exchange, every(period))
+    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
 
 
-def slow_momentum(n, problem, x0, kind, eta, steps, period, alpha, beta):
+def slow_momentum(n, problem, x0, optimizer, eta, steps, period, alpha, beta):
     """SlowMo: 1910.00643, eqs. 2 and 3."""
     start, u = [x0.copy()], [np.zeros_like(x0)]
 
@@ -68,10 +74,10 @@ def slow_momentum(n, problem, x0, kind, eta, steps, period, alpha, beta):
         start[0] = start[0] - alpha * eta * u[0]
         return [start[0]] * n
 
-    return run(n, problem, x0, kind, eta, steps, exchange, every(period))
+    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
 
 
-def outer_nesterov(n, problem, x0, kind, eta, steps, period, lr, momentum):
+def outer_nesterov(n, problem, x0, optimizer, eta, steps, period, lr, momentum):
     """DiLoCo: 2311.08105, algorithm 1."""
     start, v = [x0.copy()], [np.zeros_like(x0)]
 
@@ -81,7 +87,7 @@ def outer_nesterov(n, problem, x0, kind, eta, steps, period, lr, momentum):
         start[0] = start[0] - lr * (delta + momentum * v[0])
         return [start[0]] * n
 
-    return run(n, problem, x0, kind, eta, steps, exchange, every(period))
+    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
 
 
 def serial_nesterov(n, problem, x0, eta, steps, momentum):

@@ -20,10 +20,10 @@ class Exchange(Command):
 
     def run(self, rank):
         for size in self.sizes:
-            mine = (rank.number, b"x" * (size * (rank.number + 1)))
-            everyone = rank.all_gather(mine)
-            assert everyone == [(r, b"x" * (size * (r + 1))) for r in range(rank.size)]
-        return len(everyone)
+            message = (rank.number, b"x" * (size * (rank.number + 1)))
+            messages = rank.all_gather(message)
+            assert messages == [(r, b"x" * (size * (r + 1))) for r in range(rank.size)]
+        return len(messages)
 
 
 @dataclass(frozen=True)

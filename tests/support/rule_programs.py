@@ -10,21 +10,24 @@ from synkhronos.rules.elastic import read_centre
 
 
 def gradient(problem, rank, step, x):
-    """Return the gradient of ½ (x - b)ᵀ H (x - b); H and b differ by rank and step."""
+    """Return the gradient of ½ (x - b)ᵀ diag(h) (x - b).
+
+    ``problem`` is the pair of h and b, each an array of shape (ranks, steps, items): a rank's step has its own.
+    """
     h, b = problem
     return h[rank % len(h), step % h.shape[1]] * (x - b[rank % len(b), step % b.shape[1]])
 
 
-def local_step(kind, x, v, g, eta):
-    """Return x and the velocity after one local step."""
-    if kind == "sgd":
+def local_step(optimizer, x, v, g, eta):
+    """Return x and the velocity after one step of the optimizer "sgd", "momentum", or "scaled", which resembles Adam."""
+    if optimizer == "sgd":
         return x - eta * g, v
-    if kind == "momentum":
+    if optimizer == "momentum":
         v = 0.9 * v - eta * g
         return x + v, v
-    if kind == "scaled":  # as Adam does
+    if optimizer == "scaled":
         return x - eta * g / (np.abs(g) + 0.1), v
-    raise AssertionError(kind)
+    raise AssertionError(optimizer)
 
 
 def prepare(w, v, shared, on_device):
@@ -36,7 +39,7 @@ def prepare(w, v, shared, on_device):
     return State(w, v, shared)
 
 
-def train(worker, rule, w, v, shared, problem, kind, eta, steps, on_device=False):
+def train(worker, rule, w, v, shared, problem, optimizer, eta, steps, on_device=False):
     """Train; return the vector after each step, the report, the rule's state, and the numbers of exchanges."""
     state = prepare(w, v, shared, on_device)
     state.learning_rate = eta
@@ -44,21 +47,21 @@ def train(worker, rule, w, v, shared, problem, kind, eta, steps, on_device=False
     trace, numbers = [np.asarray(state.vector)], []
     for step in range(steps):
         x, velocity = local_step(
-            kind, np.asarray(state.vector), np.asarray(state.optimizer.get()),
+            optimizer, np.asarray(state.vector), np.asarray(state.optimizer.get()),
             gradient(problem, worker.number, step, np.asarray(state.vector)), eta,
         )  # fmt: skip
         state.vector = x
         state.optimizer.set(velocity)
-        due = rule.count_steps_left(state) == 1
+        is_due = rule.count_steps_left(state) == 1
         state.step += 1
         state.steps_since_exchange += 1
-        if due:
+        if is_due:
             numbers.append((rule.exchange(worker, state), step))
             state.steps_since_exchange = 0
         trace.append(np.asarray(state.vector))
     report = np.asarray(rule.compute_consensus(worker, state))
-    own = {name: np.asarray(value) for name, value in state.own.items()}
-    return np.array(trace), report, own, numbers
+    rank_state = {name: np.asarray(value) for name, value in state.own.items()}
+    return np.array(trace), report, rank_state, numbers
 
 
 class Averaged(rules.Rule):
@@ -100,15 +103,15 @@ def gossip(worker, rule, w, shared, vectors, sends, on_device=False):
     state = prepare(w, [], shared, on_device)
     rule.setup(worker, state)
     state.vector = vectors[worker.number]
-    seen = []
+    records = []
     for source, target in sends:
         if worker.number == source:
             rule._send(worker, state, target)
         worker.barrier("sent")
-        mine = state.shared["weights"][worker.number], state.shared["mail"][worker.number].copy()
-        seen.append((state.own["weight"], np.array(state.vector), *mine))
-        worker.barrier("seen")
-    return seen, np.asarray(rule.compute_consensus(worker, state)), state.own["weight"]
+        weight_in_flight, mailbox = (state.shared[name][worker.number] for name in ("weights", "mail"))
+        records.append((state.own["weight"], np.array(state.vector), weight_in_flight, mailbox.copy()))
+        worker.barrier("recorded")
+    return records, np.asarray(rule.compute_consensus(worker, state)), state.own["weight"]
 
 
 def elastic_once(worker, rule, w, shared, vectors, centre):

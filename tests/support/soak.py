@@ -166,13 +166,13 @@ class Faults:
 
     def get_actions(self) -> dict[int, set[int]]:
         """Return the possible actions of each rank."""
-        found: dict[int, set[int]] = collections.defaultdict(set)
+        actions: dict[int, set[int]] = collections.defaultdict(set)
         for rank, action in [*self.orders, *((rank, action) for rank, _, action in self.sabotage)]:
-            found[rank].add(action)
+            actions[rank].add(action)
         numbers = {signal.SIGKILL: KILL, signal.SIGSEGV: CRASH, signal.SIGSTOP: STOP, signal.SIGINT: INTERRUPT}
         for _, rank, number in self.outside:
-            found[rank].add(numbers[signal.Signals(number)])
-        return found
+            actions[rank].add(numbers[signal.Signals(number)])
+        return actions
 
 
 class Watchdog:
@@ -204,8 +204,10 @@ class Watchdog:
             for name in ("status", "wchan", "syscall", "stack"):
                 with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}") as file:
                     text = file.read()
-                    kept = [line for line in text.splitlines() if name != "status" or line.startswith(("State", "Sig"))]
-                    print(f"  {name}: {'; '.join(kept)}", file=sys.stderr, flush=True)
+                    state_lines = [
+                        line for line in text.splitlines() if name != "status" or line.startswith(("State", "Sig"))
+                    ]
+                    print(f"  {name}: {'; '.join(state_lines)}", file=sys.stderr, flush=True)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
                 os.kill(pid, signal.SIGUSR2)
@@ -337,8 +339,8 @@ class FunctionModel:
     content: Any = None
 
     def variables(self) -> list[Variable]:
-        found = [*self.reads, *(v for v, _ in self.updates)]
-        return list(dict.fromkeys([*found, self.sliceable] if self.sliceable is not None else found))
+        variables = [*self.reads, *(v for v, _ in self.updates)]
+        return list(dict.fromkeys([*variables, self.sliceable] if self.sliceable is not None else variables))
 
 
 @dataclass
@@ -415,19 +417,19 @@ class Soak:
     # -- setting up ------------------------------------------------------------------------------------------
 
     def _make_variables(self) -> list[Variable]:
-        rng, found = self.rng, []
+        rng, variables = self.rng, []
         dtypes = "float64 float32 float16 int8 uint8 int32 int64 bool complex64 complex128".split()
         for i, dtype in enumerate(dtypes):
             shape = tuple(rng.integers(1, 5, i % 4).tolist())
-            found.append(Variable(f"v_{dtype}", draw_values(rng, shape, dtype)))
-        found.append(Variable("v_large", draw_values(rng, (500, 700))))  # several times the scratch memory
-        found.append(Variable("v_large32", draw_values(rng, (100_003,), np.float32)))
+            variables.append(Variable(f"v_{dtype}", draw_values(rng, shape, dtype)))
+        variables.append(Variable("v_large", draw_values(rng, (500, 700))))  # several times the scratch memory
+        variables.append(Variable("v_large32", draw_values(rng, (100_003,), np.float32)))
         # Variables of functions keep their shapes, except for the rows of the sliceable one.
         self.w = Variable("w", draw_values(rng, (4,)), fixed=True)
         self.c = Variable("c", draw_values(rng, (), np.int64), fixed=True)
         self.t = Variable("t", draw_values(rng, (3,)), fixed=True)
         self.s = Variable("s", draw_values(rng, (9, 3)), fixed=True)
-        return [*found, self.w, self.c, self.t, self.s]
+        return [*variables, self.w, self.c, self.t, self.s]
 
     def _new_recipe(self) -> FunctionModel:
         kind = str(self.rng.choice(["plain", "plain", "update", "update", "update", "sliceable", "both"]))
@@ -543,8 +545,8 @@ class Soak:
         self.size, self.root = size, root
         ranks.get_session().run(RegisterStackDump())
         for variable in self.variables:
-            mine = np.asarray(variable.shared.get_value())
-            variable.values, variable.sent = [mine] * size, False
+            value = np.asarray(variable.shared.get_value())
+            variable.values, variable.sent = [value] * size, False
         # Collectives accept only variables that a function of these ranks uses.
         self.declarations = [synk.function([], [], updates=[(v.shared, v.shared)]) for v in self.variables]
         for recipe in self.recipes:
@@ -725,21 +727,21 @@ class Soak:
         count = max(1, min(slices, *lengths)) if slices > 1 else 1
         results, weights = [], []
         for piece in range(count):
-            mine = [] if rows is None else [np.array_split(rows, count)[piece]]
+            rank_rows = [] if rows is None else [np.array_split(rows, count)[piece]]
             if recipe.sliceable is not None and index is not None:
                 state[recipe.sliceable] = recipe.sliceable.values[r][np.array_split(index, count)[piece]]
-            outputs, updated = recipe.compute(mine, whole, state)
+            outputs, updated = recipe.compute(rank_rows, whole, state)
             results.append([np.asarray(value) for value in (*outputs, *updated)])
-            weights.append(max(1, len(mine[0]) if mine else len(np.array_split(index, count)[piece])))
+            weights.append(max(1, len(rank_rows[0]) if rank_rows else len(np.array_split(index, count)[piece])))
         if slices == 1:
-            combined = results[0]
+            rank_outputs = results[0]
         else:
             ops = [*recipe.ops, *(op for _, op in recipe.updates)]
             ops = [
                 "sum" if op in ("avg", "mean") and results[0][i].dtype.kind == "i" else op for i, op in enumerate(ops)
             ]
-            combined = [reduce_values(op, [result[i] for result in results], weights) for i, op in enumerate(ops)]
-        return combined[: len(recipe.ops)], combined[len(recipe.ops) :]
+            rank_outputs = [reduce_values(op, [result[i] for result in results], weights) for i, op in enumerate(ops)]
+        return rank_outputs[: len(recipe.ops)], rank_outputs[len(recipe.ops) :]
 
     def collective(self, faults: Faults) -> Step:
         rng = self.rng
@@ -778,11 +780,11 @@ class Soak:
             new = {v: [v.values[self.root]] * self.size for v in picked}
             return Step("", lambda: synk.broadcast(shareds[0] if single else shareds), None, new)
         pairs = [self._draw_value(v, self._draw_shape(v)) for v in picked]
-        given = [value for value, _ in pairs]
+        values = [value for value, _ in pairs]
         new = {v: [value] * self.size for v, (_, value) in zip(picked, pairs, strict=True)}
         return Step(
             f"to {[v.shape for _, v in pairs]}",
-            lambda: synk.broadcast(shareds[0], given[0]) if single else synk.broadcast(shareds, given),
+            lambda: synk.broadcast(shareds[0], values[0]) if single else synk.broadcast(shareds, values),
             None,
             new,
         )
@@ -803,10 +805,12 @@ class Soak:
             v: [value[index] for index in np.array_split(selection, self.size)]
             for v, (_, value), selection in zip(picked, pairs, selections, strict=True)
         }
-        given = [value for value, _ in pairs]
+        values = [value for value, _ in pairs]
         return Step(
             f"of {[v.shape for _, v in pairs]} batch={batch!r}",
-            lambda: synk.scatter(shareds[0], given[0], batch) if single else synk.scatter(shareds, given, batch=batch),
+            lambda: (
+                synk.scatter(shareds[0], values[0], batch) if single else synk.scatter(shareds, values, batch=batch)
+            ),
             None,
             new,
         )
@@ -891,10 +895,10 @@ class Soak:
         new = {v: [*v.values] for v in picked}
         for v, (_, value) in zip(picked, pairs, strict=True):
             new[v][r] = value
-        given, shareds = [value for value, _ in pairs], [v.shared for v in picked]
+        values, shareds = [value for value, _ in pairs], [v.shared for v in picked]
         if single:
-            return Step(f"of rank {r}", lambda: synk.set_value(r, shareds[0], given[0]), None, new)
-        return Step(f"of rank {r}", lambda: synk.set_value(r, shareds, given), None, new)
+            return Step(f"of rank {r}", lambda: synk.set_value(r, shareds[0], values[0]), None, new)
+        return Step(f"of rank {r}", lambda: synk.set_value(r, shareds, values), None, new)
 
     def _get_value_step(self, picked: list[Variable], single: bool) -> Step:
         r = int(self.rng.integers(self.size))
@@ -1133,11 +1137,11 @@ class Soak:
         except BaseException as caught:
             error = caught
         # The master notices no death while it compiles itself.
-        took = time.monotonic() - start if self._compiled() == compiled else 0.0
+        duration = time.monotonic() - start if self._compiled() == compiled else 0.0
         over.set()
         for thread in threads:
             thread.join()
-        self._check_outcome(step, faults, may, error, result, took, before, signalled)
+        self._check_outcome(step, faults, may, error, result, duration, before, signalled)
 
     def _compiled(self) -> int:
         return sum(len(recipe.function._computation.compiled) for recipe in self.recipes)
@@ -1173,7 +1177,7 @@ class Soak:
         may: dict[int, set[int]],
         error: BaseException | None,
         result: Any,
-        took: float,
+        duration: float,
         before: dict[int, int],
         signalled: set[int],
     ) -> None:
@@ -1194,8 +1198,8 @@ class Soak:
             expect(error.rank in mortal, f"rank {error.rank} died, and nobody told it to:", error)
             words = [DEATHS[action] for action in mortal[error.rank]]
             expect(any(word in str(error) for word in words), f"expected {words} in:", error)
-            self.slowest_death = max(self.slowest_death, took)
-            expect(took < NOTICED, f"a death was noticed after {took:.1f} s")
+            self.slowest_death = max(self.slowest_death, duration)
+            expect(duration < NOTICED, f"a death was noticed after {duration:.1f} s")
         elif isinstance(error, synk.WorkerError):
             expect(RAISE in may.get(error.rank, ()), "a worker's error from nowhere:", error)
             expect("Injected" in error.worker_traceback, "no traceback in", error)
@@ -1339,11 +1343,13 @@ class Soak:
                 self.fork(self.size, self.root)
         if self.progress is not None:
             self.progress.close()
-        took = time.monotonic() - start
+        duration = time.monotonic() - start
         last = self.footprint()
         self.check_ended()
         self.watchdog.end()
-        print(f"soak of {NAME}: seed {self.seed}, {self.step} steps in {took:.0f} s ({self.step / took:.1f} a second)")
+        print(
+            f"soak of {NAME}: seed {self.seed}, {self.step} steps in {duration:.0f} s ({self.step / duration:.1f} a second)"
+        )
         for title, counter in (("steps", self.counts), ("faults", self.faults), ("outcomes", self.outcomes)):
             print(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in counter.most_common() if n))
         print(f"  slowest notice of a death: {self.slowest_death:.2f} s")

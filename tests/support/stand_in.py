@@ -1,9 +1,6 @@
 """Stand-ins for CUDA and NCCL, by which JAX arrays in host memory pass through the code for GPUs.
 
-`install`
-Call it before `synkhronos.fork`.
-`seen`
-    The collectives of the master since the last call, in words.
+Call `install` before `synkhronos.fork`.  `take_collectives` then describes the master's collectives.
 
 The stand-in for NCCL reduces by shared memory; CUDA's streams do nothing, since XLA computes in the thread that
 launches.
@@ -25,8 +22,8 @@ from synkhronos.engines.xla.executable import Executable
 
 _DTYPES = {number: np.dtype(getattr(ml_dtypes, name, name)) for name, number in nccl.NCCL_DTYPES.items()}
 _OPS = {number: name for name, number in nccl.NCCL_OPS.items()}
-_STREAM, _BESIDE = 7, 8
-_seen: list[str] = []
+_STREAM, _SIDE_STREAM = 7, 8
+_collectives: list[str] = []
 
 
 class _Nccl:
@@ -40,7 +37,7 @@ class _Nccl:
             for address in (source, target)
         ]
         HOST.get_communicator(self._rank)._reduce(*arrays, _OPS[op], count, dtype, range(self._rank.size))
-        _seen.append(f"{'begun' if stream == _BESIDE else 'combined'} {count} of {dtype};")
+        _collectives.append(f"{'started' if stream == _SIDE_STREAM else 'all-reduced'} {count} of {dtype};")
 
     def comm_get_async_error(self, handle):
         return 0
@@ -48,7 +45,7 @@ class _Nccl:
 
 class _Staging:
     stream = handle = _STREAM
-    side_stream, event = _BESIDE, 1
+    side_stream, event = _SIDE_STREAM, 1
     CUresult = types.SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_NOT_READY=600)
 
     def __init__(self):
@@ -110,6 +107,6 @@ def install():
 
 def take_collectives():
     """Return descriptions of the master's collectives since the last call."""
-    descriptions = " ".join(_seen)
-    _seen.clear()
+    descriptions = " ".join(_collectives)
+    _collectives.clear()
     return descriptions

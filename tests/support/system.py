@@ -26,11 +26,11 @@ def list_shared_names() -> set[str]:
 def find_leaked_names(before: set[str]) -> set[str]:
     """Return names in /dev/shm that were created since ``before`` and still exist after `LIMIT` seconds."""
     deadline = time.monotonic() + LIMIT
-    left = list_shared_names() - before
-    while left and time.monotonic() < deadline:
+    leaked = list_shared_names() - before
+    while leaked and time.monotonic() < deadline:
         time.sleep(0.005)
-        left &= list_shared_names()
-    return left
+        leaked &= list_shared_names()
+    return leaked
 
 
 def list_children(pid: int) -> list[int]:
@@ -38,14 +38,14 @@ def list_children(pid: int) -> list[int]:
 
     Children that were waited for, or need not be, are omitted: they remain in the kernel's list for a moment.
     """
-    found = []
+    children = []
     for thread in os.listdir(f"/proc/{pid}/task"):
         try:
             with open(f"/proc/{pid}/task/{thread}/children") as listed:
-                found += [int(child) for child in listed.read().split()]
+                children += [int(child) for child in listed.read().split()]
         except (FileNotFoundError, ProcessLookupError):
             return list_children(pid)  # the thread has ended, and another thread has its children
-    return [child for child in found if read_process_state(child) not in ("X", "")]
+    return [child for child in children if read_process_state(child) not in ("X", "")]
 
 
 def read_process_state(pid: int) -> str:
@@ -61,18 +61,18 @@ def is_alive(pid: int) -> bool:
     return read_process_state(pid) not in _ENDED
 
 
-def wait_for_state(pid: int, wanted: str) -> None:
+def wait_for_state(pid: int, state: str) -> None:
     """Wait until a process is in a state."""
     deadline = time.monotonic() + LIMIT
-    while read_process_state(pid) != wanted:
-        assert time.monotonic() < deadline, f"{pid} is {read_process_state(pid)!r}, not {wanted!r}"
+    while read_process_state(pid) != state:
+        assert time.monotonic() < deadline, f"{pid} is {read_process_state(pid)!r}, not {state!r}"
         time.sleep(0.001)
 
 
 def list_session_members(session: int) -> dict[int, str]:
     """Return the states of a session's live processes by process ID, without zombies."""
-    everyone = {int(name): _status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
-    return {pid: s[0] for pid, s in everyone.items() if s and int(s[3]) == session and s[0] not in _ENDED}
+    statuses = {int(name): _status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
+    return {pid: s[0] for pid, s in statuses.items() if s and int(s[3]) == session and s[0] not in _ENDED}
 
 
 def _status(pid: int) -> list[str]:
@@ -89,8 +89,8 @@ def time_limit(seconds: float = LIMIT) -> Iterator[None]:
     """Fail if the block takes longer than this."""
     start = time.monotonic()
     yield
-    passed = time.monotonic() - start
-    assert passed < seconds, f"{passed:.2f} s"
+    duration = time.monotonic() - start
+    assert duration < seconds, f"{duration:.2f} s"
 
 
 def run_code(code: str, timeout: float, **environment: str) -> str:

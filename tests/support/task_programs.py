@@ -114,18 +114,18 @@ def take_group_steps(worker, steps_by_rank):
     """Take this rank's steps; return their results by number."""
     results = {}
     for number, kind, members, n in steps_by_rank[worker.number]:
-        mine = np.arange(n) + 10.0 * number + worker.number
+        values = np.arange(n) + 10.0 * number + worker.number
         group = worker.group(members)
         if kind == "send" and len(members) > 1:
-            source, to = members[:2]
+            source, target = members[:2]
             if worker.number == source:
-                worker.send(mine, to)
-            elif worker.number == to:
+                worker.send(values, target)
+            elif worker.number == target:
                 results[number] = worker.receive(source).tolist()
         elif kind == "exchange":
             results[number] = group.all_gather((number, worker.number))
         elif kind == "sum":
-            results[number] = group.all_reduce(mine, "sum").tolist()
+            results[number] = group.all_reduce(values, "sum").tolist()
         else:
             group.barrier(f"step {number}")
     return results
@@ -164,20 +164,20 @@ def add_ones(worker, counter, times, slow=False):
 
 def acquire_with_timeout(worker, seconds):
     """Hold a lock on rank 0 while the others try to acquire it; return their results during that time and after."""
-    lock, found = worker.lock(1), []
+    lock, results = worker.lock(1), []
     if worker.number == 0:
-        found.append(lock.acquire())
-    for held in (True, False):
-        worker.barrier(f"held: {held}")
+        results.append(lock.acquire())
+    for is_held in (True, False):
+        worker.barrier(f"held: {is_held}")
         if worker.number:
-            acquired = lock.acquire(timeout=seconds if held else 60)
-            found.append(acquired)
+            acquired = lock.acquire(timeout=seconds if is_held else 60)
+            results.append(acquired)
             if acquired:
                 lock.release()
-        worker.barrier(f"tried: {held}")
-        if worker.number == 0 and held:
+        worker.barrier(f"tried: {is_held}")
+        if worker.number == 0 and is_held:
             lock.release()
-    return found
+    return results
 
 
 def step_on_own_rows(worker, step, w, rows):

@@ -58,7 +58,7 @@ class Model:
         valid = None if valid is None else (valid[0], [valid[1], np.arange(len(valid[1]))])
         return self.trainer.epochs(X[:rows], [Y[:rows], np.arange(rows)], batch_size, epochs, valid=valid, **kwargs)
 
-    def used(self):
+    def count_uses(self):
         return np.sum(synk.gather(self.counts, nd_up=1), axis=0)
 
     def values(self):

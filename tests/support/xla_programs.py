@@ -77,7 +77,7 @@ class Multiply(Command):
 
         program = SpmdProgram(rank)
         row = (np.arange(rank.size) + rank.number + 1.0) / rank.size**2
-        own = np.arange(rank.size) == rank.number
+        is_own = np.arange(rank.size) == rank.number
 
         def multiply(vector):
             def is_short(state):
@@ -85,7 +85,7 @@ class Multiply(Command):
 
             def advance(state):
                 count, vector, total = state
-                vector = program.all_reduce(jnp.where(own, (row * vector).sum(), 0.0))
+                vector = program.all_reduce(jnp.where(is_own, (row * vector).sum(), 0.0))
                 return count + 1, vector, total + vector
 
             return jnp.stack(jax.lax.while_loop(is_short, advance, (0, vector, 0 * vector))[1:])

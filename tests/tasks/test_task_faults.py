@@ -68,66 +68,68 @@ def test_random_task_steps_end_or_raise(fork):
     @given(st.data())
     def check(draw):
         steps = draw.draw(programs_of_groups(3))
-        of_ranks = [draw.draw(st.permutations([step for step in steps if r in step[2]])) for r in range(3)]
+        steps_by_rank = [draw.draw(st.permutations([step for step in steps if r in step[2]])) for r in range(3)]
         with contextlib.suppress(RuntimeError):  # WorkerError is a RuntimeError
-            synk.run(programs.take_group_steps, of_ranks)
+            synk.run(programs.take_group_steps, steps_by_rank)
         assert len(synk.run(programs.return_arguments)) == 3  # no rank was ended
 
     check()
 
 
-def can_complete(of_ranks, capacity):
+def can_complete(steps_by_rank, capacity):
     """Return whether a program of messages ends with buffers of `capacity` bytes; a message takes 200 more."""
-    at = [0] * len(of_ranks)
+    positions = [0] * len(steps_by_rank)
     channels = defaultdict(deque)
 
     def can(r):
-        kind, peer, n = of_ranks[r][at[r]]
+        kind, peer, n = steps_by_rank[r][positions[r]]
         if kind == "receive":
             return bool(channels[peer, r])
         waiting = channels[r, peer]
         if sum(waiting) + n + 200 <= capacity:
             return True
         # A larger message is sent while the other rank receives it.
-        return not waiting and of_ranks[peer][at[peer] :][:1] == [("receive", r, 0)]
+        return not waiting and steps_by_rank[peer][positions[peer] :][:1] == [("receive", r, 0)]
 
-    while ready := [r for r, steps in enumerate(of_ranks) if at[r] < len(steps) and can(r)]:
-        kind, peer, n = of_ranks[ready[0]][at[ready[0]]]
+    while ready := [r for r, steps in enumerate(steps_by_rank) if positions[r] < len(steps) and can(r)]:
+        kind, peer, n = steps_by_rank[ready[0]][positions[ready[0]]]
         if kind == "send":
             channels[ready[0], peer].append(n + 200)
         else:
             channels[peer, ready[0]].popleft()
-        at[ready[0]] += 1
-    return at == [len(steps) for steps in of_ranks]
+        positions[ready[0]] += 1
+    return positions == [len(steps) for steps in steps_by_rank]
 
 
 def test_send_blocks_only_beyond_the_buffer(fork):
     """In any order of sends and receives, programs whose messages fit end, and deadlocks raise errors."""
     fork(3, timeout=LIMIT)
-    pairs = st.sampled_from([(source, to) for source in range(3) for to in range(3) if source != to])
+    pairs = st.sampled_from([(source, target) for source in range(3) for target in range(3) if source != target])
     sizes = st.sampled_from([0, 10, 1000, 30_000, 60_000, 100_000, 300_000])
 
     @settings(max_examples=60)
     @given(st.lists(st.tuples(pairs, sizes), min_size=1, max_size=8), st.data())
     def check(drawn, draw):
         steps = [[], [], []]
-        for (source, to), n in drawn:
-            steps[source].append(("send", to, n))
-            steps[to].append(("receive", source, 0))
-        of_ranks = [draw.draw(st.permutations(rank_steps)) for rank_steps in steps]
+        for (source, target), n in drawn:
+            steps[source].append(("send", target, n))
+            steps[target].append(("receive", source, 0))
+        steps_by_rank = [draw.draw(st.permutations(rank_steps)) for rank_steps in steps]
         expected = []
         for r in range(3):
-            sizes_of = {q: [n for kind, to, n in of_ranks[q] if (kind, to) == ("send", r)] for q in range(3)}
+            sizes_of = {
+                q: [n for kind, target, n in steps_by_rank[q] if (kind, target) == ("send", r)] for q in range(3)
+            }
             n_received = Counter()
             expected.append([])
-            for kind, source, _ in of_ranks[r]:
+            for kind, source, _ in steps_by_rank[r]:
                 if kind == "receive":
                     expected[r].append((n_received[source], sizes_of[source][n_received[source]]))
                     n_received[source] += 1
-        fits, can_end = can_complete(of_ranks, 131_072), can_complete(of_ranks, float("inf"))
+        fits, can_end = can_complete(steps_by_rank, 131_072), can_complete(steps_by_rank, float("inf"))
         assert can_end or not fits
         try:
-            assert synk.run(programs.exchange_messages, of_ranks) == expected
+            assert synk.run(programs.exchange_messages, steps_by_rank) == expected
             assert can_end
         except RuntimeError as error:  # WorkerError is a RuntimeError
             assert "the ranks wait for each other" in str(error)

@@ -153,8 +153,8 @@ def test_task_all_reduce_accepts_other_byte_orders(n_ranks, in_group):
 
 def test_task_rows_are_cast_like_data(n_ranks):
     """Rows are copied where NumPy requests a copy or another dtype."""
-    found = synk.run(programs.convert_rows, synk.data([1.0, 2.0]), synk.data(3.0))
-    assert found == [[True, True, False, ValueError, TypeError, [2.0, 1.0]]] * n_ranks
+    dtypes = synk.run(programs.convert_rows, synk.data([1.0, 2.0]), synk.data(3.0))
+    assert dtypes == [[True, True, False, ValueError, TypeError, [2.0, 1.0]]] * n_ranks
 
 
 def test_task_rows_of_a_file_are_read_only(n_ranks, tmp_path):

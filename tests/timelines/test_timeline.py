@@ -51,8 +51,10 @@ def test_timeline_records_every_rank(step, tmp_path):
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
     # A rank's spans are nested, as Perfetto draws one within another.
     ranks = timeline_report.read_timelines(str(path))
-    for mine in ranks.values():
-        assert all(a.end <= b.start for a, b in zip(mine.activities, mine.activities[1:], strict=False))
+    for timeline_of_rank in ranks.values():
+        assert all(
+            a.end <= b.start for a, b in zip(timeline_of_rank.activities, timeline_of_rank.activities[1:], strict=False)
+        )
 
 
 def test_timeline_records_every_collective(step, tmp_path):
@@ -143,11 +145,11 @@ def test_timeline_records_xla_computations(fork, tmp_path):
     with synk.timeline(tmp_path / "run.json", compute=True):
         float(f(np.ones((8, 30))))
     ranks = timeline_report.read_timelines(str(tmp_path / "run.json"))
-    for mine in ranks.values():
-        begin, end = min(s.start for s in mine.activities), max(s.end for s in mine.activities)
-        assert mine.compute
+    for spans in ranks.values():
+        begin, end = min(s.start for s in spans.activities), max(s.end for s in spans.activities)
+        assert spans.compute
         # The two clocks agree: XLA copies the rows and computes between the start of the call and the read of the result.
-        outside = [s for s in mine.compute if s.start < begin or s.end > end]
+        outside = [s for s in spans.compute if s.start < begin or s.end > end]
         assert not outside, (begin, end, outside)
 
 
@@ -185,17 +187,19 @@ def test_timeline_nested_spans_cover_equal_time(data):
     assert all(a.end <= b.start for a, b in zip(segments, segments[1:], strict=False))
     for t in range(60):
         covering = [s for s in spans if s.start <= t < s.end]
-        found = [s for s in segments if s.start <= t < s.end]
-        assert len(found) == bool(covering)
+        segments_at_t = [s for s in segments if s.start <= t < s.end]
+        assert len(segments_at_t) == bool(covering)
         if covering:  # the innermost, which is the one with the smallest number in its name
-            assert found[0].name == min(s.name for s in covering)
+            assert segments_at_t[0].name == min(s.name for s in covering)
 
 
 def make_ranks(*ranks):
     """Return timelines from tuples (start, end, name, category); the first rank is the master, with one call."""
-    made = {number: RankTimeline(f"rank {number}", [Activity(*s) for s in rank]) for number, rank in enumerate(ranks)}
-    made[0].calls = [Activity(ranks[0][0][0], ranks[0][-1][1], "call", "call")]
-    return made
+    timelines = {
+        number: RankTimeline(f"rank {number}", [Activity(*s) for s in rank]) for number, rank in enumerate(ranks)
+    }
+    timelines[0].calls = [Activity(ranks[0][0][0], ranks[0][-1][1], "call", "call")]
+    return timelines
 
 
 def test_critical_path_goes_through_the_slowest_rank():

@@ -83,8 +83,8 @@ def test_checkpoint_refuses_lossy_arrays(tmp_path, array):
 CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir")
 
 
-def save_and_die(folder, at, seen, keep=1):
-    """Save in a new process that exits at system call `at`, if possible in the middle of it; return the calls."""
+def save_and_die(folder, call_number, seen, keep=1):
+    """Save in a new process that exits at system call `call_number`, if possible in the middle of it; return the calls."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -100,7 +100,7 @@ def save_and_die(folder, at, seen, keep=1):
             nonlocal count
             count += 1
             tell(writing, b".")
-            if count == at:
+            if count == call_number:
                 if name == "write":
                     real(args[0], args[1][: len(args[1]) // 2])
                 end(9)
@@ -122,24 +122,24 @@ def save_and_die(folder, at, seen, keep=1):
 def test_checkpoint_survives_a_kill_at_any_call(tmp_path, seen):
     Checkpoint(tmp_path / "before", keep=1).save(100, {"w": np.full(1000, 1.0)}, {"number": 1})
 
-    def run(folder, at):
+    def run(folder, call_number):
         shutil.copytree(tmp_path / "before", folder)
-        return save_and_die(folder, at, seen)
+        return save_and_die(folder, call_number, seen)
 
     calls, status = run(tmp_path / "whole", -1)
     assert calls >= 20 and status == 0
-    found = []
-    for at in range(1, calls + 1):
-        folder = tmp_path / str(at)
-        assert run(folder, at)[1] == 9
+    checkpoints = []
+    for call_number in range(1, calls + 1):
+        folder = tmp_path / str(call_number)
+        assert run(folder, call_number)[1] == 9
         stored = Checkpoint(folder).load()
         assert stored.arrays["w"].tolist() == [float(stored.meta["number"])] * 1000
-        found.append(stored.meta["number"])
+        checkpoints.append(stored.meta["number"])
         # The next checkpoint is written as usual.
         Checkpoint(folder, keep=1).save(300, {"w": np.zeros(1)}, {"number": 3})
         assert Checkpoint(folder).load().meta["number"] == 3
         assert len(entries(folder)) == 1
-    assert found == sorted(found) and found[0] == 1 and found[-1] == 2
+    assert checkpoints == sorted(checkpoints) and checkpoints[0] == 1 and checkpoints[-1] == 2
 
 
 @pytest.mark.slow
@@ -147,13 +147,13 @@ def test_checkpoint_kill_leaves_no_later_stale_checkpoint(tmp_path):
     for seen in (10, 20, 30):
         Checkpoint(tmp_path / "before").save(seen, {"w": np.ones(1000)}, {})
 
-    def run(folder, at):
+    def run(folder, call_number):
         shutil.copytree(tmp_path / "before", folder)
-        return save_and_die(folder, at, 15, keep=3)[0]
+        return save_and_die(folder, call_number, 15, keep=3)[0]
 
-    for at in range(1, run(tmp_path / "whole", -1) + 1):
-        folder = tmp_path / str(at)
-        run(folder, at)
+    for call_number in range(1, run(tmp_path / "whole", -1) + 1):
+        folder = tmp_path / str(call_number)
+        run(folder, call_number)
         names = [int(path.name.removeprefix("rows-")) for path in Checkpoint(folder).paths()]
         assert names in ([10, 20, 30], [10, 20], [10], [10, 15])
         for path in Checkpoint(folder).paths():
@@ -349,7 +349,7 @@ def process(function):
         os.waitpid(pid, 0)
 
 
-def until(condition):
+def wait_until(condition):
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
@@ -384,7 +384,7 @@ def test_checkpoint_folder_lock_excludes_a_second_process(tmp_path):
                 reader.load()
             return len(reader.paths()) == 20
 
-        until(has_all)
+        wait_until(has_all)
         stored = [reader.load(path) for path in reader.paths()]
         writer = int(stored[0].meta["number"])
         pid, pipe = (first_pid, second_pipe) if writer == 1 else (other, first_pipe)
@@ -394,7 +394,7 @@ def test_checkpoint_folder_lock_excludes_a_second_process(tmp_path):
         words = f"{tmp_path} is the folder of a training that process {pid} on host {platform.node()} is running"
         assert all(words in line for line in refusals), refusals
     with process(write_many(tmp_path, 3)):  # the writer's death has released the lock
-        until(lambda: reader.load().meta["number"] == 3)
+        wait_until(lambda: reader.load().meta["number"] == 3)
 
 
 def test_checkpoint_folder_lock_ends_with_a_killed_writer(tmp_path):

@@ -32,13 +32,13 @@ def get_state(train):
 
 def test_small_steps_add_up(n_ranks):
     """A step is less than half the spacing of float16 numbers at 0.5."""
-    found = {}
+    values = {}
     for rule in (u.sgd, u.master_weights(u.sgd)):
         train, (w, _) = make(make_train_function, rule, learning_rate=1e-5)
         for _ in range(100):
             train(X, Y)
-        found[rule] = w.get_value()
-    plain, rule_of_masters = found.values()
+        values[rule] = w.get_value()
+    plain, rule_of_masters = values.values()
     start = np.full((4, 3), 0.5, "float16")
     np.testing.assert_array_equal(plain, start)
     assert (rule_of_masters != start).any()
@@ -69,13 +69,13 @@ def test_ranks_results_equal_one_process(n_ranks, rule, shards):
     for batch in (None, 7, 2, None):
         train(X, Y, batch=batch)
         serial(X, Y, batch=batch)
-    found, expected = get_state(train), get_state(serial)
-    assert found.keys() == expected.keys()
+    state, expected = get_state(train), get_state(serial)
+    assert state.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=2e-3, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(state[name], value, rtol=2e-3, atol=1e-4, err_msg=name)
     for param, serial_param in zip(params, like, strict=True):
         assert param.get_value().dtype == np.float16
-        np.testing.assert_array_equal(param.get_value(), found[f"{param.name}_master"].astype("float16"))
+        np.testing.assert_array_equal(param.get_value(), state[f"{param.name}_master"].astype("float16"))
         np.testing.assert_allclose(param.get_value(), serial_param.get_value(), rtol=2e-3, atol=1e-3)
 
 

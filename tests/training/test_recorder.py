@@ -169,7 +169,7 @@ def test_show_labels_losses(tmp_path, monkeypatch, losses, labels):
     for minor in (False, True):
         texts = [label.get_text() for label in axis.get_ticklabels(minor=minor)]
         shown.update(zip(axis.get_ticklocs(minor=minor), texts, strict=True))
-    assert [shown[at] for at in sorted(shown) if low < at < high and shown[at]] == labels
+    assert [shown[position] for position in sorted(shown) if low < position < high and shown[position]] == labels
 
 
 def test_recorder_writes_tensorboard_files(tmp_path):
@@ -205,18 +205,18 @@ def test_schedules_can_be_combined():
     assert other(3) == schedule(3) == pytest.approx(0.1)
     reset_best(other)
     assert get_state(other) == {"made": ["plateau", 0.1], "rate": pytest.approx(0.025), "since": 0}
-    own = SimpleNamespace(best=-math.inf, observe=None)  # a metric for which more is better
-    reset_best(SimpleNamespace(schedule=own))
-    assert own.best == -math.inf
+    user_schedule = SimpleNamespace(best=-math.inf, observe=None)  # a metric for which more is better
+    reset_best(SimpleNamespace(schedule=user_schedule))
+    assert user_schedule.best == -math.inf
     # A schedule of the epoch has no state, and ignores states of others.
     for old in (schedules.constant(0.1), schedules.steps(0.1, {5: 0.1}), schedules.warmup(0.1, 5), schedule):
         # So does a schedule of another kind, or one with another initial rate.
-        own = SimpleNamespace(rate=3.0, observe=None)
+        user_schedule = SimpleNamespace(rate=3.0, observe=None)
         for new in (
             schedules.constant(0.01),
             schedules.warmup(schedules.cosine(0.01, 9), 5),
             schedules.plateau(0.01, 0.5, 2),
-            own,
+            user_schedule,
         ):
             before = repr(new)
             set_state(new, get_state(old))

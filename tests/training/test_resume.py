@@ -29,13 +29,13 @@ def trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean", cou
     return make_trainer(loss, [w, b], x, y, update_rule, rule or rules.BSP(), rate, extra_updates=updates, **kwargs)
 
 
-def train_with_checkpoint(folder, made):
-    list(made.epochs(X, Y, 5, 1, checkpoint=Checkpoint(folder)))
+def train_with_checkpoint(folder, trainer):
+    list(trainer.epochs(X, Y, 5, 1, checkpoint=Checkpoint(folder)))
     return Checkpoint(folder).paths()[-1]
 
 
-def resume(path, made):
-    return list(made.epochs(X, Y, 5, 2, resume=path))
+def resume(path, trainer):
+    return list(trainer.epochs(X, Y, 5, 2, resume=path))
 
 
 def doubled(loss, params, learning_rate, weight, times=2.0):
@@ -103,10 +103,10 @@ def test_resume_refuses_a_checkpoint_of_another_training(fork, tmp_path, name):
     fork(1)
     before, after, words = OTHERS[name]
     path = train_with_checkpoint(tmp_path, trainer(**before))
-    made = trainer(**after)
+    new_trainer = trainer(**after)
     with pytest.raises(CheckpointError, match=words):
-        resume(path, made)
-    assert made.params[0].get_value().tolist() == [0.0] * 4
+        resume(path, new_trainer)
+    assert new_trainer.params[0].get_value().tolist() == [0.0] * 4
 
 
 def three(step):
@@ -128,18 +128,18 @@ def three(step):
 def test_resume_accepts_other_learning_rates_and_periods(fork, tmp_path, before, after):
     fork(1)
     path = train_with_checkpoint(tmp_path, trainer(**before))
-    made = trainer(**after)
-    (report,) = resume(path, made)
+    new_trainer = trainer(**after)
+    (report,) = resume(path, new_trainer)
     assert report.seen == 120
 
 
 @pytest.mark.parametrize("rule", [rules.BSP, rules.LocalSGD], ids=lambda rule: rule.__name__)
 def test_resume_refuses_incomplete_checkpoints(fork, tmp_path, rule):
     fork(2)
-    made = trainer(rule=rule(), extra=["ema"], counts=["steps"])
-    path = train_with_checkpoint(tmp_path, made)
+    new_trainer = trainer(rule=rule(), extra=["ema"], counts=["steps"])
+    path = train_with_checkpoint(tmp_path, new_trainer)
     stored = Checkpoint(tmp_path).load(path)
-    broken, again = Checkpoint(tmp_path / "broken"), trainer(rule=made.rule, extra=["ema"], counts=["steps"])
+    broken, again = Checkpoint(tmp_path / "broken"), trainer(rule=new_trainer.rule, extra=["ema"], counts=["steps"])
 
     def refused(arrays, meta, words):
         resumed = broken.save(1, arrays, meta)
@@ -158,7 +158,7 @@ def test_resume_refuses_incomplete_checkpoints(fork, tmp_path, rule):
     refused({**stored.arrays, "0.params": np.zeros(3)}, stored.meta, "expected 6 elements of 0.params, got")
     refused(stored.arrays, {}, "kind")
     with pytest.raises(CheckpointError, match="broken: expected a checkpoint"):
-        resume(broken.folder, made)
+        resume(broken.folder, new_trainer)
 
 
 def test_checkpoint_folder_refuses_a_second_training(fork, tmp_path):
@@ -208,21 +208,21 @@ def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
     again.trainer.restore_best()
     np.testing.assert_allclose(mse(again), values[best], rtol=1e-12)
     # Resuming from the best checkpoint is a new training, which ignores later checkpoints.
-    rest = again.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume=checkpoint.best())
-    assert next(rest).epoch == best + 2
+    resumed_reports = again.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume=checkpoint.best())
+    assert next(resumed_reports).epoch == best + 2
 
 
 def test_restore_best_works_within_a_training(fork, tmp_path):
     fork(1)
     model = Model("BSP", rate=raise_rate_until_divergence)
     checkpoint = Checkpoint(tmp_path, keep_best="mse")
-    seen = []
+    epochs = []
     for report in model.epochs(5, 7, valid=(X, Y), checkpoint=checkpoint):
-        seen.append(report.epoch)
-        if len(seen) == 5:
+        epochs.append(report.epoch)
+        if len(epochs) == 5:
             best = model.trainer.restore_best()
             assert best.name == "rows-000000000180"
-    assert seen == [1, 2, 3, 4, 5, 4, 5, 6, 7]
+    assert epochs == [1, 2, 3, 4, 5, 4, 5, 6, 7]
     assert checkpoint.load().meta["seen"] == 420
 
 
@@ -230,11 +230,11 @@ def test_restore_best_accepts_mode_max(fork, tmp_path):
     fork(1)
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     loss = ((tensor.dot(x, w) - 1) ** 2).mean()
-    made = make_trainer(
+    new_trainer = make_trainer(
         loss, [w], x, [], sgd, rules.BSP(), 0.05, validate={"mse": loss, "high": 0 * loss - abs(w[0] - 0.05)}
     )
     checkpoint = Checkpoint(tmp_path, keep=1, keep_best=("high", "max"))
-    reports = list(made.epochs(X, [], 5, 20, valid=(X, []), patience=2, checkpoint=checkpoint))
+    reports = list(new_trainer.epochs(X, [], 5, 20, valid=(X, []), patience=2, checkpoint=checkpoint))
     values = [report.validation["high"] for report in reports]
     assert len(values) == np.argmax(values) + 3 < 20  # by the loss, training would have continued
     assert checkpoint.load(checkpoint.best()).metrics["high"] == max(values)
@@ -250,23 +250,23 @@ def test_restore_best_accepts_the_loss(fork, tmp_path):
 
 def test_restore_best_refuses_missing_settings(fork, tmp_path):
     fork(1)
-    made = trainer()
+    new_trainer = trainer()
     with pytest.raises(ValueError, match="checkpoint: keep_best expects one of loss, got 'mse'"):
-        made.epochs(X, Y, 5, 1, checkpoint=Checkpoint(tmp_path, keep_best="mse"))
+        new_trainer.epochs(X, Y, 5, 1, checkpoint=Checkpoint(tmp_path, keep_best="mse"))
     words = r"restore_best\(\): expected a call of epochs\(\.\.\., checkpoint=Checkpoint\(folder, keep_best=\.\.\.\)\)"
     with pytest.raises(RuntimeError, match=words):
-        made.restore_best()
-    list(made.epochs(X, Y, 5, 1, checkpoint=Checkpoint(tmp_path)))
+        new_trainer.restore_best()
+    list(new_trainer.epochs(X, Y, 5, 1, checkpoint=Checkpoint(tmp_path)))
     with pytest.raises(RuntimeError, match=words):
-        made.restore_best()
+        new_trainer.restore_best()
     checkpoint = Checkpoint(tmp_path / "other", keep_best="loss")
-    list(made.epochs(X, Y, 5, 2, checkpoint=checkpoint))
-    made.restore_best()
+    list(new_trainer.epochs(X, Y, 5, 2, checkpoint=checkpoint))
+    new_trainer.restore_best()
     for path in checkpoint.paths():
         (path / "meta.json").unlink()
     with pytest.raises(CheckpointError, match="other: expected a checkpoint with loss, found none"):
-        made.restore_best()
+        new_trainer.restore_best()
     synk.close()
     fork(1)
     with pytest.raises(RuntimeError, match=words):
-        made.restore_best()
+        new_trainer.restore_best()

@@ -51,8 +51,8 @@ def results(rule, dtypes=("float64", "float64", "float64"), **options):
     return [*losses, *(p.get_value() for p in problem.params), *averages, *train.get_optimizer_state()]
 
 
-def assert_equal(found, expected):
-    for value, expected_value in zip(found, expected, strict=True):
+def assert_equal(results, expected):
+    for value, expected_value in zip(results, expected, strict=True):
         assert (value.dtype, value.shape) == (expected_value.dtype, expected_value.shape)
         np.testing.assert_allclose(value, expected_value, rtol=1e-5 if value.dtype == "float32" else 1e-10, atol=1e-12)
 
@@ -65,21 +65,21 @@ def test_shard_optimizer_equals_unsharded(n_ranks, name):
 @pytest.mark.parametrize("shape", [(5, 1)] if XLA else [(5, 1), (1, 3), (3, 4)])
 @pytest.mark.parametrize("rule", [u.momentum] if XLA else [u.momentum, u.muon])
 def test_sharded_parameters_may_have_axes_of_length_1(n_ranks, rule, shape):
-    found = []
+    values = []
     for is_sharded in (True, False):
         x, y = tensor.dmatrix("x"), tensor.dmatrix("y")
         w, b = shared(np.arange(1.0, np.prod(shape) + 1).reshape(shape), "w"), shared(np.ones(shape[1]), "b")
         loss = ((tensor.dot(x, w) + b - y) ** 2).mean()
         train = make_train_function(loss, [w, b], x, y, rule, learning_rate=0.1, shard_optimizer=is_sharded)
         train(X[:, :1] * np.ones(shape[0]), Y[:, :1] * np.ones(shape[1]))
-        found.append([w.get_value(), b.get_value(), *train.get_optimizer_state()])
-    assert_equal(*found)
+        values.append([w.get_value(), b.get_value(), *train.get_optimizer_state()])
+    assert_equal(*values)
 
 
 def test_shard_optimizer_accepts_options_and_several_dtypes(n_ranks):
     dtypes = "float32", "float64", "float32"
-    found = results(u.adam, dtypes, shard_optimizer=True, **OPTIONS)
-    assert_equal(found, results(u.adam, dtypes, **OPTIONS))
+    sharded = results(u.adam, dtypes, shard_optimizer=True, **OPTIONS)
+    assert_equal(sharded, results(u.adam, dtypes, **OPTIONS))
 
 
 def test_shard_optimizer_divides_the_state(n_ranks):

@@ -118,8 +118,8 @@ def test_trainers_with_shards_resume_on_other_numbers_of_ranks(no_ranks, tmp_pat
     steps = [(2, True), (1, False), (2, False)] if XLA else [(3, True), (2, False), (4, True), (1, True), (2, True)]
     expected = train_epochs(tmp_path / "whole", 1, False, len(steps))
     for epochs, (n, shards) in enumerate(steps, 1):
-        found = train_epochs(tmp_path / "parts", n, shards, epochs, None if epochs == 1 else "latest")
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
+        resumed = train_epochs(tmp_path / "parts", n, shards, epochs, None if epochs == 1 else "latest")
+    np.testing.assert_allclose(resumed, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("rule", [u.sgd, u.momentum])

@@ -43,7 +43,7 @@ class SignalAt:
 
 
 @pytest.fixture
-def at_once(monkeypatch):
+def check_each_step(monkeypatch):
     """Let synchronous ranks check after each step whether to stop."""
     pytest.importorskip("safetensors")
     monkeypatch.setattr(stop_signals, "CHECK_INTERVAL_SECONDS", 0.0)
@@ -59,7 +59,7 @@ def run_until_exit(reports):
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD", "DiLoCo", "EASGD together", "Swap"])
 @pytest.mark.slow
-def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, at_once, name):
+def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, check_each_step, name):
     fork(2)
     options = {"every": 3, "valid": (X[:7], Y[:7])}
     whole = Model(name, noise=True)
@@ -74,16 +74,16 @@ def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, at_once, name):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     synk.close()
     fork(2)
-    rest = Model(name, noise=True)
-    reports = [report.to_record() for report in rest.epochs(5, 2, **options, checkpoint=checkpoint, resume="latest")]
+    resumed = Model(name, noise=True)
+    reports = [report.to_record() for report in resumed.epochs(5, 2, **options, checkpoint=checkpoint, resume="latest")]
     for report, expected_report in zip(reports, expected[1:], strict=True):
         assert all(report[key] == expected_report[key] for key in ("epoch", "seen", "steps", "loss", "validation"))
-    assert rest.values().tolist() == whole.values().tolist()
-    assert rest.used().tolist() == [2.0] * ROWS
+    assert resumed.values().tolist() == whole.values().tolist()
+    assert resumed.count_uses().tolist() == [2.0] * ROWS
 
 
 @pytest.mark.parametrize(("name", "after"), [("EASGD", 3), ("EASGD", 2), ("GoSGD", 3)])
-def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, at_once, name, after):
+def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, check_each_step, name, after):
     fork(3)
     checkpoint = Checkpoint(tmp_path)
     part = Model(name, rate=SignalAt(0.3))
@@ -91,18 +91,18 @@ def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, at_once
     assert status == 128 + signal.SIGTERM and not losses
     row = int(checkpoint.paths()[-1].name.removeprefix("rows-"))
     assert 0.3 * ROWS < row <= ROWS and row % 6 == 0  # all rows, if the master's process was slow
-    assert part.used().sum() == row and part.used().max() == 1
+    assert part.count_uses().sum() == row and part.count_uses().max() == 1
     stored = np.asarray(synk.gather(part.counts, nd_up=1))
     synk.close()
     fork(after)
-    rest = Model(name)
-    (report,) = rest.epochs(2, 1, checkpoint=checkpoint, resume="latest")
-    new = np.asarray(synk.gather(rest.counts, nd_up=1)) - stored[:after]
+    resumed = Model(name)
+    (report,) = resumed.epochs(2, 1, checkpoint=checkpoint, resume="latest")
+    new = np.asarray(synk.gather(resumed.counts, nd_up=1)) - stored[:after]
     assert (new.sum(0) + stored.sum(0)).tolist() == [1.0] * ROWS
     assert report.seen == ROWS and report.steps == ROWS // 2
 
 
-def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, monkeypatch):
+def test_signal_within_validation_defers_the_report(fork, tmp_path, check_each_step, monkeypatch):
     fork(2)
     checkpoint, valid = Checkpoint(tmp_path / "part"), (X[:30], Y[:30])
     whole = [report.to_record() for report in Model("LocalSGD").epochs(5, 2, valid=valid)]
@@ -125,7 +125,7 @@ def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, mon
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_signal_within_validation_keeps_random_streams(fork, tmp_path, at_once, monkeypatch, name):
+def test_signal_within_validation_keeps_random_streams(fork, tmp_path, check_each_step, monkeypatch, name):
     fork(2)
     whole = Model(name, noise=True)
     expected = [report.loss for report in whole.epochs(5, 3, valid=(X, Y))]
@@ -145,7 +145,7 @@ def test_signal_within_validation_keeps_random_streams(fork, tmp_path, at_once, 
     np.testing.assert_array_equal(resumed.values(), whole.values())
 
 
-def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, at_once):
+def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, check_each_step):
     fork(1)
     checkpoint = Checkpoint(tmp_path, every=1, keep_best="mse")
     options = {"valid": (X, Y), "checkpoint": checkpoint}
@@ -158,15 +158,17 @@ def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, at_onc
             yield report.loss
             signal.raise_signal(signal.SIGTERM)
 
-    left = Checkpoint(tmp_path, every=9)  # the second epoch is not saved
-    status, losses = run_until_exit(SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoint=left))
+    new_checkpoint = Checkpoint(tmp_path, every=9)  # the second epoch is not saved
+    status, losses = run_until_exit(
+        SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoint=new_checkpoint)
+    )
     assert status == 128 + signal.SIGTERM and len(losses) == 1
     assert checkpoint.paths() == [first, stale]
     after = checkpoint.load(stale).metrics
     assert after["loss"] == losses[0] != before["loss"] and after["mse"] != before["mse"]
 
 
-def test_signal_handler_of_the_user_is_kept(fork, tmp_path, at_once):
+def test_signal_handler_of_the_user_is_kept(fork, tmp_path, check_each_step):
     fork(2)
     requests = []
     before = signal.signal(signal.SIGUSR1, lambda *_: requests.append(requested()))
@@ -186,7 +188,7 @@ def test_signals_are_not_handled_without_checkpoints(fork):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_signal_saves_no_nan_loss(fork, tmp_path, at_once):
+def test_signal_saves_no_nan_loss(fork, tmp_path, check_each_step):
     fork(1)
     model = Model("BSP", rate=SignalAt(0.3))
     model.w.set_value(np.full(4, np.nan))
@@ -219,19 +221,19 @@ def test_signal_after_the_training_loop_ends_the_process(tmp_path):
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_signal_check_costs_no_collective_per_step(monkeypatch, every):
-    now, asked = [0.0], []
+    now, collective_times = [0.0], []
     monkeypatch.setattr(stop_signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Alone:
         def all_gather(self, value):
-            asked.append(now[0])
+            collective_times.append(now[0])
             return [value, (0, 2 * value[1])]
 
     agreement = stop_signals.StopAgreement(Alone())
     for _ in range(10_000):
         now[0] += 0.001 * every
         assert not agreement.is_stop_due()
-    assert len(asked) < 30 * every and max(np.diff(asked)) < 1.0
+    assert len(collective_times) < 30 * every and max(np.diff(collective_times)) < 1.0
 
 
 #: Trains until a signal; prints a line for each report, and one before a step that does not end.

@@ -83,7 +83,7 @@ def train(name="BSP", noise=False, rate=0.05, update=None, shard_optimizer=False
     fork_ranks(RANKS)
     model = Model(name, noise=noise, rate=rate, update=update, shard_optimizer=shard_optimizer)
     reports = list(model.epochs(valid=(X, Y), on_death="continue", **kwargs))
-    values, used = model.values(), model.used()
+    values, used = model.values(), model.count_uses()
     synk.close()
     assert not death_recovery._copies_by_trainer  # the memory of the copy is freed
     return values, used, reports
@@ -143,7 +143,7 @@ def test_on_death_continue_works_with_a_loader(name, monkeypatch):
         model = Model(name)
         loader = Loader([X, Y, np.arange(ROWS)], processes=1)
         reports = list(model.trainer.epochs(loader, None, 5, 2, on_death="continue"))
-        result = model.values(), model.used(), reports
+        result = model.values(), model.count_uses(), reports
         loader.close()
         synk.close()
         monkeypatch.undo()
@@ -219,11 +219,11 @@ def test_on_death_error_between_reports_can_be_caught(monkeypatch):
     next(iterator)
     Killer(monkeypatch, {0: (1, True)}, waits=False)
     with pytest.raises(synk.WorkerError):
-        model.used()
+        model.count_uses()
     (death,) = next(iterator).deaths
     assert death["rank"] == 1 and death["step"] == 4
     next(iterator)
-    assert set(model.used()) == {3}
+    assert set(model.count_uses()) == {3}
 
 
 def break_devices(monkeypatch, is_broken):
@@ -258,7 +258,7 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
             os.kill(ranks.get_session().worker_pids[1], signal.SIGKILL)
             with pytest.raises(synk.WorkerError):
                 while True:
-                    model.used()
+                    model.count_uses()
     assert ranks.get_session().size == 2
     assert [report.batch for report in reports] == ["3 x 5 = 15", "2 x 5 = 10", "2 x 5 = 10"]
     assert [death["rank"] for death in reports[1].deaths] == [1, 2, 2]
@@ -294,7 +294,7 @@ def test_on_death_keeps_the_device_of_a_worker_that_is_killed_at_its_start(monke
     break_devices(monkeypatch, kill_at_the_first_two)
     reports = list(model.epochs(epochs=3, on_death="continue"))
     assert [len(report.deaths) for report in reports if report.deaths] == [3]
-    assert ranks.get_session().size == RANKS and set(model.used()) == {3}
+    assert ranks.get_session().size == RANKS and set(model.count_uses()) == {3}
 
 
 @pytest.mark.any_library
@@ -315,15 +315,15 @@ def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
 @pytest.mark.parametrize(("name", "source"), [("BSP", "loader"), ("BSP", "parts"), ("EASGD", "parts")])
 def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monkeypatch):
     fork_ranks(RANKS)
-    model, at = Model(name), np.arange(ROWS)
-    x, y = Loader([X, Y, at], processes=1), None
+    model, row_numbers = Model(name), np.arange(ROWS)
+    x, y = Loader([X, Y, row_numbers], processes=1), None
     if source == "parts":
-        x, y = synk.data_parts(lambda start, stop: X[start:stop], ROWS), [Y, at]
+        x, y = synk.data_parts(lambda start, stop: X[start:stop], ROWS), [Y, row_numbers]
     Killer(monkeypatch, {10: (1, True)})
     break_devices(monkeypatch, lambda number, size: size == RANKS and number == 1)
     reports = list(model.trainer.epochs(x, y, 5, 4, on_death="continue"))
     assert ranks.get_session().size == 2 and [report.seen for report in reports] == [60, 120, 180, 240]
-    used = model.used()
+    used = model.count_uses()
     assert max(used) == 4 and (name != "BSP" or min(used) == 4)  # under EASGD the counts of the lost rank are missing
 
 
@@ -416,10 +416,10 @@ def test_on_death_with_a_sharded_optimizer_needs_all_ranks(monkeypatch):
 def test_on_death_is_recorded_and_each_step_once(monkeypatch, tmp_path):
     killer = Killer(monkeypatch, {1: (1, True), 9: (2, False)})
     train("LocalSGD", recorder=Recorder(tmp_path, every=1))
-    found = recorder.read_records(tmp_path)
-    assert killer.killed == sum(len(record.get("deaths", ())) for record in found["reports"]) == 2
+    records = recorder.read_records(tmp_path)
+    assert killer.killed == sum(len(record.get("deaths", ())) for record in records["reports"]) == 2
     for rank in range(RANKS):
-        assert [record["step"] for record in found[f"rank-{rank}"]] == list(range(1, 9))
+        assert [record["step"] for record in records[f"rank-{rank}"]] == list(range(1, 9))
 
 
 @pytest.mark.any_library

@@ -34,7 +34,7 @@ def train(name, is_disturbed, **options):
             reports.append(report)
             if is_disturbed and len(reports) == 1:
                 kill_worker()
-        return np.asarray(model.values()), np.asarray(model.used()), reports
+        return np.asarray(model.values()), np.asarray(model.count_uses()), reports
     finally:
         synk.close()
 

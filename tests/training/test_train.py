@@ -182,11 +182,11 @@ def test_train_steps_equal_single_steps(n_ranks, sgd_pair, batches, num_slices):
 
 @pytest.mark.parametrize("even", [True, False])
 def test_train_steps_select_sliceable_rows(n_ranks, even):
-    together, alone = Held(), Model()
+    together, alone = SliceableModel(), Model()
     train, train_alone = together.train_by(make_train_function), alone.train_by(make_train_function_serial)
     synk.distribute()
-    of_ranks = np.array_split(np.arange(N_ROWS), n_ranks)
-    for shared, values in zip(together.held, (X, Y), strict=True):
+    shards = np.array_split(np.arange(N_ROWS), n_ranks)
+    for shared, values in zip(together.sliceables, (X, Y), strict=True):
         synk.scatter(shared, values)
     # Ranks may have different numbers of rows in a step; if these are the same in all steps, one launch takes all.
     choices = [[[i % 4, 1, 2][: 3 - r % 2] for r in range(n_ranks)] for i in range(5)]
@@ -196,7 +196,7 @@ def test_train_steps_select_sliceable_rows(n_ranks, even):
     losses = train.steps(batches_s=choices)
     for choice, loss in zip(choices, losses, strict=True):
         choices = [choice] * n_ranks if isinstance(choice, slice) else choice
-        rows = np.concatenate([mine[rows_of_rank] for mine, rows_of_rank in zip(of_ranks, choices, strict=True)])
+        rows = np.concatenate([shard[rows_of_rank] for shard, rows_of_rank in zip(shards, choices, strict=True)])
         np.testing.assert_allclose(loss, train_alone(X, Y, batch=rows), rtol=1e-9)
     assert_same(together, alone, n_ranks)
 
@@ -208,33 +208,35 @@ def test_train_accepts_fewer_rows_than_ranks(n_ranks):
     assert_same(together, alone, n_ranks)
 
 
-class Held(Model):
+class SliceableModel(Model):
     """A model whose data are in sliceable shared variables, each rank's rows on that rank."""
 
     def __init__(self):
         super().__init__()
-        self.held = [library.shared(np.zeros((1, a.shape[1])), name) for name, a in (("x_held", X), ("y_held", Y))]
+        self.sliceables = [
+            library.shared(np.zeros((1, a.shape[1])), name) for name, a in (("x_rows", X), ("y_rows", Y))
+        ]
 
     def train_by(self, make, rule="sgd", **kwargs):
-        return super().train_by(make, rule, sliceable_shareds=self.held, **(kwargs or RULES[rule]))
+        return super().train_by(make, rule, sliceable_shareds=self.sliceables, **(kwargs or RULES[rule]))
 
 
 @pytest.mark.parametrize("num_slices", [1, 3])
 def test_train_with_sliceable_shareds_equals_serial(n_ranks, num_slices):
-    together, alone = Held(), Model()
+    together, alone = SliceableModel(), Model()
     train, train_alone = together.train_by(make_train_function), alone.train_by(make_train_function_serial)
     synk.distribute()
-    for shared, values in zip(together.held, (X, Y), strict=True):
+    for shared, values in zip(together.sliceables, (X, Y), strict=True):
         synk.scatter(shared, values)
-    of_ranks = np.array_split(np.arange(N_ROWS), n_ranks)
-    own = [list(range(len(rows)))[::-2] for rows in of_ranks]
+    shards = np.array_split(np.arange(N_ROWS), n_ranks)
+    choices_of_ranks = [list(range(len(rows)))[::-2] for rows in shards]
     choices = [
         None,
-        own,
+        choices_of_ranks,
         slice(0, 2),
         [slice(r % 2, None) for r in range(n_ranks)],
         [0],
-        [rows if r else [] for r, rows in enumerate(own)] if n_ranks > 1 else [2, 2],
+        [rows if r else [] for r, rows in enumerate(choices_of_ranks)] if n_ranks > 1 else [2, 2],
         # Rows that only one rank has.
         [slice(0, 1) if r == 0 else slice(100, None) for r in range(n_ranks)],
     ]
@@ -242,7 +244,7 @@ def test_train_with_sliceable_shareds_equals_serial(n_ranks, num_slices):
         choices = choice if isinstance(choice, list) and np.ndim(choice[0]) + isinstance(choice[0], slice) else None
         choices = choices or [slice(None) if choice is None else choice] * n_ranks
         rows = np.concatenate(
-            [mine[rows_of_rank].astype(int) for mine, rows_of_rank in zip(of_ranks, choices, strict=True)]
+            [shard[rows_of_rank].astype(int) for shard, rows_of_rank in zip(shards, choices, strict=True)]
         )
         loss = train(batch_s=choice, num_slices=num_slices)
         np.testing.assert_allclose(loss, train_alone(X, Y, batch=rows), rtol=1e-9)
@@ -250,10 +252,10 @@ def test_train_with_sliceable_shareds_equals_serial(n_ranks, num_slices):
 
 
 def test_train_uses_the_shortest_sliceable_shared(n_ranks):
-    together, alone = Held(), Model()
+    together, alone = SliceableModel(), Model()
     train, train_alone = together.train_by(make_train_function), alone.train_by(make_train_function_serial)
     synk.distribute()
-    for shared, values, rows in zip(together.held, (X, Y), (4, 2), strict=True):
+    for shared, values, rows in zip(together.sliceables, (X, Y), (4, 2), strict=True):
         synk.scatter(shared, values[: 4 * n_ranks])
         # The last rank has labels for two of its four rows.
         synk.set_value(n_ranks - 1, shared, values[4 * n_ranks - 4 :][:rows])
@@ -271,7 +273,7 @@ def test_train_uses_the_shortest_sliceable_shared(n_ranks):
 
 
 def test_train_refuses_a_step_without_rows(n_ranks):
-    model = Held()
+    model = SliceableModel()
     train = model.train_by(make_train_function)
     before = model.values()
     for choice in ([[]] * n_ranks, slice(100, None)):
@@ -281,26 +283,28 @@ def test_train_refuses_a_step_without_rows(n_ranks):
 
 
 def test_make_train_function_serial_accepts_sliceable_shareds():
-    held, plain = Held(), Model()
-    for shared, values in zip(held.held, (X, Y), strict=True):
+    sliceable, plain = SliceableModel(), Model()
+    for shared, values in zip(sliceable.sliceables, (X, Y), strict=True):
         shared.set_value(values)
-    train, train_plain = (model.train_by(make_train_function_serial) for model in (held, plain))
+    train, train_plain = (model.train_by(make_train_function_serial) for model in (sliceable, plain))
     for rows in (None, slice(2, 7), [1, 4, 4]):
         np.testing.assert_allclose(train(batch_s=rows), train_plain(X, Y, batch=rows), rtol=1e-12)
-    np.testing.assert_allclose(held.values(), plain.values(), rtol=1e-12)
+    np.testing.assert_allclose(sliceable.values(), plain.values(), rtol=1e-12)
 
 
 @pytest.mark.parametrize("num_slices", [1, 3])
 def test_train_running_averages_equal_one_process(n_ranks, num_slices):
     together, alone = Model(), Model()
-    averages, owns, counts, trains = [], [], [], []
+    averages, rank_averages, counts, trains = [], [], [], []
     for model, make in ((together, make_train_function), (alone, make_train_function_serial)):
         average, count = library.shared(np.zeros(X.shape[1]), "average"), library.shared(np.int64(0), "count")
-        own = library.shared(np.zeros(X.shape[1]), "own")
-        new, new_own = (0.5 * average_before + 0.5 * model.x.mean(axis=0) for average_before in (average, own))
-        extra = [(average, new), (count, count + 1), (own, new_own, None)]
+        rank_average = library.shared(np.zeros(X.shape[1]), "rank_average")
+        new, new_rank_average = (
+            0.5 * average_before + 0.5 * model.x.mean(axis=0) for average_before in (average, rank_average)
+        )
+        extra = [(average, new), (count, count + 1), (rank_average, new_rank_average, None)]
         averages.append(average)
-        owns.append(own)
+        rank_averages.append(rank_average)
         counts.append(count)
         trains.append(model.train_by(make, extra_updates=extra, **RULES["sgd"]))
     expected, expected_alone = np.zeros((n_ranks, X.shape[1])), np.zeros(X.shape[1])
@@ -308,11 +312,11 @@ def test_train_running_averages_equal_one_process(n_ranks, num_slices):
         loss = trains[0](X, Y, num_slices=num_slices)
         np.testing.assert_allclose(loss, trains[1](X, Y, num_slices=num_slices), rtol=1e-9)
         assert_same(together, alone, n_ranks)
-        of_ranks = np.array([rows.mean(axis=0) for rows in np.array_split(X, n_ranks)])
-        expected, expected_alone = 0.5 * (expected + of_ranks), 0.5 * (expected_alone + X.mean(axis=0))
+        shard_means = np.array([rows.mean(axis=0) for rows in np.array_split(X, n_ranks)])
+        expected, expected_alone = 0.5 * (expected + shard_means), 0.5 * (expected_alone + X.mean(axis=0))
         np.testing.assert_allclose(synk.gather(averages[0]), [expected_alone] * n_ranks, rtol=1e-9)
-        np.testing.assert_allclose(synk.gather(owns[0]), expected, rtol=1e-9)
-        for average in (averages[1], owns[1]):
+        np.testing.assert_allclose(synk.gather(rank_averages[0]), expected, rtol=1e-9)
+        for average in (averages[1], rank_averages[1]):
             np.testing.assert_allclose(average.get_value(), expected_alone, rtol=1e-9)
         assert synk.gather(counts[0]).tolist() == [i + 1] * n_ranks and counts[1].get_value() == i + 1
 

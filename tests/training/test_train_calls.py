@@ -165,9 +165,9 @@ def test_train_steps_checks_all_rows_first(two_ranks_anew, error, message, batch
 
 def test_train_steps_error_reports_completed_steps(two_ranks_anew):
     model = Model()
-    held = [library.shared(X), library.shared(Y)]
+    sliceables = [library.shared(X), library.shared(Y)]
     train = make_train_function(
-        model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=held, learning_rate=0.1
+        model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=sliceables, learning_rate=0.1
     )
     with pytest.raises(IndexError, match=f"index {N_ROWS} ") as caught:
         train.steps(batches_s=[[[0, 1], [2, 3]], [[0, 1], [2]], [[0], [N_ROWS]]])
@@ -189,8 +189,10 @@ def test_train_names_data_that_are_no_array(two_ranks_anew):
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
 def test_train_selects_sliceable_shareds_by_batch_s(two_ranks_anew, make):
     model = Model()
-    held = [library.shared(X), library.shared(Y)]
-    train = make(model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=held, learning_rate=0.1)
+    sliceables = [library.shared(X), library.shared(Y)]
+    train = make(
+        model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=sliceables, learning_rate=0.1
+    )
     for wrong in ({"x_data": X}, {"y_data": Y}, {"batch": [0]}):
         with pytest.raises(TypeError, match="the data are in sliceable_shareds: expected batch_s alone"):
             train(**wrong)

@@ -39,15 +39,15 @@ def weighted_rows():
 @limit_examples(25)
 @given(rows=weighted_rows(), slices=st.integers(1, 4))
 def test_train_masked_mean_equals_one_process(masked_models, rows, slices):
-    n_ranks, ours, oracle = masked_models
-    for model in (ours, oracle):
+    n_ranks, data_parallel, oracle = masked_models
+    for model in (data_parallel, oracle):
         model.w.set_value(np.ones(STEPS))
-    synk.broadcast(ours.w)
+    synk.broadcast(data_parallel.w)
     x, y, m = data(rows)
     for _ in range(2):
-        loss = ours.train(x, [y, m], num_slices=slices)
+        loss = data_parallel.train(x, [y, m], num_slices=slices)
         np.testing.assert_allclose(loss, oracle.step(x, y, m), rtol=1e-9)
-    np.testing.assert_allclose(synk.gather(ours.w), [oracle.w.get_value()] * n_ranks, rtol=1e-9)
+    np.testing.assert_allclose(synk.gather(data_parallel.w), [oracle.w.get_value()] * n_ranks, rtol=1e-9)
 
 
 def test_train_masked_mean_needs_a_weight(masked_models):
@@ -64,12 +64,15 @@ def test_train_masked_mean_needs_a_weight(masked_models):
 def test_train_steps_accept_a_weight_and_other_dtypes(n_ranks):
     batches = [[0, 1, 2, 3], [4, 5, 6, 7], [1, 4, 5, 2], [9]]
     for dtype in ("float32", "float64"):
-        ours, alone = Masked(make_train_function, adam, dtype), Masked(make_train_function_serial, adam, dtype)
+        data_parallel, serial = (
+            Masked(make_train_function, adam, dtype),
+            Masked(make_train_function_serial, adam, dtype),
+        )
         x, y, m = data(slice(None), dtype)
-        losses, expected = (model.train.steps(x, [y, m], batches) for model in (ours, alone))
+        losses, expected = (model.train.steps(x, [y, m], batches) for model in (data_parallel, serial))
         assert all(np.asarray(loss).dtype == dtype for loss in losses)
         np.testing.assert_allclose(np.array(losses, float), np.array(expected, float), rtol=1e-5)
-        np.testing.assert_allclose(ours.w.get_value(), alone.w.get_value(), rtol=1e-4)
+        np.testing.assert_allclose(data_parallel.w.get_value(), serial.w.get_value(), rtol=1e-4)
 
 
 def test_train_rows_of_zero_weight_change_nothing(n_ranks):
@@ -86,31 +89,31 @@ def test_train_rows_of_zero_weight_change_nothing(n_ranks):
 @pytest.fixture(scope="module")
 def averaging_functions(n_ranks):
     """Give training functions whose learning rate is a running average, on which another average depends."""
-    made = []
+    functions = []
     for make in (make_train_function, make_train_function_serial):
         x, w = T.dmatrix("x"), shared(np.ones(STEPS), "w")
         a, b = shared(np.ones(()), "a"), shared(np.zeros((1, 2)), "b")
         new = 0.5 * a + 0.5 * (x**2).mean()
         extra = [(a, new), (b, 0.5 * b + a * x[:, :2].mean(axis=0, keepdims=True), "mean")]
         loss = ((x * w - 1) ** 2).mean()
-        made.append((make(loss, [w], x, [], sgd, extra_updates=extra, learning_rate=0.01 * a), (w, a, b)))
-    return made
+        functions.append((make(loss, [w], x, [], sgd, extra_updates=extra, learning_rate=0.01 * a), (w, a, b)))
+    return functions
 
 
 @limit_examples(15)
 @given(rows=st.integers(1, N), slices=st.integers(1, 3))
 def test_extra_updates_of_expressions_are_found(averaging_functions, rows, slices):
-    found = []
+    values = []
     for train, shareds in averaging_functions:
         for variable, value in zip(shareds, (np.ones(STEPS), np.ones(()), np.zeros((1, 2))), strict=True):
             variable.set_value(value)
-            if not found:
+            if not values:
                 synk.broadcast(variable)
         for _ in range(2):
             train(X[:rows], [], num_slices=slices)
-        found.append([variable.get_value() for variable in shareds])
-    for ours, alone in zip(*found, strict=True):
-        np.testing.assert_allclose(ours, alone, rtol=1e-9)
+        values.append([variable.get_value() for variable in shareds])
+    for rank_value, serial_value in zip(*values, strict=True):
+        np.testing.assert_allclose(rank_value, serial_value, rtol=1e-9)
 
 
 # -- validation ----------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_trainer_uses_every_row_once_an_epoch(n_ranks, name, rows, batch, every)
     model = Model(name, rows)
     reports = list(model.epochs(batch, 2, rows, every=every))
     # BSP in one command excludes the counts of single ranks from the average.
-    assert model.used().tolist() == [2.0] * rows
+    assert model.count_uses().tolist() == [2.0] * rows
     assert sum(report.seen == rows for report in reports) == 1
     assert reports[-1].seen == 2 * rows
 
@@ -48,7 +48,7 @@ def test_data_that_grow_between_epochs_do_not_block(n_ranks, name):
     model = Model(name, 60)
     for epochs, rows in ((1, 31), (2, 53)):  # the first batch of 1 row, then of 5, leaves some ranks without one
         list(model.epochs(6, epochs, rows))
-    assert model.used().tolist() == [2.0] * 31 + [1.0] * 22 + [0.0] * 7
+    assert model.count_uses().tolist() == [2.0] * 31 + [1.0] * 22 + [0.0] * 7
 
 
 @pytest.mark.parametrize("name", ["BSP"] if XLA else ["BSP", "BSP of parameters", "PostLocal", "SlowMo"])
@@ -68,7 +68,7 @@ def test_trainer_bsp_equals_one_process(n_ranks):
     expected = []
     for epoch in range(2):
         order = np.random.default_rng((0, epoch)).permutation(ROWS)
-        batches = [order[at : at + 5 * n_ranks] for at in range(0, ROWS, 5 * n_ranks)]
+        batches = [order[start : start + 5 * n_ranks] for start in range(0, ROWS, 5 * n_ranks)]
         expected.append(sum(len(batch) * float(train(X, Y, batch=batch)) for batch in batches) / ROWS)
     np.testing.assert_allclose(losses, expected, rtol=1e-10)
     np.testing.assert_allclose(model.values(), np.concatenate([w.get_value(), b.get_value()]), rtol=1e-10)
@@ -77,9 +77,9 @@ def test_trainer_bsp_equals_one_process(n_ranks):
 def test_trainer_averaging_after_each_step_equals_bsp(n_ranks):
     if XLA:
         pytest.skip("compiled three times")
-    found = []
+    results = []
     for name in ("BSP", "BSP of parameters"):
         model = Model(name)
         losses = [report.loss for report in model.epochs(5, 2)]
-        found.append((losses, model.values()))
-    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-9)
+        results.append((losses, model.values()))
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-9)

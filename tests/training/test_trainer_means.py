@@ -118,9 +118,9 @@ def expressions():
 
 def test_trainer_finds_value_dependent_denominators():
     inputs, depend, do_not = expressions()
-    found = DependenceAnalysis(library_of(inputs[0]), [*depend, *do_not], inputs)
-    assert [i for i, expression in enumerate(depend) if not found.find_denominators(expression)] == []
-    assert [i for i, expression in enumerate(do_not) if found.find_denominators(expression)] == []
+    analysis = DependenceAnalysis(library_of(inputs[0]), [*depend, *do_not], inputs)
+    assert [i for i, expression in enumerate(depend) if not analysis.find_denominators(expression)] == []
+    assert [i for i, expression in enumerate(do_not) if analysis.find_denominators(expression)] == []
 
 
 def test_trainer_warns_of_masked_means_without_weight(fork):
@@ -173,13 +173,13 @@ class Averaging:
 
 
 def averages_of_one_process(n_ranks, epochs):
-    average, found = np.zeros(3), []
+    average, averages = np.zeros(3), []
     for epoch in range(epochs):
         order = np.random.default_rng((0, epoch)).permutation(ROWS)
         for first in range(0, ROWS, 10 * n_ranks):
             average = 0.9 * average + 0.1 * ROWS_X[order[first : first + 10 * n_ranks]].mean(axis=0)
-        found.append(average)
-    return found
+        averages.append(average)
+    return averages
 
 
 #: Rules under which all ranks exchange after each step.
@@ -239,14 +239,14 @@ def test_resume_restores_running_averages(fork, tmp_path):
         pass
     for _ in second.epochs(epochs=3, checkpoint=Checkpoint(tmp_path), resume="latest"):
         pass
-    for of_both in ("average", "w"):
-        np.testing.assert_array_equal(getattr(whole, of_both).get_value(), getattr(second, of_both).get_value())
+    for name in ("average", "w"):
+        np.testing.assert_array_equal(getattr(whole, name).get_value(), getattr(second, name).get_value())
 
 
 def test_metrics_without_a_mean_need_an_op():
     model = Masked()
     count, total = shared(np.int64(0), "count"), shared(np.zeros(()), "total")
-    own = shared(np.int64(0), "own")
+    n_rows = shared(np.int64(0), "n_rows")
 
     def make(*extra):
         return make_train_function_serial(
@@ -256,12 +256,12 @@ def test_metrics_without_a_mean_need_an_op():
     with pytest.raises(TypeError, match="extra_updates: 'count' of .* has no mean.*None"):
         make((count, count + model.x.shape[0]))
     with pytest.raises(TypeError, match="extra_updates: 'count' of .* has no mean"):  # as each rank has its own average
-        make((own, own + model.x.shape[0], None), (count, count + own))
+        make((n_rows, n_rows + model.x.shape[0], None), (count, count + n_rows))
     with pytest.raises(TypeError, match="'count': op 'mean' needs a variable of floats"):
         make((count, count + 1, "mean"))
     with pytest.raises(ValueError, match="'total': expected the op 'mean' or None, got 'sum'"):
         make((total, total + model.x.sum(), "sum"))
-    make((count, count + 1), (own, own + model.x.shape[0], None), (total, total + model.x.mean()))
+    make((count, count + 1), (n_rows, n_rows + model.x.shape[0], None), (total, total + model.x.mean()))
 
 
 # -- validation ------------------------------------------------------------------------------------------------

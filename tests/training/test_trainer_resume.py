@@ -21,10 +21,10 @@ def test_resume_is_bitwise_equal(fork, tmp_path, name, every):
             break
     synk.close()
     fork(2)
-    rest = Model(name, rate=rate, noise=True)
+    resumed = Model(name, rate=rate, noise=True)
     losses += [
         report.loss
-        for report in rest.epochs(5, 2, every=every, checkpoint=Checkpoint(tmp_path / "part"), resume="latest")
+        for report in resumed.epochs(5, 2, every=every, checkpoint=Checkpoint(tmp_path / "part"), resume="latest")
     ]
     assert losses == expected
-    assert rest.values().tolist() == whole.values().tolist()
+    assert resumed.values().tolist() == whole.values().tolist()

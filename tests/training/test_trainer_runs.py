@@ -109,7 +109,7 @@ def test_report_includes_gosgd_messages_in_transit(fork):
     for _ in trainer.epochs(X, [], 5, 3):  # the last sender's weight is in a mailbox
         ranks = synk.run(weight_and_own, trainer._model.state.spec.name)
         assert math.isclose(sum(weight for weight, _ in ranks), 1.0)
-        np.testing.assert_allclose(sum(weight * own for weight, own in ranks), w.get_value(), rtol=1e-12)
+        np.testing.assert_allclose(sum(weight * parameters for weight, parameters in ranks), w.get_value(), rtol=1e-12)
 
 
 class Counts(rules.Rule):
@@ -258,12 +258,12 @@ class Interrupted(rules.GoSGD):
             self.fail()
         super().setup(worker, state)
 
-    def _send(self, worker, state, to):
+    def _send(self, worker, state, target):
         if self.place == "lock" and worker.number == 1 and not Interrupted.failed:
             worker = SimpleNamespace(lock=self.fail)
         elif worker.number == 0:
             time.sleep(0.05)  # otherwise it could take all batches before rank 1 takes one
-        super()._send(worker, state, to)
+        super()._send(worker, state, target)
 
     def fail(self, *_):
         if not Interrupted.failed:
@@ -332,7 +332,7 @@ def test_nan_loss_stops_before_a_checkpoint(fork, tmp_path):
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
 def test_trainer_names_a_nan_row(fork, name):
     fork(2)
-    at, x, y = np.arange(ROWS), X.copy(), Y.copy()
+    row_numbers, x, y = np.arange(ROWS), X.copy(), Y.copy()
     x[[17, 40], 2], y[23] = np.nan, -np.inf
     for (inputs, targets, valid), words in (
         ((x, Y, (X, Y)), r"row 17 of x_data, 'x', has nan, the first of 2 such rows; nothing was saved since"),
@@ -340,31 +340,35 @@ def test_trainer_names_a_nan_row(fork, name):
         ((X, Y, (x, Y)), r"after 60 rows, validation \{'mse': nan\}: row 17 of valid, 'x', has nan"),
     ):
         with np.errstate(invalid="ignore"), pytest.raises(FloatingPointError, match=words):
-            list(Model(name).trainer.epochs(inputs, [targets, at], 5, 1, valid=(valid[0], [valid[1], at])))
+            list(
+                Model(name).trainer.epochs(
+                    inputs, [targets, row_numbers], 5, 1, valid=(valid[0], [valid[1], row_numbers])
+                )
+            )
     # A row that was not used since the last report is not named.
     with np.errstate(all="ignore"), pytest.raises(FloatingPointError, match="learning rate of 1e.200 may be too high"):
         order = np.random.default_rng((0, 0)).permutation(ROWS)
         late = X.copy()
         late[order[-1]] = np.nan
-        list(Model(name, rate=1e200).trainer.epochs(late, [Y, at], 5, 1, every=2))
+        list(Model(name, rate=1e200).trainer.epochs(late, [Y, row_numbers], 5, 1, every=2))
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name in ("BSP", "LocalSGD", "EASGD")])
 def test_recorder_has_lines_of_each_rank(fork, tmp_path, name):
     fork(2)
-    seen = []
+    reports = []
 
     class Mine:
         def write(self, record):
-            seen.append(record["seen"])
+            reports.append(record["seen"])
 
     model = Model(name)
     list(model.epochs(5, 2, recorder=[Recorder(tmp_path, every=2), Mine()]))
     files = read_records(tmp_path)
-    assert [record["seen"] for record in files["reports"]] == seen == [ROWS, 2 * ROWS]
-    of_ranks = [line for file, lines in files.items() if file != "reports" for line in lines]
-    assert sum(line["rows"] for line in of_ranks) == 2 * ROWS
-    for line in of_ranks:
+    assert [record["seen"] for record in files["reports"]] == reports == [ROWS, 2 * ROWS]
+    rank_lines = [line for file, lines in files.items() if file != "reports" for line in lines]
+    assert sum(line["rows"] for line in rank_lines) == 2 * ROWS
+    for line in rank_lines:
         assert {"epoch", "step", "loss", "learning_rate", "compute", "exchange", "wait", "load"} <= set(line)
         assert line["loss"] > 0 and line["rows_per_second"] > 0
 
@@ -496,12 +500,12 @@ def test_resume_refuses_a_checkpoint_of_something_else(fork, tmp_path):
 def test_data_may_have_other_lengths_in_each_epoch(fork, tmp_path, name):
     fork(2)
     model = Model(name)
-    lengths, seen = [31, 47, 60, 17], []
+    lengths, numbers_seen = [31, 47, 60, 17], []
     for epoch, n in enumerate(lengths, 1):
         data = X[:n], [Y[:n], np.arange(n)]
-        seen += [report.seen for report in model.trainer.epochs(*data, 5, epoch, recorder=Recorder(tmp_path))]
-    assert seen == np.cumsum(lengths).tolist() and model.used().sum() == sum(lengths)
-    assert [report["seen"] for report in read_records(tmp_path)["reports"]] == seen
+        numbers_seen += [report.seen for report in model.trainer.epochs(*data, 5, epoch, recorder=Recorder(tmp_path))]
+    assert numbers_seen == np.cumsum(lengths).tolist() and model.count_uses().sum() == sum(lengths)
+    assert [report["seen"] for report in read_records(tmp_path)["reports"]] == numbers_seen
 
 
 @pytest.mark.parametrize("name", ["BSP", "EASGD"] if not XLA else ["LocalSGD"])
@@ -514,7 +518,7 @@ def test_data_that_grow_between_two_reports(fork, name):
     for data, values in ((x, X), (y, Y), (numbers, np.arange(ROWS))):
         data.set_value(values)
     assert [next(epochs).seen for _ in range(3)] == [50, 70, 90]
-    assert model.used().tolist() == [2.0] * 30 + [1.0] * 30
+    assert model.count_uses().tolist() == [2.0] * 30 + [1.0] * 30
     y.set_length(40)
     with pytest.raises(ValueError, match=r"^x_data, y_data: expected equally many rows of each, got \[60, 40, 60\]"):
         next(epochs)
@@ -527,7 +531,7 @@ def test_data_that_grow_resume_at_the_end_of_an_epoch(fork, tmp_path):
     within, end = checkpoint.paths()
     again = Model("LocalSGD")
     (report,) = again.epochs(5, 2, checkpoint=checkpoint, resume=end)
-    assert report.seen == 40 + ROWS and set(again.used()) == {1.0, 2.0}
+    assert report.seen == 40 + ROWS and set(again.count_uses()) == {1.0, 2.0}
     for rows, path in ((ROWS, within), (30, end)):
         with pytest.raises(CheckpointError, match="the order of rows would be another"):
             next(Model("LocalSGD").epochs(5, 2, rows=rows, resume=path))
@@ -540,4 +544,4 @@ def test_data_of_an_unfinished_epoch_must_not_change(fork):
     for options in ({"rows": 40}, {"seed": 1}):
         with pytest.raises(ValueError, match=r"^x_data, seed: expected 60 rows and seed 0, since the last call"):
             next(model.epochs(5, 1, **options))
-    assert [report.seen for report in model.epochs(5, 1)] == [ROWS] and set(model.used()) == {1.0}
+    assert [report.seen for report in model.epochs(5, 1)] == [ROWS] and set(model.count_uses()) == {1.0}

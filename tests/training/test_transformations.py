@@ -148,15 +148,15 @@ def compute_step(rule, grads, starts=None, **kwargs):
 def clip_functions():
     """Give functions from gradients and limits to steps, compiled once for all examples."""
     limit = library.shared(1.0)
-    found = []
+    functions = []
     for transform in (clip_by_global_norm, clip):
         grads = [T.dvector(), T.dmatrix()]
         params = [library.shared(np.zeros(3)), library.shared(np.zeros((2, 1)))]
         rule = chain(transform(limit), sgd)(grads, params, learning_rate=1.0, weight=3)
         write = library.function(grads, updates=rule.grad_updates, mode="FAST_COMPILE")
         steps = [p - rule.param_updates[p] for p in params]
-        found.append((write, library.function([], steps, mode="FAST_COMPILE")))
-    return limit, found
+        functions.append((write, library.function([], steps, mode="FAST_COMPILE")))
+    return limit, functions
 
 
 numbers = st.floats(-100, 100)
@@ -215,8 +215,8 @@ def test_chain_of_user_transformation_and_rule():
 def test_transformation_options_as_shared_variables():
     limit = library.shared(1.0)
     for expected in (0.6, 1.2):
-        found = compute_step(chain(clip_by_global_norm(limit), sgd), [[3.0, 4.0]], learning_rate=1.0)
-        np.testing.assert_allclose(found[0][0], -expected, rtol=1e-12)
+        step = compute_step(chain(clip_by_global_norm(limit), sgd), [[3.0, 4.0]], learning_rate=1.0)
+        np.testing.assert_allclose(step[0][0], -expected, rtol=1e-12)
         limit.set_value(2.0)
 
 
@@ -248,8 +248,8 @@ def evaluate(*variables):
 def test_total_norm_constraint_equals_lasagne():
     a, b = T.constant(np.array([3.0])), T.constant(np.array([[4.0]]))
     scaled, norm = total_norm_constraint([a, b], 2.5, return_norm=True)
-    first, second, found = evaluate(*scaled, norm)
-    np.testing.assert_allclose([first[0], second[0, 0], found], [3 * 2.5 / (5 + 1e-7), 4 * 2.5 / (5 + 1e-7), 5])
+    first, second, total_norm = evaluate(*scaled, norm)
+    np.testing.assert_allclose([first[0], second[0, 0], total_norm], [3 * 2.5 / (5 + 1e-7), 4 * 2.5 / (5 + 1e-7), 5])
     np.testing.assert_allclose(evaluate(*total_norm_constraint([a, b], 50))[0], [3.0 * 5 / (5 + 1e-7)])
 
 
@@ -258,9 +258,9 @@ def test_total_norm_constraint_equals_lasagne():
 )
 def test_norm_constraint_equals_lasagne(shape, norm_axes, axes):
     value = np.random.default_rng(0).normal(size=shape) * 3
-    (found,) = evaluate(norm_constraint(T.constant(value), 2.0, norm_axes))
+    (constrained,) = evaluate(norm_constraint(T.constant(value), 2.0, norm_axes))
     norms = np.sqrt((value**2).sum(axis=axes, keepdims=True))
-    np.testing.assert_allclose(found, value * np.clip(norms, 0, 2.0) / (1e-7 + norms), rtol=1e-12)
+    np.testing.assert_allclose(constrained, value * np.clip(norms, 0, 2.0) / (1e-7 + norms), rtol=1e-12)
 
 
 # -- identities and errors -------------------------------------------------------------------------------

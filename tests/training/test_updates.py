@@ -81,11 +81,11 @@ def make_updates(column, problem, **more):
     return getattr(updates, modifier)(rule, problem.params, momentum=momentum)
 
 
-def named(column):
+def list_cases(column):
     return column["rule"] + ("" if column["kwargs"] else " with defaults")
 
 
-@pytest.mark.parametrize("column", TABLE["columns"], ids=named)
+@pytest.mark.parametrize("column", TABLE["columns"], ids=list_cases)
 def test_updates_equal_reference_numbers(column):
     problem = Problem()
     problem.train(make_updates(column, problem))
@@ -118,9 +118,9 @@ def test_adam_is_exact_in_float32_from_the_first_step():
 def test_update_table_is_complete():
     assert {c["rule"].split(" + ")[0] for c in TABLE["columns"]} == set(RULES)
     others = {"apply_momentum", "apply_nesterov_momentum", "master_weights", "RuleUpdates"}
-    in_test_transformations = set("adamw lion lamb muon chain partition clip scale norm_constraint".split())
-    in_test_transformations |= {"add_decayed_weights", "clip_by_global_norm", "total_norm_constraint"}
-    assert set(updates.__all__) == {*RULES, *others, *in_test_transformations}
+    tested_elsewhere = set("adamw lion lamb muon chain partition clip scale norm_constraint".split())
+    tested_elsewhere |= {"add_decayed_weights", "clip_by_global_norm", "total_norm_constraint"}
+    assert set(updates.__all__) == {*RULES, *others, *tested_elsewhere}
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_update_table_is_complete():
     ],
 )
 def test_update_signatures_equal_lasagne(rule, signature):
-    found = inspect.signature(getattr(updates, rule))
-    bare = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != "weight"]
-    assert str(found.replace(parameters=bare, return_annotation=found.empty)) == signature
+    actual = inspect.signature(getattr(updates, rule))
+    bare = [p.replace(annotation=p.empty) for p in actual.parameters.values() if p.name != "weight"]
+    assert str(actual.replace(parameters=bare, return_annotation=actual.empty)) == signature
 
 
 # -- the flat vector -------------------------------------------------------------------------------------

@@ -43,17 +43,17 @@ class Case:
         variables = [T.TensorType(str(v.dtype), (False,) * v.ndim)(f"x{i}") for i, v in enumerate(self.inputs)]
         outputs = self.build(*variables)
         outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-        wanted = {"out": outputs}
+        outputs_by_name = {"out": outputs}
         if self.grads:
             rng = np.random.RandomState(1)
             floats = [v for v in variables if v.dtype.startswith("float")]
             grads = T.grad(weighted(outputs[: self.of], rng), floats, disconnected_inputs="ignore")
-            wanted["grad"] = grads
+            outputs_by_name["grad"] = grads
             if self.second:
-                wanted["second"] = T.grad(weighted(grads, rng), floats, disconnected_inputs="ignore")
-        flat = [v for values in wanted.values() for v in values]
+                outputs_by_name["second"] = T.grad(weighted(grads, rng), floats, disconnected_inputs="ignore")
+        flat = [v for values in outputs_by_name.values() for v in values]
         computed = iter(theano.function(variables, flat, mode=mode, on_unused_input="ignore")(*self.inputs))
-        return {kind: [next(computed) for _ in values] for kind, values in wanted.items()}
+        return {kind: [next(computed) for _ in values] for kind, values in outputs_by_name.items()}
 
 
 def weighted(outputs, rng):
@@ -245,8 +245,8 @@ def bn_cases():
 
     for axes, running in product(["per-activation", "spatial", (0, 2)], [False, True]):
         shape = (3, 2, 4, 3)
-        kept = {"per-activation": (1, 2, 3), "spatial": (1,), (0, 2): (1, 3)}[axes]
-        layout = tuple(shape[a] for a in kept)
+        kept_axes = {"per-activation": (1, 2, 3), "spatial": (1,), (0, 2): (1, 3)}[axes]
+        layout = tuple(shape[a] for a in kept_axes)
         name = named("batch_normalization_train", axes=axes, running=running)
 
         def build(x, gamma, beta, *old, axes=axes):

@@ -35,11 +35,11 @@ TABLE = read_table()
 
 def check(case, mode):
     computed = case.compute(mode)
-    wanted = TABLE[case.name]
+    expected = TABLE[case.name]
     assert {kind: len(values) for kind, values in computed.items()} == {
-        kind: len(values) for kind, values in wanted.items()
+        kind: len(values) for kind, values in expected.items()
     }
-    for kind, values in wanted.items():
+    for kind, values in expected.items():
         for value, reference in zip(computed[kind], values, strict=True):
             value = np.asarray(value)
             assert value.shape == reference.shape

@@ -421,7 +421,7 @@ def test_convolutions_that_a_layer_keeps(mode):
     x, w = rng.normal(size=(2, 3, 6, 5)), rng.normal(size=(4, 3, 3, 2))
     y = T.nnet.conv2d(x, w, **settings).eval(mode="FAST_COMPILE")
     rows = T.iscalar("rows")
-    made = [
+    layers = [
         abstract_conv.AbstractConv2d((2, 3, 6, 5), (4, 3, 3, 2), **settings)(x, w),
         abstract_conv.AbstractConv2d_gradInputs(imshp=(2, 3, 6, 5), kshp=None, **settings)(w, y, (rows, 5)),
         abstract_conv.AbstractConv2d_gradInputs(**settings)(w, y, T.stack([rows, 5])),
@@ -429,10 +429,17 @@ def test_convolutions_that_a_layer_keeps(mode):
         abstract_conv.AbstractConv2d_gradWeights(**settings)(x, y, (3, 2)),
         abstract_conv.AbstractConv3d()(x[:, :, None], w[:, :, None]),
     ]
-    of_inputs = abstract_conv.conv2d_grad_wrt_inputs(y, w, (2, 3, 6, 5), **settings)
-    of_weights = abstract_conv.conv2d_grad_wrt_weights(x, y, (4, 3, 3, 2), **settings)
-    expected = [y, of_inputs, of_inputs, of_inputs, of_weights, T.nnet.conv3d(x[:, :, None], w[:, :, None])]
-    results = theano.function([rows], made, mode=mode)(6)
+    input_gradient = abstract_conv.conv2d_grad_wrt_inputs(y, w, (2, 3, 6, 5), **settings)
+    weight_gradient = abstract_conv.conv2d_grad_wrt_weights(x, y, (4, 3, 3, 2), **settings)
+    expected = [
+        y,
+        input_gradient,
+        input_gradient,
+        input_gradient,
+        weight_gradient,
+        T.nnet.conv3d(x[:, :, None], w[:, :, None]),
+    ]
+    results = theano.function([rows], layers, mode=mode)(6)
     for result, variable in zip(results, expected, strict=True):
         value = variable if isinstance(variable, np.ndarray) else variable.eval(mode="FAST_COMPILE")
         np.testing.assert_allclose(result, value)

@@ -207,8 +207,8 @@ def test_rows_from_a_place_that_an_array_holds(x):
         # There are no three rows, and XLA knows no other length.
         assert f([beyond]).shape == (3, 6) and np.isnan(f([beyond])).all()
         assert np.isnan(g([beyond])).all()
-    of_integers = theano.shared(np.arange(25, dtype="int16"))[start : start + 3]
-    assert (function([place], of_integers)([12]) == np.iinfo("int16").min).all()
+    integers = theano.shared(np.arange(25, dtype="int16"))[start : start + 3]
+    assert (function([place], integers)([12]) == np.iinfo("int16").min).all()
 
 
 def test_shapes_behind_a_random_crop(x):
@@ -217,8 +217,8 @@ def test_shapes_behind_a_random_crop(x):
     draws = RandomStreams(1).uniform(size=rows.shape)
     f = function([place], [rows.shape, rows * T.gt(draws, -1)])
     for start in (0, 5):
-        shape, found = f([start])
-        assert shape.tolist() == [18] and found.tolist() == X[start : start + 3].ravel().tolist()
+        shape, crop = f([start])
+        assert shape.tolist() == [18] and crop.tolist() == X[start : start + 3].ravel().tolist()
     assert np.isnan(f([len(X) - 2])[1]).all()
     # At the end there are fewer rows where that can be known: from an integer, or from another array's shape.
     n = T.lscalar("n")

@@ -55,11 +55,11 @@ def verify_closely(function, *points):
     gradients = pytensor.function(variables, pytensor.grad(number, variables), mode="FAST_COMPILE")(*points)
     for i, gradient in enumerate(gradients):
         differences = np.empty_like(gradient)
-        for at in np.ndindex(gradient.shape):
+        for index in np.ndindex(gradient.shape):
             moved = [[point.copy() for point in points] for _ in range(2)]
             for step, values in zip((1e-5, -1e-5), moved, strict=True):
-                values[i][at] += step
-            differences[at] = (f(*moved[0]) - f(*moved[1])) / 2e-5
+                values[i][index] += step
+            differences[index] = (f(*moved[0]) - f(*moved[1])) / 2e-5
         # The largest such distance was 3e-9 in 1800 trials.
         np.testing.assert_allclose(gradient, differences, rtol=0, atol=1e-6 * np.abs(differences).max())
 
@@ -212,8 +212,8 @@ EPSILON = 0.1
 
 def batch(axes, dtype="float64"):
     """Return an array, a scale and a shift."""
-    kept = [1 if axis in axes else length for axis, length in enumerate(SHAPE)]
-    return [a.astype(dtype) for a in (draw(*SHAPE), draw(*kept), draw(*kept))]
+    shape = [1 if axis in axes else length for axis, length in enumerate(SHAPE)]
+    return [a.astype(dtype) for a in (draw(*SHAPE), draw(*shape), draw(*shape))]
 
 
 def normalise(x, scale, shift, axes):
@@ -300,15 +300,15 @@ def test_batch_normalization_far_from_zero(mode):
     y, mean, invstd = BatchNormTrain((0, 2, 3), EPSILON)(v, ones, 0 * ones)
     f = pytensor.function([v, dy], [y, mean, invstd, pytensor.grad((y * dy).sum(), v)], mode=mode)
     for _ in range(20):
-        x, by = (1e4 + draw(64, 2, 8, 8)).astype("float32"), draw(64, 2, 8, 8).astype("float32")
-        y, mean, invstd, gradient = f(x, by)
+        x, output_gradient = (1e4 + draw(64, 2, 8, 8)).astype("float32"), draw(64, 2, 8, 8).astype("float32")
+        y, mean, invstd, gradient = f(x, output_gradient)
         xhat, exact, factor = normalise(x.astype("float64"), 1, 0, (0, 2, 3))
         # The mean is a multiple of 2**-10 there, and XLA normalises with this mean.
         np.testing.assert_allclose(y, xhat, rtol=0, atol=1e-3)
         np.testing.assert_allclose(mean, exact, rtol=0, atol=1e-3)
         np.testing.assert_allclose(invstd, factor, rtol=1e-5)
-        sums = [(by * each).mean((0, 2, 3), keepdims=True) for each in (1, xhat)]
-        np.testing.assert_allclose(gradient, factor * (by - sums[0] - xhat * sums[1]), atol=1e-4)
+        sums = [(output_gradient * factor_of_sum).mean((0, 2, 3), keepdims=True) for factor_of_sum in (1, xhat)]
+        np.testing.assert_allclose(gradient, factor * (output_gradient - sums[0] - xhat * sums[1]), atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
@@ -503,9 +503,9 @@ CHOSEN = [case for position, case in enumerate(cases.CASES) if position % 9 == 0
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore:Skipping Assert")
 def test_xla_result_equals_numpy(case):
-    by_numpy, by_xla = case.compute("FAST_COMPILE"), case.compute("JAX")
-    for kind, values in by_numpy.items():
-        for value, other in zip(values, by_xla[kind], strict=True):
+    numpy_results, xla_results = case.compute("FAST_COMPILE"), case.compute("JAX")
+    for kind, values in numpy_results.items():
+        for value, other in zip(values, xla_results[kind], strict=True):
             assert np.asarray(other).dtype == value.dtype
             np.testing.assert_allclose(other, value, rtol=1e-7, atol=1e-9, err_msg=kind)
 

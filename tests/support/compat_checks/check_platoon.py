@@ -235,11 +235,11 @@ def test_queue_gives_each_batch_to_one_reader(queue):
     for reader in readers:
         reader.join(LIMIT)
         assert not reader.is_alive()
-    found = {int(batch[0]): batch for each in received for batch in each}
-    assert sum(map(len, received)) == len(found) == 60
+    batch_by_number = {int(batch[0]): batch for rank_batches in received for batch in rank_batches}
+    assert sum(map(len, received)) == len(batch_by_number) == 60
     for i, batch in enumerate(sent):
-        assert len(found[i]) == len(batch)
-        for actual, expected in zip(found[i], batch, strict=True):
+        assert len(batch_by_number[i]) == len(batch)
+        for actual, expected in zip(batch_by_number[i], batch, strict=True):
             np.testing.assert_array_equal(actual, expected)
             assert actual.dtype == expected.dtype and actual.flags.writeable
 

@@ -53,17 +53,34 @@ def test_streams_under_both_names_are_the_same():
     assert MRG_RandomStreams is Shared is RandomStreams
 
 
-def test_draws_go_on_and_seeds_start_anew():
+@pytest.fixture
+def two_draws():
+    """Yield streams, and a function of two draws from them."""
     streams = RandomStreams(3)
-    a, b = streams.uniform((4,)), streams.uniform((4,))
-    f = pytensor.function([], [a, b], mode="FAST_COMPILE")
-    first, other = f()
-    assert not np.array_equal(first, other) and not np.array_equal(first, f()[0])
+    return streams, pytensor.function([], [streams.uniform((4,)), streams.uniform((4,))], mode="FAST_COMPILE")
+
+
+def test_draws_and_calls_differ(two_draws):
+    _, f = two_draws
+    draws = [*f(), *f()]
+    assert len({tuple(values) for values in draws}) == 4
+
+
+def test_seed_restarts_the_draws(two_draws):
+    streams, f = two_draws
+    draws = f()
     streams.seed(3)
-    np.testing.assert_array_equal(f()[0], first)
+    np.testing.assert_array_equal(f(), draws)
+
+
+def test_streams_of_one_seed_draw_the_same(two_draws):
+    _, f = two_draws
+    np.testing.assert_array_equal(draw(RandomStreams(3).uniform((4,))), f()[0])
+
+
+def test_updates_has_an_entry_for_each_draw(two_draws):
+    streams, _ = two_draws
     assert len(streams.updates()) == 2
-    again = pytensor.function([], RandomStreams(3).uniform((4,)), mode="FAST_COMPILE")
-    np.testing.assert_array_equal(again(), first)
 
 
 @pytest.mark.parametrize("name", ["uniform", "binomial", "truncated_normal", "poisson"])

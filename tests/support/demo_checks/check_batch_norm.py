@@ -141,10 +141,10 @@ def test_batch_norm_gradient_through_the_statistics(array):
             gradient[index] = (loss_of(*above) - loss_of(*below)) / 2e-5
         return gradient
 
-    got = f(array)
+    gradients = f(array)
     for position in range(3):
         expected = numerical(position, [array, BETA, GAMMA])
-        np.testing.assert_allclose(got[position], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+        np.testing.assert_allclose(gradients[position], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 def test_batch_norm_of_a_constant_channel_is_the_shift():
@@ -216,5 +216,5 @@ def test_sync_normalises_by_the_rows_of_all_ranks_as_one_process_does(array, for
         np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-10)
     mean, variance = statistics(array)
     for rank in range(3):  # equal on all ranks, without an all-reduce
-        found = synk.get_value(rank, get_running_averages(layer))
-        np.testing.assert_allclose(found, [0.25 * mean, 0.75 + 0.25 * variance], rtol=1e-9)
+        rank_averages = synk.get_value(rank, get_running_averages(layer))
+        np.testing.assert_allclose(rank_averages, [0.25 * mean, 0.75 + 0.25 * variance], rtol=1e-9)

@@ -37,9 +37,9 @@ def values(params):
     return [param.get_value() for param in params]
 
 
-def assert_close(got, expected, tolerance=2e-5):
-    assert len(got) == len(expected) > 0
-    for a, b in zip(got, expected, strict=True):
+def assert_close(values, expected, tolerance=2e-5):
+    assert len(values) == len(expected) > 0
+    for a, b in zip(values, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
@@ -169,7 +169,7 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
     penalty = options.weight_decay * sum((p**2).sum() for p in alone.params if p.name == "W")
     loss = (losses[0] + losses[1]) / 2 + penalty
     grad_updates, param_updates, _ = options.update_rule(loss, alone.params, learning_rate=options.learning_rate)
-    outputs = [loss, *(of_half[average] for of_half in moved for average in alone.averages)]
+    outputs = [loss, *(half_averages[average] for half_averages in moved for average in alone.averages)]
     gradient = theano.function([x, y], outputs, updates=grad_updates)
     update = theano.function([], updates=param_updates)
 
@@ -178,10 +178,10 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
     for average in alone.averages:
         average.set_value(np.zeros_like(average.get_value()))
     for rows in trainer.make_batches(np.random.default_rng(3))[:N_STEPS]:
-        (got,) = trainer.train([rows])
+        (loss_of_step,) = trainer.train([rows])
         expected, *statistics = gradient(images[rows], labels[rows])
         update()
-        np.testing.assert_allclose(got, expected, rtol=1e-4)
+        np.testing.assert_allclose(loss_of_step, expected, rtol=1e-4)
         # With averages of zero their new values are the step times the half's statistics.
         by_rank = [statistics[:n], statistics[n:]]
         averages = [[0.9 * a + s for a, s in zip(*pair, strict=True)] for pair in zip(averages, by_rank, strict=True)]
@@ -244,12 +244,12 @@ def test_epoch_runs_steps_in_one_launch(sizes, at_once, calls, counted):
     options = argparse.Namespace(epochs=2, steps=None, at_once=at_once, seed=1, quiet=True)
     began = perf_counter()
     run = fit(trainer, options, "recorded", began)
-    taken = perf_counter() - began
+    seconds = perf_counter() - began
     assert trainer.calls == calls * 2
     assert sum(run.images) == counted and run.images[0] >= run.images[1]
     assert run.losses == [pytest.approx(np.average(sizes, weights=sizes))] * 2
     assert run.validation == [(0.5, 0.25)] * 2
-    assert 0 < run.setup_seconds < taken and 0 < run.seconds < taken
+    assert 0 < run.setup_seconds < seconds and 0 < run.seconds < seconds
 
 
 def test_progress_bar_reports_compilation(capsys):

@@ -62,8 +62,8 @@ def test_network_losses_equal_theano(no_dropout, name):
     model = make_for_table(name)
     learn_as_on_theano(name, model)
     if name == "LSGAN":
-        made = model.generate(3)
-        assert made.shape == (3, 1, 28, 28) and 0 < made.min() < made.max() < 1
+        generated = model.generate(3)
+        assert generated.shape == (3, 1, 28, 28) and 0 < generated.min() < generated.max() < 1
 
 
 @pytest.mark.lasagne
@@ -103,18 +103,18 @@ def train(session, folder, *sets, **environment):
         sets += (f"model='{HERE / 'zoo_models.py'}:{read_session_file(file)['model'].split(':')[1]}'",)
         environment["PYTHONPATH"] = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(DEMOS / "zoo")])
         environment["THEANO_FLAGS"] = os.environ["THEANO_FLAGS"]
-    sets = [f"--set={each}" for each in ("epochs=1", "config.batch_size=4", *sets)]
+    sets = [f"--set={setting}" for setting in ("epochs=1", "config.batch_size=4", *sets)]
     run("train", file, "--folder", folder, "--devices=cpu,cpu", *sets, **environment)
     return lines(folder, "reports")[-1]
 
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda path: path.stem)
 def test_zoo_networks_have_sessions(session, tmp_path):
-    found = resolve_settings(
+    settings = resolve_settings(
         [{"devices": "cpu", "folder": str(tmp_path)}, read_session_file(session)], source_path=session
     )
-    assert found.modelclass in NETWORKS
-    assert found.modelfile == NETWORKS[found.modelclass][0] and Path(found.pythonpath) == DEMOS / "zoo"
+    assert settings.modelclass in NETWORKS
+    assert settings.modelfile == NETWORKS[settings.modelclass][0] and Path(settings.pythonpath) == DEMOS / "zoo"
 
 
 def test_sessions_name_every_network():
@@ -162,21 +162,21 @@ def images(n, side):
 
 
 def test_arrays_of_a_users(tmp_path):
-    found = {"x_train": images(6, 32), "y_train": np.arange(6), "x_valid": images(3, 34), "y_valid": np.arange(3)}
-    np.savez(tmp_path / "all.npz", **found)
-    for name, array in found.items():
+    arrays = {"x_train": images(6, 32), "y_train": np.arange(6), "x_valid": images(3, 34), "y_valid": np.arange(3)}
+    np.savez(tmp_path / "all.npz", **arrays)
+    for name, array in arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
     for data in (tmp_path / "all.npz", tmp_path):
         model = make("Cifar10", data=str(data))
         train_batch = model.next_batch(Recorder())
         assert train_batch[0].shape == (2, 3, 28, 28) and train_batch[1].dtype == np.int32
-        whole = found["x_train"][train_batch[1][0]]
+        whole = arrays["x_train"][train_batch[1][0]]
         assert any(
             np.array_equal(train_batch[0][0], part) or np.array_equal(train_batch[0][0], part[:, :, ::-1])
             for part in (whole[:, i : i + 28, j : j + 28] for i in range(5) for j in range(5))
         )
         middle, labels = model.prepare([array[:2] for array in model.val_data], False)
-        np.testing.assert_array_equal(middle, found["x_valid"][:2, :, 3:31, 3:31])
+        np.testing.assert_array_equal(middle, arrays["x_valid"][:2, :, 3:31, 3:31])
         np.testing.assert_array_equal(labels, [0, 1])
 
 
@@ -228,8 +228,8 @@ def test_texts_lose_words_that_are_unknown_or_too_many(tmp_path):
     ],
 )
 def test_wrong_data_are_refused(tmp_path, name, arrays, message):
-    some = {"y_train": np.zeros(4, int), "x_valid": images(2, 32), "y_valid": np.zeros(2, int)}
-    np.savez(tmp_path / "data.npz", **({**some, **arrays} if arrays else {"x": some["x_valid"]}))
+    good_arrays = {"y_train": np.zeros(4, int), "x_valid": images(2, 32), "y_valid": np.zeros(2, int)}
+    np.savez(tmp_path / "data.npz", **({**good_arrays, **arrays} if arrays else {"x": good_arrays["x_valid"]}))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         make(name, data=str(tmp_path / "data.npz"))
 

@@ -49,11 +49,11 @@ class Recorder:
     def end(self, mode):
         pass
 
-    def train_error(self, count, *found):
-        self.losses += [float(value) for value in found if value is not None]
+    def train_error(self, count, *values):
+        self.losses += [float(value) for value in values if value is not None]
 
-    def val_error(self, count, *found, rows=1):
-        self.losses += [float(value) for value in found]
+    def val_error(self, count, *values, rows=1):
+        self.losses += [float(value) for value in values]
 
 
 class Plain(np.random.RandomState):

@@ -202,10 +202,10 @@ class Template:
 
     def __init__(self) -> None:
         self.channel, template_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        no_streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         with template_channel:
             self.process = _start(
-                [*_SCENARIOS, "template"], template_channel.fileno(), template_channel.fileno(), **nothing
+                [*_SCENARIOS, "template"], template_channel.fileno(), template_channel.fileno(), **no_streams
             )
 
     @classmethod

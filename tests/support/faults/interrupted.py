@@ -25,7 +25,7 @@ from synkhronos.ranks.command_runner import CommandRunner
 N = 3
 
 
-def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False) -> None:
+def at_a_place(where: str, fault_ranks: Any, how: str = "python", unhandled: bool = False) -> None:
     """Block on some ranks, in a call, in a collective, or while distributing or compiling; then run further calls."""
     probes.instrument()
     before = start()
@@ -35,7 +35,7 @@ def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False
     if where in ("call", "collective"):
         assert work.call() == 15.0
     point = {"call": "perform", "collective": "chunk", "distribute": "unpickle", "pickle": "pickle", "build": "build"}
-    plant(point[where], f"hold:{how}", on)
+    plant(point[where], f"hold:{how}", fault_ranks)
     if not unhandled:
         signal.signal(signal.SIGINT, _interrupt_the_library)
     calls = {"collective": lambda: synk.all_reduce(work.big, "sum"), "distribute": synk.distribute}
@@ -204,33 +204,33 @@ def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool =
     signal.signal(signal.SIGALRM, _limit)
     before = start()
     lost, wrong, presses = [], [], 0
-    made: dict[str, Any] = {}
+    state: dict[str, Any] = {}
 
     def forked() -> None:
         if _current() is None:
-            made.clear()
+            state.clear()
             synk.fork(2, use_gpu=False)
-        if not made:  # or a fork that was interrupted at its end
-            made["work"] = Work()
-            made["work"].check()
+        if not state:  # or a fork that was interrupted at its end
+            state["work"] = Work()
+            state["work"].check()
 
     actions = {
-        "call": lambda: made["work"].call(),
-        "slices": lambda: made["work"].call(num_slices=2),
-        "rows": lambda: made["work"].f(np.arange(9.0), batch=[0, 3, 5]),
+        "call": lambda: state["work"].call(),
+        "slices": lambda: state["work"].call(num_slices=2),
+        "rows": lambda: state["work"].f(np.arange(9.0), batch=[0, 3, 5]),
         "first call": lambda: Work().call(),
-        "collective": lambda: synk.all_reduce(made["work"].big, "sum"),
+        "collective": lambda: synk.all_reduce(state["work"].big, "sum"),
         "data": lambda: synk.data(np.ones(9)).set_length(5000),
         "free": lambda: synk.data(np.ones(5000)).free_memory(),
-        "broadcast": lambda: synk.broadcast(made["work"].big, np.ones(made["work"].big.get_value().shape)),
+        "broadcast": lambda: synk.broadcast(state["work"].big, np.ones(state["work"].big.get_value().shape)),
         "fork": lambda: synk.fork(2, use_gpu=False),
         "close": synk.close,
-        "call again": lambda: made["work"].call(),
-        "collective again": lambda: synk.all_reduce(made["work"].big, "sum"),
+        "call again": lambda: state["work"].call(),
+        "collective again": lambda: synk.all_reduce(state["work"].big, "sum"),
     }
     for k in range(first, 1_000_000, step):
         if operation == "fork":
-            made.clear()
+            state.clear()
             synk.close()
         else:
             forked()
@@ -261,10 +261,10 @@ def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool =
             wrong.append(("the turn was kept", press.place))
             synk.close()
             forked()
-        works = attempt(made["work"].check)
+        works = attempt(state["work"].check)
         if works.get("value") != make_expected(2):
             wrong.append((str(works), press.place))
-    made.clear()
+    state.clear()
     gc.collect()
     synk.close()
     print("lost:", *lost, sep="\n")
@@ -275,17 +275,17 @@ def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool =
 
 def _others_may_call() -> bool:
     """Return whether another thread could run a command now."""
-    turn, taken = ranks.get_session().call_lock, []
+    turn, acquired = ranks.get_session().call_lock, []
 
     def take() -> None:
         if turn.acquire(timeout=1):
-            taken.append(True)
+            acquired.append(True)
             turn.release()
 
     thread = threading.Thread(target=take)
     thread.start()
     thread.join()
-    return bool(taken)
+    return bool(acquired)
 
 
 def _current() -> Any:
@@ -303,12 +303,12 @@ def at_random(seed: int, times: int) -> None:
     interrupted = wrong = 0
 
     def duration(call: Any) -> float:
-        took = []
+        durations = []
         for _ in range(3):
             began = time.monotonic()
             call()
-            took.append(time.monotonic() - began)
-        return min(took)
+            durations.append(time.monotonic() - began)
+        return min(durations)
 
     def guarded(call: Any, within: float) -> Any:
         nonlocal interrupted
@@ -326,30 +326,30 @@ def at_random(seed: int, times: int) -> None:
         synk.fork(2, use_gpu=False)
         synk.close()
 
-    usual = duration(fork_and_close)
+    seconds = duration(fork_and_close)
     for _ in range(times):
-        guarded(fork_and_close, usual * 1.2)
+        guarded(fork_and_close, seconds * 1.2)
         synk.close()
         assert not list_children(os.getpid())
     synk.fork(2, use_gpu=False)
     work = Work()
     work.check()
-    kept = [synk.data(np.ones(10))]
-    usual = duration(work.call)
+    data = [synk.data(np.ones(10))]
+    seconds = duration(work.call)
     for i in range(times * 4):
         rows = chance.randrange(1, 4000)
 
         def call(rows: int = rows, i: int = i) -> Any:
             if i % 3 == 0:
-                kept[:] = [synk.data(np.ones(rows)), synk.data(np.ones(5))]
-            return float(work.f(kept[0] if i % 2 else np.ones(rows))[0]), rows if not i % 2 else len(kept[0])
+                data[:] = [synk.data(np.ones(rows)), synk.data(np.ones(5))]
+            return float(work.f(data[0] if i % 2 else np.ones(rows))[0]), rows if not i % 2 else len(data[0])
 
-        value = guarded(call, usual * 3)  # calls with new arrays take longer
+        value = guarded(call, seconds * 3)  # calls with new arrays take longer
         wrong += value is not None and value[0] != value[1]
     report_event("outcome", interrupted=interrupted, wrong=int(wrong))
     report_event("works", right=make_expected(2), **attempt(work.check))
     ranks.get_session().send_releases()
-    kept.clear()
+    data.clear()
     synk.close()
     vars(work).clear()
     report_event("closed", before=before, after=footprint())

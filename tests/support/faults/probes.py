@@ -119,10 +119,10 @@ def footprint() -> dict[str, Any]:
 def _print_holders(lines: list[str]) -> None:
     """Print the referrers of shared memory that is still mapped."""
     print(*lines, sep="", flush=True)
-    for held in gc.get_objects():
-        if isinstance(held, ControlMemory | Segment | ranks.Session):
-            holders = [h for h in gc.get_referrers(held) if type(h).__name__ not in ("frame", "list_iterator")]
-            print(f"{held!r:.100} is held by", *(f"{type(h).__name__} {h!r:.150}" for h in holders), flush=True)
+    for object_ in gc.get_objects():
+        if isinstance(object_, ControlMemory | Segment | ranks.Session):
+            holders = [h for h in gc.get_referrers(object_) if type(h).__name__ not in ("frame", "list_iterator")]
+            print(f"{object_!r:.100} is held by", *(f"{type(h).__name__} {h!r:.150}" for h in holders), flush=True)
 
 
 def start() -> dict[str, Any]:
@@ -234,12 +234,12 @@ class Plant(Command):
 
     point: str
     action: str
-    on: tuple[int, ...]
+    fault_ranks: tuple[int, ...]
     skip: int = 0
 
     def run(self, rank: ranks.Rank) -> None:
         PLANS.clear()
-        if rank.number in self.on:
+        if rank.number in self.fault_ranks:
             PLANS[self.point] = self.skip, self.action
 
 
@@ -248,9 +248,9 @@ def gather_pids() -> dict[int, int]:
     return dict(enumerate(ranks.get_session().run(GatherPids())))
 
 
-def plant(point: str, action: str, on: Any, skip: int = 0) -> None:
+def plant(point: str, action: str, fault_ranks: Any, skip: int = 0) -> None:
     """Plan an action at a point, on some ranks."""
-    ranks.get_session().run(Plant(point, action, tuple(on), skip))
+    ranks.get_session().run(Plant(point, action, tuple(fault_ranks), skip))
 
 
 def instrument() -> None:

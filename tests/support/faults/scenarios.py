@@ -86,7 +86,7 @@ def _collective(name: str, variable: Any) -> Any:
 def at_a_point(
     where: str,
     action: str = "hold:python",
-    on: Any = (2,),
+    fault_ranks: Any = (2,),
     skip: int = 0,
     name: str = "all_reduce",
     point: str = "",
@@ -122,7 +122,7 @@ def at_a_point(
         report_event("ready", pids=pids)
         block("python")
     else:
-        plant(point or POINTS[where], action, on, skip)
+        plant(point or POINTS[where], action, fault_ranks, skip)
         report_event("ready", pids=pids)
     report_event("outcome", **attempt(_operation(where, work, name)))
     after(before, work)
@@ -157,20 +157,20 @@ def _closed() -> bool:
     return False
 
 
-def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
+def at_fork(how: str, fault_rank: int = 2, spawn: bool = False) -> None:
     """Fork, with a fault in the master or in a worker."""
     if how == "limit":
         _become_nobody()
     before = start()
     real_fork, real_leave, real_start = os.fork, worker_main._detach_from_master, worker_main.spawn_worker
-    usual = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = resource.getrlimit(resource.RLIMIT_NPROC)
     forked: list[int] = []
 
     def fork() -> int:
         if len(forked) == 2 and how == "raise":
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         if len(forked) == 2 and how == "limit":
-            resource.setrlimit(resource.RLIMIT_NPROC, (1, usual[1]))
+            resource.setrlimit(resource.RLIMIT_NPROC, (1, limits[1]))
         pid = real_fork()
         if pid:
             forked.append(pid)
@@ -185,8 +185,8 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
     def leave(*arguments: Any) -> None:
         number = len(forked) + 1
         real_leave(*arguments)
-        if number == on and how == "worker":
-            report_event("inside", pids={on: os.getpid()})
+        if number == fault_rank and how == "worker":
+            report_event("inside", pids={fault_rank: os.getpid()})
             block("python")
 
     def spawn_worker(*arguments: Any) -> int:
@@ -203,7 +203,7 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
         _need_fresh_processes()
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
     os.fork, worker_main._detach_from_master, worker_main.spawn_worker = real_fork, real_leave, real_start
-    resource.setrlimit(resource.RLIMIT_NPROC, usual)
+    resource.setrlimit(resource.RLIMIT_NPROC, limits)
     report_event("outcome", **outcome)
     report_event("dead", before=before, after=footprint())
     if "error" in outcome:
@@ -285,30 +285,30 @@ def full_shared_memory() -> None:
 def few_file_descriptors(where: str, spare: int) -> None:
     """Run out of file descriptors: in the master at fork or when it makes segments, or in a worker."""
     before = start()
-    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if where == "fork":
-        few = _limit(spare), usual[1]
+        few = _limit(spare), limits[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, few)
         report_event("outcome", **attempt(lambda: synk.fork(8, use_gpu=False)))
-        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         report_event("dead", before=before, after=footprint())
         synk.fork(N, use_gpu=False)
     else:
         synk.fork(N, use_gpu=False)
         gather_pids()
         if where == "master":
-            few = _limit(spare), usual[1]
+            few = _limit(spare), limits[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, few)
-            made = [synk.data(np.full(10, i)) for i in range(60)]
-            report_event("outcome", value=all(int(d[0]) == i for i, d in enumerate(made)), ended=time.monotonic())
-            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+            arrays = [synk.data(np.full(10, i)) for i in range(60)]
+            report_event("outcome", value=all(int(d[0]) == i for i, d in enumerate(arrays)), ended=time.monotonic())
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         else:
             work = Work()
             assert work.call() == 15.0
             ranks.get_session().run(Limit(2, 0))
             unsent = synk.data(np.arange(6.0))
             report_event("outcome", **attempt(lambda: float(work.f(unsent)[0])))
-            ranks.get_session().run(Limit(2, usual[0]))
+            ranks.get_session().run(Limit(2, limits[0]))
             del unsent
             vars(work).clear()
     report_event("works", right=make_expected(N), **attempt(Work().check))
@@ -394,9 +394,9 @@ def segment_after_death() -> None:
     assert work.call() == 15.0
     report_event("ready", pids=pids)
     block("python")
-    kept = synk.data(np.arange(6.0))
-    report_event("outcome", **attempt(functools.partial(work.f, kept)))
-    del kept
+    data = synk.data(np.arange(6.0))
+    report_event("outcome", **attempt(functools.partial(work.f, data)))
+    del data
     after(before, work)
 
 

@@ -65,10 +65,10 @@ def run_in_groups(worker):
             result = worker.group(members).all_reduce(array, "sum")
             assert device.owns(result)
             results.append(compute_digest(result))
-    for source, to in ((0, n - 1), (n - 1, 0)):
+    for source, target in ((0, n - 1), (n - 1, 0)):
         if worker.number == source:
-            worker.send(array, to)
-        elif worker.number == to:
+            worker.send(array, target)
+        elif worker.number == target:
             result = worker.receive(source)
             assert device.owns(result)
             results.append(compute_digest(result))

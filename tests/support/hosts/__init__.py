@@ -120,9 +120,9 @@ def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
     return reused.run(*program)
 
 
-def end(*which: bool) -> None:
+def end(*conditions: bool) -> None:
     """End the hosts that `run` has left running."""
-    for several in which or (False, True):
+    for several in conditions or (False, True):
         if several in _programs:
             _programs.pop(several).end()
 

@@ -82,7 +82,7 @@ class FaultyCommand(Command):
 
     folder: str
     place: str
-    on: tuple[int, ...]
+    fault_ranks: tuple[int, ...]
     action: str
 
     def run(self, rank: ranks.Rank) -> bool:
@@ -91,7 +91,7 @@ class FaultyCommand(Command):
 
         rank.barrier()
         AT_CHUNK = None
-        if rank.number in self.on:
+        if rank.number in self.fault_ranks:
             if self.place == "collective":
                 AT_CHUNK = partial(block_or_raise, self.folder, rank.number, self.action)
             else:
@@ -104,18 +104,20 @@ class FaultyCommand(Command):
         return bool((array == sum(range(1, rank.size + 1))).all())
 
 
-def hold_lock(worker: synk.Worker, folder: str, place: str, on: tuple[int, ...], action: str, rows: Any) -> bool:
+def hold_lock(
+    worker: synk.Worker, folder: str, place: str, fault_ranks: tuple[int, ...], action: str, rows: Any
+) -> bool:
     """Block or raise on some ranks that hold a lock, or are exchanging; the others wait for the lock."""
     worker.barrier("begin")
     deadline = time.monotonic() + (60 if action == "hold" and place == "exchange" else 0)
-    if worker.number not in on:
+    if worker.number not in fault_ranks:
         time.sleep(0.1)
     elif place == "exchange" and action == "hold":
         report_event(folder, "inside", rank=worker.number)
     while True:
         with worker.lock() as lock:
             lock.read(rows)
-            if worker.number in on and (action == "raise" or place == "lock"):
+            if worker.number in fault_ranks and (action == "raise" or place == "lock"):
                 block_or_raise(folder, worker.number, action)
             rows.array[...] += 1
             lock.write(rows)
@@ -174,17 +176,17 @@ class Orders:
         session = ranks.get_session()
         return {"ranks": session.run(GatherPids()), "mpirun": session._group.link._mpirun.pid}
 
-    def run_faulty_command(self, place: str, on: list[int], action: str) -> bool:
+    def run_faulty_command(self, place: str, fault_ranks: list[int], action: str) -> bool:
         """Run a command; for "idle" block before it, outside of the library."""
         if place == "idle":
             block(self.folder, 0)
-            on = []
+            fault_ranks = []
         if place in ("lock", "exchange"):
             rows = create_unpublished((LARGE,), "float64")  # otherwise hosts would first transfer its rows
-            return all(synk.run(hold_lock, self.folder, place, tuple(on), action, rows))
+            return all(synk.run(hold_lock, self.folder, place, tuple(fault_ranks), action, rows))
         with ranks.get_session().call_lock:
             ranks.get_session().wait_until_idle()
-            return ranks.get_session().run(FaultyCommand(self.folder, place, tuple(on), action))
+            return ranks.get_session().run(FaultyCommand(self.folder, place, tuple(fault_ranks), action))
 
     def sum_shared_bytes(self, nbytes: int) -> int:
         """Let all ranks read new shared memory; return the sum of its bytes."""

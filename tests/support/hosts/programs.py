@@ -99,8 +99,8 @@ def collectives() -> None:
                 assert all(np.array_equal(result, results[0]) for result in results)
                 print(dtype, size, op, digest(results[0]))
             set_values(s, values)
-            got = synk.gather(s, nd_up=1)
-            assert all(np.array_equal(got[r], values[r]) for r in range(n))
+            gathered = synk.gather(s, nd_up=1)
+            assert all(np.array_equal(gathered[r], values[r]) for r in range(n))
             synk.reduce(s, "prod")
             print("reduce", digest(s.get_value()))
             set_values(s, values)
@@ -206,11 +206,11 @@ def parts() -> None:
         assert total == whole.sum() and (data.local_rows == range(length)) == (is_alone or length <= n_local_ranks)
         np.testing.assert_array_equal(data[data.local_rows.start : data.local_rows.stop], whole[: len(data.local_rows)])
         if length >= n:
-            seen = []
+            values = []
             for batch in data.batches(n, seed=(1, length)):
                 np.testing.assert_array_equal(f(data, batch=batch)[0], 2 * whole[batch])
-                seen.extend(batch.tolist())
-            assert len(set(seen)) == len(seen)
+                values.extend(batch.tolist())
+            assert len(set(values)) == len(values)
             synk.scatter(s, data)
             np.testing.assert_array_equal(synk.gather(s, nd_up=0), whole)
         assert synk.bytes_sent() - before < 4096 * (2 + length)  # the indexes
@@ -219,10 +219,10 @@ def parts() -> None:
         np.testing.assert_array_equal(f(data, batch=last)[0], 2 * whole[last])
         np.testing.assert_array_equal(data, whole)
     else:
-        held = f"has those from 0 to {data.local_rows.stop - 1}"
+        message = f"has those from 0 to {data.local_rows.stop - 1}"
         for batch in (last, slice(600, 1000), slice(1000, 600, -1)):
-            check_error(IndexError, held, lambda batch=batch: f(data, batch=batch))
-        check_error(IndexError, held, lambda: synk.broadcast(s, data))
+            check_error(IndexError, message, lambda batch=batch: f(data, batch=batch))
+        check_error(IndexError, message, lambda: synk.broadcast(s, data))
         check_error(IndexError, "this host has rows 0 to", lambda: data[-1])
         check_error(IndexError, "others have the rest", lambda: np.asarray(data))
 
@@ -270,7 +270,7 @@ def parts_tasks() -> None:
             else:
                 words = f"rank {r}'s host has {local_rows.start} to {local_rows.stop - 1} (rows.local_rows)"
                 assert len(errors) == 3 and all(words in error for error in errors), errors
-    assert sum(len(results[of_host[0]][0]) for of_host in ranks.get_session().ranks_by_host) == 101
+    assert sum(len(results[host_ranks[0]][0]) for host_ranks in ranks.get_session().ranks_by_host) == 101
     print("right", n)
 
 
@@ -287,13 +287,13 @@ def parts_trainer(counts: str) -> None:
     from synkhronos.training import Checkpoint, CheckpointError
 
     n, sizes, length = fork(), list(map(int, counts.split("+"))), 59
-    by_host = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-    taken = mock.patch.object(ranks.get_session()._group.link, "ranks_by_host", by_host)
-    with taken if len(HOSTS) == 1 else contextlib.nullcontext():
-        assert ranks.get_session().ranks_by_host == by_host
-        held = [
-            range(length)[get_share(length, n, of_host[0]).start : get_share(length, n, of_host[-1]).stop]
-            for of_host in by_host
+    ranks_by_host = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+    patch = mock.patch.object(ranks.get_session()._group.link, "ranks_by_host", ranks_by_host)
+    with patch if len(HOSTS) == 1 else contextlib.nullcontext():
+        assert ranks.get_session().ranks_by_host == ranks_by_host
+        host_rows = [
+            range(length)[get_share(length, n, host_ranks[0]).start : get_share(length, n, host_ranks[-1]).stop]
+            for host_ranks in ranks_by_host
         ]
         arrays = [X, Y, np.arange(length)]
         x, *y = [synk.data_parts(lambda start, stop, array=array: array[start:stop], length) for array in arrays]
@@ -305,8 +305,11 @@ def parts_trainer(counts: str) -> None:
                 reports = list(model.trainer.epochs(x, y, 3, 2, **keep))
                 assert [report.seen for report in reports] == [36, 48, 84, 96]
                 used = np.asarray(synk.gather(model.counts, nd_up=1))[:, :length]
-                for rows, of_host in zip(held, by_host, strict=True):  # of this host only
-                    assert used[of_host].sum() == 2 * 12 * len(of_host) == used[of_host][:, rows].sum(), (name, used)
+                for rows, host_ranks in zip(host_rows, ranks_by_host, strict=True):  # of this host only
+                    assert used[host_ranks].sum() == 2 * 12 * len(host_ranks) == used[host_ranks][:, rows].sum(), (
+                        name,
+                        used,
+                    )
                 assert set(used.sum(axis=0).tolist()) <= {0.0, 1.0, 2.0}, name
                 mse = np.mean((X[:length] @ model.w.get_value() + model.b.get_value() - Y[:length]) ** 2)
                 np.testing.assert_allclose(reports[-1].validation["mse"], mse, err_msg=name)
@@ -314,9 +317,9 @@ def parts_trainer(counts: str) -> None:
                     continue
                 again = Model(name)
                 within = Checkpoint(folder).paths()[2]
-                rest = list(again.trainer.epochs(x, y, 3, 2, valid=(x, y), resume=within))
+                resumed_reports = list(again.trainer.epochs(x, y, 3, 2, valid=(x, y), resume=within))
                 assert np.array_equal(again.values(), model.values()), name
-                numbers = [(r.loss, r.validation["mse"]) for r in [*reports, *rest]]
+                numbers = [(r.loss, r.validation["mse"]) for r in [*reports, *resumed_reports]]
                 print(name, digest(model.values(), numbers))
                 check_error(
                     CheckpointError,
@@ -478,8 +481,8 @@ def trainer() -> None:
             model = Model(name)
             losses = [r.loss for r in model.epochs(5, 2, valid=None, checkpoint=Checkpoint(folder))]
             again = Model(name)
-            rest = [r.loss for r in again.epochs(5, 3, checkpoint=Checkpoint(folder), resume="latest")]
-        print(name, digest(model.values(), losses, again.values(), rest))
+            resumed_losses = [r.loss for r in again.epochs(5, 3, checkpoint=Checkpoint(folder), resume="latest")]
+        print(name, digest(model.values(), losses, again.values(), resumed_losses))
 
 
 def options() -> None:
@@ -491,15 +494,17 @@ def options() -> None:
     from synkhronos.training import Checkpoint
 
     fork()
-    kept: dict[str, Any] = {"clip_norm": 0.5, "ema": 0.9, "num_slices": 2}
+    kwargs: dict[str, Any] = {"clip_norm": 0.5, "ema": 0.9, "num_slices": 2}
     for rule, shards in ((updates.momentum, False), (updates.adam, True)):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            model = Model("BSP", update=rule, shard_optimizer=shards, **kept)
+            model = Model("BSP", update=rule, shard_optimizer=shards, **kwargs)
             losses = [r.loss for r in model.epochs(5, 2, rows=47, valid=(X, Y), checkpoint=Checkpoint(folder))]
-            again = Model("BSP", update=rule, shard_optimizer=shards, **kept)
-            rest = [r.loss for r in again.epochs(5, 4, rows=47, checkpoint=Checkpoint(folder), resume="latest")]
+            again = Model("BSP", update=rule, shard_optimizer=shards, **kwargs)
+            resumed_losses = [
+                r.loss for r in again.epochs(5, 4, rows=47, checkpoint=Checkpoint(folder), resume="latest")
+            ]
         averages = [average.get_value() for average in again.trainer.ema]
-        print(rule.__name__, digest(model.values(), losses, again.values(), rest, *averages))
+        print(rule.__name__, digest(model.values(), losses, again.values(), resumed_losses, *averages))
 
 
 def train_asynchronously() -> None:
@@ -518,14 +523,14 @@ def train_asynchronously() -> None:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             model = Model(name, rate=rate)
             first, *_, last = model.epochs(5, 8, valid=(X, Y), checkpoint=Checkpoint(folder, keep=9))
-            assert model.used().tolist() == [8.0] * len(X), name
+            assert model.count_uses().tolist() == [8.0] * len(X), name
             assert last.validation["mse"] < 0.3 * first.loss, (name, first, last)
             mse = np.mean((X @ model.w.get_value() + model.b.get_value() - Y) ** 2)
             np.testing.assert_allclose(last.validation["mse"], mse, err_msg=name)
             again = Model(name, rate=rate)
-            *_, rest = again.epochs(5, 16, valid=(X, Y), checkpoint=Checkpoint(folder), resume="latest")
-            assert again.used().tolist() == [16.0] * len(X), name
-            assert rest.validation["mse"] < last.validation["mse"], (name, last, rest)
+            *_, last_report = again.epochs(5, 16, valid=(X, Y), checkpoint=Checkpoint(folder), resume="latest")
+            assert again.count_uses().tolist() == [16.0] * len(X), name
+            assert last_report.validation["mse"] < last.validation["mse"], (name, last, last_report)
     print("right")
 
 
@@ -624,7 +629,7 @@ def survive(name: str, seed: str) -> None:
             reports.append(report)
             if kills_mpirun and len(reports) == 1:
                 os.kill(ranks.get_session()._group.link._mpirun.pid, signal.SIGKILL)
-        assert model.used().tolist() == [2.0] * len(X), (name, model.used())
+        assert model.count_uses().tolist() == [2.0] * len(X), (name, model.count_uses())
         return model.values(), reports
 
     with Killer() as killer:
@@ -669,7 +674,7 @@ def survive_host(name: str, fault: str) -> None:
                 killer.moments[killer.count + 2] = n - 1, 0.0, True
             elif len(reports) == 1:
                 stack.enter_context(mock.patch.object(mpirun, "find_lost_hosts", return_value=[1, 2]))
-                assert simulated.ask({"op": "kill", "host": host}) == 0
+                assert simulated.send_request({"operation": "kill", "host": host}) == 0
         left, deaths = ranks.get_session().size, reports[1].deaths
         assert left == n - int(count) and [r.seen for r in reports] == [60, 120, 180], (left, deaths)
         assert len(deaths) == (1 if fault == "agent" else 3) and (deaths[-1]["rank"], deaths[-1]["host"]) == (
@@ -684,10 +689,10 @@ def survive_host(name: str, fault: str) -> None:
         fork.cache_clear()
         synk.fork(left, use_gpu=False)
         resumed, checkpoint = Model(name), Checkpoint(folder, keep=9)
-        rest = list(resumed.epochs(5, 3, valid=(X, Y), resume=checkpoint.path(len(X))))
+        resumed_reports = list(resumed.epochs(5, 3, valid=(X, Y), resume=checkpoint.path(len(X))))
     if name in SYNCHRONOUS:
         np.testing.assert_array_equal(resumed.values(), model.values())
-        assert [(r.loss, r.validation) for r in rest] == [(r.loss, r.validation) for r in reports[1:]]
+        assert [(r.loss, r.validation) for r in resumed_reports] == [(r.loss, r.validation) for r in reports[1:]]
     synk.close()
     print("right")
 

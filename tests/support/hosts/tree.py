@@ -52,8 +52,8 @@ class Tree:
         self._text = b""
         self.output = tempfile.TemporaryFile("w+")
         # After a program has exited, the next one is started.
-        again = ["-c", RESTART, sys.executable]
-        command, environment = make_command(hosts, *again, HERE / "fault_target.py", self.folder)
+        restart_arguments = ["-c", RESTART, sys.executable]
+        command, environment = make_command(hosts, *restart_arguments, HERE / "fault_target.py", self.folder)
         # This path marks all processes by their environment; ssh passes it on, too.
         environment["PYTHONPATH"] += os.pathsep + str(self.folder)
         environment |= {"PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None", **variables}
@@ -122,12 +122,12 @@ class Tree:
 
     def list_ranks(self) -> dict[str, Any]:
         """Return each rank's process, and mpirun's."""
-        found = self.run_order("list_ranks")["value"]
+        pids = self.run_order("list_ranks")["value"]
         spaces = self.list_processes()
-        ranks = [_find_outer_pid(spaces, space, pid) for space, pid in found["ranks"]]
+        ranks = [_find_outer_pid(spaces, space, pid) for space, pid in pids["ranks"]]
         return {
             "ranks": ranks,
-            "mpirun": _find_outer_pid(spaces, spaces[self.pid][0], found["mpirun"]),
+            "mpirun": _find_outer_pid(spaces, spaces[self.pid][0], pids["mpirun"]),
             "agents": self._agents(spaces, ranks[-1]),
         }
 
@@ -159,22 +159,22 @@ class Tree:
         """Inject a fault, such as "unplug", into a whole host; return the time."""
         simulated.SOCKET = f"/proc/{self.pid}/root{simulated.STATE}/control"
         moment = time.monotonic()
-        assert simulated.ask({"op": fault, "host": host}) == 0
+        assert simulated.send_request({"operation": fault, "host": host}) == 0
         return moment
 
     def fill(self, host: str) -> Path:
         """Fill a host's shared memory except 4 MiB, which MPI may need; return the file."""
         folder = self._shared_memory(host)
-        of = os.statvfs(folder)
+        status = os.statvfs(folder)
         with (folder / "full").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, of.f_bavail * of.f_frsize - (4 << 20))
+            os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - (4 << 20))
         return folder / "full"
 
-    def replace(self, host: str, path: Path, by: Path) -> None:
+    def replace(self, host: str, path: Path, replacement: Path) -> None:
         """Replace a file or folder by another on one host."""
         user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         inside = ["nsenter", *user, "--mount", "--pid", "--target", str(self._first[host])]
-        subprocess.run([*inside, "mount", "--bind", by, path], check=True)
+        subprocess.run([*inside, "mount", "--bind", replacement, path], check=True)
 
     def restore(self, host: str, path: Path) -> None:
         """Restore what `replace` has replaced."""
@@ -187,28 +187,28 @@ class Tree:
 
     def list_processes(self) -> dict[int, tuple[str, str]]:
         """Return the namespace and the command line of the program's processes on all hosts, by process ID."""
-        found, mark = {}, str(self.folder).encode()
+        processes, mark = {}, str(self.folder).encode()
         for name in os.listdir("/proc"):
             if not name.isdecimal():
                 continue
             try:
                 if mark in Path(f"/proc/{name}/environ").read_bytes() and is_alive(int(name)):
                     line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found[int(name)] = os.readlink(f"/proc/{name}/ns/pid"), line
+                    processes[int(name)] = os.readlink(f"/proc/{name}/ns/pid"), line
             except OSError:
                 continue
-        return found
+        return processes
 
     def measure_shared_memory(self) -> dict[str, int]:
         """Return the bytes of shared memory in use on each host."""
         if not are_simulated():
             return {}
-        found = {}
+        sizes = {}
         for host in self.hosts:
             with contextlib.suppress(OSError):  # the host is dead
-                of = os.statvfs(self._shared_memory(host))
-                found[host] = (of.f_blocks - of.f_bfree) * of.f_frsize
-        return found
+                status = os.statvfs(self._shared_memory(host))
+                sizes[host] = (status.f_blocks - status.f_bfree) * status.f_frsize
+        return sizes
 
     def check_no_leaks(self, is_fresh: bool = False, but: str = "-") -> None:
         """Check that only the master runs, and no shared memory is in use, except the master's if it has forked before.
@@ -231,20 +231,20 @@ class Tree:
             if nbytes and (is_fresh or host != self.hosts[0]):  # the master keeps the last session's control memory
                 yield host, nbytes
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
-        found = (path.name for path in shared_memory.iterdir())
-        yield from (name for name in found if re.match("synkhronos|mpich|ucx", name) and not name.startswith(but))
+        names = (path.name for path in shared_memory.iterdir())
+        yield from (name for name in names if re.match("synkhronos|mpich|ucx", name) and not name.startswith(but))
 
     def _shared_memory(self, host: str) -> Path:
         return Path(f"/proc/{self._first[host]}/root/dev/shm")
 
     def _find_first(self) -> dict[str, int]:
         """Return the first process of each simulated host."""
-        found = {}
+        processes = {}
         for pid, (_, line) in self.list_processes().items():
             for host in self.hosts:
                 if line.startswith("unshare") and f"hostname {host} " in line:
-                    found[host] = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
-        return found
+                    processes[host] = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        return processes
 
 
 def _is_program(line: str) -> bool:

@@ -19,15 +19,15 @@ from platoon.util import PlatoonError
 
 
 def main(args):
-    found = {"helper": helper.WORD, "rate": args.rate}
+    record = {"helper": helper.WORD, "rate": args.rate}
     worker = Worker(**Worker.default_arguments(args))
     assert Worker() is worker and SameWorker is Worker
     rank, size = worker.global_rank, worker.global_size
     assert (rank, size) == (worker.local_rank, worker.local_size)
-    found["size"] = size
-    found["process"] = os.getpid()
-    found["hello"] = worker.send_req("hello", {"rank": rank})
-    found["echo"] = worker.send_req("echo", {"a": [1, 2.5, None, "ä"]})
+    record["size"] = size
+    record["process"] = os.getpid()
+    record["hello"] = worker.send_req("hello", {"rank": rank})
+    record["echo"] = worker.send_req("echo", {"a": [1, 2.5, None, "ä"]})
 
     def barrier():
         worker.all_reduce(np.zeros(1), "sum")
@@ -39,21 +39,21 @@ def main(args):
     worker.init_shared_params(params, EASGD(0.25))
     if rank == 0:
         barrier()
-    found["initial"] = [np.array(value) for value in worker.shared_params]
+    record["initial"] = [np.array(value) for value in worker.shared_params]
     for turn in (0, 1, 0):
         barrier()
         if rank == turn:
             worker.sync_params()
     barrier()
-    found["local"] = [param.get_value() for param in params]
-    found["central"] = [np.array(value) for value in worker.shared_params]
+    record["local"] = [param.get_value() for param in params]
+    record["central"] = [np.array(value) for value in worker.shared_params]
     barrier()
     if rank == 1:
         params[1].set_value(np.float64(123))
         worker.copy_to_global()
     barrier()
     worker.copy_to_local(synchronous=False)
-    found["copied"] = [param.get_value() for param in params]
+    record["copied"] = [param.get_value() for param in params]
 
     # the lock
     counter = worker.shared(np.zeros(2, "int64"))
@@ -65,7 +65,7 @@ def main(args):
         counter[0] = value + 1
         worker.unlock()
     barrier()
-    found["counter"] = int(counter[0])
+    record["counter"] = int(counter[0])
     if rank == 0:
         worker.lock()
     barrier()
@@ -74,75 +74,75 @@ def main(args):
             try:
                 worker.lock(timeout=seconds)
             except posix_ipc.BusyError:
-                found[f"busy after {seconds}"] = True
+                record[f"busy after {seconds}"] = True
     barrier()
     for misuse in (worker.lock, worker.unlock) if rank == 0 else (worker.unlock,):
         try:
             misuse()
         except PlatoonError as error:
-            found[misuse.__name__] = str(error)
+            record[misuse.__name__] = str(error)
 
     # collectives
-    own = np.arange(6, dtype="float32").reshape(2, 3) + rank + 1
-    found["reduced"] = {op: worker.all_reduce(own, op) for op in ("+", "sum", "add", "*", "mul", "max", "minimum")}
-    dest = np.empty_like(own)
-    assert worker.all_reduce(own, "sum", dest) is None
-    found["dest"] = dest
-    shared = [theano.shared(own), theano.shared(own.sum()), theano.shared(2**60 + rank)]
+    array = np.arange(6, dtype="float32").reshape(2, 3) + rank + 1
+    record["reduced"] = {op: worker.all_reduce(array, op) for op in ("+", "sum", "add", "*", "mul", "max", "minimum")}
+    dest = np.empty_like(array)
+    assert worker.all_reduce(array, "sum", dest) is None
+    record["dest"] = dest
+    shared = [theano.shared(array), theano.shared(array.sum()), theano.shared(2**60 + rank)]
     rule = gd.SumSGD()
     rule.make_rule(shared)
     rule()
-    found["SumSGD"] = [variable.get_value() for variable in shared]
-    mean = theano.shared(own)
+    record["SumSGD"] = [variable.get_value() for variable in shared]
+    mean = theano.shared(array)
     rule = gd.AverageSGD(worker)
     rule.make_rule(mean)
     rule()
-    found["AverageSGD"] = mean.get_value()
-    local, central = theano.shared(own), theano.shared(np.ones_like(own))
+    record["AverageSGD"] = mean.get_value()
+    local, central = theano.shared(array), theano.shared(np.ones_like(array))
     rule = gd.EASGD()
     rule.make_rule(local, central, 0.1)
     rule()
-    found["EASGD"] = local.get_value(), central.get_value()
-    local, updates, center = theano.shared(own), theano.shared(own * np.nan), theano.shared(np.ones_like(own))
-    updates.set_value(own)
+    record["EASGD"] = local.get_value(), central.get_value()
+    local, updates, center = theano.shared(array), theano.shared(array * np.nan), theano.shared(np.ones_like(array))
+    updates.set_value(array)
     rule = gd.Downpour()
     rule.make_rule(local, updates, center)
     rule()
-    found["Downpour"] = local.get_value(), updates.get_value(), center.get_value()
+    record["Downpour"] = local.get_value(), updates.get_value(), center.get_value()
     rule = gd.GlobalDynamics()
-    rule.register_fn(lambda: found.update(own=worker.all_reduce(np.float32(rank), "max")))
+    rule.register_fn(lambda: record.update(own=worker.all_reduce(np.float32(rank), "max")))
     rule()
 
     # in a graph
     x = theano.tensor.fmatrix("x")
-    total, largest = theano.shared(own * 0), theano.shared(own * 0)
+    total, largest = theano.shared(array * 0), theano.shared(array * 0)
     function = theano.function(
         [x], AllReduceSum(x * 2).sum(), updates=[(total, AllReduceSum(x)), (largest, AllReduceMax(x))]
     )
     for _ in range(2):
-        found["in a graph"] = float(function(own)), total.get_value(), largest.get_value()
+        record["in a graph"] = float(function(array)), total.get_value(), largest.get_value()
     rule = gd.SumSGD()
     rule.make_rule([total, largest])
     rule()
-    found["summed"] = total.get_value(), largest.get_value()
+    record["summed"] = total.get_value(), largest.get_value()
     if "jax" in sys.modules:  # functions compute with the precision for which they were compiled
-        found["64 bits"] = sys.modules["jax"].config.jax_enable_x64
+        record["64 bits"] = sys.modules["jax"].config.jax_enable_x64
 
     # mini-batches
     worker.init_mb_sock(4567)
     barrier()  # the queue ends with its last mini-batch
-    found["batches"] = []
+    record["batches"] = []
     while worker.send_req("next") == "train":
-        found["batches"].append(worker.recv_mb())
+        record["batches"].append(worker.recv_mb())
     barrier()
     try:
         worker.recv_mb()
     except PlatoonError as error:
-        found["closed"] = str(error)
-    found["said"] = worker.send_req("what")
+        record["closed"] = str(error)
+    record["said"] = worker.send_req("what")
     worker.close()
-    with open(f"found-{rank}.pkl", "wb") as file:
-        pickle.dump(found, file)
+    with open(f"record-{rank}.pkl", "wb") as file:
+        pickle.dump(record, file)
     print("worker", rank, "ends")
 
 

@@ -13,9 +13,9 @@ from platoon.training import global_dynamics as gd
 
 worker = Worker(control_port=5567)
 rank, local_rank = worker.global_rank, worker.local_rank
-found = {"host": socket.gethostname(), "process": os.getpid()}
-found["ranks"] = rank, worker.global_size, local_rank, worker.local_size
-found["hello"] = worker.send_req("hello")
+record = {"host": socket.gethostname(), "process": os.getpid()}
+record["ranks"] = rank, worker.global_size, local_rank, worker.local_size
+record["hello"] = worker.send_req("hello")
 
 
 def barrier():
@@ -32,32 +32,32 @@ for turn in (0, 1, 0):
     if local_rank == turn:
         worker.sync_params()
     barrier()
-found["shared"] = param.get_value(), np.array(worker.shared_params[0])
+record["shared"] = param.get_value(), np.array(worker.shared_params[0])
 counter = worker.shared(np.zeros(1, "int64"))
 for _ in range(20):
     worker.lock()
     counter[0] += 1
     worker.unlock()
 barrier()
-found["counter"] = int(counter[0])
+record["counter"] = int(counter[0])
 worker.init_mb_sock(4567)
 barrier()  # the queue ends with its last mini-batch
-found["batches"] = []
+record["batches"] = []
 while worker.send_req("next") == "train":
-    found["batches"] += worker.recv_mb()
+    record["batches"] += worker.recv_mb()
 
 # of all hosts
-own = np.arange(6, dtype="float32").reshape(2, 3) / 3 + rank
-found["reduced"] = {op: worker.all_reduce(own, op) for op in ("sum", "prod", "max", "min")}
-mean, local, central = theano.shared(own), theano.shared(own), theano.shared(np.ones_like(own))
+array = np.arange(6, dtype="float32").reshape(2, 3) / 3 + rank
+record["reduced"] = {op: worker.all_reduce(array, op) for op in ("sum", "prod", "max", "min")}
+mean, local, central = theano.shared(array), theano.shared(array), theano.shared(np.ones_like(array))
 rule = gd.AverageSGD()
 rule.make_rule(mean)
 rule()
 rule = gd.EASGD()
 rule.make_rule(local, central, 0.1)
 rule()
-found["dynamics"] = mean.get_value(), local.get_value(), central.get_value()
-with open(f"found-{rank}.pkl", "wb") as file:
-    pickle.dump(found, file)
+record["dynamics"] = mean.get_value(), local.get_value(), central.get_value()
+with open(f"record-{rank}.pkl", "wb") as file:
+    pickle.dump(record, file)
 print("worker", rank, "ends", flush=True)
 sys.exit(0)

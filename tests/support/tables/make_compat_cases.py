@@ -33,8 +33,8 @@ def main():
             computed = case.compute(mode)
         except ImportError:  # its C needs a BLAS library
             computed = case.compute(theano.Mode(linker="py", optimizer="fast_compile"))
-        index[case.name] = {kind: [list(np.shape(value)) for value in found] for kind, found in computed.items()}
-        values += [np.asarray(value, "float32").ravel() for found in computed.values() for value in found]
+        index[case.name] = {kind: [list(np.shape(value)) for value in results] for kind, results in computed.items()}
+        values += [np.asarray(value, "float32").ravel() for results in computed.values() for value in results]
         print(case.name, flush=True)
     np.savez_compressed(TARGET, index=json.dumps(index), values=np.concatenate(values))
     print(f"{len(cases.CASES)} cases, {TARGET.stat().st_size / 1000:.0f} kB in {TARGET}")

@@ -141,9 +141,9 @@ class Bridge(Communicator):
         array.items()[...] = self._send(array)[root]
 
     def reduce(self, array, op, root, out, layout, contributors):
-        combined = _combine(op, self._send(array))
+        result = _combine(op, self._send(array))
         if self._rank.number == root:
-            out.items()[...] = combined
+            out.items()[...] = result
 
     def reduce_scatter(self, array, op, bounds, out):
         start, stop = bounds[self._rank.number : self._rank.number + 2]

@@ -41,9 +41,9 @@ class BatchNormLayer(lasagne.layers.Layer):
         if not deterministic:
             mean, var = input.mean(axis=(0, 2, 3)), input.var(axis=(0, 2, 3))
             # Copies that the graph holds with no weight, so that functions find the updates.
-            for running, now in ((self.mean, mean), (self.var, var)):
+            for running, batch_value in ((self.mean, mean), (self.var, var)):
                 copy = theano.clone(running, share_inputs=False)
-                copy.default_update = 0.9 * copy + 0.1 * now
+                copy.default_update = 0.9 * copy + 0.1 * batch_value
                 mean, var = (mean + 0 * copy, var) if running is self.mean else (mean, var + 0 * copy)
         scale = self.gamma * T.inv(T.sqrt(var + 1e-4))
         return (input - spread(mean)) * spread(scale) + spread(self.beta)

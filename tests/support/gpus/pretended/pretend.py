@@ -93,7 +93,7 @@ def install():
     def launched_and_done(self, results):
         import jax
 
-        jax.block_until_ready([each for each in jax.tree.leaves(results) if isinstance(each, jax.Array)])
+        jax.block_until_ready([leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)])
         launched(self, results)
 
     JaxDevice.after_launch = launched_and_done

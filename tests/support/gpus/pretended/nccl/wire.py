@@ -48,15 +48,15 @@ def say(text):
 def interface():
     """Return the name and the address: of NCCL_SOCKET_IFNAME, or else of the first that is not the loopback."""
     names = [name for _, name in socket.if_nameindex()]
-    wanted = os.environ.get("NCCL_SOCKET_IFNAME")
-    order = [wanted] if wanted else [*(name for name in names if name != "lo"), "lo"]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    prefix = os.environ.get("NCCL_SOCKET_IFNAME")
+    order = [prefix] if prefix else [*(name for name in names if name != "lo"), "lo"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for name in order:
             try:
-                found = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                reply = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # it has no address
                 continue
-            address = socket.inet_ntoa(found[20:24])
+            address = socket.inet_ntoa(reply[20:24])
             say(f"NCCL INFO Bootstrap: Using {name}:{address}<0>")
             return address
     say("NCCL WARN Bootstrap : no socket interface found")
@@ -71,12 +71,12 @@ def _send(connection, value):
 def _receive(connection):
     def exactly(n):
         content = bytearray(n)
-        rest = memoryview(content)
-        while rest:
-            n_received = connection.recv_into(rest)
+        buffer = memoryview(content)
+        while buffer:
+            n_received = connection.recv_into(buffer)
             if not n_received:
                 raise ConnectionError
-            rest = rest[n_received:]
+            buffer = buffer[n_received:]
         return content
 
     return pickle.loads(exactly(_HEAD.unpack(exactly(_HEAD.size))[0]))
@@ -124,7 +124,7 @@ def _answers(kind, how, contents):
         return [None if r == how else contents[how] for r in range(len(contents))]
     if kind == "group":
         return [
-            [(source, content) for source, sent in enumerate(contents) for to, content in sent if to == r]
+            [(source, content) for source, sent in enumerate(contents) for target, content in sent if target == r]
             for r in range(len(contents))
         ]
     dtype, op, root = how

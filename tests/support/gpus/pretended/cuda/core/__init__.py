@@ -72,5 +72,5 @@ def launch(stream, config, size, source, index, target, count, width):
     """Run the kernel `gather`: copy ``count`` items, ``width`` a row, from the rows of the indexes."""
     count, width = int(count), int(width)
     rows = np.ctypeslib.as_array((ctypes.c_int64 * (count // width)).from_address(index))
-    for at, row in enumerate(rows.tolist()):
-        ctypes.memmove(target + at * width * size, source + row * width * size, width * size)
+    for position, row in enumerate(rows.tolist()):
+        ctypes.memmove(target + position * width * size, source + row * width * size, width * size)
