@@ -125,7 +125,7 @@ def test_rows_sum_moves_other_terms_outside(two):
     assert total.owner.inputs == [scale]
 
 
-class UsersOp(pytensor.graph.op.Op):
+class UsersOp(pytensor.graph.Op):
     """An Op with state that can't be sent."""
 
     itypes = otypes = [pt.dscalar]

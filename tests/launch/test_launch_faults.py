@@ -142,7 +142,7 @@ def test_long_records_of_other_hosts_are_sent_in_lines_that_do_not_mix(tmp_path)
     reading, writing = os.pipe()
     recorder = remote_output.RemoteRecorder(writing, SimpleNamespace(poll=lambda: None))
     for record in ({"a": "x" * 10_000 + "é"}, {"b": 1}, {"c": "{" * 4_000}):
-        recorder.write_rank(3, record)
+        recorder.write_rank_record(3, record)
     lines = os.read(reading, 1 << 16).splitlines(keepends=True)
     assert len(lines) == 3 + 1 + 2 and max(map(len, lines)) <= select.PIPE_BUF
     output = rank_output.OutputWriter(tmp_path, False, *(rank_output.Console(fd, bool) for fd in (1, 2)))
