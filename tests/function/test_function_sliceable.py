@@ -52,9 +52,9 @@ def test_other_variables_are_updated_from_selected_rows(fork, selection):
 @pytest.mark.skipif(NAME == "pytensor", reason="Theano's default updates")
 def test_batch_s_refuses_default_updates_of_a_sliced_variable(fork):
     fork(2)
-    s = shared(np.arange(4.0), "s")
-    s.default_update = 2 * s
-    f = synk.function([], (s.sum(), "sum"), sliceable_shareds=[s], name="f")
+    cut = shared(np.arange(4.0), "cut")
+    cut.default_update = 2 * cut
+    f = synk.function([], (cut.sum(), "sum"), sliceable_shareds=[cut], name="f")
     with raises(ValueError, "batch_s"):
         f(batch_s=[0])
 
