@@ -89,7 +89,7 @@ class SpmdProgram:
             poll.watch(),
             _limit_xla_threads(rank),
             _use_jax_settings(settings),
-            contextlib.nullcontext() if rank.size == 1 else _compile_without_autotuning(),
+            contextlib.nullcontext() if rank.size == 1 or rank.device is HOST else _compile_without_autotuning(),
             contextlib.nullcontext() if rank.is_master else _discard_output(),
         ):
             reducer = _make_reducer(rank, poll)
@@ -201,7 +201,7 @@ def _use_jax_settings(settings: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compile_without_autotuning() -> Iterator[None]:
-    """Compile without XLA's autotuning within the ``with`` block.
+    """Compile for GPUs without XLA's autotuning within the ``with`` block.
 
     Autotuning measures kernels and takes the fastest.  Each rank could take another one, whose sums are rounded in
     another way.  JAX has no public option for programs that another library compiles.
