@@ -257,7 +257,7 @@ class ModelEpochLoop(EpochLoop):
         self.make_report()
         self.state.save(None)
 
-    def adapt_learning_rate(self, report: Report) -> None:
+    def call_report_hooks(self, report: Report) -> None:
         """Call the class's ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
         self._save_snapshot(self.n_reports - 1, self.is_over())
         call_by_signature(self.model.adjust_hyperp, self.n_reports - 1)
