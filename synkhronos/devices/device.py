@@ -191,8 +191,8 @@ class Device(ABC):
     def get_communicator(self, rank: Rank) -> Communicator:
         """Return a rank's communicator for arrays of this kind, always the same object."""
         if len(rank.local_ranks) == rank.size:
-            return rank.registry.get(HostCommunicator, lambda: HostCommunicator(rank))
-        return rank.registry.get(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
+            return rank.registry.get_or_create(HostCommunicator, lambda: HostCommunicator(rank))
+        return rank.registry.get_or_create(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
 
     def can_communicate(self, dtype: np.dtype) -> bool:
         """Whether the communicator handles arrays of this dtype; arrays of other dtypes are sent as NumPy arrays."""

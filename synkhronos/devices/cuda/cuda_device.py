@@ -81,11 +81,11 @@ class CudaDevice(Device, GpuArrays):
 
     def get_communicator(self, rank: Rank) -> NcclCommunicator:
         """Return a rank's communicator between GPUs, always the same object."""
-        return rank.registry.get(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
+        return rank.registry.get_or_create(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
 
     def get_group(self, rank: Rank, members: Iterable[int]) -> NcclGroup:
         """Return the communicator of a group of ranks, always the same object for the same members."""
-        groups = rank.registry.get(_NcclGroups)
+        groups = rank.registry.get_or_create(_NcclGroups)
         members = frozenset(members)
         if members not in groups:
             groups[members] = NcclGroup(self.get_communicator(rank))
