@@ -119,11 +119,17 @@ class CudaDevice(Device, GpuArrays):
             super().store(rank, key, offset, value)
 
     def stage_input(
-        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: ArrayLocation, rows: Selection | None, copy: bool
+        self,
+        rank: Rank,
+        buffers: dict[Any, Any],
+        key: Any,
+        location: ArrayLocation,
+        rows: Selection | None,
+        must_copy: bool,
     ) -> Any:
         """Start a copy of rows of shared memory to a reused buffer, and return the buffer's array."""
         if not self.is_on_gpu:
-            return super().stage_input(rank, buffers, key, location, rows, copy)
+            return super().stage_input(rank, buffers, key, location, rows, must_copy)
         return self.staging.stage_input(rank, buffers, key, location, rows)
 
     def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
