@@ -66,7 +66,7 @@ class ModelEpochLoop(EpochLoop):
         self.n_epochs = _choose_n_epochs(state)
         self.patience, self.saves_best = settings.patience, settings.keep_best is not None
         self.checkpoint_every = settings.checkpoint
-        own = self.model.vels if isinstance(state.rule, SummedGradients) else state.groups.params
+        own = self.model.vels if isinstance(state.rule, SummedGradients) else state.groups.exchanged
         self.sanity_check = SanityCheck(list(self.model.params), own)
         if arguments.checkpoint_path is None:
             state.rule.setup(state.worker, state.rule_state)

@@ -89,7 +89,7 @@ class ModelState:
         self.position: dict[str, Any] = {"batch": 0}
         self.early_stopping = EarlyStopping()
         self._checkpoint: Checkpoint | None = None
-        worker.get_storage(STORAGE_KEY)["state"] = State(groups.params, groups.optimizer, shared, groups.n_averages)
+        worker.get_storage(STORAGE_KEY)["state"] = State(groups.exchanged, groups.optimizer, shared, groups.n_averages)
 
     @property
     def rule_state(self) -> State:
