@@ -197,9 +197,9 @@ class CollectiveWatchdog(PendingOperation):
         self._staging.set_current()
         failed, since, pause = 0, 0.0, PEER_POLL_SECONDS
         while not self._stop.wait(pause):
-            command, pause = self._pending_command_number, PEER_POLL_SECONDS
-            has_peer_died = bool(command) and self._rank.has_peer_died()
-            if not (has_peer_died or (command and self._rank.has_failed(command))):
+            command_number, pause = self._pending_command_number, PEER_POLL_SECONDS
+            has_peer_died = bool(command_number) and self._rank.has_peer_died()
+            if not (has_peer_died or (command_number and self._rank.has_failed(command_number))):
                 failed = 0
                 continue
             if self._query_idle():
@@ -211,10 +211,10 @@ class CollectiveWatchdog(PendingOperation):
                 # For `PeerWatch`, which may have ignored the peer's own SIGURG while no collective was pending.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
                 return
-            self._abort_unless_started_by_all(command)
+            self._abort_unless_started_by_all(command_number)
             # No wait is unbounded, even if a peer neither starts its collective nor exits.
-            if failed != command:
-                failed, since = command, perf_counter()
+            if failed != command_number:
+                failed, since = command_number, perf_counter()
             elif perf_counter() > since + CONNECT_TIMEOUT:
                 self.abort()
 
