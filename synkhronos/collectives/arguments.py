@@ -53,7 +53,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
     if not variables:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
     replicator = Replicator.from_session(session)
-    checked = session.registry.get(_CheckedVariables)
+    checked = session.registry.get_or_create(_CheckedVariables)
     try:
         if is_single and shared_vars in checked:  # such as a training loop's gradients
             return variables, is_single

@@ -325,7 +325,7 @@ class _AllReduceCommands(WeakKeyDict[Any, dict[Any, AllReduceValues]]):
 
 def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> AllReduceValues:
     """Return the command of `all_reduce`, cached for a single variable: a training loop runs it in each step."""
-    commands = session.registry.get(_AllReduceCommands)
+    commands = session.registry.get_or_create(_AllReduceCommands)
     try:
         by_arguments = commands.get(shared_vars) or {}
         command = by_arguments.get((op, nccl))

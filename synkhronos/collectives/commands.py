@@ -70,7 +70,7 @@ def prepare_copies(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
     communicator = rank.device.get_communicator(rank)
     all_gather = rank.all_gather if is_changed else rank.all_gather_cached
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
-    cache = rank.registry.get(_TransferCache)
+    cache = rank.registry.get_or_create(_TransferCache)
     transfers = cache.get((by_rank, nccl))
     if transfers is None:
         transfers = cache[by_rank, nccl] = _choose_transfers(by_rank, nccl)
@@ -352,7 +352,7 @@ class AllReduceValues(Command):
 
     def get_plan(self, rank: Rank) -> AllReducePlan:
         """Return the plan, after a check that all ranks have the same plan; a collective operation."""
-        plans = rank.registry.get(_AllReducePlans)
+        plans = rank.registry.get_or_create(_AllReducePlans)
         last, is_changed = plans.get(self), False
         if last is not None and last.is_valid(rank):
             if rank.all_equal(last.digest):

@@ -62,7 +62,7 @@ def get_value(self: Any, borrow: bool = False, return_internal_type: bool = Fals
 
 
 def install(container: Any, shared: Any) -> None:
-    """Patch a library so that ``container.value`` has a method ``sync``; ``get_value`` returns plain values.
+    """Patch a library: the ``value`` of a container gets a method ``sync``, and ``get_value`` returns plain values.
 
     Parameters
     ----------

@@ -76,6 +76,11 @@ def select_rows(batch: Any, length: int, name: str = "batch") -> Selection:
     return np.where(index < 0, index + length, index)
 
 
+def check_slice_bounds(selection: slice, name: str) -> None:
+    """Raise TypeError if the bounds of a slice are not integers, and ValueError if its step is zero."""
+    select_rows(selection, 0, name)
+
+
 def select_rows_unbounded(batch: Any) -> Selection:
     """Return the rows that ``batch`` selects from an unknown number of rows.
 
@@ -83,7 +88,7 @@ def select_rows_unbounded(batch: Any) -> Selection:
     """
     name = "batch"
     if isinstance(batch, slice):
-        select_rows(batch, 0, name)  # checks that the bounds are integers
+        check_slice_bounds(batch, name)
         bound = batch.start if (batch.step or 1) < 0 else batch.stop
         if bound is None or min(bound, batch.start or 0, batch.stop or 0) < 0:
             raise ValueError(f"{name}: with minibatch inputs alone a slice needs bounds from the start, got {batch!r}")

@@ -136,7 +136,13 @@ class Device(ABC):
         rank.segments[key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_host(value)
 
     def stage_input(
-        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: ArrayLocation, rows: Selection | None, copy: bool
+        self,
+        rank: Rank,
+        buffers: dict[Any, Any],
+        key: Any,
+        location: ArrayLocation,
+        rows: Selection | None,
+        must_copy: bool,
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
@@ -150,7 +156,7 @@ class Device(ABC):
         key : hashable
         location : ArrayLocation
         rows : range, ndarray or None
-        copy : bool
+        must_copy : bool
             Whether the input must not share memory with the segment, because the function may overwrite it.
         """
         return self.load(rank, location, rows)
@@ -191,8 +197,8 @@ class Device(ABC):
     def get_communicator(self, rank: Rank) -> Communicator:
         """Return a rank's communicator for arrays of this kind, always the same object."""
         if len(rank.local_ranks) == rank.size:
-            return rank.registry.get(HostCommunicator, lambda: HostCommunicator(rank))
-        return rank.registry.get(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
+            return rank.registry.get_or_create(HostCommunicator, lambda: HostCommunicator(rank))
+        return rank.registry.get_or_create(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
 
     def can_communicate(self, dtype: np.dtype) -> bool:
         """Whether the communicator handles arrays of this dtype; arrays of other dtypes are sent as NumPy arrays."""

@@ -69,19 +69,25 @@ class HostDevice(Device):
         return np.array(value, order="C")
 
     def stage_input(
-        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: ArrayLocation, rows: Selection | None, copy: bool
+        self,
+        rank: Rank,
+        buffers: dict[Any, Any],
+        key: Any,
+        location: ArrayLocation,
+        rows: Selection | None,
+        must_copy: bool,
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
-        All rows, and evenly spaced ones, are a view of the shared memory, or a new array if ``copy``.  Rows by index
-        are a buffer, which the next call with the same ``key`` overwrites.
+        All rows, and evenly spaced ones, are a view of the shared memory, or a new array if ``must_copy``.  Rows by
+        index are a buffer, which the next call with the same ``key`` overwrites.
         """
         array = location.view(rank.segments)
         if rows is None:
-            return array.copy() if copy else array
+            return array.copy() if must_copy else array
         if isinstance(rows, range):
             view = take_rows(array, rows)
-            return view.copy() if copy else view
+            return view.copy() if must_copy else view
         # The buffer is reused, as the first write to new memory costs more than the copy.  This is safe: outputs of
         # compiled functions do not alias their inputs.
         shape = (len(rows), *array.shape[1:])

@@ -37,15 +37,15 @@ class HostCommunicator(Communicator):
         self._halves = [
             [np.frombuffer(rank.get_scratch(r, half), np.uint8) for r in rank.local_ranks] for half in range(2)
         ]
-        self._command = self._half = 0
+        self._command_number = self._half = 0
 
     def _next_halves(self) -> list[np.ndarray]:
         """Switch to the other halves of all scratch areas for the next chunk, and return them in rank order.
 
         Alternation restarts with each command, as ranks may have left a cancelled command at different chunks.
         """
-        if self._command != self._rank.command_number:
-            self._command, self._half = self._rank.command_number, 0
+        if self._command_number != self._rank.command_number:
+            self._command_number, self._half = self._rank.command_number, 0
         self._half ^= 1
         return self._halves[self._half]
 

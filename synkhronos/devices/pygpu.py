@@ -162,13 +162,19 @@ class PygpuDevice(CudaDevice):
         return pygpu.array(array, context=self._context)
 
     def stage_input(
-        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: ArrayLocation, rows: Selection | None, copy: bool
+        self,
+        rank: Rank,
+        buffers: dict[Any, Any],
+        key: Any,
+        location: ArrayLocation,
+        rows: Selection | None,
+        must_copy: bool,
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch."""
         # A function that may overwrite its input may also return it as a shared variable's new value.
-        if copy:
+        if must_copy:
             return self.load(rank, location, rows)
-        return super().stage_input(rank, buffers, key, location, rows, copy)
+        return super().stage_input(rank, buffers, key, location, rows, must_copy)
 
 
 DEVICE = PygpuDevice()

@@ -46,7 +46,7 @@ def _get_unread(rank: Rank) -> _UnreadOutputs:
         rank.pending.append(unread)
         return unread
 
-    return rank.registry.get(_UnreadOutputs, create)
+    return rank.registry.get_or_create(_UnreadOutputs, create)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class ResultTable(PendingOperation):
     @classmethod
     def from_session(cls, session: Session) -> ResultTable:
         """Return the session's table."""
-        return session.registry.get(cls, lambda: cls(session))
+        return session.registry.get_or_create(cls, lambda: cls(session))
 
     def add(self, number: int, nbytes: int, count: int) -> list[Result]:
         """Add a call that has just been launched.

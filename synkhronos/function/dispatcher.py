@@ -183,12 +183,12 @@ class _PendingDispatchers(WeakKeyDict[Dispatcher, bool]):
 def schedule_distribution(dispatcher: Dispatcher) -> None:
     """Add a dispatcher to those whose computations `distribute_scheduled` sends, if ranks are running."""
     with contextlib.suppress(RuntimeError):  # a function can be unpickled while no ranks are running
-        ranks.get_session().registry.get(_PendingDispatchers)[dispatcher] = True
+        ranks.get_session().registry.get_or_create(_PendingDispatchers)[dispatcher] = True
 
 
 def distribute_scheduled(session: Session) -> None:
     """Send all scheduled computations to the workers."""
-    _distribute(session, list(session.registry.get(_PendingDispatchers)))
+    _distribute(session, list(session.registry.get_or_create(_PendingDispatchers)))
 
 
 def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
@@ -216,4 +216,4 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
             computation.user_code = code
     for dispatcher in dispatchers:
         dispatcher.mark_distributed(session)
-        session.registry.get(_PendingDispatchers).discard(dispatcher)
+        session.registry.get_or_create(_PendingDispatchers).discard(dispatcher)

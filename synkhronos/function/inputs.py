@@ -13,7 +13,14 @@ import numpy as np
 
 from synkhronos.casts import check_dense
 from synkhronos.data import Data
-from synkhronos.data.rows import as_index_array, find_max_row, find_min_row, select_rows, select_rows_unbounded
+from synkhronos.data.rows import (
+    as_index_array,
+    check_slice_bounds,
+    find_max_row,
+    find_min_row,
+    select_rows,
+    select_rows_unbounded,
+)
 from synkhronos.data.shared_memory import SharedBuffers, check_session, get_array_location
 from synkhronos.devices import Selection
 from synkhronos.function.call import BroadcastInput, ScatteredInput
@@ -188,7 +195,7 @@ class CallInputs:
         shared: list[Any] = []
         for r, selection in enumerate([batch_s] if by_rank is None else by_rank):
             if isinstance(selection, slice):
-                select_rows(selection, 0, "batch_s")  # checks that the bounds are integers
+                check_slice_bounds(selection, "batch_s")
                 shared.append(selection)
             else:
                 shared.append(self._buffers.write(("batch_s", r), to_index_array(selection, "batch_s")))

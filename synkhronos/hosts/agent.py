@@ -145,7 +145,7 @@ class Agent:
         self._receiver = None if channel is None else SegmentReceiver(channel)
         self._segments: dict[int, Segment] = {}
         self._task = TaskAgent(self._messenger, control, self._ranks_by_host, self._segments)
-        self._last_segment_key = self._last_command = self._last_step = 0
+        self._last_segment_key = self._last_command_number = self._last_step = 0
         self._tally = StepTally(world.size, world.rank)
         self._sent_done: tuple[int, ...] = ()
         # The other agents start their workers before they send anything.
@@ -195,7 +195,7 @@ class Agent:
             # While frames are in transit a short sleep costs nothing: others follow, and ranks may need the core.
             if idle_seconds < _POLL_SECONDS and has_cores and not self._frames.has_transfers:
                 os.sched_yield()
-            elif idle_seconds < _SHORT_SLEEP_SECONDS or self._task.has_waiting_ranks:
+            elif idle_seconds < _SHORT_SLEEP_SECONDS or self._task.has_unfinished_work:
                 time.sleep(_MIN_SLEEP)
             else:
                 time.sleep(min(idle_seconds / 100, _MAX_SLEEP))
@@ -210,7 +210,7 @@ class Agent:
         words, has_events = self._control.words, False
         # Read before FAILED: a failing rank writes FAILED and then `done`, so DONE is never sent before FAILED.
         done = tuple(self._control.done[self._local_ranks.start : self._local_ranks.stop])
-        if self._is_master_host and words[ControlMemory.POSTED] > self._last_command:
+        if self._is_master_host and words[ControlMemory.POSTED] > self._last_command_number:
             self._send_command()
             has_events = True
         failed = words[ControlMemory.FAILED]  # read before the ranks' steps: see `ranks.agreement`
@@ -234,7 +234,7 @@ class Agent:
         """Send a command to the other hosts, preceded by the segments and pages that it needs."""
         words, messenger = self._control.words, self._messenger
         assert self._receiver is not None
-        self._last_command = words[ControlMemory.POSTED]
+        self._last_command_number = words[ControlMemory.POSTED]
         while self._last_segment_key < words[ControlMemory.NEWEST_KEY]:
             segment = self._receiver.receive()
             if isinstance(segment, UnmappedSegment):
@@ -263,13 +263,13 @@ class Agent:
                     words[ControlMemory.BYTES_SENT] += content.size
                     messenger.send(host, PAGES, key, chunk, content)
                     self._keep_alive(MAX_UNSENT_MESSAGES)
-            messenger.send(host, COMMAND, self._last_command, message, task)
+            messenger.send(host, COMMAND, self._last_command_number, message, task)
             if dropped:
                 messenger.send(host, DROP_SEGMENTS, dropped)
         self._pages.drop(dropped)
         for key in dropped:
             self._segments.pop(key, None)
-        self._task.start_command(self._last_command, task)
+        self._task.start_command(self._last_command_number, task)
 
     def _keep_alive(self, max_unsent: int = 1 << 30) -> None:
         """Send heartbeats during long work, and wait until at most ``max_unsent`` messages are unsent."""
@@ -300,7 +300,7 @@ class Agent:
 
     def _send_done(self, done: tuple[int, ...]) -> bool:
         """Tell the master's host which ranks have finished: when all have, or one by one after a failure."""
-        control, local_ranks, posted = self._control, self._local_ranks, self._last_command
+        control, local_ranks, posted = self._control, self._local_ranks, self._last_command_number
         if done == self._sent_done or not (min(done) >= posted or control.words[ControlMemory.FAILED] == posted):
             return False
         self._sent_done = done
@@ -358,13 +358,13 @@ class Agent:
 
     # -- messages of other hosts ----------------------------------------------------------------------
 
-    def _on_command(self, source: int, number: int, message: bytes, task: TaskMemory | None) -> None:
+    def _on_command(self, source: int, command_number: int, message: bytes, task: TaskMemory | None) -> None:
         control, words = self._control, self._control.words
-        self._task.start_command(number, task)
+        self._task.start_command(command_number, task)
         control.mailbox[: len(message)] = message
         words[ControlMemory.MESSAGE_NBYTES] = len(message)
         words[ControlMemory.NEWEST_KEY] = self._last_segment_key
-        words[ControlMemory.POSTED] = self._last_command = number
+        words[ControlMemory.POSTED] = self._last_command_number = command_number
         self._control.wake_local_ranks(AWAITS_COMMAND)
 
     def _on_new_segment(self, source: int, key: int, nbytes: int, path: str | None) -> None:
@@ -398,18 +398,18 @@ class Agent:
             control.arrived[r] = step
         self._control.wake_local_ranks(AWAITS_STEP)
 
-    def _on_failed(self, source: int, number: int) -> None:
-        self._tally.receive_failed(source, number)
+    def _on_failed(self, source: int, command_number: int) -> None:
+        self._tally.receive_failed(source, command_number)
         words = self._control.words
-        if number > words[ControlMemory.FAILED]:
-            words[ControlMemory.FAILED] = number
+        if command_number > words[ControlMemory.FAILED]:
+            words[ControlMemory.FAILED] = command_number
             self._control.wake_all_ranks()
         self._decide_commands()
 
     def _decide_commands(self) -> None:
         """Record the last common step of each failed command that all hosts have reported."""
-        for number, step in self._tally.pop_decided():
-            record_common_step(self._control.words, number, step)
+        for command_number, step in self._tally.pop_decided():
+            record_common_step(self._control.words, command_number, step)
             self._control.wake_local_ranks(AWAITS_STEP)
 
     def _on_done(

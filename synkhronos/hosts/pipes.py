@@ -90,13 +90,13 @@ class Pipe:
         self._rank, self._layout, self._pipe = rank, layout, pipe
         self._local_rank = rank.number - rank.local_ranks.start
         self._n_processed = layout.n_processed[pipe]
-        self._command = self._first_count = self._count = 0
+        self._command_number = self._first_count = self._count = 0
 
     def _frame_number(self) -> int:
         """Return the number of the current frame; 0 at the start of a command."""
-        if self._command != self._rank.command_number:
-            self._command = self._rank.command_number
-            self._first_count = self._command << COUNT_BITS
+        if self._command_number != self._rank.command_number:
+            self._command_number = self._rank.command_number
+            self._first_count = self._command_number << COUNT_BITS
             self._count = 0
         return self._count
 
@@ -174,14 +174,14 @@ class FrameTransport:
         self._next_counts = dict.fromkeys(pipes, 0)
         #: Frames in transit by pipe: the value of `n_transferred` after the transfer, and its request.
         self._in_transit: dict[int, deque[tuple[int, Any]]] = {pipe: deque() for pipe in pipes}
-        self._command = self._first_count = 0
+        self._command_number = self._first_count = 0
         self._status = mpi.Status()
 
     def progress(self) -> bool:
         """Start and complete transfers without blocking; return True if ranks have to be woken."""
-        command = self._control.words[ControlMemory.POSTED]
-        if command != self._command:
-            self._command, self._first_count = command, command << COUNT_BITS
+        command_number = self._control.words[ControlMemory.POSTED]
+        if command_number != self._command_number:
+            self._command_number, self._first_count = command_number, command_number << COUNT_BITS
             self._next_counts = dict.fromkeys(self._next_counts, 0)
         has_events = False
         for outgoing, incoming, peer in self._peers:
@@ -211,7 +211,7 @@ class FrameTransport:
         while first_count + self._next_counts[pipe] < filled:
             count = self._next_counts[pipe]
             frame = layout.view_frame(pipe, count)[: layout.frame_nbytes[pipe * N_FRAMES + count % N_FRAMES]]
-            tag = self._command % self._TAGS
+            tag = self._command_number % self._TAGS
             self._in_transit[pipe].append(
                 (first_count + count + 1, self._world.Isend([frame, self._mpi.BYTE], peer, tag))
             )
@@ -226,7 +226,7 @@ class FrameTransport:
             and self._world.Iprobe(peer, self._mpi.ANY_TAG, self._status)
         ):
             tag, nbytes = self._status.tag, self._status.Get_count(self._mpi.BYTE)
-            commands_ahead = (tag - self._command) % self._TAGS
+            commands_ahead = (tag - self._command_number) % self._TAGS
             if commands_ahead == 0:
                 count = self._next_counts[pipe]
                 if count >= N_FRAMES and min(layout.n_processed[pipe]) < first_count + count - N_FRAMES + 1:

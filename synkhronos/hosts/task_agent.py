@@ -28,7 +28,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,6 +47,27 @@ from synkhronos.ranks.control_memory import AWAITS_PEER, ControlMemory
 from synkhronos.ranks.rank_task import ACQUIRE, READ, RELEASE, WRITE, ByteRange
 from synkhronos.ranks.segments import Segment
 from synkhronos.ranks.task_memory import WORD_NBYTES, TaskMemory, read_ring, read_with_length, write_ring
+
+
+class _ScheduledAction(NamedTuple):
+    """An action that waits for its command to start, and for bytes from another host.
+
+    Attributes
+    ----------
+    receive_request : mpi4py.MPI.Request or None
+        Request of the bytes to wait for.
+    command_number : int
+    action : callable
+        Takes the bridge of the command's task.
+    """
+
+    receive_request: Any
+    command_number: int
+    action: Callable[[TaskBridge], object]
+
+    def has_received_bytes(self) -> bool:
+        """Whether the bytes have arrived."""
+        return self.receive_request is None or bool(self.receive_request.Test())
 
 
 class TaskAgent:
@@ -79,24 +100,22 @@ class TaskAgent:
             ranks_by_host,
             segments,
         )
-        self._command = 0
+        self._command_number = 0
         self._bridge: TaskBridge | None = None
         #: Hosts and ranks that wait for each lock, in order.
         self._queues: dict[int, deque[tuple[int, int]]] = {}
         #: Transfers in progress: generators that send a chunk at each step.
         self._transfers: deque[Iterator[None]] = deque()
-        #: Scheduled actions by host, in order: the request of the bytes to wait for, the command, the action.
-        self._actions: list[deque[tuple[Any, int, Callable[[TaskBridge], object]]]] = [
-            deque() for _ in range(messenger.size)
-        ]
+        #: Scheduled actions by host, in order.
+        self._actions: list[deque[_ScheduledAction]] = [deque() for _ in range(messenger.size)]
         self.handlers: dict[int, Callable[..., None]] = {
             CHANNEL_UPDATE: self._on_channel_update, STOP: self._on_stop,
             LOCK_REQUEST: self._on_lock_request, LOCK_REPLY: self._on_lock_reply, LOCK_ROWS: self._on_lock_rows,
         }  # fmt: skip
 
-    def start_command(self, command: int, task: TaskMemory | None) -> None:
+    def start_command(self, command_number: int, task: TaskMemory | None) -> None:
         """Start serving a command, which may be a task, and discard the state of the previous one."""
-        self._command, self._bridge = command, None
+        self._command_number, self._bridge = command_number, None
         self._queues.clear()
         self._transfers.clear()
         if task is not None and task.key in self._segments:  # else its memory could not be mapped
@@ -106,7 +125,7 @@ class TaskAgent:
             self._bridge = TaskBridge(task, segment, self._control.local_ranks)
 
     @property
-    def has_waiting_ranks(self) -> bool:
+    def has_unfinished_work(self) -> bool:
         """Whether a rank of another host waits for a lock of this one, or a transfer is in progress."""
         return any(self._queues.values()) or bool(self._transfers) or any(self._actions)
 
@@ -114,10 +133,10 @@ class TaskAgent:
         """Process requests and transfers without blocking; return True if there were any."""
         has_events = False
         for actions in self._actions:
-            while actions and actions[0][1] <= self._command and (actions[0][0] is None or actions[0][0].Test()):
-                _, command, action = actions.popleft()
-                if command == self._command and self._bridge is not None:  # else its command has failed
-                    action(self._bridge)
+            while actions and actions[0].command_number <= self._command_number and actions[0].has_received_bytes():
+                scheduled = actions.popleft()
+                if scheduled.command_number == self._command_number and self._bridge is not None:  # else it has failed
+                    scheduled.action(self._bridge)
                 has_events = True
         if self._bridge is not None:
             has_events |= self._forward_messages(self._bridge)
@@ -133,9 +152,15 @@ class TaskAgent:
             has_events = True
         return has_events
 
-    def _schedule(self, source: int, command: int, action: Callable[[TaskBridge], object], content: Any = None) -> None:
-        """Schedule an action after the earlier ones of its host, and after the bytes of request ``content`` arrive."""
-        self._actions[source].append((content, command, action))
+    def _schedule(
+        self,
+        source: int,
+        command_number: int,
+        action: Callable[[TaskBridge], object],
+        receive_request: Any = None,
+    ) -> None:
+        """Schedule an action after the earlier ones of its host, and after the bytes of ``receive_request`` arrive."""
+        self._actions[source].append(_ScheduledAction(receive_request, command_number, action))
 
     def _wake(self, rank: int) -> None:
         self._control.fence()
@@ -149,34 +174,42 @@ class TaskAgent:
         for source, target, count, content in bridge.poll_channels():
             peer = target if content is not None else source
             self._messenger.send(
-                find_host(self._ranks_by_host, peer), CHANNEL_UPDATE, self._command, source, target, count, content
+                find_host(self._ranks_by_host, peer),
+                CHANNEL_UPDATE,
+                self._command_number,
+                source,
+                target,
+                count,
+                content,
             )
             has_events = True
         if bridge.take_stop_request():
-            self._messenger.send_all(self._messenger.other_hosts, STOP, self._command)
+            self._messenger.send_all(self._messenger.other_hosts, STOP, self._command_number)
         return has_events
 
-    def _on_channel_update(self, source: int, command: int, *update: Any) -> None:
-        self._schedule(source, command, lambda bridge: self._wake(bridge.update_channel(*update)))
+    def _on_channel_update(self, source: int, command_number: int, *update: Any) -> None:
+        self._schedule(source, command_number, lambda bridge: self._wake(bridge.update_channel(*update)))
 
-    def _on_stop(self, source: int, command: int) -> None:
-        self._schedule(source, command, TaskBridge.deliver_stop_request)
+    def _on_stop(self, source: int, command_number: int) -> None:
+        self._schedule(source, command_number, TaskBridge.deliver_stop_request)
 
     # -- ranks of this host that use locks of another -------------------------------------------------
 
     def _forward_request(
         self, bridge: TaskBridge, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
-        home, command = find_host(self._ranks_by_host, bridge.get_home_rank(lock)), self._command
+        home, command_number = find_host(self._ranks_by_host, bridge.get_home_rank(lock)), self._command_number
         if operation == WRITE:
-            self._transfers.append(self._send_rows(home, ranges, LOCK_REQUEST, command, rank, operation, lock, ()))
+            self._transfers.append(
+                self._send_rows(home, ranges, LOCK_REQUEST, command_number, rank, operation, lock, ())
+            )
             return
-        self._messenger.send(home, LOCK_REQUEST, command, rank, operation, lock, ranges)
+        self._messenger.send(home, LOCK_REQUEST, command_number, rank, operation, lock, ranges)
         if operation == RELEASE:
             self._deliver_reply(bridge, rank, 0)
 
-    def _on_lock_reply(self, source: int, command: int, rank: int, value: int) -> None:
-        self._schedule(source, command, lambda bridge: self._deliver_reply(bridge, rank, value))
+    def _on_lock_reply(self, source: int, command_number: int, rank: int, value: int) -> None:
+        self._schedule(source, command_number, lambda bridge: self._deliver_reply(bridge, rank, value))
 
     def _deliver_reply(self, bridge: TaskBridge, rank: int, value: int) -> None:
         """Pass the answer of a lock's host to the rank that waits for it."""
@@ -186,36 +219,36 @@ class TaskAgent:
     # -- locks of this host ------------------------------------------------------------------------------
 
     def _on_lock_request(
-        self, source: int, command: int, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
+        self, source: int, command_number: int, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
         self._schedule(
-            source, command, lambda bridge: self._process_request(bridge, source, rank, operation, lock, ranges)
+            source, command_number, lambda bridge: self._process_request(bridge, source, rank, operation, lock, ranges)
         )
 
     def _process_request(
         self, bridge: TaskBridge, source: int, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
         """Process a request of a rank of another host for a lock of this host."""
-        command = self._command
+        command_number = self._command_number
         if operation == ACQUIRE:
             self._queues.setdefault(lock, deque()).append((source, rank))
             bridge.set_agent_waiting(lock, True)
         elif operation == READ:
-            self._transfers.append(self._send_rows(source, ranges, LOCK_REPLY, command, rank, 0))
+            self._transfers.append(self._send_rows(source, ranges, LOCK_REPLY, command_number, rank, 0))
         elif operation == WRITE:  # the bytes announced before it have arrived
-            self._messenger.send(source, LOCK_REPLY, command, rank, 0)
+            self._messenger.send(source, LOCK_REPLY, command_number, rank, 0)
         else:
             bridge.release(lock)
 
     def _grant(self, bridge: TaskBridge, lock: int, queue: deque[tuple[int, int]]) -> bool:
         """Acquire a lock for the first rank in its queue if the lock is free; return True if it was."""
         source, rank = queue[0]
-        turn = bridge.try_acquire(lock, rank)
-        if turn is None:
+        n_earlier_acquisitions = bridge.try_acquire(lock, rank)
+        if n_earlier_acquisitions is None:
             return False
         queue.popleft()
         bridge.set_agent_waiting(lock, bool(queue))
-        self._messenger.send(source, LOCK_REPLY, self._command, rank, turn)
+        self._messenger.send(source, LOCK_REPLY, self._command_number, rank, n_earlier_acquisitions)
         return True
 
     # -- transfers -------------------------------------------------------------------------------------------------
@@ -226,19 +259,19 @@ class TaskAgent:
             memory = memoryview(self._segments[key].buffer)
             for offset in range(start, start + nbytes, CHUNK_NBYTES):
                 chunk = memory[offset : min(offset + CHUNK_NBYTES, start + nbytes)]
-                self._messenger.send(host, LOCK_ROWS, self._command, key, offset, len(chunk))
+                self._messenger.send(host, LOCK_ROWS, self._command_number, key, offset, len(chunk))
                 self._messenger.send_bytes(host, chunk)
                 if self._messenger.host == 0:
                     self._control.words[ControlMemory.BYTES_SENT] += len(chunk)
                 yield
         self._messenger.send(host, *message)
 
-    def _on_lock_rows(self, source: int, command: int, key: int, offset: int, nbytes: int) -> None:
+    def _on_lock_rows(self, source: int, command_number: int, key: int, offset: int, nbytes: int) -> None:
         """Receive a chunk of rows at its offset in memory."""
         buffer: Any = bytearray(nbytes)
-        if command == self._command and key in self._segments:  # else the command has failed
+        if command_number == self._command_number and key in self._segments:  # else the command has failed
             buffer = memoryview(self._segments[key].buffer)[offset : offset + nbytes]
-        self._schedule(source, command, lambda bridge: None, self._messenger.receive_bytes(source, buffer))
+        self._schedule(source, command_number, lambda bridge: None, self._messenger.receive_bytes(source, buffer))
 
 
 class TaskBridge:
@@ -340,15 +373,18 @@ class TaskBridge:
         self._agent_waits[lock] = is_waiting
 
     def try_acquire(self, lock: int, rank: int) -> int | None:
-        """Acquire a lock of this host for a rank of another host; return its turn, or None if it is not free."""
+        """Acquire a lock of this host for a rank of another host; return the number of its earlier acquisitions.
+
+        None if it is not free.
+        """
         if self._owners[lock] != self._memory.agent_owner and not self._memory.get_semaphore(
             self._segment, lock
         ).acquire(0):
             return None
         self._owners[lock] = rank + 1
-        turn = self._acquisitions[lock]
-        self._acquisitions[lock] = turn + 1
-        return turn
+        n_earlier_acquisitions = self._acquisitions[lock]
+        self._acquisitions[lock] = n_earlier_acquisitions + 1
+        return n_earlier_acquisitions
 
     def release(self, lock: int) -> None:
         """Release a lock of this host that a rank of another host held."""

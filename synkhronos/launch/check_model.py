@@ -187,7 +187,9 @@ class _ModelCheck:
         for instance in ranks:
             exchanged_values = compile_model(instance, self.settings, self.rule, 2, needs_gradients)
             check_attributes(instance, self.settings.modelclass)
-        params = [FlatVariables(group_variables(instance, exchanged_values == "params").params) for instance in ranks]
+        params = [
+            FlatVariables(group_variables(instance, exchanged_values == "params").exchanged) for instance in ranks
+        ]
         if params[0].shapes != params[1].shapes:
             shapes = f"{[*map(list, params[0].shapes)]} on rank 0, and of {[*map(list, params[1].shapes)]} on rank 1"
             self.problems.append(f"with size 2 params are of shapes {shapes}")

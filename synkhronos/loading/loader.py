@@ -405,8 +405,8 @@ class Feed:
         """Whether the rows at positions ``start`` to ``stop`` are loaded."""
         return self._ring.is_filled(self.find_unit(stop) - 1)
 
-    def wait_rows(self, start: int, stop: int, on_poll: Callable[[], None] | None = None) -> Selection:
-        """Wait for the rows at positions ``start`` to ``stop``, and return their indexes in `data`."""
+    def wait_for_row_indexes(self, start: int, stop: int, on_poll: Callable[[], None] | None = None) -> Selection:
+        """Wait until the rows at positions ``start`` to ``stop`` are loaded, and return their indexes in `data`."""
         selections = []
         for unit in range(self.find_unit(start), self.find_unit(stop)):
             position = self.plan.row + (unit - self._unit) * self.layout.unit_rows

@@ -42,19 +42,19 @@ from synkhronos.ranks.control_memory import ControlMemory
 STEP_BITS = 24
 
 
-def record_common_step(words: Any, command: int, step: int) -> None:
+def record_common_step(words: Any, command_number: int, step: int) -> None:
     """Record the last step that all ranks reached in a failed command.
 
     Successive commands use two words in turn: all ranks have finished a command before the second one after it is
     posted.
     """
-    words[ControlMemory.COMMON_STEP + (command & 1)] = max(step, command << STEP_BITS)
+    words[ControlMemory.COMMON_STEP + (command_number & 1)] = max(step, command_number << STEP_BITS)
 
 
-def read_common_step(words: Any, command: int) -> int | None:
+def read_common_step(words: Any, command_number: int) -> int | None:
     """Return the last step that all ranks reached in a failed command; None until the command is decided."""
-    step: int = words[ControlMemory.COMMON_STEP + (command & 1)]
-    return step if step >> STEP_BITS == command else None
+    step: int = words[ControlMemory.COMMON_STEP + (command_number & 1)]
+    return step if step >> STEP_BITS == command_number else None
 
 
 class StepTally:
@@ -71,9 +71,10 @@ class StepTally:
     steps : list of int
         Last reported step of each host.
     undecided : list of deque of (int, int)
-        For each host, the failed commands that are not decided, and the last step that it had reported before each.
+        For each host, the numbers of the failed commands that are not decided, and the last step that it had reported
+        before each.
     last_failed : int
-        Last failed command that this host has reported.
+        Number of the last failed command that this host has reported.
     """
 
     def __init__(self, n_hosts: int, host: int):
@@ -88,7 +89,7 @@ class StepTally:
         Parameters
         ----------
         failed : int
-            Last command that failed.  It has to be read before ``step``.
+            Number of the last command that failed.  It has to be read before ``step``.
         step : int
             Last step that all ranks of this host have reached.
 
@@ -110,15 +111,15 @@ class StepTally:
         """Record another host's STEP."""
         self.steps[host] = step
 
-    def receive_failed(self, host: int, command: int) -> None:
+    def receive_failed(self, host: int, command_number: int) -> None:
         """Record a host's FAILED."""
-        self.undecided[host].append((command, self.steps[host]))
+        self.undecided[host].append((command_number, self.steps[host]))
 
     def pop_decided(self) -> Sequence[tuple[int, int]]:
-        """Return the commands decided since the last call, each with the last step that all ranks reached."""
+        """Return the commands decided since the last call: their numbers, and the last step that all ranks reached."""
         decided = []
         while all(self.undecided):
             failures = [reported.popleft() for reported in self.undecided]
-            (command,) = {command for command, _ in failures}
-            decided.append((command, min(step for _, step in failures)))
+            (command_number,) = {number for number, _ in failures}
+            decided.append((command_number, min(step for _, step in failures)))
         return decided

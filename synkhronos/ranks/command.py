@@ -74,10 +74,10 @@ class Command(ABC):
         ranks : range
             Ranks of the machine.
         """
-        return find_row_accesses(_list_parts(self), size, ranks)
+        return find_row_accesses(_get_nested_values(self), size, ranks)
 
     def without_rank(self, rank: int) -> Command:
-        """Return the command for all ranks but one, if it has entries by rank."""
+        """Return this command without the entries of a rank that is left out; the entries of later ranks move down."""
         return self
 
     @abstractmethod
@@ -92,12 +92,12 @@ def find_row_accesses(value: Any, size: int, ranks: range) -> Iterator[RowAccess
     elif isinstance(value, Command):
         yield from value.find_row_accesses(size, ranks)
     else:
-        for part in _list_parts(value):
-            yield from find_row_accesses(part, size, ranks)
+        for nested in _get_nested_values(value):
+            yield from find_row_accesses(nested, size, ranks)
 
 
-def _list_parts(value: Any) -> list[Any]:
-    """Return the items of a sequence, or the fields of a dataclass or a class with slots."""
+def _get_nested_values(value: Any) -> list[Any]:
+    """Return the items of a sequence, or the values of the fields of a dataclass or a class with slots."""
     if isinstance(value, tuple | list):
         return list(value)
     if dataclasses.is_dataclass(value):

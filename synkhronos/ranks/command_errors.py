@@ -12,20 +12,20 @@ from synkhronos.ranks.errors import Cancelled, FailureReport, WorkerError, descr
 from synkhronos.ranks.link import Link
 
 
-def read_reports(control: ControlMemory, number: int, master_rank: int, link: Link) -> list[FailureReport]:
+def read_reports(control: ControlMemory, command_number: int, master_rank: int, link: Link) -> list[FailureReport]:
     """Return the reports of the workers whose part of a command raised an exception."""
     return [
         replace(pickle.loads(control.read_report(r)), host=link.get_host_name(r))
         for r in range(control.size)
         if r != master_rank
-        and control.done[r] == number == control.words[ControlMemory.POSTED]
+        and control.done[r] == command_number == control.words[ControlMemory.POSTED]
         and control.report_nbytes[r]
     ]
 
 
 def make_command_error(
     command: Command,
-    number: int,
+    command_number: int,
     control: ControlMemory,
     master_error: BaseException | None,
     reports: Sequence[FailureReport],
@@ -35,7 +35,7 @@ def make_command_error(
     Parameters
     ----------
     command : Command
-    number : int
+    command_number : int
         Number of the command.
     control : ControlMemory
     master_error : BaseException or None
@@ -44,10 +44,10 @@ def make_command_error(
         Reports of the workers.
     """
     size = control.size
-    applied = [r for r in range(size) if control.committed[r] == number]
-    is_posted = control.words[ControlMemory.POSTED] == number
+    applied = [r for r in range(size) if control.committed[r] == command_number]
+    is_posted = control.words[ControlMemory.POSTED] == command_number
     # An interrupted master does not wait for ranks that have not finished.
-    busy = [r for r in range(size) if control.done[r] < number] if is_posted else []
+    busy = [r for r in range(size) if control.done[r] < command_number] if is_posted else []
     effect = describe_effect(command.effect, command.partial_effect, applied, busy, size)
     if reports and (master_error is None or isinstance(master_error, Cancelled)):
         error = WorkerError._from_reports(reports, effect)

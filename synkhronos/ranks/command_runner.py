@@ -213,17 +213,17 @@ class CommandRunner(ABC):
         If an interrupt ends the master's part, the wait of 3 is short.  Then `_is_idle` stays False, and the next call
         completes it (`_finish_last_command`), as it does if an exception leaves this method before 2.
         """
-        control, number = self._control, self._command_number + 1
+        control, command_number = self._control, self._command_number + 1
         try:
-            self._is_running, self._is_idle, self._command_number = True, False, number
-            result, master_error = self._run_own_part(command, number)
-            control.done[self.rank.number] = number
+            self._is_running, self._is_idle, self._command_number = True, False, command_number
+            result, master_error = self._run_own_part(command, command_number)
+            control.done[self.rank.number] = command_number
             if self._watch.has_raised:
                 self._raise_if_peer_died()
             is_interrupt = master_error is not None and not isinstance(master_error, Exception)
             # A worker in compiled code may take long to finish; the next call waits for it, or `close` ends it.
             self._wait_for_completion(_INTERRUPTED_GRACE_SECONDS if is_interrupt else None)
-            reports = self._read_reports(number)
+            reports = self._read_reports(command_number)
             self.rank.cancel_failed_operations()
         except PeerDied:  # raised just after the master's part had failed
             self._raise_if_peer_died()
@@ -235,19 +235,19 @@ class CommandRunner(ABC):
         try:
             if self.close_reason is not None:  # the ranks have ended and report nothing more
                 raise self._make_close_error(master_error)
-            raise make_command_error(command, number, control, master_error, reports)
+            raise make_command_error(command, command_number, control, master_error, reports)
         finally:
             del master_error  # the error refers to this frame: a cycle, which would delay the release of memory
 
-    def _run_own_part(self, command: Command, number: int) -> tuple[Any, BaseException | None]:
+    def _run_own_part(self, command: Command, command_number: int) -> tuple[Any, BaseException | None]:
         """Post a command and run the master's part; return its result, and its exception or None."""
         rank, watch = self.rank, self._watch
         if self.timeout is not None:
             self._command_began = time.monotonic()
         try:
-            rank.begin_command(number)
+            rank.begin_command(command_number)
             if rank.size > 1:
-                self._mailbox.post(number, command)
+                self._mailbox.post(command_number, command)
             watch.command_thread = threading.get_ident()
             try:
                 result = command.run(rank)
@@ -256,27 +256,27 @@ class CommandRunner(ABC):
             watch.command_thread = 0
         except BaseException as error:
             watch.command_thread = 0
-            if rank.command_number == number:  # else it was not posted
+            if rank.command_number == command_number:  # else it was not posted
                 rank.fail_command()
             return None, error
         return result, None
 
-    def _read_reports(self, number: int) -> list[FailureReport]:
+    def _read_reports(self, command_number: int) -> list[FailureReport]:
         """Return the workers' reports of a command; an empty list if no rank failed."""
-        if self._control.words[ControlMemory.FAILED] != number:
+        if self._control.words[ControlMemory.FAILED] != command_number:
             return []
         link = self._group.link
-        reports = read_reports(self._control, number, self.rank.number, link)
+        reports = read_reports(self._control, command_number, self.rank.number, link)
         if link.find_failure() is not None:
             self._raise_if_peer_died()  # reports may only follow from the failure of a machine, which is the cause
         return reports
 
     def _wait_for_completion(self, limit: float | None = None) -> None:
         """Wait until all ranks have finished the last command, at most ``limit`` seconds."""
-        done, me, number = self._control.done, self.rank.number, self._control.words[ControlMemory.POSTED]
-        if done[me] < number:  # an interrupt ended the master's part before it was marked as done
+        done, me, command_number = self._control.done, self.rank.number, self._control.words[ControlMemory.POSTED]
+        if done[me] < command_number:  # an interrupt ended the master's part before it was marked as done
             self.rank.fail_command()
-            done[me] = number
+            done[me] = command_number
         self._is_idle = self._group.wait_until_done(self._close_if_peer_failed, limit)
 
     # -- deaths and time limits --------------------------------------------------------------------------------

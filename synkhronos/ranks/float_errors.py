@@ -38,7 +38,7 @@ def sync_float_errors(session: Session) -> None:
     """Send the master's settings (`numpy.seterr`, `numpy.errstate`) to the workers if they have changed."""
     if session.size == 1:
         return
-    settings, sent = np.geterr(), session.rank.registry.get(_SentSettings)
+    settings, sent = np.geterr(), session.rank.registry.get_or_create(_SentSettings)
     if sent.settings != settings:
         session.run(_SetFloatErrors(tuple((kind, str(how)) for kind, how in settings.items())))
         sent.settings = settings

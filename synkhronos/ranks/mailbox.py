@@ -28,17 +28,17 @@ class Mailbox:
         self._control, self._link, self._memory = control, link, memory
         self._pickled: BoundedCache[Any, bytes] = BoundedCache(MAX_CACHED_COMMANDS)
 
-    def post(self, number: int, command: Command) -> None:
+    def post(self, command_number: int, command: Command) -> None:
         """Send a command: in the mailbox, or in a segment of its own if it is too long for that."""
         message = self._pickle(command)
         if len(message) <= MAILBOX_NBYTES - self._link.max_plan_nbytes:
-            self._write(number, command, message, None)
+            self._write(command_number, command, message, None)
             return
         segment = self._memory.create_segment(len(message), in_command=True)
         try:
             memoryview(segment.buffer).cast("B")[: len(message)] = message
             location = ArrayLocation(segment.key, "u1", (len(message),))
-            self._write(number, command, pickle.dumps(LongCommand(location), pickle.HIGHEST_PROTOCOL), location)
+            self._write(command_number, command, pickle.dumps(LongCommand(location), pickle.HIGHEST_PROTOCOL), location)
         finally:
             self._memory.release("segment", segment.key)
 
@@ -56,7 +56,7 @@ class Mailbox:
                 self._pickled[key] = message
         return message
 
-    def _write(self, number: int, command: Command, message: bytes, location: ArrayLocation | None) -> None:
+    def _write(self, command_number: int, command: Command, message: bytes, location: ArrayLocation | None) -> None:
         """Write a message into the mailbox and wake the workers; ``location`` is the segment of a long command."""
         control, words = self._control, self._control.words
         self._memory.send_segments()
@@ -67,5 +67,5 @@ class Mailbox:
             control.mailbox[len(message) : len(message) + len(plan)] = plan
             words[ControlMemory.PLAN_NBYTES] = len(plan)
         words[ControlMemory.NEWEST_KEY] = self._memory.last_sent_key
-        words[ControlMemory.POSTED] = number
+        words[ControlMemory.POSTED] = command_number
         control.wake_local_ranks(AWAITS_COMMAND)

@@ -73,16 +73,16 @@ class ProcessGroup:
 
         ``check_peers`` is called repeatedly and may raise.
         """
-        done, number = self.control.done, self.control.words[ControlMemory.POSTED]
-        if min(done) >= number:
+        done, command_number = self.control.done, self.control.words[ControlMemory.POSTED]
+        if min(done) >= command_number:
             return True
         deadline = None if limit is None else time.monotonic() + limit
 
         def is_over() -> bool:
-            return min(done) >= number or (deadline is not None and time.monotonic() > deadline)
+            return min(done) >= command_number or (deadline is not None and time.monotonic() > deadline)
 
         self.control.wait(self.master_rank, is_over, AWAITS_COMPLETION, check_peers, POLL_SECONDS)
-        return min(done) >= number
+        return min(done) >= command_number
 
     # -- failures ----------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class Registry:
     def __init__(self) -> None:
         self._by_class: dict[type, Any] = {}
 
-    def get(self, cls: type[T], factory: Callable[[], T] | None = None) -> T:
+    def get_or_create(self, cls: type[T], factory: Callable[[], T] | None = None) -> T:
         """Return the object of a class; the first call creates it with ``factory``, or with the class itself."""
         instance: T | None = self._by_class.get(cls)
         if instance is None:
@@ -169,7 +169,7 @@ class Rank:
         self._pickles.clear()
 
     def detach(self) -> None:
-        """End all waits of this process for the other ranks, which have exited."""
+        """Mark the command as failed and end all waits of this process for the other ranks, which have exited."""
         self.control.release_waits()
         self.spans_hosts = False  # the agents have exited
         self.fail_command()
@@ -184,16 +184,16 @@ class Rank:
         self.segments = master.segments.copy()
         self.objects = {key: value for key, value in master.objects.items() if isinstance(value, weakref.ref)}
 
-    def begin_command(self, number: int) -> None:
+    def begin_command(self, command_number: int) -> None:
         """Start counting the steps of a new command.
 
         If the last command failed, its pending operations are cancelled first.  This may wait until the other ranks,
         or their agents, have decided the last step that all ranks reached.
         """
         self.cancel_failed_operations()
-        self.command_number = number
+        self.command_number = command_number
         self._commits = True
-        self._step = number << STEP_BITS
+        self._step = command_number << STEP_BITS
 
     def cancel_failed_operations(self) -> None:
         """Cancel the pending operations of the last command if it failed on some rank."""
@@ -268,14 +268,14 @@ class Rank:
 
     def fail_command(self) -> None:
         """Mark the command as failed, wake all waiting ranks, and record the last step that every rank reached."""
-        control, words, command = self.control, self.control.words, self.command_number
+        control, words, command_number = self.control, self.control.words, self.command_number
         with defer_signals():  # peers wait for all of it once the first line is done
-            words[ControlMemory.FAILED] = command
+            words[ControlMemory.FAILED] = command_number
             control.fence()
             # One of the ranks that fail at the same time decides the command; on several hosts the agents do.
             if not self.spans_hosts and control.decision_lock.acquire(0):
-                if read_common_step(words, command) is None:
-                    record_common_step(words, command, min(control.arrived))
+                if read_common_step(words, command_number) is None:
+                    record_common_step(words, command_number, min(control.arrived))
                 control.decision_lock.release()
             control.wake_all_ranks()
 
@@ -418,7 +418,7 @@ class Rank:
         Cancelled
             If a rank failed in this command.
         """
-        words, failed, command = self.control.words, ControlMemory.FAILED, self.command_number
+        words, failed, command_number = self.control.words, ControlMemory.FAILED, self.command_number
         poll = self.check_peers
         if check is not None:
 
@@ -426,8 +426,11 @@ class Rank:
                 self.check_peers()
                 check()
 
-        self.control.wait(self.number, lambda: is_ready() or words[failed] == command, reason, poll, POLL_SECONDS)
-        if words[failed] == command:
+        def is_over() -> bool:
+            return is_ready() or words[failed] == command_number
+
+        self.control.wait(self.number, is_over, reason, poll, POLL_SECONDS)
+        if words[failed] == command_number:
             raise Cancelled
 
     def get_scratch(self, rank: int, half: int) -> memoryview:

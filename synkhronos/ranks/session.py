@@ -71,7 +71,15 @@ class Session(CommandRunner):
         self._replacement_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
 
     def start(self, profile: bool, first_command: Command | None = None) -> None:
-        """Start the workers and run a first command."""
+        """Start the workers and run a first command.
+
+        Parameters
+        ----------
+        profile : bool
+            Whether each worker writes a profile at exit.
+        first_command : Command, optional
+            Also run by workers that `replace_workers` starts.
+        """
         self._profile, self._first_command = profile, first_command
         with defer_signals():
             self._start_workers()
@@ -109,14 +117,14 @@ class Session(CommandRunner):
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def add_close_callback(self, user: T, callback: Callable[[T], None]) -> None:
-        """Add a call ``callback(user)`` when the session ends, if the object ``user`` still exists then."""
-        self._close_callbacks[user] = callback
+    def add_close_callback(self, owner: T, callback: Callable[[T], None]) -> None:
+        """Call ``callback(owner)`` when the session ends, unless ``owner`` is garbage-collected before."""
+        self._close_callbacks[owner] = callback
 
     def close(self, kill: bool = False) -> None:
         """End the workers and free all shared memory.  The second call does nothing.
 
-        A call that another thread is in the middle of gets `GRACE_SECONDS` seconds to finish; then it raises an error.
+        A running call of another thread has `GRACE_SECONDS` seconds to finish; after that it raises an error.
 
         Parameters
         ----------
@@ -246,7 +254,7 @@ class Session(CommandRunner):
         Returns
         -------
         bool
-            Whether they are new processes.
+            True if the new workers were spawned, False if they were forked.
 
         Raises
         ------
@@ -314,12 +322,15 @@ class Session(CommandRunner):
             self.close_reason = f"rank {rank} {cause}.  Call synkhronos.fork() to start again."
             self.failure = PeerFailure(self.close_reason, rank, Death(rank, "", 0, cause))
 
-    def add_replacement_callback(self, user: T, callback: Callable[[T], None]) -> None:
-        """Add a call ``callback(user)`` after workers were replaced, with the call lock held, if ``user`` exists."""
-        self._replacement_callbacks[user] = callback
+    def add_replacement_callback(self, owner: T, callback: Callable[[T], None]) -> None:
+        """Call ``callback(owner)`` after each replacement of workers, unless ``owner`` is garbage-collected before.
+
+        The call lock is held meanwhile.
+        """
+        self._replacement_callbacks[owner] = callback
 
 
 def _call_all(callbacks: WeakKeyDict[Any, Callable[[Any], None]]) -> None:
-    for user in list(callbacks):
-        if (call := callbacks.get(user)) is not None:
-            call(user)
+    for owner in list(callbacks):
+        if (call := callbacks.get(owner)) is not None:
+            call(owner)

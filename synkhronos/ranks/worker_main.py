@@ -194,18 +194,18 @@ def run_spawned_worker() -> NoReturn:
 def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
     """Run commands; ``newest_key`` is the key of the newest segment that this rank has."""
     control, words = rank.control, rank.control.words
-    posted, number = ControlMemory.POSTED, 0
+    posted, command_number = ControlMemory.POSTED, 0
     cache: BoundedCache[bytes, Command] = BoundedCache(MAX_CACHED_COMMANDS)
     receiver = SegmentReceiver(channel)
 
     def has_next_command() -> bool:
-        return words[posted] > number
+        return words[posted] > command_number
 
     while True:
         command: Command | None = None
         control.wait(rank.number, has_next_command, AWAITS_COMMAND, rank.check_peers, IDLE_POLL_SECONDS)
-        number = words[posted]
-        rank.begin_command(number)
+        command_number = words[posted]
+        rank.begin_command(command_number)
         try:
             while newest_key < words[ControlMemory.NEWEST_KEY]:
                 segment = receiver.receive()
@@ -236,11 +236,11 @@ def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
             sys.stdout.flush()
         except (AttributeError, OSError, ValueError):  # no stdout, a broken pipe, or a closed file
             pass
-        control.done[rank.number] = number
+        control.done[rank.number] = command_number
         control.fence()
         done = control.done.tolist()
-        done[rank.master_rank] = number
-        if min(done) >= number:
+        done[rank.master_rank] = command_number
+        if min(done) >= command_number:
             control.wake(rank.master_rank, AWAITS_COMPLETION)
         if isinstance(command, Exit):
             return

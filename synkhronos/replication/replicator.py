@@ -83,7 +83,7 @@ class Replicator:
     @classmethod
     def from_session(cls, session: Session) -> Replicator:
         """Return the session's replicator."""
-        return session.registry.get(cls, lambda: cls(session))
+        return session.registry.get_or_create(cls, lambda: cls(session))
 
     def _separate_streams(self) -> None:
         """Move the random generators of new workers to streams of their own.

@@ -181,7 +181,7 @@ class EAMSGD(EASGD):
 
 
 def read_centre(worker: Worker, state: State) -> Any:
-    """Return a copy of the centre, on the device of `State.vector`."""
+    """Return a copy of the centre, on the device of the parameters."""
     with worker.lock(CENTRE_LOCK) as lock:
         lock.read(state.rows["centre"])
         return state.rows["centre"].to_device(state.params.device)

@@ -36,9 +36,9 @@ class StartRecording(_StartFields, Command):
 
     def run(self, rank: Rank) -> None:
         """Start the recorder and, if requested, XLA's profiler."""
-        recorder = rank.registry.get(SpanRecorder)
+        recorder = rank.registry.get_or_create(SpanRecorder)
         if self.compute:
-            rank.registry.get(XlaProfile).start()
+            rank.registry.get_or_create(XlaProfile).start()
         rank.barrier()  # so that no rank records another's start
         recorder.install(self.max_spans)
 
@@ -54,12 +54,12 @@ class StopRecording(_StopFields, Command):
 
     def run(self, rank: Rank) -> list[RankSpans] | None:
         """Return every rank's spans in the master, in rank order; None in workers."""
-        recorder = rank.registry.get(SpanRecorder)
+        recorder = rank.registry.get_or_create(SpanRecorder)
         recorder.uninstall()
         spans = list(recorder.spans)
         recorder.spans.clear()
         offset = _estimate_clock_offset(rank)
-        compute = rank.registry.get(XlaProfile).stop() if self.compute else []
+        compute = rank.registry.get_or_create(XlaProfile).stop() if self.compute else []
         return _gather_spans(rank, _to_rank_spans(rank, spans, offset, compute))
 
 
@@ -111,7 +111,7 @@ class _Recording(PendingOperation):
         """Write the master's spans after a failure of the session.  The last spans show in which call a worker died."""
         session, self.session = self.session, None
         if session is not None:
-            recorder = session.rank.registry.get(SpanRecorder)
+            recorder = session.rank.registry.get_or_create(SpanRecorder)
             recorder.uninstall()
             write_trace(self._path, [_to_rank_spans(session.rank, recorder.spans)])
 

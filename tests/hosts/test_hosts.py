@@ -571,7 +571,7 @@ def test_early_messages_of_a_task_are_queued():
     agent.handlers[CHANNEL_UPDATE](1, 5, 1, 0, 2, b"second")
     agent.handlers[CHANNEL_UPDATE](1, 4, 1, 0, 1, b"of a command that has failed")
     assert agent.progress() and messages == [(1, 0, 1, b"first"), (1, 0, 2, b"second")]
-    assert not agent.has_waiting_ranks
+    assert not agent.has_unfinished_work
 
 
 def test_agent_reports_missing_memory(monkeypatch):

@@ -81,7 +81,7 @@ def make_watchdog(rank):
     """Return a watchdog without a thread and a GPU: `cancel` needs neither."""
     watchdog = object.__new__(CollectiveWatchdog)
     watchdog._rank, watchdog.active_connection = rank, Connection()
-    watchdog.connections, watchdog._completed_command = [watchdog.active_connection], 0
+    watchdog.connections, watchdog._completed_command_number = [watchdog.active_connection], 0
     watchdog.clear()
     return watchdog
 
@@ -118,7 +118,7 @@ class World:
         return (
             tuple(m.get_state() for m in self.memories),
             tuple((r.command_number, r._step) for r in self.ranks),
-            tuple((g._pending_command, g._started_step, g.active_connection.generation) for g in self.watchdogs),
+            tuple((g._pending_command_number, g._started_step, g.active_connection.generation) for g in self.watchdogs),
             tuple((tuple(t.steps), tuple(map(tuple, t.undecided)), t.last_failed) for t in self.tallies),
             tuple(self.pcs),
             tuple(self.inits),
@@ -137,7 +137,9 @@ class World:
         for rank, rank_state in zip(self.ranks, ranks, strict=True):
             rank.command_number, rank._step = rank_state
         for watchdog, watchdog_state in zip(self.watchdogs, watchdogs, strict=True):
-            watchdog._pending_command, watchdog._started_step, watchdog.active_connection.generation = watchdog_state
+            watchdog._pending_command_number, watchdog._started_step, watchdog.active_connection.generation = (
+                watchdog_state
+            )
         for tally, (steps, failures, tally.last_failed) in zip(self.tallies, tallies, strict=True):
             tally.steps, tally.undecided = list(steps), [deque(queue) for queue in failures]
         self.pcs, self.inits, self.started = list(pcs), list(inits), list(started)
@@ -198,7 +200,7 @@ class World:
             elif pc == START:
                 if not watchdog.active_connection.generation:  # aborted in the meantime
                     raise ArithmeticError
-                watchdog._pending_command, watchdog._started_step = FIRST, math.inf
+                watchdog._pending_command_number, watchdog._started_step = FIRST, math.inf
                 self.started[r] = 1
             elif pc == ARRIVE:
                 watchdog._started_step = rank.next_step
@@ -274,11 +276,11 @@ class World:
     def run_watchdog(self, r):
         """Run the watchdog thread of a rank's collective."""
         rank, watchdog = self.ranks[r], self.watchdogs[r]
-        if not (watchdog._pending_command and rank.has_failed(watchdog._pending_command)):
+        if not (watchdog._pending_command_number and rank.has_failed(watchdog._pending_command_number)):
             raise Blocked
-        before = watchdog._pending_command, watchdog.active_connection.generation
-        watchdog.cancel(watchdog._pending_command)
-        if before == (watchdog._pending_command, watchdog.active_connection.generation):
+        before = watchdog._pending_command_number, watchdog.active_connection.generation
+        watchdog.cancel(watchdog._pending_command_number)
+        if before == (watchdog._pending_command_number, watchdog.active_connection.generation):
             raise Blocked
 
     def poll_agent(self, h):

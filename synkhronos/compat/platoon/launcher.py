@@ -122,6 +122,7 @@ def _find_devices(hosts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _read_hosts() -> list[str]:
+    """Return the hosts named in PLATOON_HOSTS or a platoonrc file; an empty list if there are none."""
     try:
         return configparser.fetch_hosts()
     except KeyError:

@@ -81,11 +81,11 @@ class CudaDevice(Device, GpuArrays):
 
     def get_communicator(self, rank: Rank) -> NcclCommunicator:
         """Return a rank's communicator between GPUs, always the same object."""
-        return rank.registry.get(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
+        return rank.registry.get_or_create(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
 
     def get_group(self, rank: Rank, members: Iterable[int]) -> NcclGroup:
         """Return the communicator of a group of ranks, always the same object for the same members."""
-        groups = rank.registry.get(_NcclGroups)
+        groups = rank.registry.get_or_create(_NcclGroups)
         members = frozenset(members)
         if members not in groups:
             groups[members] = NcclGroup(self.get_communicator(rank))
@@ -119,11 +119,17 @@ class CudaDevice(Device, GpuArrays):
             super().store(rank, key, offset, value)
 
     def stage_input(
-        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: ArrayLocation, rows: Selection | None, copy: bool
+        self,
+        rank: Rank,
+        buffers: dict[Any, Any],
+        key: Any,
+        location: ArrayLocation,
+        rows: Selection | None,
+        must_copy: bool,
     ) -> Any:
         """Start a copy of rows of shared memory to a reused buffer, and return the buffer's array."""
         if not self.is_on_gpu:
-            return super().stage_input(rank, buffers, key, location, rows, copy)
+            return super().stage_input(rank, buffers, key, location, rows, must_copy)
         return self.staging.stage_input(rank, buffers, key, location, rows)
 
     def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:

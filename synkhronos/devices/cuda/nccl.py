@@ -221,21 +221,21 @@ class NcclCommunicator(Communicator):
         self._has_side_work = True
         self._launch_spans(spans, op, self._staging.side_stream)
 
-    def finish_in_launch(self, spans: Sequence[BufferSpan], op: str, valid_flag: int, stream: int) -> None:
+    def finish_in_launch(self, spans: Sequence[BufferSpan], op: str, valid_flag_address: int, stream: int) -> None:
         """Launch reductions on XLA's stream, and make it wait for those on the side stream.
 
         Parameters
         ----------
         spans, op, stream
             As in `start_in_launch`.
-        valid_flag : int
+        valid_flag_address : int
             Address of an int32 on the GPU.  It becomes 1, or 0 if the connection was aborted, so that all targets are
             undefined.
         """
         self.wait_in_launch(stream)
         self._launch_spans(spans, op, stream)
         host_flag = self._connection.valid_flag.ctypes.data
-        check_result(self._staging.driver.cuMemcpyAsync(valid_flag, host_flag, 4, stream))
+        check_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag, 4, stream))
 
     def wait_in_launch(self, stream: int) -> None:
         """Make a stream wait for the reductions on the side stream."""

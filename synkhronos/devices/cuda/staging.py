@@ -209,7 +209,7 @@ class Staging:
         self._has_pending_copies = False
         self._rank: Rank | None = None
         #: Last command in which a function was launched.
-        self._last_command = 0
+        self._last_command_number = 0
         self._vector_memory, self._fetch_memory = _PinnedMemory(self), _PinnedMemory(self)
         self.host_flags = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
         self.pin_pages(self.host_flags.ctypes.data, self.host_flags.nbytes)
@@ -333,10 +333,10 @@ class Staging:
             for buffer in self._filled:
                 buffer.last_read = event
         self._filled.clear()
-        if self._rank is None or self._last_command == self._rank.command_number:
+        if self._rank is None or self._last_command_number == self._rank.command_number:
             self._finish_copies()
         else:
-            self._last_command = self._rank.command_number
+            self._last_command_number = self._rank.command_number
 
     def _mark_pending(self, rank: Rank) -> None:
         """Record that copies have been started, so that the command waits for them at its end, even if it fails."""

@@ -78,13 +78,13 @@ class CollectiveWatchdog(PendingOperation):
         self._query_thread: threading.Thread | None = None
         self._stop = threading.Event()
         #: Last command in which this rank completed a blocking collective that others may not have started.
-        self._completed_command = 0
+        self._completed_command_number = 0
         self.clear()
 
     def clear(self) -> None:
         """Record that nothing is pending."""
         #: Command that has started the pending collectives; 0 without pending ones.
-        self._pending_command = 0
+        self._pending_command_number = 0
         #: Step at which all ranks have started them; infinity until this rank arrives at that step.
         self._started_step: float = 0
 
@@ -99,7 +99,7 @@ class CollectiveWatchdog(PendingOperation):
     def mark_started(self, connection: NcclConnection) -> None:
         """Record that a connection launches work on the stream now, and start the thread at the first call."""
         self.active_connection = connection
-        self._pending_command = self._rank.command_number
+        self._pending_command_number = self._rank.command_number
         self._started_step = math.inf
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch_peers, daemon=True)
@@ -114,7 +114,7 @@ class CollectiveWatchdog(PendingOperation):
         """
         self.clear()
         if connection is self.connections[0]:
-            self._completed_command = self._rank.command_number
+            self._completed_command_number = self._rank.command_number
 
     def wait_started(self, check: Callable[[], None] | None = None) -> None:
         """Wait until all ranks have started the pending collectives, which then complete unless a peer exits.
@@ -150,14 +150,14 @@ class CollectiveWatchdog(PendingOperation):
 
         Connections of groups are always aborted, on all ranks, so that members need not compare generations.
         """
-        if self._completed_command == command_number != self._pending_command:
+        if self._completed_command_number == command_number != self._pending_command_number:
             self.abort(self.connections[0])
         self._abort_unless_started_by_all(command_number)
         for connection in self.connections[1:]:
             connection.abort()
 
     def _abort_unless_started_by_all(self, command_number: int) -> None:
-        if self._pending_command == command_number:
+        if self._pending_command_number == command_number:
             # Read in this order: first the last common step, then this rank's step.
             step = self._rank.read_common_step(command_number)
             if step is not None and step < self._started_step:
@@ -170,7 +170,7 @@ class CollectiveWatchdog(PendingOperation):
 
     def is_unfinished(self) -> bool:
         """Whether a collective that writes in place is pending, or was aborted by a peer's exit."""
-        if self._pending_command and not self.has_lost_peer:
+        if self._pending_command_number and not self.has_lost_peer:
             self._staging.set_current()
             return self.writes_in_place and not self.is_stream_idle()
         return self.has_lost_peer and self.writes_in_place
@@ -178,7 +178,7 @@ class CollectiveWatchdog(PendingOperation):
     def finish(self) -> None:
         """Wait until the stream is idle, or a peer has exited."""
         self._staging.set_current()
-        while self._pending_command and not self.is_stream_idle() and not self._rank.has_peer_died():
+        while self._pending_command_number and not self.is_stream_idle() and not self._rank.has_peer_died():
             time.sleep(GPU_POLL_SECONDS)
 
     def close(self) -> None:
@@ -197,9 +197,9 @@ class CollectiveWatchdog(PendingOperation):
         self._staging.set_current()
         failed, since, pause = 0, 0.0, PEER_POLL_SECONDS
         while not self._stop.wait(pause):
-            command, pause = self._pending_command, PEER_POLL_SECONDS
-            has_peer_died = bool(command) and self._rank.has_peer_died()
-            if not (has_peer_died or (command and self._rank.has_failed(command))):
+            command_number, pause = self._pending_command_number, PEER_POLL_SECONDS
+            has_peer_died = bool(command_number) and self._rank.has_peer_died()
+            if not (has_peer_died or (command_number and self._rank.has_failed(command_number))):
                 failed = 0
                 continue
             if self._query_idle():
@@ -211,10 +211,10 @@ class CollectiveWatchdog(PendingOperation):
                 # For `PeerWatch`, which may have ignored the peer's own SIGURG while no collective was pending.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
                 return
-            self._abort_unless_started_by_all(command)
+            self._abort_unless_started_by_all(command_number)
             # No wait is unbounded, even if a peer neither starts its collective nor exits.
-            if failed != command:
-                failed, since = command, perf_counter()
+            if failed != command_number:
+                failed, since = command_number, perf_counter()
             elif perf_counter() > since + CONNECT_TIMEOUT:
                 self.abort()
 

@@ -255,10 +255,10 @@ class Reducer(Protocol):
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
         """Start reductions that overlap the stream's next work."""
 
-    def finish(self, spans: Sequence[BufferSpan], valid_flag: int, stream: int | None) -> None:
-        """Launch reductions on the stream, make it wait for the started ones, and set the int32 at ``valid_flag``.
+    def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
+        """Launch reductions on the stream, make it wait for the started ones, and set the int32 at an address.
 
-        ``valid_flag`` is an address on the device.
+        ``valid_flag_address`` is an address on the device.
         """
 
     def wait(self, stream: int | None) -> None:
@@ -518,9 +518,9 @@ class FfiAllReduce:
         n_arrays = frame.results.size - 1
         # The started arrays are the first arguments only so that XLA orders their readers after this call.
         spans = _read_spans(frame, n_started, n_arrays)
-        valid_flag = frame.results.buffers[n_arrays].contents.data
+        valid_flag_address = frame.results.buffers[n_arrays].contents.data
         if self._error is None:
-            reducer.finish(spans, valid_flag, _get_stream(frame))
+            reducer.finish(spans, valid_flag_address, _get_stream(frame))
         else:
             reducer.wait(_get_stream(frame))
 

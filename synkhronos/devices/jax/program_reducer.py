@@ -109,8 +109,8 @@ class ProgramReducer:
         """Raise NotImplementedError: these programs do not start chunks."""
         raise NotImplementedError
 
-    def finish(self, spans: Sequence[BufferSpan], valid_flag: int, stream: int | None) -> None:
-        """Sum arrays over the ranks, and set the int32 at the address ``valid_flag``."""
+    def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
+        """Sum arrays over the ranks, and set the int32 at the address ``valid_flag_address``."""
         raise NotImplementedError
 
     def wait(self, stream: int | None) -> None:
@@ -159,12 +159,12 @@ class HostReducer(ProgramReducer):
         ]
         self._n_exchanges = 0
 
-    def finish(self, spans: Sequence[BufferSpan], valid_flag: int, stream: int | None) -> None:
-        """Sum arrays over the ranks in rank order, and set the int32 at the address ``valid_flag``."""
+    def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
+        """Sum arrays over the ranks in rank order, and set the int32 at the address ``valid_flag_address``."""
         self.begin_sum()
         for span in spans:
             self._sum(view_items(span.source, span), view_items(span.target, span))
-        ctypes.c_int32.from_address(valid_flag).value = 1
+        ctypes.c_int32.from_address(valid_flag_address).value = 1
 
     def _sum(self, source: np.ndarray, target: np.ndarray) -> None:
         rank, n_items = self._rank, (SCRATCH_NBYTES - _HEADER_NBYTES) // source.itemsize
@@ -199,11 +199,11 @@ class GpuReducer(ProgramReducer):
         super().__init__(rank, poll)
         self._communicator = communicator
 
-    def finish(self, spans: Sequence[BufferSpan], valid_flag: int, stream: int | None) -> None:
-        """Launch the sums of arrays over the ranks, and then set the int32 at the address ``valid_flag``."""
+    def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
+        """Launch the sums of arrays over the ranks, and then set the int32 at the address ``valid_flag_address``."""
         self.begin_sum()
         self._rank.check_cancelled()
-        self._communicator.finish_in_launch(spans, "sum", valid_flag, stream)
+        self._communicator.finish_in_launch(spans, "sum", valid_flag_address, stream)
 
     def complete(self) -> None:
         """Wait until the programs of all ranks have ended."""

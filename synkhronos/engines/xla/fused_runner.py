@@ -75,22 +75,22 @@ class GradientReducer:
     def __init__(self, rank: Rank, communicator: Any, op: str, shape: tuple[int, ...], is_repeated: bool):
         self._rank, self._communicator, self._op, self._is_repeated = rank, communicator, op, is_repeated
         self._shape = shape
-        self._n_started = 0
+        self._n_started_items = 0
 
     def start(self, spans: Sequence[Any], stream: int | None) -> None:
         """Start the all-reduce of a chunk of the gradient, which overlaps the stream's next work."""
         self._communicator.start_in_launch(spans, self._op, stream)
-        self._n_started += sum(span.n_items for span in spans)
+        self._n_started_items += sum(span.n_items for span in spans)
 
-    def finish(self, spans: Sequence[Any], valid_flag: int, stream: int | None) -> None:
+    def finish(self, spans: Sequence[Any], valid_flag_address: int, stream: int | None) -> None:
         """All-reduce the rest of the gradient, and make the stream wait for all chunks.
 
         Parameters
         ----------
         spans : list of BufferSpan
-        valid_flag : int
+        valid_flag_address : int
             Address of an int32 on the GPU, which becomes 1 if the reduction is valid.
-        stream : int
+        stream : int or None
 
         Raises
         ------
@@ -99,11 +99,11 @@ class GradientReducer:
         """
         if self._is_repeated:
             self._rank.commit()  # an earlier step may be valid even if a later one fails
-        n_items, self._n_started = self._n_started + sum(span.n_items for span in spans), 0
+        n_items, self._n_started_items = self._n_started_items + sum(span.n_items for span in spans), 0
         if n_items != math.prod(self._shape):
             self.wait(stream)
             raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {n_items} items")
-        self._communicator.finish_in_launch(spans, self._op, valid_flag, stream)
+        self._communicator.finish_in_launch(spans, self._op, valid_flag_address, stream)
 
     def wait(self, stream: int | None) -> None:
         """Make the stream wait for the chunks that were started, after an error."""

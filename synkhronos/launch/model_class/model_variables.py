@@ -41,8 +41,8 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     groups = VariablesByRole([p for p in model.params if id(p) not in excluded_ids], [], excluded, [], [])
     averages = getattr(model, "averages", None)
     if isinstance(averages, Mapping):  # a `Model`, whose params end with the averages
-        groups.n_averages = sum(any(p is average for average in averages) for p in groups.params)
-    if not groups.params:
+        groups.n_averages = sum(any(p is average for average in averages) for p in groups.exchanged)
+    if not groups.exchanged:
         raise ModelInterfaceError(
             "params: expected some that are not named gamma or beta, which each rank keeps for itself"
         )

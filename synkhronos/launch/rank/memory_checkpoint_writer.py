@@ -9,8 +9,10 @@ from synkhronos.launch.rank.model_state import ModelState
 from synkhronos.training.checkpoints.checkpoint import Checkpoint
 from synkhronos.training.loops.batch_loop import choose_interval_steps
 
-#: Approximate number of seconds between two memory checkpoints, and its minimum in units of the time to write one.
-_INTERVAL_SECONDS, _MIN_INTERVAL_RATIO = 1.0, 10.0
+#: Approximate number of seconds between two memory checkpoints.
+_INTERVAL_SECONDS = 1.0
+#: Minimum of this interval, in units of the time to write a memory checkpoint.
+_MIN_INTERVAL_RATIO = 10.0
 
 
 class MemoryCheckpointWriter:
@@ -34,7 +36,8 @@ class MemoryCheckpointWriter:
     def write(self, metrics: Mapping[str, float] | None) -> None:
         """Write the state of all ranks.  A collective.
 
-        As at a report, no message between ranks is pending.
+        As at a report, no message between ranks is pending.  Within an epoch, the ranks have the consensus parameters
+        while the state is written, and their own ones before and afterwards.
 
         Parameters
         ----------
@@ -53,8 +56,9 @@ class MemoryCheckpointWriter:
         except OSError as error:
             error.add_note("on_death = 'continue' writes the state of all ranks into /dev/shm: give it more memory")
             raise
-        if metrics is None:
-            state.restore_own_params()
+        finally:
+            if metrics is None:
+                state.restore_own_params()
         self._schedule_next(began, state.position["batch"])
 
     def _schedule_next(self, began: float, batch: int) -> None:

@@ -110,8 +110,11 @@ class ModelBatchLoop(BatchLoop):
                 if self.rule.asynchronous and self.state.settings.saves_on_signal:
                     self._stops_at_memory_checkpoint = any(self.worker.all_gather(bool(get_requested_stop())))
 
-    def is_stopped(self) -> bool:
-        """Return True if a signal ends the training after this batch."""
+    def check_stop(self) -> bool:
+        """Set `is_stopped_by_signal` and return it: True if a signal ends the training after this batch.
+
+        A collective under synchronous rules.
+        """
         if self.rule.asynchronous and self.memory_checkpoints:
             n_batches = self._n_common_batches
             is_checkpoint_ahead = not n_batches or self.memory_checkpoints.due_batch < n_batches

@@ -66,7 +66,7 @@ class ModelEpochLoop(EpochLoop):
         self.n_epochs = _choose_n_epochs(state)
         self.patience, self.saves_best = settings.patience, settings.keep_best is not None
         self.checkpoint_every = settings.checkpoint
-        own = self.model.vels if isinstance(state.rule, SummedGradients) else state.groups.params
+        own = self.model.vels if isinstance(state.rule, SummedGradients) else state.groups.exchanged
         self.sanity_check = SanityCheck(list(self.model.params), own)
         if arguments.checkpoint_path is None:
             state.rule.setup(state.worker, state.rule_state)
@@ -257,7 +257,7 @@ class ModelEpochLoop(EpochLoop):
         self.make_report()
         self.state.save(None)
 
-    def adapt_learning_rate(self, report: Report) -> None:
+    def call_report_hooks(self, report: Report) -> None:
         """Call the class's ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
         self._save_snapshot(self.n_reports - 1, self.is_over())
         call_by_signature(self.model.adjust_hyperp, self.n_reports - 1)

@@ -27,7 +27,7 @@ from synkhronos.training.checkpoints.checkpoint import Checkpoint, read_metadata
 from synkhronos.training.checkpoints.compatibility import check_same_training, describe_training
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
-from synkhronos.training.monitoring.recorder import remove_lines
+from synkhronos.training.monitoring.recorder import filter_lines
 
 #: Key under which a rank stores its instance, and the `State` of the rule, between tasks.
 STORAGE_KEY = "launch"
@@ -89,7 +89,7 @@ class ModelState:
         self.position: dict[str, Any] = {"batch": 0}
         self.early_stopping = EarlyStopping()
         self._checkpoint: Checkpoint | None = None
-        worker.get_storage(STORAGE_KEY)["state"] = State(groups.params, groups.optimizer, shared, groups.n_averages)
+        worker.get_storage(STORAGE_KEY)["state"] = State(groups.exchanged, groups.optimizer, shared, groups.n_averages)
 
     @property
     def rule_state(self) -> State:
@@ -207,7 +207,7 @@ class ModelState:
             def is_kept(line: dict[str, Any], first_removed: int = first_removed, n_steps: int = n_steps) -> bool:
                 return line.get("epoch", first_removed) < first_removed or line.get("step", math.inf) <= n_steps
 
-            remove_lines(file, is_kept)
+            filter_lines(file, is_kept)
 
     def skip_trained_batches(self, epoch: int, positions: list[dict[str, Any]]) -> None:
         """Advance the instance past the batches of an epoch that were trained on before the checkpoint.

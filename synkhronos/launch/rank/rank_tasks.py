@@ -116,7 +116,7 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
             generator = library.jump_generator(generator, worker.number)
         library.set_generator(variable, generator)
     worker.get_storage(STORAGE_KEY).update(model=model, groups=groups, exchanged_values=exchanged_values)
-    exchange_vector = FlatVariables(groups.params)
+    exchange_vector = FlatVariables(groups.exchanged)
     return exchange_vector.size, exchange_vector.dtype.name
 
 

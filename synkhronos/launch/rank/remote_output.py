@@ -14,7 +14,7 @@ from typing import Any
 from synkhronos.launch.supervision.rank_output import CONTINUATION_MARK, FILE_NAME_MARK
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.errors import describe_exit
-from synkhronos.training.monitoring.recorder import RANK_FILE, format_record
+from synkhronos.training.monitoring.recorder import RANK_FILE_TEMPLATE, format_record
 
 #: Maximal number of bytes of a line's text; longer lines are split.  With the file's name a line is below PIPE_BUF, so
 #: that a write to a pipe is complete, and writes of processes do not mix.
@@ -79,7 +79,7 @@ class RemoteRecorder:
             raise RuntimeError(
                 f"the process that passes on rank {rank}'s output {describe_exit(self._forwarder.returncode)}"
             )
-        name, text = f"{FILE_NAME_MARK}{RANK_FILE.format(rank)}{FILE_NAME_MARK}", format_record(record)
+        name, text = f"{FILE_NAME_MARK}{RANK_FILE_TEMPLATE.format(rank)}{FILE_NAME_MARK}", format_record(record)
         for start in range(0, len(text), _MAX_LINE_BYTES):  # JSON is ASCII: a byte for each character
             end = start + _MAX_LINE_BYTES
             before, after = CONTINUATION_MARK * (start > 0), CONTINUATION_MARK * (end < len(text))

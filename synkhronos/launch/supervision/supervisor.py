@@ -134,16 +134,16 @@ class Supervisor:
         (self.folder / PROCESSES_FILE).unlink(missing_ok=True)  # the master writes it once all ranks have started
         allowed = sorted(os.sched_getaffinity(0))
         rank_cores: list[list[int]] = []
-        why = "not bound, as asked"
+        core_assignment = "not bound, as asked"
         if settings.bind:
-            rank_cores, why = core_binding.assign_cores(
+            rank_cores, core_assignment = core_binding.assign_cores(
                 settings.devices, allowed, core_binding.find_gpu_cores(settings.devices)
             )
         n_here = len(settings.devices)
         where = f"{n_here} {'rank' if n_here == 1 else 'ranks'} on {', '.join(settings.devices)}"
         if settings.hosts:
             where = f"ranks on hosts {', '.join(settings.hosts)}"
-        self._console.write(f"{where}; {why}; in {self.folder}\n")
+        self._console.write(f"{where}; {core_assignment}; in {self.folder}\n")
         environment = dict(os.environ)
         if settings.on_gpu and not settings.hosts:  # each host chooses among its own
             visible = environment.get("CUDA_VISIBLE_DEVICES")

@@ -21,8 +21,9 @@ class VariablesByRole:
 
     Attributes
     ----------
-    params : list of shared variables
-        Variables that ranks exchange: parameters, followed by running averages.
+    exchanged : list of shared variables
+        Variables that ranks exchange: parameters, followed by running averages.  Their values are named
+        ``params`` in `read_values` and in checkpoints.
     optimizer : list of shared variables, or None
         Variables of the update rule, such as velocities.  None if they are sharded.
     excluded : list of shared variables
@@ -32,10 +33,10 @@ class VariablesByRole:
     generators : list of shared variables
         Random generators.
     n_averages : int
-        Number of running averages at the end of `params`.
+        Number of running averages at the end of `exchanged`.
     """
 
-    params: list[Any]
+    exchanged: list[Any]
     optimizer: Any
     excluded: list[Any]
     others: list[Any]
@@ -45,30 +46,30 @@ class VariablesByRole:
     @classmethod
     def from_graph(cls, graph: TrainingGraph, params: Sequence[Any], rule: Rule) -> VariablesByRole:
         """Group the variables of a training by their role under an exchange rule."""
-        is_excluded = [rule.exclude is not None and bool(rule.exclude(p)) for p in params]
-        exchanged = [p for p, out in zip(params, is_excluded, strict=True) if not out]
-        if not exchanged:
+        excluded_flags = [rule.exclude is not None and bool(rule.exclude(p)) for p in params]
+        exchanged_params = [p for p, is_excluded in zip(params, excluded_flags, strict=True) if not is_excluded]
+        if not exchanged_params:
             raise ValueError("exclude: expected it to leave some parameter to be exchanged, but it excludes all")
-        excluded = [p for p, out in zip(params, is_excluded, strict=True) if out]
+        excluded = [p for p, is_excluded in zip(params, excluded_flags, strict=True) if is_excluded]
         optimizer = graph.optimizer_state
         if len(optimizer) == len(params):  # a variable per parameter, such as a velocity
-            optimizer = [s for s, out in zip(optimizer, is_excluded, strict=True) if not out]
+            optimizer = [s for s, is_excluded in zip(optimizer, excluded_flags, strict=True) if not is_excluded]
         optimizer = [s for s in optimizer if np.dtype(s.type.dtype).kind == "f"]
         averages = [u.shared for u in graph.extra_updates if u.op == "mean"]
-        grouped = {id(s) for s in [*exchanged, *excluded, *optimizer, *averages]}
+        grouped = {id(s) for s in [*exchanged_params, *excluded, *optimizer, *averages]}
         others = [s for s in [*graph.optimizer_state, *(u.shared for u in graph.extra_updates)] if id(s) not in grouped]
         others = [s for s in others if hasattr(s.type, "dtype")]
         variables = [*graph.x, *graph.y, graph.loss, *(u.expression for u in graph.extra_updates)]
         library = library_of(graph.loss)
         generators = [s for s in library.find_shareds(variables) if library.is_generator(s)]
-        return cls([*exchanged, *averages], optimizer, excluded, others, generators, len(averages))
+        return cls([*exchanged_params, *averages], optimizer, excluded, others, generators, len(averages))
 
     def as_dict(self) -> dict[str, list[Any]]:
         """Return the variables of each role; generators have no role."""
-        n_params = len(self.params) - self.n_averages
+        n_params = len(self.exchanged) - self.n_averages
         return {
-            "params": self.params[:n_params],
-            "averages": self.params[n_params:],
+            "params": self.exchanged[:n_params],
+            "averages": self.exchanged[n_params:],
             "optimizer": self.optimizer,
             "excluded": self.excluded,
             "others": self.others,
@@ -78,10 +79,13 @@ class VariablesByRole:
         """Return copies of this process's values of the other variables."""
         return [np.array(get_array_device(value).to_host(value)) for value in map(_borrow_value, self.others)]
 
-    def read_values(self, params: Any = None) -> dict[str, Any]:
-        """Return copies of this process's values by role, without generators; ``params`` takes the place of theirs."""
+    def read_values(self, exchanged: Any = None) -> dict[str, Any]:
+        """Return copies of this process's values by role, without generators.
+
+        The vector ``exchanged`` takes the place of the values of the exchanged variables.
+        """
         values = {
-            "params": np.array(FlatVariables(self.params).get() if params is None else params),
+            "params": np.array(FlatVariables(self.exchanged).get() if exchanged is None else exchanged),
             "excluded": np.array(FlatVariables(self.excluded).get()),
             "others": self.read_others(),
         }
@@ -91,7 +95,7 @@ class VariablesByRole:
 
     def write_values(self, values: Mapping[str, Any]) -> None:
         """Set this process's variables to copies of the values from `read_values`."""
-        FlatVariables(self.params).set(values["params"])
+        FlatVariables(self.exchanged).set(values["params"])
         FlatVariables(self.excluded).set(values["excluded"])
         if self.optimizer is not None:
             FlatVariables(self.optimizer).set(values["optimizer"])

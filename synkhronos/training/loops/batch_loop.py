@@ -2,7 +2,7 @@
 
 Each iteration trains on the next batches::
 
-    iterate_batches --> step --> exchange --> record --> is_stopped
+    iterate_batches --> step --> exchange --> record --> check_stop
          ^                                                   |
          +---------------------------------------------------+
 
@@ -37,7 +37,7 @@ class BatchLoop(ABC):
         for batches in self.iterate_batches():
             self.exchange(self.step(batches))
             self.record(batches)
-            if self.is_stopped():
+            if self.check_stop():
                 break
 
     @abstractmethod
@@ -57,8 +57,8 @@ class BatchLoop(ABC):
         """Write the records that are due."""
 
     @abstractmethod
-    def is_stopped(self) -> bool:
-        """Return True if the training stops after these batches."""
+    def check_stop(self) -> bool:
+        """Return True if the training stops after these batches.  Some subclasses agree on it by a collective."""
 
 
 for activity in ("step", "exchange", "record"):

@@ -2,9 +2,9 @@
 
 Epochs are divided into intervals, each of which ends with a report::
 
-    train --> make_report --> validate --> finish_interval --> observe --> adapt_learning_rate --> save
-      ^                                                                                             |
-      +---------------------------------------------------------------------------------------------+
+    train --> make_report --> validate --> finish_interval --> observe --> call_report_hooks --> save
+      ^                                                                                           |
+      +-------------------------------------------------------------------------------------------+
 
 `observe` compares the report with the best one so far, and `save` is called only for some reports.
 A signal may stop `train` or `validate`, which then return `Outcome.STOPPED`.  Then `save_at_signal` saves the position
@@ -61,7 +61,7 @@ class EpochLoop(ABC):
             self.finish_interval(report)
             self.n_reports += 1
             is_best = self.observe(report)
-            self.adapt_learning_rate(report)
+            self.call_report_hooks(report)
             is_due = self.checkpoint_every and (self.n_reports % self.checkpoint_every == 0 or self.is_over())
             if is_due or is_best and self.saves_best:
                 self.save(report)
@@ -109,8 +109,8 @@ class EpochLoop(ABC):
         """Move to the next interval, and pass the report to the recorders."""
 
     @abstractmethod
-    def adapt_learning_rate(self, report: Report) -> None:
-        """Set the learning rate of the next interval from a report."""
+    def call_report_hooks(self, report: Report) -> None:
+        """Run the actions that follow a report: adapt the learning rate, call the model class's methods."""
 
     @abstractmethod
     def save(self, report: Report) -> None:

@@ -24,8 +24,10 @@ from typing import Any
 
 from synkhronos.checks import check_at_least, import_package
 
-#: Names of the files in a recorder's folder; a rank's has its number.
-RANK_FILE, REPORT_FILE = "rank-{}.jsonl", "reports.jsonl"
+#: Name of a rank's file in a recorder's folder, to be formatted with the rank.
+RANK_FILE_TEMPLATE = "rank-{}.jsonl"
+#: Name of the file of reports.
+REPORT_FILE = "reports.jsonl"
 
 
 class Recorder:
@@ -63,7 +65,7 @@ class Recorder:
 
     def write_rank_record(self, rank: int, record: Mapping[str, Any]) -> None:
         """Append a record to the file of a rank."""
-        self._append(RANK_FILE.format(rank), record)
+        self._append(RANK_FILE_TEMPLATE.format(rank), record)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         """Append a record to a file of the folder, as a new line."""
@@ -77,14 +79,14 @@ class Recorder:
             file.write(f"{line}\n".encode())
 
     def truncate(self, seen: int) -> None:
-        """Remove all lines that were written after ``seen`` rows of training, which resumes there."""
-        for path in [self.folder / REPORT_FILE, *self.folder.glob(RANK_FILE.format("*"))]:
+        """Remove all lines written after ``seen`` rows of training, which resumes there, and lines without ``seen``."""
+        for path in [self.folder / REPORT_FILE, *self.folder.glob(RANK_FILE_TEMPLATE.format("*"))]:
             if path.exists():
-                remove_lines(path, lambda record: record.get("seen", math.inf) <= seen)
+                filter_lines(path, lambda record: record.get("seen", math.inf) <= seen)
 
 
-def remove_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove lines from a file; ``is_kept`` takes a line's record, an empty one of an incomplete line.
+def filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep only some lines of a file; ``is_kept`` takes a line's record, an empty one of an incomplete line.
 
     The new file replaces the old one in one step, so that a killed process leaves one of them.
     """
@@ -153,7 +155,7 @@ def read_records(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any
         If the folder has no such file.
     """
     folder = Path(folder)
-    paths = sorted(folder.glob(RANK_FILE.format("*"))) + [folder / REPORT_FILE]
+    paths = sorted(folder.glob(RANK_FILE_TEMPLATE.format("*"))) + [folder / REPORT_FILE]
     files = {path.stem: path for path in paths if path.exists()}
     if not files:
         raise FileNotFoundError(f"{folder}: expected a recorder's folder, with {REPORT_FILE} or rank-0.jsonl in it")

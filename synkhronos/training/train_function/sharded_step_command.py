@@ -71,7 +71,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def _set_number(self, rank: Rank) -> None:
         """Set the variable of the rank's number at the first step on these ranks."""
-        numbered, key = rank.registry.get(_Numbered), self.keys[2]
+        numbered, key = rank.registry.get_or_create(_Numbered), self.keys[2]
         if key in numbered:
             return
         shared = rank.get_object(key)

@@ -70,8 +70,8 @@ class InMemoryRows:
     def __init__(self, data: list[Any], order: Any):
         self.data, self._order = data, order
 
-    def wait_rows(self, start: int, stop: int, on_poll: Any = None) -> np.ndarray:
-        """Return the row indexes at positions ``start`` to ``stop``."""
+    def wait_for_row_indexes(self, start: int, stop: int, on_poll: Any = None) -> np.ndarray:
+        """Return the row indexes at positions ``start`` to ``stop``; the rows are in memory, so there is no wait."""
         return np.asarray(self._order)[start:stop]
 
     def free(self, start: int, stop: int) -> None:
@@ -94,15 +94,16 @@ class EpochData:
     seed: int
     loader: Loader | None
     #: Ranks of each host if ranks use only rows of their own host; else None.
-    pools: list[range] | None = field(init=False)
+    ranks_by_host: list[range] | None = field(init=False)
     #: Number of rows of an epoch.
     n_epoch_rows: int = field(init=False)
-    order: Data = field(init=False)
+    #: Row indexes in the epoch's order; None with a loader, and before `allocate_order`.
+    order: Data | None = field(default=None, init=False)
     _ordered_epoch: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
-        self.pools = get_rank_pools(self.data)
-        self.n_epoch_rows = self.n_rows if self.pools is None else sum(map(len, self._iterate_part_rows(0)))
+        self.ranks_by_host = get_ranks_by_host(self.data)
+        self.n_epoch_rows = self.n_rows if self.ranks_by_host is None else sum(map(len, self._iterate_part_rows(0)))
 
     def count_rows(self) -> int:
         """Count the rows that the data have now; the number may change between epochs.
@@ -129,24 +130,26 @@ class EpochData:
             size = ranks.get_session().size
             unit_rows, consumers = (self.batch_size * size, 1) if is_joint else (self.batch_size, size)
             return open_feed(self.loader, epoch, start, unit_rows, self.seed, consumers)
+        order = self.order
+        assert order is not None  # allocated before the first epoch
         if epoch != self._ordered_epoch:
-            if self.pools is None:
-                self.order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.n_epoch_rows)
+            if self.ranks_by_host is None:
+                order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.n_epoch_rows)
             else:
-                self.order[...] = np.concatenate(list(self._iterate_part_rows(epoch)))
+                order[...] = np.concatenate(list(self._iterate_part_rows(epoch)))
             self._ordered_epoch = epoch
-        return InMemoryRows(self.data, self.order)
+        return InMemoryRows(self.data, order)
 
     def _iterate_part_rows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the row indexes of each step of an epoch, where ranks use only rows of their own host."""
-        assert self.pools is not None
+        assert self.ranks_by_host is not None
         return iterate_shuffled_batches(
-            self.n_rows, self.batch_size * self.pools[-1].stop, self.pools, (self.seed, epoch)
+            self.n_rows, self.batch_size * self.ranks_by_host[-1].stop, self.ranks_by_host, (self.seed, epoch)
         )
 
     def describe_parts(self) -> list[int] | None:
         """Describe the division of rows among hosts, for checkpoints: rows per step, then ranks per host; else None."""
-        return None if self.pools is None else [self.batch_size, *map(len, self.pools)]
+        return None if self.ranks_by_host is None else [self.batch_size, *map(len, self.ranks_by_host)]
 
 
 def check_rows(count: int, batch_size: int) -> None:
@@ -156,6 +159,6 @@ def check_rows(count: int, batch_size: int) -> None:
         raise ValueError(f"batch_size: {size} ranks times {batch_size} rows are more than the {count} rows of the data")
 
 
-def get_rank_pools(data: list[Data]) -> list[range] | None:
+def get_ranks_by_host(data: list[Data]) -> list[range] | None:
     """Return the ranks of each host if some array is made by `synkhronos.data_parts`, else None."""
     return ranks.get_session().ranks_by_host if any(isinstance(array, PartsData) for array in data) else None

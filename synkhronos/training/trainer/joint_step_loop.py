@@ -69,7 +69,7 @@ class JointStepLoop(LaunchLoop):
     def exchange(self, steps: int) -> None:
         """Do nothing: steps exchange gradients."""
 
-    def is_stopped(self) -> bool:
+    def check_stop(self) -> bool:
         """Return True after a signal, or if a rank was left out, which changes the number of rows per step."""
         is_resized = self.rows_per_step != self.plan.batch_size * ranks.get_session().size
         return is_resized or self.plan.can_stop and bool(get_requested_stop())

@@ -113,7 +113,7 @@ class LaunchLoop(BatchLoop):
         if rate != self.rate:
             self.set_rate(rate)
             self.rate = rate
-        rows = [indexes for indexes in self.wait_for_rows(spans) if len(indexes)]
+        rows = [indexes for indexes in self.wait_for_row_indexes(spans) if len(indexes)]
         if not rows:  # no batch is left for this rank, or no row could be read
             self.free(spans)
             return len(batches.starts)
@@ -126,14 +126,14 @@ class LaunchLoop(BatchLoop):
         self.meter.record_launch(len(rows), len(rows[0]), launch.spent)
         return len(batches.starts)
 
-    def wait_for_rows(self, spans: list[tuple[int, int]]) -> list[Any]:
+    def wait_for_row_indexes(self, spans: list[tuple[int, int]]) -> list[Any]:
         """Wait until the rows at some ranges of positions are loaded, and return their row indexes."""
         source = self.source
         if isinstance(source, Feed) and not all(source.is_ready(*span) for span in spans):
             # The loader processes may need the slots of this rank's rows to read rows for other ranks.
             self.finish_steps()
         with self.meter.time("load"):
-            return [source.wait_rows(*span, self.on_poll) for span in spans]
+            return [source.wait_for_row_indexes(*span, self.on_poll) for span in spans]
 
     def finish_steps(self) -> None:
         """Wait for the launched steps, and free their rows."""

@@ -113,7 +113,7 @@ class LocalStepLoop(LaunchLoop):
                 return
             yield LaunchBatches(starts[0], starts, min(plan.stop, starts[-1] + plan.batch_size))
 
-    def is_stopped(self) -> bool:
+    def check_stop(self) -> bool:
         """Return True if all ranks agree to stop; asynchronous ranks stop in `_take_batches` instead."""
         return self.plan.can_stop and not self.rule.asynchronous and self._agreement.is_stop_due()
 

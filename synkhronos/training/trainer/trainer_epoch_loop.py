@@ -40,7 +40,7 @@ from synkhronos.training.monitoring.report import Report, make_report
 from synkhronos.training.monitoring.validation_metrics import MetricTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import OperationRunner
-from synkhronos.training.trainer.epoch_data import EpochData, IntervalPlan, RowSource, check_rows, get_rank_pools
+from synkhronos.training.trainer.epoch_data import EpochData, IntervalPlan, RowSource, check_rows, get_ranks_by_host
 from synkhronos.training.trainer.joint_step_loop import take_joint_steps
 from synkhronos.training.trainer.local_step_loop import take_local_steps
 from synkhronos.training.trainer.trainer_state import TrainerProgress
@@ -152,7 +152,7 @@ class TrainerEpochLoop(EpochLoop):
         """Start an epoch of all rows that the data have now."""
         data = self.data
         n_rows = data.count_rows()
-        if n_rows != data.n_rows or get_rank_pools(data.data) != data.pools:  # or a rank was left out
+        if n_rows != data.n_rows or get_ranks_by_host(data.data) != data.ranks_by_host:  # or a rank was left out
             check_rows(n_rows, data.batch_size)
             self.data = EpochData(data.data, n_rows, data.batch_size, data.seed, data.loader)
             self.data.allocate_order()
@@ -196,7 +196,7 @@ class TrainerEpochLoop(EpochLoop):
             schedule=model.schedule,
             recorders=[recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             shows_progress_bar=self.shows_progress_bar,
-            pools=get_rank_pools(data.data) or [range(ranks.get_session().size)],
+            pools=get_ranks_by_host(data.data) or [range(ranks.get_session().size)],
             can_stop=self.checkpoint is not None,
             earlier_totals=resize_totals(
                 progress.totals, 1 if model.joint_step is not None else ranks.get_session().size
@@ -276,7 +276,7 @@ class TrainerEpochLoop(EpochLoop):
         batches: Iterable[Any]
         if isinstance(valid, Loader):
             batches = valid.epoch(0, step)
-        elif get_rank_pools(valid[0]):
+        elif get_ranks_by_host(valid[0]):
             batches = iterate_ordered_batches(valid[1], step, ranks.get_session().size)
         else:
             batches = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
@@ -318,7 +318,7 @@ class TrainerEpochLoop(EpochLoop):
         graph, data, valid = self.model.graph, self.data, self.valid
         x, y = ([describe(v) for v in variables] for variables in (graph.x, graph.y))
         message = ""
-        if data.loader is None:
+        if data.order is not None:
             names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
             rows = data.order.data[self.progress.interval_start : self.interval_stop]
             message = describe_nonfinite(dict(zip(names, data.data, strict=True)), rows)
@@ -327,7 +327,7 @@ class TrainerEpochLoop(EpochLoop):
             message = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
         return message or f"the learning rate of {report.learning_rate:g} may be too high"
 
-    def adapt_learning_rate(self, report: Report) -> None:
+    def call_report_hooks(self, report: Report) -> None:
         """Pass the first metric of the validation, or the loss, to the schedule's ``observe``, if it has one."""
         observe: Callable[[float], None] | None = getattr(self.model.schedule, "observe", None)
         if observe is not None:

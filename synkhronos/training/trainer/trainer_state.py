@@ -123,7 +123,7 @@ class TrainerState:
         spec = self.spec
         spec.memory = {}
         if not spec.is_joint:
-            vector = FlatVariables(spec.variables.params)
+            vector = FlatVariables(spec.variables.exchanged)
             spec.memory = allocate_shared_arrays(spec.rule, ranks.get_session().size, vector.size, vector.dtype)
 
     def _describe(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Island(Device):
         return dtype.kind == "f"
 
     def get_communicator(self, rank):
-        return rank.registry.get(Bridge, lambda: Bridge(rank))
+        return rank.registry.get_or_create(Bridge, lambda: Bridge(rank))
 
     def as_writable(self, value, is_referenced):
         return value * 1 if is_referenced else value
