@@ -36,6 +36,8 @@ if XLA:  # a rule takes seconds to compile
 
 
 class Model:
+    """Linear regression with its trainer, whose rule is given by name."""
+
     def __init__(self, name, rows=ROWS, rate=0.05, noise=False, update=None, **kwargs):
         make, default = ALL[name]
         update = update or default

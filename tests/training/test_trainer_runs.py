@@ -144,7 +144,7 @@ def come_to_different_steps(worker, name):
     del storage["own"]
 
 
-def where(worker, name):
+def get_steps(worker, name):
     state = worker.get_storage(name)["state"]
     return state.step, state.steps_since_exchange
 
@@ -157,10 +157,10 @@ def test_trainer_interrupt_at_different_steps_restarts_the_epoch(fork, rule):
     trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rule, 0.1)
     reports = trainer.epochs(X, [], 5, 3)
     next(reports)
-    before = synk.run(where, trainer._model.state.spec.name)[0][0]
+    before = synk.run(get_steps, trainer._model.state.spec.name)[0][0]
     synk.run(come_to_different_steps, trainer._model.state.spec.name)
     next(reports)  # once SlowMo's exchanges were unpaired, and LocalSGD's were those of different steps
-    places = synk.run(where, trainer._model.state.spec.name)
+    places = synk.run(get_steps, trainer._model.state.spec.name)
     assert places[0] == places[1] and places[0][0] == 2 * before + 1
 
 

@@ -241,16 +241,16 @@ def test_clip_of_float16_computes_in_float32():
 # -- Lasagne's constraints -------------------------------------------------------------------------------
 
 
-def evaluate(*variables):
+def evaluate_variables(*variables):
     return library.function([], list(variables), mode="FAST_COMPILE")()
 
 
 def test_total_norm_constraint_equals_lasagne():
     a, b = T.constant(np.array([3.0])), T.constant(np.array([[4.0]]))
     scaled, norm = total_norm_constraint([a, b], 2.5, return_norm=True)
-    first, second, total_norm = evaluate(*scaled, norm)
+    first, second, total_norm = evaluate_variables(*scaled, norm)
     np.testing.assert_allclose([first[0], second[0, 0], total_norm], [3 * 2.5 / (5 + 1e-7), 4 * 2.5 / (5 + 1e-7), 5])
-    np.testing.assert_allclose(evaluate(*total_norm_constraint([a, b], 50))[0], [3.0 * 5 / (5 + 1e-7)])
+    np.testing.assert_allclose(evaluate_variables(*total_norm_constraint([a, b], 50))[0], [3.0 * 5 / (5 + 1e-7)])
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_total_norm_constraint_equals_lasagne():
 )
 def test_norm_constraint_equals_lasagne(shape, norm_axes, axes):
     value = np.random.default_rng(0).normal(size=shape) * 3
-    (constrained,) = evaluate(norm_constraint(T.constant(value), 2.0, norm_axes))
+    (constrained,) = evaluate_variables(norm_constraint(T.constant(value), 2.0, norm_axes))
     norms = np.sqrt((value**2).sum(axis=axes, keepdims=True))
     np.testing.assert_allclose(constrained, value * np.clip(norms, 0, 2.0) / (1e-7 + norms), rtol=1e-12)
 
