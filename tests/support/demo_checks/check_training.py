@@ -33,7 +33,7 @@ N_IMAGES, BATCH_SIZE = 11, 6
 MODELS = ["mlp", "custom_mlp:1,32,0.3,0.3", "cnn"]
 
 
-def values(params):
+def get_values(params):
     return [param.get_value() for param in params]
 
 
@@ -71,7 +71,7 @@ def rows_of_the_whole(batch):
 def mnist_pair(trainer, options):
     """The same network for two ranks and for one process, and a check that training has changed it."""
     networks = [build_mnist(options.model, options.seed, options.dropout) for _ in range(2)]
-    assert_close(values(networks[0].params), values(networks[1].params), tolerance=0)
+    assert_close(get_values(networks[0].params), get_values(networks[1].params), tolerance=0)
     parts = digits.load_digits(options)
     return networks, trainer(networks[0], parts, options, 2), OneProcessMnist(networks[1], parts, options)
 
@@ -81,7 +81,7 @@ def mnist_pair(trainer, options):
 def test_mnist(two_ranks, trainer, model):
     options = mnist_options(model)
     networks, together, alone = mnist_pair(trainer, options)
-    start = values(networks[0].params)
+    start = get_values(networks[0].params)
     batches = together.make_batches(np.random.default_rng(3))
     assert len(batches) == 2 and together.count_rows(batches[1]) == [3, 2]
     assert sum(sum(together.count_rows(batch)) for batch in batches) == N_IMAGES
@@ -89,8 +89,8 @@ def test_mnist(two_ranks, trainer, model):
         (loss,) = together.train([batch])
         rows = rows_of_the_whole(batch) if trainer is GpuData else batch
         np.testing.assert_allclose(loss, alone.train([rows])[0], rtol=2e-5)
-    assert_all_ranks_hold(networks[0].params, values(networks[1].params))
-    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(values(networks[0].params), start, strict=True))
+    assert_all_ranks_hold(networks[0].params, get_values(networks[1].params))
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(get_values(networks[0].params), start, strict=True))
     np.testing.assert_allclose(together.validate(), alone.validate(), rtol=1e-4)
     np.testing.assert_allclose(together.test(), alone.test(), rtol=1e-4)
 
@@ -103,7 +103,7 @@ def test_mnist_by_each_rule(two_ranks, rule):
         together.train([batch])
         alone.train([rows_of_the_whole(batch)])
     # Rules that divide by the gradient's size turn rounding errors of tiny gradients into larger ones.
-    assert_all_ranks_hold(networks[0].params, values(networks[1].params), tolerance=1e-3)
+    assert_all_ranks_hold(networks[0].params, get_values(networks[1].params), tolerance=1e-3)
 
 
 def test_dropout_masks_differ_between_ranks(two_ranks):
@@ -123,7 +123,7 @@ def resnet_options():
     return settings.parse_options(parser_of(settings), words)
 
 
-def resnet(options):
+def build_resnet_model(options):
     return build_resnet(options.blocks, options.width, options.size, 3, options.weight_decay, options.seed)
 
 
@@ -136,20 +136,20 @@ def together(two_ranks):
     """The residual network on two ranks."""
     options = resnet_options()
     parts = resnet_parts(options, lambda shape: synk.data(dtype="uint8", shape=shape))
-    network = resnet(options)
+    network = build_resnet_model(options)
     return network, AllRanks(network, parts, options, 2)
 
 
 def test_resnet_with_equal_rows_on_ranks_equals_one_process(together):
     network, trainer = together
     options = resnet_options()
-    alone = resnet(options)
+    alone = build_resnet_model(options)
     serial = OneProcessResnet(alone, resnet_parts(options, lambda shape: np.empty(shape, "uint8")), options)
     for rows in serial.make_batches(np.random.default_rng(3))[:N_STEPS]:
         (loss,) = trainer.train([np.concatenate([rows, rows])])
         np.testing.assert_allclose(loss, serial.train([rows])[0], rtol=1e-4)
-    assert_all_ranks_hold(network.params, values(alone.params), tolerance=2e-4)
-    assert_all_ranks_hold(network.averages, values(alone.averages), tolerance=2e-4)
+    assert_all_ranks_hold(network.params, get_values(alone.params), tolerance=2e-4)
+    assert_all_ranks_hold(network.averages, get_values(alone.averages), tolerance=2e-4)
     np.testing.assert_allclose(trainer.validate(), serial.validate(), rtol=1e-3)
 
 
@@ -159,7 +159,7 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
     images, labels = resnet_parts(options, lambda shape: np.empty(shape, "uint8"))[0]
 
     # The serial reference: both halves go through the network apart, and their losses are averaged.
-    alone = resnet(options)
+    alone = build_resnet_model(options)
     x, y, half = alone.x, alone.y, options.batch_size
     losses, moved = [], []
     for rows in (slice(half), slice(half, None)):
@@ -174,7 +174,7 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
     update = theano.function([], updates=param_updates)
 
     n = len(alone.averages)
-    averages = [values(alone.averages), values(alone.averages)]
+    averages = [get_values(alone.averages), get_values(alone.averages)]
     for average in alone.averages:
         average.set_value(np.zeros_like(average.get_value()))
     for rows in trainer.make_batches(np.random.default_rng(3))[:N_STEPS]:
@@ -185,7 +185,7 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
         # With averages of zero their new values are the step times the half's statistics.
         by_rank = [statistics[:n], statistics[n:]]
         averages = [[0.9 * a + s for a, s in zip(*pair, strict=True)] for pair in zip(averages, by_rank, strict=True)]
-    assert_all_ranks_hold(network.params, values(alone.params), tolerance=2e-4)
+    assert_all_ranks_hold(network.params, get_values(alone.params), tolerance=2e-4)
 
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(*averages, strict=True))
     assert_all_ranks_hold(network.averages, [(a + b) / 2 for a, b in zip(*averages, strict=True)], tolerance=2e-4)
@@ -204,7 +204,7 @@ def test_rank_without_rows_contributes_nothing(two_ranks):
     for batch in batches:
         together.train([batch])
         alone.train([np.concatenate([batch[0], batch[1] + 3])])
-    assert_all_ranks_hold(networks[0].params, values(networks[1].params))
+    assert_all_ranks_hold(networks[0].params, get_values(networks[1].params))
 
 
 class Recorded:

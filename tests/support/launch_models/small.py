@@ -11,6 +11,8 @@ from synkhronos.training.updates import sgd
 
 
 class Line(Model):
+    """Linear regression with one vector of weights."""
+
     batch_size, n_epochs, rate = 10, 8, 0.05
 
     def build(self):
