@@ -31,7 +31,7 @@ def modules():
         yield ".".join(head + (parts[:-1] if parts and parts[-1] == "__init__" else parts))
 
 
-def examples():
+def find_examples():
     for name in modules():
         module = importlib.import_module(name)
         for test in doctest.DocTestFinder().find(module, name, globs={**NAMES, **vars(module)}):
@@ -39,7 +39,7 @@ def examples():
                 yield test
 
 
-@pytest.mark.parametrize("example", examples(), ids=lambda test: test.name)
+@pytest.mark.parametrize("example", find_examples(), ids=lambda test: test.name)
 def test_example(example):
     report = io.StringIO()
     failed, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.write)
@@ -47,4 +47,4 @@ def test_example(example):
 
 
 def test_there_are_examples():
-    assert len(list(examples())) > 40
+    assert len(list(find_examples())) > 40
