@@ -437,7 +437,7 @@ def test_scan_over_sliceable_shareds_is_sliced(fork):
     np.testing.assert_array_equal(f(batch_s=[slice(0, 3), slice(3, 6)]), [0, 1, 3, 3, 7, 12])
 
 
-def chain(x, length):
+def add_ones(x, length):
     for _ in range(length):
         x = x + 1.0
     return x
@@ -447,7 +447,7 @@ def test_deep_graph_is_sent_to_workers(fork):
     # Pickle follows references recursively, and 3000 are more than Python allows.
     fork(2)
     x = T.dvector("x")
-    f = synk.function([x], (chain(x, 3000), "gather"))
+    f = synk.function([x], (add_ones(x, 3000), "gather"))
     synk.distribute()
     assert all(size == 1 for size in ranks.get_session().run(CountFunctions()))
     assert f.name
@@ -457,7 +457,7 @@ def test_deep_graph_is_computed(fork):
     # The libraries' compilers are recursive: users of such graphs raise the limit, before or after fork().
     fork(2)
     x = T.dvector("x")
-    f = synk.function([x], (chain(x, 1200), "gather"))
+    f = synk.function([x], (add_ones(x, 1200), "gather"))
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(10_000)
     try:

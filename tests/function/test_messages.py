@@ -111,7 +111,7 @@ def x_and_s():
     return f, s
 
 
-def call(*args, **kwargs):
+def call_function_of_x_and_s(*args, **kwargs):
     return call_after_fork(lambda: x_and_s()[0](*args, **kwargs))
 
 
@@ -136,7 +136,7 @@ def read_old_data():
     d[0]
 
 
-def unpicklable():
+def call_with_unpicklable_op():
     operation = Do("raise")
     operation.lock = threading.Lock()
     x = tensor.dvector("x")
@@ -243,7 +243,7 @@ TABLE = {
     # -- memory
     "no room": (call_after_fork(lambda: synk.data(shape=1 << 45, dtype="float64")), MemoryError),
     # -- functions
-    "an unpicklable graph": (call_after_fork(unpicklable), TypeError, "f"),
+    "an unpicklable graph": (call_after_fork(call_with_unpicklable_op), TypeError, "f"),
     "avg of an integer output": (
         call_after_fork(lambda: synk.function([v := tensor.lvector("v")], v.sum())),
         ValueError,
@@ -256,11 +256,11 @@ TABLE = {
     ),
     "a scattered scalar": (call_after_fork(lambda: synk.function([tensor.dscalar("v")])), ValueError, "inputs"),
     # -- inputs
-    "too few inputs": (call(), TypeError, "f"),
-    "too many inputs": (call(1, 2), TypeError),
-    "an unknown input": (call(y=1), TypeError),
-    "dimensions": (call(np.ones(3)), TypeError, "x"),
-    "a dtype": (call(np.ones((3, 2), complex)), TypeError, "x"),
+    "too few inputs": (call_function_of_x_and_s(), TypeError, "f"),
+    "too many inputs": (call_function_of_x_and_s(1, 2), TypeError),
+    "an unknown input": (call_function_of_x_and_s(y=1), TypeError),
+    "dimensions": (call_function_of_x_and_s(np.ones(3)), TypeError, "x"),
+    "a dtype": (call_function_of_x_and_s(np.ones((3, 2), complex)), TypeError, "x"),
     "Data of another dtype": (
         call_after_fork(lambda: x_and_s()[0](synk.data(np.ones((3, 2), "float32")))),
         TypeError,
@@ -272,15 +272,19 @@ TABLE = {
         "x",
     ),
     # -- batches
-    "batch too long": (call(np.ones((3, 2)), batch=4), IndexError, "batch"),
-    "batch out of range": (call(np.ones((3, 2)), batch=[0, 3]), IndexError, "batch"),
-    "batch of another kind": (call(np.ones((3, 2)), batch="all"), TypeError, "batch"),
-    "a mask of another length": (call(np.ones((3, 2)), batch=[True]), ValueError, "batch"),
-    "batch_s out of range": (call(np.ones((4, 2)), batch_s=[9]), IndexError, "batch_s"),
-    "batch_s for other ranks": (call(np.ones((4, 2)), batch_s=[[0], [1], [2]]), ValueError, "batch_s"),
-    "no slices": (call(np.ones((4, 2)), num_slices=0), ValueError, "num_slices"),
+    "batch too long": (call_function_of_x_and_s(np.ones((3, 2)), batch=4), IndexError, "batch"),
+    "batch out of range": (call_function_of_x_and_s(np.ones((3, 2)), batch=[0, 3]), IndexError, "batch"),
+    "batch of another kind": (call_function_of_x_and_s(np.ones((3, 2)), batch="all"), TypeError, "batch"),
+    "a mask of another length": (call_function_of_x_and_s(np.ones((3, 2)), batch=[True]), ValueError, "batch"),
+    "batch_s out of range": (call_function_of_x_and_s(np.ones((4, 2)), batch_s=[9]), IndexError, "batch_s"),
+    "batch_s for other ranks": (
+        call_function_of_x_and_s(np.ones((4, 2)), batch_s=[[0], [1], [2]]),
+        ValueError,
+        "batch_s",
+    ),
+    "no slices": (call_function_of_x_and_s(np.ones((4, 2)), num_slices=0), ValueError, "num_slices"),
     "an integer's average over slices": (call_after_fork(integer_update), ValueError, "num_slices"),
-    "an unknown output": (call(np.ones((4, 2)), output_subset=[1]), IndexError, "output_subset"),
+    "an unknown output": (call_function_of_x_and_s(np.ones((4, 2)), output_subset=[1]), IndexError, "output_subset"),
     "shapes of outputs": (call_after_fork(two_shapes), ValueError),
     # -- collectives
     "an unknown shared variable": (

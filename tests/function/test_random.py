@@ -121,7 +121,7 @@ def test_functions_share_a_random_stream(fork, kind):
     np.testing.assert_array_equal(values[:, :K], [serial() for _ in range(3)])
 
 
-def mask(kind, x):
+def draw_mask(kind, x):
     if kind == "MRG":
         from theano.sandbox.rng_mrg import MRG_RandomStreams
 
@@ -135,7 +135,7 @@ def mask(kind, x):
 def test_dropout_masks_differ_between_ranks_calls_and_slices(fork, kind):
     fork(2)
     x = T.dmatrix("x")
-    f = synk.function([x], (x * mask(kind, x), "gather"))
+    f = synk.function([x], (x * draw_mask(kind, x), "gather"))
     ones = np.ones((8, 40))
     masks = [*np.split(f(ones), 2), *np.split(f(ones, num_slices=2), 4)]
     assert all(0.25 < m.mean() < 0.75 for m in masks)

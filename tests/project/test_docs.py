@@ -39,7 +39,7 @@ HAS_PYMC = importlib.util.find_spec("pymc") is not None
 HAS_THEANO = importlib.util.find_spec("theano") is not None
 
 
-def run(example: doctest.DocTest) -> None:
+def run_example(example: doctest.DocTest) -> None:
     report = io.StringIO()
     try:
         with np.printoptions():
@@ -69,7 +69,7 @@ def modules(path, prefix: str) -> list[str]:
     return names
 
 
-def docstrings() -> list[doctest.DocTest]:
+def find_docstring_examples() -> list[doctest.DocTest]:
     tests_by_name = {}
     for name in ["synkhronos", *modules(synk.__path__, "synkhronos.")]:
         for test in doctest.DocTestFinder().find(importlib.import_module(name), name):
@@ -79,9 +79,9 @@ def docstrings() -> list[doctest.DocTest]:
 
 
 @pytest.mark.skipif(not HAS_PYTENSOR, reason="docstrings import PyTensor")
-@pytest.mark.parametrize("example", docstrings() if HAS_PYTENSOR else [], ids=lambda test: test.name)
+@pytest.mark.parametrize("example", find_docstring_examples() if HAS_PYTENSOR else [], ids=lambda test: test.name)
 def test_docstring(example):
-    run(example)
+    run_example(example)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -97,10 +97,10 @@ def test_page(page):
     example = doctest.DocTestParser().get_doctest(text, {}, page.stem, str(page), 0)
     if not example.examples:
         pytest.skip("no examples")
-    run(example)
+    run_example(example)
 
 
-def scripts() -> dict[str, str]:
+def find_code_blocks() -> dict[str, str]:
     scripts_by_name = {}
     for page in [ROOT / "README.rst", *PAGES]:
         blocks = re.findall(r"^\.\. code-block:: python\n\n((?: +.*\n|\n)+)", page.read_text(), re.MULTILINE)
@@ -108,7 +108,7 @@ def scripts() -> dict[str, str]:
     return scripts_by_name
 
 
-@pytest.mark.parametrize("script", scripts().values(), ids=scripts())
+@pytest.mark.parametrize("script", find_code_blocks().values(), ids=find_code_blocks())
 def test_script(script):
     if not HAS_THEANO and "theano" in script:
         pytest.skip("the script is about Theano")
@@ -175,7 +175,7 @@ def test_piece(page, first_words, script, change):
     """Code that a page shows beside its script runs in that script."""
     blocks = re.findall(r"^\.\. code-block:: text\n\n((?: +.*\n|\n)+)", (ROOT / f"docs/{page}.rst").read_text(), re.M)
     (piece,) = [textwrap.dedent(block) for block in blocks if textwrap.dedent(block).startswith(first_words)]
-    whole = scripts()[script]
+    whole = find_code_blocks()[script]
     assert change[0] in whole
     before, fork, after = whole.replace(*change).partition("synk.fork(")
     before, _, assigned = before.rpartition("\n")
@@ -257,7 +257,7 @@ def test_launcher_lines_are_parsed(line):
 
 
 def test_readme_has_a_complete_script():
-    assert "README-0" in scripts()
+    assert "README-0" in find_code_blocks()
 
 
 def test_reference_has_all_public_names():

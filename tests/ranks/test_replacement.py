@@ -24,6 +24,7 @@ pytestmark = [
 
 @pytest.fixture
 def session():
+    """Fork three ranks; yield their session."""
     fork_ranks(3)
     yield ranks.get_session()
     synk.close()

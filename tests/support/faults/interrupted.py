@@ -191,7 +191,7 @@ class TimeLimit(Exception):
     """Raised by the handler of a time limit."""
 
 
-def _limit(number: int, frame: Any) -> None:
+def _raise_time_limit(number: int, frame: Any) -> None:
     raise TimeLimit
 
 
@@ -201,13 +201,13 @@ def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool =
     With ``limit`` a time limit expires instead, which raises another exception from another signal.
     """
     probes.instrument()
-    signal.signal(signal.SIGALRM, _limit)
+    signal.signal(signal.SIGALRM, _raise_time_limit)
     before = start()
     lost, wrong, presses = [], [], 0
     state: dict[str, Any] = {}
 
     def forked() -> None:
-        if _current() is None:
+        if _get_session_or_none() is None:
             state.clear()
             synk.fork(2, use_gpu=False)
         if not state:  # or a fork that was interrupted at its end
@@ -254,7 +254,7 @@ def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool =
             lost.append(press.place)
         elif error != ("TimeLimit()" if limit else "KeyboardInterrupt()"):
             wrong.append((error, press.place))
-        if operation == "fork" and _current() is not None:
+        if operation == "fork" and _get_session_or_none() is not None:
             wrong.append(("ranks run after a fork that was interrupted", press.place))
         forked()
         if not _others_may_call():
@@ -288,7 +288,7 @@ def _others_may_call() -> bool:
     return bool(acquired)
 
 
-def _current() -> Any:
+def _get_session_or_none() -> Any:
     try:
         return ranks.get_session()
     except RuntimeError:

@@ -61,17 +61,17 @@ def _reap(*_: Any) -> None:
             pass
 
 
-def _operation(where: str, work: Work, name: str) -> Any:
+def _choose_operation(where: str, work: Work, name: str) -> Any:
     if where in ("idle", "call", "distribute", "build", "fork"):
         return work.call
     if where == "slice":
         return lambda: work.call(num_slices=2)
     if where == "arguments":
         return lambda: ranks.get_session().run(Arguments())
-    return lambda: _collective(name, work.big)
+    return lambda: _call_collective(name, work.big)
 
 
-def _collective(name: str, variable: Any) -> Any:
+def _call_collective(name: str, variable: Any) -> Any:
     values = np.full(300_000, 2.0)
     arguments = {
         "scatter": (variable, values),
@@ -124,13 +124,13 @@ def at_a_point(
     else:
         plant(point or POINTS[where], action, fault_ranks, skip)
         report_event("ready", pids=pids)
-    report_event("outcome", **attempt(_operation(where, work, name)))
+    report_event("outcome", **attempt(_choose_operation(where, work, name)))
     after(before, work)
 
 
 def after(before: dict[str, Any], work: Work | None) -> None:
     """Report whether the ranks survived, whether their results are right, and the footprint after a close."""
-    if _closed():
+    if _is_session_closed():
         if work is not None:
             vars(work).clear()  # a function has references to its ranks, and thereby to their memory
         report_event("dead", before=before, after=footprint())
@@ -149,7 +149,7 @@ def after(before: dict[str, Any], work: Work | None) -> None:
     report_event("closed", before=before, after=footprint())
 
 
-def _closed() -> bool:
+def _is_session_closed() -> bool:
     try:
         ranks.get_session()
     except RuntimeError:
@@ -476,7 +476,7 @@ def print_without_reader() -> None:
 def main() -> None:
     """Run the scenario that the harness asked for."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    scenarios = {**globals(), **_interrupted()}
+    scenarios = {**globals(), **_import_interrupted_scenarios()}
     words = sys.argv[1:]
     if words == ["template"]:
         words = _copied()
@@ -484,7 +484,7 @@ def main() -> None:
     scenarios[name](**arguments)
 
 
-def _interrupted() -> dict[str, Any]:
+def _import_interrupted_scenarios() -> dict[str, Any]:
     from faults import interrupted
 
     return vars(interrupted)
