@@ -115,15 +115,15 @@ def test_data_parts_is_read_only_and_can_be_freed(fork):
         data[0]
 
 
-def of_other_shapes(start, stop):
+def make_other_shapes(start, stop):
     return np.ones((stop - start, 2 + (start > 0)))
 
 
-def of_other_dtypes(start, stop):
+def make_other_dtypes(start, stop):
     return np.ones(stop - start, "f4" if start else "f8")
 
 
-def too_few(start, stop):
+def make_too_few_rows(start, stop):
     return np.ones(1) if start else np.ones(stop)
 
 
@@ -141,9 +141,9 @@ def raise_missing_file(start, stop):
 @pytest.mark.parametrize(
     ("load", "length", "error", "words"),
     [
-        (of_other_shapes, 8, ValueError, r"got \(2,\) of float64 on rank 0, and \(3,\) of float64 on rank 1"),
-        (of_other_dtypes, 8, ValueError, r"float64 on rank 0, and \(\) of float32 on rank 1"),
-        (too_few, 8, synk.WorkerError, r"rank 1 .*load\(4, 8\), for rank 1: ValueError: expected 4 rows"),
+        (make_other_shapes, 8, ValueError, r"got \(2,\) of float64 on rank 0, and \(3,\) of float64 on rank 1"),
+        (make_other_dtypes, 8, ValueError, r"float64 on rank 0, and \(\) of float32 on rank 1"),
+        (make_too_few_rows, 8, synk.WorkerError, r"rank 1 .*load\(4, 8\), for rank 1: ValueError: expected 4 rows"),
         (make_text_rows, 8, RuntimeError, r"load\(0, 4\), for rank 0: TypeError: load: expected numbers"),
         (raise_missing_file, 8, RuntimeError, r"load\(0, 4\), for rank 0: FileNotFoundError: no such part"),
         (make_rows, 0, ValueError, "length"),

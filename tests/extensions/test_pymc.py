@@ -88,7 +88,7 @@ LIKELIHOODS = {
 }
 
 
-def hierarchical(likelihood="logistic", **data):
+def build_hierarchical_model(likelihood="logistic", **data):
     """Return a model with groups and this likelihood."""
     with pm.Model() as model:
         x = pm.Data("x", X)
@@ -136,7 +136,7 @@ def list_nodes(variable):
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_data_parallel_logp_and_dlogp_equal_the_models(two_reused_ranks, likelihood):
-    model = hierarchical(likelihood)
+    model = build_hierarchical_model(likelihood)
     parallel = data_parallel(model)
     assert list_names(parallel.split_RVs) == ["y"] and not parallel.reasons
     check_equal(parallel, model)
@@ -145,7 +145,7 @@ def test_data_parallel_logp_and_dlogp_equal_the_models(two_reused_ranks, likelih
 
 
 def test_gradient_far_from_the_data_is_as_exact_as_pymcs(two_reused_ranks):
-    model = hierarchical("negative binomial")
+    model = build_hierarchical_model("negative binomial")
     parallel_f, serial_f = (variant.compile_dlogp(**COMPILE_KWARGS) for variant in (data_parallel(model), model))
     rng = np.random.default_rng(7)
     for _ in range(4):
@@ -224,7 +224,7 @@ def test_data_parallel_compiles_like_pymc(two_reused_ranks, mode):
 
 
 def test_data_parallel_leaves_the_model_unchanged(two_reused_ranks):
-    model = hierarchical()
+    model = build_hierarchical_model()
     before = {name: list(getattr(model, name)) for name in ("free_RVs", "observed_RVs", "potentials", "deterministics")}
     parallel = data_parallel(model)
     for name, variables in before.items():
@@ -635,7 +635,7 @@ def sample(model, **kwargs):
 
 
 def test_sample_repeats_from_its_seed(two_reused_ranks):
-    model = hierarchical()
+    model = build_hierarchical_model()
     few = {"draws": 4, "tune": 4, "chains": 2, "discard_tuned_samples": False}
     parallel_draws, serial_draws = sample(data_parallel(model), **few), sample(model, **few)
     for name in ("overall", "spread", "a", "b", "eta"):
@@ -677,7 +677,7 @@ def test_find_map_and_advi_equal_one_process(two_reused_ranks):
 
 
 def test_sample_works_with_steps_without_gradients(two_reused_ranks):
-    model = hierarchical()
+    model = build_hierarchical_model()
     parallel = data_parallel(model)
     draws = []
     for variant in (parallel, model):
@@ -688,7 +688,7 @@ def test_sample_works_with_steps_without_gradients(two_reused_ranks):
 
 
 def test_functions_other_than_logp_run_in_the_master(two_reused_ranks):
-    model = hierarchical("normal")
+    model = build_hierarchical_model("normal")
     parallel = data_parallel(model)
     drawn = sample(parallel, draws=3, tune=3)
     np.testing.assert_array_equal(drawn.observed_data["y"], X[:, 0])

@@ -23,7 +23,7 @@ def accumulate(op, values, weights=None):
 
 
 @st.composite
-def values(draw, dtypes, least_ndim=0, same_rows=True):
+def draw_values(draw, dtypes, least_ndim=0, same_rows=True):
     """Draw arrays of one dtype and one shape; with ``same_rows=False`` lengths of axis 0 differ."""
     dtype = np.dtype(draw(st.sampled_from(dtypes)))
     shape = draw(hnp.array_shapes(min_dims=least_ndim, max_dims=3, min_side=0, max_side=4))
@@ -39,11 +39,11 @@ def values(draw, dtypes, least_ndim=0, same_rows=True):
 
 @st.composite
 def draw_weighted(draw):
-    arrays = draw(values(FLOATS))
+    arrays = draw(draw_values(FLOATS))
     return arrays, draw(st.lists(st.integers(1, 1000), min_size=len(arrays), max_size=len(arrays)))
 
 
-@given(values(FLOATS))
+@given(draw_values(FLOATS))
 def test_avg_is_unweighted(parts):
     result = accumulate("avg", parts)
     dtype = parts[0].dtype
@@ -65,7 +65,7 @@ def test_mean_weighs_values_by_their_rows(case):
 @pytest.mark.parametrize(
     "op, ufunc", [("sum", np.add), ("prod", np.multiply), ("min", np.minimum), ("max", np.maximum)]
 )
-@given(parts=values(FLOATS + INTEGERS))
+@given(parts=draw_values(FLOATS + INTEGERS))
 def test_elementwise_ops_equal_numpy_and_keep_dtype(op, ufunc, parts):
     expected = parts[0]
     for part in parts[1:]:
@@ -77,7 +77,7 @@ def test_elementwise_ops_equal_numpy_and_keep_dtype(op, ufunc, parts):
     np.testing.assert_array_equal(result, expected)
 
 
-@given(values(FLOATS + INTEGERS, least_ndim=1, same_rows=False))
+@given(draw_values(FLOATS + INTEGERS, least_ndim=1, same_rows=False))
 def test_gather_concatenates_along_axis_0(parts):
     result = accumulate("gather", parts)
     assert result.dtype == parts[0].dtype

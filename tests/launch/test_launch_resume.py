@@ -96,7 +96,7 @@ def test_resume_with_fewer_epochs_trains_none():
     assert ModelEpochLoop.has_trained_all_epochs(run)
 
 
-def step(update_rule):
+def make_model_with_step(update_rule):
     """Return a stand-in for a launcher's model, whose compiled step has the variables of an update rule."""
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
     updates = build_local_updates(update_rule((tensor.dot(x, w) - 1) ** 2, [w], 0.1))
@@ -108,7 +108,7 @@ def test_checkpoint_names_update_rule_variables():
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
     names = {
-        name: compatibility.describe_training("run", BSP("params"), group_variables(step(rule)), None)
+        name: compatibility.describe_training("run", BSP("params"), group_variables(make_model_with_step(rule)), None)
         for name, rule in rules_of.items()
     }
     for before, after in itertools.product(names, repeat=2):
@@ -116,7 +116,9 @@ def test_checkpoint_names_update_rule_variables():
             compatibility.check_description(
                 "rows",
                 names[before],
-                compatibility.describe_training("run", BSP("params"), group_variables(step(rules_of[after])), None),
+                compatibility.describe_training(
+                    "run", BSP("params"), group_variables(make_model_with_step(rules_of[after])), None
+                ),
             )
         else:
             with pytest.raises(CheckpointError, match="is of another model: its variables of the update rule are"):

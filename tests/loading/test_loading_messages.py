@@ -33,18 +33,18 @@ def data_files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def hdf5_file():
+def write_hdf5_file():
     h5py = pytest.importorskip("h5py", reason="the extra `hdf5` is not installed")
     with h5py.File("d.h5", "w") as file:
         file["x"] = np.ones(3)
     return "d.h5"
 
 
-def virtual_hdf5_file():
+def write_virtual_hdf5_file():
     """Write a data set whose rows are in another file, which is missing."""
     h5py = pytest.importorskip("h5py", reason="the extra `hdf5` is not installed")
     layout = h5py.VirtualLayout((3,), "f8")
-    layout[:] = h5py.VirtualSource(hdf5_file(), "x", shape=(3,))
+    layout[:] = h5py.VirtualSource(write_hdf5_file(), "x", shape=(3,))
     with h5py.File("virtual.h5", "w") as file:
         file.create_virtual_dataset("x", layout)
     assert loading.hdf5("virtual.h5", "x")[2] == 1
@@ -176,10 +176,14 @@ CALLS = {
     "npz: another file": (ValueError, "notes.txt", lambda: loading.npz("notes.txt", "x")),
     "npz: compressed": (ValueError, "compressed.npz", lambda: loading.npz("compressed.npz", "x")),
     "npz: another name": (KeyError, "", lambda: loading.npz("xy.npz", "z")),
-    "hdf5: nothing there": (FileNotFoundError, "nothing.h5", lambda: (hdf5_file(), loading.hdf5("nothing.h5", "x"))),
-    "hdf5: another file": (ValueError, "notes.txt", lambda: (hdf5_file(), loading.hdf5("notes.txt", "x"))),
-    "hdf5: another name": (KeyError, "", lambda: loading.hdf5(hdf5_file(), "z")),
-    "hdf5: a part is missing": (FileNotFoundError, "virtual.h5", lambda: loading.hdf5(virtual_hdf5_file(), "x")),
+    "hdf5: nothing there": (
+        FileNotFoundError,
+        "nothing.h5",
+        lambda: (write_hdf5_file(), loading.hdf5("nothing.h5", "x")),
+    ),
+    "hdf5: another file": (ValueError, "notes.txt", lambda: (write_hdf5_file(), loading.hdf5("notes.txt", "x"))),
+    "hdf5: another name": (KeyError, "", lambda: loading.hdf5(write_hdf5_file(), "z")),
+    "hdf5: a part is missing": (FileNotFoundError, "virtual.h5", lambda: loading.hdf5(write_virtual_hdf5_file(), "x")),
     "hdf5: not installed": (ImportError, "", lambda: call_without_module("h5py", lambda: loading.hdf5("d.h5", "x"))),
     "pictures: not installed": (
         ImportError,

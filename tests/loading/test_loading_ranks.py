@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 from library import assert_same, shared, tensor
-from loading_sources import BAD, ROWS, TARGETS, Numbers, OnlyHere, Rows, SlowRows, SomeBad, SomeGood, picture
+from loading_sources import BAD, ROWS, TARGETS, Numbers, OnlyHere, Rows, SlowRows, SomeBad, SomeGood, make_picture
 from system import is_alive, list_children
 
 import synkhronos as synk
@@ -38,7 +38,7 @@ def test_loader_rows_on_ranks_equal_numpy(fork, load, n, processes):
             assert number.dtype == np.int32
         expected = make_order(23, 3, epoch)
         np.testing.assert_array_equal(np.concatenate(labels), expected)
-        assert_same(np.concatenate(sums), [picture(row).sum() for row in expected])
+        assert_same(np.concatenate(sums), [make_picture(row).sum() for row in expected])
     assert loader.waited > 0 and loader.skipped == 0
 
 

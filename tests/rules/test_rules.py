@@ -73,7 +73,7 @@ def train(rule, optimizer="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     )
 
 
-def oracle_arguments(n, optimizer="sgd"):
+def make_oracle_arguments(n, optimizer="sgd"):
     return n, make_problem(), X0, optimizer, ETA, STEPS
 
 
@@ -83,7 +83,7 @@ def oracle_arguments(n, optimizer="sgd"):
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "scaled"])
 def test_local_sgd_equals_its_formula(n_ranks, period, optimizer):
-    expected = oracle.averaging(*oracle_arguments(n_ranks, optimizer), oracle.make_schedule(period))
+    expected = oracle.averaging(*make_oracle_arguments(n_ranks, optimizer), oracle.make_schedule(period))
     trace, report, _, _ = train(rules.LocalSGD(period), optimizer)
     np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, expected[:, -1].mean(0), **CLOSE)
@@ -92,10 +92,12 @@ def test_local_sgd_equals_its_formula(n_ranks, period, optimizer):
 def test_local_sgd_of_one_step_is_bsp(n_ranks):
     for optimizer in ("sgd", "momentum"):
         trace = train(rules.BSP("params"), optimizer)[0]
-        np.testing.assert_allclose(trace, [oracle.bsp(*oracle_arguments(n_ranks, optimizer))] * n_ranks, **CLOSE)
+        np.testing.assert_allclose(trace, [oracle.bsp(*make_oracle_arguments(n_ranks, optimizer))] * n_ranks, **CLOSE)
     if n_ranks > 1:
         assert (
-            np.abs(train(rules.BSP("params"), "scaled")[0][0] - oracle.bsp(*oracle_arguments(n_ranks, "scaled"))).max()
+            np.abs(
+                train(rules.BSP("params"), "scaled")[0][0] - oracle.bsp(*make_oracle_arguments(n_ranks, "scaled"))
+            ).max()
             > 1e-2
         )
 
@@ -103,16 +105,16 @@ def test_local_sgd_of_one_step_is_bsp(n_ranks):
 def test_postlocal_is_bsp_up_to_its_start(n_ranks):
     rule = rules.PostLocal(period=4, start=10)
     trace = train(rule)[0]
-    np.testing.assert_allclose(trace[:, :11], [oracle.bsp(*oracle_arguments(n_ranks))[:11]] * n_ranks, **CLOSE)
+    np.testing.assert_allclose(trace[:, :11], [oracle.bsp(*make_oracle_arguments(n_ranks))[:11]] * n_ranks, **CLOSE)
     np.testing.assert_allclose(
-        trace, oracle.averaging(*oracle_arguments(n_ranks), lambda s: s <= 10 or (s - 10) % 4 == 0), **CLOSE
+        trace, oracle.averaging(*make_oracle_arguments(n_ranks), lambda s: s <= 10 or (s - 10) % 4 == 0), **CLOSE
     )
 
 
 @pytest.mark.parametrize("period", [1, 4])
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_easgd_synchronous_equals_its_formula(n_ranks, period, beta):
-    expected, centre = oracle.elastic(*oracle_arguments(n_ranks), period, beta)
+    expected, centre = oracle.elastic(*make_oracle_arguments(n_ranks), period, beta)
     trace, report, states, _ = train(rules.EASGD(beta, period, asynchronous=False))
     np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, centre, **CLOSE)
@@ -121,7 +123,7 @@ def test_easgd_synchronous_equals_its_formula(n_ranks, period, beta):
 @pytest.mark.parametrize("period", [1, 3])
 def test_downpour_synchronous_equals_its_formula(n_ranks, period):
     trace = train(rules.Downpour(period, period, asynchronous=False), eta=ETA)[0]
-    np.testing.assert_allclose(trace, oracle.downpour(*oracle_arguments(n_ranks), period), **CLOSE)
+    np.testing.assert_allclose(trace, oracle.downpour(*make_oracle_arguments(n_ranks), period), **CLOSE)
 
 
 def test_downpour_synchronous_scales_the_learning_rate(n_ranks):
@@ -132,12 +134,12 @@ def test_downpour_synchronous_scales_the_learning_rate(n_ranks):
 
 def test_slowmo_equals_its_formula(n_ranks):
     trace = train(rules.SlowMo(4, lr=0.8, momentum=0.6))[0]
-    np.testing.assert_allclose(trace, oracle.slow_momentum(*oracle_arguments(n_ranks), 4, 0.8, 0.6), **CLOSE)
+    np.testing.assert_allclose(trace, oracle.slow_momentum(*make_oracle_arguments(n_ranks), 4, 0.8, 0.6), **CLOSE)
 
 
 def test_diloco_equals_its_formula(n_ranks):
     trace = train(rules.DiLoCo(4))[0]
-    np.testing.assert_allclose(trace, oracle.outer_nesterov(*oracle_arguments(n_ranks), 4, 0.7, 0.9), **CLOSE)
+    np.testing.assert_allclose(trace, oracle.outer_nesterov(*make_oracle_arguments(n_ranks), 4, 0.7, 0.9), **CLOSE)
 
 
 def test_diloco_and_slowmo_have_other_rules_as_special_cases(n_ranks):
@@ -149,13 +151,15 @@ def test_diloco_and_slowmo_have_other_rules_as_special_cases(n_ranks):
     serial = oracle.serial_nesterov(n_ranks, make_problem(), X0, 0.7 * ETA, STEPS, 0.9)
     np.testing.assert_allclose(train(rules.DiLoCo(1))[0], [serial] * n_ranks, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(
-        train(rules.DiLoCo(1, 1, 0))[0], [oracle.bsp(*oracle_arguments(n_ranks))] * n_ranks, **CLOSE
+        train(rules.DiLoCo(1, 1, 0))[0], [oracle.bsp(*make_oracle_arguments(n_ranks))] * n_ranks, **CLOSE
     )
 
 
 def test_own_exchange_rule_is_accepted(n_ranks):
     expected = oracle.run(
-        *oracle_arguments(n_ranks), lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs], oracle.make_schedule(5)
+        *make_oracle_arguments(n_ranks),
+        lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs],
+        oracle.make_schedule(5),
     )
     np.testing.assert_allclose(train(programs.Halfway())[0], expected, **CLOSE)
 
@@ -257,14 +261,16 @@ def test_downpour_exchanges_equal_a_replay(n_ranks, on_device):
 
 def test_base_rule_keeps_ranks_independent(n_ranks):
     trace = train(rules.Rule())[0]
-    np.testing.assert_array_equal(trace, oracle.run(*oracle_arguments(n_ranks), lambda xs: xs, oracle.make_schedule(1)))
+    np.testing.assert_array_equal(
+        trace, oracle.run(*make_oracle_arguments(n_ranks), lambda xs: xs, oracle.make_schedule(1))
+    )
 
 
 def test_asgd_of_one_rank_is_serial(n_ranks):
     if n_ranks > 1:
         pytest.skip("one rank")
     np.testing.assert_array_equal(
-        train(rules.ASGD())[0], oracle.run(*oracle_arguments(1), lambda xs: xs, oracle.make_schedule(1))
+        train(rules.ASGD())[0], oracle.run(*make_oracle_arguments(1), lambda xs: xs, oracle.make_schedule(1))
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import DEVICE
 from system import LIMIT, time_limit
-from test_tasks import programs_of_groups
+from test_tasks import draw_group_programs
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -67,7 +67,7 @@ def test_random_task_steps_end_or_raise(fork):
     @settings(max_examples=20)
     @given(st.data())
     def check(draw):
-        steps = draw.draw(programs_of_groups(3))
+        steps = draw.draw(draw_group_programs(3))
         steps_by_rank = [draw.draw(st.permutations([step for step in steps if r in step[2]])) for r in range(3)]
         with contextlib.suppress(RuntimeError):  # WorkerError is a RuntimeError
             synk.run(programs.take_group_steps, steps_by_rank)

@@ -209,7 +209,7 @@ def test_checkpoint_of_equal_rows_is_not_later(tmp_path):
 # -- damage ----------------------------------------------------------------------------------------------------
 
 
-def with_right_digests(path):
+def write_right_digests(path):
     """Replace the digests by those of the present files."""
     digests = [f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n" for name in FILES[:2]]
     (path / FILES[2]).write_text("".join(digests))
@@ -219,7 +219,7 @@ def with_right_digests(path):
 def test_checkpoint_load_refuses_other_headers(tmp_path, header):
     path = Checkpoint(tmp_path).save(1, ARRAYS, {})
     (path / "meta.json").write_text(json.dumps(header))
-    with_right_digests(path)
+    write_right_digests(path)
     for read in (Checkpoint(tmp_path).load, lambda: read_metadata(path)):
         with pytest.raises(CheckpointError, match="is damaged: meta.json: expected a table with meta and metrics"):
             read()
@@ -243,7 +243,7 @@ def test_checkpoint_load_refuses_earlier_versions(tmp_path):
     with pytest.raises(CheckpointError, match="it has no SHA256SUMS if an earlier version wrote it"):
         read_metadata(path)
     (path / "meta.json").write_text(json.dumps({"format": 3, "meta": {}, "metrics": {}}))
-    with_right_digests(path)
+    write_right_digests(path)
     with pytest.raises(CheckpointError, match="has format 3: this version reads format 2"):
         read_metadata(path)
 

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean", counts=(), names="wb", **kwargs):
+def build_trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean", counts=(), names="wb", **kwargs):
     """Return a trainer of a small model, with averages and counts of these names."""
     x, y = tensor.dmatrix("x"), tensor.dvector("y")
     w, b = (shared(np.zeros(n), name) for n, name in zip((4, 1), names, strict=True))
@@ -106,8 +106,8 @@ OTHERS = {
 def test_resume_refuses_a_checkpoint_of_another_training(fork, tmp_path, name):
     fork(1)
     before, after, words = OTHERS[name]
-    path = train_with_checkpoint(tmp_path, trainer(**before))
-    new_trainer = trainer(**after)
+    path = train_with_checkpoint(tmp_path, build_trainer(**before))
+    new_trainer = build_trainer(**after)
     with pytest.raises(CheckpointError, match=words):
         resume_training(path, new_trainer)
     assert new_trainer.params[0].get_value().tolist() == [0.0] * 4
@@ -131,8 +131,8 @@ def return_three(step):
 )
 def test_resume_accepts_other_learning_rates_and_periods(fork, tmp_path, before, after):
     fork(1)
-    path = train_with_checkpoint(tmp_path, trainer(**before))
-    new_trainer = trainer(**after)
+    path = train_with_checkpoint(tmp_path, build_trainer(**before))
+    new_trainer = build_trainer(**after)
     (report,) = resume_training(path, new_trainer)
     assert report.seen == 120
 
@@ -140,10 +140,13 @@ def test_resume_accepts_other_learning_rates_and_periods(fork, tmp_path, before,
 @pytest.mark.parametrize("rule", [rules.BSP, rules.LocalSGD], ids=lambda rule: rule.__name__)
 def test_resume_refuses_incomplete_checkpoints(fork, tmp_path, rule):
     fork(2)
-    new_trainer = trainer(rule=rule(), extra=["ema"], counts=["steps"])
+    new_trainer = build_trainer(rule=rule(), extra=["ema"], counts=["steps"])
     path = train_with_checkpoint(tmp_path, new_trainer)
     stored = Checkpoint(tmp_path).load(path)
-    broken, again = Checkpoint(tmp_path / "broken"), trainer(rule=new_trainer.rule, extra=["ema"], counts=["steps"])
+    broken, again = (
+        Checkpoint(tmp_path / "broken"),
+        build_trainer(rule=new_trainer.rule, extra=["ema"], counts=["steps"]),
+    )
 
     def refused(arrays, meta, words):
         resumed = broken.save(1, arrays, meta)
@@ -168,13 +171,13 @@ def test_resume_refuses_incomplete_checkpoints(fork, tmp_path, rule):
 def test_checkpoint_folder_refuses_a_second_training(fork, tmp_path):
     fork(1)
     checkpoint = Checkpoint(tmp_path)
-    reports = trainer().epochs(X, Y, 5, 3, checkpoint=checkpoint)
+    reports = build_trainer().epochs(X, Y, 5, 3, checkpoint=checkpoint)
     next(reports)
     with pytest.raises(CheckpointError, match=f"training that process {os.getpid()} on host .* is running"):
-        next(trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))
-    assert len(resume_training(checkpoint.paths()[0], trainer())) == 1  # the refused training writes nothing
+        next(build_trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))
+    assert len(resume_training(checkpoint.paths()[0], build_trainer())) == 1  # the refused training writes nothing
     reports.close()
-    assert len(list(trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))) == 2
+    assert len(list(build_trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))) == 2
 
 
 # -- the best --------------------------------------------------------------------------------------------------
@@ -247,14 +250,16 @@ def test_restore_best_accepts_mode_max(fork, tmp_path):
 def test_restore_best_accepts_the_loss(fork, tmp_path):
     fork(1)
     checkpoint = Checkpoint(tmp_path, keep_best="loss")
-    reports = list(trainer(rate=raise_rate_until_divergence).epochs(X, Y, 5, 20, patience=2, checkpoint=checkpoint))
+    reports = list(
+        build_trainer(rate=raise_rate_until_divergence).epochs(X, Y, 5, 20, patience=2, checkpoint=checkpoint)
+    )
     assert len(reports) < 20
     assert checkpoint.load(checkpoint.best()).metrics == {"loss": min(report.loss for report in reports)}
 
 
 def test_restore_best_refuses_missing_settings(fork, tmp_path):
     fork(1)
-    new_trainer = trainer()
+    new_trainer = build_trainer()
     with pytest.raises(ValueError, match="checkpoint: keep_best expects one of loss, got 'mse'"):
         new_trainer.epochs(X, Y, 5, 1, checkpoint=Checkpoint(tmp_path, keep_best="mse"))
     words = r"restore_best\(\): expected a call of epochs\(\.\.\., checkpoint=Checkpoint\(folder, keep_best=\.\.\.\)\)"

@@ -42,7 +42,7 @@ class ThreeDtypeRegression:
         return make_train_function(self.loss, self.params, self.x, self.y, rule, learning_rate=0.1, **options)
 
 
-def results(rule, dtypes=("float64", "float64", "float64"), **options):
+def compute_results(rule, dtypes=("float64", "float64", "float64"), **options):
     """Return losses, parameters, averages and state after steps on 13, 7, 2 and 13 rows."""
     problem = ThreeDtypeRegression(dtypes)
     train = problem.train_by(rule, **options)
@@ -59,7 +59,7 @@ def assert_equal(results, expected):
 
 @pytest.mark.parametrize("name", RULES)
 def test_shard_optimizer_equals_unsharded(n_ranks, name):
-    assert_equal(results(RULES[name], shard_optimizer=True), results(RULES[name]))
+    assert_equal(compute_results(RULES[name], shard_optimizer=True), compute_results(RULES[name]))
 
 
 @pytest.mark.parametrize("shape", [(5, 1)] if XLA else [(5, 1), (1, 3), (3, 4)])
@@ -78,8 +78,8 @@ def test_sharded_parameters_may_have_axes_of_length_1(n_ranks, rule, shape):
 
 def test_shard_optimizer_accepts_options_and_several_dtypes(n_ranks):
     dtypes = "float32", "float64", "float32"
-    sharded = results(u.adam, dtypes, shard_optimizer=True, **OPTIONS)
-    assert_equal(sharded, results(u.adam, dtypes, **OPTIONS))
+    sharded = compute_results(u.adam, dtypes, shard_optimizer=True, **OPTIONS)
+    assert_equal(sharded, compute_results(u.adam, dtypes, **OPTIONS))
 
 
 def test_shard_optimizer_divides_the_state(n_ranks):

@@ -32,12 +32,12 @@ def masked_models(n_ranks):
     return n_ranks, MaskedModel(make_train_function), Oracle()
 
 
-def weighted_rows():
+def draw_weighted_rows():
     return st.lists(st.integers(0, N - 1), min_size=1, max_size=N).filter(lambda rows: MASK[rows].any())
 
 
 @limit_examples(25)
-@given(rows=weighted_rows(), slices=st.integers(1, 4))
+@given(rows=draw_weighted_rows(), slices=st.integers(1, 4))
 def test_train_masked_mean_equals_one_process(masked_models, rows, slices):
     n_ranks, data_parallel, oracle = masked_models
     for model in (data_parallel, oracle):

@@ -183,7 +183,7 @@ def test_validate_ema_needs_ema(n_ranks):
 # -- loss scaling ----------------------------------------------------------------------------------------
 
 
-def half_problem(make, dtype="float16", **options):
+def make_mean_problem(make, dtype="float16", **options):
     """Return a problem with the loss ``mean(x) * w``, whose gradient is the mean of x."""
     x, w = T.vector("x", dtype=dtype), library.shared(np.ones((), dtype), "w")
     train = make((x * w).mean(), [w], x, [], sgd, learning_rate=0.5, loss_scale="dynamic", **options)
@@ -192,7 +192,7 @@ def half_problem(make, dtype="float16", **options):
 
 def test_loss_scale_overflow_on_one_rank_skips_the_step(n_ranks):
     for make in (make_train_function, make_train_function_serial):
-        w, train, state = half_problem(make, ema=0.5)
+        w, train, state = make_mean_problem(make, ema=0.5)
         scale, average = state["loss_scale"], train.ema[0]
 
         def values(variable, make=make):
@@ -233,7 +233,7 @@ def test_extra_updates_are_averaged_with_clipped_gradients(n_ranks):
 
 
 def test_loss_scale_grows_after_finite_steps(n_ranks):
-    w, train, state = half_problem(make_train_function, "float32")
+    w, train, state = make_mean_problem(make_train_function, "float32")
     synk.broadcast(state["loss_scale_steps"], np.asarray(1999, "float32"))
     train(np.full(6, 0.5, "float32"), [])
     assert (state["loss_scale"].get_value(), state["loss_scale_steps"].get_value()) == (2**16, 0)

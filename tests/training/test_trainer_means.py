@@ -172,7 +172,7 @@ class Averaging:
         return self.trainer.epochs(ROWS_X, [], batch_size=10, **kwargs)
 
 
-def averages_of_one_process(n_ranks, epochs):
+def compute_averages(n_ranks, epochs):
     average, averages = np.zeros(3), []
     for epoch in range(epochs):
         order = np.random.default_rng((0, epoch)).permutation(ROWS)
@@ -201,7 +201,7 @@ def test_trainer_running_averages_equal_one_process(fork, name):
     fork(n)
     model = Averaging(EACH_STEP[name]())
     tolerance = 1e-2 if "16 bits" in name else 1e-9
-    expected = averages_of_one_process(n, 2)
+    expected = compute_averages(n, 2)
     for _, average in zip(model.epochs(epochs=2), expected, strict=True):
         np.testing.assert_allclose(synk.gather(model.average), [average] * n, rtol=tolerance)
     assert np.ptp(synk.gather(model.own), axis=0).min() > 1e-3

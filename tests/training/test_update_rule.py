@@ -43,7 +43,7 @@ def make_model():
     return x, y, w, ((T.dot(x, w) - y) ** 2).mean()
 
 
-def by_hand(steps, rho=0.0):
+def compute_clipped_steps(steps, rho=0.0):
     w, m = np.ones(3), np.zeros(3)
     for _ in range(steps):
         m = rho * m + (1 - rho) * 2 * X.T @ (X @ w - Y) / len(X)
@@ -59,7 +59,7 @@ def test_own_update_rule_trains_on_all_ranks(fork, formula, rho):
         train = make(loss, [w], x, y, formula)
         for _ in range(12):
             train(X, Y)
-        np.testing.assert_allclose(w.get_value(), by_hand(12, rho), rtol=1e-12)
+        np.testing.assert_allclose(w.get_value(), compute_clipped_steps(12, rho), rtol=1e-12)
 
 
 def test_own_update_rule_names_its_state():

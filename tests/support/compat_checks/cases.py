@@ -47,16 +47,16 @@ class Case:
         if self.grads:
             rng = np.random.RandomState(1)
             floats = [v for v in variables if v.dtype.startswith("float")]
-            grads = T.grad(weighted(outputs[: self.of], rng), floats, disconnected_inputs="ignore")
+            grads = T.grad(sum_with_weights(outputs[: self.of], rng), floats, disconnected_inputs="ignore")
             outputs_by_name["grad"] = grads
             if self.second:
-                outputs_by_name["second"] = T.grad(weighted(grads, rng), floats, disconnected_inputs="ignore")
+                outputs_by_name["second"] = T.grad(sum_with_weights(grads, rng), floats, disconnected_inputs="ignore")
         flat = [v for values in outputs_by_name.values() for v in values]
         computed = iter(theano.function(variables, flat, mode=mode, on_unused_input="ignore")(*self.inputs))
         return {kind: [next(computed) for _ in values] for kind, values in outputs_by_name.items()}
 
 
-def weighted(outputs, rng):
+def sum_with_weights(outputs, rng):
     """Return a sum of all elements with weights, so that no two gradients are alike by chance."""
     import theano.tensor as T
 
@@ -68,7 +68,7 @@ def weighted(outputs, rng):
     return total
 
 
-def inputs_for(name, *shapes, positive=False, classes=None):
+def make_inputs(name, *shapes, positive=False, classes=None):
     """Return arrays of floats in these shapes, drawn from the name; with ``classes`` integers at the end."""
     rng = np.random.RandomState(zlib.crc32(name.encode()) % 2**31)
     # Multiples of 1/64: exact in float32, and no sum or product of them rounds much.
@@ -80,7 +80,7 @@ def inputs_for(name, *shapes, positive=False, classes=None):
     return values
 
 
-def distinct(name, shape):
+def make_distinct(name, shape):
     """Return an array without equal elements: maxima are of one element each."""
     rng = np.random.RandomState(zlib.crc32(name.encode()) % 2**31)
     return [(rng.permutation(int(np.prod(shape))).reshape(shape) - np.prod(shape) // 2) / 16.0]
@@ -116,7 +116,7 @@ def conv_cases():
         yield Case(
             name,
             lambda x, w, options=options: import_nnet().conv2d(x, w, **options),
-            inputs_for(name, *shapes),
+            make_inputs(name, *shapes),
             second=True,
         )
 
@@ -133,7 +133,7 @@ def conv_gradient_cases():
                 lambda g, w, options=options: import_nnet().abstract_conv.conv2d_grad_wrt_inputs(
                     g, w, (2, 3, 6, 7), (2, 3, 3, 2), **options
                 ),
-                inputs_for(name, (2, 2, *from_shape), (2, 3, 3, 2)),
+                make_inputs(name, (2, 2, *from_shape), (2, 3, 3, 2)),
             )
             name = format_call("conv2d_grad_wrt_weights", **options)
             yield Case(
@@ -141,7 +141,7 @@ def conv_gradient_cases():
                 lambda x, g, options=options: import_nnet().abstract_conv.conv2d_grad_wrt_weights(
                     x, g, (2, 3, 3, 2), (2, 3, 6, 7), **options
                 ),
-                inputs_for(name, (2, 3, 6, 7), (2, 2, *from_shape)),
+                make_inputs(name, (2, 3, 6, 7), (2, 2, *from_shape)),
             )
     name = "conv2d_transpose"
     yield Case(
@@ -149,7 +149,7 @@ def conv_gradient_cases():
         lambda x, w: import_nnet().conv2d_transpose(
             x, w, (2, 3, 9, 9), (4, 3, 3, 3), border_mode=(1, 1), input_dilation=(2, 2)
         ),
-        inputs_for(name, (2, 4, 5, 5), (4, 3, 3, 3)),
+        make_inputs(name, (2, 4, 5, 5), (4, 3, 3, 3)),
     )
 
 
@@ -166,20 +166,20 @@ def other_conv_cases():
         yield Case(
             name,
             lambda x, w, options=options: import_nnet().conv3d(x, w, **options),
-            inputs_for(name, (2, 2, 4, 5, 4), (2, 2, 2, 3, 3)),
+            make_inputs(name, (2, 2, 4, 5, 4), (2, 2, 2, 3, 3)),
         )
     for dilation in (1, 2):
         name = format_call("causal_conv1d", dilation=dilation)
         yield Case(
             name,
             lambda x, w, d=dilation: import_nnet().abstract_conv.causal_conv1d(x, w, (2, 3, 3), filter_dilation=d),
-            inputs_for(name, (2, 3, 8), (2, 3, 3)),
+            make_inputs(name, (2, 3, 8), (2, 3, 3)),
         )
     name = "separable_conv2d"
     yield Case(
         name,
         lambda x, d, p: import_nnet().separable_conv2d(x, d, p, 3, border_mode="half"),
-        inputs_for(name, (2, 3, 5, 5), (6, 1, 3, 3), (2, 6, 1, 1)),
+        make_inputs(name, (2, 3, 5, 5), (6, 1, 3, 3), (2, 6, 1, 1)),
     )
     for ratio in (2, 3):
         name = format_call("bilinear_upsampling", ratio=ratio)
@@ -188,7 +188,7 @@ def other_conv_cases():
             lambda x, r=ratio: import_nnet().abstract_conv.bilinear_upsampling(
                 x, r, batch_size=2, num_input_channels=2
             ),
-            inputs_for(name, (2, 2, 3, 4)),
+            make_inputs(name, (2, 2, 3, 4)),
         )
 
 
@@ -215,7 +215,7 @@ def pool_cases():
 
             # Theano has no gradient of means that exclude the padding.
             grads = not (mode == "average_exc_pad" and any(pad))
-            yield Case(name, build, distinct(name, (2, 1, 7, 6)), second=grads, grads=grads)
+            yield Case(name, build, make_distinct(name, (2, 1, 7, 6)), second=grads, grads=grads)
         name = format_call("pool_3d", mode=mode)
 
         def build3(x, mode=mode):
@@ -223,7 +223,7 @@ def pool_cases():
 
             return pool.pool_3d(x, (2, 2, 3), True, stride=(1, 2, 2), pad=(0, 1, 1), mode=mode)
 
-        yield Case(name, build3, distinct(name, (2, 1, 4, 5, 6)), grads=mode != "average_exc_pad")
+        yield Case(name, build3, make_distinct(name, (2, 1, 4, 5, 6)), grads=mode != "average_exc_pad")
     name = "pool_2d of equal elements"
 
     def ties(x):
@@ -231,7 +231,7 @@ def pool_cases():
 
         return pool.pool_2d((x > 0) * 1.0 + 0 * x, (2, 2), True, stride=(1, 1))
 
-    yield Case(name, ties, inputs_for(name, (1, 2, 4, 5)))
+    yield Case(name, ties, make_inputs(name, (1, 2, 4, 5)))
     name = "max_pool_2d_same_size"
 
     def pool_same_size(x):
@@ -239,7 +239,7 @@ def pool_cases():
 
         return pool.max_pool_2d_same_size(x, (2, 2))
 
-    yield Case(name, pool_same_size, distinct(name, (1, 2, 4, 6)), grads=False)
+    yield Case(name, pool_same_size, make_distinct(name, (1, 2, 4, 6)), grads=False)
 
 
 # -- normalisation ---------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def bn_cases():
             return bn.batch_normalization_train(x, gamma, beta, axes, 1e-3, 0.2, **old)
 
         count = 5 if running else 3
-        yield Case(name, build, inputs_for(name, shape, *[layout] * (count - 1)), of=1)
+        yield Case(name, build, make_inputs(name, shape, *[layout] * (count - 1)), of=1)
         name = format_call("batch_normalization_test", axes=axes, running=running)
         if running:
 
@@ -270,14 +270,14 @@ def bn_cases():
 
                 return bn.batch_normalization_test(x, gamma, beta, mean, var, axes, 1e-3)
 
-            yield Case(name, build_test, inputs_for(name, shape, *[layout] * 4, positive=True))
+            yield Case(name, build_test, make_inputs(name, shape, *[layout] * 4, positive=True))
     name = "batch_normalization"
     yield Case(
         name,
         lambda x, gamma, beta, mean, std: import_nnet().bn.batch_normalization(
             x, gamma, beta, mean, std, mode="high_mem"
         ),
-        inputs_for(name, (4, 3), (4, 3), (4, 3), (4, 3), (4, 3), positive=True),
+        make_inputs(name, (4, 3), (4, 3), (4, 3), (4, 3), (4, 3), positive=True),
     )
 
 
@@ -301,12 +301,12 @@ def elementwise_cases():
     }
     for name, function in functions.items():
         # Theano's approximations have no gradients.
-        yield Case(name, function, inputs_for(name, (4, 5)), grads=name != "ultra_fast_sigmoid")
-    yield Case("softmax of a vector", lambda x: import_nnet().softmax(x), inputs_for("softmax of a vector", (5,)))
+        yield Case(name, function, make_inputs(name, (4, 5)), grads=name != "ultra_fast_sigmoid")
+    yield Case("softmax of a vector", lambda x: import_nnet().softmax(x), make_inputs("softmax of a vector", (5,)))
     name = "softmax_with_bias"
-    yield Case(name, lambda x, b: import_nnet().softmax_with_bias(x, b), inputs_for(name, (4, 5), (5,)))
+    yield Case(name, lambda x, b: import_nnet().softmax_with_bias(x, b), make_inputs(name, (4, 5), (5,)))
     name = "prelu"
-    yield Case(name, lambda x, a: import_nnet().relu(x, a.dimshuffle("x", 0)), inputs_for(name, (4, 5), (5,)))
+    yield Case(name, lambda x, a: import_nnet().relu(x, a.dimshuffle("x", 0)), make_inputs(name, (4, 5), (5,)))
 
 
 def import_tensor():
@@ -319,28 +319,28 @@ def loss_cases():
     T = import_tensor
     name = "categorical_crossentropy of classes"
     build = lambda x, y: import_nnet().categorical_crossentropy(import_nnet().softmax(x), y)  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), classes=5))
+    yield Case(name, build, make_inputs(name, (4, 5), classes=5))
     name = "categorical_crossentropy of probabilities"
     build = lambda x, t: import_nnet().categorical_crossentropy(import_nnet().softmax(x), import_nnet().softmax(t))  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), (4, 5)))
+    yield Case(name, build, make_inputs(name, (4, 5), (4, 5)))
     name = "categorical_crossentropy without softmax"
     build = lambda p, y: import_nnet().categorical_crossentropy(p / p.sum(axis=1, keepdims=True), y)  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), positive=True, classes=5))
+    yield Case(name, build, make_inputs(name, (4, 5), positive=True, classes=5))
     name = "indexed log of softmax"
     build = lambda x, y: -T().log(import_nnet().softmax(x))[T().arange(y.shape[0]), y]  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), classes=5))
+    yield Case(name, build, make_inputs(name, (4, 5), classes=5))
     name = "crossentropy_softmax_1hot_with_bias"
     build = lambda x, b, y: import_nnet().crossentropy_softmax_1hot_with_bias(x, b, y)[0]  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), (5,), classes=5))
+    yield Case(name, build, make_inputs(name, (4, 5), (5,), classes=5))
     name = "binary_crossentropy"
     build = lambda x, t: import_nnet().binary_crossentropy(import_nnet().sigmoid(x), t)  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), (4, 5)))
+    yield Case(name, build, make_inputs(name, (4, 5), (4, 5)))
     name = "sigmoid_binary_crossentropy"
     build = lambda x, t: import_nnet().sigmoid_binary_crossentropy(x, t)  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), (4, 5)))
+    yield Case(name, build, make_inputs(name, (4, 5), (4, 5)))
     name = "h_softmax"
     build = lambda x, w1, b1, w2, b2: import_nnet().h_softmax(x, 4, 6, 2, 3, w1, b1, w2, b2)  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 3), (3, 2), (2,), (2, 3, 3), (2, 3)))
+    yield Case(name, build, make_inputs(name, (4, 3), (3, 2), (2,), (2, 3, 3), (2, 3)))
 
 
 # -- others ----------------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def other_cases():
             return images2neibs(x, window, step, mode=mode)
 
         # Theano has gradients of neighbourhoods side by side only.
-        yield Case(name, build, inputs_for(name, shape), grads=step is None)
+        yield Case(name, build, make_inputs(name, shape), grads=step is None)
     for mode, shape in [("valid", (2, 2, 4, 6)), ("ignore_borders", (1, 2, 5, 7))]:
         name = format_call("neibs2images", mode=mode)
         rows = shape[0] * shape[1] * (shape[2] // 2) * (shape[3] // 3)
@@ -373,7 +373,7 @@ def other_cases():
 
             return neibs2images(x, (2, 3), shape, mode=mode)
 
-        yield Case(name, back, inputs_for(name, (rows, 6)), grads=mode == "valid")
+        yield Case(name, back, make_inputs(name, (rows, 6)), grads=mode == "valid")
     name = "confusion_matrix"
     yield Case(
         name,
@@ -393,7 +393,7 @@ def other_cases():
 
             return conv.conv2d(x, w, border_mode=border)
 
-        yield Case(name, signal, inputs_for(name, x_shape, w_shape))
+        yield Case(name, signal, make_inputs(name, x_shape, w_shape))
     yield from tensor_cases()
 
 
@@ -433,7 +433,7 @@ def tensor_cases():
         "nlinalg.matrix_inverse": (lambda a: T().nlinalg.matrix_inverse(a + 9 * T().eye(3)), (3, 3)),
     }
     for name, (build, *shapes) in table.items():
-        yield Case(name, build, inputs_for(name, *shapes))
+        yield Case(name, build, make_inputs(name, *shapes))
     name = "grad_clip"
 
     def clipped(x):
@@ -441,7 +441,7 @@ def tensor_cases():
 
         return theano.gradient.grad_clip(x, -0.1, 0.1) ** 2
 
-    yield Case(name, clipped, inputs_for(name, (3, 4)))
+    yield Case(name, clipped, make_inputs(name, (3, 4)))
 
 
 CASES = [

@@ -22,7 +22,7 @@ ROOT = Path(synkhronos.compat.__file__).parent
 NAMES = {"T": T, "conv": conv, "np": np, "pool": pool, "pt": pytensor.tensor, "pytensor": pytensor, "theano": theano}
 
 
-def modules():
+def list_modules():
     """Return the names of all modules, those of the tree by the names that programs see."""
     for file in sorted(ROOT.rglob("*.py")):
         parts = list(file.relative_to(ROOT).with_suffix("").parts)
@@ -32,7 +32,7 @@ def modules():
 
 
 def find_examples():
-    for name in modules():
+    for name in list_modules():
         module = importlib.import_module(name)
         for test in doctest.DocTestFinder().find(module, name, globs={**NAMES, **vars(module)}):
             if test.examples:

@@ -31,7 +31,7 @@ def check(inputs, output, *calls, **kwargs):
     return graph
 
 
-def compilations(f):
+def count_compilations(f):
     """Return the number of XLA's compilations of a function."""
     return f.vm.jit_fn.compiled._cache_size()
 
@@ -50,9 +50,9 @@ def i():
 
 def test_full_batches_share_one_compilation(x, i):
     f = check([i], T.exp(x[i * 10 : (i + 1) * 10]).sum(axis=0), (0,), (1,))
-    assert compilations(f) == 1
+    assert count_compilations(f) == 1
     assert f(2).shape == (6,)  # the last batch is smaller
-    assert compilations(f) == 2
+    assert count_compilations(f) == 2
 
 
 def test_length_of_a_divided_batch(x, i):

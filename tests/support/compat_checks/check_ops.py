@@ -36,7 +36,7 @@ def draw_normal(*shape):
     return RNG.normal(size=shape)
 
 
-def distinct(*shape):
+def make_distinct(*shape):
     """Return numbers further apart than the steps of differences."""
     return RNG.permutation(int(np.prod(shape))).reshape(shape) / 10.0
 
@@ -64,7 +64,7 @@ def verify_closely(function, *points):
         np.testing.assert_allclose(gradient, differences, rtol=0, atol=1e-6 * np.abs(differences).max())
 
 
-def in_mode(mode, inputs, outputs, *values):
+def compute_in_mode(mode, inputs, outputs, *values):
     return pytensor.function(inputs, outputs, mode=mode)(*values)
 
 
@@ -173,7 +173,7 @@ POOLS = [((2, 2), (2, 2), (0, 0), True), ((3, 2), (2, 3), (0, 0), False), ((3, 3
 def test_pool_gradients_equal_finite_differences(mode, settings):
     window, stride, pad, ignore = settings
     op = Pool(window, stride, pad, mode, ignore)
-    x = distinct(2, 1, 5, 6)
+    x = make_distinct(2, 1, 5, 6)
     verify_gradient(op, x)
     y = op.compute(x)
     g = draw_normal(*y.shape)
@@ -210,7 +210,7 @@ SHAPE = (5, 2, 2, 3)
 EPSILON = 0.1
 
 
-def batch(axes, dtype="float64"):
+def make_batch(axes, dtype="float64"):
     """Return an array, a scale and a shift."""
     shape = [1 if axis in axes else length for axis, length in enumerate(SHAPE)]
     return [a.astype(dtype) for a in (draw_normal(*SHAPE), draw_normal(*shape), draw_normal(*shape))]
@@ -241,8 +241,10 @@ def batch_norm_graph(axes, dtype):
 
 @pytest.mark.parametrize("axes", AXES)
 def test_batch_normalization_values_and_gradients(axes):
-    op, values = BatchNormTrain(axes, EPSILON), batch(axes)
-    for output, expected in zip(in_mode("FAST_COMPILE", [], op(*values)), normalise(*values, axes), strict=True):
+    op, values = BatchNormTrain(axes, EPSILON), make_batch(axes)
+    for output, expected in zip(
+        compute_in_mode("FAST_COMPILE", [], op(*values)), normalise(*values, axes), strict=True
+    ):
         np.testing.assert_allclose(output, expected, atol=1e-12)
     verify_gradient(lambda *v: op(*v)[0], *values)
     for position in (1, 2):
@@ -253,7 +255,7 @@ def test_batch_normalization_values_and_gradients(axes):
 
 @pytest.mark.parametrize("axes", AXES)
 def test_batch_normalization_second_derivatives(axes):
-    (x, scale, shift), dy = batch(axes), draw_normal(*SHAPE)
+    (x, scale, shift), dy = make_batch(axes), draw_normal(*SHAPE)
     _, mean, invstd = normalise(x, scale, shift, axes)
     for position in range(3):
         verify_gradient(lambda *v, p=position: BatchNormTrainGrad(axes)(*v)[p], x, dy, scale, mean, invstd)
@@ -269,9 +271,9 @@ def test_batch_normalization_second_derivatives(axes):
 @functools.cache
 def batch_norm_values(axes, dtype):
     """Return inputs, and the expected outputs of all modes: computed in float64 by FAST_COMPILE."""
-    values = batch(axes, dtype)
+    values = make_batch(axes, dtype)
     wide = [v.astype("float64") for v in values]
-    return values, in_mode("FAST_COMPILE", *batch_norm_graph(axes, "float64"), *wide)
+    return values, compute_in_mode("FAST_COMPILE", *batch_norm_graph(axes, "float64"), *wide)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,7 @@ def test_batch_normalization_in_all_modes(mode, axes, dtype):
     values, wide = batch_norm_values(axes, dtype)
     tolerance = {"float32": 1e-3, "float64": 1e-9}[dtype]
     for i, (value, expected) in enumerate(
-        zip(in_mode(mode, *batch_norm_graph(axes, dtype), *values), wide, strict=True)
+        zip(compute_in_mode(mode, *batch_norm_graph(axes, dtype), *values), wide, strict=True)
     ):
         # Outside of the Ops, JAX has a float32 times a length be a float64.
         assert np.asarray(value).dtype == dtype or (mode == "JAX" and i > 2)
@@ -321,7 +323,7 @@ def test_half_precision_is_summed_in_single(mode):
     v, ones = pt.tensor3("v", dtype="float16"), np.ones((1, 2, 1), "float16")
     y, mean, invstd = BatchNormTrain((0, 2), EPSILON)(v, ones, 0 * ones)
     outputs = [y, mean, invstd, pytensor.grad((y**2).sum(), v)]
-    *values, gradient = in_mode(mode, [v], outputs, x)
+    *values, gradient = compute_in_mode(mode, [v], outputs, x)
     for value, expected in zip(values, normalise(x.astype("float64"), 1, 0, (0, 2)), strict=True):
         assert np.asarray(value).dtype == "float16"
         np.testing.assert_allclose(value, expected, rtol=2e-3, atol=2e-3)
@@ -330,13 +332,13 @@ def test_half_precision_is_summed_in_single(mode):
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
 def test_batch_normalization_of_mixed_dtypes(mode):
-    x, scale, shift = batch((0,))
+    x, scale, shift = make_batch((0,))
     kinds = [pt.TensorType(d, s)() for d, s in (("float32", (None,) * 4), ("float64", (1, None, None, None)))]
     y, mean, invstd = BatchNormTrain((0,), EPSILON)(*kinds, shift.astype("float32"))
     first = pytensor.grad((y**2).sum(), kinds)
     outputs = [y, mean, invstd, *first, *pytensor.grad((first[0] ** 2).sum(), kinds)]
     assert [v.dtype for v in outputs[:5]] == ["float64", "float32", "float32", "float32", "float64"]
-    values = in_mode(mode, kinds, outputs, x.astype("float32"), scale)
+    values = compute_in_mode(mode, kinds, outputs, x.astype("float32"), scale)
     for value, expected in zip(values, normalise(x, scale, shift, (0,)), strict=False):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
     # Whole numbers become floating-point ones.
@@ -349,7 +351,9 @@ def test_batch_norm_with_one_scale_for_all_channels(mode):
     x = draw_normal(5, 3)
     v, scale = pt.dmatrix("v"), pt.TensorType("float64", (1, 1))("scale")
     y = BatchNormTrain((0,), EPSILON)(v, scale, np.zeros((1, 1)))[0]
-    value, gradient = in_mode(mode, [v, scale], [y, pytensor.grad((y**2).sum(), scale)], x, np.full((1, 1), 2.0))
+    value, gradient = compute_in_mode(
+        mode, [v, scale], [y, pytensor.grad((y**2).sum(), scale)], x, np.full((1, 1), 2.0)
+    )
     expected = normalise(x, 2, 0, (0,))[0]
     np.testing.assert_allclose(value, expected)
     np.testing.assert_allclose(gradient, [[(expected**2).sum()]])
@@ -393,10 +397,10 @@ def test_relu_values_and_gradients(mode):
     y = rectifier(v)
     first = pytensor.grad((y**2).sum(), v)
     second = pytensor.grad((first**3).sum(), v)
-    values = in_mode(mode, [v], [y, first, second], np.array([-1.0, 0.0, 2.0, np.inf]))
+    values = compute_in_mode(mode, [v], [y, first, second], np.array([-1.0, 0.0, 2.0, np.inf]))
     for value, expected in zip(values, ([0, 0, 2, np.inf], [0, 0, 4, np.inf], [0, 0, 96, np.inf]), strict=True):
         np.testing.assert_array_equal(np.asarray(value), expected)
-    assert np.isnan(np.asarray(in_mode(mode, [v], y, np.array([np.nan]))))
+    assert np.isnan(np.asarray(compute_in_mode(mode, [v], y, np.array([np.nan]))))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -413,7 +417,7 @@ FAR = np.array([[0.0, 2000.0, -2000.0], [1.0, 2.0, 3.0]])
 CLASSES = np.array([0, 2])
 
 
-def losses(x):
+def make_losses(x):
     """Return the ways in which programs write one loss."""
     rows = pt.arange(2)
     one_hot = np.eye(3)[CLASSES]
@@ -440,8 +444,8 @@ REWRITTEN = Mode(linker="py", optimizer=get_mode("NUMBA").provided_optimizer)
 )
 def test_losses_far_from_zero_are_right(name, mode):
     x = pt.dmatrix("x")
-    loss = losses(x)[name]
-    value, gradient = in_mode(mode, [x], [loss, pytensor.grad(loss.sum(), x)], FAR)
+    loss = make_losses(x)[name]
+    value, gradient = compute_in_mode(mode, [x], [loss, pytensor.grad(loss.sum(), x)], FAR)
     np.testing.assert_allclose(value, [2000.0, 0.40760596], rtol=1e-6)
     near = np.exp([1.0, 2, 3]) / np.exp([1.0, 2, 3]).sum()
     np.testing.assert_allclose(gradient, [[-1, 1, 0], near - [0, 0, 1]], atol=1e-7)
@@ -449,7 +453,7 @@ def test_losses_far_from_zero_are_right(name, mode):
 
 @pytest.mark.parametrize("name", ["crossentropy", "indexed log", "log of indexed", "one-hot", "log_softmax"])
 def test_loss_gradients_equal_finite_differences(name):
-    verify_gradient(lambda x: losses(x)[name], draw_normal(2, 3))
+    verify_gradient(lambda x: make_losses(x)[name], draw_normal(2, 3))
 
 
 def test_crossentropy_of_other_probabilities_has_gradients():
@@ -492,7 +496,9 @@ def test_binary_crossentropy_of_a_sigmoid_far_from_zero_is_right():
 
     x = pt.dvector("x")
     for output in (nnet.binary_crossentropy(nnet.sigmoid(x), 0.0), nnet.sigmoid_binary_crossentropy(x, 0.0)):
-        value, gradient = in_mode("FAST_RUN", [x], [output, pytensor.grad(output.sum(), x)], np.array([800.0, -800.0]))
+        value, gradient = compute_in_mode(
+            "FAST_RUN", [x], [output, pytensor.grad(output.sum(), x)], np.array([800.0, -800.0])
+        )
         np.testing.assert_allclose(value, [800, 0], atol=1e-300)
         np.testing.assert_allclose(gradient, [1, 0], atol=1e-12)
 
@@ -526,7 +532,9 @@ def test_xla_finds_each_maximum_in_all_of_its_windows(data):
     y = Pool(window, stride, pad, "max", ignore)(x)
     gradient = pytensor.grad((y**2).sum(), x)
     values = rng.integers(-1, 2, size=shape).astype("float64")  # so few that windows have several maxima
-    np.testing.assert_allclose(in_mode("JAX", [x], gradient, values), in_mode("FAST_COMPILE", [x], gradient, values))
+    np.testing.assert_allclose(
+        compute_in_mode("JAX", [x], gradient, values), compute_in_mode("FAST_COMPILE", [x], gradient, values)
+    )
 
 
 STRIDES = [
@@ -545,13 +553,13 @@ def test_conv_of_few_channels_with_strides_on_gpus(op, x, w, monkeypatch):
     y = op(*kinds)
     outputs = [y, pytensor.grad((y**2).sum(), kinds[1])]
     values = draw_normal(*x), draw_normal(*w)
-    expected = in_mode("FAST_COMPILE", kinds, outputs, *values)
+    expected = compute_in_mode("FAST_COMPILE", kinds, outputs, *values)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     given_to_xla, convolve = [], convolution._xla_conv
     monkeypatch.setattr(
         convolution, "_xla_conv", lambda op, x, w: given_to_xla.append((op.stride, x.shape[1])) or convolve(op, x, w)
     )
-    for actual, value in zip(in_mode("JAX", kinds, outputs, *values), expected, strict=True):
+    for actual, value in zip(compute_in_mode("JAX", kinds, outputs, *values), expected, strict=True):
         np.testing.assert_allclose(actual, value, atol=1e-10)
     assert len(given_to_xla) == 2
     assert all(set(strides) == {1} and channels % 8 == 0 for strides, channels in given_to_xla)
@@ -561,8 +569,8 @@ def test_numba_calls_the_ops_without_a_warning(recwarn):
     x, w = pt.dtensor4("x"), pt.dtensor4("w")
     output = Pool((2, 2), (2, 2), (0, 0), "max", True)(Conv(2)(x, w))
     values = draw_normal(2, 2, 6, 6), draw_normal(3, 2, 3, 3)
-    expected = in_mode("FAST_COMPILE", [x, w], output, *values)
-    np.testing.assert_allclose(in_mode("NUMBA", [x, w], output, *values), expected)
+    expected = compute_in_mode("FAST_COMPILE", [x, w], output, *values)
+    np.testing.assert_allclose(compute_in_mode("NUMBA", [x, w], output, *values), expected)
     assert not [w for w in recwarn if "object mode" in str(w.message)]
 
 
@@ -626,7 +634,9 @@ def test_conv_is_one_xla_convolution_in_float32():
 def test_programs_compute_with_shapes(build):
     x = pt.tensor3("x")
     value = draw_normal(4, 3, 2)
-    np.testing.assert_allclose(in_mode("JAX", [x], build(x), value), in_mode("FAST_COMPILE", [x], build(x), value))
+    np.testing.assert_allclose(
+        compute_in_mode("JAX", [x], build(x), value), compute_in_mode("FAST_COMPILE", [x], build(x), value)
+    )
 
 
 def test_length_with_more_than_32_terms():
@@ -639,4 +649,4 @@ def test_length_with_more_than_32_terms():
 def test_value_dependent_shape_is_named():
     x = pt.lvector("x")
     with pytest.raises(NotImplementedError, match="depends on the values of arrays"):
-        in_mode("JAX", [x], pt.arange(x.sum()), [1, 2])
+        compute_in_mode("JAX", [x], pt.arange(x.sum()), [1, 2])

@@ -38,7 +38,7 @@ def draw_normal(*shape):
 
 
 @contextlib.contextmanager
-def precision(name):
+def set_precision(name):
     """Set JAX's precision of products."""
     before = jax.config.jax_default_matmul_precision
     jax.config.update("jax_default_matmul_precision", name)
@@ -56,14 +56,14 @@ def make_executable(inputs, outputs, updates=()):
     return Executable([JaxFunction(function, len(inputs), JAX)])
 
 
-def in_precision(name, inputs, outputs, values):
-    with precision(name):
+def compute_in_precision(name, inputs, outputs, values):
+    with set_precision(name):
         return [np.asarray(v) for v in make_executable(inputs, outputs)(*map(jax.numpy.asarray, values))]
 
 
-def lowered(inputs, outputs, values, updates=()):
+def lower_to_text(inputs, outputs, values, updates=()):
     """Return the program that XLA is given for bfloat16."""
-    with precision("bfloat16"):
+    with set_precision("bfloat16"):
         run = make_executable(inputs, outputs, updates)
         return run._run.lower(*values, *[s[0] for s in run._storages]).as_text()
 
@@ -95,12 +95,12 @@ def test_bfloat16_dot_rounds_only_factors(name):
     product, inputs, shapes = PRODUCTS[name]
     outputs = [product, *pytensor.grad((product**2).sum(), inputs)]
     values = [draw_normal(*shape) for shape in shapes]
-    exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    exact, coarse = (compute_in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
     for i, (actual, expected) in enumerate(zip(coarse, exact, strict=True)):
         check_close(actual, expected, roundings=2 if i else 1)  # the gradients are products of the product
     # Factors that bfloat16 can hold give the same product: sums and the result are float32.
     values = [round_to_bfloat16(value) for value in values]
-    exact, coarse = (in_precision(p, inputs, product, values)[0] for p in ("highest", "bfloat16"))
+    exact, coarse = (compute_in_precision(p, inputs, product, values)[0] for p in ("highest", "bfloat16"))
     np.testing.assert_allclose(coarse, exact, rtol=1e-5, atol=1e-5)
     assert not np.array_equal(coarse, round_to_bfloat16(coarse))
 
@@ -120,7 +120,7 @@ def test_convolutions_and_gradients_equal_theano_within_tolerance(op, image, fil
     y = op(*kinds)
     outputs = [y, *pytensor.grad((y**2).sum(), kinds)]
     values = [draw_normal(*image), draw_normal(*filters)]
-    exact, coarse = (in_precision(p, kinds, outputs, values) for p in ("highest", "bfloat16"))
+    exact, coarse = (compute_in_precision(p, kinds, outputs, values) for p in ("highest", "bfloat16"))
     for actual, expected in zip(coarse, exact, strict=True):
         check_close(actual, expected)
 
@@ -129,18 +129,18 @@ def test_other_types_and_other_ops_are_left_alone():
     whole = pt.imatrix("whole")
     values = [draw_normal(5, 50), RNG.integers(1000, size=(3, 4)).astype("int32")]
     outputs = [X.sum(axis=1), pt.exp(X), (X * X).mean(), whole.dot(whole.T)]
-    exact, coarse = (in_precision(p, [X, whole], outputs, values) for p in ("highest", "bfloat16"))
+    exact, coarse = (compute_in_precision(p, [X, whole], outputs, values) for p in ("highest", "bfloat16"))
     for actual, expected in zip(coarse, exact, strict=True):
         np.testing.assert_array_equal(actual, expected)
 
 
 def test_xla_multiplies_bfloat16_and_adds_float32():
-    text = lowered([X, W], X.dot(W), [draw_normal(6, 40), draw_normal(40, 5)])
+    text = lower_to_text([X, W], X.dot(W), [draw_normal(6, 40), draw_normal(40, 5)])
     (product,) = re.findall(r"stablehlo\.dot_general .* : (.*)", text)
     assert product == "(tensor<6x40xbf16>, tensor<40x5xbf16>) -> tensor<6x5xf32>"
 
 
-def network(x, filters):
+def build_network_gradients(x, filters):
     """Return two convolutions, the layers between them, and the gradients; both read the activation."""
     h = rectifier(Conv(2, "half")(x, filters[0]))
     y = Conv(2, "half")(h, filters[1]) + h
@@ -150,7 +150,7 @@ def network(x, filters):
 def test_bfloat16_shared_values_are_rounded_once():
     x = pt.ftensor4("x")
     filters = [pytensor.shared(draw_normal(4, 4, 3, 3), name) for name in "uv"]
-    text = lowered([x], network(x, filters), [draw_normal(2, 4, 8, 8)])
+    text = lower_to_text([x], build_network_gradients(x, filters), [draw_normal(2, 4, 8, 8)])
     kinds = re.findall(r"stablehlo\.convolution.* : \((tensor<[^>]*>), (tensor<[^>]*>)\) -> (tensor<[^>]*>)", text)
     assert len(kinds) == 5  # two forward, two of the filters, one of the activation
     assert all("bf16" in kind for conv in kinds for kind in conv)
@@ -170,7 +170,7 @@ def test_bfloat16_batch_normalization_rounds_its_output():
     h, mean, invstd = BatchNormTrain((0, 2, 3), 1e-4)(Conv(2, "half")(x, inputs[1]), *inputs[3:])
     y = Conv(2, "half")(h, inputs[2])
     outputs = [*pytensor.grad((y**2).mean(), inputs), mean, invstd]
-    definitions = dict(re.findall(r"(%\w+) = (.*)", lowered(inputs, outputs, values)))
+    definitions = dict(re.findall(r"(%\w+) = (.*)", lower_to_text(inputs, outputs, values)))
 
     def source(name):
         """Return the origin of a number, through conversions and transpositions."""
@@ -187,7 +187,7 @@ def test_bfloat16_batch_normalization_rounds_its_output():
         (user,) = [line for line in definitions.values() if re.search(rf"{name}\b", line)]
         assert user.startswith("stablehlo.convert") and user.endswith("xbf16>")
 
-    exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    exact, coarse = (compute_in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
     for actual, expected in zip(coarse, exact, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
     for actual in coarse[3:]:  # sums and statistics keep their digits
@@ -202,7 +202,7 @@ def test_bfloat16_normalization_and_pool_inputs_are_rounded():
     h, *_ = BatchNormTrain((0, 2, 3), 1e-4)(Conv(2, "half")(x, inputs[1]), *inputs[2:])
     y = Pool((3, 3), (2, 2), (1, 1), "max", True)(rectifier(h))
     outputs = pytensor.grad((y**2).sum(), inputs)
-    text = lowered(inputs, outputs, values)
+    text = lower_to_text(inputs, outputs, values)
     definitions = dict(re.findall(r"(%\w+) = (.*)", text))
     # The rectifier's output, which is kept for the gradient of the pool, which is then the rectifier's.
     (kept,) = (line for line in definitions.values() if line.startswith("stablehlo.optimization_barrier"))
@@ -212,7 +212,7 @@ def test_bfloat16_normalization_and_pool_inputs_are_rounded():
     (user,) = {line for line in definitions.values() if re.search(rf"{maximum}\b", line)}
     assert user.startswith("stablehlo.convert") and user.endswith("xbf16>")
 
-    exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    exact, coarse = (compute_in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
     for actual, expected in zip(coarse, exact, strict=True):
         close = np.isclose(actual, expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
         assert np.mean(close) > 0.97  # where two numbers of a window round to one, both have its gradient
@@ -225,10 +225,10 @@ def test_parameters_stay_float32_and_keep_small_steps():
     filters = [pytensor.shared(draw_normal(4, 4, 3, 3), name) for name in "uv"]
     before = [f.get_value() for f in filters]
     step = np.float32(1e-4)  # smaller than the resolution of bfloat16
-    new = [f - step * pt.sign(g) for f, g in zip(filters, network(x, filters), strict=True)]
+    new = [f - step * pt.sign(g) for f, g in zip(filters, build_network_gradients(x, filters), strict=True)]
     # The new values are used in a product as well.
     loss = Conv(2, "half")(x, new[0]).sum()
-    with precision("bfloat16"):
+    with set_precision("bfloat16"):
         run = make_executable([x], loss, zip(filters, new, strict=True))
         run(jax.numpy.asarray(draw_normal(2, 4, 8, 8)))
     for storage, old in zip(run._storages, before, strict=True):
@@ -241,7 +241,7 @@ def test_bfloat16_gradients_of_strided_convolutions():
     """XLA's GPU compiler knows them by that; else it would multiply with the zeros between the elements."""
     x, w = pt.ftensor4("x"), pt.ftensor4("w")
     y = Conv(2, "half", (2, 2))(x, w)
-    with precision("highest"):
+    with set_precision("highest"):
         run = make_executable([x, w], pytensor.grad((y**2).sum(), x))
         text = run._run.lower(draw_normal(1, 2, 6, 6), draw_normal(2, 2, 3, 3)).as_text()
     definitions = dict(re.findall(r"(%\w+) = (.*)", text))

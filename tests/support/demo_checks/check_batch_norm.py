@@ -27,11 +27,11 @@ def make_variable(array):
     return T.TensorType("float64", [False] * array.ndim)("x")
 
 
-def layer_for(array, **kwargs):
+def make_layer(array, **kwargs):
     return BatchNormLayer((None, *array.shape[1:]), **{"epsilon": EPSILON, "beta": BETA, "gamma": GAMMA, **kwargs})
 
 
-def per_channel(vector, array):
+def reshape_per_channel(vector, array):
     return np.reshape(vector, (-1, *[1] * (array.ndim - 2)))
 
 
@@ -41,7 +41,7 @@ def compute_statistics(array):
 
 
 def normalise_array(array, mean, variance, beta=BETA, gamma=GAMMA):
-    mean, variance, beta, gamma = (per_channel(v, array) for v in (mean, variance, beta, gamma))
+    mean, variance, beta, gamma = (reshape_per_channel(v, array) for v in (mean, variance, beta, gamma))
     return gamma * (array - mean) / np.sqrt(variance + EPSILON) + beta
 
 
@@ -53,13 +53,13 @@ def array(request):
 
 def test_training_uses_the_statistics_of_the_batch(array):
     x = make_variable(array)
-    f = theano.function([x], layer_for(array).get_output_for(x))
+    f = theano.function([x], make_layer(array).get_output_for(x))
     np.testing.assert_allclose(f(array), normalise_array(array, *compute_statistics(array)), rtol=1e-9, atol=1e-9)
 
 
 def test_batch_norm_without_scale_and_shift_standardizes(array):
     x = make_variable(array)
-    layer = layer_for(array, beta=None, gamma=None)
+    layer = make_layer(array, beta=None, gamma=None)
     assert layer.beta is layer.gamma is None
     mean, variance = compute_statistics(theano.function([x], layer.get_output_for(x))(array))
     before = compute_statistics(array)[1]
@@ -90,7 +90,7 @@ def test_batch_norm_of_one_channel_trains(shape):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 1.0])
 def test_running_averages_move_towards_the_statistics(array, alpha):
-    x, layer = make_variable(array), layer_for(array, alpha=alpha)
+    x, layer = make_variable(array), make_layer(array, alpha=alpha)
     updates = OrderedDict()
     f = theano.function([x], layer.get_output_for(x, average_updates=updates), updates=updates)
     mean, variance = np.zeros(3), np.ones(3)
@@ -103,7 +103,7 @@ def test_running_averages_move_towards_the_statistics(array, alpha):
 
 
 def test_batch_norm_averages_change_only_on_request(array):
-    x, layer = make_variable(array), layer_for(array)
+    x, layer = make_variable(array), make_layer(array)
     updates = OrderedDict()
     tested = layer.get_output_for(x, deterministic=True, average_updates=updates)
     assert not updates
@@ -113,7 +113,7 @@ def test_batch_norm_averages_change_only_on_request(array):
 
 
 def test_deterministic_mode_uses_the_running_averages_row_by_row(array):
-    x, layer = make_variable(array), layer_for(array)
+    x, layer = make_variable(array), make_layer(array)
     mean, variance = np.array([3.0, -1.0, 0.0]), np.array([4.0, 0.5, 1.0])
     layer.mean.set_value(mean)
     layer.variance.set_value(variance)
@@ -125,7 +125,7 @@ def test_deterministic_mode_uses_the_running_averages_row_by_row(array):
 def test_batch_norm_gradient_through_the_statistics(array):
     weights = rng.normal(size=array.shape)
     x, beta, gamma = make_variable(array), theano.shared(BETA, "beta"), theano.shared(GAMMA, "gamma")
-    layer = layer_for(array, beta=beta, gamma=gamma)
+    layer = make_layer(array, beta=beta, gamma=gamma)
     loss = (weights * layer.get_output_for(x) ** 2).sum()
     f = theano.function([x], theano.grad(loss, [x, beta, gamma]))
 
@@ -150,13 +150,13 @@ def test_batch_norm_gradient_through_the_statistics(array):
 
 def test_batch_norm_of_a_constant_channel_is_the_shift():
     x, constant = T.matrix("x", dtype="float64"), np.full((6, 3), 7.0)
-    f = theano.function([x], layer_for(constant).get_output_for(x))
+    f = theano.function([x], make_layer(constant).get_output_for(x))
     np.testing.assert_allclose(f(constant), np.tile(BETA, (6, 1)), atol=1e-12)
 
 
 def test_batch_norm_applies_nonlinearity_last(array):
     x = make_variable(array)
-    layer = layer_for(array, nonlinearity=lasagne.nonlinearities.rectify)
+    layer = make_layer(array, nonlinearity=lasagne.nonlinearities.rectify)
     f = theano.function([x], layer.get_output_for(x))
     np.testing.assert_allclose(
         f(array), np.maximum(normalise_array(array, *compute_statistics(array)), 0), rtol=1e-9, atol=1e-9
@@ -189,7 +189,7 @@ def test_alpha_has_to_be_a_share(alpha):
 def test_running_averages_are_local_until_averaged(fork):
     fork(2)
     array = ARRAYS["matrix"][:6]
-    x, layer = T.matrix("x", dtype="float64"), layer_for(array, alpha=0.25)
+    x, layer = T.matrix("x", dtype="float64"), make_layer(array, alpha=0.25)
     updates = OrderedDict()
     f = synk.function([x], (layer.get_output_for(x, average_updates=updates), "gather"), updates=updates)
     halves = array[:3], array[3:]
@@ -207,7 +207,7 @@ def test_running_averages_are_local_until_averaged(fork):
 
 def test_sync_normalises_by_the_rows_of_all_ranks_as_one_process_does(array, fork):
     x, updates, values = make_variable(array), OrderedDict(), []
-    layer, alone = layer_for(array, sync=True, alpha=0.25), layer_for(array, alpha=0.25)
+    layer, alone = make_layer(array, sync=True, alpha=0.25), make_layer(array, alpha=0.25)
     target = np.cos(np.arange(array[0].size)).reshape(array[0].shape)
     for each in (layer, alone):
         out = each.get_output_for(x, average_updates=updates if each is layer else None)

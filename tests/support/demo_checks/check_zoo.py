@@ -43,14 +43,14 @@ def no_dropout(monkeypatch):
     without_dropout()
 
 
-def learn_as_on_theano(name, model):
+def check_losses_equal_theanos(name, model):
     recorder = Recorder()
     run_steps(model, recorder)
     np.testing.assert_allclose(recorder.losses, TABLE[name], rtol=1e-3, atol=1e-5)
 
 
 @contextlib.contextmanager
-def every_parameter_learns(model):
+def check_parameters_change(model):
     before = [np.array(param.get_value()) for param in model.trained]
     yield
     for param, old in zip(model.trained, before, strict=True):
@@ -60,7 +60,7 @@ def every_parameter_learns(model):
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in WHOLE])
 def test_network_losses_equal_theano(no_dropout, name):
     model = make_for_table(name)
-    learn_as_on_theano(name, model)
+    check_losses_equal_theanos(name, model)
     if name == "LSGAN":
         generated = model.generate(3)
         assert generated.shape == (3, 1, 28, 28) and 0 < generated.min() < generated.max() < 1
@@ -71,8 +71,8 @@ def test_network_losses_equal_theano(no_dropout, name):
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_network_losses_equal_theano(no_dropout, jax, name):
     model = make_for_table(name)
-    with every_parameter_learns(model):
-        learn_as_on_theano(name, model)
+    with check_parameters_change(model):
+        check_losses_equal_theanos(name, model)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -88,7 +88,7 @@ def test_zoo_network_trains_all_parameters(jax, name, side):
     model = make(name, rate=1e-4, batch_size=1, side=side, stored=side)
     model.compile_iter_fns()
     recorder = Recorder()
-    with every_parameter_learns(model):
+    with check_parameters_change(model):
         for i in range(2):  # the second step is the first that reads updated parameters
             model.train_iter(i, recorder)
     assert np.isfinite(recorder.losses).all()

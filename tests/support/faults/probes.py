@@ -100,7 +100,7 @@ def _trim_text(text: str, limit: int) -> str:
     return text.encode("ascii", "replace").decode()
 
 
-def footprint() -> dict[str, Any]:
+def measure_footprint() -> dict[str, Any]:
     """Return counts of resources that a fault may not increase."""
     gc.collect()
     files = sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0][-40:] for fd in _list_open_files())
@@ -129,7 +129,7 @@ def start() -> dict[str, Any]:
     """Fork and close once, since the first fork allocates for good; return the footprint after it."""
     synk.fork(1, use_gpu=False)
     synk.close()
-    return footprint()
+    return measure_footprint()
 
 
 def _list_open_files() -> list[int]:
@@ -172,7 +172,7 @@ def _perform_action(action: str, point: str) -> None:
     elif kind == "exit":
         sys.exit(int(argument))
     elif kind == "memory":
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + (64 << 20), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (_get_address_space() + (64 << 20), resource.RLIM_INFINITY))
         try:
             np.ones(1 << 28)
         finally:
@@ -190,7 +190,7 @@ class Silent(Exception):
         raise RuntimeError("no words")
 
 
-def _address_space() -> int:
+def _get_address_space() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
 
@@ -302,13 +302,13 @@ class Arguments(Command):
     """Command whose unpickling runs a planned action."""
 
     def __reduce__(self) -> Any:
-        return _unpickled_command, ()
+        return _unpickle_command, ()
 
     def run(self, rank: ranks.Rank) -> str:
         return "done"
 
 
-def _unpickled_command() -> Arguments:
+def _unpickle_command() -> Arguments:
     reach("arguments")
     return Arguments()
 
