@@ -41,7 +41,7 @@ def test_model_metrics_are_weighted_by_items(tmp_path, rule):
     more = ["--set=rule_options.period=1", "--set=rule_options.momentum=0.9"] if rule == "DiLoCo" else []
     run("train", *model, *more, "--set=checkpoint=1", "--set=seed=3", "--folder", tmp_path, cwd=SUPPORT)
     (x, y, mask), (_, y_valid, mask_valid) = (
-        [part[rows] for part in masks.rows()] for rows in (slice(40), slice(40, None))
+        [part[rows] for part in masks.make_masked_rows()] for rows in (slice(40), slice(40, None))
     )
     for report in read_json_lines(tmp_path, "reports"):
         np.testing.assert_allclose(report["loss"], (mask * y**2).sum() / mask.sum(), rtol=1e-6)
@@ -60,7 +60,7 @@ def test_model_metrics_are_weighted_by_items(tmp_path, rule):
 def test_bsp_params_averages_by_weight(tmp_path):
     model = ["--set=model='launch_models/small.py:Stepping'", "--devices=cpu,cpu", "--set=rule=BSP", "--set=seed=3"]
     run("train", *model, "--set=epochs=2", "--folder", tmp_path, cwd=SUPPORT)
-    x, y, mask = masks.rows()
+    x, y, mask = masks.make_masked_rows()
     w = np.zeros(3)
     for epoch in range(2):
         order = np.random.default_rng((3, epoch)).permutation(40)

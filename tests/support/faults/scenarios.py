@@ -361,7 +361,7 @@ class LimitSpace(Command):
 
     def run(self, rank: ranks.Rank) -> None:
         if rank.number == self.limited_rank:
-            limit = resource.RLIM_INFINITY if self.spare < 0 else probes._address_space() + self.spare
+            limit = resource.RLIM_INFINITY if self.spare < 0 else probes._get_address_space() + self.spare
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
