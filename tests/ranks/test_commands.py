@@ -35,7 +35,7 @@ class MixedSteps(Command):
 
 @dataclass(frozen=True)
 class GatherPayloadLength(Command):
-    """Command that gathers the length of its payload, which is longer than a mailbox."""
+    """Command that gathers the length of its payload."""
 
     payload: bytes
 
