@@ -125,7 +125,7 @@ REFUSED = {
 X = np.linspace(0.1, 0.8, 8).reshape(4, 2)
 
 
-def trainer():
+def make_mixed_dtype_trainer():
     x, y, w = tensor.fmatrix("x"), tensor.bvector("y"), shared(np.zeros(2, "float32"), "w")
     loss = (y * tensor.dot(x, w) ** 0).mean()
     return make_trainer(loss, [w], x, y, sgd, validate={"mean": y.mean() + 0 * x.sum()})
@@ -135,7 +135,7 @@ def trainer():
 def test_trainer_refuses_casts_that_change_targets(fork, name):
     fork(1)
     targets, words = REFUSED[name]
-    new_trainer, good = trainer(), np.array([0, 1, 0, 1], "int8")
+    new_trainer, good = make_mixed_dtype_trainer(), np.array([0, 1, 0, 1], "int8")
     targets_data = targets if name == "a mask" else np.array(targets)
     with pytest.raises(TypeError, match=f"^x_data, y_data: 'y': {words}"):
         new_trainer.epochs(X, targets_data, 2, 1)
@@ -147,13 +147,13 @@ def test_trainer_refuses_casts_that_change_targets(fork, name):
 
 def test_trainer_accepts_targets_of_equal_value(fork):
     fork(1)
-    new_trainer = trainer()
+    new_trainer = make_mixed_dtype_trainer()
     for dtype in ("int64", "float64", "bool"):
         report = next(
             new_trainer.epochs(X, np.array([0, 1, 1, 1], dtype), 2, 1, valid=(X, np.array([0, 0, 0, 1], dtype)))
         )
         assert (report.loss, report.validation) == (0.75, {"mean": 0.25})
-        new_trainer = new_trainer if dtype == "bool" else trainer()
+        new_trainer = new_trainer if dtype == "bool" else make_mixed_dtype_trainer()
 
 
 @pytest.mark.parametrize("place", ["training", "validation"])
@@ -164,9 +164,9 @@ def test_trainer_refuses_casts_that_change_loader_rows(fork, place):
         LoadError, match=r"row 2 can't be read .*array 1: can't cast int64 to int8 without changing 200"
     ):
         if place == "training":
-            next(trainer().epochs(Loader(rows, shuffle=False), None, 2, 1))
+            next(make_mixed_dtype_trainer().epochs(Loader(rows, shuffle=False), None, 2, 1))
         else:
-            next(trainer().epochs(X, np.zeros(4, "int8"), 2, 1, valid=Loader(rows, shuffle=False)))
+            next(make_mixed_dtype_trainer().epochs(X, np.zeros(4, "int8"), 2, 1, valid=Loader(rows, shuffle=False)))
 
 
 def test_serial_step_refuses_masked_arrays():

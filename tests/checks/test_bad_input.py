@@ -64,6 +64,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(two_ranks):
+    """Make the variables and data of two ranks, which each test compares with their first values."""
     return World()
 
 
@@ -413,7 +414,7 @@ RANKS = {
 }
 
 
-def flat(**tables):
+def list_cases(**tables):
     """Return the cases of several tables as parameters of a test."""
     return [
         pytest.param(*case, id=f"{name}-{title}".replace(" ", "_"))
@@ -422,7 +423,8 @@ def flat(**tables):
     ]
 
 
-def refuses(world, call, error, message):
+def check_refused(world, call, error, message):
+    """Check that a call raises the error, of this very class, and leaves the world unchanged."""
     expected = error if isinstance(error, tuple) else (error,)
     with raises(expected, message) as caught:
         call(world)
@@ -436,7 +438,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Creating an ndarray from ragged"
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
-    flat(
+    list_cases(
         fork=FORK,
         running=WHILE_RUNNING,
         function=FUNCTION,
@@ -449,7 +451,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Creating an ndarray from ragged"
     ),
 )
 def test_wrong_argument_is_named_and_changes_nothing(world, call, error, message):
-    refuses(world, call, error, message)
+    check_refused(world, call, error, message)
 
 
 @pytest.mark.any_library
@@ -461,33 +463,33 @@ def test_check_number_refuses_other_values(value):
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize(("variable", "error", "message"), flat(of=NOT_VARIABLES))
+@pytest.mark.parametrize(("variable", "error", "message"), list_cases(of=NOT_VARIABLES))
 def test_collectives_refuse_variables_unknown_to_the_ranks(world, collective, variable, error, message):
-    refuses(world, lambda w: COLLECTIVES[collective](variable(w)), error, message)
+    check_refused(world, lambda w: COLLECTIVES[collective](variable(w)), error, message)
 
 
 @pytest.mark.parametrize("collective", WITH_VALUES)
-@pytest.mark.parametrize(("variables", "values", "error", "message"), flat(of=VALUES))
+@pytest.mark.parametrize(("variables", "values", "error", "message"), list_cases(of=VALUES))
 def test_collectives_refuse_wrong_values(world, collective, variables, values, error, message):
-    refuses(world, lambda w: WITH_VALUES[collective](variables(w), values(w)), error, message)
+    check_refused(world, lambda w: WITH_VALUES[collective](variables(w), values(w)), error, message)
 
 
 @pytest.mark.parametrize("collective", [synk.scatter, lambda *args, **kwargs: synk.set_value(1, *args, **kwargs)])
-@pytest.mark.parametrize(("batch", "error", "message"), flat(of=BATCHES))
+@pytest.mark.parametrize(("batch", "error", "message"), list_cases(of=BATCHES))
 def test_batch_refuses_wrong_rows(world, collective, batch, error, message):
-    refuses(world, lambda w: collective(w.s, np.arange(3.0), batch=batch), error, message)
+    check_refused(world, lambda w: collective(w.s, np.arange(3.0), batch=batch), error, message)
 
 
 @pytest.mark.parametrize("collective", [synk.reduce, synk.all_reduce])
-@pytest.mark.parametrize(("op", "error", "message"), flat(of=OPS))
+@pytest.mark.parametrize(("op", "error", "message"), list_cases(of=OPS))
 def test_op_refuses_wrong_names(world, collective, op, error, message):
-    refuses(world, lambda w: collective(w.s, op), error, message)
+    check_refused(world, lambda w: collective(w.s, op), error, message)
 
 
 @pytest.mark.parametrize("collective", [synk.get_value, lambda rank, s: synk.set_value(rank, s, np.ones(2))])
-@pytest.mark.parametrize(("rank", "error", "message"), flat(of=RANKS))
+@pytest.mark.parametrize(("rank", "error", "message"), list_cases(of=RANKS))
 def test_rank_refuses_wrong_numbers(world, collective, rank, error, message):
-    refuses(world, lambda w: collective(rank, w.s), error, message)
+    check_refused(world, lambda w: collective(rank, w.s), error, message)
 
 
 # -- unusual arguments that are valid ------------------------------------------------------------------------
@@ -543,7 +545,7 @@ def test_call_after_close_names_fork(closed_world, name):
         NEED_RANKS[name](closed_world)
 
 
-@pytest.mark.parametrize(("call", "error", "message"), flat(fork=FORK))
+@pytest.mark.parametrize(("call", "error", "message"), list_cases(fork=FORK))
 def test_fork_refuses_wrong_arguments(closed_world, call, error, message):
     with raises(error, message):
         call(closed_world)

@@ -113,7 +113,7 @@ def change_layout(array, layout):
     return np.repeat(array, 2, axis=-1)[..., ::2] if layout == "repeated" and array.ndim else array
 
 
-def exact_elements(dtype):
+def choose_elements(dtype):
     """Return a strategy of numbers with exact products for complex dtypes and for floats on GPUs, else None."""
     if np.dtype(dtype).kind == "c":  # rounding of large products depends on the processor
         return st.builds(complex, st.integers(-5, 5), st.integers(-5, 5))
@@ -123,7 +123,7 @@ def exact_elements(dtype):
 
 
 @st.composite
-def rank_values(draw, n, dtypes=tuple(DTYPES), same_shape=True, min_dims=0):
+def draw_rank_values(draw, n, dtypes=tuple(DTYPES), same_shape=True, min_dims=0):
     """Draw a dtype and a value for each rank."""
     dtype = draw(st.sampled_from(dtypes))
     shape = draw(hnp.array_shapes(min_dims=min_dims, max_dims=4, min_side=0, max_side=4))
@@ -131,7 +131,9 @@ def rank_values(draw, n, dtypes=tuple(DTYPES), same_shape=True, min_dims=0):
     for _ in range(n):
         if not same_shape:
             shape = (draw(st.integers(0, 4)), *shape[1:])
-        values.append(draw(st.builds(change_layout, hnp.arrays(dtype, shape, elements=exact_elements(dtype)), layouts)))
+        values.append(
+            draw(st.builds(change_layout, hnp.arrays(dtype, shape, elements=choose_elements(dtype)), layouts))
+        )
     return values
 
 
@@ -148,7 +150,7 @@ input_forms = st.sampled_from(["array", "data"])
 @given(st.data())
 @limit_examples(15)
 def test_broadcast_sends_the_masters_value(n, draw):
-    (value,) = draw.draw(rank_values(1))
+    (value,) = draw.draw(draw_rank_values(1))
     s = get_variable(value.dtype, value.ndim)
     s.set_value(value)
     synk.broadcast(s)
@@ -158,7 +160,7 @@ def test_broadcast_sends_the_masters_value(n, draw):
 @given(st.data())
 @limit_examples(15)
 def test_broadcast_sends_a_given_value(n, draw):
-    (value,) = draw.draw(rank_values(1))
+    (value,) = draw.draw(draw_rank_values(1))
     s = get_variable(value.dtype, value.ndim)
     synk.broadcast(s, wrap_value(value, draw.draw(input_forms)))
     assert_values(s, [value] * n)
@@ -207,7 +209,7 @@ def test_broadcast_gives_each_rank_a_copy(n):
 
 
 @st.composite
-def batches(draw, length):
+def draw_batch(draw, length):
     """Draw a batch, and the equivalent NumPy index."""
     kind = draw(st.sampled_from(["all", "count", "slice", "indexes", "mask"]))
     if kind == "all":
@@ -228,8 +230,8 @@ def batches(draw, length):
 @given(st.data())
 @limit_examples(15)
 def test_scatter_splits_rows_as_evenly_as_possible(n, draw):
-    (value,) = draw.draw(rank_values(1, min_dims=1))
-    batch, index = draw.draw(batches(len(value)))
+    (value,) = draw.draw(draw_rank_values(1, min_dims=1))
+    batch, index = draw.draw(draw_batch(len(value)))
     s = get_variable(value.dtype, value.ndim)
     synk.scatter(s, wrap_value(value, draw.draw(input_forms)), batch=batch)
     assert_values(s, np.array_split(value[index], n))
@@ -255,13 +257,13 @@ def test_gather_inverts_scatter(n):
 @given(st.data())
 @limit_examples(15)
 def test_set_value_changes_one_rank(n, draw):
-    before = draw.draw(rank_values(n))
+    before = draw.draw(draw_rank_values(n))
     s = get_variable(before[0].dtype, before[0].ndim)
     set_values(s, before)
-    (value,) = draw.draw(rank_values(1, (str(before[0].dtype),)).filter(lambda v: v[0].ndim == before[0].ndim))
+    (value,) = draw.draw(draw_rank_values(1, (str(before[0].dtype),)).filter(lambda v: v[0].ndim == before[0].ndim))
     rank = draw.draw(st.integers(0, n - 1))
     if value.ndim:
-        batch, index = draw.draw(batches(len(value)))
+        batch, index = draw.draw(draw_batch(len(value)))
         synk.set_value(rank, s, wrap_value(value, draw.draw(input_forms)), batch=batch)
         before[rank] = value[index]
     else:
@@ -307,7 +309,7 @@ def test_collectives_use_the_masters_variable_itself(n, master):
 @given(st.data())
 @limit_examples(15)
 def test_gather_stacks_by_default(n, draw):
-    values = draw.draw(rank_values(n))
+    values = draw.draw(draw_rank_values(n))
     s = get_variable(values[0].dtype, values[0].ndim)
     set_values(s, values)
     assert_same(synk.gather(s), np.stack(values))
@@ -317,7 +319,7 @@ def test_gather_stacks_by_default(n, draw):
 @given(st.data())
 @limit_examples(15)
 def test_gather_with_nd_up_0_concatenates(n, draw):
-    values = draw.draw(rank_values(n, same_shape=False, min_dims=1))
+    values = draw.draw(draw_rank_values(n, same_shape=False, min_dims=1))
     s = get_variable(values[0].dtype, values[0].ndim)
     set_values(s, values)
     assert_same(synk.gather(s, nd_up=0), np.concatenate(values))
@@ -326,7 +328,7 @@ def test_gather_with_nd_up_0_concatenates(n, draw):
 @given(st.data())
 @limit_examples(15)
 def test_gather_of_different_shapes_returns_a_list(n, draw):
-    values = draw.draw(rank_values(n, same_shape=False, min_dims=1))
+    values = draw.draw(draw_rank_values(n, same_shape=False, min_dims=1))
     s = get_variable(values[0].dtype, values[0].ndim)
     set_values(s, values)
     gathered = synk.gather(s, nd_up=1)
@@ -371,7 +373,7 @@ def test_gather_accepts_lists(n):
 @given(st.data())
 @limit_examples(15)
 def test_all_gather_concatenates_on_every_rank(n, draw):
-    values = draw.draw(rank_values(n, same_shape=False, min_dims=1))
+    values = draw.draw(draw_rank_values(n, same_shape=False, min_dims=1))
     s = get_variable(values[0].dtype, values[0].ndim)
     set_values(s, values)
     synk.all_gather(s)
@@ -394,7 +396,7 @@ def test_all_gather_accepts_lists(n):
 @limit_examples(15)
 def test_reduce_scatter_splits_the_all_reduce_result(n, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
-    values = draw.draw(rank_values(n, list_reducible_dtypes(op), min_dims=1))
+    values = draw.draw(draw_rank_values(n, list_reducible_dtypes(op), min_dims=1))
     s = get_variable(values[0].dtype, values[0].ndim)
     set_values(s, values)
     synk.reduce_scatter(s, op)
@@ -421,7 +423,7 @@ def test_reduce_scatter_of_several_chunks_equals_numpy(n, n_rows):
 @limit_examples(25)
 def test_reduce_in_place_changes_only_the_master(n, master, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
-    values = draw.draw(rank_values(n, list_reducible_dtypes(op)))
+    values = draw.draw(draw_rank_values(n, list_reducible_dtypes(op)))
     s = get_variable(values[0].dtype, values[0].ndim)
     set_values(s, values)
     assert synk.reduce(s, op) is None
@@ -433,7 +435,7 @@ def test_reduce_in_place_changes_only_the_master(n, master, draw):
 @limit_examples(25)
 def test_reduce_out_of_place_changes_nothing(n, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
-    values = draw.draw(rank_values(n, list_reducible_dtypes(op)))
+    values = draw.draw(draw_rank_values(n, list_reducible_dtypes(op)))
     s = get_variable(values[0].dtype, values[0].ndim)
     set_values(s, values)
     assert_same(synk.reduce(s, op, in_place=False), reduce_in_order(values, op))
@@ -444,7 +446,7 @@ def test_reduce_out_of_place_changes_nothing(n, draw):
 @limit_examples(25)
 def test_all_reduce_is_bitwise_equal_on_all_ranks(n, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
-    values = draw.draw(rank_values(n, list_reducible_dtypes(op)))
+    values = draw.draw(draw_rank_values(n, list_reducible_dtypes(op)))
     s = get_variable(values[0].dtype, values[0].ndim)
     set_values(s, values)
     synk.all_reduce(s, op)
@@ -494,7 +496,7 @@ def test_reductions_accept_lists(n):
 @given(st.data())
 @limit_examples(15)
 def test_get_lengths_and_get_shapes_describe_all_ranks(n, draw):
-    values = draw.draw(rank_values(n, same_shape=False, min_dims=1))
+    values = draw.draw(draw_rank_values(n, same_shape=False, min_dims=1))
     s = get_variable(values[0].dtype, values[0].ndim)
     set_values(s, values)
     assert synk.get_shapes(s) == [value.shape for value in values]
@@ -757,7 +759,7 @@ def test_reduce_scatter_refuses_indivisible_lengths(n):
 # -- types with static lengths -------------------------------------------------------------------------------
 
 
-def row_variable():
+def make_row_variable():
     """Return a shared variable whose type fixes the length of axis 0 to 1, and a function that sends it to the ranks."""
     fixed = {"shape": (1, None)} if NAME == "pytensor" else {"broadcastable": (True, False)}
     s = shared(np.zeros((1, 2)), "row", **fixed)
@@ -765,7 +767,7 @@ def row_variable():
 
 
 def test_collectives_keep_static_lengths(n):
-    s, declared = row_variable()
+    s, declared = make_row_variable()
     synk.broadcast(s, np.ones((1, 4)))
     assert_values(s, [np.ones((1, 4))] * n)
     for attempt in (
@@ -785,7 +787,7 @@ def test_collectives_keep_static_lengths(n):
 
 
 def test_all_gather_keeps_static_lengths(n):
-    s, declared = row_variable()
+    s, declared = make_row_variable()
     if n == 1:
         synk.all_gather(s)
     else:

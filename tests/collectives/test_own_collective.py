@@ -35,6 +35,7 @@ class Rotate(Command):
 
 
 def rotate(shared_vars):
+    """Run the command that sends each rank's values of the variables to the next rank."""
     session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()

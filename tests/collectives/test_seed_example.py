@@ -34,7 +34,7 @@ gathered s after reset broadcast, Synkhronos call, and all-reduce:
 """
 
 
-def example():
+def run_example():
     """Run the statements of the page, in their order."""
     s_init = np.ones(2, dtype="float32")
     x = T.matrix("x", dtype="float32")  # the page's floatX
@@ -71,7 +71,7 @@ def example():
 def test_example_prints_the_documented_output(fork, capsys):
     fork(2)
     with np.printoptions(legacy="1.13"):  # the page is of that time
-        gathered = example()
+        gathered = run_example()
     assert capsys.readouterr().out == PRINTED
     assert gathered.dtype == "float32"
 
@@ -81,7 +81,7 @@ def test_example_runs_twice_in_a_process(fork, capsys):
     for _ in range(2):
         fork(2)
         with np.printoptions(legacy="1.13"):
-            example()
+            run_example()
         assert capsys.readouterr().out == PRINTED
         synk.close()
 
@@ -89,4 +89,4 @@ def test_example_runs_twice_in_a_process(fork, capsys):
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_example_sum_does_not_depend_on_the_number_of_ranks(fork, n):
     fork(n)
-    assert example().tolist() == [[10.0, 10.0]] * n
+    assert run_example().tolist() == [[10.0, 10.0]] * n

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hosts import are_simulated, make_command
-from launch_runs import ENVIRONMENT, HOST, command, list_marked_processes
+from launch_runs import ENVIRONMENT, HOST, list_marked_processes, make_synkhronos_command
 from library import NAME
 from paths import SUPPORT
 from system import find_leaked_names, list_shared_names
@@ -35,7 +35,7 @@ def start(folder, experiment, *arguments, **environment):
         shutil.copy(file, folder)
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        command("platoon", experiment, *arguments),
+        make_synkhronos_command("platoon", experiment, *arguments),
         cwd=folder,
         env=ENVIRONMENT | {"MARK": mark} | environment,
         stdout=subprocess.PIPE,
@@ -72,7 +72,8 @@ def list_processes(process):
     return processes
 
 
-def run(folder, experiment, *arguments, status=0, **environment):
+def run_experiment(folder, experiment, *arguments, status=0, **environment):
+    """Run a program of Platoon to its end; return its output, its errors and its log files."""
     before = list_shared_names()
     code, out, err = finish(start(folder, experiment, *arguments, **environment))
     logs = {path.name: path.read_text() for path in sorted(Path(folder).glob("PLATOON_LOGS/*/*/*"))}
@@ -86,9 +87,10 @@ def run(folder, experiment, *arguments, status=0, **environment):
 
 @pytest.fixture(scope="module")
 def contract(tmp_path_factory):
+    """Run the program contract.py once; return the records of both ranks, its output, errors and logs."""
     folder = tmp_path_factory.mktemp("contract")
     arguments = [*DEVICES, "-c=--patience 7 --control-port=6000", "-w=--rate 0.5"]
-    out, err, logs = run(folder, "contract", *arguments, **FLAGS)
+    out, err, logs = run_experiment(folder, "contract", *arguments, **FLAGS)
     records = [pickle.loads((folder / f"record-{rank}.pkl").read_bytes()) for rank in (0, 1)]
     return records, out, err, logs
 
@@ -209,7 +211,7 @@ def test_platoon_mini_batches_reach_one_worker_each(contract):
     ],
 )
 def test_platoon_launcher_reports_the_first_failure(tmp_path, how, rank, message):
-    _, err, logs = run(tmp_path, "fails", *DEVICES, f"-w={how} {rank}", status=1)
+    _, err, logs = run_experiment(tmp_path, "fails", *DEVICES, f"-w={how} {rank}", status=1)
     before, _, after = message.partition("{}")
     assert before in err and after in err, err
     assert f"worker {1 - rank}" not in err
@@ -237,7 +239,7 @@ def test_platoon_launcher_reports_the_first_failure(tmp_path, how, rank, message
     ],
 )
 def test_platoon_launcher_reports_failures_of_any_kind(tmp_path, how, message):
-    _, err, _ = run(tmp_path, "fails", *DEVICES, f"-w={how}", status=1)
+    _, err, _ = run_experiment(tmp_path, "fails", *DEVICES, f"-w={how}", status=1)
     assert message in err
 
 
@@ -257,9 +259,9 @@ def test_platoon_worker_may_exit_early_with_status_0(tmp_path):
 @pytest.mark.faults
 def test_platoon_worker_fails_if_the_queue_ends_during_its_batch(tmp_path):
     """A worker that has reported its last mini-batch exits with 0."""
-    _, _, logs = run(tmp_path, "fails", "-D", "cpu", "-w=idle")
+    _, _, logs = run_experiment(tmp_path, "fails", "-D", "cpu", "-w=idle")
     assert "there are no more mini-batches" in logs["worker_cpu.err"]
-    _, err, _ = run(tmp_path, "fails", "-D", "cpu", "-w=busy", status=1)
+    _, err, _ = run_experiment(tmp_path, "fails", "-D", "cpu", "-w=busy", status=1)
     assert "EndOfBatches" in err
 
 
@@ -308,7 +310,12 @@ def wait_until_ready(process, folder):
 def test_platoon_launcher_refuses_wrong_arguments(tmp_path, arguments, message):
     shutil.copy(PROGRAMS / "fails_worker.py", tmp_path)
     done = subprocess.run(
-        command("platoon", *arguments), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT
+        make_synkhronos_command("platoon", *arguments),
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
     )
     assert done.returncode == 2 and message in done.stderr
     assert not (tmp_path / "PLATOON_LOGS").exists()
@@ -323,9 +330,9 @@ def test_platoon_launcher_reads_devices_from_the_environment(tmp_path):
         "from platoon.channel import Worker\nworker = Worker(5567)\nprint('rank', worker.local_rank)\n"
         "import sys\nif len(sys.argv) > 1:\n    worker.send_req('next')\n"
     )
-    _, _, logs = run(tmp_path, "alone", PLATOON_DEVICES="cpu,cpu,cpu")
+    _, _, logs = run_experiment(tmp_path, "alone", PLATOON_DEVICES="cpu,cpu,cpu")
     assert [logs[f"worker_cpu-{rank}.out"] for rank in range(3)] == ["rank 0\n", "rank 1\n", "rank 2\n"]
-    _, err, _ = run(tmp_path, "alone", "-D", "cpu", "-w=ask", status=1, PLATOON_DEVICES="cpu,cpu,cpu")
+    _, err, _ = run_experiment(tmp_path, "alone", "-D", "cpu", "-w=ask", status=1, PLATOON_DEVICES="cpu,cpu,cpu")
     assert "Controller has no handle_control(), to answer the request 'next'" in err
 
 
@@ -369,7 +376,7 @@ def test_platoon_accepts_names_of_its_first_version(tmp_path):
         "    assert answer == 11\n"
         "    s.sync_params(synchronous=True)\n"
     )
-    run(tmp_path, "old", *DEVICES, "-w", "init")
+    run_experiment(tmp_path, "old", *DEVICES, "-w", "init")
 
 
 @pytest.mark.any_library

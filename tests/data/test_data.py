@@ -34,7 +34,7 @@ def forked():
     fork_ranks(2)
 
 
-def arrays(dtype=dtypes, shape=shapes):
+def draw_arrays(dtype=dtypes, shape=shapes):
     """Draw arrays of any dtype, shape and memory layout."""
     contiguous = hnp.arrays(dtype, shape)
 
@@ -65,7 +65,7 @@ def read_by_ranks(data):
     return _functions[key](data)
 
 
-def files_and_mappings():
+def count_files_and_mappings():
     """Return the number of open files and of mapped shared memory segments of each rank."""
     counts = []
     for pid in [os.getpid(), *list_children(os.getpid())]:
@@ -78,7 +78,7 @@ def files_and_mappings():
 # -- making it -----------------------------------------------------------------------------------------------
 
 
-@given(arrays())
+@given(draw_arrays())
 def test_data_copies_a_value(value):
     d = synk.data(value)
     assert (d.dtype, d.ndim, d.shape, d.size) == (value.dtype, value.ndim, value.shape, value.size)
@@ -326,7 +326,7 @@ def test_data_refuses_non_numbers_even_with_force_cast(value):
 # -- set_value -----------------------------------------------------------------------------------------------
 
 
-@given(st.lists(arrays("int16", hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=6)), max_size=5))
+@given(st.lists(draw_arrays("int16", hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=6)), max_size=5))
 def test_set_value_replaces_shape_and_content(values):
     d = synk.data(dtype="int32", ndim=2)
     for value in values:
@@ -509,7 +509,7 @@ def test_dropped_data_leave_no_files_or_mappings():
     read_by_ranks(d)
     gc.collect()
     read_by_ranks(d)
-    before = files_and_mappings()
+    before = count_files_and_mappings()
     assert len(before) == 2
     assert before[0][1] >= 1, "the mappings of shared memory are not recognised"
     for i in range(300):
@@ -519,28 +519,28 @@ def test_dropped_data_leave_no_files_or_mappings():
     del passing
     gc.collect()
     read_by_ranks(d)  # also sends the list of dropped objects
-    assert files_and_mappings() == before
+    assert count_files_and_mappings() == before
 
 
 def test_growing_data_leave_no_files_or_mappings():
     d = synk.data(np.arange(5.0))
     read_by_ranks(d)
-    before = files_and_mappings()
+    before = count_files_and_mappings()
     for i in range(100):
         d.set_length(6 + i)
         if i % 7 == 0:
             read_by_ranks(d)
     read_by_ranks(d)
     read_by_ranks(d)
-    assert files_and_mappings() == before
+    assert count_files_and_mappings() == before
 
 
 def test_free_memory_unmaps_on_workers():
     d = synk.data(np.arange(5.0))
     read_by_ranks(d)
-    before = files_and_mappings()
+    before = count_files_and_mappings()
     d.free_memory()
-    after = files_and_mappings()
+    after = count_files_and_mappings()
     assert [mapped for _, mapped in after] == [mapped - 1 for _, mapped in before]
 
 

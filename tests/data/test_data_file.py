@@ -10,6 +10,7 @@ import synkhronos as synk
 
 @pytest.fixture
 def path(tmp_path):
+    """Write 100 rows of 3 numbers to a .npy file; return its path."""
     path = tmp_path / "x.npy"
     np.save(path, np.arange(300.0).reshape(100, 3))
     return path

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-def rows(start, stop):
+def make_rows(start, stop):
     return np.arange(3.0 * start, 3.0 * stop).reshape(-1, 3)
 
 
@@ -57,9 +57,9 @@ def test_data_parts_holds_the_loaded_rows(fork, n):
 
         def load(start, stop):
             requests.append((start, stop))
-            return rows(start, stop)
+            return make_rows(start, stop)
 
-        parts, whole = synk.data_parts(load, length), rows(0, length)
+        parts, whole = synk.data_parts(load, length), make_rows(0, length)
         share = get_share(length, n, 0)
         assert requests == [(share.start, share.stop)]  # the other ranks have their own lists
         assert parts.shape == (length, 3) and parts.local_rows == range(length) and parts.dtype == float
@@ -99,7 +99,7 @@ def test_data_parts_batches_are_local(counts, data):
 
 def test_data_parts_is_read_only_and_can_be_freed(fork):
     fork(2)
-    f, data = make_double(), synk.data_parts(rows, 9, name="points")
+    f, data = make_double(), synk.data_parts(make_rows, 9, name="points")
     for change in (lambda: data.set_value(np.ones((2, 3))), lambda: data.set_length(5), lambda: data.__setitem__(0, 1)):
         with raises(ValueError, "points"):
             change()
@@ -115,23 +115,23 @@ def test_data_parts_is_read_only_and_can_be_freed(fork):
         data[0]
 
 
-def of_other_shapes(start, stop):
+def make_other_shapes(start, stop):
     return np.ones((stop - start, 2 + (start > 0)))
 
 
-def of_other_dtypes(start, stop):
+def make_other_dtypes(start, stop):
     return np.ones(stop - start, "f4" if start else "f8")
 
 
-def too_few(start, stop):
+def make_too_few_rows(start, stop):
     return np.ones(1) if start else np.ones(stop)
 
 
-def text(start, stop):
+def make_text_rows(start, stop):
     return ["a"] * (stop - start)
 
 
-def missing(start, stop):
+def raise_missing_file(start, stop):
     if start == 0:
         raise FileNotFoundError("no such part")
     return np.ones(stop - start)
@@ -141,12 +141,12 @@ def missing(start, stop):
 @pytest.mark.parametrize(
     ("load", "length", "error", "words"),
     [
-        (of_other_shapes, 8, ValueError, r"got \(2,\) of float64 on rank 0, and \(3,\) of float64 on rank 1"),
-        (of_other_dtypes, 8, ValueError, r"float64 on rank 0, and \(\) of float32 on rank 1"),
-        (too_few, 8, synk.WorkerError, r"rank 1 .*load\(4, 8\), for rank 1: ValueError: expected 4 rows"),
-        (text, 8, RuntimeError, r"load\(0, 4\), for rank 0: TypeError: load: expected numbers"),
-        (missing, 8, RuntimeError, r"load\(0, 4\), for rank 0: FileNotFoundError: no such part"),
-        (rows, 0, ValueError, "length"),
+        (make_other_shapes, 8, ValueError, r"got \(2,\) of float64 on rank 0, and \(3,\) of float64 on rank 1"),
+        (make_other_dtypes, 8, ValueError, r"float64 on rank 0, and \(\) of float32 on rank 1"),
+        (make_too_few_rows, 8, synk.WorkerError, r"rank 1 .*load\(4, 8\), for rank 1: ValueError: expected 4 rows"),
+        (make_text_rows, 8, RuntimeError, r"load\(0, 4\), for rank 0: TypeError: load: expected numbers"),
+        (raise_missing_file, 8, RuntimeError, r"load\(0, 4\), for rank 0: FileNotFoundError: no such part"),
+        (make_rows, 0, ValueError, "length"),
         ("rows", 8, TypeError, "load: expected a function"),
     ],
 )
@@ -154,16 +154,16 @@ def test_data_parts_names_wrong_loads(fork, load, length, error, words):
     fork(2)
     with pytest.raises(error, match=words):
         synk.data_parts(load, length)
-    data = synk.data_parts(rows, 5)
-    assert np.array_equal(data, rows(0, 5))
+    data = synk.data_parts(make_rows, 5)
+    assert np.array_equal(data, make_rows(0, 5))
     assert len(ranks.get_session().rank.segments) <= 2  # no segment of the failed calls
 
 
 def test_data_parts_leaves_no_open_files(fork):
     fork(2)
-    synk.data_parts(rows, 5)
+    synk.data_parts(make_rows, 5)
     before = os.listdir("/proc/self/fd")
-    synk.data_parts(rows, 5)
+    synk.data_parts(make_rows, 5)
     assert os.listdir("/proc/self/fd") == before
 
 

@@ -16,7 +16,7 @@ integer_dtypes = st.sampled_from(["int8", "int16", "int32", "int64", "uint8", "u
 
 
 @st.composite
-def index_lists(draw, length):
+def draw_indexes(draw, length):
     """Draw indexes as users write them: lists, tuples, arrays of any integer dtype, strided arrays, ranges."""
     if not length:
         return draw(st.sampled_from([[], (), np.empty(0, np.int32), range(0), range(3, 3)]))
@@ -35,7 +35,7 @@ def index_lists(draw, length):
 
 
 @st.composite
-def batches(draw):
+def draw_batch(draw):
     """Draw a length, a valid batch, and the equivalent NumPy index."""
     length = draw(lengths)
     kind = draw(st.sampled_from(["all", "count", "slice", "indexes", "mask"]))
@@ -51,7 +51,7 @@ def batches(draw):
         mask = draw(st.lists(st.booleans(), min_size=length, max_size=length))
         # An empty list is no mask; an empty array of bool is one.
         return length, mask if mask and draw(st.booleans()) else np.array(mask, bool), np.array(mask, bool)
-    batch = draw(index_lists(length))
+    batch = draw(draw_indexes(length))
     return length, batch, np.array(batch, np.int64)
 
 
@@ -62,14 +62,14 @@ def make_rows(length, width=2):
 # -- select --------------------------------------------------------------------------------------------------
 
 
-@given(batches())
+@given(draw_batch())
 def test_select_equals_numpy_indexing(case):
     length, batch, index = case
     data = make_rows(length)
     np.testing.assert_array_equal(take_rows(data, select_rows(batch, length)), data[index])
 
 
-@given(batches())
+@given(draw_batch())
 def test_select_returns_a_range_or_nonnegative_int64(case):
     length, batch, _ = case
     rows = select_rows(batch, length)
@@ -170,7 +170,7 @@ def test_share_sizes_differ_by_at_most_one(count, parts):
     assert sizes[0] - sizes[-1] <= 1
 
 
-@given(batches(), st.integers(1, 5))
+@given(draw_batch(), st.integers(1, 5))
 def test_split_parts_make_up_the_selection(case, count):
     length, batch, _ = case
     rows = select_rows(batch, length)
@@ -180,7 +180,7 @@ def test_split_parts_make_up_the_selection(case, count):
     assert [row for piece in cut for row in piece] == list(rows)
 
 
-@given(batches(), st.integers(1, 4), st.integers(1, 4))
+@given(draw_batch(), st.integers(1, 4), st.integers(1, 4))
 def test_split_of_shares_covers_all_rows(case, parts, count):
     length, batch, index = case
     rows = select_rows(batch, length)
@@ -192,7 +192,7 @@ def test_split_of_shares_covers_all_rows(case, parts, count):
 # -- lowest and highest --------------------------------------------------------------------------------------
 
 
-@given(batches())
+@given(draw_batch())
 def test_min_row_and_max_row_equal_numpy(case):
     length, batch, index = case
     rows, picked = select_rows(batch, length), np.arange(length)[index]
@@ -204,7 +204,7 @@ def test_min_row_and_max_row_equal_numpy(case):
 # -- take_rows ----------------------------------------------------------------------------------------------------
 
 
-@given(batches(), st.sampled_from([(), (3,), (2, 2), (0,)]), st.booleans())
+@given(draw_batch(), st.sampled_from([(), (3,), (2, 2), (0,)]), st.booleans())
 def test_take_equals_numpy_for_any_shape_and_layout(case, behind, strided):
     length, batch, index = case
     data = np.random.default_rng(0).normal(size=(length, *behind))

@@ -190,14 +190,14 @@ def connected(monkeypatch):
         communicator._watchdog.close()
 
 
-def start(communicator, gpu, command=5):
+def start_all_reduce(communicator, gpu, command=5):
     gpu.command_number = command
     communicator.all_reduce(np.ones(3, "float32"), "sum")
 
 
 def test_all_reduce_returns_before_the_stream_ends(connected):
     communicator, gpu = connected()
-    start(communicator, gpu)
+    start_all_reduce(communicator, gpu)
     assert gpu.state == NOT_READY and gpu.pending[0].is_unfinished()
     gpu.state = DONE
     assert not gpu.pending[0].is_unfinished()
@@ -238,7 +238,7 @@ def test_all_reduce_fails_when_aborted_meanwhile(connected, monkeypatch):
 
 def test_failed_command_aborts_its_collectives(connected):
     communicator, gpu = connected(is_master=False)
-    start(communicator, gpu, command=5)
+    start_all_reduce(communicator, gpu, command=5)
     cancel = gpu.pending[0].cancel
     cancel(4)
     assert not gpu.aborted and communicator.generation == 1
@@ -250,7 +250,7 @@ def test_failed_command_aborts_its_collectives(connected):
 
 def test_master_aborts_nccl_after_a_worker_died(connected):
     communicator, gpu = connected()
-    start(communicator, gpu)
+    start_all_reduce(communicator, gpu)
     time.sleep(0.1)
     assert not gpu.aborted
     gpu.is_dead = True
@@ -265,7 +265,7 @@ def test_master_aborts_nccl_after_a_worker_died(connected):
 @pytest.mark.parametrize("has_died", [True, False])
 def test_abort_frees_a_launch_on_a_full_stream(connected, has_died):
     communicator, gpu = connected()
-    start(communicator, gpu)
+    start_all_reduce(communicator, gpu)
     gpu.has_room.clear()  # as while another thread waits in a CUDA call
     time.sleep(0.1)
     if has_died:
@@ -282,7 +282,7 @@ def test_abort_frees_a_launch_on_a_full_stream(connected, has_died):
 def test_event_queries_are_serialized(connected, monkeypatch):
     monkeypatch.setattr("synkhronos.devices.cuda.watchdog.STUCK_TIMEOUT", 0.05)
     communicator, gpu = connected()
-    start(communicator, gpu)
+    start_all_reduce(communicator, gpu)
     gpu.has_room.clear()
     assert not communicator._watchdog._query_idle()
     asking = communicator._watchdog._query_thread
@@ -296,7 +296,7 @@ def test_event_queries_are_serialized(connected, monkeypatch):
 
 def test_idle_worker_death_aborts_nothing(connected):
     communicator, gpu = connected()
-    start(communicator, gpu)
+    start_all_reduce(communicator, gpu)
     gpu.state = DONE
     time.sleep(0.1)
     gpu.is_dead = True
@@ -306,7 +306,7 @@ def test_idle_worker_death_aborts_nothing(connected):
 
 def test_close_waits_for_pending_collectives(connected):
     communicator, gpu = connected()
-    start(communicator, gpu)
+    start_all_reduce(communicator, gpu)
     finish = gpu.pending[0].finish
     # The failure of a later command does not concern this collective.
     gpu.failed = 6
@@ -315,7 +315,7 @@ def test_close_waits_for_pending_collectives(connected):
     finish()
     assert gpu.state == DONE and not gpu.aborted
     timer.join()
-    start(communicator, gpu)
+    start_all_reduce(communicator, gpu)
     gpu.is_dead = True
     finish()  # not any more: no other rank will start it
 
@@ -323,7 +323,7 @@ def test_close_waits_for_pending_collectives(connected):
 @pytest.mark.parametrize("is_master", [True, False])
 def test_peer_failure_frees_a_rank_waiting_for_its_gpu(connected, is_master):
     communicator, gpu = connected(is_master=is_master)
-    start(communicator, gpu, command=5)
+    start_all_reduce(communicator, gpu, command=5)
     gpu.failed = 4
     time.sleep(0.1)
     assert not gpu.aborted
@@ -340,7 +340,7 @@ def test_failure_after_the_last_barrier_aborts_nothing(connected):
     gpu.barrier = lambda look: (met.append(1), setattr(gpu, "arrived", 3))
     communicator.wait_started()
     assert met == []  # nothing has been started
-    start(communicator, gpu, command=5)
+    start_all_reduce(communicator, gpu, command=5)
     communicator.wait_started()
     assert met == [1]
     gpu.failed = 5
@@ -430,7 +430,7 @@ def test_rank_past_the_barrier_aborts_no_peer(connected):
     gpu.arrive = lambda: setattr(gpu, "has_come", True)
     communicator.notify_started()
     assert not hasattr(gpu, "has_come")  # no collective was started that a rank would wait for
-    start(communicator, gpu, command=5)
+    start_all_reduce(communicator, gpu, command=5)
     communicator.notify_started()
     assert gpu.has_come
     gpu.arrived = 2
@@ -438,7 +438,7 @@ def test_rank_past_the_barrier_aborts_no_peer(connected):
     assert gpu.aborted == 1
     communicator, gpu = connected()
     gpu.arrive = lambda: setattr(gpu, "arrived", 3)
-    start(communicator, gpu, command=5)
+    start_all_reduce(communicator, gpu, command=5)
     communicator.notify_started()
     gpu.pending[0].cancel(5)  # after all ranks arrived
     assert not gpu.aborted
@@ -461,7 +461,7 @@ def test_training_step_is_one_launch_with_all_reduce():
 def test_abort_spares_collectives_that_all_ranks_reached(connected):
     # A rank may fail after the barrier, and others may be cancelled before they leave it.
     communicator, gpu = connected()
-    start(communicator, gpu, command=5)
+    start_all_reduce(communicator, gpu, command=5)
 
     def fails():
         gpu.failed = 5
@@ -478,7 +478,7 @@ def test_abort_spares_collectives_that_all_ranks_reached(connected):
 @pytest.mark.parametrize("have_all_come", [False, True])
 def test_abort_of_started_collectives_is_collective(connected, error, have_all_come):
     communicator, gpu = connected()
-    start(communicator, gpu, command=5)
+    start_all_reduce(communicator, gpu, command=5)
 
     def fails():
         raise error
@@ -496,7 +496,7 @@ def test_abort_of_started_collectives_is_collective(connected, error, have_all_c
 def test_failed_command_ends_all_waits(connected, monkeypatch):
     monkeypatch.setattr("synkhronos.devices.cuda.watchdog.CONNECT_TIMEOUT", 1.0)
     communicator, gpu = connected()
-    start(communicator, gpu, command=5)
+    start_all_reduce(communicator, gpu, command=5)
     communicator.wait_started()
     gpu.failed = 5
     time.sleep(0.1)
@@ -511,10 +511,10 @@ def test_aborted_connection_is_not_used(connected):
     communicator, gpu = connected()
     communicator._watchdog.abort()
     with pytest.raises(RuntimeError, match="the connection between the ranks' GPUs was aborted"):
-        start(communicator, gpu)
+        start_all_reduce(communicator, gpu)
     gpu.is_dead = True
     with pytest.raises(synk.WorkerError, match="a peer has died"):
-        start(communicator, gpu)
+        start_all_reduce(communicator, gpu)
     assert gpu.state == DONE
 
 
@@ -530,7 +530,7 @@ def test_abort_waits_for_running_nccl_calls(connected, monkeypatch, seconds):
 
     monkeypatch.setattr(gpu, "all_reduce", all_reduce)
     monkeypatch.setattr(gpu, "abort", lambda: (Gpu.abort(gpu), let_go.set()))
-    caller = threading.Thread(target=start, args=(communicator, gpu))
+    caller = threading.Thread(target=start_all_reduce, args=(communicator, gpu))
     caller.start()
     called.wait()
     communicator._watchdog.abort()
@@ -577,7 +577,7 @@ def connect_group(communicator, gpu):
 def test_group_collective_waits_for_pending_ones(connected):
     communicator, gpu = connected()
     group, events = connect_group(communicator, gpu)
-    start(communicator, gpu)
+    start_all_reduce(communicator, gpu)
     states = []
 
     def send(*arguments):
@@ -595,7 +595,7 @@ def test_abort_begins_with_blocked_connections(connected):
     # Aborting an idle connection frees memory, and CUDA would wait for the blocked one before it does.
     communicator, gpu = connected()
     group, events = connect_group(communicator, gpu)
-    start(communicator, gpu)
+    start_all_reduce(communicator, gpu)
     communicator._watchdog.close()
     assert events == ["all", "group"]
     group, events = connect_group(communicator, gpu)
@@ -652,6 +652,7 @@ class Driver:
 
 @pytest.fixture
 def staging(monkeypatch):
+    """Return the staging memory of a driver that records its calls."""
     monkeypatch.setattr(
         "synkhronos.devices.cuda.staging.check_result", lambda results: pytest.fail() if results[0] else None
     )

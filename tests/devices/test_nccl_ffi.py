@@ -16,7 +16,8 @@ pytestmark = [
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def run(program):
+def run_program(program):
+    """Run a program of handler_programs.py in a new process; return the lines that it prints."""
     code = f"""
         import handler_programs
         handler_programs.{program}
@@ -27,7 +28,7 @@ def run(program):
 @needs_compiler
 @pytest.mark.parametrize("calls", ["native", "graph"])
 def test_nccl_handler_failure_keeps_donated_arrays(calls):
-    good, twice, failed, after, aborted, outside = run(f"reduce_once({calls!r})")
+    good, twice, failed, after, aborted, outside = run_program(f"reduce_once({calls!r})")
     reduced = "['3 of 7 by 4 in 1234 on None', 'flag on None']"
     assert good == after == f"[[1.0, 3.0, 5.0], 1]; {reduced}"
     # The number of handler calls is unspecified where XLA replays a graph.
@@ -41,7 +42,7 @@ def test_nccl_handler_failure_keeps_donated_arrays(calls):
 
 @needs_compiler
 def test_chunks_are_reduced_on_the_side_stream_and_waited_for():
-    good, failed, other = run("reduce_chunks()")
+    good, failed, other = run_program("reduce_chunks()")
     start = ["record 9 on None", "8 waits for 9", "3 of 7 by 0 in 1234 on 8"]
     join = ["record 9 on 8", "None waits for 9"]
     finish_calls = ["4 of 7 by 0 in 1234 on None", "1 of 9 by 0 in 1234 on None", "flag on None"]
@@ -53,7 +54,7 @@ def test_chunks_are_reduced_on_the_side_stream_and_waited_for():
 
 @needs_compiler
 def test_nccl_handler_is_called_in_each_iteration():
-    assert run("reduce_in_loop()") == [
+    assert run_program("reduce_in_loop()") == [
         "[[1024.0, 1024.0, 1024.0], 10, 10] 10",
         "[[8.0, 8.0, 8.0], 10, 3]; RuntimeError: NCCL failed within a launch (ncclResult_t 3) 4",
     ]
@@ -61,7 +62,7 @@ def test_nccl_handler_is_called_in_each_iteration():
 
 @needs_compiler
 def test_only_one_handler_may_be_recorded():
-    traits = [line.split()[1:] for line in run("read_traits()")]
+    traits = [line.split()[1:] for line in run_program("read_traits()")]
     assert traits == [["None", "0"], ["None", "0"], ["None", "1"]]
 
 

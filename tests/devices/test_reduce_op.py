@@ -22,19 +22,20 @@ LARGE = 3_000  # elements, which are streamed
 
 
 @pytest.fixture
-def row(monkeypatch):
+def logaddexp_op(monkeypatch):
+    """Add the reduction to the table of reductions."""
     for name, op in ROW.items():
         monkeypatch.setitem(REDUCE_OPS, name, op)
 
 
-def combine(worker, group=False):
+def all_reduce_rank_numbers(worker, group=False):
     way = worker.group(list(range(worker.size))) if group else worker
     return np.asarray(way.all_reduce(np.full(3, float(worker.number)), "logaddexp"))
 
 
 @on_host
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_own_reduction_is_an_op_of_functions(row, fork, n):
+def test_own_reduction_is_an_op_of_functions(logaddexp_op, fork, n):
     fork(n)
     x = tensor.dmatrix("x")
     total = tensor.log(tensor.exp(x).sum(axis=0))
@@ -48,7 +49,7 @@ def test_own_reduction_is_an_op_of_functions(row, fork, n):
 
 
 @on_host
-def test_own_reduction_is_an_op_of_updates(row, fork):
+def test_own_reduction_is_an_op_of_updates(logaddexp_op, fork):
     fork(2)
     x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
     total = tensor.log(tensor.exp(x).sum(axis=0))
@@ -59,7 +60,7 @@ def test_own_reduction_is_an_op_of_updates(row, fork):
 
 @on_host
 @pytest.mark.parametrize("size", [3, LARGE])
-def test_own_reduction_is_an_op_of_collectives(row, fork, size):
+def test_own_reduction_is_an_op_of_collectives(logaddexp_op, fork, size):
     n = fork(2)
     s = shared(np.zeros(size), "s")
     synk.function([], updates=[(s, s)])
@@ -72,7 +73,7 @@ def test_own_reduction_is_an_op_of_collectives(row, fork, size):
 
 
 @on_host
-def test_own_reduction_is_an_op_of_metrics(row, fork):
+def test_own_reduction_is_an_op_of_metrics(logaddexp_op, fork):
     fork(2)
     x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
     validate = {"log": (tensor.log(tensor.exp(x).sum()), "logaddexp")}
@@ -92,7 +93,7 @@ def reduce_batches(op, batches):
 
 
 @pytest.mark.parametrize("name", [*REDUCE_OPS, *ROW])
-def test_ops_of_metrics_do_not_depend_on_the_batches(row, name):
+def test_ops_of_metrics_do_not_depend_on_the_batches(logaddexp_op, name):
     op = OutputOp(name)
     whole, batched = (reduce_batches(op, batches) for batches in ([[1, 2, 4, 8, 16]], [[1, 2], [4, 8], [16]]))
     assert (name in list_metric_ops()) == (np.ndim(whole) == 0 and np.isclose(whole, batched))
@@ -100,13 +101,15 @@ def test_ops_of_metrics_do_not_depend_on_the_batches(row, name):
 
 @on_host
 @pytest.mark.parametrize("group", [False, True])
-def test_own_reduction_is_an_op_of_programs(row, fork, group):
+def test_own_reduction_is_an_op_of_programs(logaddexp_op, fork, group):
     fork(2)
-    np.testing.assert_allclose(synk.run(combine, group=group), np.full((2, 3), np.logaddexp(0, 1)), rtol=1e-12)
+    np.testing.assert_allclose(
+        synk.run(all_reduce_rank_numbers, group=group), np.full((2, 3), np.logaddexp(0, 1)), rtol=1e-12
+    )
 
 
 @on_host
-def test_own_reduction_is_listed_in_error_messages(row, fork):
+def test_own_reduction_is_listed_in_error_messages(logaddexp_op, fork):
     fork(2)
     i = shared(np.zeros(3, "int64"), "i")
     synk.function([], updates=[(i, i)])
@@ -124,7 +127,7 @@ def test_own_reduction_is_listed_in_error_messages(row, fork):
         synk.reduce(i, "mean")
 
 
-def test_own_reduction_missing_on_a_device_is_named(row):
+def test_own_reduction_missing_on_a_device_is_named(logaddexp_op):
     x = np.ones(2)
     np.testing.assert_allclose(HOST.reduce_pair(ROW["logaddexp"], x.copy(), x), np.logaddexp(1, 1))
     with pytest.raises(NotImplementedError, match="libgpuarray has no kernel for 'logaddexp'"):

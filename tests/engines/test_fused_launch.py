@@ -170,7 +170,7 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
         assert standing_in.calls == {100: [[5]], 2000: [[305]], 10**6: [1006]}[piece]
 
 
-def needs(jaxpr, variables):
+def find_needed_equations(jaxpr, variables):
     """Return the equations that variables are computed from."""
     source = {id(v): i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
     needed, left = set(), [*variables]
@@ -207,17 +207,17 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     calls = [equation for equation in jaxpr.eqns if equation.primitive.name == "ffi_call"]
     assert [call.params["target_name"] for call in calls] == ["synkhronos_start"] * 2 + ["synkhronos_all_reduce"]
     products = [
-        [equation for equation in needs(jaxpr, call.invars) if equation.primitive.name == "dot_general"]
+        [equation for equation in find_needed_equations(jaxpr, call.invars) if equation.primitive.name == "dot_general"]
         for call in calls
     ]
     # Three products of the forward pass, then the gradients by each layer's weights and by its input.
     assert [len(equations) for equations in products] == [4, 6, 8]
     for call, before, behind in zip(calls, products, products[1:], strict=False):
         for product in behind[len(before) :]:
-            assert call in needs(jaxpr, product.invars)
+            assert call in find_needed_equations(jaxpr, product.invars)
     # The forward pass precedes all chunks.
     (loss,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "reduce_sum"][:1]
-    assert not any(call in needs(jaxpr, loss.invars) for call in calls)
+    assert not any(call in find_needed_equations(jaxpr, loss.invars) for call in calls)
 
 
 @on_host

@@ -35,7 +35,7 @@ def assert_close(actual, expected):
 # -- checks of each mode ---------------------------------------------------------------------------------------
 
 
-def outputs_and_rows(mode):
+def check_outputs_and_rows(mode):
     x, y, b = T.dmatrix("x"), T.dvector("y"), T.dscalar("b")
     hidden = T.tanh(x * b)
     exact = [
@@ -58,7 +58,7 @@ def outputs_and_rows(mode):
             assert count == len(rows)
 
 
-def updates(mode):
+def check_updates(mode):
     def make(w):
         x, y = T.dmatrix("x"), T.dvector("y")
         loss = ((T.tanh(T.dot(x, w)) - y) ** 2).mean()
@@ -77,7 +77,7 @@ def updates(mode):
         assert_close(synk.get_value(1, w), v.get_value())
 
 
-def sliceable_shareds(mode):
+def check_sliceable_shareds(mode):
     s, t = shared(np.zeros((1, 3)), "s"), shared(np.zeros(1), "t")
     f = synk.function(
         [], [((s * t.dimshuffle(0, "x")).sum(axis=0), "sum"), (s, "gather")], sliceable_shareds=[s, t], mode=mode
@@ -96,7 +96,7 @@ def sliceable_shareds(mode):
             assert_close(joined, X[list(rows)])
 
 
-def results_alias_nothing(mode):
+def check_results_alias_nothing(mode):
     x, b = T.dmatrix("x"), T.dvector("b")
     rows, whole = shared(np.zeros((1, 3)), "rows"), shared(np.zeros(1), "whole")
     f = synk.function(
@@ -122,7 +122,7 @@ def results_alias_nothing(mode):
         np.testing.assert_array_equal(results[1], rank_rows)
 
 
-def large_outputs(mode):
+def check_large_outputs(mode):
     x = T.dmatrix("x")
     f = synk.function([x], [x.sum(axis=0), (x * 2, "gather")], mode=mode)
     value = RNG.normal(size=(4, 200_000))
@@ -131,7 +131,7 @@ def large_outputs(mode):
     assert_close(doubled, value * 2)
 
 
-def dtypes(mode):
+def check_dtypes(mode):
     for dtype in ("float32", "int64", "int8", "bool"):
         x = T.matrix("x", dtype=dtype)
         f = synk.function([x], [(x, "gather"), (x, "max"), (x, None)], mode=mode)
@@ -142,7 +142,7 @@ def dtypes(mode):
         assert_close(master_value, value[:5])
 
 
-def values_of_several_calls(mode):
+def check_values_of_several_calls(mode):
     """Check a shared variable that host collectives and functions change in turn."""
     x = T.dvector("x")
     w = shared(np.zeros(2), "w")
@@ -154,20 +154,20 @@ def values_of_several_calls(mode):
 
 
 CHECKS = [
-    outputs_and_rows,
-    updates,
-    sliceable_shareds,
-    results_alias_nothing,
-    large_outputs,
-    dtypes,
-    values_of_several_calls,
+    check_outputs_and_rows,
+    check_updates,
+    check_sliceable_shareds,
+    check_results_alias_nothing,
+    check_large_outputs,
+    check_dtypes,
+    check_values_of_several_calls,
 ]
 
 
 # -- the modes -------------------------------------------------------------------------------------------------
 
 
-def mode_named(name):
+def make_mode(name):
     if name == "an object":
         return Mode(linker="cvm", optimizer="fast_run")
     return name
@@ -191,7 +191,7 @@ if XLA:
 @pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_mode_equals_the_serial_function(fork, name, check):
     fork(2)
-    check(mode_named(name))
+    check(make_mode(name))
 
 
 if NAME == "pytensor" and not XLA:
@@ -202,7 +202,7 @@ if NAME == "pytensor" and not XLA:
         # JAX starts threads, and a process with threads should not fork; so this runs in a new process, which forks first.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(
-            [sys.executable, "-c", "import test_modes; test_modes.main('JAX')"],
+            [sys.executable, "-c", "import test_modes; test_modes.run_checks('JAX')"],
             env=environment,
             capture_output=True,
             text=True,
@@ -211,7 +211,7 @@ if NAME == "pytensor" and not XLA:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def main(mode):
+def run_checks(mode):
     synk.fork(2, use_gpu=False)
     for check in CHECKS:
         check(mode)

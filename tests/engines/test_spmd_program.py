@@ -13,14 +13,15 @@ pytestmark = [
 ]
 
 
-def run(command):
+def run_command(command):
     session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         return session.run(command)
 
 
-def multiply(size, steps):
+def compute_expected_product(size, steps):
+    """Return the last of the products with the matrix of `Multiply`, and their sum."""
     matrix = (np.arange(size)[:, None] + np.arange(size) + 1.0) / size**2
     vectors = [np.linalg.matrix_power(matrix, step + 1) @ np.ones(size) for step in range(steps)]
     return np.stack([vectors[-1], sum(vectors)])
@@ -31,9 +32,11 @@ def test_spmd_program_all_reduces_in_a_loop(fork, n):
     from xla_programs import Multiply
 
     fork(n)
-    np.testing.assert_allclose(run(Multiply(30)), multiply(n, 30), rtol=1e-6)
-    vectors = run(Multiply(30, vectorized=True))
-    np.testing.assert_allclose(vectors, [multiply(n, 30), 2 * multiply(n, 30)], rtol=1e-6)
+    np.testing.assert_allclose(run_command(Multiply(30)), compute_expected_product(n, 30), rtol=1e-6)
+    vectors = run_command(Multiply(30, vectorized=True))
+    np.testing.assert_allclose(
+        vectors, [compute_expected_product(n, 30), 2 * compute_expected_product(n, 30)], rtol=1e-6
+    )
 
 
 def test_spmd_program_takes_jax_settings_of_the_master(fork):
@@ -45,7 +48,7 @@ def test_spmd_program_takes_jax_settings_of_the_master(fork):
     try:
         for enabled in (not before, before):
             jax.config.update("jax_enable_x64", enabled)  # on rank 0 only
-            assert run(Multiply(30)).dtype == (np.float64 if enabled else np.float32)
+            assert run_command(Multiply(30)).dtype == (np.float64 if enabled else np.float32)
     finally:
         jax.config.update("jax_enable_x64", before)
 
@@ -55,8 +58,8 @@ def test_interrupt_ends_an_spmd_program(fork):
 
     fork(2)
     with pytest.raises(KeyboardInterrupt):
-        run(Multiply(10**9, event="interrupt", victim=0))
-    assert run(Add()) == 1
+        run_command(Multiply(10**9, event="interrupt", victim=0))
+    assert run_command(Add()) == 1
 
 
 def test_error_ends_an_spmd_program(fork):
@@ -64,8 +67,8 @@ def test_error_ends_an_spmd_program(fork):
 
     fork(2)
     with pytest.raises(synk.WorkerError, match="ValueError: no more memory"):
-        run(Multiply(10**9, event="fail"))
-    assert run(Add()) == 1
+        run_command(Multiply(10**9, event="fail"))
+    assert run_command(Add()) == 1
 
 
 def test_exit_of_a_rank_ends_an_spmd_program(fork):
@@ -73,7 +76,7 @@ def test_exit_of_a_rank_ends_an_spmd_program(fork):
 
     fork(2, timeout=300)  # separate ranks
     with pytest.raises(synk.WorkerError, match="was killed"):
-        run(Multiply(10**9, event="kill"))
+        run_command(Multiply(10**9, event="kill"))
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -83,8 +86,8 @@ def test_diverged_spmd_program_raises(fork, event, victim):
 
     fork(2)
     with pytest.raises((RuntimeError, synk.WorkerError), match="diverged"):
-        run(Multiply(30, event=event, victim=victim))
-    assert run(Add()) == 1
+        run_command(Multiply(30, event=event, victim=victim))
+    assert run_command(Add()) == 1
 
 
 def test_rank_program_compiles_without_autotuning(monkeypatch):

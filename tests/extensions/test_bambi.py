@@ -47,7 +47,7 @@ MODELS = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def two():
+def fork_two_ranks():
     fork_ranks(2)
     yield
     synk.close()

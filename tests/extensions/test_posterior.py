@@ -32,7 +32,7 @@ N, DRAWS = 30, 40
 X = np.random.default_rng(3).normal(size=(N, 3))
 
 
-def build():
+def build_model():
     with pm.Model(coords={"row": [f"row {i}" for i in range(N)]}) as model:
         x = pm.Data("x", X, dims=("row", "column"))
         mu = pm.Deterministic("mu", x @ pm.Normal("b", shape=3), dims="row")
@@ -43,7 +43,8 @@ def build():
 
 @pytest.fixture(scope="module")
 def sampled():
-    with build() as model:
+    """Sample a model in one process; return the model and the draws."""
+    with build_model() as model:
         steps = pm.Metropolis(compile_kwargs={"mode": INTERPRETED})
         return model, pm.sample(
             DRAWS, tune=0, step=steps, chains=2, cores=1, random_seed=1, progressbar=False,
@@ -53,21 +54,24 @@ def sampled():
 
 @pytest.fixture
 def model(sampled):
+    """Return the sampled model."""
     return sampled[0]
 
 
 @pytest.fixture
 def drawn(sampled):
+    """Return a copy of the draws, which a test may extend."""
     return sampled[1].copy()
 
 
-def settings(**kwargs):
+def make_settings(**kwargs):
     return {"progressbar": False, "compile_kwargs": {"mode": INTERPRETED}, **kwargs}
 
 
 def predict(model, drawn, **kwargs):
+    """Sample the posterior predictive distribution on all ranks."""
     with model:
-        return sample_posterior_predictive(drawn, **settings(random_seed=2, **kwargs))
+        return sample_posterior_predictive(drawn, **make_settings(random_seed=2, **kwargs))
 
 
 def check_equal(results, expected):
@@ -86,7 +90,7 @@ def check_equal(results, expected):
 def test_log_likelihood_equals_pymcs(fork, model, drawn, ranks, var_names):
     fork(ranks)
     with data_parallel(model):
-        kwargs = settings(extend_inferencedata=False, var_names=var_names)
+        kwargs = make_settings(extend_inferencedata=False, var_names=var_names)
         results = compute_log_likelihood(drawn, **kwargs)
     with model:
         check_equal(results, pm.compute_log_likelihood(drawn, **kwargs))
@@ -95,7 +99,7 @@ def test_log_likelihood_equals_pymcs(fork, model, drawn, ranks, var_names):
 def test_log_likelihood_extends_the_inference_data(fork, model, drawn):
     fork(2)
     with model:
-        assert compute_log_likelihood(drawn, **settings()) is drawn
+        assert compute_log_likelihood(drawn, **make_settings()) is drawn
     assert drawn["log_likelihood"]["y"].shape == (2, DRAWS, N)
 
 
@@ -113,7 +117,7 @@ def test_predictions_have_pymcs_distribution_and_layout(fork, model, drawn):
     fork(2)
     predicted = predict(model, drawn)
     with model:
-        expected = pm.sample_posterior_predictive(drawn, random_seed=2, **settings())
+        expected = pm.sample_posterior_predictive(drawn, random_seed=2, **make_settings())
     group, expected_group = predicted["posterior_predictive"], expected["posterior_predictive"]
     assert {name: group[name].dims for name in group} == {name: expected_group[name].dims for name in expected_group}
     assert {name: group[name].dtype for name in group} == {name: expected_group[name].dtype for name in expected_group}
@@ -131,7 +135,7 @@ def test_predictions_have_pymcs_distribution_and_layout(fork, model, drawn):
 
 def test_predictions_follow_set_data(fork, model, drawn):
     fork(2)
-    with build() as other:
+    with build_model() as other:
         pm.set_data({"x": X[:7] + 1}, coords={"row": [f"new {i}" for i in range(7)]})
     predicted = predict(other, drawn, predictions=True, var_names=["y"], extend_inferencedata=True)
     assert predicted is drawn
@@ -144,13 +148,11 @@ def test_predictions_follow_set_data(fork, model, drawn):
 
 def test_random_seed_changes_predictions(fork, model, drawn):
     fork(2)
-    first, second, third = (
-        predict(model, drawn, var_names=["y"])["posterior_predictive"]["y"].values for _ in range(3)
-    )
-    np.testing.assert_array_equal(first, second)
+    first, again = (predict(model, drawn, var_names=["y"])["posterior_predictive"]["y"].values for _ in range(2))
+    np.testing.assert_array_equal(first, again)
     with model:
-        third = sample_posterior_predictive(drawn, random_seed=7, **settings(var_names=["y"]))
-    assert not np.array_equal(first, third["posterior_predictive"]["y"].values)
+        other = sample_posterior_predictive(drawn, random_seed=7, **make_settings(var_names=["y"]))
+    assert not np.array_equal(first, other["posterior_predictive"]["y"].values)
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
@@ -161,8 +163,8 @@ def test_results_in_a_store_equal_those_in_memory(fork, model, drawn, tmp_path, 
     tree = drawn.to_datatree() if hasattr(drawn, "to_datatree") else drawn
     tree.to_zarr(store, zarr_format=zarr_format)
     with model:
-        lazy = compute_log_likelihood(drawn, store=store, **settings(extend_inferencedata=False))
-        check_equal(lazy, compute_log_likelihood(drawn, **settings(extend_inferencedata=False)))
+        lazy = compute_log_likelihood(drawn, store=store, **make_settings(extend_inferencedata=False))
+        check_equal(lazy, compute_log_likelihood(drawn, **make_settings(extend_inferencedata=False)))
     lazy = predict(model, drawn, store=store)
     check_equal(lazy["posterior_predictive"], predict(model, drawn)["posterior_predictive"])
     with xarray.open_datatree(store, engine="zarr") as stored:
@@ -180,12 +182,12 @@ def test_failed_call_leaves_no_group_in_a_new_store(fork, model, drawn, tmp_path
     with model:
         monkeypatch.setattr(posterior, "_compute_blocks", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            compute_log_likelihood(drawn, store=store, **settings())
+            compute_log_likelihood(drawn, store=store, **make_settings())
         monkeypatch.setattr(posterior, "_compute_blocks", run)
         assert not list(zarr.open_group(store))
-        lazy = compute_log_likelihood(drawn, store=store, **settings(extend_inferencedata=False))
+        lazy = compute_log_likelihood(drawn, store=store, **make_settings(extend_inferencedata=False))
         with pytest.raises(ValueError, match="^store: .*new.zarr has a group 'log_likelihood' already"):
-            compute_log_likelihood(drawn, store=store, **settings())
+            compute_log_likelihood(drawn, store=store, **make_settings())
     check_equal(lazy, xarray.open_zarr(store, group="log_likelihood", consolidated=False, chunks=None))
 
 
@@ -197,23 +199,23 @@ def test_posterior_chunks_have_one_writer_each(fork, model, drawn, tmp_path, mon
     monkeypatch.setattr(posterior, "_MIN_BLOCKS", 3)
     store = tmp_path / "new.zarr"
     with model:
-        lazy = compute_log_likelihood(drawn, store=store, **settings(extend_inferencedata=False))
-        check_equal(lazy, pm.compute_log_likelihood(drawn, **settings(extend_inferencedata=False)))
+        lazy = compute_log_likelihood(drawn, store=store, **make_settings(extend_inferencedata=False))
+        check_equal(lazy, pm.compute_log_likelihood(drawn, **make_settings(extend_inferencedata=False)))
     assert zarr.open_group(store)["log_likelihood"]["y"].chunks == (1, 14, 16)
 
 
 def test_posterior_functions_need_ranks(model, drawn):
     with model, pytest.raises(RuntimeError, match="fork"):
-        compute_log_likelihood(drawn, **settings())
+        compute_log_likelihood(drawn, **make_settings())
 
 
 def test_posterior_functions_refuse_wrong_draws(fork, model, drawn):
     fork(1)
     with model:
         with pytest.raises(ValueError, match="posterior has no dimension 'draw', but"):
-            compute_log_likelihood(drawn.isel(draw=0), **settings())
+            compute_log_likelihood(drawn.isel(draw=0), **make_settings())
         with pytest.raises(ValueError, match="var_names"):
-            sample_posterior_predictive(drawn, **settings(var_names=[]))
+            sample_posterior_predictive(drawn, **make_settings(var_names=[]))
         with pytest.raises(TypeError, match="^trace: expected .* 'posterior', got NoneType"):
             sample_posterior_predictive(None)
         with pytest.raises(TypeError, match="^idata: expected .* 'posterior', got dict"):

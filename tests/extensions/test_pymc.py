@@ -41,18 +41,18 @@ X, GROUP = RNG.normal(size=(N, 3)), RNG.integers(0, 4, N)
 SUCCESS = RNG.integers(0, 2, N)
 COUNTS = RNG.poisson(3, N)
 KIND, HOURS = RNG.integers(0, 3, N), RNG.uniform(0.5, 3, N)
-HERE = {"mode": INTERPRETED}  # PyTensor's default mode is JAX when ranks are tested in JAX mode
+COMPILE_KWARGS = {"mode": INTERPRETED}  # PyTensor's default mode is JAX when ranks are tested in JAX mode
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 @pytest.fixture
-def two(fork):
+def two_reused_ranks(fork):
     """Fork two ranks."""
     return fork(2)
 
 
-def center(a, b, x):
+def compute_centers(a, b, x):
     return a[GROUP] + x @ b
 
 
@@ -88,7 +88,7 @@ LIKELIHOODS = {
 }
 
 
-def hierarchical(likelihood="logistic", **data):
+def build_hierarchical_model(likelihood="logistic", **data):
     """Return a model with groups and this likelihood."""
     with pm.Model() as model:
         x = pm.Data("x", X)
@@ -96,11 +96,11 @@ def hierarchical(likelihood="logistic", **data):
         a = pm.Normal("a", overall, spread, shape=4)
         b = pm.Normal("b", shape=3)
         scale = pm.HalfNormal("scale")
-        LIKELIHOODS[likelihood](pm.Deterministic("eta", center(a, b, x)), scale)
+        LIKELIHOODS[likelihood](pm.Deterministic("eta", compute_centers(a, b, x)), scale)
     return model
 
 
-def points(model, count=2):
+def make_points(model, count=2):
     """Return points near the model's initial point."""
     rng = np.random.default_rng(4)
     start = model.initial_point()
@@ -109,16 +109,16 @@ def points(model, count=2):
 
 def check_equal(parallel, model, **compile_kwargs):
     """Compare densities and gradients at some points."""
-    kwargs = {**HERE, **compile_kwargs}
+    kwargs = {**COMPILE_KWARGS, **compile_kwargs}
     for method in ("compile_logp", "compile_dlogp"):
-        parallel_f, serial_f = getattr(parallel, method)(**kwargs), getattr(model, method)(**HERE)
-        for point in points(model):
+        parallel_f, serial_f = getattr(parallel, method)(**kwargs), getattr(model, method)(**COMPILE_KWARGS)
+        for point in make_points(model):
             expected = serial_f(point)
             assert np.all(np.isfinite(expected))
             np.testing.assert_allclose(parallel_f(point), expected, rtol=1e-9, atol=1e-9)
 
 
-def names(variables):
+def list_names(variables):
     return [variable.name for variable in variables]
 
 
@@ -135,18 +135,18 @@ def list_nodes(variable):
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_data_parallel_logp_and_dlogp_equal_the_models(two, likelihood):
-    model = hierarchical(likelihood)
+def test_data_parallel_logp_and_dlogp_equal_the_models(two_reused_ranks, likelihood):
+    model = build_hierarchical_model(likelihood)
     parallel = data_parallel(model)
-    assert names(parallel.split_RVs) == ["y"] and not parallel.reasons
+    assert list_names(parallel.split_RVs) == ["y"] and not parallel.reasons
     check_equal(parallel, model)
     for param in list_rank_inputs(parallel):
         assert N not in param.type.shape and param.name != "eta"
 
 
-def test_gradient_far_from_the_data_is_as_exact_as_pymcs(two):
-    model = hierarchical("negative binomial")
-    parallel_f, serial_f = (variant.compile_dlogp(**HERE) for variant in (data_parallel(model), model))
+def test_gradient_far_from_the_data_is_as_exact_as_pymcs(two_reused_ranks):
+    model = build_hierarchical_model("negative binomial")
+    parallel_f, serial_f = (variant.compile_dlogp(**COMPILE_KWARGS) for variant in (data_parallel(model), model))
     rng = np.random.default_rng(7)
     for _ in range(4):
         point = {name: value + 10 * rng.normal(size=np.shape(value)) for name, value in model.initial_point().items()}
@@ -177,7 +177,7 @@ def test_rewrites_of_parameters_equal_pymcs(fork, monkeypatch, build):
         point = build()
     results = []
     for variant in (data_parallel(model), model):
-        function = variant.logp_dlogp_function(ravel_inputs=True, **HERE)
+        function = variant.logp_dlogp_function(ravel_inputs=True, **COMPILE_KWARGS)
         function.set_extra_values({})
         results.append(function(np.array(point)))
     for parallel_value, serial_value in zip(*results, strict=True):
@@ -186,7 +186,7 @@ def test_rewrites_of_parameters_equal_pymcs(fork, monkeypatch, build):
 
 
 @pytest.mark.parametrize("is_mixture", [True, False])
-def test_check_that_fails_for_one_row_fails_for_all_rows(two, is_mixture):
+def test_check_that_fails_for_one_row_fails_for_all_rows(two_reused_ranks, is_mixture):
     """The other component of the mixture has a density.  Without it, rows of the other rank are nan."""
     with pm.Model() as model:
         slope = pm.Normal("slope")
@@ -198,31 +198,33 @@ def test_check_that_fails_for_one_row_fails_for_all_rows(two, is_mixture):
             pm.Normal("y", pt.sqrt(slope * np.linspace(-1, 1, N)), sigma, observed=X[:, 0])
     parallel, point = data_parallel(model), {"slope": np.array(1.5)}
     for method in ("compile_logp", "compile_dlogp"):
-        ours, theirs = (getattr(one, method)(**HERE)(point) for one in (parallel, model))
-        assert not is_mixture or np.all(np.isfinite(theirs))
-        np.testing.assert_allclose(ours, theirs)
+        parallel_value, serial_value = (
+            getattr(variant, method)(**COMPILE_KWARGS)(point) for variant in (parallel, model)
+        )
+        assert not is_mixture or np.all(np.isfinite(serial_value))
+        np.testing.assert_allclose(parallel_value, serial_value)
 
 
-def test_gradient_is_that_of_the_density_that_pymc_rewrites(two, monkeypatch):
+def test_gradient_is_that_of_the_density_that_pymc_rewrites(two_reused_ranks, monkeypatch):
     """PyMC 6.4 rewrites the graphs of loops and of functions within a density, too."""
     monkeypatch.setattr(data_parallel_model, "rewrite_pregrad", lambda total: 2 * total)
-    model = small()
-    parallel_f, serial_f = (variant.compile_dlogp(**HERE) for variant in (data_parallel(model), model))
-    point = points(model)[0]
+    model = build_small_model()
+    parallel_f, serial_f = (variant.compile_dlogp(**COMPILE_KWARGS) for variant in (data_parallel(model), model))
+    point = make_points(model)[0]
     prior = -point["b"]
     np.testing.assert_allclose(parallel_f(point) - prior, 2 * (serial_f(point) - prior))
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
-def test_data_parallel_compiles_like_pymc(two, mode):
+def test_data_parallel_compiles_like_pymc(two_reused_ranks, mode):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, pm.HalfNormal("s"), observed=X[:, 0])
     check_equal(data_parallel(model), model, mode=mode)
 
 
-def test_data_parallel_leaves_the_model_unchanged(two):
-    model = hierarchical()
+def test_data_parallel_leaves_the_model_unchanged(two_reused_ranks):
+    model = build_hierarchical_model()
     before = {name: list(getattr(model, name)) for name in ("free_RVs", "observed_RVs", "potentials", "deterministics")}
     parallel = data_parallel(model)
     for name, variables in before.items():
@@ -230,13 +232,13 @@ def test_data_parallel_leaves_the_model_unchanged(two):
     assert not any(isinstance(node.op, SumOverRows) for node in list_nodes(model.logp()))
 
 
-def test_data_parallel_splits_several_observed_variables(two):
+def test_data_parallel_splits_several_observed_variables(two_reused_ranks):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
         pm.Poisson("z", pt.exp(b[0]), observed=COUNTS[:7])
     parallel = data_parallel(model)
-    assert names(parallel.split_RVs) == ["y", "z"]
+    assert list_names(parallel.split_RVs) == ["y", "z"]
     check_equal(parallel, model)
 
 
@@ -247,12 +249,14 @@ def varying_slopes():
 
 
 def ordered():
+    """Add an ordered logistic regression whose cutpoints are unknown."""
     transform = pm.distributions.transforms.ordered
     cuts = pm.Normal("cuts", shape=2, sigma=3, transform=transform, initval=[-0.5, 0.7])
     pm.OrderedLogistic("y", cutpoints=cuts, eta=X @ pm.Normal("b", shape=3), observed=GROUP % 3)
 
 
 def imputed():
+    """Add a regression whose missing observations PyMC imputes."""
     missing = np.ma.masked_where(np.arange(N) % 9 == 0, X[:, 0])
     pm.Normal("y", X @ pm.Normal("b", shape=3), pm.HalfNormal("s"), observed=missing)
 
@@ -314,6 +318,7 @@ def counts_with_offset():
 
 
 def survival():
+    """Add a regression of survival times, with the censored ones in a potential and in a censored variable."""
     scale, shape = pm.math.exp(X @ pm.Normal("b", shape=3)), pm.HalfNormal("shape")
     died = SUCCESS > 0
     pm.Weibull("died", shape, scale[died], observed=HOURS[died])
@@ -415,7 +420,7 @@ MODELS = [
 
 @pytest.mark.filterwarnings("ignore:Data in .* contains missing values")
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
-def test_data_parallel_splits_pymcs_documented_models(two, build):
+def test_data_parallel_splits_pymcs_documented_models(two_reused_ranks, build):
     with pm.Model() as model:
         build()
     parallel = data_parallel(model)
@@ -426,52 +431,54 @@ def test_data_parallel_splits_pymcs_documented_models(two, build):
         assert not {N, N // 2, (np.arange(N) % 9 != 0).sum()} & set(param.type.shape)
 
 
-def test_data_parallel_model_copy_has_its_own_data(two):
+def test_data_parallel_model_copy_has_its_own_data(two_reused_ranks):
     with pm.Model() as model:
         x = pm.Data("x", X)
         pm.Normal("y", x @ pm.Normal("b", shape=3), 1, observed=X[:, 0])
     parallel = data_parallel(model)
     for copied in (parallel.copy(), copy.copy(parallel), copy.deepcopy(parallel)):
-        assert names(copied.split_RVs) == ["y"]
+        assert list_names(copied.split_RVs) == ["y"]
         with copied:
             pm.set_data({"x": X + 1})
         check_equal(parallel, model)
-        assert copied.compile_logp(**HERE)(points(model)[0]) != model.compile_logp(**HERE)(points(model)[0])
+        assert copied.compile_logp(**COMPILE_KWARGS)(make_points(model)[0]) != model.compile_logp(**COMPILE_KWARGS)(
+            make_points(model)[0]
+        )
 
 
-def test_data_parallel_model_is_picklable(two):
+def test_data_parallel_model_is_picklable(two_reused_ranks):
     cloudpickle = pytest.importorskip("cloudpickle")
-    model = small()
+    model = build_small_model()
     parallel = data_parallel(model)
     check_equal(cloudpickle.loads(cloudpickle.dumps(parallel)), model)
 
 
-def test_logp_out_of_bounds_is_minus_infinity(two):
+def test_logp_out_of_bounds_is_minus_infinity(two_reused_ranks):
     with pm.Model() as model:
         s = pm.Flat("s")
         pm.Normal("y", X[:, 1], s * X[:, 2] ** 2, observed=X[:, 0])
     parallel = data_parallel(model)
-    density = parallel.compile_logp(**HERE)
+    density = parallel.compile_logp(**COMPILE_KWARGS)
     assert density({"s": -1.0}) == -np.inf
-    np.testing.assert_allclose(density({"s": 1.0}), model.compile_logp(**HERE)({"s": 1.0}))
+    np.testing.assert_allclose(density({"s": 1.0}), model.compile_logp(**COMPILE_KWARGS)({"s": 1.0}))
     model.check_bounds = False
-    assert np.isnan(data_parallel(model).compile_logp(**HERE)({"s": -1.0}))
+    assert np.isnan(data_parallel(model).compile_logp(**COMPILE_KWARGS)({"s": -1.0}))
 
 
-def test_gradient_out_of_bounds_equals_pymcs(two):
+def test_gradient_out_of_bounds_equals_pymcs(two_reused_ranks):
     """PyMC checks parameters for the density, but not for its gradient."""
     with pm.Model() as model:
         s = pm.Flat("s")
         pm.Normal("y", X[:, 1], s * X[:, 2] ** 2, observed=X[:, 0])
     for value in (-1.0, 1.0):
         parallel_gradient, serial_gradient = (
-            variant.compile_dlogp(**HERE)({"s": value}) for variant in (data_parallel(model), model)
+            variant.compile_dlogp(**COMPILE_KWARGS)({"s": value}) for variant in (data_parallel(model), model)
         )
         assert np.all(serial_gradient != 0)
         np.testing.assert_allclose(parallel_gradient, serial_gradient)
 
 
-def test_data_parallel_names_unsplittable_terms(two):
+def test_data_parallel_names_unsplittable_terms(two_reused_ranks):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         effect = pm.Normal("effect", shape=N)
@@ -489,7 +496,7 @@ def test_data_parallel_names_unsplittable_terms(two):
     assert "latent is not" in messages[1] and "'effect' has an element for each row, but is not data" in messages[1]
     assert "single is not" in messages[2] and "it has shape (), and so no rows to share out" in messages[2]
     assert "curve is not" in messages[3] and "one number, and not computed from sums" in messages[3]
-    assert names(parallel.split_RVs) == ["y"]
+    assert list_names(parallel.split_RVs) == ["y"]
     assert list(parallel.reasons) == ["walk", "latent", "single", "curve"]
     check_equal(parallel, model)
 
@@ -544,11 +551,11 @@ def test_data_parallel_builds_a_model_of_bambi():
         built, backend = False, None
 
         def build(self):
-            self.built, self.backend = True, types.SimpleNamespace(model=small())
+            self.built, self.backend = True, types.SimpleNamespace(model=build_small_model())
 
     Model.__module__ = "bambi.models"
     bambi_model = Model()
-    assert names(data_parallel(bambi_model).split_RVs) == ["y"]
+    assert list_names(data_parallel(bambi_model).split_RVs) == ["y"]
     model = bambi_model.backend.model
     data_parallel(bambi_model)
     assert bambi_model.backend.model is model
@@ -569,22 +576,22 @@ def test_data_parallel_refuses_wrong_arguments(case):
         data_parallel("y" if case == "no model" else model)
 
 
-def test_set_data_reaches_the_ranks(two):
+def test_set_data_reaches_the_ranks(two_reused_ranks):
     with pm.Model() as model:
         x, y = pm.Data("x", X), pm.Data("observed", X[:, 0])
         b = pm.Normal("b", shape=3)
         pm.Normal("y", x @ b, 1, observed=y)
     parallel = data_parallel(model)
     check_equal(parallel, model)
-    before = model.compile_logp(**HERE)(points(model)[0])
+    before = model.compile_logp(**COMPILE_KWARGS)(make_points(model)[0])
     with parallel:
         pm.set_data({"x": X[:21] + 1, "observed": X[:21, 1]})
     check_equal(parallel, model)
-    assert abs(model.compile_logp(**HERE)(points(model)[0]) - before) > 1
+    assert abs(model.compile_logp(**COMPILE_KWARGS)(make_points(model)[0]) - before) > 1
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_set_data_accepts_fewer_rows_than_ranks(two, count):
+def test_set_data_accepts_fewer_rows_than_ranks(two_reused_ranks, count):
     """Without rows the density is the prior's."""
     with pm.Model() as model:
         x, y = pm.Data("x", X), pm.Data("observed", X[:, 0])
@@ -597,14 +604,18 @@ def test_set_data_accepts_fewer_rows_than_ranks(two, count):
         check_equal(parallel, model)
 
 
-def test_data_changed_in_place_reach_the_ranks(two):
+def test_data_changed_in_place_reach_the_ranks(two_reused_ranks):
     columns = X.copy()
     with pm.Model() as model:
         y = pm.Data("observed", X[:, 0])
         b = pm.Normal("b", shape=3)
         pm.Normal("y", columns @ b, 1, observed=y)
     parallel = data_parallel(model)
-    parallel_f, serial_f, point = parallel.compile_logp(**HERE), model.compile_logp(**HERE), points(model)[0]
+    parallel_f, serial_f, point = (
+        parallel.compile_logp(**COMPILE_KWARGS),
+        model.compile_logp(**COMPILE_KWARGS),
+        make_points(model)[0],
+    )
     values = []
     for memory in (np.empty(0), model["observed"].get_value(borrow=True), columns):  # the model shares the array
         memory[:] = 1
@@ -617,13 +628,14 @@ def test_data_changed_in_place_reach_the_ranks(two):
 
 
 def sample(model, **kwargs):
+    """Sample one chain in this process, in the mode of the other functions here."""
     settings = {"chains": 1, "cores": 1, "random_seed": 5, "progressbar": False, "compute_convergence_checks": False}
     with model:
-        return pm.sample(**{**settings, **kwargs}, compile_kwargs=dict(HERE))  # a copy: PyMC 5 adds to it
+        return pm.sample(**{**settings, **kwargs}, compile_kwargs=dict(COMPILE_KWARGS))  # a copy: PyMC 5 adds to it
 
 
-def test_sample_repeats_from_its_seed(two):
-    model = hierarchical()
+def test_sample_repeats_from_its_seed(two_reused_ranks):
+    model = build_hierarchical_model()
     few = {"draws": 4, "tune": 4, "chains": 2, "discard_tuned_samples": False}
     parallel_draws, serial_draws = sample(data_parallel(model), **few), sample(model, **few)
     for name in ("overall", "spread", "a", "b", "eta"):
@@ -633,7 +645,7 @@ def test_sample_repeats_from_its_seed(two):
         )
 
 
-def test_sample_finds_the_posterior(two):
+def test_sample_finds_the_posterior(two_reused_ranks):
     with pm.Model() as model:
         b = pm.Normal("b", shape=2)
         s = pm.HalfNormal("s")
@@ -652,31 +664,31 @@ def test_sample_finds_the_posterior(two):
 
 
 @pytest.mark.skipif(XLA, reason="find_MAP takes PyTensor's default mode, which is JAX in these tests")
-def test_find_map_and_advi_equal_one_process(two):
-    model = small()
+def test_find_map_and_advi_equal_one_process(two_reused_ranks):
+    model = build_small_model()
     parallel = data_parallel(model)
     points, losses = [], []
     for variant in (parallel, model):
         with variant:
             points.append(pm.find_MAP(progressbar=False))
-            losses.append(pm.fit(20, random_seed=6, progressbar=False, compile_kwargs=dict(HERE)).hist)
+            losses.append(pm.fit(20, random_seed=6, progressbar=False, compile_kwargs=dict(COMPILE_KWARGS)).hist)
     np.testing.assert_allclose(points[0]["b"], points[1]["b"], rtol=1e-5)
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
 
-def test_sample_works_with_steps_without_gradients(two):
-    model = hierarchical()
+def test_sample_works_with_steps_without_gradients(two_reused_ranks):
+    model = build_hierarchical_model()
     parallel = data_parallel(model)
     draws = []
     for variant in (parallel, model):
         with variant:
-            step = pm.Metropolis(compile_kwargs=dict(HERE))
+            step = pm.Metropolis(compile_kwargs=dict(COMPILE_KWARGS))
         draws.append(sample(variant, step=step, draws=10, tune=0).posterior["b"].values)
     np.testing.assert_allclose(*draws)
 
 
-def test_functions_other_than_logp_run_in_the_master(two):
-    model = hierarchical("normal")
+def test_functions_other_than_logp_run_in_the_master(two_reused_ranks):
+    model = build_hierarchical_model("normal")
     parallel = data_parallel(model)
     drawn = sample(parallel, draws=3, tune=3)
     np.testing.assert_array_equal(drawn.observed_data["y"], X[:, 0])
@@ -686,11 +698,11 @@ def test_functions_other_than_logp_run_in_the_master(two):
         with variant:
             # A copy each time: PyMC 5 adds to it.
             drawn_again = pm.sample_posterior_predictive(
-                drawn, random_seed=1, progressbar=False, compile_kwargs=dict(HERE)
+                drawn, random_seed=1, progressbar=False, compile_kwargs=dict(COMPILE_KWARGS)
             )
             predicted = drawn_again.posterior_predictive["y"]
             densities = pm.compute_log_likelihood(
-                drawn, extend_inferencedata=False, progressbar=False, compile_kwargs=dict(HERE)
+                drawn, extend_inferencedata=False, progressbar=False, compile_kwargs=dict(COMPILE_KWARGS)
             )["y"]
         assert predicted.shape == densities.shape == (1, 3, N)
         results.append((predicted, densities))
@@ -698,7 +710,7 @@ def test_functions_other_than_logp_run_in_the_master(two):
         np.testing.assert_array_equal(parallel_value, serial_value)
 
 
-def test_logp_of_some_variables_equals_pymcs(two):
+def test_logp_of_some_variables_equals_pymcs(two_reused_ranks):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
@@ -706,14 +718,14 @@ def test_logp_of_some_variables_equals_pymcs(two):
         pm.Potential("bonus", b[1])
     with pytest.warns(UserWarning, match="single is not split"):
         parallel = data_parallel(model)
-    point = points(model)[0]
+    point = make_points(model)[0]
     for chosen in ("y", "single", "b", "bonus", ["y"], ["y", "b"], ["bonus", "y", "single"], []):
         variables = model[chosen] if isinstance(chosen, str) else [model[name] for name in chosen]
         for total in (True, False):
             if not chosen and total:
                 continue
             parallel_value, serial_value = (
-                variant.compile_logp(variables, sum=total, **HERE)(point) for variant in (parallel, model)
+                variant.compile_logp(variables, sum=total, **COMPILE_KWARGS)(point) for variant in (parallel, model)
             )
             for a, b in (
                 zip(np.atleast_1d(parallel_value), np.atleast_1d(serial_value), strict=True)
@@ -726,7 +738,7 @@ def test_logp_of_some_variables_equals_pymcs(two):
 # -- interrupts, deaths and other processes ----------------------------------------------------------------------
 
 
-class After:
+class CallbackAfterDraws:
     """Callback of `pm.sample` that runs an action after some draws."""
 
     def __init__(self, draws, callback):
@@ -738,7 +750,7 @@ class After:
             self.callback()
 
 
-def small():
+def build_small_model():
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
@@ -746,14 +758,14 @@ def small():
 
 
 @pytest.mark.parametrize("when", ["between evaluations", "at any moment"])
-def test_sample_returns_draws_after_an_interrupt(two, when):
-    model = small()
+def test_sample_returns_draws_after_an_interrupt(two_reused_ranks, when):
+    model = build_small_model()
     parallel = data_parallel(model)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     if when == "between evaluations":
-        callback = After(20, interrupt)
+        callback = CallbackAfterDraws(20, interrupt)
     else:
-        callback = After(20, lambda: threading.Timer(0.2, interrupt).start())
+        callback = CallbackAfterDraws(20, lambda: threading.Timer(0.2, interrupt).start())
     drawn = sample(parallel, draws=100_000, tune=5, callback=callback)
     assert 10 <= drawn.posterior.sizes["draw"] < 100_000
     check_equal(parallel, model)
@@ -762,14 +774,16 @@ def test_sample_returns_draws_after_an_interrupt(two, when):
 @pytest.mark.new_ranks
 def test_sample_returns_draws_after_a_death_and_reports_it(fork):
     fork(2)
-    model = small()
+    model = build_small_model()
     parallel = data_parallel(model)
     (pid,) = synk.ranks.get_session().worker_pids.values()
     with pytest.warns(RuntimeWarning, match="stopped early, with the results so far: rank 1 .* SIGKILL"):
-        drawn = sample(parallel, draws=100_000, tune=5, callback=After(20, lambda: os.kill(pid, signal.SIGKILL)))
+        drawn = sample(
+            parallel, draws=100_000, tune=5, callback=CallbackAfterDraws(20, lambda: os.kill(pid, signal.SIGKILL))
+        )
     assert 10 <= drawn.posterior.sizes["draw"] < 100_000
     with pytest.raises(RuntimeError, match="Call synkhronos.fork"):
-        parallel.compile_logp(**HERE)(model.initial_point())
+        parallel.compile_logp(**COMPILE_KWARGS)(model.initial_point())
     fork_ranks(2)
     check_equal(parallel, model)
 
@@ -778,8 +792,8 @@ def test_sample_returns_draws_after_a_death_and_reports_it(fork):
 def test_death_interrupts_waiting_sampler_threads(fork):
     """nutpie waits for its threads, which Python has not started."""
     fork(2)
-    parallel, waits, errors = data_parallel(small()), threading.Event(), []
-    density, point = parallel.compile_logp(**HERE), parallel.initial_point()
+    parallel, waits, errors = data_parallel(build_small_model()), threading.Event(), []
+    density, point = parallel.compile_logp(**COMPILE_KWARGS), parallel.initial_point()
     density(point)
     (pid,) = synk.ranks.get_session().worker_pids.values()
 
@@ -813,12 +827,12 @@ def test_death_interrupts_waiting_sampler_threads(fork):
 
 
 @pytest.mark.skipif(not XLA, reason="needs PyTensor's JAX mode")
-def test_ops_without_a_jax_version_are_named(two):
+def test_ops_without_a_jax_version_are_named(two_reused_ranks):
     with pm.Model() as model:
         shape = pm.HalfNormal("shape")
         pm.Truncated("y", pm.Gamma.dist(shape, 1), lower=0.1, observed=HOURS)
     with pytest.raises(NotImplementedError, match=r"(?s)y: .* ScalarLoop.* JAX .*fork\(use_gpu=False\)"):
-        data_parallel(model).compile_dlogp(**HERE)(model.initial_point())
+        data_parallel(model).compile_dlogp(**COMPILE_KWARGS)(model.initial_point())
 
 
 NUTPIE = pytest.mark.skipif(importlib.util.find_spec("nutpie") is None, reason="nutpie is not installed")
@@ -827,10 +841,10 @@ NUTPIE = pytest.mark.skipif(importlib.util.find_spec("nutpie") is None, reason="
 @NUTPIE
 @pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
 @pytest.mark.parametrize("cores", [1, 2])
-def test_nutpie_sampler_equals_one_process(two, cores):
+def test_nutpie_sampler_equals_one_process(two_reused_ranks, cores):
     import nutpie
 
-    model = small()
+    model = build_small_model()
     drawn = [
         nutpie.sample(
             nutpie.compile_pymc_model(variant), draws=20, tune=50, chains=2, cores=cores, seed=1, progress_bar=False
@@ -842,10 +856,10 @@ def test_nutpie_sampler_equals_one_process(two, cores):
 
 @NUTPIE
 @pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
-def test_nutpie_called_by_pymc_equals_one_process(two):
+def test_nutpie_called_by_pymc_equals_one_process(two_reused_ranks):
     """Each chain has ranks of its own."""
     drawn = []
-    model = small()
+    model = build_small_model()
     for variant in (data_parallel(model), model):
         with variant:
             drawn.append(
@@ -864,7 +878,7 @@ def test_nutpie_returns_draws_after_a_death(fork):
     import nutpie
 
     fork(2)
-    compiled = nutpie.compile_pymc_model(data_parallel(small()))
+    compiled = nutpie.compile_pymc_model(data_parallel(build_small_model()))
     (pid,) = synk.ranks.get_session().worker_pids.values()
     with pytest.warns(RuntimeWarning, match="stopped early, with the results so far: rank 1 .* SIGKILL"):
         threading.Timer(5, lambda: os.kill(pid, signal.SIGKILL)).start()
@@ -879,7 +893,7 @@ def test_nutpie_returns_draws_after_a_death(fork):
 def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatch):
     """Otherwise nutpie's threads would record wrong draws, and a second interrupt would lose all draws."""
     fork(2)
-    (rows,) = data_parallel(small()).rows_sums
+    (rows,) = data_parallel(build_small_model()).rows_sums
     rows.value([np.zeros(3)])
     waits, interrupts, errors = [], [], queue.SimpleQueue()
     monkeypatch.setattr(sampler_threads, "time", types.SimpleNamespace(sleep=waits.append))
@@ -904,16 +918,16 @@ def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatc
 def test_data_parallel_needs_ranks(fork, start):
     """Samplers such as nutpie treat an error of an evaluation as a point without a density."""
     synk.close()
-    parallel = data_parallel(small())
+    parallel = data_parallel(build_small_model())
     with parallel, pytest.raises(RuntimeError, match=r"[Cc]all synkhronos.fork\(\)"):
         start(model=parallel)
 
 
-def test_sample_in_other_processes_names_concurrent(two):
+def test_sample_in_other_processes_names_concurrent(two_reused_ranks):
     """Without the error, pymc-extras would ask for a bug report."""
     pathfinder = {"__name__": "pymc_extras.inference.pathfinder.pathfinder"}
     exec("def fit_pathfinder(model, concurrent): return model.logp()", pathfinder)
-    parallel = data_parallel(small())
+    parallel = data_parallel(build_small_model())
     assert pathfinder["fit_pathfinder"](parallel, None).type.ndim == 0
     with pytest.raises(ValueError, match="^concurrent: .* pass concurrent=None"):
         pathfinder["fit_pathfinder"](parallel, "process")

@@ -35,7 +35,7 @@ pytestmark = [
 X = np.random.default_rng(3).normal(size=(60, 3))
 
 
-def build():
+def build_model():
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
@@ -43,7 +43,7 @@ def build():
     return model
 
 
-def small():
+def build_small_model():
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
@@ -51,6 +51,7 @@ def small():
 
 
 def sample(model, **kwargs):
+    """Sample chains of five draws."""
     settings = {"draws": 5, "tune": 5, "random_seed": 5, "progressbar": False, "compute_convergence_checks": False}
     with model:
         return pm.sample(**{**settings, **kwargs}, compile_kwargs={"mode": INTERPRETED})
@@ -104,7 +105,7 @@ def has_exited(pid):
 )
 def test_concurrent_chains_divide_the_ranks(fork, started, ranks, chains, cores, expected):
     fork(ranks)
-    model = build()
+    model = build_model()
     parallel_draws = sample(data_parallel(model), chains=chains, cores=cores)
     serial_draws = sample(model, chains=chains, cores=1)
     np.testing.assert_allclose(parallel_draws.posterior["b"].values, serial_draws.posterior["b"].values, rtol=1e-6)
@@ -115,14 +116,14 @@ def test_concurrent_chains_divide_the_ranks(fork, started, ranks, chains, cores,
 @pytest.mark.parametrize("settings", [{"chains": 1, "cores": 4}, {"chains": 2, "cores": 1}], ids=["chain", "core"])
 def test_chains_of_the_master_use_all_ranks(fork, started, settings):
     fork(2)
-    assert sample(data_parallel(build()), **settings).posterior.sizes["chain"] == settings["chains"]
+    assert sample(data_parallel(build_model()), **settings).posterior.sizes["chain"] == settings["chains"]
     assert not started()
 
 
 def test_concurrent_chains_inherit_the_rows(fork, monkeypatch):
     """The ranks of each chain read the model's arrays, without copies."""
     fork(2)
-    parallel = data_parallel(build())
+    parallel = data_parallel(build_model())
     parallel.compile_logp(mode=INTERPRETED)(parallel.initial_point())
 
     def scatter(*args):
@@ -131,7 +132,7 @@ def test_concurrent_chains_inherit_the_rows(fork, monkeypatch):
     monkeypatch.setattr(rows_sum, "scatter", scatter)
     parallel_draws = sample(parallel, chains=2, cores=2)
     np.testing.assert_allclose(
-        parallel_draws.posterior["b"].values, sample(build(), chains=2, cores=1).posterior["b"].values, rtol=1e-6
+        parallel_draws.posterior["b"].values, sample(build_model(), chains=2, cores=1).posterior["b"].values, rtol=1e-6
     )
 
 
@@ -153,7 +154,7 @@ def test_set_data_reaches_the_next_chains(fork):
 def test_population_chains_have_their_own_ranks(fork, started):
     """The chains of a population step together, each in its own process, for any number of cores."""
     fork(4)
-    model = build()
+    model = build_model()
     drawn = []
     for variant, cores in [(data_parallel(model), 2), (model, 1)]:
         with variant:
@@ -165,7 +166,7 @@ def test_population_chains_have_their_own_ranks(fork, started):
 
 def test_metropolis_and_smc_chains_have_their_own_ranks(fork, started):
     fork(2)
-    model = build()
+    model = build_model()
     parallel = data_parallel(model)
     with parallel:
         steps = pm.Metropolis(compile_kwargs={"mode": INTERPRETED})
@@ -202,7 +203,7 @@ class At:
 
 def test_death_in_a_chain_ends_all_chains(fork, started):
     fork(4)
-    model = build()
+    model = build_model()
     parallel = data_parallel(model)
     kill = At(30, lambda: os.kill(started()[0][1], signal.SIGKILL))
     with pytest.raises(Exception, match="Chain .* rank 1 .* was killed by SIGKILL"):
@@ -218,7 +219,7 @@ def test_ranks_of_a_chain_end_with_it(fork, started, signal_number):
     fork(4)
     kill = At(30, lambda: os.kill(started()[0][0], signal_number))
     with pytest.raises((EOFError, ConnectionError, RuntimeError)):
-        sample(data_parallel(build()), chains=2, cores=2, draws=100_000, callback=kill)
+        sample(data_parallel(build_model()), chains=2, cores=2, draws=100_000, callback=kill)
     assert all(has_exited(pid) for group in started() for pid in group)
 
 
@@ -229,12 +230,12 @@ def test_interrupted_chains_return_their_draws(tmp_path):
         import numpy as np
         import synkhronos as synk
         from synkhronos.extensions.pymc import data_parallel
-        from test_pymc_chains import At, build, sample
+        from test_pymc_chains import At, build_model, sample
         synk.fork(4, use_gpu=False)
         interrupt = At(30, lambda: os.killpg(0, signal.SIGINT))
-        drawn = sample(data_parallel(build()), chains=2, cores=2, draws=100_000, callback=interrupt)
+        drawn = sample(data_parallel(build_model()), chains=2, cores=2, draws=100_000, callback=interrupt)
         print("drawn", 1 <= drawn.posterior.sizes["draw"] < 100_000)
-        print("again", sample(data_parallel(build()), chains=2, cores=2).posterior.sizes["draw"])
+        print("again", sample(data_parallel(build_model()), chains=2, cores=2).posterior.sizes["draw"])
         synk.close()
     """
     ended = subprocess.run(
@@ -279,7 +280,7 @@ class Threads:
 
 def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, started, monkeypatch):
     fork(5)
-    parallel = data_parallel(small())
+    parallel = data_parallel(build_small_model())
     sums = parallel.rows_sums
     expected = [sums[0].value_and_gradients([np.full(3, 0.1 * number)]) for number in range(2)]
     Threads(sums, monkeypatch)
@@ -295,7 +296,7 @@ def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, started, monke
 @pytest.mark.parametrize("index", [0, 1], ids=["server", "rank"])
 def test_evaluate_after_an_exit_raises_a_worker_error(fork, started, index):
     fork(4)
-    (rows,) = data_parallel(small()).rows_sums
+    (rows,) = data_parallel(build_small_model()).rows_sums
     servers = chain_servers.ChainServers(1)
     try:
         value = servers.evaluate(rows, [np.zeros(3)], False)
@@ -347,7 +348,7 @@ def test_ranks_auto_takes_the_fastest_number_of_ranks(fork, started, monkeypatch
         "synkhronos.extensions.pymc.data_parallel_model.measure_rate", lambda evaluate, chains: rates.pop(0)
     )
     with caplog.at_level("INFO"):
-        parallel = data_parallel(build(), ranks="auto", chains=2)
+        parallel = data_parallel(build_model(), ranks="auto", chains=2)
     (message,) = [record.getMessage() for record in caplog.records if record.name == "pymc.synkhronos"]
     assert message.endswith("Times of a gradient: PyMC alone 200 ms, 1 rank 100 ms, 2 ranks 66.7 ms") or expected == [
         1,
@@ -362,7 +363,7 @@ def test_ranks_auto_avoids_slower_ranks(fork, monkeypatch, chains):
     """Computing 60 rows takes less time than a call of the ranks."""
     fork(2)
     monkeypatch.setattr(chains_module, "_MEASURE_SECONDS", 0.05)
-    model = build()
+    model = build_model()
     parallel = data_parallel(model, ranks="auto", chains=chains)
     assert not parallel.split_RVs and "PyMC alone is as quick" in parallel.reasons["y"]
     point = model.initial_point()
@@ -380,4 +381,4 @@ def test_ranks_auto_raises_errors_of_the_measurement():
 )
 def test_concurrent_refuses_wrong_settings(settings, error):
     with pytest.raises(error, match=f"^{next(iter(settings))}: "):
-        data_parallel(build(), **settings)
+        data_parallel(build_model(), **settings)

@@ -42,7 +42,8 @@ def sum_both_ways(terms, variables, values):
     return sum_over_rows(terms, dict(zip(variables, values, strict=True))), serial
 
 
-def derivatives(total):
+def build_derivatives(total):
+    """Return inputs, and a sum with its gradients and with the products of its second derivatives and a vector."""
     gradients = pytensor.grad(total, [w, effects, scale])
     along = pt.dvector("direction")
     products = pytensor.grad((gradients[0] * along).sum(), [w, effects, scale])
@@ -89,8 +90,8 @@ def test_rows_sum_value_gradient_and_hessian_product_equal_pytensors(fork, monke
     fork(n)
     values = [X[:rows], Y[:rows], GROUP[:rows]]
     total, serial = sum_both_ways(log_density(x, y, group), [x, y, group], values)
-    actual = function(*derivatives(total))(*POINT, DIRECTION)
-    expected = function(*derivatives(serial))(*POINT, DIRECTION)
+    actual = function(*build_derivatives(total))(*POINT, DIRECTION)
+    expected = function(*build_derivatives(serial))(*POINT, DIRECTION)
     assert len(actual) == 7
     for value, expected_value in zip(actual, expected, strict=True):
         assert value.dtype == expected_value.dtype
@@ -273,7 +274,7 @@ def test_rows_sum_sends_new_values_of_shared_rows(two):
 
 
 def test_rows_sum_over_no_rows_is_zero(two):
-    inputs, outputs = derivatives(sum_over_rows(log_density(x, y, group), {x: X[:0], y: Y[:0], group: GROUP[:0]}))
+    inputs, outputs = build_derivatives(sum_over_rows(log_density(x, y, group), {x: X[:0], y: Y[:0], group: GROUP[:0]}))
     for value, shape in zip(
         function(inputs, outputs)(*POINT, DIRECTION), [(), (3,), (4,), (), (3,), (4,), ()], strict=True
     ):

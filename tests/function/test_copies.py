@@ -25,7 +25,7 @@ def make_function(library_function=None):
     return synk.function([x], (outputs, "sum"), updates=updates, name="f"), w
 
 
-def deep(f):
+def copy_deeply(f):
     return copy.deepcopy(f)
 
 
@@ -48,7 +48,7 @@ def test_function_copy_shares_variables(fork):
     assert synk.gather(w).tolist() == [6, 6]
 
 
-@pytest.mark.parametrize("duplicate", [deep, copy_by_pickle])
+@pytest.mark.parametrize("duplicate", [copy_deeply, copy_by_pickle])
 @pytest.mark.parametrize("called", [True, False])
 def test_deep_copy_copies_shared_variables(fork, duplicate, called):
     fork(2)
@@ -94,7 +94,7 @@ def make_adam_function():
 DATA = np.random.default_rng(0).normal(size=(7, 3)), np.arange(7.0)
 
 
-@pytest.mark.parametrize("duplicate", [deep, copy_by_pickle])
+@pytest.mark.parametrize("duplicate", [copy_deeply, copy_by_pickle])
 def test_deep_copy_of_a_training_function_is_independent(fork, duplicate):
     fork(2)
     train, w = make_adam_function()

@@ -28,7 +28,7 @@ def split_rows(rows, n):
 
 
 @st.composite
-def batches(draw, length):
+def draw_batch(draw, length):
     """Draw a `batch` for data of `length` rows."""
     index = st.integers(-length, length - 1) if length else st.nothing()
     indexes = st.lists(index, max_size=2 * length + 1) if length else st.just([])
@@ -45,12 +45,12 @@ def batches(draw, length):
 
 
 @st.composite
-def calls(draw, most=60):
+def draw_call(draw, most=60):
     """Draw a number of rows, a batch of them, a number of slices, and the inputs passed as Data."""
     length = draw(st.integers(0, 12) | st.integers(0, most) | st.sampled_from([0, 1, 299]))
     return (
         length,
-        draw(batches(length)),
+        draw(draw_batch(length)),
         draw(st.sampled_from([1, 1, 2, 3, 7])),
         draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
     )
@@ -101,7 +101,7 @@ def test_exact_ops_equal_the_serial_function(fork, n, prefix):
     every_x, every_y = RNG.normal(size=(300, 3)), RNG.integers(-9, 9, 300)
 
     @limit_examples(30)
-    @given(calls())
+    @given(draw_call())
     @example((0, None, 1, (False, True, True)))
     @example((299, slice(None, None, -3), 3, (True, False, False)))
     def check(call):
@@ -132,7 +132,7 @@ def test_scalar_outputs_are_reduced(fork, n):
     values = RNG.normal(size=300)
 
     @limit_examples(30)
-    @given(calls())
+    @given(draw_call())
     def check(call):
         length, batch, slices, _ = call
         results = f(values[:length], batch=batch, num_slices=slices)
@@ -437,7 +437,7 @@ def test_scan_over_sliceable_shareds_is_sliced(fork):
     np.testing.assert_array_equal(f(batch_s=[slice(0, 3), slice(3, 6)]), [0, 1, 3, 3, 7, 12])
 
 
-def chain(x, length):
+def add_ones(x, length):
     for _ in range(length):
         x = x + 1.0
     return x
@@ -447,7 +447,7 @@ def test_deep_graph_is_sent_to_workers(fork):
     # Pickle follows references recursively, and 3000 are more than Python allows.
     fork(2)
     x = T.dvector("x")
-    f = synk.function([x], (chain(x, 3000), "gather"))
+    f = synk.function([x], (add_ones(x, 3000), "gather"))
     synk.distribute()
     assert all(size == 1 for size in ranks.get_session().run(CountFunctions()))
     assert f.name
@@ -457,7 +457,7 @@ def test_deep_graph_is_computed(fork):
     # The libraries' compilers are recursive: users of such graphs raise the limit, before or after fork().
     fork(2)
     x = T.dvector("x")
-    f = synk.function([x], (chain(x, 1200), "gather"))
+    f = synk.function([x], (add_ones(x, 1200), "gather"))
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(10_000)
     try:

@@ -101,7 +101,7 @@ def test_givens_inside_the_graph_with_num_slices(fork):
 
 
 @st.composite
-def choices(draw, lengths):
+def draw_batch_s(draw, lengths):
     """Draw a `batch_s` for ranks with these numbers of rows."""
 
     def spans(length):
@@ -129,7 +129,7 @@ def test_batch_s_selects_rows_of_each_rank(fork, n):
     split = np.array_split(np.arange(14), n)
 
     @limit_examples(40)
-    @given(choices([len(part) for part in split]), st.sampled_from([1, 1, 2, 5]))
+    @given(draw_batch_s([len(part) for part in split]), st.sampled_from([1, 1, 2, 5]))
     @example(slice(0, 3), 2)
     @example([0, 1, -1], 2)
     def check(choice, slices):

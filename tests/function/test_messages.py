@@ -70,7 +70,7 @@ DEEDS = {
 }  # fmt: skip
 
 
-def do(action, failing_ranks=(1,), n=3, updates=False, **kwargs):
+def run_action(action, failing_ranks=(1,), n=3, updates=False, **kwargs):
     """Fork, and run an action on some ranks during a call.
 
     Without ``updates`` the message does not depend on which ranks have applied them.
@@ -105,19 +105,19 @@ def call_after_close(action):
     return provoke
 
 
-def x_and_s():
+def make_function_of_x_and_s():
     x, s = tensor.dmatrix("x"), shared(np.zeros((4, 2)), "s")
     f = synk.function([x], (x.sum(axis=0) + s.sum(), "sum"), sliceable_shareds=[s], name="f")
     return f, s
 
 
-def call(*args, **kwargs):
-    return call_after_fork(lambda: x_and_s()[0](*args, **kwargs))
+def call_function_of_x_and_s(*args, **kwargs):
+    return call_after_fork(lambda: make_function_of_x_and_s()[0](*args, **kwargs))
 
 
 def call_after_death():
     with pytest.raises(synk.WorkerError):
-        do("SIGKILL")
+        run_action("SIGKILL")
     synk.data([1.0])
 
 
@@ -126,7 +126,7 @@ def pass_old_data():
     d = synk.data(np.ones((4, 2)))
     synk.close()
     synk.fork(2, use_gpu=False)
-    x_and_s()[0](d)
+    make_function_of_x_and_s()[0](d)
 
 
 def read_old_data():
@@ -136,31 +136,31 @@ def read_old_data():
     d[0]
 
 
-def unpicklable():
+def call_with_unpicklable_op():
     operation = Do("raise")
     operation.lock = threading.Lock()
     x = tensor.dvector("x")
     synk.function([x], (operation(x).sum(), "sum"), name="f")(np.ones(4))
 
 
-def different_shapes(collective):
+def call_with_different_shapes(collective):
     def provoke():
-        _, s = x_and_s()
+        _, s = make_function_of_x_and_s()
         synk.scatter(s, np.ones((5, 2)))
         collective(s)
 
     return call_after_fork(provoke)
 
 
-def integer_update():
+def call_with_integer_update():
     x, c = tensor.dvector("x"), shared(np.int64(0), "c")
     synk.function([x], (x.sum(), "sum"), updates=[(c, c + 1)], name="f")(np.ones(4), num_slices=2)
 
 
-def death_without_a_code():
+def die_without_a_code():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        do("SIGKILL")
+        run_action("SIGKILL")
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -203,7 +203,7 @@ def call_in_forked_copy(action):
     return provoke
 
 
-def two_shapes():
+def return_two_shapes():
     x = tensor.dmatrix("x")
     read_results(synk.function([x], (x.sum(axis=1), "sum"), name="f")(np.ones((3, 2))))
 
@@ -225,25 +225,25 @@ TABLE = {
     "CUDA in use before the fork": (fork_with_gpus(2, cuda=True, use_gpu=True), RuntimeError),
     "a copy of the master": (call_in_forked_copy(lambda: synk.data([1.0])), RuntimeError),
     "a copy of the master that closes": (call_in_forked_copy(lambda: (synk.close(), synk.data([1.0]))), RuntimeError),
-    "a death without a code": (death_without_a_code, synk.WorkerError),
+    "a death without a code": (die_without_a_code, synk.WorkerError),
     # -- workers that die
     **{
-        f"killed by {name}": (lambda name=name: do(name), synk.WorkerError)
+        f"killed by {name}": (lambda name=name: run_action(name), synk.WorkerError)
         for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTERM")
     },
-    "exited": (lambda: do("exit"), synk.WorkerError),
+    "exited": (lambda: run_action("exit"), synk.WorkerError),
     "after a death": (call_after_death, RuntimeError),
-    "timed out": (lambda: do("sleep", timeout=0.5), synk.WorkerError),
+    "timed out": (lambda: run_action("sleep", timeout=0.5), synk.WorkerError),
     # -- ranks that raise
-    "a worker raised": (lambda: do("raise"), synk.WorkerError),
-    "a worker called exit": (lambda: do("sys.exit"), synk.WorkerError),
-    "the master raised": (lambda: do("raise", (0,)), ArithmeticError),
-    "with updates": (lambda: do("raise after updates", updates=True), synk.WorkerError),
-    "a call inside a call": (lambda: do("call", (0,)), RuntimeError),
+    "a worker raised": (lambda: run_action("raise"), synk.WorkerError),
+    "a worker called exit": (lambda: run_action("sys.exit"), synk.WorkerError),
+    "the master raised": (lambda: run_action("raise", (0,)), ArithmeticError),
+    "with updates": (lambda: run_action("raise after updates", updates=True), synk.WorkerError),
+    "a call inside a call": (lambda: run_action("call", (0,)), RuntimeError),
     # -- memory
     "no room": (call_after_fork(lambda: synk.data(shape=1 << 45, dtype="float64")), MemoryError),
     # -- functions
-    "an unpicklable graph": (call_after_fork(unpicklable), TypeError, "f"),
+    "an unpicklable graph": (call_after_fork(call_with_unpicklable_op), TypeError, "f"),
     "avg of an integer output": (
         call_after_fork(lambda: synk.function([v := tensor.lvector("v")], v.sum())),
         ValueError,
@@ -256,13 +256,13 @@ TABLE = {
     ),
     "a scattered scalar": (call_after_fork(lambda: synk.function([tensor.dscalar("v")])), ValueError, "inputs"),
     # -- inputs
-    "too few inputs": (call(), TypeError, "f"),
-    "too many inputs": (call(1, 2), TypeError),
-    "an unknown input": (call(y=1), TypeError),
-    "dimensions": (call(np.ones(3)), TypeError, "x"),
-    "a dtype": (call(np.ones((3, 2), complex)), TypeError, "x"),
+    "too few inputs": (call_function_of_x_and_s(), TypeError, "f"),
+    "too many inputs": (call_function_of_x_and_s(1, 2), TypeError),
+    "an unknown input": (call_function_of_x_and_s(y=1), TypeError),
+    "dimensions": (call_function_of_x_and_s(np.ones(3)), TypeError, "x"),
+    "a dtype": (call_function_of_x_and_s(np.ones((3, 2), complex)), TypeError, "x"),
     "Data of another dtype": (
-        call_after_fork(lambda: x_and_s()[0](synk.data(np.ones((3, 2), "float32")))),
+        call_after_fork(lambda: make_function_of_x_and_s()[0](synk.data(np.ones((3, 2), "float32")))),
         TypeError,
         "x",
     ),
@@ -272,16 +272,20 @@ TABLE = {
         "x",
     ),
     # -- batches
-    "batch too long": (call(np.ones((3, 2)), batch=4), IndexError, "batch"),
-    "batch out of range": (call(np.ones((3, 2)), batch=[0, 3]), IndexError, "batch"),
-    "batch of another kind": (call(np.ones((3, 2)), batch="all"), TypeError, "batch"),
-    "a mask of another length": (call(np.ones((3, 2)), batch=[True]), ValueError, "batch"),
-    "batch_s out of range": (call(np.ones((4, 2)), batch_s=[9]), IndexError, "batch_s"),
-    "batch_s for other ranks": (call(np.ones((4, 2)), batch_s=[[0], [1], [2]]), ValueError, "batch_s"),
-    "no slices": (call(np.ones((4, 2)), num_slices=0), ValueError, "num_slices"),
-    "an integer's average over slices": (call_after_fork(integer_update), ValueError, "num_slices"),
-    "an unknown output": (call(np.ones((4, 2)), output_subset=[1]), IndexError, "output_subset"),
-    "shapes of outputs": (call_after_fork(two_shapes), ValueError),
+    "batch too long": (call_function_of_x_and_s(np.ones((3, 2)), batch=4), IndexError, "batch"),
+    "batch out of range": (call_function_of_x_and_s(np.ones((3, 2)), batch=[0, 3]), IndexError, "batch"),
+    "batch of another kind": (call_function_of_x_and_s(np.ones((3, 2)), batch="all"), TypeError, "batch"),
+    "a mask of another length": (call_function_of_x_and_s(np.ones((3, 2)), batch=[True]), ValueError, "batch"),
+    "batch_s out of range": (call_function_of_x_and_s(np.ones((4, 2)), batch_s=[9]), IndexError, "batch_s"),
+    "batch_s for other ranks": (
+        call_function_of_x_and_s(np.ones((4, 2)), batch_s=[[0], [1], [2]]),
+        ValueError,
+        "batch_s",
+    ),
+    "no slices": (call_function_of_x_and_s(np.ones((4, 2)), num_slices=0), ValueError, "num_slices"),
+    "an integer's average over slices": (call_after_fork(call_with_integer_update), ValueError, "num_slices"),
+    "an unknown output": (call_function_of_x_and_s(np.ones((4, 2)), output_subset=[1]), IndexError, "output_subset"),
+    "shapes of outputs": (call_after_fork(return_two_shapes), ValueError),
     # -- collectives
     "an unknown shared variable": (
         call_after_fork(lambda: synk.broadcast(shared(1.0, "u"))),
@@ -289,15 +293,23 @@ TABLE = {
         "shared_vars",
     ),
     "no shared variable": (call_after_fork(lambda: synk.gather(3)), TypeError, "shared_vars"),
-    "shapes in reduce": (different_shapes(synk.reduce), ValueError, "reduce"),
-    "shapes in all_reduce": (different_shapes(lambda s: synk.all_reduce(s, "sum")), ValueError, "all_reduce"),
+    "shapes in reduce": (call_with_different_shapes(synk.reduce), ValueError, "reduce"),
+    "shapes in all_reduce": (call_with_different_shapes(lambda s: synk.all_reduce(s, "sum")), ValueError, "all_reduce"),
     "shapes in all_gather": (
-        different_shapes(lambda s: (synk.set_value(1, s, np.ones((1, 3))), synk.all_gather(s))),
+        call_with_different_shapes(lambda s: (synk.set_value(1, s, np.ones((1, 3))), synk.all_gather(s))),
         ValueError,
         "all_gather",
     ),
-    "op of a collective": (call_after_fork(lambda: synk.reduce(x_and_s()[1], "mean")), ValueError, "op"),
-    "a rank that isn't": (call_after_fork(lambda: synk.get_value(2, x_and_s()[1])), IndexError, "rank"),
+    "op of a collective": (
+        call_after_fork(lambda: synk.reduce(make_function_of_x_and_s()[1], "mean")),
+        ValueError,
+        "op",
+    ),
+    "a rank that isn't": (
+        call_after_fork(lambda: synk.get_value(2, make_function_of_x_and_s()[1])),
+        IndexError,
+        "rank",
+    ),
     # -- fork
     "no ranks": (lambda: synk.fork(0), ValueError, "n_parallel"),
     "master_rank": (lambda: synk.fork(2, use_gpu=False, master_rank=2), ValueError, "master_rank"),
@@ -325,14 +337,14 @@ def test_message_when_all_ranks_raise():
     try:
         # Ranks that have not reached the step abort the command, possibly the master, too.
         with pytest.raises((ArithmeticError, synk.WorkerError), match="the sum is odd"):
-            do("raise", (0, 1, 2))
+            run_action("raise", (0, 1, 2))
     finally:
         synk.close()
 
 
 def test_message_names_all_raising_workers(fork):
     with pytest.raises(synk.WorkerError) as caught:
-        do("raise", (1, 2, 3), n=4)
+        run_action("raise", (1, 2, 3), n=4)
     error = caught.value
     assert error.rank == min(error.failures)
     assert set(error.failures) <= {1, 2, 3}

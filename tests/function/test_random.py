@@ -20,7 +20,7 @@ K = 5
 numpys_numbers = pytest.mark.skipif(XLA, reason="XLA draws other numbers than NumPy, from the same seeds")
 
 
-def function(*args, **kwargs):
+def compile_serial(*args, **kwargs):
     """Return a serial function that draws as the ranks do."""
     return package.function(*args, **kwargs, mode="JAX" if XLA else None)
 
@@ -58,7 +58,7 @@ def draw_on_ranks(kind, calls=2, seed=3, n=3):
 def test_random_streams_of_the_master_equal_serial(fork, kind, master):
     fork(3, master_rank=master)
     draws, updates = stream(kind)
-    serial = function([], draws, updates=updates)
+    serial = compile_serial([], draws, updates=updates)
     np.testing.assert_array_equal(draw_on_ranks(kind)[:, master], [serial(), serial()])
 
 
@@ -100,7 +100,7 @@ def test_random_streams_advance_with_num_slices(fork, kind):
     values = f(np.ones(8), num_slices=4).reshape(2, 4, K)
     assert len(np.unique(values)) == values.size
     draws, updates = stream(kind)
-    serial = function([], draws, updates=updates)
+    serial = compile_serial([], draws, updates=updates)
     np.testing.assert_array_equal(values[0], [serial() for _ in range(4)])
     next_values = f(np.ones(8))
     np.testing.assert_array_equal(next_values[:K], serial())  # the stream continues after the slices
@@ -117,11 +117,11 @@ def test_functions_share_a_random_stream(fork, kind):
     values = np.array([a, b, c])
     assert len(np.unique(values)) == values.size
     draws, updates = stream(kind)
-    serial = function([], draws, updates=updates)
+    serial = compile_serial([], draws, updates=updates)
     np.testing.assert_array_equal(values[:, :K], [serial() for _ in range(3)])
 
 
-def mask(kind, x):
+def draw_mask(kind, x):
     if kind == "MRG":
         from theano.sandbox.rng_mrg import MRG_RandomStreams
 
@@ -135,7 +135,7 @@ def mask(kind, x):
 def test_dropout_masks_differ_between_ranks_calls_and_slices(fork, kind):
     fork(2)
     x = T.dmatrix("x")
-    f = synk.function([x], (x * mask(kind, x), "gather"))
+    f = synk.function([x], (x * draw_mask(kind, x), "gather"))
     ones = np.ones((8, 40))
     masks = [*np.split(f(ones), 2), *np.split(f(ones, num_slices=2), 4)]
     assert all(0.25 < m.mean() < 0.75 for m in masks)
@@ -163,7 +163,7 @@ def test_random_numbers_do_not_repeat_after_uneven_draws(fork, kind):
     assert len(np.unique(values)) >= values.size - 1
     # With two ranks and a row on the master, its draws equal those of the serial program.
     draws, updates = stream(kind)
-    serial = function([], draws, updates=updates)
+    serial = compile_serial([], draws, updates=updates)
     np.testing.assert_array_equal([serial(), serial()], values[-4 * K :].reshape(2, 2, K)[:, 1])
 
 
@@ -298,7 +298,7 @@ if NAME == "pytensor":
         draws, updates = stream("SFC64")
         serial_draws, serial_updates = stream("SFC64")
         result = synk.function([], (draws, "gather"), updates=updates)()
-        np.testing.assert_array_equal(result, function([], serial_draws, updates=serial_updates)())
+        np.testing.assert_array_equal(result, compile_serial([], serial_draws, updates=serial_updates)())
 
     @numpys_numbers
     @pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "Philox", "MT19937"])

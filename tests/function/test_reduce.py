@@ -15,7 +15,7 @@ INTEGERS = ["int8", "uint8", "int32", "int64", "bool"]
 TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 
 
-def reduced(op, values, weights=None):
+def accumulate(op, values, weights=None):
     total = Accumulator(OutputOp.parse(op, "op"))
     for value, weight in zip(values, weights or [1] * len(values), strict=True):
         total.add(value, weight)
@@ -23,7 +23,7 @@ def reduced(op, values, weights=None):
 
 
 @st.composite
-def values(draw, dtypes, least_ndim=0, same_rows=True):
+def draw_values(draw, dtypes, least_ndim=0, same_rows=True):
     """Draw arrays of one dtype and one shape; with ``same_rows=False`` lengths of axis 0 differ."""
     dtype = np.dtype(draw(st.sampled_from(dtypes)))
     shape = draw(hnp.array_shapes(min_dims=least_ndim, max_dims=3, min_side=0, max_side=4))
@@ -39,13 +39,13 @@ def values(draw, dtypes, least_ndim=0, same_rows=True):
 
 @st.composite
 def draw_weighted(draw):
-    arrays = draw(values(FLOATS))
+    arrays = draw(draw_values(FLOATS))
     return arrays, draw(st.lists(st.integers(1, 1000), min_size=len(arrays), max_size=len(arrays)))
 
 
-@given(values(FLOATS))
+@given(draw_values(FLOATS))
 def test_avg_is_unweighted(parts):
-    result = reduced("avg", parts)
+    result = accumulate("avg", parts)
     dtype = parts[0].dtype
     assert result.dtype == dtype and result.shape == parts[0].shape
     expected = np.mean([part.astype("float64") for part in parts], axis=0)
@@ -55,7 +55,7 @@ def test_avg_is_unweighted(parts):
 @given(draw_weighted())
 def test_mean_weighs_values_by_their_rows(case):
     parts, weights = case
-    result = reduced("mean", parts, weights)
+    result = accumulate("mean", parts, weights)
     dtype = parts[0].dtype
     assert result.dtype == dtype and result.shape == parts[0].shape
     expected = np.average([part.astype("float64") for part in parts], axis=0, weights=weights)
@@ -65,42 +65,42 @@ def test_mean_weighs_values_by_their_rows(case):
 @pytest.mark.parametrize(
     "op, ufunc", [("sum", np.add), ("prod", np.multiply), ("min", np.minimum), ("max", np.maximum)]
 )
-@given(parts=values(FLOATS + INTEGERS))
+@given(parts=draw_values(FLOATS + INTEGERS))
 def test_elementwise_ops_equal_numpy_and_keep_dtype(op, ufunc, parts):
     expected = parts[0]
     for part in parts[1:]:
         with np.errstate(over="ignore"):
             expected = ufunc(expected, part)
     with np.errstate(over="ignore"):
-        result = reduced(op, parts)
+        result = accumulate(op, parts)
     assert result.dtype == parts[0].dtype and result.shape == parts[0].shape
     np.testing.assert_array_equal(result, expected)
 
 
-@given(values(FLOATS + INTEGERS, least_ndim=1, same_rows=False))
+@given(draw_values(FLOATS + INTEGERS, least_ndim=1, same_rows=False))
 def test_gather_concatenates_along_axis_0(parts):
-    result = reduced("gather", parts)
+    result = accumulate("gather", parts)
     assert result.dtype == parts[0].dtype
     np.testing.assert_array_equal(result, np.concatenate(parts))
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=5))
 def test_gather_of_scalars_returns_a_vector(numbers):
-    np.testing.assert_array_equal(reduced("gather", [np.int64(i) for i in numbers]), numbers)
+    np.testing.assert_array_equal(accumulate("gather", [np.int64(i) for i in numbers]), numbers)
 
 
 def test_op_none_keeps_the_last_value():
     last = object()
-    assert reduced(None, [object(), last]) is last
+    assert accumulate(None, [object(), last]) is last
 
 
 @pytest.mark.parametrize("op", [name for name in REDUCE_OPS if name != "gather"])
 def test_reduction_neither_changes_nor_returns_its_inputs(op):
     first, second = np.full(3, 2.0), np.full(3, 5.0)
-    result = reduced(op, [first, second], [1, 3])
+    result = accumulate(op, [first, second], [1, 3])
     np.testing.assert_array_equal(first, [2.0] * 3)
     np.testing.assert_array_equal(second, [5.0] * 3)
-    alone = reduced(op, [first])
+    alone = accumulate(op, [first])
     assert not np.shares_memory(result, first) and not np.shares_memory(alone, first)
 
 
@@ -108,27 +108,27 @@ def test_reduction_neither_changes_nor_returns_its_inputs(op):
 def test_float16_sums_do_not_overflow(op):
     # The sums are 3 and 66 times the largest float16.
     parts = [np.full(2, 65504, "float16")] * 3
-    np.testing.assert_array_equal(reduced(op, parts, [10, 20, 36]), parts[0])
+    np.testing.assert_array_equal(accumulate(op, parts, [10, 20, 36]), parts[0])
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_min_and_max_propagate_nan(op):
-    assert np.isnan(reduced(op, [np.float64(1), np.float64("nan"), np.float64(2)]))
+    assert np.isnan(accumulate(op, [np.float64(1), np.float64("nan"), np.float64(2)]))
 
 
 def test_reduction_accepts_numpy_scalars():
-    result = reduced("mean", [np.float32(1), np.float32(2)], [3, 1])
+    result = accumulate("mean", [np.float32(1), np.float32(2)], [3, 1])
     assert result.dtype == np.float32 and result.shape == () and result == 1.25
 
 
 def test_avg_accepts_complex_numbers():
-    assert reduced("avg", [np.complex64(1 + 2j), np.complex64(3)]) == np.complex64(2 + 1j)
+    assert accumulate("avg", [np.complex64(1 + 2j), np.complex64(3)]) == np.complex64(2 + 1j)
 
 
 @pytest.mark.parametrize("op", [name for name in REDUCE_OPS if name != "gather"])
 def test_reduction_refuses_different_shapes(op):
     with pytest.raises(ValueError, match=rf"'{op}'.*\(2,\).*\(3,\)"):
-        reduced(op, [np.zeros(2), np.zeros(3)])
+        accumulate(op, [np.zeros(2), np.zeros(3)])
 
 
 @pytest.mark.parametrize("op", REDUCE_OPS)

@@ -27,6 +27,8 @@ class Half:
 
 
 class Unpicklable:
+    """An object whose pickling fails."""
+
     def __reduce__(self):
         raise pickle.PicklingError("no")
 

@@ -300,7 +300,7 @@ def test_agent_messages_are_separated_from_mpirun_output(monkeypatch):
         synk.fork(hosts=["a", "b"], use_gpu=False)
 
 
-def started(press):
+def start_hosts_interrupted(press):
     """Start hosts, with Ctrl-C before instruction `press`; return the number of instructions."""
     codes = {
         mpi_link.MpiLink.start_agents.__code__,
@@ -336,9 +336,9 @@ def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
     reports = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: reports)
-    for press in range(1, 1 + started(-1)):
+    for press in range(1, 1 + start_hosts_interrupted(-1)):
         with pytest.raises(KeyboardInterrupt):
-            started(press)
+            start_hosts_interrupted(press)
         assert set(list_children(os.getpid())) <= children, press
 
 

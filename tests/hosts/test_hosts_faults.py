@@ -57,6 +57,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts():
+    """Start the hosts' programs that the tests share; end them after the last test."""
     hosts = Hosts()
     yield hosts
     hosts.end()

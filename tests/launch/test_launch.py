@@ -10,7 +10,7 @@ import tomllib
 
 import numpy as np
 import pytest
-from launch_runs import ENVIRONMENT, lines, run, train
+from launch_runs import ENVIRONMENT, read_json_lines, run, train
 from paths import ROOT, SUPPORT
 
 from synkhronos.launch.configuration.model_file import find_module
@@ -26,7 +26,7 @@ def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
     options = {"EASGD": {"rule_options__period": 3}, "GOSGD": {"rule_options__probability": 0.5}}.get(rule, {})
     folder = tmp_path / "run"
     train(folder, "Traced", every=4, rule=rule, config__trace=f"'{tmp_path}'", **options)
-    reports = lines(folder, "reports")
+    reports = read_json_lines(folder, "reports")
     assert [report["epoch"] for report in reports] == [1, 2, 3]
     assert reports[-1]["validation"]["error"] < 0.1 < reports[0]["loss"]
     assert reports[-1]["batch"] == "2 x 10" and reports[-1]["steps"] == 18
@@ -39,7 +39,7 @@ def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
         assert len(batches[0]) == len(batches[1]) == 9 and not set(batches[0]) & set(batches[1])
     agree = [a[2] == b[2] for a, b in zip(first["trace"], second["trace"], strict=True)]
     assert all(agree) if rule == "BSP" else not all(agree)
-    assert {line["rows"] for line in lines(folder, "rank-1")} == {40, 10}
+    assert {line["rows"] for line in read_json_lines(folder, "rank-1")} == {40, 10}
     assert [array.shape for array in np.load(folder / "params.npz").values()] == [(5, 8), (8,), (8, 2)]
 
 
@@ -153,7 +153,7 @@ def test_run_folder_is_locked(tmp_path):
     assert (
         f"folder: {tmp_path} is in use by a run that hasn't ended: wait for it, or choose another folder" in done.stdout
     )
-    assert [report["epoch"] for report in lines(tmp_path, "reports")] == list(range(1, 22))
+    assert [report["epoch"] for report in read_json_lines(tmp_path, "reports")] == list(range(1, 22))
 
 
 @pytest.mark.any_library
@@ -162,7 +162,7 @@ def test_ranks_with_fewer_batches_do_not_block(tmp_path):
     done = train(tmp_path, "Uneven", epochs=1)
     assert "ranks have [9, 4] batches: each trains on 4, since all exchange together" in done.stdout
     train(tmp_path / "other", "Uneven", epochs=1, rule="EASGD")
-    assert [lines(tmp_path / "other", f"rank-{r}")[-1]["step"] for r in range(2)] == [9, 4]
+    assert [read_json_lines(tmp_path / "other", f"rank-{r}")[-1]["step"] for r in range(2)] == [9, 4]
 
 
 @pytest.mark.any_library
@@ -170,8 +170,10 @@ def test_ranks_with_fewer_batches_do_not_block(tmp_path):
 @pytest.mark.parametrize(("rule", "steps"), [("BSP", [9, 9]), ("EASGD", [9, 12]), ("GOSGD", [9, 12])])
 def test_data_that_grow_between_epochs_do_not_block(tmp_path, rule, steps):
     train(tmp_path, "Growing", epochs=3, rule=rule)
-    assert [lines(tmp_path, f"rank-{r}")[-1]["step"] for r in range(2)] == steps
-    assert [report["steps"] for report in lines(tmp_path, "reports")] == ([4, 6, 8] if rule == "BSP" else [4, 7, 10])
+    assert [read_json_lines(tmp_path, f"rank-{r}")[-1]["step"] for r in range(2)] == steps
+    assert [report["steps"] for report in read_json_lines(tmp_path, "reports")] == (
+        [4, 6, 8] if rule == "BSP" else [4, 7, 10]
+    )
 
 
 @pytest.mark.any_library
@@ -182,7 +184,8 @@ def test_random_streams_differ_by_rank(tmp_path):
     assert drawn[0] != drawn[1]
     # Rows per second exclude the first step, which may compile: 90 rows in these 2 s would be 45 per second.
     assert (
-        lines(tmp_path, "rank-1")[0]["rows_per_second"] > 45 and lines(tmp_path, "reports")[0]["rows_per_second"] > 90
+        read_json_lines(tmp_path, "rank-1")[0]["rows_per_second"] > 45
+        and read_json_lines(tmp_path, "reports")[0]["rows_per_second"] > 90
     )
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from launch_interrupts import LIMIT, ShellSupervisor
-from launch_runs import ENVIRONMENT, command, train
+from launch_runs import ENVIRONMENT, make_synkhronos_command, train
 from paths import SUPPORT
 
 from synkhronos.launch.configuration.settings import Settings
@@ -68,7 +68,7 @@ OUTPUT = {"closed": 'exec "$@" >&-', "all closed": 'exec "$@" <&- >&- 2>&-', "fu
 @pytest.mark.slow
 def test_broken_console_does_not_stop_a_run(tmp_path, console):
     sets = ["--set", "model='launch_models/mlp_variants.py:Speaks'", "--set=epochs=1", "--set=every=9"]
-    words = command("train", "--devices=cpu", "--folder", tmp_path / "run", *sets)
+    words = make_synkhronos_command("train", "--devices=cpu", "--folder", tmp_path / "run", *sets)
     if console in OUTPUT:
         words = ["sh", "-c", OUTPUT[console], "sh", *words]
     done = subprocess.run(

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hosts import are_simulated, make_command
-from launch_runs import HOST, lines, list_marked_processes, train
+from launch_runs import HOST, list_marked_processes, read_json_lines, train
 from paths import SUPPORT
 
 from synkhronos.launch.configuration.resolve import resolve_settings
@@ -59,7 +59,9 @@ def test_launch_on_hosts_equals_one_host(tmp_path, hosts):
         assert re.fullmatch(r"process \d+ on cpu( of host \S+)?, .*", lines_of_launcher[0]), log
         assert all(f"[rank {rank}] {line}" in output.splitlines() for line in log)
         assert "epoch 2, iteration" in log[-1 if rank else -2]
-        steps = [[line["step"] for line in lines(tmp_path / name, f"rank-{rank}")] for name in ("one", "hosts")]
+        steps = [
+            [line["step"] for line in read_json_lines(tmp_path / name, f"rank-{rank}")] for name in ("one", "hosts")
+        ]
         assert steps[0] == steps[1] and steps[0]
     assert output.startswith(f"ranks on hosts {', '.join(hosts)}; ")
     assert "\x1e" not in output
@@ -90,7 +92,7 @@ def test_resume_on_hosts_needs_no_shared_folder(tmp_path, rule):
     environment.pop("SYNKHRONOS_HOSTS", None)
     done = subprocess.run(command, env=environment, cwd=SUPPORT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2, 3]
+    assert [line["epoch"] for line in read_json_lines(tmp_path / "run", "reports")] == [1, 2, 3]
     if rule == "BSP":  # under the other rule the order of exchanges is random
         train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=3", epochs=3, rule=f"'{rule}'")
         expected, actual = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
@@ -116,8 +118,8 @@ def test_restart_works_on_two_hosts(tmp_path, victim):
     run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesOnce", checkpoint=1, restarts=1, **config)
     _, errors = wait_for_end(run, 0)
     assert "restart 1 of 1 from " in errors and "rows-000000000009" in errors
-    assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2]
-    assert [line["step"] for line in lines(tmp_path / "run", "rank-1")] == [9, 18]
+    assert [line["epoch"] for line in read_json_lines(tmp_path / "run", "reports")] == [1, 2]
+    assert [line["step"] for line in read_json_lines(tmp_path / "run", "rank-1")] == [9, 18]
 
 
 @pytest.mark.hosts
@@ -136,10 +138,10 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
     expected, actual = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
     assert all(np.array_equal(expected[name], actual[name]) for name in expected)
     (death,) = json.loads((tmp_path / "run" / "deaths.json").read_text())
-    assert lines(tmp_path / "run", "reports")[1]["deaths"] == [death]
+    assert read_json_lines(tmp_path / "run", "reports")[1]["deaths"] == [death]
     assert death["rank"] == 1 and (has_lost_host or death["host"] == "b")
     for rank in range(2):
-        assert sum(line["rows"] for line in lines(tmp_path / "run", f"rank-{rank}")) == 180
+        assert sum(line["rows"] for line in read_json_lines(tmp_path / "run", f"rank-{rank}")) == 180
 
 
 #: Patterns of the command lines of a run's processes.

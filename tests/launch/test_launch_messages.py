@@ -139,7 +139,8 @@ RUN = {
 
 
 @pytest.fixture
-def places(tmp_path):
+def paths(tmp_path):
+    """Make files and folders that a run cannot use; return their paths by name."""
     (tmp_path / "broken.py").write_text("class MLP:\n    def\n")
     (tmp_path / "used" / "checkpoints" / "rows-of-mine").mkdir(parents=True)  # no checkpoint's name
     (tmp_path / "used" / "settings.json").write_text("{}")
@@ -154,18 +155,18 @@ def places(tmp_path):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_launch_refuses_wrong_settings(name, places, monkeypatch):
+def test_launch_refuses_wrong_settings(name, paths, monkeypatch):
     wrong_settings, fault = SETTINGS[name]
     monkeypatch.chdir(SUPPORT)
-    settings = {"folder": str(places["new"]), **MODEL, **wrong_settings}
+    settings = {"folder": str(paths["new"]), **MODEL, **wrong_settings}
     settings = {
-        key: value.format(**places) if isinstance(value, str) else value
+        key: value.format(**paths) if isinstance(value, str) else value
         for key, value in settings.items()
         if value is not None
     }
     with raises(SettingsError, fault):
         resolve_settings([settings])
-    assert not places["new"].exists()
+    assert not paths["new"].exists()
 
 
 def test_launch_refuses_unimportable_file_names(monkeypatch, tmp_path):

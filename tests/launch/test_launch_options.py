@@ -4,13 +4,14 @@ import ast
 
 import numpy as np
 import pytest
-from launch_runs import lines, run, run_cases
+from launch_runs import read_json_lines, run, run_cases
 from paths import SUPPORT
 
 ALL = {"clip_norm": 0.5, "num_slices": 3, "ema": 0.9, "validate_ema": "true"}
 
 
 def train(folder, name, ranks, *arguments, options=None, **settings):
+    """Run ``synkhronos train`` with a model of launch_models/small.py."""
     sets = [f"--set={key}={value}" for key, value in settings.items()]
     sets += [f"--set=model_options.{key}={value}" for key, value in (options or {}).items()]
     where = [f"--set=model='launch_models/small.py:{name}'", "--folder", folder, "--devices=cpu", f"--ranks={ranks}"]
@@ -51,7 +52,7 @@ def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
     w, average, mean = train_in_numpy(3)
     np.testing.assert_allclose(load_params(tmp_path), [average, mean], rtol=1e-9)
     x, y = make_data()
-    reports = lines(tmp_path, "reports")
+    reports = read_json_lines(tmp_path, "reports")
     errors = [np.mean((x[120:] @ train_in_numpy(epoch)[1] - y[120:]) ** 2) for epoch in (1, 2, 3)]
     np.testing.assert_allclose([report["validation"]["cost"] for report in reports], errors, rtol=1e-9)
     assert np.mean((x[120:] @ w - y[120:]) ** 2) < 0.99 * errors[-1]  # differs from the value for the parameters

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from launch_interrupts import LIMIT, start_checkpointed_run, wait_until_training
-from launch_runs import ENVIRONMENT, lines, train
+from launch_runs import ENVIRONMENT, read_json_lines, train
 
 from synkhronos.launch.rank import memory_checkpoint_writer
 from synkhronos.launch.supervision import memory_checkpoint_folder
@@ -45,7 +45,9 @@ def test_restart_uses_the_newest_checkpoint(tmp_path, victim):
     whole, parts = (np.load(folder / "params.npz") for folder in (tmp_path / "whole" / "run", run))
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
     for name in ("reports", "rank-0", "rank-1"):  # as without deaths
-        expected_lines, restarted_lines = (lines(folder, name) for folder in (tmp_path / "whole" / "run", run))
+        expected_lines, restarted_lines = (
+            read_json_lines(folder, name) for folder in (tmp_path / "whole" / "run", run)
+        )
         assert [(report["epoch"], report["loss"]) for report in restarted_lines] == [
             (report["epoch"], report["loss"]) for report in expected_lines
         ]
@@ -57,7 +59,7 @@ def test_restart_uses_the_newest_checkpoint(tmp_path, victim):
 def test_restart_without_a_checkpoint_starts_anew(tmp_path):
     done = train_with_deaths(tmp_path, 1, [0], "--restarts=1", every=1)
     assert "restart 1 of 1 from the beginning, as it has no checkpoint" in done.stderr
-    assert [line["step"] for line in lines(tmp_path / "run", "rank-0")] == list(range(1, 28))
+    assert [line["step"] for line in read_json_lines(tmp_path / "run", "rank-0")] == list(range(1, 28))
 
 
 @pytest.mark.faults
@@ -76,7 +78,7 @@ def test_restart_of_a_resumed_run_ignores_later_checkpoints(tmp_path):
     (tmp_path / "marks").rmdir()
     done = train_with_deaths(tmp_path, 1, [1], "--resume", first, "--restarts=1")
     assert f"restart 1 of 1 from {first}" in done.stderr
-    assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3]
+    assert [report["epoch"] for report in read_json_lines(tmp_path / "run", "reports")] == [1, 2, 3]
 
 
 @pytest.mark.faults
@@ -109,7 +111,7 @@ def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
     assert not list(parts.glob("failure*")) and not (parts / "checkpoints").exists()
     with np.load(whole / "params.npz") as expected, np.load(parts / "params.npz") as disturbed:
         assert all(np.array_equal(expected[name], disturbed[name]) for name in expected)
-    expected, disturbed = (lines(folder, "reports") for folder in (whole, parts))
+    expected, disturbed = (read_json_lines(folder, "reports") for folder in (whole, parts))
     for name in ("epoch", "loss", "validation", "steps"):
         assert [report[name] for report in disturbed] == [report[name] for report in expected]
     deaths = [death for report in disturbed for death in report.get("deaths", [])]
@@ -119,7 +121,7 @@ def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
     assert [len(report.get("deaths", [])) for report in disturbed] == [1, 1, 0]
     assert 9 <= deaths[1]["step"] < 12  # the death is in the third step of the second epoch
     for rank in range(2):
-        records = lines(parts, f"rank-{rank}")
+        records = read_json_lines(parts, f"rank-{rank}")
         assert records[-1]["step"] == 27 and sum(record["rows"] for record in records) == 270
     assert f"rank {victim} was killed by SIGKILL" in (parts / "rank-0.log").read_text()
     assert list_memory_folders() == before
@@ -129,9 +131,9 @@ def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
 @pytest.mark.parametrize("rule", ["EASGD", "GoSGD", "Swap"])
 def test_on_death_continue_takes_each_step_once_under_other_rules(tmp_path, rule):
     train_with_deaths(tmp_path, 1, [1], "--on-death=continue", checkpoint=0, rule=rule)
-    assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3]
+    assert [report["epoch"] for report in read_json_lines(tmp_path / "run", "reports")] == [1, 2, 3]
     for rank in range(2):  # each row once
-        records = lines(tmp_path / "run", f"rank-{rank}")
+        records = read_json_lines(tmp_path / "run", f"rank-{rank}")
         assert [record["step"] for record in records] == sorted({record["step"] for record in records})
         assert records[-1]["step"] == 27 and sum(record["rows"] for record in records) == 270
 
@@ -175,12 +177,12 @@ def test_on_death_continue_leaves_out_a_broken_device(tmp_path, gone):
     words = f"rank {gone} can't start on cpu, which is left out: the run continues with cpu, cpu\n"
     assert done.stderr.count(words) == 1
     run = tmp_path / "a" / "run"
-    assert [report["epoch"] for report in lines(run, "reports")] == [1, 2, 3]
-    assert [report["batch"].split()[0] for report in lines(run, "reports")] == ["3", "2", "2"]
+    assert [report["epoch"] for report in read_json_lines(run, "reports")] == [1, 2, 3]
+    assert [report["batch"].split()[0] for report in read_json_lines(run, "reports")] == ["3", "2", "2"]
     deaths = json.loads((run / "deaths.json").read_text())
     assert [death["rank"] for death in deaths] == [1, gone, gone]
     assert deaths[1]["cause"].startswith("could not start: ") and "fallen off the bus" in deaths[1]["cause"]
-    last = [sum(line["rows"] for line in lines(run, f"rank-{r}") if line["epoch"] == 2) for r in range(2)]
+    last = [sum(line["rows"] for line in read_json_lines(run, f"rank-{r}") if line["epoch"] == 2) for r in range(2)]
     assert last == [90, 90]  # in this class each rank has the same number of rows
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from launch_runs import lines, train
+from launch_runs import read_json_lines, train
 from library import package, shared, tensor
 
 from synkhronos.launch.model_class.model_interface import ModelInterfaceError
@@ -49,8 +49,8 @@ def test_resume_from_a_checkpoint_equals_an_undisturbed_run(tmp_path, rule):
     with np.load(tmp_path / "parts" / "params.npz") as parts:
         for name in whole:
             np.testing.assert_array_equal(whole[name], parts[name])
-    assert [report["epoch"] for report in lines(tmp_path / "parts", "reports")] == [1, 2, 3, 4]
-    assert [line["step"] for line in lines(tmp_path / "parts", "rank-1")] == [9, 18, 27, 36]
+    assert [report["epoch"] for report in read_json_lines(tmp_path / "parts", "reports")] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_json_lines(tmp_path / "parts", "rank-1")] == [9, 18, 27, 36]
 
 
 @pytest.mark.any_library
@@ -63,7 +63,7 @@ def test_early_stop_keeps_the_best_epoch(tmp_path):
     for resume in ([], ["--resume"]):
         done = train(tmp_path / "run", "Overfits", *resume, **best)
         assert ("top5 max: no better for 2 epochs; the run ends after 5" in done.stdout) != bool(resume)
-        assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3, 4, 5]
+        assert [report["epoch"] for report in read_json_lines(tmp_path / "run", "reports")] == [1, 2, 3, 4, 5]
         checkpoint = Checkpoint(tmp_path / "run" / "checkpoints", keep_best=("top5", "max"))
         assert [checkpoint.load(path).meta["epochs"] for path in checkpoint.paths()] == [3, 5]
         assert checkpoint.load(checkpoint.best()).metrics["top5"] == 1.0
@@ -76,7 +76,7 @@ def test_early_stop_keeps_the_best_epoch(tmp_path):
         (tmp_path / "run" / "best.npz").unlink()  # as if killed before its end
     # Another metric has no best value yet.
     train(tmp_path / "run", "Overfits", "--resume", **{**best, "keep_best": "error", "epochs": 6})
-    assert lines(tmp_path / "run", "reports")[-1]["epoch"] == 6
+    assert read_json_lines(tmp_path / "run", "reports")[-1]["epoch"] == 6
 
 
 def test_metric_missing_in_the_class_is_named():
@@ -96,7 +96,7 @@ def test_resume_with_fewer_epochs_trains_none():
     assert ModelEpochLoop.has_trained_all_epochs(run)
 
 
-def step(update_rule):
+def make_model_with_step(update_rule):
     """Return a stand-in for a launcher's model, whose compiled step has the variables of an update rule."""
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
     updates = build_local_updates(update_rule((tensor.dot(x, w) - 1) ** 2, [w], 0.1))
@@ -108,7 +108,7 @@ def test_checkpoint_names_update_rule_variables():
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
     names = {
-        name: compatibility.describe_training("run", BSP("params"), group_variables(step(rule)), None)
+        name: compatibility.describe_training("run", BSP("params"), group_variables(make_model_with_step(rule)), None)
         for name, rule in rules_of.items()
     }
     for before, after in itertools.product(names, repeat=2):
@@ -116,7 +116,9 @@ def test_checkpoint_names_update_rule_variables():
             compatibility.check_description(
                 "rows",
                 names[before],
-                compatibility.describe_training("run", BSP("params"), group_variables(step(rules_of[after])), None),
+                compatibility.describe_training(
+                    "run", BSP("params"), group_variables(make_model_with_step(rules_of[after])), None
+                ),
             )
         else:
             with pytest.raises(CheckpointError, match="is of another model: its variables of the update rule are"):
@@ -154,13 +156,13 @@ def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_run
     whole, parts = (np.load(folder / "params.npz") for folder in (undisturbed, tmp_path / "parts"))
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])
-    whole, parts = (lines(folder, "reports") for folder in (undisturbed, tmp_path / "parts"))
+    whole, parts = (read_json_lines(folder, "reports") for folder in (undisturbed, tmp_path / "parts"))
     for report, resumed_report in zip(whole, parts, strict=True):
         assert all(
             report[key] == resumed_report[key]
             for key in ("epoch", "seen", "steps", "loss", "validation", "learning_rate")
         )
-    assert sum(line["rows"] for line in lines(tmp_path / "parts", "rank-1")) == 3 * 90
+    assert sum(line["rows"] for line in read_json_lines(tmp_path / "parts", "rank-1")) == 3 * 90
 
 
 @pytest.mark.any_library
@@ -170,7 +172,7 @@ def test_signal_ends_an_asynchronous_run(tmp_path):
     options = {"rule": "EASGD", "checkpoint": 1, "epochs": 2}
     train(tmp_path, "Signalled", "--devices=cpu", "--ranks=3", status=143, config__at=["train", 0, 3], **options)
     train(tmp_path, "Signalled", "--resume", **options)  # two of the three ranks continue
-    assert [report["epoch"] for report in lines(tmp_path, "reports")] == [1, 2]
+    assert [report["epoch"] for report in read_json_lines(tmp_path, "reports")] == [1, 2]
 
 
 @pytest.mark.any_library
@@ -205,7 +207,7 @@ def test_resume_repairs_a_truncated_log_line(tmp_path):
     with open(tmp_path / "rank-1.jsonl", "a") as file:
         file.write('{"time": 17')  # as after a full disk or a power loss
     train(tmp_path, "MLP", "--resume", epochs=2, checkpoint=1)
-    assert [line["epoch"] for line in lines(tmp_path, "rank-1")] == [0, 1]
+    assert [line["epoch"] for line in read_json_lines(tmp_path, "rank-1")] == [0, 1]
 
 
 @pytest.mark.any_library
@@ -214,6 +216,6 @@ def test_resume_accepts_another_number_of_ranks(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, rule="EASGD", checkpoint=1)
     train(tmp_path, "MLP", "--resume", "--devices=cpu", "--ranks=3", epochs=2, rule="EASGD")
-    assert [report["batch"] for report in lines(tmp_path, "reports")] == ["2 x 10", "3 x 10"]
+    assert [report["batch"] for report in read_json_lines(tmp_path, "reports")] == ["2 x 10", "3 x 10"]
     done = train(tmp_path, "MLP", "--resume", epochs=3, status=1)
     assert re.search(r"CheckpointError: .*rows-0+9 is of the rule EASGD, got BSP", done.stderr)

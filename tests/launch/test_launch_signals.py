@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launch_interrupts import LIMIT, ShellSupervisor, start_checkpointed_run, wait_until_training
-from launch_runs import ENVIRONMENT, command
+from launch_runs import ENVIRONMENT, make_synkhronos_command
 from paths import SUPPORT
 from system import find_leaked_names, is_alive, list_children, list_shared_names
 
@@ -161,7 +161,7 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, target, script):
         sets = [
             f"--set={name}={value}" for name, value in {**model, "every": 1, "epochs": 1000, "rule": "EASGD"}.items()
         ]
-        words = command("train", "--devices=cpu,cpu", "--folder", folder, *sets)
+        words = make_synkhronos_command("train", "--devices=cpu,cpu", "--folder", folder, *sets)
     process = subprocess.Popen(
         words, cwd=SUPPORT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

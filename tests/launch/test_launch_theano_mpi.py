@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-from launch_models.data.regression import BATCHES, MOMENTUM, RATE, ROWS, rows
-from launch_runs import ENVIRONMENT, lines, run
+from launch_models.data.regression import BATCHES, MOMENTUM, RATE, ROWS, make_rows
+from launch_runs import ENVIRONMENT, read_json_lines, run
 from paths import SUPPORT
 
 from synkhronos.launch.model_class.model_interface import ModelInterfaceError, parse_val_iter_result
@@ -17,6 +17,7 @@ from synkhronos.launch.model_class.model_recorder import ModelRecorder
 
 
 def train(folder, name, *arguments, status=0, ranks=2, **settings):
+    """Run ``synkhronos train`` with a model of launch_models/theano_mpi.py."""
     sets = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
     where = [
         f"--set=model='launch_models/theano_mpi.py:{name}'",
@@ -41,7 +42,7 @@ def compute_gradient(w, part):
 
 def iterate_batches(size, epochs):
     """Yield epoch and, for each rank, its batch."""
-    x, y = rows()
+    x, y = make_rows()
     for epoch in range(epochs):
         for first in range(0, len(x) // ROWS, size):
             yield (
@@ -77,7 +78,7 @@ def test_cdd_equals_one_process_delayed_by_a_step(tmp_path):
     assert (
         np.abs(train_delayed(2, 7) - train_delayed(2, 7, late=0)).max() > 1e-4
     )  # a wrong order would change the result
-    reports = lines(tmp_path / "two", "reports")
+    reports = read_json_lines(tmp_path / "two", "reports")
     rates = [report["learning_rate"] for report in reports]
     np.testing.assert_allclose(rates, [compute_rate(epoch, 2) for epoch in range(7)], rtol=1e-6)
     assert rates[6] == pytest.approx(2 * RATE)
@@ -106,7 +107,7 @@ def test_cdd_in_16_bits_stays_close(tmp_path):
 @pytest.mark.any_library
 def test_warmup_is_skipped_if_the_class_scales_its_learning_rate(tmp_path):
     train(tmp_path, "Regression", scale_lr="true")
-    assert [report["learning_rate"] for report in lines(tmp_path, "reports")] == pytest.approx([2 * RATE] * 2)
+    assert [report["learning_rate"] for report in read_json_lines(tmp_path, "reports")] == pytest.approx([2 * RATE] * 2)
 
 
 def test_avg_averages_parameters_after_each_step(tmp_path):
@@ -161,7 +162,7 @@ def test_class_methods_are_called_in_order(tmp_path, rule):
                 expected += [["save", epoch]]
             expected += [["adjust_hyperp", epoch], ["print_info", rank == 0, True, [2 * BATCHES]]]
         assert rank_calls == expected
-    assert [report["steps"] for report in lines(tmp_path / "run", "reports")] == [4 * BATCHES] * 2
+    assert [report["steps"] for report in read_json_lines(tmp_path / "run", "reports")] == [4 * BATCHES] * 2
     assert sorted(path.name for path in (tmp_path / "run" / "snapshots").iterdir()) == ["0_mine.npz", "1_mine.npz"]
     if "draws nothing" not in done.stdout:
         pictures = {path.name for path in (tmp_path / "run" / "plots").iterdir()}
@@ -197,7 +198,7 @@ def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
 def test_val_iter_can_return_the_next_batch_or_stop(tmp_path):
     done = train(tmp_path, "Stops", "--set=checkpoint=0")
     assert "val_iter() has returned 'stop': the run ends after epoch 2" in done.stdout
-    assert [report["epoch"] for report in lines(tmp_path, "reports")] == [1, 2]
+    assert [report["epoch"] for report in read_json_lines(tmp_path, "reports")] == [1, 2]
     calls = [re.findall(r"val_iter (\d) (\d)", (tmp_path / f"rank-{r}.log").read_text()) for r in range(2)]
     assert calls == [[("0", "1"), ("0", "2"), ("1", "1"), ("1", "2")], [("0", "1"), ("0", "2"), ("1", "1")]]
     assert (tmp_path / "params.npz").exists()

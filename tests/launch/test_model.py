@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from launch_models import masks
-from launch_runs import lines, run
+from launch_runs import read_json_lines, run
 from loading_sources import Damaged
 from paths import SUPPORT
 
@@ -24,7 +24,7 @@ def test_model_base_class_trains(tmp_path, rule):
         "--set=rule_options.probability=0.5" if rule == "GOSGD" else "--set=seed=3",
         cwd=SUPPORT,
     )
-    reports = lines(tmp_path, "reports")
+    reports = read_json_lines(tmp_path, "reports")
     assert [report["steps"] for report in reports] == [12] * 8  # 120 rows, ten a step, six steps on each of two ranks
     assert reports[-1]["validation"]["error"] < 0.3 and reports[-1]["learning_rate"] == 0.05
     (w,) = np.load(tmp_path / "params.npz").values()
@@ -41,9 +41,9 @@ def test_model_metrics_are_weighted_by_items(tmp_path, rule):
     more = ["--set=rule_options.period=1", "--set=rule_options.momentum=0.9"] if rule == "DiLoCo" else []
     run("train", *model, *more, "--set=checkpoint=1", "--set=seed=3", "--folder", tmp_path, cwd=SUPPORT)
     (x, y, mask), (_, y_valid, mask_valid) = (
-        [part[rows] for part in masks.rows()] for rows in (slice(40), slice(40, None))
+        [part[rows] for part in masks.make_masked_rows()] for rows in (slice(40), slice(40, None))
     )
-    for report in lines(tmp_path, "reports"):
+    for report in read_json_lines(tmp_path, "reports"):
         np.testing.assert_allclose(report["loss"], (mask * y**2).sum() / mask.sum(), rtol=1e-6)
         for name, errors in (("cost", y_valid**2), ("error", abs(y_valid))):
             expected = (mask_valid * errors).sum() / mask_valid.sum()
@@ -60,7 +60,7 @@ def test_model_metrics_are_weighted_by_items(tmp_path, rule):
 def test_bsp_params_averages_by_weight(tmp_path):
     model = ["--set=model='launch_models/small.py:Stepping'", "--devices=cpu,cpu", "--set=rule=BSP", "--set=seed=3"]
     run("train", *model, "--set=epochs=2", "--folder", tmp_path, cwd=SUPPORT)
-    x, y, mask = masks.rows()
+    x, y, mask = masks.make_masked_rows()
     w = np.zeros(3)
     for epoch in range(2):
         order = np.random.default_rng((3, epoch)).permutation(40)

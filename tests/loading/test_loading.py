@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from library import limit_examples
-from loading_sources import Damaged, Deep, Endless, Numbers, Slow, Wider, add_noise, picture
+from loading_sources import Damaged, Deep, Endless, Numbers, Slow, Wider, add_noise, make_picture
 from system import wait_for_state
 
 from synkhronos import loading
@@ -23,7 +23,7 @@ from synkhronos.loading.ring import ReadPlan, has_exited
 pytestmark = pytest.mark.any_library
 
 
-def order(count, seed, epoch):
+def make_order(count, seed, epoch):
     """Return the expected order of rows."""
     return np.random.default_rng((seed, epoch)).permutation(count)
 
@@ -32,7 +32,7 @@ def crop_row(row, seed, epoch, crop, mirror, mean, size=6):
     """Return the row that `CropMirror` returns, computed step by step."""
     random = np.random.default_rng((seed, epoch, row, 1))
     top, left = random.integers(size - crop + 1, size=2)
-    cut = picture(row, size).astype("float32")[:, top : top + crop, left : left + crop] - np.float32(mean)
+    cut = make_picture(row, size).astype("float32")[:, top : top + crop, left : left + crop] - np.float32(mean)
     return cut[:, :, ::-1] if mirror and random.integers(2) else cut
 
 
@@ -41,7 +41,7 @@ def check_and_read_labels(batches):
     labels = []
     for pictures, numbers in batches:
         for image, number in zip(pictures, numbers, strict=True):
-            np.testing.assert_array_equal(image, picture(number))
+            np.testing.assert_array_equal(image, make_picture(number))
         labels.append(numbers.tolist())
     return labels
 
@@ -71,7 +71,7 @@ def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, dept
                 for rank in range(size)
             ]
             turns = [batches[turn] for turn in range(len(orders[0])) for batches in orders if turn < len(batches)]
-            expected = order(count, seed, epoch)[at:].tolist()
+            expected = make_order(count, seed, epoch)[at:].tolist()
             assert turns == [expected[i : i + batch] for i in range(0, len(expected), batch)]
     finally:
         loader.close()
@@ -112,9 +112,9 @@ def test_loader_accepts_the_users_augmentation(load):
         [p.tolist() for p, _ in load(Numbers(9), augment=add_noise, processes=n).arrays(4, 4, 7)] for n in (1, 2, 3)
     ]
     assert processed_rows[0] == processed_rows[1] == processed_rows[2]
-    first = order(9, 7, 4)[0]
+    first = make_order(9, 7, 4)[0]
     noise = np.random.default_rng((7, 4, first, 1)).integers(1000, size=(2, 6, 6))
-    np.testing.assert_array_equal(processed_rows[0][0][0], picture(first) + noise)
+    np.testing.assert_array_equal(processed_rows[0][0][0], make_picture(first) + noise)
 
 
 def test_augmentation_draws_differ_from_the_order():
@@ -161,7 +161,7 @@ def test_loader_plan_assigns_each_position_to_one_rank(count, unit, size, row, w
 def test_loader_prefetches_the_next_epoch(load):
     loader = load(Numbers(10), processes=2)
     for epoch in range(5):
-        assert sum(check_and_read_labels(loader.arrays(epoch, 3)), []) == order(10, 0, epoch).tolist()
+        assert sum(check_and_read_labels(loader.arrays(epoch, 3)), []) == make_order(10, 0, epoch).tolist()
     assert loader._pool.ring.generation == 1
 
 
@@ -170,14 +170,15 @@ def test_loader_continues_after_a_break_at_the_last_batch(load):
     for epoch in range(4):  # as a class of the launcher does, which counts its batches
         batches = loader.arrays(epoch, 3, whole=True)
         assert (
-            sum((check_and_read_labels([next(batches)])[0] for _ in range(3)), []) == order(10, 0, epoch)[:9].tolist()
+            sum((check_and_read_labels([next(batches)])[0] for _ in range(3)), [])
+            == make_order(10, 0, epoch)[:9].tolist()
         )
     for epoch in (4, 5):
         _, numbers = next(loader.arrays(epoch, 3, whole=True))
-        assert numbers.tolist() == order(10, 0, epoch)[:3].tolist()
+        assert numbers.tolist() == make_order(10, 0, epoch)[:3].tolist()
         assert (
             sum(check_and_read_labels(loader.arrays(epoch, 3, row=3, whole=True)), [])
-            == order(10, 0, epoch)[3:9].tolist()
+            == make_order(10, 0, epoch)[3:9].tolist()
         )
     assert loader._pool.ring.generation == 1
 
@@ -186,11 +187,11 @@ def test_loader_resumes_at_a_batch(load):
     loader = load(Numbers(20), processes=2)
     for i, (_, numbers) in enumerate(loader.arrays(1, 4)):
         if i == 2:
-            assert numbers.tolist() == order(20, 0, 1)[8:12].tolist()
+            assert numbers.tolist() == make_order(20, 0, 1)[8:12].tolist()
             break
-    assert sum(check_and_read_labels(loader.arrays(1, 4, row=12)), []) == order(20, 0, 1)[12:].tolist()
+    assert sum(check_and_read_labels(loader.arrays(1, 4, row=12)), []) == make_order(20, 0, 1)[12:].tolist()
     assert (
-        sum(check_and_read_labels(loader.arrays(2, 5, seed=9)), []) == order(20, 9, 2).tolist()
+        sum(check_and_read_labels(loader.arrays(2, 5, seed=9)), []) == make_order(20, 9, 2).tolist()
     )  # batches of another size, too
     assert len(loader._pool.pids) == 2
 
@@ -202,7 +203,7 @@ def test_loader_discards_rows_of_an_old_plan(load):
             break  # while the loaders keep reading
         assert (
             next(iter(check_and_read_labels(loader.arrays(epoch, 6, row=epoch))))
-            == order(40, 0, epoch)[epoch : epoch + 6].tolist()
+            == make_order(40, 0, epoch)[epoch : epoch + 6].tolist()
         )
 
 
@@ -211,10 +212,10 @@ def test_loader_iterator_ends_when_replaced(load):
     first = loader.arrays(0, 4)
     next(first)
     second = loader.arrays(0, 4, row=20)
-    assert check_and_read_labels([next(second)]) == [order(40, 0, 0)[20:24].tolist()]
+    assert check_and_read_labels([next(second)]) == [make_order(40, 0, 0)[20:24].tolist()]
     with pytest.raises(RuntimeError, match="can't continue: another one has started"):
         next(first)
-    assert sum(check_and_read_labels(second), []) == order(40, 0, 0)[24:].tolist()  # it has not been disturbed
+    assert sum(check_and_read_labels(second), []) == make_order(40, 0, 0)[24:].tolist()  # it has not been disturbed
 
 
 @pytest.mark.parametrize("rows", [6, 600])  # rows that are loaded already are not returned
@@ -230,7 +231,7 @@ def test_loader_iterator_ends_when_closed(load, rows):
 def test_loader_accepts_a_rank_without_rows(load):
     loader = load(Numbers(3), processes=2)
     for _ in range(2):
-        assert check_and_read_labels(loader.arrays(0, 4, rank=0, size=2)) == [order(3, 0, 0).tolist()]
+        assert check_and_read_labels(loader.arrays(0, 4, rank=0, size=2)) == [make_order(3, 0, 0).tolist()]
         assert check_and_read_labels(loader.arrays(0, 4, rank=1, size=2)) == []
         time.sleep(0.5)  # the loaders have found no rows
 
@@ -258,12 +259,12 @@ def test_forked_process_leaves_loaders_to_its_parent(load):
         with contextlib.suppress(BaseException):
             code = int(
                 check_and_read_labels(loader.arrays(0, 3, row=3))
-                != [order(12, 0, 0)[i : i + 3].tolist() for i in (3, 6, 9)]
+                != [make_order(12, 0, 0)[i : i + 3].tolist() for i in (3, 6, 9)]
             )
             loader.close()
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert sum(check_and_read_labels(loader.arrays(0, 3, row=3)), []) == order(12, 0, 0)[3:].tolist()
+    assert sum(check_and_read_labels(loader.arrays(0, 3, row=3)), []) == make_order(12, 0, 0)[3:].tolist()
     assert loader._pool.ring.generation == 1
 
 
@@ -322,7 +323,7 @@ def test_loader_skips_unreadable_rows(load, processes, capfd):
     bad = (3, 4, 5, 11)
     loader = load(Damaged(16, bad, odd=(7,)), processes=processes, on_error="skip")
     for epoch in range(2):
-        numbers = order(16, 0, epoch)
+        numbers = make_order(16, 0, epoch)
         expected = [[r for r in numbers[i : i + 5].tolist() if r not in (*bad, 7)] for i in range(0, 16, 5)]
         assert check_and_read_labels(loader.arrays(epoch, 5)) == [labels for labels in expected if labels]
         assert loader.skipped == 5 * (epoch + 1)
@@ -335,7 +336,7 @@ def test_loader_skips_unreadable_rows(load, processes, capfd):
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_loader_names_an_unreadable_row(load, processes, tmp_path):
-    position = order(20, 0, 0).tolist().index(4)
+    position = make_order(20, 0, 0).tolist().index(4)
     loader = load(Damaged(20, (4,)), processes=processes)
     labels = []
     with pytest.raises(
@@ -348,7 +349,7 @@ def test_loader_names_an_unreadable_row(load, processes, tmp_path):
     loader.source.bad = ()
     loader.close()
     labels += sum(check_and_read_labels(loader.arrays(0, 3, row=caught.value.row)), [])
-    assert labels == order(20, 0, 0).tolist()
+    assert labels == make_order(20, 0, 0).tolist()
 
 
 def test_loader_error_shows_the_end_of_a_long_traceback(load):
@@ -359,11 +360,11 @@ def test_loader_error_shows_the_end_of_a_long_traceback(load):
 
 
 def test_loader_continues_after_a_damaged_row(load):
-    loader = load(Damaged(12, (order(12, 0, 0)[0],)))
+    loader = load(Damaged(12, (make_order(12, 0, 0)[0],)))
     with pytest.raises(loading.LoadError):
         next(loader.arrays(0, 4))
     pids = list(loader._pool.pids)
-    assert sum(check_and_read_labels(loader.arrays(0, 4, row=4)), []) == order(12, 0, 0)[4:].tolist()
+    assert sum(check_and_read_labels(loader.arrays(0, 4, row=4)), []) == make_order(12, 0, 0)[4:].tolist()
     assert loader._pool.pids == pids  # the loader processes continue
 
 
@@ -402,7 +403,7 @@ def test_loader_reads_files_of_each_kind(files, load, kind):
     (x, y), sources = files
     loader = load(sources[kind], processes=2)
     rows = [(a.copy(), b.copy()) for a, b in loader.arrays(1, 4, seed=5)]
-    expected = order(17, 5, 1)
+    expected = make_order(17, 5, 1)
     np.testing.assert_array_equal(np.concatenate([a for a, _ in rows]), x[expected])
     np.testing.assert_array_equal(np.concatenate([b for _, b in rows]), y[expected])
 
@@ -440,7 +441,7 @@ def test_loader_limits_open_files(tmp_path, load):
     rows = loading.npy(names)
     assert len(rows._arrays) == 64
     (batch,) = next(load(rows).arrays(0, 200))
-    np.testing.assert_array_equal(batch[:, 0], order(200, 0, 0) // 2)
+    np.testing.assert_array_equal(batch[:, 0], make_order(200, 0, 0) // 2)
 
 
 def test_image_folder_has_rows_and_labels(tmp_path, load):

@@ -34,12 +34,13 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def order(count, epoch=0):
+def make_order(count, epoch=0):
     return np.random.default_rng((0, epoch)).permutation(count)
 
 
 @pytest.fixture
 def load():
+    """Yield a function that makes loaders; check after the test that their processes have ended."""
     loaders = []
 
     def make(*args, **kwargs):
@@ -79,10 +80,10 @@ def test_killed_loader_is_named(load, number, phase):
             labels += numbers.tolist()
             killed = time.monotonic()
     assert time.monotonic() - killed < LIMIT
-    assert e.value.row == len(labels) and labels == order(60)[: len(labels)].tolist()
+    assert e.value.row == len(labels) and labels == make_order(60)[: len(labels)].tolist()
     for _, numbers in loader.arrays(0, 6, row=e.value.row):  # with new loaders
         labels += numbers.tolist()
-    assert labels == order(60).tolist()
+    assert labels == make_order(60).tolist()
     assert pid not in loader._pool.pids
 
 
@@ -93,14 +94,15 @@ def make_layout(loader, unit):
 
 
 def test_row_that_kills_its_loader_is_named(load, tmp_path):
-    position = int(order(20)[9])
+    position = int(make_order(20)[9])
     loader = load(Damaged(20, kills=(position, str(tmp_path / "once"))), processes=3)
     with pytest.raises(LoadError, match="was killed by SIGKILL"):
         list(loader.arrays(0, 4))
     assert sum(len(numbers) for _, numbers in loader.arrays(0, 4)) == 20  # this row kills its loader once
 
 
-def training(rule, loader):
+def start_training(rule, loader):
+    """Return a trainer and the iterator of its reports."""
     x, y = tensor.dtensor4("x"), tensor.dvector("y")
     w = shared(np.zeros(()), "w")
     loss = ((w - y / 100) ** 2).mean() + 0 * x.sum()
@@ -112,13 +114,13 @@ def training(rule, loader):
 def test_killed_loader_ends_training(fork, load, rule):
     fork(3)
     loader = load(Slow(200, 0.003), processes=2)
-    trainer, reports = training(rule, loader)
+    trainer, reports = start_training(rule, loader)
     next(reports)
     os.kill(loader._pool.pids[1], signal.SIGKILL)
     with time_limit(), pytest.raises((LoadError, synk.WorkerError), match=r"loader 1 \(process \d+\)"):
         list(reports)
     assert np.isfinite(trainer.params[0].get_value())  # the ranks are alive
-    assert next(training(rule, loader)[1]).seen == 30  # and the loader has new processes
+    assert next(start_training(rule, loader)[1]).seen == 30  # and the loader has new processes
 
 
 # -- a rank, or the program, dies ----------------------------------------------------------------------------
@@ -128,7 +130,7 @@ def test_killed_loader_ends_training(fork, load, rule):
 def test_death_of_a_rank_ends_loaders(fork, load, rule):
     fork(3)
     loader = load(Slow(200, 0.003), processes=2)
-    _, reports = training(rule, loader)
+    _, reports = start_training(rule, loader)
     next(reports)
     pids = list(loader._pool.pids)
     os.kill(ranks.get_session().worker_pids[2], signal.SIGKILL)
@@ -136,7 +138,7 @@ def test_death_of_a_rank_ends_loaders(fork, load, rule):
         list(reports)
     wait_until(lambda: not any(map(is_alive, pids)))
     fork(2)
-    assert next(training(rule, loader)[1]).seen == 20
+    assert next(start_training(rule, loader)[1]).seen == 20
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def test_interrupt_ends_the_wait_for_a_batch(fork, load, ranks_too):
     with time_limit(), pytest.raises(KeyboardInterrupt):
         while True:
             go_through()
-    assert sum(go_through(), []) == order(12).tolist()
+    assert sum(go_through(), []) == make_order(12).tolist()
 
 
 def test_interrupt_at_any_moment_leaves_a_loader_usable(load):
@@ -228,4 +230,4 @@ def test_interrupt_at_any_moment_leaves_a_loader_usable(load):
         except KeyboardInterrupt:
             timer.join()
         labels = [numbers.tolist() for _, numbers in loader.arrays(turn, 5)]
-        assert sum(labels, []) == order(50, turn).tolist()
+        assert sum(labels, []) == make_order(50, turn).tolist()

@@ -33,18 +33,18 @@ def data_files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def hdf5_file():
+def write_hdf5_file():
     h5py = pytest.importorskip("h5py", reason="the extra `hdf5` is not installed")
     with h5py.File("d.h5", "w") as file:
         file["x"] = np.ones(3)
     return "d.h5"
 
 
-def virtual_hdf5_file():
+def write_virtual_hdf5_file():
     """Write a data set whose rows are in another file, which is missing."""
     h5py = pytest.importorskip("h5py", reason="the extra `hdf5` is not installed")
     layout = h5py.VirtualLayout((3,), "f8")
-    layout[:] = h5py.VirtualSource(hdf5_file(), "x", shape=(3,))
+    layout[:] = h5py.VirtualSource(write_hdf5_file(), "x", shape=(3,))
     with h5py.File("virtual.h5", "w") as file:
         file.create_virtual_dataset("x", layout)
     assert loading.hdf5("virtual.h5", "x")[2] == 1
@@ -52,7 +52,7 @@ def virtual_hdf5_file():
     return "virtual.h5"
 
 
-def without(module, action):
+def call_without_module(module, action):
     original = sys.modules.get(module)
     sys.modules[module] = None
     try:
@@ -63,7 +63,7 @@ def without(module, action):
             sys.modules[module] = original
 
 
-def first(*args, batch_size=4, **kwargs):
+def request_first_batch(*args, batch_size=4, **kwargs):
     """Request a batch."""
     loader = Loader(*args, **kwargs)
     try:
@@ -72,26 +72,26 @@ def first(*args, batch_size=4, **kwargs):
         loader.close()
 
 
-def read_epoch(source=None, **kwargs):
+def open_epoch(source=None, **kwargs):
     Loader(Numbers(10) if source is None else source).arrays(**{"epoch": 0, "batch_size": 2, **kwargs})
 
 
-def no_room():
-    first([np.broadcast_to(np.float64(1), (10, 1 << 50))], shuffle=False)
+def request_batch_beyond_memory():
+    request_first_batch([np.broadcast_to(np.float64(1), (10, 1 << 50))], shuffle=False)
 
 
-def lost_module():
+def load_from_unimportable_module():
     module = types.ModuleType("nowhere_to_be_found")
     exec("class Source:\n  def __len__(self): return 3\n  def __getitem__(self, row): return (row,)", vars(module))
     module.Source.__module__ = "nowhere_to_be_found"
     sys.modules["nowhere_to_be_found"] = module
     try:
-        first(module.Source())
+        request_first_batch(module.Source())
     finally:
         del sys.modules["nowhere_to_be_found"]
 
 
-class Holds:
+class UnpicklableSource:
     """An object that can't be pickled."""
 
     def __init__(self):
@@ -104,7 +104,7 @@ class Holds:
         return (row,)
 
 
-def train(x_data, y_data):
+def train_a_step(x_data, y_data):
     synk.fork(1, use_gpu=False)
     x, y = tensor.dtensor4("x"), tensor.dvector("y")
     w = shared(np.zeros(()), "w")
@@ -112,7 +112,7 @@ def train(x_data, y_data):
     next(trainer.epochs(x_data, y_data, 2, 1))
 
 
-def rows(**kwargs):
+def make_loader(**kwargs):
     return Loader(Numbers(10), **kwargs)
 
 
@@ -130,38 +130,42 @@ CALLS = {
     "a number in place of an array": (ValueError, "source", lambda: Loader([3])),
     "a masked array": (TypeError, "source", lambda: Loader([np.ma.masked_array([1, 2], [0, 1])])),
     "rows that are words": (TypeError, "source", lambda: Loader(lambda: iter(["abc"]))),
-    "a source that can't be sent": (TypeError, "source", lambda: first(Holds())),
+    "a source that can't be sent": (TypeError, "source", lambda: request_first_batch(UnpicklableSource())),
     "the first row is damaged": (LoadError, "/pictures/0.jpg", lambda: Loader(Damaged(10, (0,)))),
     "all rows are damaged": (LoadError, "/pictures/9.jpg", lambda: Loader(Damaged(10, range(10)), on_error="skip")),
-    "no augmentation": (TypeError, "augment", lambda: rows(augment="mirror")),
-    "processes": (ValueError, "processes", lambda: rows(processes=0)),
-    "half a process": (TypeError, "processes", lambda: rows(processes=1.5)),
-    "too many processes": (ValueError, "processes", lambda: rows(processes=2000)),
-    "depth": (ValueError, "depth", lambda: rows(depth=1)),
-    "shuffle": (TypeError, "shuffle", lambda: rows(shuffle="yes")),
-    "on_error": (ValueError, "on_error", lambda: rows(on_error="ignore")),
-    "vars: how many": (ValueError, "vars", lambda: rows(vars=[tensor.dtensor4("x")])),
-    "vars: dimensions": (ValueError, "vars", lambda: rows(vars=[tensor.dmatrix("x"), tensor.ivector("y")])),
-    "vars: dtype": (TypeError, "vars", lambda: rows(vars=[tensor.tensor4("x", dtype="bool"), tensor.ivector("y")])),
-    "batch_size": (ValueError, "batch_size", lambda: read_epoch(batch_size=0)),
-    "batch_size of a whole batch": (ValueError, "batch_size", lambda: read_epoch(batch_size=11, whole=True)),
-    "epoch": (ValueError, "epoch", lambda: read_epoch(epoch=-1)),
-    "seed": (ValueError, "seed", lambda: read_epoch(seed=1 << 63)),
-    "row": (ValueError, "row", lambda: read_epoch(row=11)),
-    "rank": (ValueError, "rank", lambda: read_epoch(rank=2, size=2)),
-    "no ranks": (RuntimeError, "", lambda: (synk.fork(1, use_gpu=False), synk.close(), rows().epoch(0, 2))),
-    "data outside of a loop": (RuntimeError, "data", lambda: rows().data),
+    "no augmentation": (TypeError, "augment", lambda: make_loader(augment="mirror")),
+    "processes": (ValueError, "processes", lambda: make_loader(processes=0)),
+    "half a process": (TypeError, "processes", lambda: make_loader(processes=1.5)),
+    "too many processes": (ValueError, "processes", lambda: make_loader(processes=2000)),
+    "depth": (ValueError, "depth", lambda: make_loader(depth=1)),
+    "shuffle": (TypeError, "shuffle", lambda: make_loader(shuffle="yes")),
+    "on_error": (ValueError, "on_error", lambda: make_loader(on_error="ignore")),
+    "vars: how many": (ValueError, "vars", lambda: make_loader(vars=[tensor.dtensor4("x")])),
+    "vars: dimensions": (ValueError, "vars", lambda: make_loader(vars=[tensor.dmatrix("x"), tensor.ivector("y")])),
+    "vars: dtype": (
+        TypeError,
+        "vars",
+        lambda: make_loader(vars=[tensor.tensor4("x", dtype="bool"), tensor.ivector("y")]),
+    ),
+    "batch_size": (ValueError, "batch_size", lambda: open_epoch(batch_size=0)),
+    "batch_size of a whole batch": (ValueError, "batch_size", lambda: open_epoch(batch_size=11, whole=True)),
+    "epoch": (ValueError, "epoch", lambda: open_epoch(epoch=-1)),
+    "seed": (ValueError, "seed", lambda: open_epoch(seed=1 << 63)),
+    "row": (ValueError, "row", lambda: open_epoch(row=11)),
+    "rank": (ValueError, "rank", lambda: open_epoch(rank=2, size=2)),
+    "no ranks": (RuntimeError, "", lambda: (synk.fork(1, use_gpu=False), synk.close(), make_loader().epoch(0, 2))),
+    "data outside of a loop": (RuntimeError, "data", lambda: make_loader().data),
     "the length of an iterable": (TypeError, "", lambda: len(Loader(Endless(3)))),
-    "no room": (MemoryError, "", no_room),
-    "a depth of a billion": (MemoryError, "", lambda: first(Numbers(10), depth=10**9)),
-    "a batch of 2**63 rows": (MemoryError, "", lambda: first(Numbers(10), batch_size=1 << 63)),
+    "no room": (MemoryError, "", request_batch_beyond_memory),
+    "a depth of a billion": (MemoryError, "", lambda: request_first_batch(Numbers(10), depth=10**9)),
+    "a batch of 2**63 rows": (MemoryError, "", lambda: request_first_batch(Numbers(10), batch_size=1 << 63)),
     "a batch of 2**63 rows for ranks": (
         MemoryError,
         "",
-        lambda: (synk.fork(1, use_gpu=False), next(rows().epoch(0, 1 << 63))),
+        lambda: (synk.fork(1, use_gpu=False), next(make_loader().epoch(0, 1 << 63))),
     ),
-    "a size of 2**70": (ValueError, "size", lambda: read_epoch(size=1 << 70)),
-    "a module that loaders don't find": (LoadError, "", lost_module),
+    "a size of 2**70": (ValueError, "size", lambda: open_epoch(size=1 << 70)),
+    "a module that loaders don't find": (LoadError, "", load_from_unimportable_module),
     "npy: nothing there": (FileNotFoundError, "nothing.npy", lambda: loading.npy("nothing.npy")),
     "npy: another file": (ValueError, "notes.txt", lambda: loading.npy("notes.txt")),
     "npy: objects": (ValueError, "objects.npy", lambda: loading.npy("objects.npy")),
@@ -172,12 +176,20 @@ CALLS = {
     "npz: another file": (ValueError, "notes.txt", lambda: loading.npz("notes.txt", "x")),
     "npz: compressed": (ValueError, "compressed.npz", lambda: loading.npz("compressed.npz", "x")),
     "npz: another name": (KeyError, "", lambda: loading.npz("xy.npz", "z")),
-    "hdf5: nothing there": (FileNotFoundError, "nothing.h5", lambda: (hdf5_file(), loading.hdf5("nothing.h5", "x"))),
-    "hdf5: another file": (ValueError, "notes.txt", lambda: (hdf5_file(), loading.hdf5("notes.txt", "x"))),
-    "hdf5: another name": (KeyError, "", lambda: loading.hdf5(hdf5_file(), "z")),
-    "hdf5: a part is missing": (FileNotFoundError, "virtual.h5", lambda: loading.hdf5(virtual_hdf5_file(), "x")),
-    "hdf5: not installed": (ImportError, "", lambda: without("h5py", lambda: loading.hdf5("d.h5", "x"))),
-    "pictures: not installed": (ImportError, "", lambda: without("PIL.Image", lambda: Images(["x.jpg"], 5))),
+    "hdf5: nothing there": (
+        FileNotFoundError,
+        "nothing.h5",
+        lambda: (write_hdf5_file(), loading.hdf5("nothing.h5", "x")),
+    ),
+    "hdf5: another file": (ValueError, "notes.txt", lambda: (write_hdf5_file(), loading.hdf5("notes.txt", "x"))),
+    "hdf5: another name": (KeyError, "", lambda: loading.hdf5(write_hdf5_file(), "z")),
+    "hdf5: a part is missing": (FileNotFoundError, "virtual.h5", lambda: loading.hdf5(write_virtual_hdf5_file(), "x")),
+    "hdf5: not installed": (ImportError, "", lambda: call_without_module("h5py", lambda: loading.hdf5("d.h5", "x"))),
+    "pictures: not installed": (
+        ImportError,
+        "",
+        lambda: call_without_module("PIL.Image", lambda: Images(["x.jpg"], 5)),
+    ),
     "pictures: no list": (TypeError, "files", lambda: Images("x.jpg", 5)),
     "pictures: none": (ValueError, "files", lambda: Images([], 5)),
     "pictures: labels": (ValueError, "labels", lambda: Images(["x.jpg", "y.jpg"], 5, [1, 2, 3])),
@@ -186,18 +198,18 @@ CALLS = {
     "pictures: a missing file": (LoadError, "missing.jpg", lambda: Loader(Images(["missing.jpg"], 5))),
     "folder: none": (FileNotFoundError, "folder", lambda: loading.image_folder("/nowhere", 5)),
     "folder: no pictures": (FileNotFoundError, "", lambda: loading.image_folder("empty", 5)),
-    "crop": (LoadError, "crop", lambda: rows(augment=CropMirror(7))),
+    "crop": (LoadError, "crop", lambda: make_loader(augment=CropMirror(7))),
     "crop of a vector": (LoadError, "CropMirror", lambda: Loader([np.ones(3)], augment=CropMirror(1))),
     "mean": (ValueError, "mean", lambda: CropMirror(mean=np.ones((2, 2)))),
-    "mean of other pictures": (LoadError, "mean", lambda: rows(augment=CropMirror(mean=[1, 2, 3]))),
-    "trainer: two loaders": (TypeError, "y_data", lambda: train(rows(), rows())),
-    "trainer: a loader of targets": (TypeError, "y_data", lambda: train(np.ones((10, 2, 6, 6)), rows())),
-    "trainer: an iterable": (TypeError, "", lambda: train(Loader(Endless(9)), None)),
+    "mean of other pictures": (LoadError, "mean", lambda: make_loader(augment=CropMirror(mean=[1, 2, 3]))),
+    "trainer: two loaders": (TypeError, "y_data", lambda: train_a_step(make_loader(), make_loader())),
+    "trainer: a loader of targets": (TypeError, "y_data", lambda: train_a_step(np.ones((10, 2, 6, 6)), make_loader())),
+    "trainer: an iterable": (TypeError, "", lambda: train_a_step(Loader(Endless(9)), None)),
 }
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_loader_error_names_the_argument(data_files, fork, case):
+def test_loader_raises_the_documented_error(data_files, fork, case):
     error, name, call = CALLS[case]
     with raises(error, name):
         call()

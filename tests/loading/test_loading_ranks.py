@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 from library import assert_same, shared, tensor
-from loading_sources import BAD, ROWS, TARGETS, Numbers, OnlyHere, Rows, SlowRows, SomeBad, SomeGood, picture
+from loading_sources import BAD, ROWS, TARGETS, Numbers, OnlyHere, Rows, SlowRows, SomeBad, SomeGood, make_picture
 from system import is_alive, list_children
 
 import synkhronos as synk
@@ -16,7 +16,7 @@ from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.updates import sgd
 
 
-def order(count, seed, epoch):
+def make_order(count, seed, epoch):
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
@@ -36,9 +36,9 @@ def test_loader_rows_on_ranks_equal_numpy(fork, load, n, processes):
             sums.append(np.asarray(total))
             labels.append(np.asarray(number))
             assert number.dtype == np.int32
-        expected = order(23, 3, epoch)
+        expected = make_order(23, 3, epoch)
         np.testing.assert_array_equal(np.concatenate(labels), expected)
-        assert_same(np.concatenate(sums), [picture(row).sum() for row in expected])
+        assert_same(np.concatenate(sums), [make_picture(row).sum() for row in expected])
     assert loader.waited > 0 and loader.skipped == 0
 
 
@@ -64,7 +64,7 @@ def test_loader_processes_end_with_the_ranks(fork):
 # -- the trainer ---------------------------------------------------------------------------------------------
 
 
-def trainer(rule, **kwargs):
+def make_least_squares_trainer(rule, **kwargs):
     x, y = tensor.dmatrix("x"), tensor.dvector("y")
     w = shared(np.zeros(3), "w")
     loss = ((tensor.dot(x, w) - y) ** 2).mean()
@@ -73,7 +73,7 @@ def trainer(rule, **kwargs):
 
 def train(rule, data, **kwargs):
     """Train, and return the parameters and the reports."""
-    new_trainer = trainer(rule)
+    new_trainer = make_least_squares_trainer(rule)
     reports = list(new_trainer.epochs(*data, **{"batch_size": 5, "epochs": 3, "seed": 3, "every": 4, **kwargs}))
     return new_trainer.params[0].get_value(), reports
 
@@ -128,14 +128,14 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
     pytest.importorskip("safetensors", reason="the extra `training` is not installed")
     records = []
     fork(before)
-    first = trainer(rule)
+    first = make_least_squares_trainer(rule)
     epochs = first.epochs(load(Rows(), processes=2), None, 5, 2, seed=3, every=3, checkpoint=Checkpoint(tmp_path))
     report = next(epochs)
     epochs.close()
     w = first.params[0].get_value()
     synk.close()
     fork(after)
-    again, expected = trainer(rule), trainer(rule)
+    again, expected = make_least_squares_trainer(rule), make_least_squares_trainer(rule)
     loader, arrays = load([ROWS, TARGETS], processes=2), (ROWS, TARGETS)
     folders = [Checkpoint(tmp_path), Checkpoint(tmp_path)]
     stored = folders[0].paths()[0]
@@ -169,7 +169,9 @@ def test_trainer_skips_unreadable_batches(fork, load):
 def test_validation_without_readable_rows_is_an_error(fork, load):
     fork(1)
     with pytest.raises(LoadError, match="none of the rows of the validation data could be read"):
-        next(trainer(rules.BSP()).epochs(ROWS, TARGETS, 5, 1, valid=load(OnlyHere(), on_error="skip")))
+        next(
+            make_least_squares_trainer(rules.BSP()).epochs(ROWS, TARGETS, 5, 1, valid=load(OnlyHere(), on_error="skip"))
+        )
 
 
 @pytest.mark.any_library
@@ -188,7 +190,7 @@ def test_unreadable_row_ends_training_but_not_the_ranks(fork, load, rule):
 
 @pytest.mark.any_library
 def test_launcher_model_reads_from_loaders(tmp_path):
-    from launch_runs import lines, run
+    from launch_runs import read_json_lines, run
     from paths import SUPPORT
 
     run(
@@ -200,7 +202,7 @@ def test_launcher_model_reads_from_loaders(tmp_path):
         f"--folder={tmp_path}",
         cwd=SUPPORT,
     )
-    reports = lines(tmp_path, "reports")
+    reports = read_json_lines(tmp_path, "reports")
     assert len(reports) == 8 and reports[-1]["validation"]["cost"] < reports[0]["validation"]["cost"] / 2
     assert reports[-1]["batch"] == "2 x 10"
     assert reports[-1]["seconds"]["load"] > 0

@@ -75,6 +75,7 @@ def test_float32_graphs_compute_in_float32(fork):
 
 @pytest.fixture
 def table():
+    """Return 25 rows of 3 random numbers."""
     return np.random.default_rng(0).normal(size=(25, 3))
 
 

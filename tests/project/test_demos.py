@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MNIST = ROOT / "demos" / "mnist" / "train_mnist.py"
 
 
-def run(*command: object) -> str:
+def run_demo(*command: object) -> str:
+    """Run a command of Python with few rewrites of graphs; return its output."""
     flags = {
         "PYTENSOR_FLAGS": f"mode=FAST_COMPILE,{os.environ.get('PYTENSOR_FLAGS', '')}".rstrip(","),
         "THEANO_FLAGS": f"mode=FAST_COMPILE,{os.environ.get('THEANO_FLAGS', 'blas.ldflags=')}".rstrip(","),
@@ -51,7 +52,7 @@ def test_mnist_trains_a_little(tmp_path):
         pytest.importorskip(name, reason="the extra `demos` is not installed")
     plot = tmp_path / "curves.png"
     small = ("--ranks", 2, "--epochs", 4, "--hidden", 64, "--batch-size", 100, "--dropout", 0)
-    printed = run(MNIST, *small, "--target", 80, "--plot", plot)
+    printed = run_demo(MNIST, *small, "--target", 80, "--plot", plot)
     assert "Test accuracy" in printed
     assert "compiling" in printed
     assert "deprecated" not in printed
@@ -60,7 +61,7 @@ def test_mnist_trains_a_little(tmp_path):
 
 def test_lstm_demo_trains_asynchronously():
     small = ("--texts", 80, "--length", 4, "--size", 8, "--epochs", 2, "--batch-size", 8, "--mode", "FAST_COMPILE")
-    printed = run(ROOT / "demos" / "lstm" / "train_lstm.py", "--ranks", 2, *small, "--cpu")
+    printed = run_demo(ROOT / "demos" / "lstm" / "train_lstm.py", "--ranks", 2, *small, "--cpu")
     assert "2 ranks, epoch 2: loss 0.6" in printed
     none, two = (line.split() for line in printed.splitlines() if line.strip().startswith(("none ", "2  ")))
     assert none[0::2][:2] == ["none", "1.00"] and none[4:6] == ["1.00", "1.00"]
@@ -92,8 +93,8 @@ def test_transformer_demo_learns_and_resumes(tmp_path):
         1,
     )
     small += ("--batch-size", 8, "--ema", 0.5, "--smoothing", 0.05, "--folder", tmp_path / "run", "--write", 0)
-    printed = run(script, *small, "--epochs", 2)
+    printed = run_demo(script, *small, "--epochs", 2)
     bits = [float(value) for value in re.findall(r"bits ([0-9.]+)", printed)]
     assert bits[1] < bits[0] < 4.5
-    resumed = run(script, *small, "--epochs", 3, "--resume")
+    resumed = run_demo(script, *small, "--epochs", 3, "--resume")
     assert "epoch 3" in resumed and "epoch 2" not in resumed

@@ -39,7 +39,7 @@ HAS_PYMC = importlib.util.find_spec("pymc") is not None
 HAS_THEANO = importlib.util.find_spec("theano") is not None
 
 
-def run(example: doctest.DocTest) -> None:
+def run_example(example: doctest.DocTest) -> None:
     report = io.StringIO()
     try:
         with np.printoptions():
@@ -49,7 +49,7 @@ def run(example: doctest.DocTest) -> None:
     assert failed == 0, report.getvalue()
 
 
-def modules(path, prefix: str) -> list[str]:
+def list_modules(path, prefix: str) -> list[str]:
     """Return the modules in a package and below, except those of the other environment and those of compat/.
 
     The latter change the meaning of ``import theano``; compat_checks/check_examples.py runs their examples.
@@ -65,13 +65,13 @@ def modules(path, prefix: str) -> list[str]:
         ):
             names.append(module.name)
             if module.ispkg:
-                names += modules([str(Path(path[0]) / module.name.rsplit(".", 1)[1])], f"{module.name}.")
+                names += list_modules([str(Path(path[0]) / module.name.rsplit(".", 1)[1])], f"{module.name}.")
     return names
 
 
-def docstrings() -> list[doctest.DocTest]:
+def find_docstring_examples() -> list[doctest.DocTest]:
     tests_by_name = {}
-    for name in ["synkhronos", *modules(synk.__path__, "synkhronos.")]:
+    for name in ["synkhronos", *list_modules(synk.__path__, "synkhronos.")]:
         for test in doctest.DocTestFinder().find(importlib.import_module(name), name):
             if test.examples and (HAS_PYMC or not name.startswith("synkhronos.extensions.pymc")):
                 tests_by_name[test.name] = test
@@ -79,9 +79,9 @@ def docstrings() -> list[doctest.DocTest]:
 
 
 @pytest.mark.skipif(not HAS_PYTENSOR, reason="docstrings import PyTensor")
-@pytest.mark.parametrize("example", docstrings() if HAS_PYTENSOR else [], ids=lambda test: test.name)
+@pytest.mark.parametrize("example", find_docstring_examples() if HAS_PYTENSOR else [], ids=lambda test: test.name)
 def test_docstring(example):
-    run(example)
+    run_example(example)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -97,10 +97,10 @@ def test_page(page):
     example = doctest.DocTestParser().get_doctest(text, {}, page.stem, str(page), 0)
     if not example.examples:
         pytest.skip("no examples")
-    run(example)
+    run_example(example)
 
 
-def scripts() -> dict[str, str]:
+def find_code_blocks() -> dict[str, str]:
     scripts_by_name = {}
     for page in [ROOT / "README.rst", *PAGES]:
         blocks = re.findall(r"^\.\. code-block:: python\n\n((?: +.*\n|\n)+)", page.read_text(), re.MULTILINE)
@@ -108,7 +108,7 @@ def scripts() -> dict[str, str]:
     return scripts_by_name
 
 
-@pytest.mark.parametrize("script", scripts().values(), ids=scripts())
+@pytest.mark.parametrize("script", find_code_blocks().values(), ids=find_code_blocks())
 def test_script(script):
     if not HAS_THEANO and "theano" in script:
         pytest.skip("the script is about Theano")
@@ -120,7 +120,7 @@ def test_script(script):
     assert result.stdout
 
 
-def arguments_by_function(code):
+def find_arguments(code):
     """Yield the calls in a piece of code, each as the function's name and the names of its arguments.
 
     Arguments outside of a call, such as ``seed=1``, belong to ``options``.
@@ -147,7 +147,7 @@ def test_training_table_names_existing_options():
     options = {"JAX_DEFAULT_MATMUL_PRECISION", "sync"}
     options |= {*inspect.signature(training.make_trainer).parameters}
     options |= {*inspect.signature(training.Trainer.epochs).parameters}
-    calls = [call for cell in cells for code in re.findall("``(.+?)``", cell) for call in arguments_by_function(code)]
+    calls = [call for cell in cells for code in re.findall("``(.+?)``", cell) for call in find_arguments(code)]
     unknown = [
         (name, used - (options if name == "options" else {*inspect.signature(functions[name]).parameters}))
         for name, used in calls
@@ -175,7 +175,7 @@ def test_piece(page, first_words, script, change):
     """Code that a page shows beside its script runs in that script."""
     blocks = re.findall(r"^\.\. code-block:: text\n\n((?: +.*\n|\n)+)", (ROOT / f"docs/{page}.rst").read_text(), re.M)
     (piece,) = [textwrap.dedent(block) for block in blocks if textwrap.dedent(block).startswith(first_words)]
-    whole = scripts()[script]
+    whole = find_code_blocks()[script]
     assert change[0] in whole
     before, fork, after = whole.replace(*change).partition("synk.fork(")
     before, _, assigned = before.rpartition("\n")
@@ -236,7 +236,7 @@ def test_contributing_complete_test_passes(fork):
     names["test_sum_is_over_all_rows"](fork)
 
 
-def commands() -> list[str]:
+def list_commands() -> list[str]:
     """Return the lines of the pages that call the launcher."""
     lines = [line.strip() for page in [ROOT / "README.rst", *PAGES] for line in page.read_text().splitlines()]
     return [
@@ -245,7 +245,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize("line", list_commands())
 def test_launcher_lines_are_parsed(line):
     from synkhronos.launch import train
 
@@ -257,7 +257,7 @@ def test_launcher_lines_are_parsed(line):
 
 
 def test_readme_has_a_complete_script():
-    assert "README-0" in scripts()
+    assert "README-0" in find_code_blocks()
 
 
 def test_reference_has_all_public_names():
@@ -277,7 +277,7 @@ def list_documented_members():
             yield f"{name}.{member}"
 
 
-def public_names(kind):
+def list_public_names(kind):
     """Return a class's public names: methods, class attributes, and attributes that methods set."""
     names = set(vars(kind)) | set(kind.__dict__.get("__annotations__", {}))
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
@@ -312,7 +312,7 @@ def test_reference_has_all_public_attributes():
             continue  # internal
         bases = [base for base in kind.__mro__ if base.__module__.startswith("synkhronos")]
         text = "\n".join(inspect.getdoc(base) or "" for base in bases)
-        undocumented = set().union(*map(public_names, bases))
+        undocumented = set().union(*map(list_public_names, bases))
         undocumented -= {
             name
             for name in undocumented

@@ -43,10 +43,10 @@ STARTERS = {"__main__", "launch", *INNER}
 
 
 def get_package_name(path):
-    return package_named(path.relative_to(PACKAGE).with_suffix("").parts)
+    return find_package(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def package_named(parts):
+def find_package(parts):
     inner = "/".join(parts[:2])
     return inner if inner in INNER else parts[0]
 
@@ -67,7 +67,7 @@ def list_imported_modules(path):
 
 def list_imported_packages(path):
     """Yield the packages that a file imports from."""
-    return (package_named(module.split(".")) for module in list_imported_modules(path))
+    return (find_package(module.split(".")) for module in list_imported_modules(path))
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))

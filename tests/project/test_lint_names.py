@@ -28,13 +28,13 @@ class Parcel:
 '''
 
 
-def found(source, **others):
+def lint(source, **others):
     sources = {"synkhronos/one.py": source} | {f"synkhronos/{name}.py": text for name, text in others.items()}
     return [(finding.rule, finding.line, finding.text) for finding in findings(sources)]
 
 
 def test_lint_names_accepts_a_clean_file():
-    assert found(WHOLE) == []
+    assert lint(WHOLE) == []
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_lint_names_accepts_a_clean_file():
 )
 def test_lint_names_findings(before, after, finding):
     assert before in WHOLE
-    assert found(WHOLE.replace(before, after)) == [finding]
+    assert lint(WHOLE.replace(before, after)) == [finding]
 
 
 def test_lint_names_finds_a_duplicate_class():
@@ -67,9 +67,9 @@ def test_lint_names_finds_a_duplicate_class():
         class Parcel:
             """A message."""
     ''')
-    assert found(WHOLE, two=other) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
+    assert lint(WHOLE, two=other) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
     private = other.replace("Parcel", "_Parcel")
-    assert found(WHOLE, two=private) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
+    assert lint(WHOLE, two=private) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
     assert list(findings({"synkhronos/compat/theano/one.py": other, "synkhronos/two.py": other})) == []
 
 
@@ -90,8 +90,8 @@ def test_lint_names_finds_an_unknown_parameter():
             weight : float
             """
     ''')
-    assert found(source) == [("unknown parameter documented", 2, "weigh: factor")]
-    assert found(source.replace('unit="g"', "**options")) == []
+    assert lint(source) == [("unknown parameter documented", 2, "weigh: factor")]
+    assert lint(source.replace('unit="g"', "**options")) == []
 
 
 def test_lint_names_reads_descriptions_of_update_rules():
@@ -100,8 +100,8 @@ def test_lint_names_reads_descriptions_of_update_rules():
         def adamax(p, g, c, learning_rate, beta2=0.9, mask=None):
             pass
     """)
-    assert found(source) == [("clause for a noun", 2, "The same for the largest size.")]
-    assert found(source.replace("The same for", "Decay of")) == []
+    assert lint(source) == [("clause for a noun", 2, "The same for the largest size.")]
+    assert lint(source.replace("The same for", "Decay of")) == []
 
 
 def test_lint_names_requires_no_docstrings_outside_of_the_package():

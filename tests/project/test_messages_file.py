@@ -14,6 +14,7 @@ FILE = "tests/project/test_messages_file.py"
 
 @pytest.fixture
 def golden(tmp_path, monkeypatch):
+    """Write a file of messages for this test alone; return its path."""
     monkeypatch.setattr(messages, "GOLDEN", tmp_path / "messages.txt")
     monkeypatch.delenv("SYNKHRONOS_MESSAGES", raising=False)
     write_golden(messages.GOLDEN, {FILE: {"ValueError: count: expected 1, got 2"}})

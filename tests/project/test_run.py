@@ -106,13 +106,13 @@ def module(tmp_path, monkeypatch):
     return module
 
 
-def options(**values):
+def make_options(**values):
     """Return the parsed options of ``run.py test``: the defaults, but for these values."""
     return argparse.Namespace(**{"env": None, "device": "host", "here": False, "quick": False, "all": False, **values})
 
 
 def test_run_py_prefixes_lines_of_parallel_jobs(module, capfd):
-    assert module.test(options(), ["-k", "nothing", "--fails"]) == 3
+    assert module.test(make_options(), ["-k", "nothing", "--fails"]) == 3
     printed = capfd.readouterr().out.splitlines()
     for name in ("pytensor", "theano"):
         (line,) = (line for line in printed if line.startswith(f"{name}, -k nothing --fails: on host: -m pytest "))
@@ -145,13 +145,13 @@ def test_run_py_prints_failures_at_the_end(module, tmp_path):
 
 
 def test_run_py_prints_a_single_job_unchanged(module, capfd):
-    assert module.test(options(device="jax"), []) == 0
+    assert module.test(make_options(device="jax"), []) == 0
     assert capfd.readouterr().out.startswith("on jax: -m pytest ")
 
 
 def list_jobs_by_part(module, environment, is_all):
     """Return the arguments of an environment's jobs that select tests by markers, by the name of their part."""
-    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], options(all=is_all), [])
+    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], make_options(all=is_all), [])
     return {job.part: job.arguments for job in jobs if job.environment is environment and "-m" in job.arguments}
 
 
@@ -169,7 +169,7 @@ def environment(request, module):
 
 @pytest.mark.parametrize("is_all", [False, True])
 def test_run_py_jobs_have_unique_names_and_existing_files(module, is_all):
-    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], options(all=is_all), [])
+    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], make_options(all=is_all), [])
     names = [job.name for job in jobs]
     assert len(set(names)) == len(names)
     assert not is_all or set(module.LONGEST) <= set(names)
@@ -219,7 +219,7 @@ def test_run_py_files_that_a_support_folder_leaves_out_have_jobs(module, environ
 
 
 def test_run_py_theano_alone_runs_tests_of_any_library(module):
-    jobs = module.list_jobs([module.THEANO], options(), [])
+    jobs = module.list_jobs([module.THEANO], make_options(), [])
     assert jobs and not any("any_library" in word for job in jobs for word in job.arguments)
 
 

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.any_library
 
 @dataclass(frozen=True)
 class Raise(Command):
+    """Command that raises an error on some ranks, before a barrier of the others."""
+
     failing_ranks: tuple
     then_barrier: bool = True
 
@@ -50,6 +52,8 @@ class RaiseLate(Command):
 
 @dataclass(frozen=True)
 class Kill(Command):
+    """Command that sends a signal to the process of one rank."""
+
     killed_rank: int
     number: int
     at_barrier: bool

@@ -34,7 +34,9 @@ class MixedSteps(Command):
 
 
 @dataclass(frozen=True)
-class Long(Command):
+class GatherPayloadLength(Command):
+    """Command that gathers the length of its payload."""
+
     payload: bytes
 
     def run(self, rank):
@@ -68,7 +70,7 @@ def test_bounded_cache_is_emptied_when_it_is_full():
 def test_cache_of_commands_is_bounded(two):
     lengths = []
     for i in range(2 * MAX_CACHED_COMMANDS):
-        assert two.run(Long(bytes(i))) == (i, [i, i])
+        assert two.run(GatherPayloadLength(bytes(i))) == (i, [i, i])
         lengths.append(len(two._mailbox._pickled))
     assert max(lengths) == MAX_CACHED_COMMANDS
 
@@ -86,7 +88,7 @@ def test_cache_of_pickled_values_is_bounded(two):
 
 def test_command_may_exceed_the_mailbox(two):
     payload = os.urandom(3 * MAILBOX_NBYTES)
-    assert two.run(Long(payload)) == (len(payload), [len(payload)] * 2)
+    assert two.run(GatherPayloadLength(payload)) == (len(payload), [len(payload)] * 2)
 
 
 def test_failed_send_of_a_long_command_leaves_no_memory(two, monkeypatch):
@@ -98,7 +100,7 @@ def test_failed_send_of_a_long_command_leaves_no_memory(two, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(two.memory, "send_segments", no_channel)
         with pytest.raises(OSError, match="no channel"):
-            two.run(Long(os.urandom(3 * MAILBOX_NBYTES)))
+            two.run(GatherPayloadLength(os.urandom(3 * MAILBOX_NBYTES)))
     assert two.run(CountSegments()) == before
 
 
@@ -143,6 +145,8 @@ def test_command_refuses_a_nested_command(two):
 
 
 class Nested(Command):
+    """Command that runs a command in the master."""
+
     def run(self, rank):
         if rank.is_master:
             ranks.get_session().run(Number())

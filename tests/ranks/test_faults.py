@@ -412,7 +412,7 @@ def test_fork_timeout_ends_a_hanging_worker():
 # -- missing resources of the machine ------------------------------------------------------------------------
 
 
-def _own_dev_shm():
+def _find_mount_command():
     for right in ("-m", "-rm"):  # as root, or as root of a user namespace
         command = ["unshare", right, "sh", "-c", 'mount -t tmpfs -o size=8M tmpfs /dev/shm && exec "$@"', "sh"]
         if shutil.which("unshare") and not subprocess.run([*command, "true"], capture_output=True).returncode:
@@ -422,7 +422,7 @@ def _own_dev_shm():
 
 @pytest.mark.any_library
 def test_full_dev_shm_raises_memory_error():
-    command = _own_dev_shm()
+    command = _find_mount_command()
     if command is None:
         pytest.skip("needs the right to mount")
     with Program("full_shared_memory", *command) as program:

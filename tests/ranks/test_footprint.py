@@ -24,7 +24,7 @@ def read_status(pid):
         return dict(line.rstrip("\n").split(":", 1) for line in status)
 
 
-def footprint(pid):
+def measure_footprint(pid):
     """Return a process's resident memory in kB, and counts of its other resources."""
     with open(f"/proc/{pid}/maps") as maps:
         shared_maps = sum(line.split()[1].endswith("s") for line in maps)
@@ -39,7 +39,7 @@ def footprint(pid):
 
 def measure_footprints():
     """Return the footprints of the master and the workers."""
-    return [footprint(pid) for pid in (os.getpid(), *ranks.get_session().worker_pids.values())]
+    return [measure_footprint(pid) for pid in (os.getpid(), *ranks.get_session().worker_pids.values())]
 
 
 class CountObjects(Command):
@@ -104,11 +104,11 @@ def test_repeated_fork_and_close_do_not_leak():
     for _ in range(20):
         fork_and_close()
     gc.collect()
-    memory, resources = footprint(os.getpid())
+    memory, resources = measure_footprint(os.getpid())
     for _ in range(80):
         fork_and_close()
     gc.collect()
-    new_memory, new_resources = footprint(os.getpid())
+    new_memory, new_resources = measure_footprint(os.getpid())
     assert new_resources == resources
     assert new_memory - memory < 6_000  # 80 sessions, of at least 2 MB of shared memory each
     assert set(list_children(os.getpid())) <= set(children)  # nor a zombie

@@ -49,7 +49,7 @@ def draw_values(n, calls=2):
 
 
 @pytest.fixture(autouse=True)
-def states():
+def restore_random_states():
     before = np.random.get_state(), random.getstate()
     yield
     np.random.set_state(before[0])
@@ -82,14 +82,14 @@ def test_global_generators_repeat_from_the_masters_seed(fork, master):
         np.testing.assert_array_equal(values, [*np.random.random(4), random.random()])
 
 
-def quotient():
+def make_reciprocal_function():
     x = T.dvector("x")
     return synk.function([x], (Reciprocal()(x), "gather"), mode=INTERPRETED)
 
 
 def test_workers_inherit_numpy_errstate(fork):
     fork(2)
-    f = quotient()
+    f = make_reciprocal_function()
     with np.errstate(all="ignore"):
         assert f(np.array([1.0, 0.0])).tolist() == [1, np.inf]
     with np.errstate(divide="raise"):

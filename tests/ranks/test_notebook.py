@@ -117,6 +117,7 @@ class Notebook:
 
 @pytest.fixture
 def notebook():
+    """Start the kernel of a notebook; check after the test that it leaves no shared memory."""
     before = list_shared_names()
     notebook = Notebook()
     yield notebook

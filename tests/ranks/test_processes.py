@@ -17,7 +17,7 @@ from synkhronos.ranks import count_available_cores
 pytestmark = pytest.mark.new_ranks
 
 
-def python(code, **kwargs):
+def run_python(code, **kwargs):
     """Run a program; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, **kwargs
@@ -77,7 +77,7 @@ def test_many_sessions_leave_nothing():
 
 
 def test_workers_run_no_atexit_functions_of_the_master():
-    printed = python("""
+    printed = run_python("""
         import atexit, synkhronos as synk
         atexit.register(lambda: print("exit", flush=True))
         print("before", end=" ")
@@ -87,7 +87,7 @@ def test_workers_run_no_atexit_functions_of_the_master():
 
 
 def test_workers_end_at_exit_without_close():
-    pids = python("""
+    pids = run_python("""
         import os, synkhronos as synk
         synk.fork(3, use_gpu=False)
         print(open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read())
@@ -122,7 +122,7 @@ def test_killing_the_master_leaves_nothing(number):
 
 
 def test_workers_print_where_the_master_prints():
-    printed = python("""
+    printed = run_python("""
         import synkhronos as synk
         from synkhronos import ranks
         class Print(ranks.Command):
@@ -134,7 +134,7 @@ def test_workers_print_where_the_master_prints():
 
 
 def test_inherited_sockets_do_not_stay_open_in_workers():
-    printed = python("""
+    printed = run_python("""
         import socket, synkhronos as synk
         server = socket.create_server(("127.0.0.1", 0))
         address = server.getsockname()
@@ -149,7 +149,7 @@ def test_inherited_sockets_do_not_stay_open_in_workers():
 
 
 def test_workers_leave_profiles(tmp_path):
-    python(
+    run_python(
         """
         import synkhronos as synk
         synk.fork(3, use_gpu=False, profile_workers=True)
@@ -163,7 +163,7 @@ def test_workers_leave_profiles(tmp_path):
 
 
 def test_close_gives_each_worker_time_to_end(tmp_path):
-    python(
+    run_python(
         """
         import os, time
         import synkhronos as synk
@@ -233,7 +233,7 @@ def test_get_n_gpu_counts_visible_gpus(monkeypatch):
 
 @pytest.mark.skipif(count_available_cores() < 2, reason="one core can't be shared out")
 def test_threads_of_a_late_loaded_blas_are_limited():
-    printed = python("""
+    printed = run_python("""
         import sys
         sys.path.insert(0, "tests/support")
         import numpy as np, threadpoolctl

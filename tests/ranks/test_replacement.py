@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from library import DEVICE, HOSTS, fork_ranks, read_results, shared
 from library import tensor as T
-from trainer_model import noise_like_a_row
+from trainer_model import draw_row_noise
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -24,6 +24,7 @@ pytestmark = [
 
 @pytest.fixture
 def session():
+    """Fork three ranks; yield their session."""
     fork_ranks(3)
     yield ranks.get_session()
     synk.close()
@@ -140,7 +141,7 @@ def test_streams_of_new_workers_differ(session, spawn):
     x = T.dmatrix("x")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        noise = noise_like_a_row()
+        noise = draw_row_noise()
     f = synk.function([x], (noise + 0 * x.sum(), "gather"))
     data = synk.data(np.ones((6, 3)))
     drawn = [read_results(f(data))]

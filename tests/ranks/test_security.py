@@ -24,7 +24,7 @@ from synkhronos import ranks
 PACKAGE = pathlib.Path(synk.__file__).parent
 
 
-def work():
+def call_functions_and_collectives():
     """Use segments, small and large commands, and results of all sizes."""
     x = tensor.dmatrix("x")
     f = synk.function([x], [(x.sum(), "sum"), (x * 2, "gather")])
@@ -61,7 +61,7 @@ def no_umask():
 
 
 @contextlib.contextmanager
-def names_made_in_dev_shm():
+def watch_dev_shm():
     """Collect every name that appears in /dev/shm, however briefly."""
     libc, names = ctypes.CDLL(None), []
     watch = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -81,7 +81,7 @@ def names_made_in_dev_shm():
 
 def test_watch_sees_short_lived_names():
     name = f"test-moment-{os.getpid()}"
-    with names_made_in_dev_shm() as names:
+    with watch_dev_shm() as names:
         posix_ipc.SharedMemory(f"/{name}", posix_ipc.O_CREX).close_fd()
         posix_ipc.unlink_shared_memory(f"/{name}")
     assert name in names
@@ -96,13 +96,13 @@ def test_shared_memory_never_has_a_name(fork, monkeypatch):
     monkeypatch.setattr(posix_ipc, "SharedMemory", None)
     monkeypatch.setattr(posix_ipc, "Semaphore", None)
     fork(3)
-    work()
+    call_functions_and_collectives()
     assert not drawn
 
 
 def test_segments_are_readable_only_by_this_user(fork, no_umask):
     fork(3)
-    d = work()
+    d = call_functions_and_collectives()
     d.set_value(np.ones((5000, 60)))  # new memory, which the workers have not received
     files = [file for _, file, _ in ranks.get_session().memory._unsent_segments]
     assert files
@@ -129,9 +129,9 @@ def test_named_segments_are_secret_and_short_lived(fork, no_umask, monkeypatch):
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     monkeypatch.setattr(secrets, "token_hex", recorded_token)
     monkeypatch.setattr(posix_ipc, "unlink_shared_memory", recorded_unlink)
-    with names_made_in_dev_shm() as names:
+    with watch_dev_shm() as names:
         fork(2)
-        work()
+        call_functions_and_collectives()
     assert found_names
     for name, mode, owner, size in found_names:
         assert name.removeprefix("/synkhronos-") in drawn
@@ -161,7 +161,7 @@ def test_existing_segment_names_are_not_used(fork, monkeypatch):
 def test_sockets_are_pairs_without_an_address(fork):
     before = list_sockets(os.getpid())
     fork(3)
-    work()
+    call_functions_and_collectives()
     sockets = list_sockets(os.getpid()) - before
     assert len(sockets) == 2
     for pid in ranks.get_session().worker_pids.values():
@@ -186,7 +186,7 @@ def test_shared_mappings_are_anonymous_or_unlinked(fork):
     gc.collect()  # otherwise garbage of earlier tests could be freed in between
     before = list_shared_mappings(os.getpid())
     fork(3)
-    keep = work()
+    keep = call_functions_and_collectives()
     assert len(list_shared_mappings(os.getpid())) > len(before)
     for pid in (os.getpid(), *ranks.get_session().worker_pids.values()):
         assert all(name.endswith("(deleted)") for name in list_shared_mappings(pid) if name not in before)
@@ -195,7 +195,7 @@ def test_shared_mappings_are_anonymous_or_unlinked(fork):
 
 def test_subprocesses_inherit_nothing(fork):
     fork(3)
-    d = work()
+    d = call_functions_and_collectives()
     d.set_value(np.ones((7000, 60)))
     listing = "import os\nfor fd in os.listdir('/proc/self/fd'):\n  try: print(os.readlink('/proc/self/fd/' + fd))\n"
     listing += "  except OSError: pass"
@@ -253,7 +253,7 @@ def test_unpickling_happens_only_in_known_places():
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user to be")
 def test_other_users_can_reach_nothing(fork):
     fork(2)
-    d = work()
+    d = call_functions_and_collectives()
     d.set_value(np.ones((9000, 60)))
     worker = ranks.get_session().worker_pids[1]
     file = ranks.get_session().memory._unsent_segments[0][1].fileno()

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.any_library
 
 @dataclass(frozen=True)
 class Fill(Command):
+    """Command that writes one item per rank into an array in shared memory, and returns all items."""
+
     location: ranks.ArrayLocation
 
     def run(self, rank):

@@ -29,7 +29,9 @@ def test_wait_ignores_wall_clock_changes(monkeypatch):
 
 
 @dataclass(frozen=True)
-class Signals(Command):
+class GatherSignalHandlers(Command):
+    """Command that gathers the ranks' signal handlers and standard inputs."""
+
     def run(self, rank):
         return rank.all_gather(
             (
@@ -64,7 +66,7 @@ def test_close_after_an_interrupt_is_quick(two):
 
 
 def test_workers_do_not_touch_signals_and_stdin_of_the_master(two):
-    assert two.run(Signals())[1] == (True, True, os.devnull)
+    assert two.run(GatherSignalHandlers())[1] == (True, True, os.devnull)
 
 
 class SignalRaised(Exception):

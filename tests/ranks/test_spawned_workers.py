@@ -47,7 +47,7 @@ def test_fork_can_be_repeated_after_jax_was_used(fork, started_xla):
         synk.close()
 
 
-def program(code, **kwargs):
+def start_program(code, **kwargs):
     """Start a program in which XLA has been started."""
     head = "import jax, numpy as np, synkhronos as synk; jax.config.update('jax_enable_x64', True); jax.numpy.ones(1);"
     path = os.pathsep.join([str(Path(synk.__file__).parent.parent), *sys.path])
@@ -64,7 +64,7 @@ def program(code, **kwargs):
 
 
 def test_fork_after_jax_was_used():
-    done = program("""
+    done = start_program("""
         import pytensor.tensor as T
         synk.fork(3, use_gpu=False)
         x = T.dvector("x")
@@ -105,7 +105,7 @@ def test_spawned_workers_inherit_sys_path(fork, started_xla, tmp_path, monkeypat
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_spawned_workers_end_with_the_master(number):
-    master = program("""
+    master = start_program("""
         import os, time
         synk.fork(3, use_gpu=False)
         print(*open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split(), flush=True)
@@ -122,7 +122,7 @@ def test_spawned_workers_end_with_the_master(number):
 
 
 def test_spawned_workers_profile_print_and_skip_atexit(tmp_path):
-    done = program(
+    done = start_program(
         """
         import atexit
         from synkhronos import ranks

@@ -52,7 +52,7 @@ def call_at_start():
     AT_START.clear()
 
 
-def summing():
+def make_sum_function():
     x = tensor.dvector("x")
     return synk.function([x], (x.sum(), "sum"))
 
@@ -77,7 +77,7 @@ def call_in_threads(*calls):
 
 def test_data_made_by_threads_is_separate(fork):
     fork(3)
-    total = summing()
+    total = make_sum_function()
     total(np.ones(3))
     arrays = [[], []]
 
@@ -97,7 +97,7 @@ def test_data_made_by_threads_is_separate(fork):
 
 def test_data_filled_by_a_thread(fork):
     fork(2)
-    total = summing()
+    total = make_sum_function()
     total(np.ones(3))
     ready, n = [], 40
 
@@ -121,7 +121,7 @@ def test_data_filled_by_a_thread(fork):
 
 def test_threads_run_collectives_and_functions_in_turn(fork):
     fork(2)
-    total, x = summing(), tensor.dvector("x")
+    total, x = make_sum_function(), tensor.dvector("x")
     w = shared(np.zeros(3), "w")
     add = synk.function([x], updates=[(w, w + x.sum())])
 
@@ -141,7 +141,7 @@ def test_threads_run_collectives_and_functions_in_turn(fork):
 
 def test_signal_handler_cannot_call_the_running_function(fork):
     fork(2)
-    total = summing()
+    total = make_sum_function()
     total(np.ones(3))
     refused, inside, wrong = [], [], []
 
@@ -221,7 +221,7 @@ def test_close_waits_two_seconds_for_other_threads(fork, seconds, call_at_start)
         assert type(outcome[0]) is RuntimeError
         assert "the ranks were closed" in str(outcome[0]) and "while this call ran" in str(outcome[0])
     fork(2)
-    assert float(summing()(np.ones(3))) == 3
+    assert float(make_sum_function()(np.ones(3))) == 3
 
 
 @pytest.mark.new_ranks
@@ -241,4 +241,4 @@ def test_signal_handler_can_close_during_a_call(fork, call_at_start):
     finally:
         signal.signal(signal.SIGALRM, before)
     fork(2)
-    assert float(summing()(np.ones(3))) == 3
+    assert float(make_sum_function()(np.ones(3))) == 3

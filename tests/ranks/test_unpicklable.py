@@ -182,7 +182,8 @@ OP = f"""
 """
 
 
-def run(program, *arguments, **kwargs):
+def run_program(program, *arguments, **kwargs):
+    """Run a program in a new process; return the completed process."""
     flags = {"PYTENSOR_FLAGS": "mode=FAST_COMPILE", "THEANO_FLAGS": "mode=FAST_COMPILE,blas.ldflags="}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), *arguments],
@@ -197,7 +198,7 @@ def run(program, *arguments, **kwargs):
 @on_host
 def test_workers_find_modules_on_later_paths(tmp_path):
     (tmp_path / "users_op.py").write_text(textwrap.dedent(OP))
-    done = run(
+    done = run_program(
         f"""
         import sys
         import numpy as np
@@ -217,7 +218,7 @@ def test_workers_find_modules_on_later_paths(tmp_path):
 
 @on_host
 def test_class_of_a_handmade_module_is_sent(tmp_path):
-    done = run(
+    done = run_program(
         f"""
         import sys, types
         import numpy as np
@@ -241,7 +242,7 @@ def test_class_of_a_handmade_module_is_sent(tmp_path):
 
 @on_host
 def test_limit_of_file_sizes_is_named():
-    done = run(
+    done = run_program(
         """
         import resource
         import synkhronos as synk

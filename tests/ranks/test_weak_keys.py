@@ -10,6 +10,8 @@ pytestmark = pytest.mark.any_library
 
 
 class Owner:
+    """An object with the hash value of every other."""
+
     def __hash__(self):
         return 1
 

@@ -58,50 +58,50 @@ def write(tmp_path, monkeypatch):
     is_user_module.cache_clear()
 
 
-def scaling(operation):
+def make_gather_function(operation):
     x = tensor.dvector("x")
     return synk.function([x], (operation(x), "gather"))
 
 
-def ones(f, n=5):
+def call_with_ones(f, n=5):
     return f(np.ones(n)).tolist()
 
 
 def test_user_code_of_a_reloaded_module_is_sent_again(fork, write):
     module = importlib.import_module(write(scale=2.0))
     fork(3)
-    old = scaling(module.Scale())
-    assert ones(old) == [2.0] * 5
+    old = make_gather_function(module.Scale())
+    assert call_with_ones(old) == [2.0] * 5
     write(scale=30.0)
     importlib.reload(module)
-    assert ones(scaling(module.Scale())) == [30.0] * 5
+    assert call_with_ones(make_gather_function(module.Scale())) == [30.0] * 5
     # The old class calls the module's new function, as in a serial program.
-    assert ones(old) == [30.0] * 5
+    assert call_with_ones(old) == [30.0] * 5
 
 
 def test_user_code_with_a_changed_global_is_sent_again(fork, write):
     module = importlib.import_module(write())
     fork(2)
-    f = scaling(module.Scale())
-    assert ones(f) == [2.0] * 5
+    f = make_gather_function(module.Scale())
+    assert call_with_ones(f) == [2.0] * 5
     for factor in (10.0, 7.0):
         module.FACTOR = factor
-        assert ones(f) == [2 * factor] * 5
+        assert call_with_ones(f) == [2 * factor] * 5
     module.FACTOR = 3.0
-    assert ones(scaling(module.Scale())) == [6.0] * 5
+    assert call_with_ones(make_gather_function(module.Scale())) == [6.0] * 5
 
 
 def test_user_code_with_a_replaced_method_is_sent_again(fork, write):
     module = importlib.import_module(write())
     fork(2)
-    f = scaling(module.Scale())
-    assert ones(f) == [2.0] * 5
+    f = make_gather_function(module.Scale())
+    assert call_with_ones(f) == [2.0] * 5
 
     def perform(self, node, inputs, outputs):
         outputs[0][0] = -inputs[0]
 
     module.Scale.perform = perform
-    assert ones(f) == [-1.0] * 5
+    assert call_with_ones(f) == [-1.0] * 5
 
 
 def test_user_code_with_a_redefined_class_is_sent_again(fork):
@@ -119,12 +119,12 @@ def test_user_code_with_a_redefined_class_is_sent_again(fork):
     try:
         define(2.0)
         fork(3)
-        first = scaling(Again())  # noqa: F821
-        assert ones(first) == [2.0] * 5
+        first = make_gather_function(Again())  # noqa: F821
+        assert call_with_ones(first) == [2.0] * 5
         define(3.0)
-        second = scaling(Again())  # noqa: F821
-        assert ones(second) == [3.0] * 5
-        assert ones(first) == [2.0] * 5
+        second = make_gather_function(Again())  # noqa: F821
+        assert call_with_ones(second) == [3.0] * 5
+        assert call_with_ones(first) == [2.0] * 5
     finally:
         del sys.modules[__name__].Again
 
@@ -132,7 +132,7 @@ def test_user_code_with_a_redefined_class_is_sent_again(fork):
 def test_user_op_from_an_unknown_folder_works(fork, write):
     fork(2)
     module = importlib.import_module(write(factor=5.0))
-    assert ones(scaling(module.Scale())) == [10.0] * 5
+    assert call_with_ones(make_gather_function(module.Scale())) == [10.0] * 5
 
 
 def test_user_op_defined_in_a_function_works(fork):
@@ -144,20 +144,20 @@ def test_user_op_defined_in_a_function_works(fork):
             outputs[0][0] = -inputs[0]
 
     fork(2)
-    assert ones(scaling(Negative())) == [-1.0] * 5
+    assert call_with_ones(make_gather_function(Negative())) == [-1.0] * 5
 
 
 def test_unchanged_user_code_is_sent_once(fork, write, monkeypatch):
     module = importlib.import_module(write(tail="def unused():\n    return FACTOR\n"))
     fork(2)
-    f = scaling(module.Scale())
-    ones(f)
+    f = make_gather_function(module.Scale())
+    call_with_ones(f)
     sent = []
     monkeypatch.setattr(Dispatcher, "mark_distributed", lambda self, session: sent.append(self))
-    ones(f)
+    call_with_ones(f)
     module.unused = None
     importlib.reload(module)  # with the same code
-    assert ones(f) == [2.0] * 5
+    assert call_with_ones(f) == [2.0] * 5
     assert not sent
 
 
@@ -176,8 +176,8 @@ def test_state_of_user_code_is_not_compared(fork, write):
         )
     )
     fork(2)
-    f = scaling(module.Count())
-    assert [ones(f, 2) for _ in range(3)] == [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]
+    f = make_gather_function(module.Count())
+    assert [call_with_ones(f, 2) for _ in range(3)] == [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]
 
 
 def test_digest_distinguishes_code(write):

@@ -25,13 +25,15 @@ CLOSE = {"rtol": 1e-13, "atol": 1e-13}
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def n(request, no_ranks):
+def n_ranks(request, no_ranks):
+    """Fork ranks of each size for all tests of the module; yield the size."""
     fork_ranks(request.param)
     yield request.param
     synk.close()
 
 
-def problem():
+def make_problem():
+    """Return the curvatures and optima of quadratic losses, for each step and rank."""
     rng = np.random.default_rng(0)
     return rng.uniform(0.5, 2, (4, 5, D)), rng.normal(size=(4, 5, D))
 
@@ -39,7 +41,7 @@ def problem():
 X0 = np.random.default_rng(1).normal(size=D)
 
 
-def variables(x=X0, dtype="float64"):
+def make_variables(x=X0, dtype="float64"):
     x = np.asarray(x, dtype)
     return [shared(x[:3].copy(), "a"), shared(x[3:].reshape(2, -1).copy(), "b")]
 
@@ -49,7 +51,16 @@ def train(rule, optimizer="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     n = synk.ranks.get_session().size
     memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
     results = synk.run(
-        programs.train, rule, variables(), variables(0 * X0), memory, problem(), optimizer, eta, steps, on_device
+        programs.train,
+        rule,
+        make_variables(),
+        make_variables(0 * X0),
+        memory,
+        make_problem(),
+        optimizer,
+        eta,
+        steps,
+        on_device,
     )
     reports = [np.asarray(result[1]) for result in results]
     for other in reports[1:]:
@@ -62,8 +73,8 @@ def train(rule, optimizer="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     )
 
 
-def oracle_arguments(n, optimizer="sgd"):
-    return n, problem(), X0, optimizer, ETA, STEPS
+def make_oracle_arguments(n, optimizer="sgd"):
+    return n, make_problem(), X0, optimizer, ETA, STEPS
 
 
 # -- trainings equal formulas in NumPy -------------------------------------------------------------------------------------
@@ -71,90 +82,99 @@ def oracle_arguments(n, optimizer="sgd"):
 
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "scaled"])
-def test_local_sgd_equals_its_formula(n, period, optimizer):
-    expected = oracle.averaging(*oracle_arguments(n, optimizer), oracle.make_schedule(period))
+def test_local_sgd_equals_its_formula(n_ranks, period, optimizer):
+    expected = oracle.averaging(*make_oracle_arguments(n_ranks, optimizer), oracle.make_schedule(period))
     trace, report, _, _ = train(rules.LocalSGD(period), optimizer)
     np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, expected[:, -1].mean(0), **CLOSE)
 
 
-def test_local_sgd_of_one_step_is_bsp(n):
+def test_local_sgd_of_one_step_is_bsp(n_ranks):
     for optimizer in ("sgd", "momentum"):
         trace = train(rules.BSP("params"), optimizer)[0]
-        np.testing.assert_allclose(trace, [oracle.bsp(*oracle_arguments(n, optimizer))] * n, **CLOSE)
-    if n > 1:
+        np.testing.assert_allclose(trace, [oracle.bsp(*make_oracle_arguments(n_ranks, optimizer))] * n_ranks, **CLOSE)
+    if n_ranks > 1:
         assert (
-            np.abs(train(rules.BSP("params"), "scaled")[0][0] - oracle.bsp(*oracle_arguments(n, "scaled"))).max() > 1e-2
+            np.abs(
+                train(rules.BSP("params"), "scaled")[0][0] - oracle.bsp(*make_oracle_arguments(n_ranks, "scaled"))
+            ).max()
+            > 1e-2
         )
 
 
-def test_postlocal_is_bsp_up_to_its_start(n):
+def test_postlocal_is_bsp_up_to_its_start(n_ranks):
     rule = rules.PostLocal(period=4, start=10)
     trace = train(rule)[0]
-    np.testing.assert_allclose(trace[:, :11], [oracle.bsp(*oracle_arguments(n))[:11]] * n, **CLOSE)
+    np.testing.assert_allclose(trace[:, :11], [oracle.bsp(*make_oracle_arguments(n_ranks))[:11]] * n_ranks, **CLOSE)
     np.testing.assert_allclose(
-        trace, oracle.averaging(*oracle_arguments(n), lambda s: s <= 10 or (s - 10) % 4 == 0), **CLOSE
+        trace, oracle.averaging(*make_oracle_arguments(n_ranks), lambda s: s <= 10 or (s - 10) % 4 == 0), **CLOSE
     )
 
 
 @pytest.mark.parametrize("period", [1, 4])
 @pytest.mark.parametrize("beta", [0.3, 1.0])
-def test_easgd_synchronous_equals_its_formula(n, period, beta):
-    expected, centre = oracle.elastic(*oracle_arguments(n), period, beta)
+def test_easgd_synchronous_equals_its_formula(n_ranks, period, beta):
+    expected, centre = oracle.elastic(*make_oracle_arguments(n_ranks), period, beta)
     trace, report, states, _ = train(rules.EASGD(beta, period, asynchronous=False))
     np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, centre, **CLOSE)
 
 
 @pytest.mark.parametrize("period", [1, 3])
-def test_downpour_synchronous_equals_its_formula(n, period):
+def test_downpour_synchronous_equals_its_formula(n_ranks, period):
     trace = train(rules.Downpour(period, period, asynchronous=False), eta=ETA)[0]
-    np.testing.assert_allclose(trace, oracle.downpour(*oracle_arguments(n), period), **CLOSE)
+    np.testing.assert_allclose(trace, oracle.downpour(*make_oracle_arguments(n_ranks), period), **CLOSE)
 
 
-def test_downpour_synchronous_scales_the_learning_rate(n):
+def test_downpour_synchronous_scales_the_learning_rate(n_ranks):
     trace = train(rules.Downpour(asynchronous=False), eta=ETA / 4)[0]
-    expected = oracle.bsp(n, problem(), X0, "sgd", n * ETA / 4, STEPS)
-    np.testing.assert_allclose(trace, [expected] * n, **CLOSE)
+    expected = oracle.bsp(n_ranks, make_problem(), X0, "sgd", n_ranks * ETA / 4, STEPS)
+    np.testing.assert_allclose(trace, [expected] * n_ranks, **CLOSE)
 
 
-def test_slowmo_equals_its_formula(n):
+def test_slowmo_equals_its_formula(n_ranks):
     trace = train(rules.SlowMo(4, lr=0.8, momentum=0.6))[0]
-    np.testing.assert_allclose(trace, oracle.slow_momentum(*oracle_arguments(n), 4, 0.8, 0.6), **CLOSE)
+    np.testing.assert_allclose(trace, oracle.slow_momentum(*make_oracle_arguments(n_ranks), 4, 0.8, 0.6), **CLOSE)
 
 
-def test_diloco_equals_its_formula(n):
+def test_diloco_equals_its_formula(n_ranks):
     trace = train(rules.DiLoCo(4))[0]
-    np.testing.assert_allclose(trace, oracle.outer_nesterov(*oracle_arguments(n), 4, 0.7, 0.9), **CLOSE)
+    np.testing.assert_allclose(trace, oracle.outer_nesterov(*make_oracle_arguments(n_ranks), 4, 0.7, 0.9), **CLOSE)
 
 
-def test_diloco_and_slowmo_have_other_rules_as_special_cases(n):
+def test_diloco_and_slowmo_have_other_rules_as_special_cases(n_ranks):
     local = train(rules.LocalSGD(4))[0]
     np.testing.assert_allclose(train(rules.DiLoCo(4, lr=1, momentum=0))[0], local, **CLOSE)
     np.testing.assert_allclose(train(rules.SlowMo(4, lr=1, momentum=0))[0], local, **CLOSE)
     heavy = train(rules.DiLoCo(4, lr=0.8, momentum=0.6, nesterov=False))[0]
     np.testing.assert_allclose(train(rules.SlowMo(4, lr=0.8, momentum=0.6))[0], heavy, **CLOSE)
-    serial = oracle.serial_nesterov(n, problem(), X0, 0.7 * ETA, STEPS, 0.9)
-    np.testing.assert_allclose(train(rules.DiLoCo(1))[0], [serial] * n, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(train(rules.DiLoCo(1, 1, 0))[0], [oracle.bsp(*oracle_arguments(n))] * n, **CLOSE)
+    serial = oracle.serial_nesterov(n_ranks, make_problem(), X0, 0.7 * ETA, STEPS, 0.9)
+    np.testing.assert_allclose(train(rules.DiLoCo(1))[0], [serial] * n_ranks, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        train(rules.DiLoCo(1, 1, 0))[0], [oracle.bsp(*make_oracle_arguments(n_ranks))] * n_ranks, **CLOSE
+    )
 
 
-def test_own_exchange_rule_is_accepted(n):
+def test_own_exchange_rule_is_accepted(n_ranks):
     expected = oracle.run(
-        *oracle_arguments(n), lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs], oracle.make_schedule(5)
+        *make_oracle_arguments(n_ranks),
+        lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs],
+        oracle.make_schedule(5),
     )
     np.testing.assert_allclose(train(programs.Halfway())[0], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("state", ["average", "reset"])
-def test_optimizer_state_is_averaged_or_reset_at_an_exchange(n, state):
-    x, v = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)]
+def test_optimizer_state_is_averaged_or_reset_at_an_exchange(n_ranks, state):
+    x, v = [X0.copy() for _ in range(n_ranks)], [0 * X0 for _ in range(n_ranks)]
     for step in range(STEPS):
-        for r in range(n):
-            x[r], v[r] = programs.local_step("momentum", x[r], v[r], programs.gradient(problem(), r, step, x[r]), ETA)
+        for r in range(n_ranks):
+            x[r], v[r] = programs.local_step(
+                "momentum", x[r], v[r], programs.gradient(make_problem(), r, step, x[r]), ETA
+            )
         if step % 3 == 2:
-            x = [np.mean(x, axis=0)] * n
-            v = [np.mean(v, axis=0) if state == "average" else 0 * X0] * n
+            x = [np.mean(x, axis=0)] * n_ranks
+            v = [np.mean(v, axis=0) if state == "average" else 0 * X0] * n_ranks
     np.testing.assert_allclose(train(rules.LocalSGD(3, state), "momentum")[0][:, -1], x, **CLOSE)
 
 
@@ -164,23 +184,23 @@ def test_optimizer_state_is_averaged_or_reset_at_an_exchange(n, state):
 def exchange_elastic(n, alpha, vectors, centre):
     rule = rules.EASGD(alpha=alpha)
     memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
-    results = synk.run(programs.elastic_once, rule, variables(), memory, vectors, centre)
+    results = synk.run(programs.elastic_once, rule, make_variables(), memory, vectors, centre)
     return np.array([x for x, _ in results]), results[0][1]
 
 
-def test_easgd_exchange_keeps_the_sum(n):
-    vectors, centre = np.random.default_rng(2).normal(size=(n, D)), np.ones(D)
-    xs, new = exchange_elastic(n, 0.3, vectors, centre)
+def test_easgd_exchange_keeps_the_sum(n_ranks):
+    vectors, centre = np.random.default_rng(2).normal(size=(n_ranks, D)), np.ones(D)
+    xs, new = exchange_elastic(n_ranks, 0.3, vectors, centre)
     np.testing.assert_allclose(xs.sum(0) + new, vectors.sum(0) + centre, **CLOSE)
     assert np.abs(new - centre).min() > 1e-3
 
 
-def test_easgd_alpha_of_one_swaps_and_half_averages(n):
-    vectors, centre = np.random.default_rng(3).integers(-64, 64, (n, D)) * 8.0, np.full(D, 16.0)
-    xs, new = exchange_elastic(n, 1.0, vectors, centre)
+def test_easgd_alpha_of_one_swaps_and_half_averages(n_ranks):
+    vectors, centre = np.random.default_rng(3).integers(-64, 64, (n_ranks, D)) * 8.0, np.full(D, 16.0)
+    xs, new = exchange_elastic(n_ranks, 1.0, vectors, centre)
     np.testing.assert_array_equal(xs, [centre, *vectors[:-1]])  # each rank takes the vector of the rank before it
     np.testing.assert_array_equal(new, vectors[-1])
-    xs, new = exchange_elastic(n, 0.5, vectors, centre)
+    xs, new = exchange_elastic(n_ranks, 0.5, vectors, centre)
     np.testing.assert_array_equal(xs[-1], new)
     np.testing.assert_array_equal(xs[0], (vectors[0] + centre) / 2)
 
@@ -198,18 +218,18 @@ ELASTIC = [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EA
 
 @pytest.mark.parametrize("on_device", ON_DEVICE)
 @pytest.mark.parametrize("rule", ELASTIC, ids=repr)
-def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
+def test_easgd_exchanges_equal_a_replay(n_ranks, rule, on_device):
     """Results have the same bits as NumPy's, with the exchanges in the order in which they happened."""
     optimizer = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
     trace, report, _, numbers = train(rule, optimizer, on_device=on_device)
-    momentum, alpha = getattr(rule, "momentum", 0), 0.9 / n
+    momentum, alpha = getattr(rule, "momentum", 0), 0.9 / n_ranks
     centre = X0.copy()
-    x, v, steps_of_rank = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)], [0] * n
+    x, v, steps_of_rank = [X0.copy() for _ in range(n_ranks)], [0 * X0 for _ in range(n_ranks)], [0] * n_ranks
     order = sorted((number, step, r) for r, exchanges in enumerate(numbers) for number, step in exchanges)
-    assert [number for number, _, _ in order] == list(range(n * (STEPS // 3)))
+    assert [number for number, _, _ in order] == list(range(n_ranks * (STEPS // 3)))
     for _, step, r in order:
         while steps_of_rank[r] <= step:
-            g = programs.gradient(problem(), r, steps_of_rank[r], x[r])
+            g = programs.gradient(make_problem(), r, steps_of_rank[r], x[r])
             x[r], v[r] = programs.local_step(optimizer, x[r], v[r], g, ETA)
             steps_of_rank[r] += 1
             if steps_of_rank[r] <= step:
@@ -223,14 +243,14 @@ def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
 
 
 @pytest.mark.parametrize("on_device", ON_DEVICE)
-def test_downpour_exchanges_equal_a_replay(n, on_device):
-    trace, report, _, numbers = train(rules.ASGD(3), eta=ETA / n, on_device=on_device)
+def test_downpour_exchanges_equal_a_replay(n_ranks, on_device):
+    trace, report, _, numbers = train(rules.ASGD(3), eta=ETA / n_ranks, on_device=on_device)
     centre, wrote = X0.copy(), -1
-    x, base, steps_of_rank = [X0.copy() for _ in range(n)], [X0.copy() for _ in range(n)], [0] * n
+    x, base, steps_of_rank = [X0.copy() for _ in range(n_ranks)], [X0.copy() for _ in range(n_ranks)], [0] * n_ranks
     for _, step, r in sorted((number, step, r) for r, exchanges in enumerate(numbers) for number, step in exchanges):
         while steps_of_rank[r] <= step:
             x[r], _ = programs.local_step(
-                "sgd", x[r], 0, programs.gradient(problem(), r, steps_of_rank[r], x[r]), ETA / n
+                "sgd", x[r], 0, programs.gradient(make_problem(), r, steps_of_rank[r], x[r]), ETA / n_ranks
             )
             steps_of_rank[r] += 1
         centre = x[r].copy() if wrote in (-1, r) else centre + (x[r] - base[r])
@@ -239,57 +259,59 @@ def test_downpour_exchanges_equal_a_replay(n, on_device):
     np.testing.assert_array_equal(report, centre)
 
 
-def test_base_rule_keeps_ranks_independent(n):
+def test_base_rule_keeps_ranks_independent(n_ranks):
     trace = train(rules.Rule())[0]
-    np.testing.assert_array_equal(trace, oracle.run(*oracle_arguments(n), lambda xs: xs, oracle.make_schedule(1)))
-
-
-def test_asgd_of_one_rank_is_serial(n):
-    if n > 1:
-        pytest.skip("one rank")
     np.testing.assert_array_equal(
-        train(rules.ASGD())[0], oracle.run(*oracle_arguments(1), lambda xs: xs, oracle.make_schedule(1))
+        trace, oracle.run(*make_oracle_arguments(n_ranks), lambda xs: xs, oracle.make_schedule(1))
     )
 
 
-def test_downpour_loses_no_push(n):
-    check_pushes(n, 100_000 // n if n == 4 and NAME == "pytensor" and not XLA else 2_000)
+def test_asgd_of_one_rank_is_serial(n_ranks):
+    if n_ranks > 1:
+        pytest.skip("one rank")
+    np.testing.assert_array_equal(
+        train(rules.ASGD())[0], oracle.run(*make_oracle_arguments(1), lambda xs: xs, oracle.make_schedule(1))
+    )
+
+
+def test_downpour_loses_no_push(n_ranks):
+    check_pushes(n_ranks, 100_000 // n_ranks if n_ranks == 4 and NAME == "pytensor" and not XLA else 2_000)
 
 
 def check_pushes(n, pushes):
     rule = rules.Downpour()
     memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
-    for report in synk.run(programs.count, rule, variables(0 * X0), memory, pushes):
+    for report in synk.run(programs.count, rule, make_variables(0 * X0), memory, pushes):
         assert report.tolist() == [float(n * pushes)] * D
 
 
 @pytest.mark.parametrize("on_device", ON_DEVICE)
 @pytest.mark.parametrize(("push", "fetch"), [(2, 3), (3, 1), (1, 4)])
-def test_downpour_keeps_unpushed_gradients(n, push, fetch, on_device):
+def test_downpour_keeps_unpushed_gradients(n_ranks, push, fetch, on_device):
     rule = rules.Downpour(push, fetch)
-    memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
-    for report in synk.run(programs.count, rule, variables(0 * X0), memory, 13, on_device):
-        np.testing.assert_allclose(report, 13.0 * n, rtol=1e-12)
+    memory = rules.allocate_shared_arrays(rule, n_ranks, D, np.dtype("float64"))
+    for report in synk.run(programs.count, rule, make_variables(0 * X0), memory, 13, on_device):
+        np.testing.assert_allclose(report, 13.0 * n_ranks, rtol=1e-12)
 
 
 # -- gossip, swaps -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_device", ON_DEVICE)
-def test_gosgd_keeps_weights_and_weighted_mean(n, on_device):
-    if n == 1:
+def test_gosgd_keeps_weights_and_weighted_mean(n_ranks, on_device):
+    if n_ranks == 1:
         pytest.skip("needs two ranks")
-    vectors = np.random.default_rng(4).normal(size=(n, D))
+    vectors = np.random.default_rng(4).normal(size=(n_ranks, D))
     rng = np.random.default_rng(5)
-    sends = [tuple(rng.permutation(n)[:2].tolist()) for _ in range(9)]
+    sends = [tuple(rng.permutation(n_ranks)[:2].tolist()) for _ in range(9)]
     rule = rules.GoSGD(1.0)
-    memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
-    results = synk.run(programs.gossip, rule, variables(), memory, vectors, sends, on_device)
+    memory = rules.allocate_shared_arrays(rule, n_ranks, D, np.dtype("float64"))
+    results = synk.run(programs.gossip, rule, make_variables(), memory, vectors, sends, on_device)
     plain = []
     for i in range(len(sends)):
-        records = [results[r][0][i] for r in range(n)]
+        records = [results[r][0][i] for r in range(n_ranks)]
         total = sum(w + weight_in_flight for w, _, weight_in_flight, _ in records)
-        assert total == 1 if n in (2, 4) else abs(total - 1) < 1e-14
+        assert total == 1 if n_ranks in (2, 4) else abs(total - 1) < 1e-14
         mean = sum(w * x + weight_in_flight * mail for w, x, weight_in_flight, mail in records)
         np.testing.assert_allclose(mean, vectors.mean(0), **CLOSE)
         plain.append(np.mean([x for _, x, _, _ in records], axis=0))
@@ -298,47 +320,50 @@ def test_gosgd_keeps_weights_and_weighted_mean(n, on_device):
 
 
 @pytest.mark.parametrize("on_device", ON_DEVICE)
-def test_gosgd_loses_nothing_in_training(n, on_device):
+def test_gosgd_loses_nothing_in_training(n_ranks, on_device):
     trace, report, states, _ = train(rules.GoSGD(0.5, seed=3), on_device=on_device)
     assert sum(float(state["weight"]) for state in states) == pytest.approx(1, abs=1e-14)
-    if n == 1:
+    if n_ranks == 1:
         np.testing.assert_allclose(report, trace[0, -1], **CLOSE)
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_swap_exchanges_parameters(n, replace):
+def test_swap_exchanges_parameters(n_ranks, replace):
     n_steps, all_sources = 20, set()
     trace, _, _, exchanges = train(rules.Swap(1, replace, seed=1), steps=n_steps)
-    x = [X0.copy() for _ in range(n)]
+    x = [X0.copy() for _ in range(n_ranks)]
     for step in range(n_steps):
-        sources = [exchanges[r][step][0] for r in range(n)]  # the ranks whose parameters ranks have got
+        sources = [exchanges[r][step][0] for r in range(n_ranks)]  # the ranks whose parameters ranks have got
         all_sources.add(tuple(sources))
-        swapped = [r for r in range(n) if sources[r] != r]
+        swapped = [r for r in range(n_ranks) if sources[r] != r]
         if replace:  # one rank of each pair
-            assert len(swapped) == n // 2 and not set(swapped) & {sources[r] for r in swapped}
-            assert len({sources[r] for r in swapped}) == n // 2
+            assert len(swapped) == n_ranks // 2 and not set(swapped) & {sources[r] for r in swapped}
+            assert len({sources[r] for r in swapped}) == n_ranks // 2
         else:
-            assert len(swapped) == n // 2 * 2 and all(sources[sources[r]] == r for r in range(n))
-        x = [programs.local_step("sgd", x[r], 0, programs.gradient(problem(), r, step, x[r]), ETA)[0] for r in range(n)]
+            assert len(swapped) == n_ranks // 2 * 2 and all(sources[sources[r]] == r for r in range(n_ranks))
+        x = [
+            programs.local_step("sgd", x[r], 0, programs.gradient(make_problem(), r, step, x[r]), ETA)[0]
+            for r in range(n_ranks)
+        ]
         x = [x[source] for source in sources]
         np.testing.assert_allclose(trace[:, step + 1], x, **CLOSE)
-    assert len(all_sources) > 1 or n == 1 or (n == 2 and not replace)  # pairs are chosen at random
+    assert len(all_sources) > 1 or n_ranks == 1 or (n_ranks == 2 and not replace)  # pairs are chosen at random
 
 
 # -- precision -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("float32", 24), ("float16", 11), ("bfloat16", 8)])
-def test_average_error_is_within_the_precision(n, precision, bits):
-    vectors = np.random.default_rng(6).uniform(1, 2, (n, 50_000)).astype("float32")
-    for mean in synk.run(programs.average_vectors, variables(), vectors, precision):
+def test_average_error_is_within_the_precision(n_ranks, precision, bits):
+    vectors = np.random.default_rng(6).uniform(1, 2, (n_ranks, 50_000)).astype("float32")
+    for mean in synk.run(programs.average_vectors, make_variables(), vectors, precision):
         assert np.abs(mean / vectors.mean(0, dtype="float64") - 1).max() <= 2.5 * 2.0**-bits
         assert mean.dtype == np.float32
 
 
-def test_average_in_float16_does_not_overflow(n):
-    vectors = np.full((n, 10), 40_000, "float32")
-    for mean in synk.run(programs.average_vectors, variables(), vectors, "float16"):
+def test_average_in_float16_does_not_overflow(n_ranks):
+    vectors = np.full((n_ranks, 10), 40_000, "float32")
+    for mean in synk.run(programs.average_vectors, make_variables(), vectors, "float16"):
         assert mean.tolist() == [np.float32(np.float16(40_000))] * 10
 
 
@@ -346,10 +371,10 @@ def test_average_in_float16_does_not_overflow(n):
 @pytest.mark.parametrize(
     "make", [rules.LocalSGD, rules.SlowMo, rules.DiLoCo, programs.Averaged], ids=lambda m: m.__name__
 )
-def test_rules_with_precision_16_stay_close(n, make, precision):
+def test_rules_with_precision_16_stay_close(n_ranks, make, precision):
     trace, report, _, _ = train(make(3, precision=precision))
     exact = train(make(3))[0]
-    for r in range(1, n):
+    for r in range(1, n_ranks):
         np.testing.assert_array_equal(trace[0, 3::3], trace[r, 3::3])
     assert np.abs(trace - exact).max() < (0.01 if precision == "float16" else 0.05)
 
@@ -366,8 +391,8 @@ def test_bfloat16_rounds_to_nearest(value):
 # -- vectors, options ----------------------------------------------------------------------------------------
 
 
-def test_flatten_variables_can_be_inverted(n):
-    for before, after, kind in synk.run(programs.vector_there_and_back, variables(), XLA):
+def test_flatten_variables_can_be_inverted(n_ranks):
+    for before, after, kind in synk.run(programs.vector_there_and_back, make_variables(), XLA):
         np.testing.assert_array_equal(before, X0)
         np.testing.assert_array_equal(after[0], 2 * X0[:3])
         np.testing.assert_array_equal(after[1], 2 * X0[3:].reshape(2, -1))
@@ -447,9 +472,9 @@ def test_rule_repr_makes_an_equal_rule():
 
 
 @pytest.mark.skipif(not XLA, reason="variables that can hold a device's arrays")
-def test_unflatten_moves_variables_to_the_device(n):
+def test_unflatten_moves_variables_to_the_device(n_ranks):
     # Theano-MPI's classes create vels2 from NumPy arrays; on a GPU each step would write them through host memory.
-    vector, values = FlatVariables(shareds := variables()), np.arange(float(D))
+    vector, values = FlatVariables(shareds := make_variables()), np.arange(float(D))
     vector.set(ARRAYS.from_host(values))
     assert all(ARRAYS.owns(variable.container.storage[0]) for variable in shareds)
     np.testing.assert_array_equal(vector.get_on_host(), values)

@@ -26,7 +26,7 @@ RNG = np.random.default_rng(11)
 PROMPT = 5
 
 
-def fail():
+def raise_error():
     raise ArithmeticError("the sum is odd")
 
 
@@ -34,7 +34,7 @@ FAULTS = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(3),
-    "raise": fail,
+    "raise": raise_error,
 }
 
 
@@ -100,4 +100,4 @@ class FailBeforeCollectives(Command):
 
     def run(self, rank):
         if rank.number == 1:
-            fail()
+            raise_error()

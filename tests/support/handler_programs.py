@@ -28,23 +28,23 @@ def _all_reduce(source, target, count, dtype, op, comm, stream):
     return code
 
 
-def _copy(target, source, nbytes, stream):
+def _copy_to_host(target, source, nbytes, stream):
     calls.append(f"flag on {stream}")
     ctypes.memmove(target, source, nbytes)
     return 0
 
 
-def _fill(target, value, count, stream):
+def _fill_words(target, value, count, stream):
     ctypes.memset(target, value, 4 * count)
     return 0
 
 
-def _record(event, stream):
+def _record_event(event, stream):
     calls.append(f"record {event} on {stream}")
     return 0
 
 
-def _wait(stream, event, flags):
+def _wait_for_event(stream, event, flags):
     calls.append(f"{stream} waits for {event}")
     return 0
 
@@ -54,10 +54,10 @@ def connect():
     p, u, n, i = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_int
     kinds = {
         "all_reduce": (_all_reduce, p, p, n, i, i, p, p),
-        "copy": (_copy, p, p, n, p),
-        "fill": (_fill, p, u, n, p),
-        "record": (_record, p, p),
-        "wait": (_wait, p, p, u),
+        "copy": (_copy_to_host, p, p, n, p),
+        "fill": (_fill_words, p, u, n, p),
+        "record": (_record_event, p, p),
+        "wait": (_wait_for_event, p, p, u),
     }
     functions = {name: ctypes.CFUNCTYPE(i, *types)(call) for name, (call, *types) in kinds.items()}
     connect.functions = functions  # keeps the callbacks alive

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from launch_runs import ENVIRONMENT, command
+from launch_runs import ENVIRONMENT, make_synkhronos_command
 from paths import SUPPORT
 
 from synkhronos.launch.configuration.settings import Settings
@@ -51,7 +51,7 @@ def start_checkpointed_run(tmp_path, script, name="Slow", **settings):
         words = [sys.executable, "-c", f"from synkhronos.rules import BSP\nr = BSP()\nr.init(**{settings!r})\nr.wait()"]
     else:
         sets = [f"--set={name}={value}" for name, value in settings.items()]
-        words = command("train", "--devices=cpu,cpu", "--folder", tmp_path, *sets)
+        words = make_synkhronos_command("train", "--devices=cpu,cpu", "--folder", tmp_path, *sets)
     process = subprocess.Popen(
         words, cwd=SUPPORT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

@@ -18,14 +18,19 @@ ENVIRONMENT = {
 }
 
 
-def command(*arguments):
+def make_synkhronos_command(*arguments):
     return [sys.executable, "-m", "synkhronos", *map(str, arguments)]
 
 
 def run(*arguments, status=0, cwd=None, **environment):
     """Run a command of the library, and check its exit status."""
     done = subprocess.run(
-        command(*arguments), cwd=cwd, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=100
+        make_synkhronos_command(*arguments),
+        cwd=cwd,
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
     return done
@@ -57,7 +62,7 @@ def run_cases(code):
     return dict(part.split("\n", 1) for part in done.stdout.split("-- case ")[1:])
 
 
-def lines(folder, name):
+def read_json_lines(folder, name):
     return [json.loads(line) for line in (Path(folder) / f"{name}.jsonl").read_text().splitlines()]
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import numpy as np  # noqa: E402
-from launch_runs import ENVIRONMENT, command, lines  # noqa: E402
+from launch_runs import ENVIRONMENT, make_synkhronos_command, read_json_lines  # noqa: E402
 from paths import SUPPORT  # noqa: E402
 
 LIMIT = 600
@@ -34,7 +34,7 @@ LIMIT = 600
 def start(folder: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Start a training that takes some seconds; return its process."""
     sets = {"model": "'launch_models/mlp_variants.py:Slow'", "epochs": options.epochs, "rule": options.rule}
-    words = command("train", "--devices", options.devices, "--folder", folder, "--on-death=continue")
+    words = make_synkhronos_command("train", "--devices", options.devices, "--folder", folder, "--on-death=continue")
     words.append("--set=max_deaths=1000000")
     words += [f"--set={name}={value}" for name, value in sets.items()]
     paths = [ENVIRONMENT["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]  # such as that of pretended GPUs
@@ -104,9 +104,12 @@ def main() -> int:
         with np.load(whole / "params.npz") as expected, np.load(parts / "params.npz") as params:
             is_same = all(np.array_equal(expected[name], params[name]) for name in expected)
             difference = max(float(np.abs(expected[name] - params[name]).max()) for name in expected)
-        losses = [[report["loss"] for report in lines(folder, "reports")] for folder in (whole, parts)]
+        losses = [[report["loss"] for report in read_json_lines(folder, "reports")] for folder in (whole, parts)]
         n_ranks = len(options.devices.split(","))
-        rows = [[sum(line["rows"] for line in lines(f, f"rank-{r}")) for r in range(n_ranks)] for f in (whole, parts)]
+        rows = [
+            [sum(line["rows"] for line in read_json_lines(f, f"rank-{r}")) for r in range(n_ranks)]
+            for f in (whole, parts)
+        ]
         lost_seconds = [death["seconds"] for death in deaths]
         times = (
             f"median {statistics.median(lost_seconds):.1f}, at most {max(lost_seconds):.1f}" if lost_seconds else "none"

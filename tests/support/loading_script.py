@@ -15,6 +15,7 @@ from synkhronos.loading import Loader
 
 
 def main(folder, how):
+    """Read batches from a slow source; `how` says with which ranks, handlers and end."""
     if how != "alone":
         synk.fork(2, use_gpu=False)
     loader = Loader(Slow(1000, 0.01), processes=2)

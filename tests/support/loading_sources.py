@@ -20,13 +20,13 @@ class Numbers:
         return self.count
 
     def __getitem__(self, row):
-        return picture(row, self.size), row
+        return make_picture(row, self.size), row
 
     def name(self, row):
         return f"/pictures/{row}.jpg"
 
 
-def picture(row, size=6):
+def make_picture(row, size=6):
     """Return a picture whose pixels differ from each other and between rows."""
     return (np.arange(2 * size * size, dtype="int64") + 1000 * row).reshape(2, size, size)
 
@@ -42,7 +42,7 @@ class Damaged(Numbers):
         if row in self.bad:
             raise OSError(f"image file is truncated ({row} bytes not processed)")
         if row in self.odd:
-            return picture(row, 5), row
+            return make_picture(row, 5), row
         if self.kills is not None and row == self.kills[0] and not os.path.exists(self.kills[1]):
             open(self.kills[1], "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -99,7 +99,7 @@ class Endless:
         for row in range(self.count):
             if row == self.fails_at:
                 raise OSError("the archive ends here")
-            yield picture(row), row
+            yield make_picture(row), row
 
 
 def add_noise(row, random):

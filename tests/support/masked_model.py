@@ -13,20 +13,20 @@ X, TARGETS = RNG.normal(size=(N, STEPS)), RNG.normal(size=(N, STEPS))
 MASK = (np.arange(STEPS) < np.array([5, 0, 1, 4, 0, 0, 2, 5, 5, 1, 3, 0])[:, None]).astype(float)
 
 
-class Masked:
+class MaskedModel:
     """A mean of squared errors over the steps that a mask selects."""
 
-    def __init__(self, make=None, rule=sgd, dtype="float64", with_weight=True, **kwargs):
-        self.x, self.y, self.m = (T.matrix(name, dtype=dtype) for name in ("x", "y", "mask"))
+    def __init__(self, make_train=None, rule=sgd, dtype="float64", with_weight=True, **kwargs):
+        self.x, self.y, self.mask = (T.matrix(name, dtype=dtype) for name in ("x", "y", "mask"))
         self.w = shared(np.ones(STEPS, dtype), "w")
         errors = (self.x * self.w - self.y) ** 2
-        self.weight = self.m.sum()
-        self.loss = (self.m * errors).sum() / self.weight
-        if make is not None:
+        self.weight = self.mask.sum()
+        self.loss = (self.mask * errors).sum() / self.weight
+        if make_train is not None:
             weight = {"weight": self.weight} if with_weight else {}
-            inputs = self.loss, [self.w], self.x, [self.y, self.m], rule
-            self.train = make(*inputs, learning_rate=0.1, **weight, **kwargs)
+            inputs = self.loss, [self.w], self.x, [self.y, self.mask], rule
+            self.train = make_train(*inputs, learning_rate=0.1, **weight, **kwargs)
 
 
-def data(rows, dtype="float64"):
+def select_rows(rows, dtype="float64"):
     return [a[rows].astype(dtype) for a in (X, TARGETS, MASK)]

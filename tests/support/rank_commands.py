@@ -10,12 +10,16 @@ from synkhronos.ranks import Command
 
 @dataclass(frozen=True)
 class Number(Command):
+    """Command that returns the rank's number, the number of ranks, whether it is the master, and its process ID."""
+
     def run(self, rank):
         return rank.number, rank.size, rank.is_master, os.getpid()
 
 
 @dataclass(frozen=True)
 class Exchange(Command):
+    """Command that gathers messages of these sizes, and checks them on each rank."""
+
     sizes: tuple
 
     def run(self, rank):
@@ -34,6 +38,8 @@ class CountSegments(Command):
 
 @dataclass(frozen=True)
 class Sleep(Command):
+    """Command that sleeps on the master, the workers or all ranks."""
+
     seconds: float
     sleeping_ranks: str
 

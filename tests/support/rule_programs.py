@@ -30,7 +30,7 @@ def local_step(optimizer, x, v, g, eta):
     raise AssertionError(optimizer)
 
 
-def prepare(w, v, shared, on_device):
+def make_state(w, v, shared, on_device):
     if on_device:  # as functions in JAX mode do
         for variable in (*w, *v):
             library_of(variable).store_value(
@@ -41,7 +41,7 @@ def prepare(w, v, shared, on_device):
 
 def train(worker, rule, w, v, shared, problem, optimizer, eta, steps, on_device=False):
     """Train; return the vector after each step, the report, the rule's state, and the numbers of exchanges."""
-    state = prepare(w, v, shared, on_device)
+    state = make_state(w, v, shared, on_device)
     state.learning_rate = eta
     rule.setup(worker, state)
     trace, numbers = [np.asarray(state.vector)], []
@@ -86,7 +86,7 @@ class Halfway(rules.Rule):
 
 def count(worker, rule, w, shared, pushes, on_device=False):
     """Add 1 and exchange `pushes` times; return the report."""
-    state = prepare(w, [], shared, on_device)
+    state = make_state(w, [], shared, on_device)
     rule.setup(worker, state)
     for _ in range(pushes):
         state.vector = state.vector + 1
@@ -100,7 +100,7 @@ def gossip(worker, rule, w, shared, vectors, sends, on_device=False):
 
     Returns a list of (weight, vector, weight in flight, mailbox) after each send, the report, and the final weight.
     """
-    state = prepare(w, [], shared, on_device)
+    state = make_state(w, [], shared, on_device)
     rule.setup(worker, state)
     state.vector = vectors[worker.number]
     records = []
@@ -131,7 +131,7 @@ def elastic_once(worker, rule, w, shared, vectors, centre):
 
 def vector_there_and_back(worker, w, on_device):
     """Double the vector; return its old value, the new values of the variables, and the module of the vector's type."""
-    state = prepare(w, [], {}, on_device)
+    state = make_state(w, [], {}, on_device)
     before = np.asarray(state.vector)
     state.vector = 2 * state.vector
     return (

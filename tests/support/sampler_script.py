@@ -32,6 +32,7 @@ def build():
 
 
 def sample(model, sampler, method, progressbar=False):
+    """Sample two short chains by this sampler of PyMC."""
     import pymc as pm
 
     with model:

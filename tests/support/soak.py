@@ -68,7 +68,7 @@ class InjectedError(Exception):
     """An error that a test raises on purpose."""
 
 
-def _raise() -> None:
+def _raise_injected_error() -> None:
     raise InjectedError("on purpose")
 
 
@@ -80,7 +80,7 @@ def _die_by(number: int) -> None:
 
 #: Actions of a rank, by number, since an array carries the number.
 ACTIONS: dict[int, Callable[[], None]] = {
-    0: _raise,
+    0: _raise_injected_error,
     1: functools.partial(_die_by, signal.SIGKILL),
     2: functools.partial(_die_by, signal.SIGSEGV),
     3: functools.partial(os._exit, 7),
@@ -253,6 +253,7 @@ class WrongResult(AssertionError):
 
 
 def expect(condition: Any, *words: Any) -> None:
+    """Raise `WrongResult` with these words unless the condition holds."""
     if not condition:
         raise WrongResult(" ".join(map(str, words)))
 
@@ -388,6 +389,8 @@ def draw_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = n
 
 
 class Soak:
+    """A run of random operations and faults, with the expected value of each variable."""
+
     def __init__(self, seed: int, max_ranks: int, progress: Any = None):
         self.seed, self.max_ranks, self.progress = seed, max_ranks, progress
         self.step, self.doing = 0, "setting up"
@@ -1360,6 +1363,7 @@ class Soak:
 
 
 def main() -> int:
+    """Run a soak for some seconds; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)

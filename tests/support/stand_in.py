@@ -26,7 +26,7 @@ _STREAM, _SIDE_STREAM = 7, 8
 _collectives: list[str] = []
 
 
-class _Nccl:
+class _NcclStandIn:
     def __init__(self, rank):
         self._rank = rank
 
@@ -43,7 +43,7 @@ class _Nccl:
         return 0
 
 
-class _Staging:
+class _StagingStandIn:
     stream = handle = _STREAM
     side_stream, event = _SIDE_STREAM, 1
     CUresult = types.SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_NOT_READY=600)
@@ -71,7 +71,7 @@ class _Staging:
         ctypes.memmove(target, source, nbytes)
 
 
-class _Communicator(nccl.NcclCommunicator):
+class _CommunicatorStandIn(nccl.NcclCommunicator):
     def connect(self, generations):
         connection = self._connection
         if len(set(generations)) > 1 or not self.generation:
@@ -90,7 +90,7 @@ def install():
     def set_up_jax(self, rank):
         set_up(self, rank)
         rank.device = JAX
-        JAX.get_communicator(rank)._nccl = _Nccl(rank)
+        JAX.get_communicator(rank)._nccl = _NcclStandIn(rank)
 
     def launch_and_wait(self, arguments):
         launch(self, arguments)
@@ -100,7 +100,7 @@ def install():
     Executable._launch = launch_and_wait
     JaxDevice.can_communicate = lambda self, dtype: str(dtype) in nccl.NCCL_DTYPES
     JaxDevice.get_communicator = lambda self, rank: rank.registry.get_or_create(
-        _Communicator, lambda: _Communicator(rank, _Staging())
+        _CommunicatorStandIn, lambda: _CommunicatorStandIn(rank, _StagingStandIn())
     )
     JaxDevice._compute_stream = ComputeStream(_STREAM, True)
 

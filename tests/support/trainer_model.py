@@ -36,6 +36,8 @@ if XLA:  # a rule takes seconds to compile
 
 
 class Model:
+    """Linear regression with its trainer, whose rule is given by name."""
+
     def __init__(self, name, rows=ROWS, rate=0.05, noise=False, update=None, **kwargs):
         make, default = ALL[name]
         update = update or default
@@ -45,7 +47,7 @@ class Model:
         self.counts = shared(np.zeros(rows), "counts")
         x = self.x
         if noise:
-            x = x + 0.1 * noise_like_a_row()
+            x = x + 0.1 * draw_row_noise()
         error = tensor.dot(x, self.w) + self.b[0] - self.y
         self.loss = (error**2).mean()
         counted = tensor.inc_subtensor(self.counts[self.at], tensor.ones_like(self.at, dtype="float64"))
@@ -65,7 +67,7 @@ class Model:
         return np.concatenate([np.asarray(self.w.get_value()), np.asarray(self.b.get_value())])
 
 
-def noise_like_a_row():
+def draw_row_noise():
     if NAME == "pytensor":
         from pytensor.tensor.random.utils import RandomStream
 

@@ -29,22 +29,27 @@ def overwrite(span, byte, stream):
 
 
 def kill(spans, stream):
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def interrupt(spans, stream):
+    """Send SIGINT to this process."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def fail(spans, stream):
+    """Raise an error."""
     raise ValueError("no more memory")
 
 
 def end(spans, stream):
+    """Overwrite the sum with NaN, which ends the loop."""
     overwrite(spans[0], 0xFF, stream)  # NaN, at which the loop ends
 
 
 def change(spans, stream):
+    """Overwrite the sum with another number."""
     overwrite(spans[0], 0x3F, stream)
 
 

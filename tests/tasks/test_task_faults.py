@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import DEVICE
 from system import LIMIT, time_limit
-from test_tasks import programs_of_groups
+from test_tasks import draw_group_programs
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -20,18 +20,18 @@ pytestmark = pytest.mark.any_library
 
 
 @pytest.fixture
-def two(fork):
+def two_reused_ranks(fork):
     return fork(2)
 
 
-def test_mismatched_barriers_are_named(two):
+def test_mismatched_barriers_are_named(two_reused_ranks):
     with pytest.raises(RuntimeError, match=r"rank 0 is at barrier 'north', rank 1 is at barrier 'south'"):
         synk.run(programs.arrive_at_different_barriers, ["north", "south"])
     assert len(synk.run(programs.return_arguments)) == 2
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_barrier_that_a_rank_never_reaches_is_named(two, failing_rank):
+def test_barrier_that_a_rank_never_reaches_is_named(two_reused_ranks, failing_rank):
     with pytest.raises(RuntimeError, match=rf"rank {failing_rank} is at the end of the program"):
         synk.run(programs.end_before_a_barrier, failing_rank)
 
@@ -54,7 +54,7 @@ def test_deadlock_of_groups_is_detected(fork):
     assert len(synk.run(programs.return_arguments)) == 3
 
 
-def test_deadlock_of_message_and_barrier_is_detected(two):
+def test_deadlock_of_message_and_barrier_is_detected(two_reused_ranks):
     with pytest.raises(synk.WorkerError, match=r"waits for a message of rank 0, which is at barrier 'here' of group"):
         synk.run(programs.wait_at_barrier_or_message, "receive")
     with pytest.raises(RuntimeError, match=r"rank 0 is at barrier 'here' of group \(0, 1\), rank 1 is at send\(\)"):
@@ -67,7 +67,7 @@ def test_random_task_steps_end_or_raise(fork):
     @settings(max_examples=20)
     @given(st.data())
     def check(draw):
-        steps = draw.draw(programs_of_groups(3))
+        steps = draw.draw(draw_group_programs(3))
         steps_by_rank = [draw.draw(st.permutations([step for step in steps if r in step[2]])) for r in range(3)]
         with contextlib.suppress(RuntimeError):  # WorkerError is a RuntimeError
             synk.run(programs.take_group_steps, steps_by_rank)
@@ -138,7 +138,7 @@ def test_send_blocks_only_beyond_the_buffer(fork):
     check()
 
 
-def test_send_beyond_the_buffer_can_deadlock(two):
+def test_send_beyond_the_buffer_can_deadlock(two_reused_ranks):
     words = "rank 0 waits until rank 1 receives a message, rank 1 waits until rank 0 receives a message"
     with pytest.raises(RuntimeError, match=f"the ranks wait for each other: {words}"):
         synk.run(programs.send_before_receiving, [66_000, 66_000])
@@ -206,7 +206,7 @@ def test_timeout_names_a_rank_without_progress(fork):
 # -- errors --------------------------------------------------------------------------------------------------
 
 
-def test_run_refuses_unpicklable_values(two):
+def test_run_refuses_unpicklable_values(two_reused_ranks):
     with pytest.raises(TypeError, match=r"a program has to be a function of a module"):
         synk.run(lambda worker: 0)
     with pytest.raises(TypeError, match="program: expected a function, got 3"):
@@ -237,6 +237,6 @@ def test_run_refuses_unpicklable_values(two):
         ("shapes", RuntimeError, "expected the same shape"),
     ],
 )
-def test_run_refuses_wrong_arguments(two, call, error, words):
+def test_run_refuses_wrong_arguments(two_reused_ranks, call, error, words):
     with pytest.raises((error, synk.WorkerError), match=words):
         synk.run(programs.call_wrongly, call)

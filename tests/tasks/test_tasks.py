@@ -110,7 +110,7 @@ def test_task_groups_communicate_among_their_members(n_ranks, n):
         assert total_of_all == n_ranks * (n_ranks + 1) / 2
 
 
-def programs_of_groups(size):
+def draw_group_programs(size):
     """Draw steps of overlapping groups: the number, kind, members and array size of each."""
     members = st.lists(st.integers(0, size - 1), min_size=1, unique=True)
     kinds = st.sampled_from(["barrier", "exchange", "sum", "send"])
@@ -131,7 +131,7 @@ def compute_values(step):
 
 @given(st.data())
 def test_overlapping_task_groups_equal_numpy(n_ranks, draw):
-    steps = draw.draw(programs_of_groups(n_ranks))
+    steps = draw.draw(draw_group_programs(n_ranks))
     results = synk.run(programs.take_group_steps, [[step for step in steps if r in step[2]] for r in range(n_ranks)])
     for r in range(n_ranks):
         assert results[r] == {step[0]: compute_values(step)[r] for step in steps if r in compute_values(step)}

@@ -31,7 +31,7 @@ def step(fork):
     return f, w
 
 
-def call(step, times=3):
+def call_and_all_reduce(step, times=3):
     f, w = step
     for _ in range(times):
         float(f(np.ones((4, 3))))
@@ -41,7 +41,7 @@ def call(step, times=3):
 def test_timeline_records_every_rank(step, tmp_path):
     path = tmp_path / "run.json"
     with synk.timeline(path):
-        call(step)
+        call_and_all_reduce(step)
     events = json.loads(path.read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     for rank in (0, 1):
@@ -83,12 +83,12 @@ def test_timeline_leaves_nothing(step, tmp_path):
     before = [vars(CommandRunner)["_execute"], vars(ControlMemory)["wait"]]
     with synk.timeline(tmp_path / "run.json.gz"):
         assert vars(CommandRunner)["_execute"] is not before[0]
-        call(step, 1)
+        call_and_all_reduce(step, 1)
     assert [vars(CommandRunner)["_execute"], vars(ControlMemory)["wait"]] == before
     with gzip.open(tmp_path / "run.json.gz", "rt") as file:
         assert json.load(file)["traceEvents"]
     with synk.timeline(tmp_path / "again.json"):  # the workers' methods are the original ones, too
-        call(step, 1)
+        call_and_all_reduce(step, 1)
     events = json.loads((tmp_path / "again.json").read_text())["traceEvents"]
     assert sum(event["name"] == "run step" and event["pid"] == 1 for event in events) == 1
 
@@ -96,7 +96,7 @@ def test_timeline_leaves_nothing(step, tmp_path):
 def test_close_writes_the_timeline(step, tmp_path):
     path = tmp_path / "run.json"
     timeline = synk.timeline(path)
-    call(step, 1)
+    call_and_all_reduce(step, 1)
     synk.close()
     assert json.loads(path.read_text())["traceEvents"]
     timeline.stop()  # too late, which is no error
@@ -105,7 +105,7 @@ def test_close_writes_the_timeline(step, tmp_path):
 def test_timeline_keeps_the_newest_spans(step, tmp_path):
     path = tmp_path / "run.json"
     with synk.timeline(path, max_spans=5):
-        call(step)
+        call_and_all_reduce(step)
     events = json.loads(path.read_text())["traceEvents"]
     assert [sum(event["ph"] == "X" and event["pid"] == rank for event in events) for rank in (0, 1)] == [5, 5]
 
@@ -131,7 +131,7 @@ def test_death_of_a_worker_ends_the_timeline(step, tmp_path):
     original = vars(CommandRunner)["_execute"]
     with pytest.raises(synk.WorkerError), synk.timeline(tmp_path / "run.json"):
         os.kill(ranks.get_session().worker_pids[1], signal.SIGKILL)
-        call(step)
+        call_and_all_reduce(step)
     assert vars(CommandRunner)["_execute"] is original
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]  # the master's spans
 
@@ -224,7 +224,7 @@ def test_critical_path_changes_ranks_at_a_barrier():
 
 def test_critical_path_covers_the_run(step, tmp_path):
     with synk.timeline(tmp_path / "run.json"):
-        call(step, 5)
+        call_and_all_reduce(step, 5)
     ranks = timeline_report.read_timelines(str(tmp_path / "run.json"))
     path = find_critical_path(ranks)
     assert all(a.end == b.start for a, b in zip(path, path[1:], strict=False))
@@ -234,7 +234,7 @@ def test_critical_path_covers_the_run(step, tmp_path):
 def test_timeline_show_prints_and_draws(step, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     with synk.timeline(tmp_path / "run.json"):
-        call(step)
+        call_and_all_reduce(step)
     command_line.main(["show", str(tmp_path / "run.json")])
     printed = capsys.readouterr().out
     assert "calls on 2 ranks" in printed

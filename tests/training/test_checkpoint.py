@@ -24,7 +24,7 @@ FILES = ["state.safetensors", "meta.json", "SHA256SUMS"]
 ARRAYS = {"w": np.arange(1000.0), "n": np.array(3), "t": np.arange(6, dtype="float32").reshape(2, 3).T}
 
 
-def entries(folder):
+def list_entries(folder):
     return sorted(name for name in os.listdir(folder) if name != ".lock")
 
 
@@ -45,7 +45,7 @@ def test_checkpoint_keep_retains_the_newest(tmp_path):
     assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10, 2000000]
     checkpoint.save(2000000, ARRAYS, {"seen": "again"})
     assert checkpoint.load().meta["seen"] == "again"
-    assert len(entries(tmp_path)) == 2
+    assert len(list_entries(tmp_path)) == 2
 
 
 def test_checkpoint_save_removes_later_ones(tmp_path):
@@ -77,7 +77,7 @@ def test_checkpoints_sort_by_any_number_of_rows(tmp_path):
 def test_checkpoint_refuses_lossy_arrays(tmp_path, array):
     with pytest.raises(TypeError, match="arrays: expected booleans, integers, floats or complex64, got .* for 'odd'"):
         Checkpoint(tmp_path).save(1, {"w": np.ones(1), "odd": array}, {})
-    assert entries(tmp_path) == []
+    assert list_entries(tmp_path) == []
 
 
 CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir")
@@ -138,7 +138,7 @@ def test_checkpoint_survives_a_kill_at_any_call(tmp_path, seen):
         # The next checkpoint is written as usual.
         Checkpoint(folder, keep=1).save(300, {"w": np.zeros(1)}, {"number": 3})
         assert Checkpoint(folder).load().meta["number"] == 3
-        assert len(entries(folder)) == 1
+        assert len(list_entries(folder)) == 1
     assert checkpoints == sorted(checkpoints) and checkpoints[0] == 1 and checkpoints[-1] == 2
 
 
@@ -172,7 +172,7 @@ def test_checkpoint_survives_a_full_disk(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space left"):
             checkpoint.save(2, ARRAYS, {"number": 2})
     assert checkpoint.load().meta["number"] == 1
-    assert len(entries(tmp_path)) == 1
+    assert len(list_entries(tmp_path)) == 1
 
 
 def test_checkpoint_load_refuses_other_files(tmp_path):
@@ -209,7 +209,7 @@ def test_checkpoint_of_equal_rows_is_not_later(tmp_path):
 # -- damage ----------------------------------------------------------------------------------------------------
 
 
-def with_right_digests(path):
+def write_right_digests(path):
     """Replace the digests by those of the present files."""
     digests = [f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n" for name in FILES[:2]]
     (path / FILES[2]).write_text("".join(digests))
@@ -219,7 +219,7 @@ def with_right_digests(path):
 def test_checkpoint_load_refuses_other_headers(tmp_path, header):
     path = Checkpoint(tmp_path).save(1, ARRAYS, {})
     (path / "meta.json").write_text(json.dumps(header))
-    with_right_digests(path)
+    write_right_digests(path)
     for read in (Checkpoint(tmp_path).load, lambda: read_metadata(path)):
         with pytest.raises(CheckpointError, match="is damaged: meta.json: expected a table with meta and metrics"):
             read()
@@ -243,7 +243,7 @@ def test_checkpoint_load_refuses_earlier_versions(tmp_path):
     with pytest.raises(CheckpointError, match="it has no SHA256SUMS if an earlier version wrote it"):
         read_metadata(path)
     (path / "meta.json").write_text(json.dumps({"format": 3, "meta": {}, "metrics": {}}))
-    with_right_digests(path)
+    write_right_digests(path)
     with pytest.raises(CheckpointError, match="has format 3: this version reads format 2"):
         read_metadata(path)
 
@@ -253,7 +253,7 @@ META = {"epoch": 1, "best": 0.5}
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory):
+def sound_checkpoint(tmp_path_factory):
     return Checkpoint(tmp_path_factory.mktemp("sound")).save(7, SMALL, META, {"mse": 0.5})
 
 
@@ -270,9 +270,9 @@ def is_sound_or_refused(path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_checkpoint_load_detects_damage_of_any_byte(tmp_path, sound, name):
-    path = tmp_path / sound.name
-    shutil.copytree(sound, path)
+def test_checkpoint_load_detects_damage_of_any_byte(tmp_path, sound_checkpoint, name):
+    path = tmp_path / sound_checkpoint.name
+    shutil.copytree(sound_checkpoint, path)
     content = (path / name).read_bytes()
     for i in range(len(content)):
         flipped = bytearray(content)
@@ -300,10 +300,10 @@ DAMAGE = st.one_of(
 
 @settings(max_examples=80)
 @given(damages=st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=2))
-def test_checkpoint_load_refuses_damaged_files(tmp_path_factory, sound, damages):
-    path = tmp_path_factory.getbasetemp() / "damaged" / sound.name
+def test_checkpoint_load_refuses_damaged_files(tmp_path_factory, sound_checkpoint, damages):
+    path = tmp_path_factory.getbasetemp() / "damaged" / sound_checkpoint.name
     shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(sound, path)
+    shutil.copytree(sound_checkpoint, path)
     for name, (how, where, argument) in damages:
         if not (path / name).exists():
             continue
@@ -411,10 +411,10 @@ def test_checkpoint_folder_lock_ends_with_a_killed_writer(tmp_path):
         assert pipe.readline() == "saved\n"
         with pytest.raises(CheckpointError, match=f"process {pid} on host {platform.node()} is running"):
             Checkpoint(tmp_path).lock()
-        assert "unfinished-1234" in entries(tmp_path)
+        assert "unfinished-1234" in list_entries(tmp_path)
     checkpoint = Checkpoint(tmp_path)
     checkpoint.save(2, ARRAYS, {})
-    assert entries(tmp_path) == ["rows-000000000001", "rows-000000000002"]
+    assert list_entries(tmp_path) == ["rows-000000000001", "rows-000000000002"]
 
 
 def test_checkpoint_folder_lock_belongs_to_one_object(tmp_path):
@@ -459,7 +459,7 @@ def test_checkpoint_on_a_file_system_without_locks_warns(tmp_path, monkeypatch):
     (tmp_path / "unfinished-1234").mkdir()
     with pytest.warns(RuntimeWarning, match="its file system has no locks .*: let one training write there"):
         Checkpoint(tmp_path).save(1, ARRAYS, {})
-    assert entries(tmp_path) == ["rows-000000000001", "unfinished-1234"]  # another process may be writing it
+    assert list_entries(tmp_path) == ["rows-000000000001", "unfinished-1234"]  # another process may be writing it
 
 
 # -- the best --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from synkhronos.training.schedules import get_state, reset_best, set_state
 pytestmark = pytest.mark.any_library
 
 
-def write(folder, n=4):
+def write_records(folder, n=4):
     recorder = Recorder(folder)
     for i in range(1, n + 1):
         for rank in range(2):
@@ -40,8 +40,8 @@ def write(folder, n=4):
 
 
 def test_recorder_appends_and_truncates_lines(tmp_path):
-    write(tmp_path)
-    recorder = write(tmp_path)
+    write_records(tmp_path)
+    recorder = write_records(tmp_path)
     files = read_records(tmp_path)
     assert sorted(files) == ["rank-0", "rank-1", "reports"]
     assert [line["seen"] for line in files["rank-1"]] == [10, 20, 30, 40] * 2
@@ -73,8 +73,8 @@ def test_recorder_writes_nan_as_null(tmp_path):
 
 def test_show_draws_runs_and_writes_a_table(tmp_path):
     pytest.importorskip("matplotlib")
-    write(tmp_path / "one")
-    write(tmp_path / "two", 3)
+    write_records(tmp_path / "one")
+    write_records(tmp_path / "two", 3)
     command = [sys.executable, "-m", "synkhronos", "show", str(tmp_path / "one"), str(tmp_path / "two")]
     shown = subprocess.run(
         [*command, "--csv", str(tmp_path / "t.csv"), "--picture", str(tmp_path / "p.png")],
@@ -96,7 +96,7 @@ def test_show_draws_runs_and_writes_a_table(tmp_path):
 
 
 def test_show_prints_only_the_table(tmp_path, capfd):
-    write(tmp_path)
+    write_records(tmp_path)
     show_command.main([str(tmp_path), "--csv", "-"])
     shown = capfd.readouterr()
     assert len(list(csv.DictReader(shown.out.splitlines()))) == 3 * 4
@@ -118,7 +118,7 @@ def test_show_distinguishes_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(pyplot, "close", figures.append)
     monkeypatch.chdir(tmp_path)
     for name in ("a/logs", "b/logs", "."):
-        write(tmp_path / name)
+        write_records(tmp_path / name)
     show_command.main(["a/logs", "b/logs", "."])
     texts = [text.get_text() for text in figures[0].legends[0].get_texts()]
     assert texts == ["a/logs", "b/logs", "."]

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean", counts=(), names="wb", **kwargs):
+def build_trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean", counts=(), names="wb", **kwargs):
     """Return a trainer of a small model, with averages and counts of these names."""
     x, y = tensor.dmatrix("x"), tensor.dvector("y")
     w, b = (shared(np.zeros(n), name) for n, name in zip((4, 1), names, strict=True))
@@ -34,11 +34,11 @@ def train_with_checkpoint(folder, trainer):
     return Checkpoint(folder).paths()[-1]
 
 
-def resume(path, trainer):
+def resume_training(path, trainer):
     return list(trainer.epochs(X, Y, 5, 2, resume=path))
 
 
-def doubled(loss, params, learning_rate, weight, times=2.0):
+def double_rate_sgd(loss, params, learning_rate, weight, times=2.0):
     return sgd(loss, params, times * learning_rate, weight=weight)
 
 
@@ -54,7 +54,11 @@ OTHERS = {
     "rule without variables": ({"update_rule": sgd}, {"update_rule": adagrad}, "the update rule sgd, got adagrad"),
     "option": ({}, {"momentum": 0.5}, r"is of momentum with momentum=0\.9, got momentum=0\.5"),
     "option of a partial": ({"update_rule": SLOW}, {"update_rule": FAST}, "with momentum=0.5, got momentum=0.25"),
-    "own option": ({"update_rule": doubled}, {"update_rule": doubled, "times": 3}, r"with times=2\.0, got times=3"),
+    "own option": (
+        {"update_rule": double_rate_sgd},
+        {"update_rule": double_rate_sgd, "times": 3},
+        r"with times=2\.0, got times=3",
+    ),
     "variables of one name": (
         {"update_rule": lambda *args, **kwargs: apply_momentum(sgd(*args, **kwargs))},
         {"update_rule": lambda *args, **kwargs: sgd(*args, **kwargs)},
@@ -102,14 +106,14 @@ OTHERS = {
 def test_resume_refuses_a_checkpoint_of_another_training(fork, tmp_path, name):
     fork(1)
     before, after, words = OTHERS[name]
-    path = train_with_checkpoint(tmp_path, trainer(**before))
-    new_trainer = trainer(**after)
+    path = train_with_checkpoint(tmp_path, build_trainer(**before))
+    new_trainer = build_trainer(**after)
     with pytest.raises(CheckpointError, match=words):
-        resume(path, new_trainer)
+        resume_training(path, new_trainer)
     assert new_trainer.params[0].get_value().tolist() == [0.0] * 4
 
 
-def three(step):
+def return_three(step):
     return 3
 
 
@@ -119,7 +123,7 @@ def three(step):
         ({"rate": 0.01}, {"rate": 0.02}),
         ({"rate": 0.01}, {"rate": schedules.cosine(0.02, epochs=3)}),
         ({"rule": rules.LocalSGD(3)}, {"rule": rules.LocalSGD(5)}),
-        ({"rule": rules.LocalSGD(3)}, {"rule": rules.LocalSGD(three)}),
+        ({"rule": rules.LocalSGD(3)}, {"rule": rules.LocalSGD(return_three)}),
         ({"rule": rules.DiLoCo(3, lr=0.7)}, {"rule": rules.DiLoCo(3, lr=0.5)}),
         ({"momentum": 0.5}, {"momentum": shared(np.float64(0.25), "m")}),
     ],
@@ -127,24 +131,27 @@ def three(step):
 )
 def test_resume_accepts_other_learning_rates_and_periods(fork, tmp_path, before, after):
     fork(1)
-    path = train_with_checkpoint(tmp_path, trainer(**before))
-    new_trainer = trainer(**after)
-    (report,) = resume(path, new_trainer)
+    path = train_with_checkpoint(tmp_path, build_trainer(**before))
+    new_trainer = build_trainer(**after)
+    (report,) = resume_training(path, new_trainer)
     assert report.seen == 120
 
 
 @pytest.mark.parametrize("rule", [rules.BSP, rules.LocalSGD], ids=lambda rule: rule.__name__)
 def test_resume_refuses_incomplete_checkpoints(fork, tmp_path, rule):
     fork(2)
-    new_trainer = trainer(rule=rule(), extra=["ema"], counts=["steps"])
+    new_trainer = build_trainer(rule=rule(), extra=["ema"], counts=["steps"])
     path = train_with_checkpoint(tmp_path, new_trainer)
     stored = Checkpoint(tmp_path).load(path)
-    broken, again = Checkpoint(tmp_path / "broken"), trainer(rule=new_trainer.rule, extra=["ema"], counts=["steps"])
+    broken, again = (
+        Checkpoint(tmp_path / "broken"),
+        build_trainer(rule=new_trainer.rule, extra=["ema"], counts=["steps"]),
+    )
 
     def refused(arrays, meta, words):
         resumed = broken.save(1, arrays, meta)
         with pytest.raises(CheckpointError, match=f"rows-000000000001.*{words}"):
-            resume(resumed, again)
+            resume_training(resumed, again)
         assert np.all(np.asarray(synk.gather(again.params[0], nd_up=1)) == 0)
 
     for key in stored.meta:
@@ -158,19 +165,19 @@ def test_resume_refuses_incomplete_checkpoints(fork, tmp_path, rule):
     refused({**stored.arrays, "0.params": np.zeros(3)}, stored.meta, "expected 6 elements of 0.params, got")
     refused(stored.arrays, {}, "kind")
     with pytest.raises(CheckpointError, match="broken: expected a checkpoint"):
-        resume(broken.folder, new_trainer)
+        resume_training(broken.folder, new_trainer)
 
 
 def test_checkpoint_folder_refuses_a_second_training(fork, tmp_path):
     fork(1)
     checkpoint = Checkpoint(tmp_path)
-    reports = trainer().epochs(X, Y, 5, 3, checkpoint=checkpoint)
+    reports = build_trainer().epochs(X, Y, 5, 3, checkpoint=checkpoint)
     next(reports)
     with pytest.raises(CheckpointError, match=f"training that process {os.getpid()} on host .* is running"):
-        next(trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))
-    assert len(resume(checkpoint.paths()[0], trainer())) == 1  # the refused training writes nothing
+        next(build_trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))
+    assert len(resume_training(checkpoint.paths()[0], build_trainer())) == 1  # the refused training writes nothing
     reports.close()
-    assert len(list(trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))) == 2
+    assert len(list(build_trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))) == 2
 
 
 # -- the best --------------------------------------------------------------------------------------------------
@@ -180,7 +187,7 @@ def raise_rate_until_divergence(epoch):
     return 0.05 if epoch < 3 else 0.7
 
 
-def mse(model):
+def compute_mse(model):
     return np.mean((X @ model.w.get_value() + model.b.get_value() - Y) ** 2)
 
 
@@ -195,9 +202,9 @@ def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
     assert len(values) == best + 4 and best >= 1
     assert checkpoint.best() in checkpoint.paths() and len(checkpoint.paths()) <= 3
     assert checkpoint.load(checkpoint.best()).metrics == {"loss": reports[best].loss, "mse": values[best]}
-    assert mse(model) > 1.05 * values[best]  # by an amount that depends on the times of EASGD's exchanges
+    assert compute_mse(model) > 1.05 * values[best]  # by an amount that depends on the times of EASGD's exchanges
     assert model.trainer.restore_best() == checkpoint.best()
-    np.testing.assert_allclose(mse(model), values[best], rtol=1e-12)
+    np.testing.assert_allclose(compute_mse(model), values[best], rtol=1e-12)
     params = np.asarray(synk.gather(model.w, nd_up=1))
     np.testing.assert_allclose(params, [model.w.get_value()] * 2, rtol=1e-12)
     # In a new program, after the training, the best checkpoint still exists.
@@ -206,7 +213,7 @@ def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
     again = Model(name, rate=raise_rate_until_divergence)
     assert list(again.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume="latest")) == []
     again.trainer.restore_best()
-    np.testing.assert_allclose(mse(again), values[best], rtol=1e-12)
+    np.testing.assert_allclose(compute_mse(again), values[best], rtol=1e-12)
     # Resuming from the best checkpoint is a new training, which ignores later checkpoints.
     resumed_reports = again.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume=checkpoint.best())
     assert next(resumed_reports).epoch == best + 2
@@ -243,14 +250,16 @@ def test_restore_best_accepts_mode_max(fork, tmp_path):
 def test_restore_best_accepts_the_loss(fork, tmp_path):
     fork(1)
     checkpoint = Checkpoint(tmp_path, keep_best="loss")
-    reports = list(trainer(rate=raise_rate_until_divergence).epochs(X, Y, 5, 20, patience=2, checkpoint=checkpoint))
+    reports = list(
+        build_trainer(rate=raise_rate_until_divergence).epochs(X, Y, 5, 20, patience=2, checkpoint=checkpoint)
+    )
     assert len(reports) < 20
     assert checkpoint.load(checkpoint.best()).metrics == {"loss": min(report.loss for report in reports)}
 
 
 def test_restore_best_refuses_missing_settings(fork, tmp_path):
     fork(1)
-    new_trainer = trainer()
+    new_trainer = build_trainer()
     with pytest.raises(ValueError, match="checkpoint: keep_best expects one of loss, got 'mse'"):
         new_trainer.epochs(X, Y, 5, 1, checkpoint=Checkpoint(tmp_path, keep_best="mse"))
     words = r"restore_best\(\): expected a call of epochs\(\.\.\., checkpoint=Checkpoint\(folder, keep_best=\.\.\.\)\)"

@@ -30,7 +30,7 @@ if XLA:  # a rule takes seconds to compile
 OPTIONS = {"clip_norm": 0.1, "ema": 0.9, "num_slices": 2, "loss_scale": "dynamic"}
 
 
-class Problem:
+class ThreeDtypeRegression:
     def __init__(self, dtypes=("float64", "float64", "float64")):
         self.x, self.y = tensor.dmatrix("x"), tensor.dmatrix("y")
         start = zip(START, dtypes, ("w", "b", "s"), strict=True)
@@ -42,9 +42,9 @@ class Problem:
         return make_train_function(self.loss, self.params, self.x, self.y, rule, learning_rate=0.1, **options)
 
 
-def results(rule, dtypes=("float64", "float64", "float64"), **options):
+def compute_results(rule, dtypes=("float64", "float64", "float64"), **options):
     """Return losses, parameters, averages and state after steps on 13, 7, 2 and 13 rows."""
-    problem = Problem(dtypes)
+    problem = ThreeDtypeRegression(dtypes)
     train = problem.train_by(rule, **options)
     losses = [np.array(train(X, Y, batch=batch)) for batch in (None, 7, 2, None)]
     averages = [average.get_value() for average in train.ema or ()]
@@ -59,7 +59,7 @@ def assert_equal(results, expected):
 
 @pytest.mark.parametrize("name", RULES)
 def test_shard_optimizer_equals_unsharded(n_ranks, name):
-    assert_equal(results(RULES[name], shard_optimizer=True), results(RULES[name]))
+    assert_equal(compute_results(RULES[name], shard_optimizer=True), compute_results(RULES[name]))
 
 
 @pytest.mark.parametrize("shape", [(5, 1)] if XLA else [(5, 1), (1, 3), (3, 4)])
@@ -78,12 +78,12 @@ def test_sharded_parameters_may_have_axes_of_length_1(n_ranks, rule, shape):
 
 def test_shard_optimizer_accepts_options_and_several_dtypes(n_ranks):
     dtypes = "float32", "float64", "float32"
-    sharded = results(u.adam, dtypes, shard_optimizer=True, **OPTIONS)
-    assert_equal(sharded, results(u.adam, dtypes, **OPTIONS))
+    sharded = compute_results(u.adam, dtypes, shard_optimizer=True, **OPTIONS)
+    assert_equal(sharded, compute_results(u.adam, dtypes, **OPTIONS))
 
 
 def test_shard_optimizer_divides_the_state(n_ranks):
-    train = Problem().train_by(u.adam, shard_optimizer=True)
+    train = ThreeDtypeRegression().train_by(u.adam, shard_optimizer=True)
     train(X, Y)
     sizes = {v.name: [int(np.prod(shape)) for shape in synk.get_shapes(v)] for v in train.optimizer_state}
     assert [sizes["w_m"], sizes["w_v"]] == [[-(-15 // n_ranks)] * n_ranks] * 2
@@ -91,14 +91,14 @@ def test_shard_optimizer_divides_the_state(n_ranks):
 
 
 def test_shard_optimizer_refuses_deep_copies_after_a_step(n_ranks):
-    problem = Problem()
+    problem = ThreeDtypeRegression()
     train = problem.train_by(u.adam, shard_optimizer=True)
     train(X, Y)
     for copied in (copy.deepcopy, pickle.dumps) if n_ranks > 1 else ():  # one rank has the whole state
         with pytest.raises(TypeError, match="^shard_optimizer: a training function can't be copied or pickled"):
             copied(train)
     copy.copy(train)(X, Y)
-    twice = Problem()
+    twice = ThreeDtypeRegression()
     other = twice.train_by(u.adam, shard_optimizer=True)
     for _ in range(2):
         other(X, Y)
@@ -107,10 +107,10 @@ def test_shard_optimizer_refuses_deep_copies_after_a_step(n_ranks):
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_shard_optimizer_state_is_set_from_whole_arrays(n_ranks, shards):
-    first = Problem()
+    first = ThreeDtypeRegression()
     train = first.train_by(u.adam)
     train(X, Y)
-    second = Problem()
+    second = ThreeDtypeRegression()
     other = second.train_by(u.adam, shard_optimizer=shards)
     for variable, like in zip(second.params, first.params, strict=True):
         variable.set_value(like.get_value())
@@ -128,11 +128,11 @@ def test_shard_optimizer_refuses_rules_that_read_whole_state(n_ranks):
     if n_ranks == 1:
         return  # the optimizer of one rank is not sharded
     with pytest.raises(ValueError, match="shard_optimizer: lamb reads the whole of w_m"):
-        Problem().train_by(u.lamb, shard_optimizer=True)
+        ThreeDtypeRegression().train_by(u.lamb, shard_optimizer=True)
 
 
-def train(folder, epochs, shards, resume=None):
-    problem = Problem()
+def train_adam(folder, epochs, shards, resume=None):
+    problem = ThreeDtypeRegression()
     trainer = make_trainer(
         problem.loss,
         problem.params,
@@ -155,15 +155,15 @@ def train(folder, epochs, shards, resume=None):
 
 
 def test_trainers_resume_sharded_or_unsharded(n_ranks, tmp_path):
-    expected = train(tmp_path / "plain", 3, False)
+    expected = train_adam(tmp_path / "plain", 3, False)
     for first, second in ((True, True), (True, False), (False, True)):
         folder = tmp_path / f"{first} {second}"
-        train(folder, 1, first)
-        assert_equal(train(folder, 3, second, "latest"), expected)
+        train_adam(folder, 1, first)
+        assert_equal(train_adam(folder, 3, second, "latest"), expected)
 
 
 def test_shard_optimizer_refuses_other_exchange_rules(n_ranks):
-    problem = Problem()
+    problem = ThreeDtypeRegression()
     with pytest.raises(ValueError, match="shard_optimizer: needs the exchange rule BSP"):
         make_trainer(
             problem.loss, problem.params, problem.x, problem.y, u.adam, rules.LocalSGD(3), shard_optimizer=True

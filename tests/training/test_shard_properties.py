@@ -24,14 +24,14 @@ RULES = {
 }
 
 
-def rows(n_in, n_out, dtype="float64"):
+def make_rows(n_in, n_out, dtype="float64"):
     """Return inputs and targets of 13 rows."""
     rng = np.random.default_rng(0)
     return rng.normal(size=(13, n_in)).astype(dtype), rng.normal(size=(13, n_out)).astype(dtype)
 
 
 @contextlib.contextmanager
-def forked(n):
+def fork_exact_ranks(n):
     """Fork ranks whose compiler rounds each operation; by default Numba may multiply by a reciprocal in some loops."""
     with contextlib.ExitStack() as stack:
         if NAME == "pytensor":
@@ -50,7 +50,7 @@ def make(rule, shape, dtype, maker=make_train_function, **options):
     return maker(loss, [w, b, s], x, y, rule, learning_rate=0.1, **options), [w, b, s]
 
 
-def results(train, params, x, y, batches):
+def compute_results(train, params, x, y, batches):
     """Return losses, parameters and state after some steps."""
     losses = [np.array(train(x, y, batch=batch)) for batch in batches]
     whole = hasattr(train, "get_optimizer_state")
@@ -73,12 +73,12 @@ def results(train, params, x, y, batches):
 def test_sharded_and_unsharded_steps_have_the_same_bits(
     no_ranks, n, name, shape, dtype, clip_norm, num_slices, batches
 ):
-    x, y = rows(*shape, dtype)
+    x, y = make_rows(*shape, dtype)
     options = {"rule": RULES[name], "shape": shape, "dtype": dtype, "clip_norm": clip_norm, "num_slices": num_slices}
-    with forked(n):
-        whole = results(*make(**options), x, y, batches)
-        sharded = results(*make(**options, shard_optimizer=True), x, y, batches)
-    serial = results(*make(**options, maker=make_train_function_serial), x, y, batches)
+    with fork_exact_ranks(n):
+        whole = compute_results(*make(**options), x, y, batches)
+        sharded = compute_results(*make(**options, shard_optimizer=True), x, y, batches)
+    serial = compute_results(*make(**options, maker=make_train_function_serial), x, y, batches)
     tolerance = 1e-4 if dtype == "float32" else 1e-9
     for value, whole_value, serial_value in zip(sharded, whole, serial, strict=True):
         assert value.shape == whole_value.shape == serial_value.shape
@@ -91,11 +91,11 @@ def test_sharded_and_unsharded_steps_have_the_same_bits(
 @pytest.mark.parametrize("n", [2] if XLA else [2, 3])
 def test_clipping_in_slices_has_the_same_bits(no_ranks, n):
     """Once the last digits differed: without a concatenation, the library simplified sharded updates further."""
-    x, y = rows(5, 3)
+    x, y = make_rows(5, 3)
     options = {"rule": u.adam, "shape": (5, 3), "dtype": "float64", "clip_norm": 0.1, "num_slices": 2}
-    with forked(n):
-        whole = results(*make(**options), x, y, [13, 7, 2, 13])
-        sharded = results(*make(**options, shard_optimizer=True), x, y, [13, 7, 2, 13])
+    with fork_exact_ranks(n):
+        whole = compute_results(*make(**options), x, y, [13, 7, 2, 13])
+        sharded = compute_results(*make(**options, shard_optimizer=True), x, y, [13, 7, 2, 13])
     for value, whole_value in zip(sharded, whole, strict=True):
         if DEVICE == "host":
             np.testing.assert_array_equal(value, whole_value)
@@ -108,7 +108,7 @@ def train_epochs(folder, n, shards, epochs, resume=None):
     a, b = tensor.matrix("a", dtype="float64"), tensor.matrix("b", dtype="float64")
     w = shared(np.random.default_rng(4).normal(size=(5, 3)), "w")
     loss = ((tensor.dot(a, w) - b) ** 2).mean()
-    with forked(n):
+    with fork_exact_ranks(n):
         trainer = make_trainer(loss, [w], a, b, u.adam, learning_rate=0.1, shard_optimizer=shards)
         list(trainer.epochs(x, y, 12 // n, epochs, checkpoint=Checkpoint(folder), resume=resume))
         return w.get_value()
@@ -126,10 +126,13 @@ def test_trainers_with_shards_resume_on_other_numbers_of_ranks(no_ranks, tmp_pat
 def test_sharded_functions_refuse_other_ranks(rule):
     """Even a rule without state depends on the ranks: its matrix of gradients has a row for each rank."""
     x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
-    with forked(2):
+    with fork_exact_ranks(2):
         train = make_train_function(tensor.dot(x, w).mean(), [w], x, [], rule, learning_rate=0.5, shard_optimizer=True)
         train(np.eye(3), [])
-    with forked(2), pytest.raises(RuntimeError, match="^shard_optimizer: the ranks that had the parts .* have ended"):
+    with (
+        fork_exact_ranks(2),
+        pytest.raises(RuntimeError, match="^shard_optimizer: the ranks that had the parts .* have ended"),
+    ):
         train(np.eye(3), [])
-    with forked(3), pytest.raises(RuntimeError, match="^shard_optimizer: .* was made for 2 ranks, got 3"):
+    with fork_exact_ranks(3), pytest.raises(RuntimeError, match="^shard_optimizer: .* was made for 2 ranks, got 3"):
         train(np.eye(3), [])

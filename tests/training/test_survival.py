@@ -33,7 +33,7 @@ RANKS = 3
 
 
 @pytest.fixture(autouse=True)
-def end():
+def close_ranks():
     yield
     synk.close()
 

@@ -77,7 +77,7 @@ class Model:
         return np.concatenate([g.reshape(len(g), -1) for g in gathered], axis=1)
 
 
-def pair(rule="sgd", **kwargs):
+def make_pair(rule="sgd", **kwargs):
     """Return a model with a training function on all ranks, and one with a serial training function."""
     together, alone = Model(), Model()
     return (
@@ -98,7 +98,7 @@ def assert_same(together, alone, n_ranks):
 
 
 @functools.cache
-def serial_and_plain():
+def make_serial_and_plain():
     """Give a serial training function, and an equivalent handwritten function, compiled once."""
     model, plain = Model(), Model()
     grads = library.grad(plain.loss, plain.params)
@@ -111,7 +111,7 @@ def serial_and_plain():
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("num_slices", [1, 3])
 def test_make_train_function_serial_equals_a_plain_function(batch, num_slices):
-    model, train, plain, step = serial_and_plain()
+    model, train, plain, step = make_serial_and_plain()
     model.reset()
     plain.reset()
     rows = batch if batch is not None and not isinstance(batch, int) else slice(batch)
@@ -127,7 +127,7 @@ def test_make_train_function_serial_equals_a_plain_function(batch, num_slices):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_make_train_function_equals_serial_for_each_rule(n_ranks, rule):
-    together, train, alone, train_alone = pair(rule)
+    together, train, alone, train_alone = make_pair(rule)
     x_data, y_data = synk.data(X), synk.data(Y)
     for batch, num_slices in [(None, 1), (11, 1), ([5, 0, 12, 5], 1), (1, 1), (slice(2, 12), 3), (None, 3)]:
         loss = train(x_data, y_data, batch=batch, num_slices=num_slices)
@@ -137,8 +137,8 @@ def test_make_train_function_equals_serial_for_each_rule(n_ranks, rule):
 
 @pytest.fixture(scope="module")
 def sgd_pair(n_ranks):
-    """Give `pair` with SGD, compiled once for each number of ranks."""
-    return pair("sgd")
+    """Return `make_pair` with SGD, compiled once for each number of ranks."""
+    return make_pair("sgd")
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
@@ -202,7 +202,7 @@ def test_train_steps_select_sliceable_rows(n_ranks, even):
 
 
 def test_train_accepts_fewer_rows_than_ranks(n_ranks):
-    together, train, alone, train_alone = pair()
+    together, train, alone, train_alone = make_pair()
     train(X[:1], Y[:1])
     train_alone(X[:1], Y[:1])
     assert_same(together, alone, n_ranks)
@@ -322,14 +322,14 @@ def test_train_running_averages_equal_one_process(n_ranks, num_slices):
 
 
 def test_train_accepts_plain_arrays(n_ranks):
-    together, train, alone, train_alone = pair("adam")
+    together, train, alone, train_alone = make_pair("adam")
     for rows in [None, [3, 1, 2], slice(1)]:
         np.testing.assert_allclose(train(X, Y, batch=rows), train_alone(X, Y, batch=rows), rtol=1e-9)
     assert_same(together, alone, n_ranks)
 
 
 def test_train_accepts_minibatch_data(n_ranks):
-    together, train, alone, train_alone = pair()
+    together, train, alone, train_alone = make_pair()
     x_data, y_data = synk.data(X[5:9], minibatch=True), synk.data(Y[5:9], minibatch=True)
     for rows in [slice(5, 9), slice(5, 6), slice(8, 4, -1), [8, 5, 6], None]:
         if isinstance(rows, list):  # rows are in the list's order

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from library import function, grad, limit_examples, shared, tensor
-from masked_model import MASK, STEPS, Masked, N, X, data
+from masked_model import MASK, STEPS, MaskedModel, N, X, select_rows
 
 import synkhronos as synk
 from synkhronos import rules
@@ -15,13 +15,13 @@ from synkhronos.training.updates import adam, sgd
 T = tensor
 
 
-class Oracle(Masked):
+class Oracle(MaskedModel):
     """The model in one process, by the graph library only."""
 
     def __init__(self):
         super().__init__()
         new = self.w - 0.1 * grad(self.loss, self.w)
-        self.step = function([self.x, self.y, self.m], self.loss, updates=[(self.w, new)])
+        self.step = function([self.x, self.y, self.mask], self.loss, updates=[(self.w, new)])
 
 
 # -- losses with weights -----------------------------------------------------------------------------------------
@@ -29,21 +29,21 @@ class Oracle(Masked):
 
 @pytest.fixture(scope="module")
 def masked_models(n_ranks):
-    return n_ranks, Masked(make_train_function), Oracle()
+    return n_ranks, MaskedModel(make_train_function), Oracle()
 
 
-def weighted_rows():
+def draw_weighted_rows():
     return st.lists(st.integers(0, N - 1), min_size=1, max_size=N).filter(lambda rows: MASK[rows].any())
 
 
 @limit_examples(25)
-@given(rows=weighted_rows(), slices=st.integers(1, 4))
+@given(rows=draw_weighted_rows(), slices=st.integers(1, 4))
 def test_train_masked_mean_equals_one_process(masked_models, rows, slices):
     n_ranks, data_parallel, oracle = masked_models
     for model in (data_parallel, oracle):
         model.w.set_value(np.ones(STEPS))
     synk.broadcast(data_parallel.w)
-    x, y, m = data(rows)
+    x, y, m = select_rows(rows)
     for _ in range(2):
         loss = data_parallel.train(x, [y, m], num_slices=slices)
         np.testing.assert_allclose(loss, oracle.step(x, y, m), rtol=1e-9)
@@ -53,10 +53,10 @@ def test_train_masked_mean_equals_one_process(masked_models, rows, slices):
 def test_train_masked_mean_needs_a_weight(masked_models):
     n_ranks, _, oracle = masked_models
     with pytest.warns(UserWarning, match="loss: the denominator of a mean depends on the values of mask"):
-        plain = Masked(make_train_function, with_weight=False)
+        plain = MaskedModel(make_train_function, with_weight=False)
     oracle.w.set_value(np.ones(STEPS))
     rows = [7, 8, 3, 1, 4, 2, 5]
-    x, y, m = data(rows)
+    x, y, m = select_rows(rows)
     losses = float(plain.train(x, [y, m])), float(oracle.step(x, y, m))
     assert (n_ranks == 1) == (abs(losses[0] - losses[1]) < 1e-9)
 
@@ -65,10 +65,10 @@ def test_train_steps_accept_a_weight_and_other_dtypes(n_ranks):
     batches = [[0, 1, 2, 3], [4, 5, 6, 7], [1, 4, 5, 2], [9]]
     for dtype in ("float32", "float64"):
         data_parallel, serial = (
-            Masked(make_train_function, adam, dtype),
-            Masked(make_train_function_serial, adam, dtype),
+            MaskedModel(make_train_function, adam, dtype),
+            MaskedModel(make_train_function_serial, adam, dtype),
         )
-        x, y, m = data(slice(None), dtype)
+        x, y, m = select_rows(slice(None), dtype)
         losses, expected = (model.train.steps(x, [y, m], batches) for model in (data_parallel, serial))
         assert all(np.asarray(loss).dtype == dtype for loss in losses)
         np.testing.assert_allclose(np.array(losses, float), np.array(expected, float), rtol=1e-5)
@@ -77,8 +77,8 @@ def test_train_steps_accept_a_weight_and_other_dtypes(n_ranks):
 
 def test_train_rows_of_zero_weight_change_nothing(n_ranks):
     for make in (make_train_function, make_train_function_serial):
-        model = Masked(make)
-        x, y, m = data([1, 4, 5, 11])
+        model = MaskedModel(make)
+        x, y, m = select_rows([1, 4, 5, 11])
         assert np.isnan(float(model.train(x, [y, m]))) and np.isnan(float(model.train(x, [y, m], num_slices=2)))
         np.testing.assert_array_equal(model.w.get_value(), np.ones(STEPS))
 
@@ -119,7 +119,7 @@ def test_extra_updates_of_expressions_are_found(averaging_functions, rows, slice
 # -- validation ----------------------------------------------------------------------------------------------------
 
 
-class Validating:
+class ValidatedModel:
     def __init__(self, n_ranks):
         self.n_ranks, self.epochs = n_ranks, 0
         self.x, w = T.dvector("x"), shared(np.zeros(()), "w")
@@ -133,17 +133,17 @@ class Validating:
 
 
 @pytest.fixture(scope="module")
-def validating(n_ranks):
-    return Validating(n_ranks)
+def validated_model(n_ranks):
+    return ValidatedModel(n_ranks)
 
 
 @limit_examples(20)
 @given(rows=st.integers(1, 11), batch=st.integers(1, 4), seed=st.integers(0, 9))
-def test_train_metrics_equal_one_process(validating, rows, batch, seed):
+def test_train_metrics_equal_one_process(validated_model, rows, batch, seed):
     values = np.random.default_rng(seed).normal(size=rows)
     values[0] = abs(values[0])  # so that the sum of weights is positive
     # Each call continues after the epochs of the last one.
-    model = validating
+    model = validated_model
     model.epochs += 1
     train = np.ones(4 * model.n_ranks)
     (report,) = model.trainer.epochs(train, [], batch, model.epochs, valid=(values, []))

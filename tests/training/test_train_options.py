@@ -30,7 +30,7 @@ X, START = rng.normal(size=(13, 3)), rng.normal(size=3)
 Y = X @ [1.0, -2.0, 3.0]
 
 
-class Problem:
+class LinearRegression:
     def __init__(self, dtype="float64"):
         self.x, self.y = T.matrix("x", dtype=dtype), T.vector("y", dtype=dtype)
         self.w = library.shared(START.astype(dtype), name="w")
@@ -54,7 +54,7 @@ def train_in_numpy(n_steps, clip_norm=np.inf, ema=0.0, rows=slice(None)):
 def test_train_with_clip_and_ema_equals_one_process(n_ranks, num_slices):
     options = {"clip_norm": 0.5, "ema": 0.8, "num_slices": num_slices}
     for make in (make_train_function, make_train_function_serial):
-        problem = Problem()
+        problem = LinearRegression()
         train = problem.train_by(make, **options)
         assert train.optimizer_state[0] is train.ema[0]
         for n in range(1, 8):
@@ -62,7 +62,7 @@ def test_train_with_clip_and_ema_equals_one_process(n_ranks, num_slices):
             w, average = train_in_numpy(n, 0.5, 0.8)
             np.testing.assert_allclose(problem.w.get_value(), w, rtol=1e-10)
             np.testing.assert_allclose(train.ema[0].get_value(), average, rtol=1e-10)
-    together = Problem()
+    together = LinearRegression()
     train = together.train_by(make_train_function, **options)
     train.steps(X, Y, batches=[7] * 4)
     w, average = train_in_numpy(4, 0.5, 0.8, rows=slice(7))
@@ -72,7 +72,7 @@ def test_train_with_clip_and_ema_equals_one_process(n_ranks, num_slices):
 
 
 def test_ema_starts_at_the_initial_parameters():
-    problem = Problem()
+    problem = LinearRegression()
     train = problem.train_by(make_train_function_serial, ema=0.9)
     problem.w.set_value(np.array([1.0, -2.0, 3.0]))  # where the gradient is 0
     train(X, Y)
@@ -95,7 +95,7 @@ def test_ema_is_at_least_float32(dtype, expected):
 
 
 def test_ema_is_none_by_default():
-    train = Problem().train_by(make_train_function_serial, adam)
+    train = LinearRegression().train_by(make_train_function_serial, adam)
     assert train.ema is None
     assert [variable.name for variable in train.optimizer_state] == ["t", "w_m", "w_v"]
 
@@ -103,8 +103,8 @@ def test_ema_is_none_by_default():
 # -- trainers --------------------------------------------------------------------------------------------
 
 
-def train(folder, epochs, resume=None, **options):
-    problem = Problem()
+def train_adam(folder, epochs, resume=None, **options):
+    problem = LinearRegression()
     trainer = make_trainer(
         problem.loss,
         [problem.w],
@@ -121,27 +121,27 @@ def train(folder, epochs, resume=None, **options):
     return problem, trainer, list(reports)
 
 
-def mse(w):
+def compute_mse(w):
     return ((X @ w - Y) ** 2).mean()
 
 
 def test_trainer_validates_and_saves_ema(n_ranks, tmp_path):
     options = {"clip_norm": 0.5, "ema": 0.9, "num_slices": 2}
-    problem, trainer, reports = train(tmp_path, 3, validate_ema=True, **options)
+    problem, trainer, reports = train_adam(tmp_path, 3, validate_ema=True, **options)
     average = trainer.ema[0].get_value()
-    np.testing.assert_allclose(reports[-1].validation["mse"], mse(average), rtol=1e-10)
-    other, _, plain = train(None, 3, **options)
+    np.testing.assert_allclose(reports[-1].validation["mse"], compute_mse(average), rtol=1e-10)
+    other, _, plain = train_adam(None, 3, **options)
     np.testing.assert_array_equal(other.w.get_value(), problem.w.get_value())
-    np.testing.assert_allclose(plain[-1].validation["mse"], mse(problem.w.get_value()), rtol=1e-10)
+    np.testing.assert_allclose(plain[-1].validation["mse"], compute_mse(problem.w.get_value()), rtol=1e-10)
     assert abs(plain[-1].validation["mse"] - reports[-1].validation["mse"]) > 1e-3
     # After resuming, the average continues.
-    train(tmp_path / "half", 1, **options)
-    resumed, trainer, _ = train(tmp_path / "half", 3, resume="latest", **options)
+    train_adam(tmp_path / "half", 1, **options)
+    resumed, trainer, _ = train_adam(tmp_path / "half", 3, resume="latest", **options)
     np.testing.assert_array_equal(resumed.w.get_value(), problem.w.get_value())
     np.testing.assert_array_equal(trainer.ema[0].get_value(), average)
     for change in ({"ema": 0.8}, {"clip_norm": 1.0}, {"clip_norm": None}, {"ema": None}):
         with pytest.raises(CheckpointError):
-            train(tmp_path / "half", 4, resume="latest", **{**options, **change})
+            train_adam(tmp_path / "half", 4, resume="latest", **{**options, **change})
 
 
 # -- wrong arguments -------------------------------------------------------------------------------------
@@ -163,27 +163,27 @@ def test_trainer_validates_and_saves_ema(n_ranks, tmp_path):
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial, make_trainer])
 def test_train_options_refuse_wrong_values(n_ranks, make, error, message, options):
     with pytest.raises(error, match=message):
-        Problem().train_by(make, **options)
+        LinearRegression().train_by(make, **options)
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"ema": 0.9}, {"num_slices": 2}, {"loss_scale": "dynamic"}])
 @pytest.mark.parametrize("rule", [rules.BSP("params"), rules.LocalSGD(2), rules.EASGD()])
 def test_train_options_need_a_gradient_averaging_rule(n_ranks, rule, options):
     with pytest.raises(ValueError, match=rf"{next(iter(options))}: needs the exchange rule BSP\(\) on gradients"):
-        Problem().train_by(make_trainer, rule=rule, **options)
+        LinearRegression().train_by(make_trainer, rule=rule, **options)
 
 
 def test_validate_ema_needs_ema(n_ranks):
     with pytest.raises(ValueError, match="validate_ema: needs ema"):
-        Problem().train_by(make_trainer, validate_ema=True)
+        LinearRegression().train_by(make_trainer, validate_ema=True)
     with pytest.raises(TypeError, match="validate_ema: expected True or False"):
-        Problem().train_by(make_trainer, validate_ema=1, ema=0.9)
+        LinearRegression().train_by(make_trainer, validate_ema=1, ema=0.9)
 
 
 # -- loss scaling ----------------------------------------------------------------------------------------
 
 
-def half_problem(make, dtype="float16", **options):
+def make_mean_problem(make, dtype="float16", **options):
     """Return a problem with the loss ``mean(x) * w``, whose gradient is the mean of x."""
     x, w = T.vector("x", dtype=dtype), library.shared(np.ones((), dtype), "w")
     train = make((x * w).mean(), [w], x, [], sgd, learning_rate=0.5, loss_scale="dynamic", **options)
@@ -192,7 +192,7 @@ def half_problem(make, dtype="float16", **options):
 
 def test_loss_scale_overflow_on_one_rank_skips_the_step(n_ranks):
     for make in (make_train_function, make_train_function_serial):
-        w, train, state = half_problem(make, ema=0.5)
+        w, train, state = make_mean_problem(make, ema=0.5)
         scale, average = state["loss_scale"], train.ema[0]
 
         def values(variable, make=make):
@@ -211,7 +211,7 @@ def test_loss_scale_overflow_on_one_rank_skips_the_step(n_ranks):
 
 
 def test_loss_scale_keeps_gradients(n_ranks):
-    together, plain = Problem(), Problem()
+    together, plain = LinearRegression(), LinearRegression()
     train = together.train_by(make_train_function, adam, loss_scale="dynamic", clip_norm=0.5, num_slices=2)
     train_plain = plain.train_by(make_train_function_serial, adam, clip_norm=0.5)
     for batch in (None, 7, [3, 1], 1):
@@ -221,7 +221,7 @@ def test_loss_scale_keeps_gradients(n_ranks):
 
 def test_extra_updates_are_averaged_with_clipped_gradients(n_ranks):
     for make in (make_train_function, make_train_function_serial):
-        problem, mean = Problem(), library.shared(np.zeros(3), "mean")
+        problem, mean = LinearRegression(), library.shared(np.zeros(3), "mean")
         moved = [(mean, problem.x.mean(axis=0), "mean")]
         train = problem.train_by(make, clip_norm=0.5, ema=0.8, loss_scale="dynamic", extra_updates=moved)
         for n in range(1, 4):
@@ -233,7 +233,7 @@ def test_extra_updates_are_averaged_with_clipped_gradients(n_ranks):
 
 
 def test_loss_scale_grows_after_finite_steps(n_ranks):
-    w, train, state = half_problem(make_train_function, "float32")
+    w, train, state = make_mean_problem(make_train_function, "float32")
     synk.broadcast(state["loss_scale_steps"], np.asarray(1999, "float32"))
     train(np.full(6, 0.5, "float32"), [])
     assert (state["loss_scale"].get_value(), state["loss_scale_steps"].get_value()) == (2**16, 0)
@@ -244,7 +244,7 @@ def test_loss_scale_refuses_other_values(n_ranks):
     for value, error in (("static", ValueError), (1024, TypeError)):
         for make in (make_train_function, make_train_function_serial, make_trainer):
             with pytest.raises(error, match="loss_scale: expected one of"):
-                Problem().train_by(make, loss_scale=value)
+                LinearRegression().train_by(make, loss_scale=value)
 
 
 # -- the table of docs/training.rst ------------------------------------------------------------------------
@@ -261,11 +261,11 @@ TABLE = re.findall(r"^``(\w+)`` +(yes|no) +(yes|no) +(yes|no)$", (ROOT / "docs" 
 
 
 def train_by_function(**options):
-    Problem().train_by(make_train_function, **options)(X, Y)
+    LinearRegression().train_by(make_train_function, **options)(X, Y)
 
 
 def train_by_trainer(**options):
-    problem = Problem()
+    problem = LinearRegression()
     trainer = problem.train_by(make_trainer, validate={"mse": problem.loss}, **options)
     assert len(list(trainer.epochs(X, Y, 2, 1, valid=(X, Y)))) == 1
 

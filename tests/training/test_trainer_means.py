@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 from library import NAME, XLA, shared, tensor
-from masked_model import Masked, N, data
+from masked_model import MaskedModel, N, select_rows
 from trainer_model import ALL
 
 import synkhronos as synk
@@ -25,14 +25,14 @@ def test_trainer_reports_the_weighted_mean_loss(fork, tmp_path, name):
     fork(2)
     make, update = ALL[name]
     kwargs = {"momentum": 0.5} if update is nesterov_momentum else {}
-    model = Masked()
+    model = MaskedModel()
     metrics = {"masked": (model.loss, "mean", model.weight), "items": (model.weight, "sum")}
     trainer = make_trainer(
-        model.loss, [model.w], model.x, [model.y, model.m], update, make(), 1e-9, weight=model.weight, validate=metrics,
+        model.loss, [model.w], model.x, [model.y, model.mask], update, make(), 1e-9, weight=model.weight, validate=metrics,
         **kwargs,
     )  # fmt: skip
     rows = np.tile(np.arange(N), 2)[:-1]
-    x, y, m = data(rows)
+    x, y, m = select_rows(rows)
     errors = (x - y) ** 2
     expected = (m * errors).sum() / m.sum()
     for report in trainer.epochs(x, [y, m], batch_size=2, epochs=2, valid=(x, [y, m])):
@@ -46,13 +46,13 @@ def test_trainer_reports_the_weighted_mean_loss(fork, tmp_path, name):
 def test_trainer_bsp_with_weight_equals_one_process(fork, average, precision):
     n = 2 if XLA else 3
     fork(n)
-    model, alone = Masked(), Masked(make_train_function_serial)
+    model, alone = MaskedModel(), MaskedModel(make_train_function_serial)
     trainer = make_trainer(
-        model.loss, [model.w], model.x, [model.y, model.m], sgd, rules.BSP(average, precision=precision), 0.1,
+        model.loss, [model.w], model.x, [model.y, model.mask], sgd, rules.BSP(average, precision=precision), 0.1,
         weight=model.weight,
     )  # fmt: skip
     rows = np.arange(3, N)  # in the last step some ranks have none
-    x, y, m = data(rows)
+    x, y, m = select_rows(rows)
     for epoch, _ in enumerate(trainer.epochs(x, [y, m], batch_size=2, epochs=2)):
         order = np.random.default_rng((0, epoch)).permutation(len(rows))
         for first in range(0, len(rows), 2 * n):
@@ -63,33 +63,33 @@ def test_trainer_bsp_with_weight_equals_one_process(fork, average, precision):
 
 def test_trainer_rows_of_zero_weight_change_nothing(fork):
     fork(2)
-    model = Masked()
+    model = MaskedModel()
     trainer = make_trainer(
-        model.loss, [model.w], model.x, [model.y, model.m], sgd, rules.LocalSGD(1), 0.1, weight=model.weight
+        model.loss, [model.w], model.x, [model.y, model.mask], sgd, rules.LocalSGD(1), 0.1, weight=model.weight
     )
-    x, y, m = data([1, 4, 5, 11, 1, 4, 5, 0])
+    x, y, m = select_rows([1, 4, 5, 11, 1, 4, 5, 0])
     (report,) = trainer.epochs(x, [y, m], batch_size=1, epochs=1)
     np.testing.assert_allclose(report.loss, ((m * (x - y) ** 2).sum() / m.sum()), rtol=1e-9)
     assert np.isfinite(model.w.get_value()).all()
 
 
 def test_trainer_weight_counts_items():
-    model = Masked()
+    model = MaskedModel()
     cases = [
         (TypeError, "weight: expected a symbolic scalar", 3.0),
-        (TypeError, "weight: expected a symbolic scalar", model.m.sum(axis=1)),
-        (ValueError, "depends on the parameter 'w'", (model.m * model.w).sum()),
+        (TypeError, "weight: expected a symbolic scalar", model.mask.sum(axis=1)),
+        (ValueError, "depends on the parameter 'w'", (model.mask * model.w).sum()),
     ]
     for error, message, weight in cases:
         for make in (make_train_function_serial, make_trainer):
             with pytest.raises(error, match=message):
-                make(model.loss, [model.w], model.x, [model.y, model.m], sgd, weight=weight, learning_rate=0.1)
+                make(model.loss, [model.w], model.x, [model.y, model.mask], sgd, weight=weight, learning_rate=0.1)
 
 
 # -- denominators ------------------------------------------------------------------------------------------------
 
 
-def expressions():
+def build_losses():
     x, m, y = T.dmatrix("x"), T.dmatrix("m"), T.ivector("y")
     w = shared(np.ones((3, 3)), "w")
     e = (T.dot(x, w) - m) ** 2
@@ -117,7 +117,7 @@ def expressions():
 
 
 def test_trainer_finds_value_dependent_denominators():
-    inputs, depend, do_not = expressions()
+    inputs, depend, do_not = build_losses()
     analysis = DependenceAnalysis(library_of(inputs[0]), [*depend, *do_not], inputs)
     assert [i for i, expression in enumerate(depend) if not analysis.find_denominators(expression)] == []
     assert [i for i, expression in enumerate(do_not) if analysis.find_denominators(expression)] == []
@@ -125,7 +125,7 @@ def test_trainer_finds_value_dependent_denominators():
 
 def test_trainer_warns_of_masked_means_without_weight(fork):
     fork(1)
-    model = Masked()
+    model = MaskedModel()
     errors = (model.x * model.w) ** 2
     if NAME == "pytensor":
         random = T.cast(T.random.RandomStream(1).uniform(size=errors.shape) < 0.5, "float64")
@@ -133,7 +133,7 @@ def test_trainer_warns_of_masked_means_without_weight(fork):
         from theano.sandbox.rng_mrg import MRG_RandomStreams
 
         random = T.cast(MRG_RandomStreams(1).uniform(size=errors.shape) < 0.5, "float64")
-    inputs = [model.w], model.x, [model.y, model.m], sgd
+    inputs = [model.w], model.x, [model.y, model.mask], sgd
     with pytest.warns(UserWarning, match="loss: the denominator"):
         make_trainer((random * errors).sum() / random.sum(), *inputs)
     with pytest.warns(UserWarning, match="validate: valid_0: the denominator.*mask"):
@@ -172,7 +172,7 @@ class Averaging:
         return self.trainer.epochs(ROWS_X, [], batch_size=10, **kwargs)
 
 
-def averages_of_one_process(n_ranks, epochs):
+def compute_averages(n_ranks, epochs):
     average, averages = np.zeros(3), []
     for epoch in range(epochs):
         order = np.random.default_rng((0, epoch)).permutation(ROWS)
@@ -201,7 +201,7 @@ def test_trainer_running_averages_equal_one_process(fork, name):
     fork(n)
     model = Averaging(EACH_STEP[name]())
     tolerance = 1e-2 if "16 bits" in name else 1e-9
-    expected = averages_of_one_process(n, 2)
+    expected = compute_averages(n, 2)
     for _, average in zip(model.epochs(epochs=2), expected, strict=True):
         np.testing.assert_allclose(synk.gather(model.average), [average] * n, rtol=tolerance)
     assert np.ptp(synk.gather(model.own), axis=0).min() > 1e-3
@@ -244,7 +244,7 @@ def test_resume_restores_running_averages(fork, tmp_path):
 
 
 def test_metrics_without_a_mean_need_an_op():
-    model = Masked()
+    model = MaskedModel()
     count, total = shared(np.int64(0), "count"), shared(np.zeros(()), "total")
     n_rows = shared(np.int64(0), "n_rows")
 

@@ -96,7 +96,7 @@ def test_resume_after_early_stop_trains_nothing(fork, tmp_path):
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **{**stops, "patience": 2}, resume="latest"))) == 1
 
 
-def weight_and_own(worker, name):
+def get_weight_and_own(worker, name):
     storage = worker.get_storage(name)
     return storage["state"].own["weight"], np.array(storage["own"])
 
@@ -107,7 +107,7 @@ def test_report_includes_gosgd_messages_in_transit(fork):
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rules.GoSGD(1.0), 0.1)
     for _ in trainer.epochs(X, [], 5, 3):  # the last sender's weight is in a mailbox
-        ranks = synk.run(weight_and_own, trainer._model.state.spec.name)
+        ranks = synk.run(get_weight_and_own, trainer._model.state.spec.name)
         assert math.isclose(sum(weight for weight, _ in ranks), 1.0)
         np.testing.assert_allclose(sum(weight * parameters for weight, parameters in ranks), w.get_value(), rtol=1e-12)
 
@@ -137,14 +137,14 @@ def test_trainer_continues_after_an_error(fork):
     assert w.get_value().tolist() == [15.0] * 4  # 6 + 3 + 6
 
 
-def come_to_different_steps(worker, name):
+def set_different_steps(worker, name):
     storage = worker.get_storage(name)
     storage["state"].step += worker.number
     storage["state"].steps_since_exchange = worker.number
     del storage["own"]
 
 
-def where(worker, name):
+def get_steps(worker, name):
     state = worker.get_storage(name)["state"]
     return state.step, state.steps_since_exchange
 
@@ -157,10 +157,10 @@ def test_trainer_interrupt_at_different_steps_restarts_the_epoch(fork, rule):
     trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rule, 0.1)
     reports = trainer.epochs(X, [], 5, 3)
     next(reports)
-    before = synk.run(where, trainer._model.state.spec.name)[0][0]
-    synk.run(come_to_different_steps, trainer._model.state.spec.name)
+    before = synk.run(get_steps, trainer._model.state.spec.name)[0][0]
+    synk.run(set_different_steps, trainer._model.state.spec.name)
     next(reports)  # once SlowMo's exchanges were unpaired, and LocalSGD's were those of different steps
-    places = synk.run(where, trainer._model.state.spec.name)
+    places = synk.run(get_steps, trainer._model.state.spec.name)
     assert places[0] == places[1] and places[0][0] == 2 * before + 1
 
 

@@ -103,6 +103,7 @@ EPOCHS = {
 
 @pytest.fixture(scope="module")
 def model():
+    """Fork two ranks; yield a loss, its parameters and inputs."""
     fork_ranks(2)
     x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(3), "w")
     yield ((tensor.dot(x, w) - y) ** 2).mean(), [w], x, y
@@ -132,6 +133,7 @@ def test_trainer_refuses_wrong_options_of_its_own(name, model):
 
 @pytest.fixture(scope="module")
 def trainer(model):
+    """Return a trainer of the model."""
     return make_trainer(*model, sgd)
 
 

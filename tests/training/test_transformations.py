@@ -145,7 +145,7 @@ def compute_step(rule, grads, starts=None, **kwargs):
 
 
 @functools.cache
-def clip_functions():
+def compile_clip_functions():
     """Give functions from gradients and limits to steps, compiled once for all examples."""
     limit = library.shared(1.0)
     functions = []
@@ -171,7 +171,7 @@ numbers = st.floats(-100, 100)
 def test_clip_by_norm_formula(first, second, limit):
     grads = [np.array(first), np.array(second)[:, None]]
     norm = np.sqrt(sum((g**2).sum() for g in grads))
-    shared_limit, functions = clip_functions()
+    shared_limit, functions = compile_clip_functions()
     shared_limit.set_value(limit)
     for (write, read), expected in zip(
         functions, (lambda g: g * min(1, limit / norm) if norm else g, lambda g: np.clip(g, -limit, limit)), strict=True
@@ -241,16 +241,16 @@ def test_clip_of_float16_computes_in_float32():
 # -- Lasagne's constraints -------------------------------------------------------------------------------
 
 
-def evaluate(*variables):
+def evaluate_variables(*variables):
     return library.function([], list(variables), mode="FAST_COMPILE")()
 
 
 def test_total_norm_constraint_equals_lasagne():
     a, b = T.constant(np.array([3.0])), T.constant(np.array([[4.0]]))
     scaled, norm = total_norm_constraint([a, b], 2.5, return_norm=True)
-    first, second, total_norm = evaluate(*scaled, norm)
+    first, second, total_norm = evaluate_variables(*scaled, norm)
     np.testing.assert_allclose([first[0], second[0, 0], total_norm], [3 * 2.5 / (5 + 1e-7), 4 * 2.5 / (5 + 1e-7), 5])
-    np.testing.assert_allclose(evaluate(*total_norm_constraint([a, b], 50))[0], [3.0 * 5 / (5 + 1e-7)])
+    np.testing.assert_allclose(evaluate_variables(*total_norm_constraint([a, b], 50))[0], [3.0 * 5 / (5 + 1e-7)])
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_total_norm_constraint_equals_lasagne():
 )
 def test_norm_constraint_equals_lasagne(shape, norm_axes, axes):
     value = np.random.default_rng(0).normal(size=shape) * 3
-    (constrained,) = evaluate(norm_constraint(T.constant(value), 2.0, norm_axes))
+    (constrained,) = evaluate_variables(norm_constraint(T.constant(value), 2.0, norm_axes))
     norms = np.sqrt((value**2).sum(axis=axes, keepdims=True))
     np.testing.assert_allclose(constrained, value * np.clip(norms, 0, 2.0) / (1e-7 + norms), rtol=1e-12)
 
@@ -279,7 +279,7 @@ def a_dict(loss, params, learning_rate, weight=None):
     return {p: p - learning_rate for p in params}
 
 
-def a_shared():
+def make_shared():
     return library.shared(np.ones(2), name="w")
 
 
@@ -296,15 +296,15 @@ def a_shared():
         (
             ValueError,
             "max_norm: expected a number or a",
-            lambda: compute_step(chain(clip_by_global_norm(a_shared()), sgd), [1.0], learning_rate=1),
+            lambda: compute_step(chain(clip_by_global_norm(make_shared()), sgd), [1.0], learning_rate=1),
         ),
-        (ValueError, "max_norm: ", lambda: total_norm_constraint([a_shared()], 0)),
-        (ValueError, "norm_axes: needed", lambda: norm_constraint(a_shared(), 1)),
+        (ValueError, "max_norm: ", lambda: total_norm_constraint([make_shared()], 0)),
+        (ValueError, "norm_axes: needed", lambda: norm_constraint(make_shared(), 1)),
         (ValueError, "weight_decay: .*-1", lambda: add_decayed_weights(-1)),
         (ValueError, "weight_decay: .*nan", lambda: add_decayed_weights(float("nan"))),
         (TypeError, "weight_decay: ", lambda: add_decayed_weights(None)),
         (TypeError, "mask: expected a predicate", lambda: add_decayed_weights(0.1, mask=True)),
-        (TypeError, "mask: expected a predicate", lambda: adamw(a_shared().sum(), [a_shared()], mask="all")),
+        (TypeError, "mask: expected a predicate", lambda: adamw(make_shared().sum(), [make_shared()], mask="all")),
         (ValueError, "factor: .*inf", lambda: scale(float("inf"))),
         (TypeError, "factor: ", lambda: scale("half")),
         (TypeError, "chain: expected transformations and an update rule, got 1.0", lambda: chain(1.0, sgd)),
@@ -312,9 +312,9 @@ def a_shared():
         (ValueError, "chain: expected one update rule among the 2 parts, got 2", lambda: chain(sgd, adam)),
         (TypeError, "partition: .*'adam'", lambda: partition((is_matrix, "adam"), sgd)),
         (TypeError, "partition: ", lambda: partition(sgd, adam)),
-        (TypeError, "update_rule: expected a_dict to return", lambda: step_of_w(chain(clip(1), a_dict))),
-        (TypeError, "update_rule: expected a_dict to return", lambda: step_of_w(partition(a_dict))),
-        (ValueError, "params: w is in no group", lambda: step_of_w(partition((is_matrix, sgd)))),
+        (TypeError, "update_rule: expected a_dict to return", lambda: compute_step_of_w(chain(clip(1), a_dict))),
+        (TypeError, "update_rule: expected a_dict to return", lambda: compute_step_of_w(partition(a_dict))),
+        (ValueError, "params: w is in no group", lambda: compute_step_of_w(partition((is_matrix, sgd)))),
         (ValueError, "momentum: .*got 1.0", lambda: compute_step(muon, [np.ones((2, 2))], momentum=1.0)),
     ],
 )
@@ -323,8 +323,8 @@ def test_transformations_refuse_wrong_arguments(error, message, call):
         call()
 
 
-def step_of_w(rule):
-    w = a_shared()
+def compute_step_of_w(rule):
+    w = make_shared()
     return rule(w.sum(), [w], learning_rate=0.1)
 
 

@@ -38,12 +38,12 @@ rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(7, 3)), rng.normal(size=7)
 
 
-def model():
+def make_model():
     x, y, w = T.dmatrix("x"), T.dvector("y"), library.shared(np.ones(3), "w")
     return x, y, w, ((T.dot(x, w) - y) ** 2).mean()
 
 
-def by_hand(steps, rho=0.0):
+def compute_clipped_steps(steps, rho=0.0):
     w, m = np.ones(3), np.zeros(3)
     for _ in range(steps):
         m = rho * m + (1 - rho) * 2 * X.T @ (X @ w - Y) / len(X)
@@ -55,15 +55,15 @@ def by_hand(steps, rho=0.0):
 def test_own_update_rule_trains_on_all_ranks(fork, formula, rho):
     fork(2)
     for make in (make_train_function, make_train_function_serial):
-        x, y, w, loss = model()
+        x, y, w, loss = make_model()
         train = make(loss, [w], x, y, formula)
         for _ in range(12):
             train(X, Y)
-        np.testing.assert_allclose(w.get_value(), by_hand(12, rho), rtol=1e-12)
+        np.testing.assert_allclose(w.get_value(), compute_clipped_steps(12, rho), rtol=1e-12)
 
 
 def test_own_update_rule_names_its_state():
-    *_, w, loss = model()
+    *_, w, loss = make_model()
     updates = clipped_mean(loss, [w]).param_updates
     assert [v.name for v in updates] == ["w_m", "w"]
     # Momentum applies to such a rule.
@@ -71,7 +71,7 @@ def test_own_update_rule_names_its_state():
 
 
 def test_own_update_rule_is_checked_and_documented():
-    *_, w, loss = model()
+    *_, w, loss = make_model()
     assert str(inspect.signature(clipped_mean)).startswith("(loss_or_grads")
     assert list(inspect.signature(clipped_mean).parameters)[2:] == ["learning_rate", "rho", "most", "weight"]
     with pytest.raises(TypeError, match="rho: expected a number or a symbolic scalar"):

@@ -35,7 +35,7 @@ RULES = [
 ]
 
 
-def pattern(*lengths):
+def make_shape_keyword(*lengths):
     """Return the keyword of `shared` for a type with these lengths, 1 or None."""
     if library.__name__ == "pytensor":
         return {"shape": lengths}
@@ -242,8 +242,8 @@ def test_updates_keep_float32(rule, floatx, monkeypatch):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_updates_keep_broadcast_patterns(rule):
-    row = library.shared(np.ones((1, 3)), name="row", **pattern(1, None))
-    column = library.shared(np.ones((2, 1)), name="column", **pattern(None, 1))
+    row = library.shared(np.ones((1, 3)), name="row", **make_shape_keyword(1, None))
+    column = library.shared(np.ones((2, 1)), name="column", **make_shape_keyword(None, 1))
     unmarked = library.shared(np.ones((1, 3)), name="unmarked")
     scalar = library.shared(np.asarray(1.0), name="scalar")
     params = [row, column, unmarked, scalar]
@@ -351,7 +351,7 @@ def test_apply_momentum_of_named_parameters():
 # -- wrong arguments -------------------------------------------------------------------------------------
 
 
-def a_shared(dtype="float64"):
+def make_shared(dtype="float64"):
     return library.shared(np.ones(2, dtype))
 
 
@@ -361,7 +361,7 @@ def a_shared(dtype="float64"):
         (TypeError, "params: .* got", lambda w: updates.sgd(w.sum(), w, 0.1)),
         (TypeError, "params: .*3", lambda w: updates.sgd(w.sum(), [w, 3], 0.1)),
         (TypeError, "params: .*at index 1", lambda w: updates.sgd(w.sum(), [w, T.vector()], 0.1)),
-        (TypeError, "params: .*int64.*at index 0", lambda w: updates.sgd(w.sum(), [a_shared("int64")], 0.1)),
+        (TypeError, "params: .*int64.*at index 0", lambda w: updates.sgd(w.sum(), [make_shared("int64")], 0.1)),
         (ValueError, "params: .* got none", lambda w: updates.sgd(w.sum(), [], 0.1)),
         (ValueError, "params: .*again at index 1", lambda w: updates.sgd(w.sum(), [w, w], 0.1)),
         (TypeError, "loss_or_grads: .*2.0", lambda w: updates.sgd(2.0, [w], 0.1)),
@@ -380,9 +380,9 @@ def a_shared(dtype="float64"):
         (ValueError, "weight: ", lambda w: updates.sgd(w.sum(), [w], 0.1, weight=w)),
         (TypeError, "momentum: ", lambda w: updates.momentum(w.sum(), [w], 0.1, momentum=None)),
         (TypeError, "updates: ", lambda w: updates.apply_momentum(w)),
-        (ValueError, "params: .*have an update", lambda w: updates.apply_momentum({w: w + 1}, [a_shared()])),
+        (ValueError, "params: .*have an update", lambda w: updates.apply_momentum({w: w + 1}, [make_shared()])),
     ],
 )
 def test_updates_refuse_wrong_arguments(error, message, call):
     with pytest.raises(error, match=message):
-        call(a_shared())
+        call(make_shared())

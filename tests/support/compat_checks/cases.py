@@ -47,16 +47,16 @@ class Case:
         if self.grads:
             rng = np.random.RandomState(1)
             floats = [v for v in variables if v.dtype.startswith("float")]
-            grads = T.grad(weighted(outputs[: self.of], rng), floats, disconnected_inputs="ignore")
+            grads = T.grad(sum_with_weights(outputs[: self.of], rng), floats, disconnected_inputs="ignore")
             outputs_by_name["grad"] = grads
             if self.second:
-                outputs_by_name["second"] = T.grad(weighted(grads, rng), floats, disconnected_inputs="ignore")
+                outputs_by_name["second"] = T.grad(sum_with_weights(grads, rng), floats, disconnected_inputs="ignore")
         flat = [v for values in outputs_by_name.values() for v in values]
         computed = iter(theano.function(variables, flat, mode=mode, on_unused_input="ignore")(*self.inputs))
         return {kind: [next(computed) for _ in values] for kind, values in outputs_by_name.items()}
 
 
-def weighted(outputs, rng):
+def sum_with_weights(outputs, rng):
     """Return a sum of all elements with weights, so that no two gradients are alike by chance."""
     import theano.tensor as T
 
@@ -68,7 +68,7 @@ def weighted(outputs, rng):
     return total
 
 
-def inputs_for(name, *shapes, positive=False, classes=None):
+def make_inputs(name, *shapes, positive=False, classes=None):
     """Return arrays of floats in these shapes, drawn from the name; with ``classes`` integers at the end."""
     rng = np.random.RandomState(zlib.crc32(name.encode()) % 2**31)
     # Multiples of 1/64: exact in float32, and no sum or product of them rounds much.
@@ -80,19 +80,19 @@ def inputs_for(name, *shapes, positive=False, classes=None):
     return values
 
 
-def distinct(name, shape):
+def make_distinct(name, shape):
     """Return an array without equal elements: maxima are of one element each."""
     rng = np.random.RandomState(zlib.crc32(name.encode()) % 2**31)
     return [(rng.permutation(int(np.prod(shape))).reshape(shape) - np.prod(shape) // 2) / 16.0]
 
 
-def nnet():
+def import_nnet():
     import theano.tensor.nnet as nnet
 
     return nnet
 
 
-def named(function, **kwargs):
+def format_call(function, **kwargs):
     parts = [f"{key}={value}" for key, value in kwargs.items()]
     return f"{function}({', '.join(parts)})".replace("'", "")
 
@@ -111,10 +111,13 @@ def conv_cases():
         image = (int(rng.randint(5, 8)), int(rng.randint(6, 9)))
         options = {"border_mode": border, "subsample": stride, "filter_dilation": dilation, "filter_flip": flip}
         options["num_groups"] = groups
-        name = named("conv2d", kernel=kernel, image=image, **options)
+        name = format_call("conv2d", kernel=kernel, image=image, **options)
         shapes = (2, 2 * groups, *image), (2 * groups, 2, *kernel)
         yield Case(
-            name, lambda x, w, options=options: nnet().conv2d(x, w, **options), inputs_for(name, *shapes), second=True
+            name,
+            lambda x, w, options=options: import_nnet().conv2d(x, w, **options),
+            make_inputs(name, *shapes),
+            second=True,
         )
 
 
@@ -124,29 +127,29 @@ def conv_gradient_cases():
             options = {"border_mode": border, "subsample": stride, "filter_flip": flip}
             height = 6
             from_shape = conv_output((height, 7), (3, 2), border, stride)
-            name = named("conv2d_grad_wrt_inputs", **options)
+            name = format_call("conv2d_grad_wrt_inputs", **options)
             yield Case(
                 name,
-                lambda g, w, options=options: nnet().abstract_conv.conv2d_grad_wrt_inputs(
+                lambda g, w, options=options: import_nnet().abstract_conv.conv2d_grad_wrt_inputs(
                     g, w, (2, 3, 6, 7), (2, 3, 3, 2), **options
                 ),
-                inputs_for(name, (2, 2, *from_shape), (2, 3, 3, 2)),
+                make_inputs(name, (2, 2, *from_shape), (2, 3, 3, 2)),
             )
-            name = named("conv2d_grad_wrt_weights", **options)
+            name = format_call("conv2d_grad_wrt_weights", **options)
             yield Case(
                 name,
-                lambda x, g, options=options: nnet().abstract_conv.conv2d_grad_wrt_weights(
+                lambda x, g, options=options: import_nnet().abstract_conv.conv2d_grad_wrt_weights(
                     x, g, (2, 3, 3, 2), (2, 3, 6, 7), **options
                 ),
-                inputs_for(name, (2, 3, 6, 7), (2, 2, *from_shape)),
+                make_inputs(name, (2, 3, 6, 7), (2, 2, *from_shape)),
             )
     name = "conv2d_transpose"
     yield Case(
         name,
-        lambda x, w: nnet().conv2d_transpose(
+        lambda x, w: import_nnet().conv2d_transpose(
             x, w, (2, 3, 9, 9), (4, 3, 3, 3), border_mode=(1, 1), input_dilation=(2, 2)
         ),
-        inputs_for(name, (2, 4, 5, 5), (4, 3, 3, 3)),
+        make_inputs(name, (2, 4, 5, 5), (4, 3, 3, 3)),
     )
 
 
@@ -159,31 +162,33 @@ def conv_output(image, kernel, border, stride):
 def other_conv_cases():
     for border, stride, flip in [("valid", (1, 1, 1), True), ("half", (2, 1, 2), False), ((1, 0, 1), (1, 2, 1), True)]:
         options = {"border_mode": border, "subsample": stride, "filter_flip": flip}
-        name = named("conv3d", **options)
+        name = format_call("conv3d", **options)
         yield Case(
             name,
-            lambda x, w, options=options: nnet().conv3d(x, w, **options),
-            inputs_for(name, (2, 2, 4, 5, 4), (2, 2, 2, 3, 3)),
+            lambda x, w, options=options: import_nnet().conv3d(x, w, **options),
+            make_inputs(name, (2, 2, 4, 5, 4), (2, 2, 2, 3, 3)),
         )
     for dilation in (1, 2):
-        name = named("causal_conv1d", dilation=dilation)
+        name = format_call("causal_conv1d", dilation=dilation)
         yield Case(
             name,
-            lambda x, w, d=dilation: nnet().abstract_conv.causal_conv1d(x, w, (2, 3, 3), filter_dilation=d),
-            inputs_for(name, (2, 3, 8), (2, 3, 3)),
+            lambda x, w, d=dilation: import_nnet().abstract_conv.causal_conv1d(x, w, (2, 3, 3), filter_dilation=d),
+            make_inputs(name, (2, 3, 8), (2, 3, 3)),
         )
     name = "separable_conv2d"
     yield Case(
         name,
-        lambda x, d, p: nnet().separable_conv2d(x, d, p, 3, border_mode="half"),
-        inputs_for(name, (2, 3, 5, 5), (6, 1, 3, 3), (2, 6, 1, 1)),
+        lambda x, d, p: import_nnet().separable_conv2d(x, d, p, 3, border_mode="half"),
+        make_inputs(name, (2, 3, 5, 5), (6, 1, 3, 3), (2, 6, 1, 1)),
     )
     for ratio in (2, 3):
-        name = named("bilinear_upsampling", ratio=ratio)
+        name = format_call("bilinear_upsampling", ratio=ratio)
         yield Case(
             name,
-            lambda x, r=ratio: nnet().abstract_conv.bilinear_upsampling(x, r, batch_size=2, num_input_channels=2),
-            inputs_for(name, (2, 2, 3, 4)),
+            lambda x, r=ratio: import_nnet().abstract_conv.bilinear_upsampling(
+                x, r, batch_size=2, num_input_channels=2
+            ),
+            make_inputs(name, (2, 2, 3, 4)),
         )
 
 
@@ -201,7 +206,7 @@ def pool_cases():
             ((3, 3), (2, 2), (1, 1), True),
             ((3, 2), (1, 2), (2, 1), True),
         ]:
-            name = named("pool_2d", mode=mode, ws=window, stride=stride, pad=pad, ignore_border=ignore)
+            name = format_call("pool_2d", mode=mode, ws=window, stride=stride, pad=pad, ignore_border=ignore)
 
             def build(x, mode=mode, window=window, stride=stride, pad=pad, ignore=ignore):
                 from theano.tensor.signal import pool
@@ -210,15 +215,15 @@ def pool_cases():
 
             # Theano has no gradient of means that exclude the padding.
             grads = not (mode == "average_exc_pad" and any(pad))
-            yield Case(name, build, distinct(name, (2, 1, 7, 6)), second=grads, grads=grads)
-        name = named("pool_3d", mode=mode)
+            yield Case(name, build, make_distinct(name, (2, 1, 7, 6)), second=grads, grads=grads)
+        name = format_call("pool_3d", mode=mode)
 
         def build3(x, mode=mode):
             from theano.tensor.signal import pool
 
             return pool.pool_3d(x, (2, 2, 3), True, stride=(1, 2, 2), pad=(0, 1, 1), mode=mode)
 
-        yield Case(name, build3, distinct(name, (2, 1, 4, 5, 6)), grads=mode != "average_exc_pad")
+        yield Case(name, build3, make_distinct(name, (2, 1, 4, 5, 6)), grads=mode != "average_exc_pad")
     name = "pool_2d of equal elements"
 
     def ties(x):
@@ -226,7 +231,7 @@ def pool_cases():
 
         return pool.pool_2d((x > 0) * 1.0 + 0 * x, (2, 2), True, stride=(1, 1))
 
-    yield Case(name, ties, inputs_for(name, (1, 2, 4, 5)))
+    yield Case(name, ties, make_inputs(name, (1, 2, 4, 5)))
     name = "max_pool_2d_same_size"
 
     def pool_same_size(x):
@@ -234,7 +239,7 @@ def pool_cases():
 
         return pool.max_pool_2d_same_size(x, (2, 2))
 
-    yield Case(name, pool_same_size, distinct(name, (1, 2, 4, 6)), grads=False)
+    yield Case(name, pool_same_size, make_distinct(name, (1, 2, 4, 6)), grads=False)
 
 
 # -- normalisation ---------------------------------------------------------------------------------------------------
@@ -247,7 +252,7 @@ def bn_cases():
         shape = (3, 2, 4, 3)
         kept_axes = {"per-activation": (1, 2, 3), "spatial": (1,), (0, 2): (1, 3)}[axes]
         layout = tuple(shape[a] for a in kept_axes)
-        name = named("batch_normalization_train", axes=axes, running=running)
+        name = format_call("batch_normalization_train", axes=axes, running=running)
 
         def build(x, gamma, beta, *old, axes=axes):
             import theano.tensor.nnet.bn as bn
@@ -256,8 +261,8 @@ def bn_cases():
             return bn.batch_normalization_train(x, gamma, beta, axes, 1e-3, 0.2, **old)
 
         count = 5 if running else 3
-        yield Case(name, build, inputs_for(name, shape, *[layout] * (count - 1)), of=1)
-        name = named("batch_normalization_test", axes=axes, running=running)
+        yield Case(name, build, make_inputs(name, shape, *[layout] * (count - 1)), of=1)
+        name = format_call("batch_normalization_test", axes=axes, running=running)
         if running:
 
             def build_test(x, gamma, beta, mean, var, axes=axes):
@@ -265,12 +270,14 @@ def bn_cases():
 
                 return bn.batch_normalization_test(x, gamma, beta, mean, var, axes, 1e-3)
 
-            yield Case(name, build_test, inputs_for(name, shape, *[layout] * 4, positive=True))
+            yield Case(name, build_test, make_inputs(name, shape, *[layout] * 4, positive=True))
     name = "batch_normalization"
     yield Case(
         name,
-        lambda x, gamma, beta, mean, std: nnet().bn.batch_normalization(x, gamma, beta, mean, std, mode="high_mem"),
-        inputs_for(name, (4, 3), (4, 3), (4, 3), (4, 3), (4, 3), positive=True),
+        lambda x, gamma, beta, mean, std: import_nnet().bn.batch_normalization(
+            x, gamma, beta, mean, std, mode="high_mem"
+        ),
+        make_inputs(name, (4, 3), (4, 3), (4, 3), (4, 3), (4, 3), positive=True),
     )
 
 
@@ -279,61 +286,61 @@ def bn_cases():
 
 def elementwise_cases():
     functions = {
-        "sigmoid": lambda x: nnet().sigmoid(x),
-        "softplus": lambda x: nnet().softplus(x * 20),
-        "ultra_fast_sigmoid": lambda x: nnet().ultra_fast_sigmoid(x * 4),
-        "hard_sigmoid": lambda x: nnet().hard_sigmoid(x * 2),
-        "relu": lambda x: nnet().relu(x),
-        "leaky relu": lambda x: nnet().relu(x, 0.1),
-        "elu": lambda x: nnet().elu(x, 0.5),
-        "selu": lambda x: nnet().selu(x),
-        "softsign": lambda x: nnet().nnet.softsign(x),
-        "softmax": lambda x: nnet().softmax(x),
-        "logsoftmax": lambda x: nnet().logsoftmax(x * 10),
-        "log of softmax": lambda x: tensor().log(nnet().softmax(x)),
+        "sigmoid": lambda x: import_nnet().sigmoid(x),
+        "softplus": lambda x: import_nnet().softplus(x * 20),
+        "ultra_fast_sigmoid": lambda x: import_nnet().ultra_fast_sigmoid(x * 4),
+        "hard_sigmoid": lambda x: import_nnet().hard_sigmoid(x * 2),
+        "relu": lambda x: import_nnet().relu(x),
+        "leaky relu": lambda x: import_nnet().relu(x, 0.1),
+        "elu": lambda x: import_nnet().elu(x, 0.5),
+        "selu": lambda x: import_nnet().selu(x),
+        "softsign": lambda x: import_nnet().nnet.softsign(x),
+        "softmax": lambda x: import_nnet().softmax(x),
+        "logsoftmax": lambda x: import_nnet().logsoftmax(x * 10),
+        "log of softmax": lambda x: import_tensor().log(import_nnet().softmax(x)),
     }
     for name, function in functions.items():
         # Theano's approximations have no gradients.
-        yield Case(name, function, inputs_for(name, (4, 5)), grads=name != "ultra_fast_sigmoid")
-    yield Case("softmax of a vector", lambda x: nnet().softmax(x), inputs_for("softmax of a vector", (5,)))
+        yield Case(name, function, make_inputs(name, (4, 5)), grads=name != "ultra_fast_sigmoid")
+    yield Case("softmax of a vector", lambda x: import_nnet().softmax(x), make_inputs("softmax of a vector", (5,)))
     name = "softmax_with_bias"
-    yield Case(name, lambda x, b: nnet().softmax_with_bias(x, b), inputs_for(name, (4, 5), (5,)))
+    yield Case(name, lambda x, b: import_nnet().softmax_with_bias(x, b), make_inputs(name, (4, 5), (5,)))
     name = "prelu"
-    yield Case(name, lambda x, a: nnet().relu(x, a.dimshuffle("x", 0)), inputs_for(name, (4, 5), (5,)))
+    yield Case(name, lambda x, a: import_nnet().relu(x, a.dimshuffle("x", 0)), make_inputs(name, (4, 5), (5,)))
 
 
-def tensor():
+def import_tensor():
     import theano.tensor as T
 
     return T
 
 
 def loss_cases():
-    T = tensor
+    T = import_tensor
     name = "categorical_crossentropy of classes"
-    build = lambda x, y: nnet().categorical_crossentropy(nnet().softmax(x), y)  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), classes=5))
+    build = lambda x, y: import_nnet().categorical_crossentropy(import_nnet().softmax(x), y)  # noqa: E731
+    yield Case(name, build, make_inputs(name, (4, 5), classes=5))
     name = "categorical_crossentropy of probabilities"
-    build = lambda x, t: nnet().categorical_crossentropy(nnet().softmax(x), nnet().softmax(t))  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), (4, 5)))
+    build = lambda x, t: import_nnet().categorical_crossentropy(import_nnet().softmax(x), import_nnet().softmax(t))  # noqa: E731
+    yield Case(name, build, make_inputs(name, (4, 5), (4, 5)))
     name = "categorical_crossentropy without softmax"
-    build = lambda p, y: nnet().categorical_crossentropy(p / p.sum(axis=1, keepdims=True), y)  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), positive=True, classes=5))
+    build = lambda p, y: import_nnet().categorical_crossentropy(p / p.sum(axis=1, keepdims=True), y)  # noqa: E731
+    yield Case(name, build, make_inputs(name, (4, 5), positive=True, classes=5))
     name = "indexed log of softmax"
-    build = lambda x, y: -T().log(nnet().softmax(x))[T().arange(y.shape[0]), y]  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), classes=5))
+    build = lambda x, y: -T().log(import_nnet().softmax(x))[T().arange(y.shape[0]), y]  # noqa: E731
+    yield Case(name, build, make_inputs(name, (4, 5), classes=5))
     name = "crossentropy_softmax_1hot_with_bias"
-    build = lambda x, b, y: nnet().crossentropy_softmax_1hot_with_bias(x, b, y)[0]  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), (5,), classes=5))
+    build = lambda x, b, y: import_nnet().crossentropy_softmax_1hot_with_bias(x, b, y)[0]  # noqa: E731
+    yield Case(name, build, make_inputs(name, (4, 5), (5,), classes=5))
     name = "binary_crossentropy"
-    build = lambda x, t: nnet().binary_crossentropy(nnet().sigmoid(x), t)  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), (4, 5)))
+    build = lambda x, t: import_nnet().binary_crossentropy(import_nnet().sigmoid(x), t)  # noqa: E731
+    yield Case(name, build, make_inputs(name, (4, 5), (4, 5)))
     name = "sigmoid_binary_crossentropy"
-    build = lambda x, t: nnet().sigmoid_binary_crossentropy(x, t)  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 5), (4, 5)))
+    build = lambda x, t: import_nnet().sigmoid_binary_crossentropy(x, t)  # noqa: E731
+    yield Case(name, build, make_inputs(name, (4, 5), (4, 5)))
     name = "h_softmax"
-    build = lambda x, w1, b1, w2, b2: nnet().h_softmax(x, 4, 6, 2, 3, w1, b1, w2, b2)  # noqa: E731
-    yield Case(name, build, inputs_for(name, (4, 3), (3, 2), (2,), (2, 3, 3), (2, 3)))
+    build = lambda x, w1, b1, w2, b2: import_nnet().h_softmax(x, 4, 6, 2, 3, w1, b1, w2, b2)  # noqa: E731
+    yield Case(name, build, make_inputs(name, (4, 3), (3, 2), (2,), (2, 3, 3), (2, 3)))
 
 
 # -- others ----------------------------------------------------------------------------------------------------------
@@ -348,7 +355,7 @@ def other_cases():
         ("half", (1, 1, 4, 5), (3, 3), (1, 1)),
         ("full", (1, 1, 4, 5), (2, 3), (1, 1)),
     ]:
-        name = named("images2neibs", mode=mode, shape=shape, neib_shape=window, neib_step=step)
+        name = format_call("images2neibs", mode=mode, shape=shape, neib_shape=window, neib_step=step)
 
         def build(x, mode=mode, window=window, step=step):
             from theano.tensor.nnet.neighbours import images2neibs
@@ -356,9 +363,9 @@ def other_cases():
             return images2neibs(x, window, step, mode=mode)
 
         # Theano has gradients of neighbourhoods side by side only.
-        yield Case(name, build, inputs_for(name, shape), grads=step is None)
+        yield Case(name, build, make_inputs(name, shape), grads=step is None)
     for mode, shape in [("valid", (2, 2, 4, 6)), ("ignore_borders", (1, 2, 5, 7))]:
-        name = named("neibs2images", mode=mode)
+        name = format_call("neibs2images", mode=mode)
         rows = shape[0] * shape[1] * (shape[2] // 2) * (shape[3] // 3)
 
         def back(x, mode=mode, shape=shape):
@@ -366,11 +373,11 @@ def other_cases():
 
             return neibs2images(x, (2, 3), shape, mode=mode)
 
-        yield Case(name, back, inputs_for(name, (rows, 6)), grads=mode == "valid")
+        yield Case(name, back, make_inputs(name, (rows, 6)), grads=mode == "valid")
     name = "confusion_matrix"
     yield Case(
         name,
-        lambda a, p: nnet().confusion_matrix(a, p),
+        lambda a, p: import_nnet().confusion_matrix(a, p),
         [np.array([2, 0, 2, 2, 0, 1, 4]), np.array([0, 0, 2, 2, 0, 2, 1])],
         grads=False,
     )
@@ -379,19 +386,19 @@ def other_cases():
         ((2, 6, 5), (3, 2), "full"),
         ((2, 6, 5), (3, 2, 2), "valid"),
     ]:
-        name = named("signal.conv2d", x=x_shape, w=w_shape, border=border)
+        name = format_call("signal.conv2d", x=x_shape, w=w_shape, border=border)
 
         def signal(x, w, border=border):
             from theano.tensor.signal import conv
 
             return conv.conv2d(x, w, border_mode=border)
 
-        yield Case(name, signal, inputs_for(name, x_shape, w_shape))
+        yield Case(name, signal, make_inputs(name, x_shape, w_shape))
     yield from tensor_cases()
 
 
 def tensor_cases():
-    T = tensor
+    T = import_tensor
     table = {
         "batched_dot 33": (lambda a, b: T().batched_dot(a, b), (2, 3, 4), (2, 4, 5)),
         "batched_dot 23": (lambda a, b: T().batched_dot(a, b), (2, 4), (2, 4, 5)),
@@ -426,7 +433,7 @@ def tensor_cases():
         "nlinalg.matrix_inverse": (lambda a: T().nlinalg.matrix_inverse(a + 9 * T().eye(3)), (3, 3)),
     }
     for name, (build, *shapes) in table.items():
-        yield Case(name, build, inputs_for(name, *shapes))
+        yield Case(name, build, make_inputs(name, *shapes))
     name = "grad_clip"
 
     def clipped(x):
@@ -434,7 +441,7 @@ def tensor_cases():
 
         return theano.gradient.grad_clip(x, -0.1, 0.1) ** 2
 
-    yield Case(name, clipped, inputs_for(name, (3, 4)))
+    yield Case(name, clipped, make_inputs(name, (3, 4)))
 
 
 CASES = [

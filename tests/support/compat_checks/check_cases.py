@@ -33,7 +33,7 @@ def read_table():
 TABLE = read_table()
 
 
-def check(case, mode):
+def check_case(case, mode):
     computed = case.compute(mode)
     expected = TABLE[case.name]
     assert {kind: len(values) for kind, values in computed.items()} == {
@@ -48,4 +48,4 @@ def check(case, mode):
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_compat_case_equals_theano(case):
-    check(case, "FAST_COMPILE")
+    check_case(case, "FAST_COMPILE")

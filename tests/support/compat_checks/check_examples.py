@@ -22,7 +22,7 @@ ROOT = Path(synkhronos.compat.__file__).parent
 NAMES = {"T": T, "conv": conv, "np": np, "pool": pool, "pt": pytensor.tensor, "pytensor": pytensor, "theano": theano}
 
 
-def modules():
+def list_modules():
     """Return the names of all modules, those of the tree by the names that programs see."""
     for file in sorted(ROOT.rglob("*.py")):
         parts = list(file.relative_to(ROOT).with_suffix("").parts)
@@ -31,15 +31,15 @@ def modules():
         yield ".".join(head + (parts[:-1] if parts and parts[-1] == "__init__" else parts))
 
 
-def examples():
-    for name in modules():
+def find_examples():
+    for name in list_modules():
         module = importlib.import_module(name)
         for test in doctest.DocTestFinder().find(module, name, globs={**NAMES, **vars(module)}):
             if test.examples:
                 yield test
 
 
-@pytest.mark.parametrize("example", examples(), ids=lambda test: test.name)
+@pytest.mark.parametrize("example", find_examples(), ids=lambda test: test.name)
 def test_example(example):
     report = io.StringIO()
     failed, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.write)
@@ -47,4 +47,4 @@ def test_example(example):
 
 
 def test_there_are_examples():
-    assert len(list(examples())) > 40
+    assert len(list(find_examples())) > 40

@@ -16,43 +16,48 @@ pytestmark = pytest.mark.filterwarnings("ignore:Skipping:UserWarning", "ignore:T
 X = np.random.default_rng(0).normal(size=(25, 6))
 
 
-def function(inputs, outputs, **kwargs):
+def compile_function(inputs, outputs, **kwargs):
     return theano.function(inputs, outputs, mode="JAX", **kwargs)
 
 
 def check(inputs, output, *calls, **kwargs):
     """Compare a graph in JAX mode with the same in another."""
-    graph, expected = function(inputs, output, **kwargs), theano.function(inputs, output, mode="FAST_COMPILE", **kwargs)
+    graph, expected = (
+        compile_function(inputs, output, **kwargs),
+        theano.function(inputs, output, mode="FAST_COMPILE", **kwargs),
+    )
     for values in calls:
         np.testing.assert_allclose(graph(*values), expected(*values), err_msg=str(values))
     return graph
 
 
-def compilations(f):
+def count_compilations(f):
     """Return the number of XLA's compilations of a function."""
     return f.vm.jit_fn.compiled._cache_size()
 
 
 @pytest.fixture
 def x():
+    """Return a shared matrix."""
     return theano.shared(X, "x")
 
 
 @pytest.fixture
 def i():
+    """Return an integer input."""
     return T.lscalar("i")
 
 
 def test_full_batches_share_one_compilation(x, i):
     f = check([i], T.exp(x[i * 10 : (i + 1) * 10]).sum(axis=0), (0,), (1,))
-    assert compilations(f) == 1
+    assert count_compilations(f) == 1
     assert f(2).shape == (6,)  # the last batch is smaller
-    assert compilations(f) == 2
+    assert count_compilations(f) == 2
 
 
 def test_length_of_a_divided_batch(x, i):
     rows = x[i * 10 : (i + 1) * 10, 0]
-    f = function([i], [T.cos(rows.mean()), T.zeros(rows.shape[0] + 1) + rows.sum()])
+    f = compile_function([i], [T.cos(rows.mean()), T.zeros(rows.shape[0] + 1) + rows.sum()])
     cosine, sums = f(2)
     np.testing.assert_allclose(cosine, np.cos(X[20:, 0].mean()))
     np.testing.assert_allclose(sums, np.full(6, X[20:, 0].sum()))
@@ -155,13 +160,13 @@ def test_draws_of_as_many_as_there_are_rows(x, i):
     rows, random = T.dmatrix("rows"), RandomStreams(1)
     n = T.iscalar("n")
     mask = random.binomial(size=rows.shape, p=0.5, dtype="float64")
-    f = function([i], [mask, rows], givens={rows: x[i * 10 : (i + 1) * 10]})
+    f = compile_function([i], [mask, rows], givens={rows: x[i * 10 : (i + 1) * 10]})
     for index, length in ((0, 10), (1, 10), (2, 5)):
         drawn, of = f(index)
         np.testing.assert_array_equal(of, X[index * 10 : (index + 1) * 10])
         assert drawn.shape == (length, 6) and set(np.unique(drawn)) == {0, 1}
-    assert function([n], random.normal(size=(n, 3)))(4).shape == (4, 3)
-    assert function([n], random.uniform(size=(n * 2,)))(4).shape == (8,)
+    assert compile_function([n], random.normal(size=(n, 3)))(4).shape == (4, 3)
+    assert compile_function([n], random.uniform(size=(n * 2,)))(4).shape == (8,)
 
 
 def test_logistic_regression_of_theanos_tutorial(i):
@@ -188,7 +193,7 @@ def test_logistic_regression_of_theanos_tutorial(i):
 def test_shared_counter_selects_rows_by_length(x):
     for dtype in ("int64", "int32"):
         counter = theano.shared(np.asarray(0, dtype), "counter")
-        f = function([], x[counter * 10 : (counter + 1) * 10], updates=[(counter, counter + 1)])
+        f = compile_function([], x[counter * 10 : (counter + 1) * 10], updates=[(counter, counter + 1)])
         for part in (X[:10], X[10:20], X[20:], X[30:]):
             np.testing.assert_array_equal(f(), part)
 
@@ -197,7 +202,7 @@ def test_rows_from_a_place_that_an_array_holds(x):
     place = T.lvector("place")
     start = place[0] * 2
     rows = x[start : start + 3]
-    f, g = function([place], rows), function([place], T.grad((rows**2).sum(), x))
+    f, g = compile_function([place], rows), compile_function([place], T.grad((rows**2).sum(), x))
     np.testing.assert_array_equal(f([4]), X[8:11])
     np.testing.assert_array_equal(f([-4]), X[-8:-5])
     expected = np.zeros_like(X)
@@ -208,14 +213,14 @@ def test_rows_from_a_place_that_an_array_holds(x):
         assert f([beyond]).shape == (3, 6) and np.isnan(f([beyond])).all()
         assert np.isnan(g([beyond])).all()
     integers = theano.shared(np.arange(25, dtype="int16"))[start : start + 3]
-    assert (function([place], integers)([12]) == np.iinfo("int16").min).all()
+    assert (compile_function([place], integers)([12]) == np.iinfo("int16").min).all()
 
 
 def test_shapes_behind_a_random_crop(x):
     place = T.lvector("place")
     rows = x[place[0] : place[0] + 3].flatten(1)
     draws = RandomStreams(1).uniform(size=rows.shape)
-    f = function([place], [rows.shape, rows * T.gt(draws, -1)])
+    f = compile_function([place], [rows.shape, rows * T.gt(draws, -1)])
     for start in (0, 5):
         shape, crop = f([start])
         assert shape.tolist() == [18] and crop.tolist() == X[start : start + 3].ravel().tolist()
@@ -224,7 +229,7 @@ def test_shapes_behind_a_random_crop(x):
     n = T.lscalar("n")
     other = T.lvector("other")
     for start, argument in ((n, len(X) - 2), (other.shape[0], np.zeros(len(X) - 2, "int64"))):
-        assert function([n if start is n else other], x[start : start + 3].shape)(argument).tolist() == [2, 6]
+        assert compile_function([n if start is n else other], x[start : start + 3].shape)(argument).tolist() == [2, 6]
 
 
 def test_rows_from_an_offset_that_a_scan_computes(x):
@@ -232,7 +237,7 @@ def test_rows_from_an_offset_that_a_scan_computes(x):
         return place + 2, x[place : place + 2].sum(axis=0)
 
     (_, sums), _ = theano.scan(step, outputs_info=[T.constant(1, dtype="int64"), None], non_sequences=x, n_steps=5)
-    np.testing.assert_allclose(function([], sums)(), X[1:11].reshape(5, 2, 6).sum(axis=1))
+    np.testing.assert_allclose(compile_function([], sums)(), X[1:11].reshape(5, 2, 6).sum(axis=1))
 
 
 def test_rows_by_an_index_of_a_scan(x):
@@ -252,13 +257,13 @@ def test_rows_by_an_index_of_a_scan(x):
         check(inputs, sums, values)
         check(inputs, T.grad((sums**2).sum(), x), values)
     sums, _ = theano.scan(window, T.arange(14), non_sequences=x)
-    beyond = function([], sums)()
+    beyond = compile_function([], sums)()
     assert np.isfinite(beyond[:12]).all() and np.isnan(beyond[12:]).all()
     lengths, _ = theano.scan(lambda t, x: x[t : 2 * t].sum(), T.arange(12), non_sequences=x)
     with pytest.raises(NotImplementedError, match="length of a slice depends on the values of arrays"):
-        function([], lengths)()
+        compile_function([], lengths)()
     windows, _ = theano.scan(lambda t, x: x[t + T.arange(3)].sum(axis=0), T.arange(23), non_sequences=x)
-    np.testing.assert_allclose(function([], windows)(), X[:-2] + X[1:-1] + X[2:])
+    np.testing.assert_allclose(compile_function([], windows)(), X[:-2] + X[1:-1] + X[2:])
 
 
 @pytest.mark.parametrize(
@@ -275,7 +280,7 @@ def test_rows_by_an_index_of_a_scan(x):
 def test_data_dependent_length_is_refused_in_jax(graph):
     x = T.dvector("x")
     with pytest.raises(NotImplementedError, match=r"XLA compiles for fixed shapes(.|\n)*single integers.*another mode"):
-        function([x], graph(x))(np.ones(4))
+        compile_function([x], graph(x))(np.ones(4))
 
 
 def test_evaluation_and_modes_by_name(x):

@@ -32,23 +32,23 @@ RNG = np.random.default_rng(0)
 COMPILED = ["NUMBA", "JAX"]
 
 
-def draw(*shape):
+def draw_normal(*shape):
     return RNG.normal(size=shape)
 
 
-def distinct(*shape):
+def make_distinct(*shape):
     """Return numbers further apart than the steps of differences."""
     return RNG.permutation(int(np.prod(shape))).reshape(shape) / 10.0
 
 
-def verify(function, *points):
+def verify_gradient(function, *points):
     # By its name, the mode would be taken as too slow, and Numba compile what only a few numbers go through.
     mode = get_mode("FAST_COMPILE")
     verify_grad(function, list(points), rng=np.random.default_rng(1), mode=mode, eps=1e-6, n_tests=1)
 
 
 def verify_closely(function, *points):
-    """As `verify`, of numbers whose gradients change fast: by differences to both sides, and steps ten times as long."""
+    """As `verify_gradient`, of numbers whose gradients change fast: by differences to both sides, and steps ten times as long."""
     variables = [pt.TensorType("float64", point.shape)() for point in points]
     number = function(*variables)
     f = pytensor.function(variables, number, mode="FAST_COMPILE")
@@ -64,7 +64,7 @@ def verify_closely(function, *points):
         np.testing.assert_allclose(gradient, differences, rtol=0, atol=1e-6 * np.abs(differences).max())
 
 
-def in_mode(mode, inputs, outputs, *values):
+def compute_in_mode(mode, inputs, outputs, *values):
     return pytensor.function(inputs, outputs, mode=mode)(*values)
 
 
@@ -85,16 +85,16 @@ CONVOLUTIONS = [
 
 @pytest.mark.parametrize("op, x, w", CONVOLUTIONS)
 def test_conv_gradients_equal_finite_differences(op, x, w):
-    verify(op, draw(*x), draw(*w))
+    verify_gradient(op, draw_normal(*x), draw_normal(*w))
 
 
 @pytest.mark.parametrize("op, x, w", CONVOLUTIONS)
 def test_gradients_of_convolutions_have_gradients(op, x, w):
-    images, weights = draw(*x), draw(*w)
+    images, weights = draw_normal(*x), draw_normal(*w)
     output = op(images, weights).eval(mode="FAST_COMPILE")
     like_x, like_w = np.zeros(x), np.zeros(w)
-    verify(lambda a, g: op._with_class(ConvGradWeights)(a, g, like_w), images, draw(*output.shape))
-    verify(lambda b, g: op._with_class(ConvGradInputs)(b, g, like_x), weights, draw(*output.shape))
+    verify_gradient(lambda a, g: op._with_class(ConvGradWeights)(a, g, like_w), images, draw_normal(*output.shape))
+    verify_gradient(lambda b, g: op._with_class(ConvGradInputs)(b, g, like_x), weights, draw_normal(*output.shape))
 
 
 @settings(max_examples=25)
@@ -120,8 +120,8 @@ def test_convolutions_are_their_definition(data):
 
 
 def test_conv_of_a_long_batch_in_parts(monkeypatch):
-    op, x, w = Conv(2), draw(5, 2, 6, 6), draw(3, 2, 3, 3)
-    whole = [op.compute(x, w), op._with_class(ConvGradWeights).compute(x, draw(5, 3, 4, 4) * 0 + 1, w)]
+    op, x, w = Conv(2), draw_normal(5, 2, 6, 6), draw_normal(3, 2, 3, 3)
+    whole = [op.compute(x, w), op._with_class(ConvGradWeights).compute(x, draw_normal(5, 3, 4, 4) * 0 + 1, w)]
     monkeypatch.setattr("synkhronos.compat.ops.convolution._COLUMN_BYTES", 1)
     parts = [op.compute(x, w), op._with_class(ConvGradWeights).compute(x, np.ones((5, 3, 4, 4)), w)]
     for a, b in zip(whole, parts, strict=True):
@@ -156,9 +156,9 @@ def test_conv_type_has_known_lengths():
 
 
 def test_fold_is_the_transpose_of_unfold():
-    x = draw(2, 3, 5, 6)
+    x = draw_normal(2, 3, 5, 6)
     columns = unfold(x, (2, 3), (2, 2), (2, 1), (1, 2))
-    y = draw(*columns.shape)
+    y = draw_normal(*columns.shape)
     # Unfolding and folding are transposed: the products with any two arrays are the same.
     np.testing.assert_allclose((columns * y).sum(), (x * fold(y, (5, 6), (2, 1), (1, 2))).sum())
 
@@ -173,15 +173,15 @@ POOLS = [((2, 2), (2, 2), (0, 0), True), ((3, 2), (2, 3), (0, 0), False), ((3, 3
 def test_pool_gradients_equal_finite_differences(mode, settings):
     window, stride, pad, ignore = settings
     op = Pool(window, stride, pad, mode, ignore)
-    x = distinct(2, 1, 5, 6)
-    verify(op, x)
+    x = make_distinct(2, 1, 5, 6)
+    verify_gradient(op, x)
     y = op.compute(x)
-    g = draw(*y.shape)
+    g = draw_normal(*y.shape)
     if mode == "max":
-        verify(lambda d: op._with_class(MaxPoolGrad)(x, y, d), g)
-        verify(lambda d: op._with_class(MaxPoolPick)(x, y, d), draw(*x.shape))
+        verify_gradient(lambda d: op._with_class(MaxPoolGrad)(x, y, d), g)
+        verify_gradient(lambda d: op._with_class(MaxPoolPick)(x, y, d), draw_normal(*x.shape))
     else:
-        verify(lambda d: op._with_class(SumPoolGrad)(d, x), g)
+        verify_gradient(lambda d: op._with_class(SumPoolGrad)(d, x), g)
 
 
 def test_integers_are_pooled():
@@ -210,13 +210,14 @@ SHAPE = (5, 2, 2, 3)
 EPSILON = 0.1
 
 
-def batch(axes, dtype="float64"):
+def make_batch(axes, dtype="float64"):
     """Return an array, a scale and a shift."""
     shape = [1 if axis in axes else length for axis, length in enumerate(SHAPE)]
-    return [a.astype(dtype) for a in (draw(*SHAPE), draw(*shape), draw(*shape))]
+    return [a.astype(dtype) for a in (draw_normal(*SHAPE), draw_normal(*shape), draw_normal(*shape))]
 
 
 def normalise(x, scale, shift, axes):
+    """Return the normalised array, its mean and its inverse standard deviation, as Theano's Op does."""
     mean, invstd = x.mean(axes, keepdims=True), 1 / np.sqrt(x.var(axes, keepdims=True) + EPSILON)
     return [(x - mean) * invstd * scale + shift, mean, invstd]
 
@@ -240,22 +241,24 @@ def batch_norm_graph(axes, dtype):
 
 @pytest.mark.parametrize("axes", AXES)
 def test_batch_normalization_values_and_gradients(axes):
-    op, values = BatchNormTrain(axes, EPSILON), batch(axes)
-    for output, expected in zip(in_mode("FAST_COMPILE", [], op(*values)), normalise(*values, axes), strict=True):
+    op, values = BatchNormTrain(axes, EPSILON), make_batch(axes)
+    for output, expected in zip(
+        compute_in_mode("FAST_COMPILE", [], op(*values)), normalise(*values, axes), strict=True
+    ):
         np.testing.assert_allclose(output, expected, atol=1e-12)
-    verify(lambda *v: op(*v)[0], *values)
+    verify_gradient(lambda *v: op(*v)[0], *values)
     for position in (1, 2):
-        verify(lambda x, p=position: op(x, *values[1:])[p], values[0])
-        verify(lambda *v, p=position: together([v[1], op(*v)[0], op(*v)[p] ** 2]), *values)
-    verify(lambda *v: together([output**2 for output in op(*v)]), *values)
+        verify_gradient(lambda x, p=position: op(x, *values[1:])[p], values[0])
+        verify_gradient(lambda *v, p=position: together([v[1], op(*v)[0], op(*v)[p] ** 2]), *values)
+    verify_gradient(lambda *v: together([output**2 for output in op(*v)]), *values)
 
 
 @pytest.mark.parametrize("axes", AXES)
 def test_batch_normalization_second_derivatives(axes):
-    (x, scale, shift), dy = batch(axes), draw(*SHAPE)
+    (x, scale, shift), dy = make_batch(axes), draw_normal(*SHAPE)
     _, mean, invstd = normalise(x, scale, shift, axes)
     for position in range(3):
-        verify(lambda *v, p=position: BatchNormTrainGrad(axes)(*v)[p], x, dy, scale, mean, invstd)
+        verify_gradient(lambda *v, p=position: BatchNormTrainGrad(axes)(*v)[p], x, dy, scale, mean, invstd)
     verify_closely(lambda *v: together([g**2 for g in BatchNormTrainGrad(axes)(*v)]), x, dy, scale, mean, invstd)
 
     def gradients(x, scale, shift):  # here what comes back depends on what went in
@@ -268,9 +271,9 @@ def test_batch_normalization_second_derivatives(axes):
 @functools.cache
 def batch_norm_values(axes, dtype):
     """Return inputs, and the expected outputs of all modes: computed in float64 by FAST_COMPILE."""
-    values = batch(axes, dtype)
+    values = make_batch(axes, dtype)
     wide = [v.astype("float64") for v in values]
-    return values, in_mode("FAST_COMPILE", *batch_norm_graph(axes, "float64"), *wide)
+    return values, compute_in_mode("FAST_COMPILE", *batch_norm_graph(axes, "float64"), *wide)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +289,7 @@ def test_batch_normalization_in_all_modes(mode, axes, dtype):
     values, wide = batch_norm_values(axes, dtype)
     tolerance = {"float32": 1e-3, "float64": 1e-9}[dtype]
     for i, (value, expected) in enumerate(
-        zip(in_mode(mode, *batch_norm_graph(axes, dtype), *values), wide, strict=True)
+        zip(compute_in_mode(mode, *batch_norm_graph(axes, dtype), *values), wide, strict=True)
     ):
         # Outside of the Ops, JAX has a float32 times a length be a float64.
         assert np.asarray(value).dtype == dtype or (mode == "JAX" and i > 2)
@@ -300,7 +303,10 @@ def test_batch_normalization_far_from_zero(mode):
     y, mean, invstd = BatchNormTrain((0, 2, 3), EPSILON)(v, ones, 0 * ones)
     f = pytensor.function([v, dy], [y, mean, invstd, pytensor.grad((y * dy).sum(), v)], mode=mode)
     for _ in range(20):
-        x, output_gradient = (1e4 + draw(64, 2, 8, 8)).astype("float32"), draw(64, 2, 8, 8).astype("float32")
+        x, output_gradient = (
+            (1e4 + draw_normal(64, 2, 8, 8)).astype("float32"),
+            draw_normal(64, 2, 8, 8).astype("float32"),
+        )
         y, mean, invstd, gradient = f(x, output_gradient)
         xhat, exact, factor = normalise(x.astype("float64"), 1, 0, (0, 2, 3))
         # The mean is a multiple of 2**-10 there, and XLA normalises with this mean.
@@ -317,7 +323,7 @@ def test_half_precision_is_summed_in_single(mode):
     v, ones = pt.tensor3("v", dtype="float16"), np.ones((1, 2, 1), "float16")
     y, mean, invstd = BatchNormTrain((0, 2), EPSILON)(v, ones, 0 * ones)
     outputs = [y, mean, invstd, pytensor.grad((y**2).sum(), v)]
-    *values, gradient = in_mode(mode, [v], outputs, x)
+    *values, gradient = compute_in_mode(mode, [v], outputs, x)
     for value, expected in zip(values, normalise(x.astype("float64"), 1, 0, (0, 2)), strict=True):
         assert np.asarray(value).dtype == "float16"
         np.testing.assert_allclose(value, expected, rtol=2e-3, atol=2e-3)
@@ -326,13 +332,13 @@ def test_half_precision_is_summed_in_single(mode):
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
 def test_batch_normalization_of_mixed_dtypes(mode):
-    x, scale, shift = batch((0,))
+    x, scale, shift = make_batch((0,))
     kinds = [pt.TensorType(d, s)() for d, s in (("float32", (None,) * 4), ("float64", (1, None, None, None)))]
     y, mean, invstd = BatchNormTrain((0,), EPSILON)(*kinds, shift.astype("float32"))
     first = pytensor.grad((y**2).sum(), kinds)
     outputs = [y, mean, invstd, *first, *pytensor.grad((first[0] ** 2).sum(), kinds)]
     assert [v.dtype for v in outputs[:5]] == ["float64", "float32", "float32", "float32", "float64"]
-    values = in_mode(mode, kinds, outputs, x.astype("float32"), scale)
+    values = compute_in_mode(mode, kinds, outputs, x.astype("float32"), scale)
     for value, expected in zip(values, normalise(x, scale, shift, (0,)), strict=False):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
     # Whole numbers become floating-point ones.
@@ -342,10 +348,12 @@ def test_batch_normalization_of_mixed_dtypes(mode):
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
 def test_batch_norm_with_one_scale_for_all_channels(mode):
-    x = draw(5, 3)
+    x = draw_normal(5, 3)
     v, scale = pt.dmatrix("v"), pt.TensorType("float64", (1, 1))("scale")
     y = BatchNormTrain((0,), EPSILON)(v, scale, np.zeros((1, 1)))[0]
-    value, gradient = in_mode(mode, [v, scale], [y, pytensor.grad((y**2).sum(), scale)], x, np.full((1, 1), 2.0))
+    value, gradient = compute_in_mode(
+        mode, [v, scale], [y, pytensor.grad((y**2).sum(), scale)], x, np.full((1, 1), 2.0)
+    )
     expected = normalise(x, 2, 0, (0,))[0]
     np.testing.assert_allclose(value, expected)
     np.testing.assert_allclose(gradient, [[(expected**2).sum()]])
@@ -356,7 +364,7 @@ def test_scales_of_other_lengths_are_refused(mode):
     x, scale = pt.dmatrix("x"), pt.TensorType("float64", (1, None))("scale")
     f = pytensor.function([x, scale], BatchNormTrain((0,), EPSILON)(x, scale, scale)[0], mode=mode)
     with pytest.raises(ValueError, match=r"scale, shift: expected shape \(1, 3\) for \(5, 3\), got \(1, 1\)"):
-        f(draw(5, 3), draw(1, 1))
+        f(draw_normal(5, 3), draw_normal(1, 1))
     for wrong in (pt.dvector(), pt.dmatrix()):
         with pytest.raises(TypeError, match="scale, shift: expected 2 dimensions, length 1 on"):
             BatchNormTrain((0,), EPSILON)(x, scale, wrong)
@@ -376,7 +384,7 @@ def test_lengths_are_known_without_normalising():
     f = pytensor.function([x, scale, shift], [v.shape for v in lengths], mode="FAST_RUN", on_unused_input="ignore")
     ops = {type(node.op) for node in f.maker.fgraph.apply_nodes}
     assert not ops & {BatchNormTrain, BatchNormTrainGrad}
-    shapes = f(draw(4, 3), draw(1, 3), draw(1, 3))
+    shapes = f(draw_normal(4, 3), draw_normal(1, 3), draw_normal(1, 3))
     assert [tuple(s) for s in shapes] == [(4, 3), (1, 3), (1, 3), (4, 3), (1, 3), (1, 3)]
 
 
@@ -389,10 +397,10 @@ def test_relu_values_and_gradients(mode):
     y = rectifier(v)
     first = pytensor.grad((y**2).sum(), v)
     second = pytensor.grad((first**3).sum(), v)
-    values = in_mode(mode, [v], [y, first, second], np.array([-1.0, 0.0, 2.0, np.inf]))
+    values = compute_in_mode(mode, [v], [y, first, second], np.array([-1.0, 0.0, 2.0, np.inf]))
     for value, expected in zip(values, ([0, 0, 2, np.inf], [0, 0, 4, np.inf], [0, 0, 96, np.inf]), strict=True):
         np.testing.assert_array_equal(np.asarray(value), expected)
-    assert np.isnan(np.asarray(in_mode(mode, [v], y, np.array([np.nan]))))
+    assert np.isnan(np.asarray(compute_in_mode(mode, [v], y, np.array([np.nan]))))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -409,7 +417,7 @@ FAR = np.array([[0.0, 2000.0, -2000.0], [1.0, 2.0, 3.0]])
 CLASSES = np.array([0, 2])
 
 
-def losses(x):
+def make_losses(x):
     """Return the ways in which programs write one loss."""
     rows = pt.arange(2)
     one_hot = np.eye(3)[CLASSES]
@@ -436,8 +444,8 @@ REWRITTEN = Mode(linker="py", optimizer=get_mode("NUMBA").provided_optimizer)
 )
 def test_losses_far_from_zero_are_right(name, mode):
     x = pt.dmatrix("x")
-    loss = losses(x)[name]
-    value, gradient = in_mode(mode, [x], [loss, pytensor.grad(loss.sum(), x)], FAR)
+    loss = make_losses(x)[name]
+    value, gradient = compute_in_mode(mode, [x], [loss, pytensor.grad(loss.sum(), x)], FAR)
     np.testing.assert_allclose(value, [2000.0, 0.40760596], rtol=1e-6)
     near = np.exp([1.0, 2, 3]) / np.exp([1.0, 2, 3]).sum()
     np.testing.assert_allclose(gradient, [[-1, 1, 0], near - [0, 0, 1]], atol=1e-7)
@@ -445,15 +453,15 @@ def test_losses_far_from_zero_are_right(name, mode):
 
 @pytest.mark.parametrize("name", ["crossentropy", "indexed log", "log of indexed", "one-hot", "log_softmax"])
 def test_loss_gradients_equal_finite_differences(name):
-    verify(lambda x: losses(x)[name], draw(2, 3))
+    verify_gradient(lambda x: make_losses(x)[name], draw_normal(2, 3))
 
 
 def test_crossentropy_of_other_probabilities_has_gradients():
-    p = np.abs(draw(2, 3)) + 0.1
-    verify(lambda v: crossentropy(v, CLASSES), p)
+    p = np.abs(draw_normal(2, 3)) + 0.1
+    verify_gradient(lambda v: crossentropy(v, CLASSES), p)
     v = pt.dmatrix()
     first = pytensor.grad(crossentropy(v, CLASSES).sum(), v)
-    verify(lambda v: pytensor.grad((crossentropy(v, CLASSES) ** 2).sum(), v), p)
+    verify_gradient(lambda v: pytensor.grad((crossentropy(v, CLASSES) ** 2).sum(), v), p)
     np.testing.assert_allclose(first.eval({v: p}, mode="FAST_COMPILE")[[0, 1], CLASSES], -1 / p[[0, 1], CLASSES])
 
 
@@ -462,11 +470,11 @@ def test_softmax_replaced_in_a_loss():
     p = softmax(x)
     loss = crossentropy(p, CLASSES)
     f = pytensor.function([x, other], loss, givens={p: other}, on_unused_input="ignore", mode="FAST_COMPILE")
-    np.testing.assert_allclose(f(draw(2, 3), np.full((2, 3), 0.5)), np.log(2) * np.ones(2))
+    np.testing.assert_allclose(f(draw_normal(2, 3), np.full((2, 3), 0.5)), np.log(2) * np.ones(2))
 
 
 def test_second_derivatives_through_softmax_are_right():
-    verify(lambda x: pytensor.grad((crossentropy(softmax(x), CLASSES) ** 2).sum(), x), draw(2, 3))
+    verify_gradient(lambda x: pytensor.grad((crossentropy(softmax(x), CLASSES) ** 2).sum(), x), draw_normal(2, 3))
 
 
 def test_crossentropy_refuses_wrong_classes():
@@ -488,7 +496,9 @@ def test_binary_crossentropy_of_a_sigmoid_far_from_zero_is_right():
 
     x = pt.dvector("x")
     for output in (nnet.binary_crossentropy(nnet.sigmoid(x), 0.0), nnet.sigmoid_binary_crossentropy(x, 0.0)):
-        value, gradient = in_mode("FAST_RUN", [x], [output, pytensor.grad(output.sum(), x)], np.array([800.0, -800.0]))
+        value, gradient = compute_in_mode(
+            "FAST_RUN", [x], [output, pytensor.grad(output.sum(), x)], np.array([800.0, -800.0])
+        )
         np.testing.assert_allclose(value, [800, 0], atol=1e-300)
         np.testing.assert_allclose(gradient, [1, 0], atol=1e-12)
 
@@ -522,7 +532,9 @@ def test_xla_finds_each_maximum_in_all_of_its_windows(data):
     y = Pool(window, stride, pad, "max", ignore)(x)
     gradient = pytensor.grad((y**2).sum(), x)
     values = rng.integers(-1, 2, size=shape).astype("float64")  # so few that windows have several maxima
-    np.testing.assert_allclose(in_mode("JAX", [x], gradient, values), in_mode("FAST_COMPILE", [x], gradient, values))
+    np.testing.assert_allclose(
+        compute_in_mode("JAX", [x], gradient, values), compute_in_mode("FAST_COMPILE", [x], gradient, values)
+    )
 
 
 STRIDES = [
@@ -540,14 +552,14 @@ def test_conv_of_few_channels_with_strides_on_gpus(op, x, w, monkeypatch):
     kinds = [pt.TensorType("float64", (None,) * len(shape))() for shape in (x, w)]
     y = op(*kinds)
     outputs = [y, pytensor.grad((y**2).sum(), kinds[1])]
-    values = draw(*x), draw(*w)
-    expected = in_mode("FAST_COMPILE", kinds, outputs, *values)
+    values = draw_normal(*x), draw_normal(*w)
+    expected = compute_in_mode("FAST_COMPILE", kinds, outputs, *values)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     given_to_xla, convolve = [], convolution._xla_conv
     monkeypatch.setattr(
         convolution, "_xla_conv", lambda op, x, w: given_to_xla.append((op.stride, x.shape[1])) or convolve(op, x, w)
     )
-    for actual, value in zip(in_mode("JAX", kinds, outputs, *values), expected, strict=True):
+    for actual, value in zip(compute_in_mode("JAX", kinds, outputs, *values), expected, strict=True):
         np.testing.assert_allclose(actual, value, atol=1e-10)
     assert len(given_to_xla) == 2
     assert all(set(strides) == {1} and channels % 8 == 0 for strides, channels in given_to_xla)
@@ -556,9 +568,9 @@ def test_conv_of_few_channels_with_strides_on_gpus(op, x, w, monkeypatch):
 def test_numba_calls_the_ops_without_a_warning(recwarn):
     x, w = pt.dtensor4("x"), pt.dtensor4("w")
     output = Pool((2, 2), (2, 2), (0, 0), "max", True)(Conv(2)(x, w))
-    values = draw(2, 2, 6, 6), draw(3, 2, 3, 3)
-    expected = in_mode("FAST_COMPILE", [x, w], output, *values)
-    np.testing.assert_allclose(in_mode("NUMBA", [x, w], output, *values), expected)
+    values = draw_normal(2, 2, 6, 6), draw_normal(3, 2, 3, 3)
+    expected = compute_in_mode("FAST_COMPILE", [x, w], output, *values)
+    np.testing.assert_allclose(compute_in_mode("NUMBA", [x, w], output, *values), expected)
     assert not [w for w in recwarn if "object mode" in str(w.message)]
 
 
@@ -621,8 +633,10 @@ def test_conv_is_one_xla_convolution_in_float32():
 )
 def test_programs_compute_with_shapes(build):
     x = pt.tensor3("x")
-    value = draw(4, 3, 2)
-    np.testing.assert_allclose(in_mode("JAX", [x], build(x), value), in_mode("FAST_COMPILE", [x], build(x), value))
+    value = draw_normal(4, 3, 2)
+    np.testing.assert_allclose(
+        compute_in_mode("JAX", [x], build(x), value), compute_in_mode("FAST_COMPILE", [x], build(x), value)
+    )
 
 
 def test_length_with_more_than_32_terms():
@@ -635,4 +649,4 @@ def test_length_with_more_than_32_terms():
 def test_value_dependent_shape_is_named():
     x = pt.lvector("x")
     with pytest.raises(NotImplementedError, match="depends on the values of arrays"):
-        in_mode("JAX", [x], pt.arange(x.sum()), [1, 2])
+        compute_in_mode("JAX", [x], pt.arange(x.sum()), [1, 2])

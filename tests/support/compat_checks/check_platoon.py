@@ -43,15 +43,15 @@ def run(code, *arguments):
 # -- rules -------------------------------------------------------------------------------------------------------
 
 
-def values(seed):
+def make_values(seed):
     rng = np.random.default_rng(seed)
     return [rng.normal(size=(2, 3)).astype("float32"), np.float64(rng.normal()), rng.normal(size=4)]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1])
 def test_easgd(alpha):
-    params, master = [theano.shared(value) for value in values(0)], [np.array(value) for value in values(1)]
-    local, central = values(0), values(1)
+    params, master = [theano.shared(value) for value in make_values(0)], [np.array(value) for value in make_values(1)]
+    local, central = make_values(0), make_values(1)
     rule = EASGD(0.5)
     update = rule.make_update_function(params)
     rule.set_alpha(alpha)
@@ -68,10 +68,10 @@ def test_easgd(alpha):
 
 
 def test_asgd_of_two_workers():
-    master = [np.array(value) for value in values(0)]
-    workers = [[theano.shared(value) for value in values(0)] for _ in range(2)]
+    master = [np.array(value) for value in make_values(0)]
+    workers = [[theano.shared(value) for value in make_values(0)] for _ in range(2)]
     updates = [ASGD().make_update_function(params) for params in workers]
-    total = [np.array(value, "float64") for value in values(0)]
+    total = [np.array(value, "float64") for value in make_values(0)]
     for step in range(4):
         for k, (params, update) in enumerate(zip(workers, updates, strict=True)):
             for i, param in enumerate(params):
@@ -211,6 +211,7 @@ class Queue:
 
 @pytest.fixture
 def queue():
+    """Return a queue of the module's messages, closed after the test."""
     queue = Queue()
     yield queue
     queue.sender.close()
@@ -340,8 +341,8 @@ def test_many_requests_of_many_workers(tmp_path):
         try:
             for i in range(n_requests):
                 text = "x" * random.choice([0, 10, 100_000])
-                connection.send_bytes(encode({"req": [rank, i], "worker_id": rank, "req_info": {"text": text}}))
-                assert decode(connection.recv_bytes()) == [rank, i, len(text)]
+                connection.send_bytes(encode_json({"req": [rank, i], "worker_id": rank, "req_info": {"text": text}}))
+                assert decode_json(connection.recv_bytes()) == [rank, i, len(text)]
                 time.sleep(random.random() * 2e-3)
             connection.close()
         except BaseException as error:
@@ -363,14 +364,14 @@ def test_many_requests_of_many_workers(tmp_path):
 
 
 def send_failure(connection, failure):
-    connection.send_bytes(encode({"failure": vars(failure)}))
+    connection.send_bytes(encode_json({"failure": vars(failure)}))
 
 
-def encode(message):
+def encode_json(message):
     return json.dumps(message).encode()
 
 
-def decode(message):
+def decode_json(message):
     return json.loads(message)
 
 

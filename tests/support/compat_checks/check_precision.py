@@ -33,12 +33,12 @@ RNG = np.random.default_rng(0)
 TOLERANCE = 2.0**-7
 
 
-def draw(*shape):
+def draw_normal(*shape):
     return RNG.normal(size=shape).astype("float32")
 
 
 @contextlib.contextmanager
-def precision(name):
+def set_precision(name):
     """Set JAX's precision of products."""
     before = jax.config.jax_default_matmul_precision
     jax.config.update("jax_default_matmul_precision", name)
@@ -48,7 +48,7 @@ def precision(name):
         jax.config.update("jax_default_matmul_precision", before)
 
 
-def executable(inputs, outputs, updates=()):
+def make_executable(inputs, outputs, updates=()):
     with pytensor.config.change_flags(floatX="float32"):
         function = pytensor.function(
             inputs, outputs, updates=list(updates), mode=use_length_linker("JAX"), on_unused_input="ignore"
@@ -56,23 +56,23 @@ def executable(inputs, outputs, updates=()):
     return Executable([JaxFunction(function, len(inputs), JAX)])
 
 
-def in_precision(name, inputs, outputs, values):
-    with precision(name):
-        return [np.asarray(v) for v in executable(inputs, outputs)(*map(jax.numpy.asarray, values))]
+def compute_in_precision(name, inputs, outputs, values):
+    with set_precision(name):
+        return [np.asarray(v) for v in make_executable(inputs, outputs)(*map(jax.numpy.asarray, values))]
 
 
-def lowered(inputs, outputs, values, updates=()):
+def lower_to_text(inputs, outputs, values, updates=()):
     """Return the program that XLA is given for bfloat16."""
-    with precision("bfloat16"):
-        run = executable(inputs, outputs, updates)
+    with set_precision("bfloat16"):
+        run = make_executable(inputs, outputs, updates)
         return run._run.lower(*values, *[s[0] for s in run._storages]).as_text()
 
 
-def rounded(array):
+def round_to_bfloat16(array):
     return np.asarray(jax.numpy.asarray(array).astype("bfloat16").astype("float32"))
 
 
-def close(actual, expected, roundings=1):
+def check_close(actual, expected, roundings=1):
     assert actual.dtype == expected.dtype == np.float32
     tolerance = roundings * TOLERANCE
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
@@ -94,15 +94,15 @@ PRODUCTS = {
 def test_bfloat16_dot_rounds_only_factors(name):
     product, inputs, shapes = PRODUCTS[name]
     outputs = [product, *pytensor.grad((product**2).sum(), inputs)]
-    values = [draw(*shape) for shape in shapes]
-    exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    values = [draw_normal(*shape) for shape in shapes]
+    exact, coarse = (compute_in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
     for i, (actual, expected) in enumerate(zip(coarse, exact, strict=True)):
-        close(actual, expected, roundings=2 if i else 1)  # the gradients are products of the product
+        check_close(actual, expected, roundings=2 if i else 1)  # the gradients are products of the product
     # Factors that bfloat16 can hold give the same product: sums and the result are float32.
-    values = [rounded(value) for value in values]
-    exact, coarse = (in_precision(p, inputs, product, values)[0] for p in ("highest", "bfloat16"))
+    values = [round_to_bfloat16(value) for value in values]
+    exact, coarse = (compute_in_precision(p, inputs, product, values)[0] for p in ("highest", "bfloat16"))
     np.testing.assert_allclose(coarse, exact, rtol=1e-5, atol=1e-5)
-    assert not np.array_equal(coarse, rounded(coarse))
+    assert not np.array_equal(coarse, round_to_bfloat16(coarse))
 
 
 CONVOLUTIONS = [
@@ -119,28 +119,28 @@ def test_convolutions_and_gradients_equal_theano_within_tolerance(op, image, fil
     kinds = [pt.TensorType("float32", (None,) * len(image))(name) for name in ("x", "w")]
     y = op(*kinds)
     outputs = [y, *pytensor.grad((y**2).sum(), kinds)]
-    values = [draw(*image), draw(*filters)]
-    exact, coarse = (in_precision(p, kinds, outputs, values) for p in ("highest", "bfloat16"))
+    values = [draw_normal(*image), draw_normal(*filters)]
+    exact, coarse = (compute_in_precision(p, kinds, outputs, values) for p in ("highest", "bfloat16"))
     for actual, expected in zip(coarse, exact, strict=True):
-        close(actual, expected)
+        check_close(actual, expected)
 
 
 def test_other_types_and_other_ops_are_left_alone():
     whole = pt.imatrix("whole")
-    values = [draw(5, 50), RNG.integers(1000, size=(3, 4)).astype("int32")]
+    values = [draw_normal(5, 50), RNG.integers(1000, size=(3, 4)).astype("int32")]
     outputs = [X.sum(axis=1), pt.exp(X), (X * X).mean(), whole.dot(whole.T)]
-    exact, coarse = (in_precision(p, [X, whole], outputs, values) for p in ("highest", "bfloat16"))
+    exact, coarse = (compute_in_precision(p, [X, whole], outputs, values) for p in ("highest", "bfloat16"))
     for actual, expected in zip(coarse, exact, strict=True):
         np.testing.assert_array_equal(actual, expected)
 
 
 def test_xla_multiplies_bfloat16_and_adds_float32():
-    text = lowered([X, W], X.dot(W), [draw(6, 40), draw(40, 5)])
+    text = lower_to_text([X, W], X.dot(W), [draw_normal(6, 40), draw_normal(40, 5)])
     (product,) = re.findall(r"stablehlo\.dot_general .* : (.*)", text)
     assert product == "(tensor<6x40xbf16>, tensor<40x5xbf16>) -> tensor<6x5xf32>"
 
 
-def network(x, filters):
+def build_network_gradients(x, filters):
     """Return two convolutions, the layers between them, and the gradients; both read the activation."""
     h = rectifier(Conv(2, "half")(x, filters[0]))
     y = Conv(2, "half")(h, filters[1]) + h
@@ -149,8 +149,8 @@ def network(x, filters):
 
 def test_bfloat16_shared_values_are_rounded_once():
     x = pt.ftensor4("x")
-    filters = [pytensor.shared(draw(4, 4, 3, 3), name) for name in "uv"]
-    text = lowered([x], network(x, filters), [draw(2, 4, 8, 8)])
+    filters = [pytensor.shared(draw_normal(4, 4, 3, 3), name) for name in "uv"]
+    text = lower_to_text([x], build_network_gradients(x, filters), [draw_normal(2, 4, 8, 8)])
     kinds = re.findall(r"stablehlo\.convolution.* : \((tensor<[^>]*>), (tensor<[^>]*>)\) -> (tensor<[^>]*>)", text)
     assert len(kinds) == 5  # two forward, two of the filters, one of the activation
     assert all("bf16" in kind for conv in kinds for kind in conv)
@@ -166,11 +166,11 @@ def test_bfloat16_shared_values_are_rounded_once():
 def test_bfloat16_batch_normalization_rounds_its_output():
     x, scale = pt.ftensor4("x"), pt.TensorType("float32", (1, None, 1, 1))("scale")
     inputs = [x, pt.ftensor4("u"), pt.ftensor4("v"), scale, scale.type("shift")]
-    values = [draw(*shape) for shape in [(2, 4, 8, 8), *[(4, 4, 3, 3)] * 2, *[(1, 4, 1, 1)] * 2]]
+    values = [draw_normal(*shape) for shape in [(2, 4, 8, 8), *[(4, 4, 3, 3)] * 2, *[(1, 4, 1, 1)] * 2]]
     h, mean, invstd = BatchNormTrain((0, 2, 3), 1e-4)(Conv(2, "half")(x, inputs[1]), *inputs[3:])
     y = Conv(2, "half")(h, inputs[2])
     outputs = [*pytensor.grad((y**2).mean(), inputs), mean, invstd]
-    definitions = dict(re.findall(r"(%\w+) = (.*)", lowered(inputs, outputs, values)))
+    definitions = dict(re.findall(r"(%\w+) = (.*)", lower_to_text(inputs, outputs, values)))
 
     def source(name):
         """Return the origin of a number, through conversions and transpositions."""
@@ -187,22 +187,22 @@ def test_bfloat16_batch_normalization_rounds_its_output():
         (user,) = [line for line in definitions.values() if re.search(rf"{name}\b", line)]
         assert user.startswith("stablehlo.convert") and user.endswith("xbf16>")
 
-    exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    exact, coarse = (compute_in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
     for actual, expected in zip(coarse, exact, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
     for actual in coarse[3:]:  # sums and statistics keep their digits
         assert actual.dtype == np.float32
-        assert not np.array_equal(actual, rounded(actual))
+        assert not np.array_equal(actual, round_to_bfloat16(actual))
 
 
 def test_bfloat16_normalization_and_pool_inputs_are_rounded():
     x, scale = pt.ftensor4("x"), pt.TensorType("float32", (1, None, 1, 1))("scale")
     inputs = [x, pt.ftensor4("w"), scale, scale.type("shift")]
-    values = [draw(*shape) for shape in [(2, 4, 8, 8), (4, 4, 3, 3), *[(1, 4, 1, 1)] * 2]]
+    values = [draw_normal(*shape) for shape in [(2, 4, 8, 8), (4, 4, 3, 3), *[(1, 4, 1, 1)] * 2]]
     h, *_ = BatchNormTrain((0, 2, 3), 1e-4)(Conv(2, "half")(x, inputs[1]), *inputs[2:])
     y = Pool((3, 3), (2, 2), (1, 1), "max", True)(rectifier(h))
     outputs = pytensor.grad((y**2).sum(), inputs)
-    text = lowered(inputs, outputs, values)
+    text = lower_to_text(inputs, outputs, values)
     definitions = dict(re.findall(r"(%\w+) = (.*)", text))
     # The rectifier's output, which is kept for the gradient of the pool, which is then the rectifier's.
     (kept,) = (line for line in definitions.values() if line.startswith("stablehlo.optimization_barrier"))
@@ -212,25 +212,25 @@ def test_bfloat16_normalization_and_pool_inputs_are_rounded():
     (user,) = {line for line in definitions.values() if re.search(rf"{maximum}\b", line)}
     assert user.startswith("stablehlo.convert") and user.endswith("xbf16>")
 
-    exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    exact, coarse = (compute_in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
     for actual, expected in zip(coarse, exact, strict=True):
         close = np.isclose(actual, expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
         assert np.mean(close) > 0.97  # where two numbers of a window round to one, both have its gradient
     for actual in coarse[2:]:  # sums keep their digits
-        assert not np.array_equal(actual, rounded(actual))
+        assert not np.array_equal(actual, round_to_bfloat16(actual))
 
 
 def test_parameters_stay_float32_and_keep_small_steps():
     x = pt.ftensor4("x")
-    filters = [pytensor.shared(draw(4, 4, 3, 3), name) for name in "uv"]
+    filters = [pytensor.shared(draw_normal(4, 4, 3, 3), name) for name in "uv"]
     before = [f.get_value() for f in filters]
     step = np.float32(1e-4)  # smaller than the resolution of bfloat16
-    new = [f - step * pt.sign(g) for f, g in zip(filters, network(x, filters), strict=True)]
+    new = [f - step * pt.sign(g) for f, g in zip(filters, build_network_gradients(x, filters), strict=True)]
     # The new values are used in a product as well.
     loss = Conv(2, "half")(x, new[0]).sum()
-    with precision("bfloat16"):
-        run = executable([x], loss, zip(filters, new, strict=True))
-        run(jax.numpy.asarray(draw(2, 4, 8, 8)))
+    with set_precision("bfloat16"):
+        run = make_executable([x], loss, zip(filters, new, strict=True))
+        run(jax.numpy.asarray(draw_normal(2, 4, 8, 8)))
     for storage, old in zip(run._storages, before, strict=True):
         value = np.asarray(storage[0])
         assert value.dtype == np.float32
@@ -241,9 +241,9 @@ def test_bfloat16_gradients_of_strided_convolutions():
     """XLA's GPU compiler knows them by that; else it would multiply with the zeros between the elements."""
     x, w = pt.ftensor4("x"), pt.ftensor4("w")
     y = Conv(2, "half", (2, 2))(x, w)
-    with precision("highest"):
-        run = executable([x, w], pytensor.grad((y**2).sum(), x))
-        text = run._run.lower(draw(1, 2, 6, 6), draw(2, 2, 3, 3)).as_text()
+    with set_precision("highest"):
+        run = make_executable([x, w], pytensor.grad((y**2).sum(), x))
+        text = run._run.lower(draw_normal(1, 2, 6, 6), draw_normal(2, 2, 3, 3)).as_text()
     definitions = dict(re.findall(r"(%\w+) = (.*)", text))
     (gradient,) = (line for line in definitions.values() if "lhs_dilate = [2, 2]" in line)
     turned = definitions[re.search(r"convolution\(%\w+, (%\w+)\)", gradient)[1]]
@@ -277,7 +277,7 @@ def test_bfloat16_setting_from_environment_on_all_ranks():
 
     exact, coarse = result("highest"), result("bfloat16")
     for rows in (slice(0, 2), slice(2, 4)):  # those of one rank, and of the other
-        close(coarse[rows], exact[rows])
+        check_close(coarse[rows], exact[rows])
 
 
 COMPILING = """

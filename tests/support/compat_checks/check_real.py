@@ -14,7 +14,7 @@ from synkhronos.compat import import_hooks, theano_patches
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def flags_after(monkeypatch, theano_flags, finds_blas=False, theanorc="", blas="-lopenblas"):
+def install_and_get_flags(monkeypatch, theano_flags, finds_blas=False, theanorc="", blas="-lopenblas"):
     """Return THEANO_FLAGS as `theano_patches.install` leaves them."""
     if theano_flags is None:
         monkeypatch.delenv("THEANO_FLAGS", raising=False)
@@ -39,21 +39,21 @@ def flags_after(monkeypatch, theano_flags, finds_blas=False, theanorc="", blas="
     ],
 )
 def test_blas_flag_is_set_if_missing(monkeypatch, given, expected):
-    assert flags_after(monkeypatch, given) == expected
+    assert install_and_get_flags(monkeypatch, given) == expected
 
 
 def test_blas_is_not_named_where_theano_finds_one(monkeypatch):
-    assert flags_after(monkeypatch, None, finds_blas=True) is None
+    assert install_and_get_flags(monkeypatch, None, finds_blas=True) is None
 
 
 def test_blas_of_theanorc_is_kept(monkeypatch, tmp_path):
     file = tmp_path / "theanorc"
     file.write_text("[blas]\nldflags = -lmine\n")
-    assert flags_after(monkeypatch, None, theanorc=f"/nowhere:{file}") is None
+    assert install_and_get_flags(monkeypatch, None, theanorc=f"/nowhere:{file}") is None
     file.write_text("[global]\nfloatX = float32\n")
-    assert flags_after(monkeypatch, None, theanorc=str(file)) == "blas.ldflags=-lopenblas"
+    assert install_and_get_flags(monkeypatch, None, theanorc=str(file)) == "blas.ldflags=-lopenblas"
     file.write_text("what is this")
-    assert flags_after(monkeypatch, None, theanorc=str(file), blas="") == "blas.ldflags="
+    assert install_and_get_flags(monkeypatch, None, theanorc=str(file), blas="") == "blas.ldflags="
 
 
 @pytest.mark.parametrize("printed, blas", [("/usr/lib/libopenblas.so", "-lopenblas"), ("libopenblas.so", "")])

@@ -14,7 +14,7 @@ from synkhronos.graphs import library_of
 N = 20_000
 
 
-def draw(variable, *values):
+def draw_values(variable, *values):
     return np.asarray(pytensor.function([], variable, mode="FAST_COMPILE")(*values))
 
 
@@ -33,7 +33,7 @@ def draw(variable, *values):
     ],
 )
 def test_draws_have_their_moments(name, arguments, mean, std):
-    values = draw(getattr(RandomStreams(1), name)(size=(N,), **arguments))
+    values = draw_values(getattr(RandomStreams(1), name)(size=(N,), **arguments))
     assert values.shape == (N,)
     assert abs(values.mean() - mean) < 5 * std / N**0.5
     assert abs(values.std() - std) < 0.05 * std
@@ -75,7 +75,7 @@ def test_seed_restarts_the_draws(two_draws):
 
 def test_streams_of_one_seed_draw_the_same(two_draws):
     _, f = two_draws
-    np.testing.assert_array_equal(draw(RandomStreams(3).uniform((4,))), f()[0])
+    np.testing.assert_array_equal(draw_values(RandomStreams(3).uniform((4,))), f()[0])
 
 
 def test_updates_has_an_entry_for_each_draw(two_draws):
@@ -97,12 +97,12 @@ def test_random_variable_has_its_generator(name):
 
 def test_random_streams_draw_other_distributions():
     streams = RandomStreams(1)
-    assert sorted(draw(streams.permutation(n=5))) == list(range(5))
-    permutations = draw(streams.permutation((2, 3), n=5))
+    assert sorted(draw_values(streams.permutation(n=5))) == list(range(5))
+    permutations = draw_values(streams.permutation((2, 3), n=5))
     assert permutations.shape == (2, 3, 5) and (np.sort(permutations) == np.arange(5)).all()
-    counts = draw(streams.multinomial(n=1, pvals=np.full((3, 4), 0.25)))
+    counts = draw_values(streams.multinomial(n=1, pvals=np.full((3, 4), 0.25)))
     assert counts.shape == (3, 4) and (counts.sum(axis=1) == 1).all()
-    shuffled = draw(streams.shuffle_row_elements(pt.as_tensor_variable(np.arange(6.0).reshape(2, 3))))
+    shuffled = draw_values(streams.shuffle_row_elements(pt.as_tensor_variable(np.arange(6.0).reshape(2, 3))))
     np.testing.assert_array_equal(np.sort(shuffled, axis=1), np.arange(6.0).reshape(2, 3))
 
 

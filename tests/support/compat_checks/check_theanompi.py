@@ -28,7 +28,7 @@ IMAGES, FILTERS = (RNG.normal(size=shape).astype("float32") for shape in ((2, 4,
 in_pytensor = pytest.mark.skipif(synkhronos.compat.library == "theano", reason="Theano's Ops are compiled by C++")
 
 
-def evaluate(expression):
+def evaluate_expression(expression):
     return np.asarray(theano.function([], expression, mode="FAST_COMPILE")())
 
 
@@ -47,7 +47,7 @@ def test_dnn_conv(border, conv_mode):
 @in_pytensor
 def test_dnn_conv_correlates_as_numpy_does():
     x, w = theano.shared(IMAGES[:, :2]), theano.shared(FILTERS)
-    found = evaluate(dnn.dnn_conv(x, w, dilation=(2, 2), conv_mode="cross"))
+    found = evaluate_expression(dnn.dnn_conv(x, w, dilation=(2, 2), conv_mode="cross"))
     windows = np.lib.stride_tricks.sliding_window_view(IMAGES[:, :2], (5, 3), (2, 3))[..., ::2, ::2]
     np.testing.assert_allclose(found, np.einsum("bcyxhw,ochw->boyx", windows, FILTERS), rtol=1e-4, atol=1e-5)
 
@@ -71,7 +71,7 @@ def test_dnn_pool(mode):
 
 @in_pytensor
 def test_pools_overlap_by_default():
-    assert evaluate(dnn.dnn_pool(theano.shared(IMAGES), (3, 2))).shape == (2, 4, 5, 5)
+    assert evaluate_expression(dnn.dnn_pool(theano.shared(IMAGES), (3, 2))).shape == (2, 4, 5, 5)
 
 
 def test_shared_variable_sync():
@@ -112,7 +112,7 @@ def test_hickle_may_be_missing():
             function("a.hkl")
 
 
-def run(cwd, *paths):
+def run_program(cwd, *paths):
     command = [sys.executable, "-m", "synkhronos", "program.py"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *paths)))}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100)
@@ -139,9 +139,9 @@ def test_layers_come_from_the_users_copy_and_rules_from_here(tmp_path):
             print(theanompi.models.layers2.mine, also_mine)
         """)
     )
-    done = run(tmp_path, tmp_path / "theirs")
+    done = run_program(tmp_path, tmp_path / "theirs")
     assert done.stdout == "True cdd nccl32 GoSGD\n3 4\n", done.stderr
-    done = run(tmp_path)
+    done = run_program(tmp_path)
     assert "theanompi.models: layers, models and data are those of your copy of Theano-MPI" in done.stdout, done.stderr
     assert sum(isinstance(finder, import_hooks.TheanoMpiFinder) for finder in sys.meta_path) == 1
 

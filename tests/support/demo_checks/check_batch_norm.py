@@ -23,45 +23,46 @@ ARRAYS = {
 BETA, GAMMA = np.array([0.5, -1.0, 2.0]), np.array([2.0, 0.3, 1.0])
 
 
-def variable(array):
+def make_variable(array):
     return T.TensorType("float64", [False] * array.ndim)("x")
 
 
-def layer_for(array, **kwargs):
+def make_layer(array, **kwargs):
     return BatchNormLayer((None, *array.shape[1:]), **{"epsilon": EPSILON, "beta": BETA, "gamma": GAMMA, **kwargs})
 
 
-def per_channel(vector, array):
+def reshape_per_channel(vector, array):
     return np.reshape(vector, (-1, *[1] * (array.ndim - 2)))
 
 
-def statistics(array):
+def compute_statistics(array):
     axes = (0, *range(2, array.ndim))
     return array.mean(axis=axes), array.var(axis=axes)
 
 
-def normalised(array, mean, variance, beta=BETA, gamma=GAMMA):
-    mean, variance, beta, gamma = (per_channel(v, array) for v in (mean, variance, beta, gamma))
+def normalise_array(array, mean, variance, beta=BETA, gamma=GAMMA):
+    mean, variance, beta, gamma = (reshape_per_channel(v, array) for v in (mean, variance, beta, gamma))
     return gamma * (array - mean) / np.sqrt(variance + EPSILON) + beta
 
 
 @pytest.fixture(params=ARRAYS.values(), ids=ARRAYS)
 def array(request):
+    """Return each of the arrays."""
     return request.param
 
 
 def test_training_uses_the_statistics_of_the_batch(array):
-    x = variable(array)
-    f = theano.function([x], layer_for(array).get_output_for(x))
-    np.testing.assert_allclose(f(array), normalised(array, *statistics(array)), rtol=1e-9, atol=1e-9)
+    x = make_variable(array)
+    f = theano.function([x], make_layer(array).get_output_for(x))
+    np.testing.assert_allclose(f(array), normalise_array(array, *compute_statistics(array)), rtol=1e-9, atol=1e-9)
 
 
 def test_batch_norm_without_scale_and_shift_standardizes(array):
-    x = variable(array)
-    layer = layer_for(array, beta=None, gamma=None)
+    x = make_variable(array)
+    layer = make_layer(array, beta=None, gamma=None)
     assert layer.beta is layer.gamma is None
-    mean, variance = statistics(theano.function([x], layer.get_output_for(x))(array))
-    before = statistics(array)[1]
+    mean, variance = compute_statistics(theano.function([x], layer.get_output_for(x))(array))
+    before = compute_statistics(array)[1]
     np.testing.assert_allclose(mean, 0, atol=1e-9)
     np.testing.assert_allclose(variance, before / (before + EPSILON), rtol=1e-9)
 
@@ -75,12 +76,12 @@ def test_epsilon_below_theanos_limit_is_refused(epsilon):
 @pytest.mark.parametrize("shape", [(6, 1), (6, 1, 2, 3)])
 def test_batch_norm_of_one_channel_trains(shape):
     array = rng.normal(3, 2, size=shape)
-    x, layer = variable(array), BatchNormLayer((None, *shape[1:]), epsilon=EPSILON)
+    x, layer = make_variable(array), BatchNormLayer((None, *shape[1:]), epsilon=EPSILON)
     bare = BatchNormLayer((None, *shape[1:]), epsilon=EPSILON, beta=None, gamma=None)
     outputs = [layer.get_output_for(x), bare.get_output_for(x)]
     gradients = theano.grad((outputs[0] ** 3 + outputs[1] ** 3).sum(), [layer.beta, layer.gamma])
     *values, dbeta, dgamma = theano.function([x], [*outputs, *gradients])(array)
-    expected = normalised(array, *statistics(array), beta=np.zeros(1), gamma=np.ones(1))
+    expected = normalise_array(array, *compute_statistics(array), beta=np.zeros(1), gamma=np.ones(1))
     for value in values:
         np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(dbeta, [3 * (expected**2).sum()], rtol=1e-6)
@@ -89,20 +90,20 @@ def test_batch_norm_of_one_channel_trains(shape):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 1.0])
 def test_running_averages_move_towards_the_statistics(array, alpha):
-    x, layer = variable(array), layer_for(array, alpha=alpha)
+    x, layer = make_variable(array), make_layer(array, alpha=alpha)
     updates = OrderedDict()
     f = theano.function([x], layer.get_output_for(x, average_updates=updates), updates=updates)
     mean, variance = np.zeros(3), np.ones(3)
     for batch in (array, 2 * array, array[:2]):
         f(batch)
-        batch_mean, batch_variance = statistics(batch)
+        batch_mean, batch_variance = compute_statistics(batch)
         mean, variance = mean + alpha * (batch_mean - mean), variance + alpha * (batch_variance - variance)
         np.testing.assert_allclose(layer.mean.get_value(), mean, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(layer.variance.get_value(), variance, rtol=1e-9, atol=1e-12)
 
 
 def test_batch_norm_averages_change_only_on_request(array):
-    x, layer = variable(array), layer_for(array)
+    x, layer = make_variable(array), make_layer(array)
     updates = OrderedDict()
     tested = layer.get_output_for(x, deterministic=True, average_updates=updates)
     assert not updates
@@ -112,24 +113,24 @@ def test_batch_norm_averages_change_only_on_request(array):
 
 
 def test_deterministic_mode_uses_the_running_averages_row_by_row(array):
-    x, layer = variable(array), layer_for(array)
+    x, layer = make_variable(array), make_layer(array)
     mean, variance = np.array([3.0, -1.0, 0.0]), np.array([4.0, 0.5, 1.0])
     layer.mean.set_value(mean)
     layer.variance.set_value(variance)
     f = theano.function([x], layer.get_output_for(x, deterministic=True))
-    np.testing.assert_allclose(f(array), normalised(array, mean, variance), rtol=1e-9)
+    np.testing.assert_allclose(f(array), normalise_array(array, mean, variance), rtol=1e-9)
     np.testing.assert_allclose(f(array[1:2]), f(array)[1:2], rtol=1e-12)
 
 
 def test_batch_norm_gradient_through_the_statistics(array):
     weights = rng.normal(size=array.shape)
-    x, beta, gamma = variable(array), theano.shared(BETA, "beta"), theano.shared(GAMMA, "gamma")
-    layer = layer_for(array, beta=beta, gamma=gamma)
+    x, beta, gamma = make_variable(array), theano.shared(BETA, "beta"), theano.shared(GAMMA, "gamma")
+    layer = make_layer(array, beta=beta, gamma=gamma)
     loss = (weights * layer.get_output_for(x) ** 2).sum()
     f = theano.function([x], theano.grad(loss, [x, beta, gamma]))
 
     def loss_of(array, beta=BETA, gamma=GAMMA):
-        return (weights * normalised(array, *statistics(array), beta, gamma) ** 2).sum()
+        return (weights * normalise_array(array, *compute_statistics(array), beta, gamma) ** 2).sum()
 
     def numerical(position, values):
         gradient = np.zeros_like(values[position])
@@ -149,15 +150,17 @@ def test_batch_norm_gradient_through_the_statistics(array):
 
 def test_batch_norm_of_a_constant_channel_is_the_shift():
     x, constant = T.matrix("x", dtype="float64"), np.full((6, 3), 7.0)
-    f = theano.function([x], layer_for(constant).get_output_for(x))
+    f = theano.function([x], make_layer(constant).get_output_for(x))
     np.testing.assert_allclose(f(constant), np.tile(BETA, (6, 1)), atol=1e-12)
 
 
 def test_batch_norm_applies_nonlinearity_last(array):
-    x = variable(array)
-    layer = layer_for(array, nonlinearity=lasagne.nonlinearities.rectify)
+    x = make_variable(array)
+    layer = make_layer(array, nonlinearity=lasagne.nonlinearities.rectify)
     f = theano.function([x], layer.get_output_for(x))
-    np.testing.assert_allclose(f(array), np.maximum(normalised(array, *statistics(array)), 0), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        f(array), np.maximum(normalise_array(array, *compute_statistics(array)), 0), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_averages_are_neither_trained_nor_penalised():
@@ -186,15 +189,15 @@ def test_alpha_has_to_be_a_share(alpha):
 def test_running_averages_are_local_until_averaged(fork):
     fork(2)
     array = ARRAYS["matrix"][:6]
-    x, layer = T.matrix("x", dtype="float64"), layer_for(array, alpha=0.25)
+    x, layer = T.matrix("x", dtype="float64"), make_layer(array, alpha=0.25)
     updates = OrderedDict()
     f = synk.function([x], (layer.get_output_for(x, average_updates=updates), "gather"), updates=updates)
     halves = array[:3], array[3:]
-    normalised_halves = [normalised(half, *statistics(half)) for half in halves]
+    normalised_halves = [normalise_array(half, *compute_statistics(half)) for half in halves]
     np.testing.assert_allclose(f(array), np.concatenate(normalised_halves), rtol=1e-9, atol=1e-9)
 
     averages = get_running_averages(layer)
-    expected = [[0.25 * statistics(half)[0], 0.75 + 0.25 * statistics(half)[1]] for half in halves]
+    expected = [[0.25 * compute_statistics(half)[0], 0.75 + 0.25 * compute_statistics(half)[1]] for half in halves]
     for rank in range(2):
         np.testing.assert_allclose(synk.get_value(rank, averages), expected[rank], rtol=1e-9)
     synk.all_reduce(averages)
@@ -203,8 +206,8 @@ def test_running_averages_are_local_until_averaged(fork):
 
 
 def test_sync_normalises_by_the_rows_of_all_ranks_as_one_process_does(array, fork):
-    x, updates, values = variable(array), OrderedDict(), []
-    layer, alone = layer_for(array, sync=True, alpha=0.25), layer_for(array, alpha=0.25)
+    x, updates, values = make_variable(array), OrderedDict(), []
+    layer, alone = make_layer(array, sync=True, alpha=0.25), make_layer(array, alpha=0.25)
     target = np.cos(np.arange(array[0].size)).reshape(array[0].shape)
     for each in (layer, alone):
         out = each.get_output_for(x, average_updates=updates if each is layer else None)
@@ -214,7 +217,7 @@ def test_sync_normalises_by_the_rows_of_all_ranks_as_one_process_does(array, for
     f = synk.function([x], list(zip(values[0], ("gather", "mean", "mean"), strict=True)), updates=updates)
     for one, other in zip(f(array), theano.function([x], values[1])(array), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-10)
-    mean, variance = statistics(array)
+    mean, variance = compute_statistics(array)
     for rank in range(3):  # equal on all ranks, without an all-reduce
         rank_averages = synk.get_value(rank, get_running_averages(layer))
         np.testing.assert_allclose(rank_averages, [0.25 * mean, 0.75 + 0.25 * variance], rtol=1e-9)

@@ -35,7 +35,7 @@ def run(monkeypatch, capsys):
     synk.close()
 
 
-def refused(run, capsys, script, *arguments):
+def run_refused_script(run, capsys, script, *arguments):
     with pytest.raises(SystemExit) as error:
         run(script, *arguments)
     return f"{error.value.code} {capsys.readouterr().err}"
@@ -106,7 +106,7 @@ def test_mnist_learns_the_real_digits(run, tmp_path):
     ],
 )
 def test_mnist_refuses_a_wrong_model(run, capsys, model, message):
-    assert message in refused(run, capsys, CPU_DATA, model)
+    assert message in run_refused_script(run, capsys, CPU_DATA, model)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_mnist_refuses_a_wrong_model(run, capsys, model, message):
     ],
 )
 def test_wrong_arguments_are_refused(run, capsys, script, arguments, message):
-    assert message in refused(run, capsys, script, *arguments)
+    assert message in run_refused_script(run, capsys, script, *arguments)
 
 
 def test_resnet_on_two_ranks(run, tmp_path):
@@ -171,7 +171,7 @@ def test_pictures_are_read_as_they_are(pictures):
 
 def test_resnet_names_a_file_that_is_no_image(run, capsys, pictures):
     (pictures / "red" / "notes.txt").write_text("no picture")
-    assert "notes.txt" in refused(run, capsys, RESNET_ALONE, *SMALL_RESNET, "--data", pictures)
+    assert "notes.txt" in run_refused_script(run, capsys, RESNET_ALONE, *SMALL_RESNET, "--data", pictures)
 
 
 def test_made_up_pictures_repeat():

@@ -33,7 +33,7 @@ N_IMAGES, BATCH_SIZE = 11, 6
 MODELS = ["mlp", "custom_mlp:1,32,0.3,0.3", "cnn"]
 
 
-def values(params):
+def get_values(params):
     return [param.get_value() for param in params]
 
 
@@ -51,27 +51,27 @@ def assert_all_ranks_hold(params, expected, tolerance=2e-5):
 # -- handwritten digits ----------------------------------------------------------------------------------
 
 
-def parser_of(scripts):
+def make_parser(scripts):
     parser = common.make_parser("", [], "script.py")
     scripts.add_arguments(parser)
     return parser
 
 
-def mnist_options(model, rule="nesterov_momentum"):
+def make_mnist_options(model, rule="nesterov_momentum"):
     # The second batch has an odd number of images, which does not split evenly.
     words = f"{model} --no-dropout --synthetic {N_IMAGES} --batch-size {BATCH_SIZE} --rule {rule} --slices 2".split()
-    return digits.parse_options(parser_of(digits), words)
+    return digits.parse_options(make_parser(digits), words)
 
 
-def rows_of_the_whole(batch):
+def compute_whole_rows(batch):
     """Where the rows that each rank takes of its own part are in the whole data."""
     return np.concatenate([batch[0], batch[1] - (-N_IMAGES // 2)])
 
 
-def mnist_pair(trainer, options):
+def make_mnist_pair(trainer, options):
     """The same network for two ranks and for one process, and a check that training has changed it."""
     networks = [build_mnist(options.model, options.seed, options.dropout) for _ in range(2)]
-    assert_close(values(networks[0].params), values(networks[1].params), tolerance=0)
+    assert_close(get_values(networks[0].params), get_values(networks[1].params), tolerance=0)
     parts = digits.load_digits(options)
     return networks, trainer(networks[0], parts, options, 2), OneProcessMnist(networks[1], parts, options)
 
@@ -79,31 +79,31 @@ def mnist_pair(trainer, options):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("trainer", [CpuData, GpuData])
 def test_mnist(two_ranks, trainer, model):
-    options = mnist_options(model)
-    networks, together, alone = mnist_pair(trainer, options)
-    start = values(networks[0].params)
+    options = make_mnist_options(model)
+    networks, together, alone = make_mnist_pair(trainer, options)
+    start = get_values(networks[0].params)
     batches = together.make_batches(np.random.default_rng(3))
     assert len(batches) == 2 and together.count_rows(batches[1]) == [3, 2]
     assert sum(sum(together.count_rows(batch)) for batch in batches) == N_IMAGES
     for batch in batches:
         (loss,) = together.train([batch])
-        rows = rows_of_the_whole(batch) if trainer is GpuData else batch
+        rows = compute_whole_rows(batch) if trainer is GpuData else batch
         np.testing.assert_allclose(loss, alone.train([rows])[0], rtol=2e-5)
-    assert_all_ranks_hold(networks[0].params, values(networks[1].params))
-    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(values(networks[0].params), start, strict=True))
+    assert_all_ranks_hold(networks[0].params, get_values(networks[1].params))
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(get_values(networks[0].params), start, strict=True))
     np.testing.assert_allclose(together.validate(), alone.validate(), rtol=1e-4)
     np.testing.assert_allclose(together.test(), alone.test(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("rule", common.LEARNING_RATES)
 def test_mnist_by_each_rule(two_ranks, rule):
-    options = mnist_options("custom_mlp:1,16", rule)
-    networks, together, alone = mnist_pair(GpuData, options)
+    options = make_mnist_options("custom_mlp:1,16", rule)
+    networks, together, alone = make_mnist_pair(GpuData, options)
     for batch in together.make_batches(np.random.default_rng(3)):
         together.train([batch])
-        alone.train([rows_of_the_whole(batch)])
+        alone.train([compute_whole_rows(batch)])
     # Rules that divide by the gradient's size turn rounding errors of tiny gradients into larger ones.
-    assert_all_ranks_hold(networks[0].params, values(networks[1].params), tolerance=1e-3)
+    assert_all_ranks_hold(networks[0].params, get_values(networks[1].params), tolerance=1e-3)
 
 
 def test_dropout_masks_differ_between_ranks(two_ranks):
@@ -118,48 +118,48 @@ def test_dropout_masks_differ_between_ranks(two_ranks):
 # -- residual networks -----------------------------------------------------------------------------------
 
 
-def resnet_options():
+def make_resnet_options():
     words = ["--blocks", "1,1", "--width", "4", "--size", "16", "--batch-size", "4", "--weight-decay", "0.01"]
-    return settings.parse_options(parser_of(settings), words)
+    return settings.parse_options(make_parser(settings), words)
 
 
-def resnet(options):
+def build_resnet_model(options):
     return build_resnet(options.blocks, options.width, options.size, 3, options.weight_decay, options.seed)
 
 
-def resnet_parts(options, allocate):
+def make_resnet_parts(options, allocate):
     return make_images([24, 6], 3, options.size, options.seed, allocate)
 
 
 @pytest.fixture
 def together(two_ranks):
     """The residual network on two ranks."""
-    options = resnet_options()
-    parts = resnet_parts(options, lambda shape: synk.data(dtype="uint8", shape=shape))
-    network = resnet(options)
+    options = make_resnet_options()
+    parts = make_resnet_parts(options, lambda shape: synk.data(dtype="uint8", shape=shape))
+    network = build_resnet_model(options)
     return network, AllRanks(network, parts, options, 2)
 
 
 def test_resnet_with_equal_rows_on_ranks_equals_one_process(together):
     network, trainer = together
-    options = resnet_options()
-    alone = resnet(options)
-    serial = OneProcessResnet(alone, resnet_parts(options, lambda shape: np.empty(shape, "uint8")), options)
+    options = make_resnet_options()
+    alone = build_resnet_model(options)
+    serial = OneProcessResnet(alone, make_resnet_parts(options, lambda shape: np.empty(shape, "uint8")), options)
     for rows in serial.make_batches(np.random.default_rng(3))[:N_STEPS]:
         (loss,) = trainer.train([np.concatenate([rows, rows])])
         np.testing.assert_allclose(loss, serial.train([rows])[0], rtol=1e-4)
-    assert_all_ranks_hold(network.params, values(alone.params), tolerance=2e-4)
-    assert_all_ranks_hold(network.averages, values(alone.averages), tolerance=2e-4)
+    assert_all_ranks_hold(network.params, get_values(alone.params), tolerance=2e-4)
+    assert_all_ranks_hold(network.averages, get_values(alone.averages), tolerance=2e-4)
     np.testing.assert_allclose(trainer.validate(), serial.validate(), rtol=1e-3)
 
 
 def test_resnet_equals_one_process_with_split_batch_norm(together):
     network, trainer = together
-    options = resnet_options()
-    images, labels = resnet_parts(options, lambda shape: np.empty(shape, "uint8"))[0]
+    options = make_resnet_options()
+    images, labels = make_resnet_parts(options, lambda shape: np.empty(shape, "uint8"))[0]
 
     # The serial reference: both halves go through the network apart, and their losses are averaged.
-    alone = resnet(options)
+    alone = build_resnet_model(options)
     x, y, half = alone.x, alone.y, options.batch_size
     losses, moved = [], []
     for rows in (slice(half), slice(half, None)):
@@ -174,7 +174,7 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
     update = theano.function([], updates=param_updates)
 
     n = len(alone.averages)
-    averages = [values(alone.averages), values(alone.averages)]
+    averages = [get_values(alone.averages), get_values(alone.averages)]
     for average in alone.averages:
         average.set_value(np.zeros_like(average.get_value()))
     for rows in trainer.make_batches(np.random.default_rng(3))[:N_STEPS]:
@@ -185,7 +185,7 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
         # With averages of zero their new values are the step times the half's statistics.
         by_rank = [statistics[:n], statistics[n:]]
         averages = [[0.9 * a + s for a, s in zip(*pair, strict=True)] for pair in zip(averages, by_rank, strict=True)]
-    assert_all_ranks_hold(network.params, values(alone.params), tolerance=2e-4)
+    assert_all_ranks_hold(network.params, get_values(alone.params), tolerance=2e-4)
 
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(*averages, strict=True))
     assert_all_ranks_hold(network.averages, [(a + b) / 2 for a, b in zip(*averages, strict=True)], tolerance=2e-4)
@@ -196,15 +196,15 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
 
 def test_rank_without_rows_contributes_nothing(two_ranks):
     # Five images in steps of two: rank 0 has three, and rank 1 sits out the last step.
-    options = digits.parse_options(parser_of(digits), ["custom_mlp:0", "--no-dropout", "--synthetic", "5"])
+    options = digits.parse_options(make_parser(digits), ["custom_mlp:0", "--no-dropout", "--synthetic", "5"])
     options.batch_size = 2
-    networks, together, alone = mnist_pair(GpuData, options)
+    networks, together, alone = make_mnist_pair(GpuData, options)
     batches = together.make_batches(np.random.default_rng(3))
     assert [together.count_rows(batch) for batch in batches] == [[1, 1], [1, 1], [1, 0]]
     for batch in batches:
         together.train([batch])
         alone.train([np.concatenate([batch[0], batch[1] + 3])])
-    assert_all_ranks_hold(networks[0].params, values(networks[1].params))
+    assert_all_ranks_hold(networks[0].params, get_values(networks[1].params))
 
 
 class Recorded:

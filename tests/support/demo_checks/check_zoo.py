@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch_runs import ENVIRONMENT, lines, run
+from launch_runs import ENVIRONMENT, read_json_lines, run
 from zoo_cases import DEMOS, NETWORKS, WHOLE, Plain, Recorder, make, make_for_table, without_dropout
 from zoo_cases import run as run_steps
 
@@ -43,14 +43,14 @@ def no_dropout(monkeypatch):
     without_dropout()
 
 
-def learn_as_on_theano(name, model):
+def check_losses_equal_theanos(name, model):
     recorder = Recorder()
     run_steps(model, recorder)
     np.testing.assert_allclose(recorder.losses, TABLE[name], rtol=1e-3, atol=1e-5)
 
 
 @contextlib.contextmanager
-def every_parameter_learns(model):
+def check_parameters_change(model):
     before = [np.array(param.get_value()) for param in model.trained]
     yield
     for param, old in zip(model.trained, before, strict=True):
@@ -60,7 +60,7 @@ def every_parameter_learns(model):
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in WHOLE])
 def test_network_losses_equal_theano(no_dropout, name):
     model = make_for_table(name)
-    learn_as_on_theano(name, model)
+    check_losses_equal_theanos(name, model)
     if name == "LSGAN":
         generated = model.generate(3)
         assert generated.shape == (3, 1, 28, 28) and 0 < generated.min() < generated.max() < 1
@@ -71,8 +71,8 @@ def test_network_losses_equal_theano(no_dropout, name):
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_network_losses_equal_theano(no_dropout, jax, name):
     model = make_for_table(name)
-    with every_parameter_learns(model):
-        learn_as_on_theano(name, model)
+    with check_parameters_change(model):
+        check_losses_equal_theanos(name, model)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -88,7 +88,7 @@ def test_zoo_network_trains_all_parameters(jax, name, side):
     model = make(name, rate=1e-4, batch_size=1, side=side, stored=side)
     model.compile_iter_fns()
     recorder = Recorder()
-    with every_parameter_learns(model):
+    with check_parameters_change(model):
         for i in range(2):  # the second step is the first that reads updated parameters
             model.train_iter(i, recorder)
     assert np.isfinite(recorder.losses).all()
@@ -97,7 +97,7 @@ def test_zoo_network_trains_all_parameters(jax, name, side):
 # -- runs ----------------------------------------------------------------------------------------------------
 
 
-def train(session, folder, *sets, **environment):
+def train_session(session, folder, *sets, **environment):
     file = DEMOS / "zoo" / f"{session}.toml"
     if ON_THEANO:  # its convolutions have no Python version
         sets += (f"model='{HERE / 'zoo_models.py'}:{read_session_file(file)['model'].split(':')[1]}'",)
@@ -105,7 +105,7 @@ def train(session, folder, *sets, **environment):
         environment["THEANO_FLAGS"] = os.environ["THEANO_FLAGS"]
     sets = [f"--set={setting}" for setting in ("epochs=1", "config.batch_size=4", *sets)]
     run("train", file, "--folder", folder, "--devices=cpu,cpu", *sets, **environment)
-    return lines(folder, "reports")[-1]
+    return read_json_lines(folder, "reports")[-1]
 
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda path: path.stem)
@@ -124,7 +124,7 @@ def test_sessions_name_every_network():
 def test_zoo_cifar10_trains_on_two_ranks(tmp_path):
     # In JAX mode, as users run it: the rule's work on JAX arrays must not change results of the class's functions.
     flags = {} if ON_THEANO else {"PYTENSOR_FLAGS": "mode=JAX"}
-    report = train("cifar10", tmp_path / "run", "config.images=32", "rule_options.period=2", **flags)
+    report = train_session("cifar10", tmp_path / "run", "config.images=32", "rule_options.period=2", **flags)
     assert report["batch"] == "2 x 4" and report["steps"] == 8
     assert set(report["validation"]) == {"cost", "error", "top5"}
     assert [value.shape for value in np.load(tmp_path / "run" / "params.npz").values()][:2] == [(64, 3, 5, 5), (64,)]
@@ -133,7 +133,9 @@ def test_zoo_cifar10_trains_on_two_ranks(tmp_path):
 @pytest.mark.parametrize("session, rule", [("wgan", "Swap"), ("lsgan", "BSP")])
 def test_gans_train_on_two_ranks(tmp_path, session, rule):
     small = ("config.images=32", "config.width=4", "config.noise=10")
-    report = train(session, tmp_path / "run", *small, f"rule={rule}", *(["rule_options.period=2"] * (rule == "Swap")))
+    report = train_session(
+        session, tmp_path / "run", *small, f"rule={rule}", *(["rule_options.period=2"] * (rule == "Swap"))
+    )
     assert report["steps"] == 8 and set(report["validation"]) == {"cost", "error"}
 
 
@@ -157,12 +159,17 @@ def test_lstm_fulfils_the_contract(capsys, monkeypatch):
     )
 
 
-def images(n, side):
+def make_images(n, side):
     return np.random.default_rng(0).integers(256, size=(n, 3, side, side), dtype=np.uint8)
 
 
 def test_arrays_of_a_users(tmp_path):
-    arrays = {"x_train": images(6, 32), "y_train": np.arange(6), "x_valid": images(3, 34), "y_valid": np.arange(3)}
+    arrays = {
+        "x_train": make_images(6, 32),
+        "y_train": np.arange(6),
+        "x_valid": make_images(3, 34),
+        "y_valid": np.arange(3),
+    }
     np.savez(tmp_path / "all.npz", **arrays)
     for name, array in arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
@@ -221,14 +228,14 @@ def test_texts_lose_words_that_are_unknown_or_too_many(tmp_path):
     "name, arrays, message",
     [
         ("Cifar10", {}, "found no x_train"),
-        ("Cifar10", {"x_train": images(4, 20)}, r"expected images of shape \(n, 3, 28 or more, 28 or more\)"),
+        ("Cifar10", {"x_train": make_images(4, 20)}, r"expected images of shape \(n, 3, 28 or more, 28 or more\)"),
         ("Cifar10", {"x_train": np.zeros((4, 28, 28))}, r"got \(4, 28, 28\)"),
-        ("Cifar10", {"x_train": images(4, 32), "y_train": np.full(4, 10)}, "expected classes from 0 to 9, got 10"),
+        ("Cifar10", {"x_train": make_images(4, 32), "y_train": np.full(4, 10)}, "expected classes from 0 to 9, got 10"),
         ("LSTM", {"x_train": np.zeros((4, 50), int)}, r"expected texts of shape \(n, 100 or more\)"),
     ],
 )
 def test_wrong_data_are_refused(tmp_path, name, arrays, message):
-    good_arrays = {"y_train": np.zeros(4, int), "x_valid": images(2, 32), "y_valid": np.zeros(2, int)}
+    good_arrays = {"y_train": np.zeros(4, int), "x_valid": make_images(2, 32), "y_valid": np.zeros(2, int)}
     np.savez(tmp_path / "data.npz", **({**good_arrays, **arrays} if arrays else {"x": good_arrays["x_valid"]}))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         make(name, data=str(tmp_path / "data.npz"))

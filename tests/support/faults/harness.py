@@ -226,7 +226,7 @@ class Template:
     def copy(self, words: list[str], files: list[int]) -> Copy:
         """Start a copy with these arguments; `files` are its output and the pipes of its events and of its release."""
         socket.send_fds(self.channel, [json.dumps(words).encode()], files)
-        return Copy(self.channel, int(_receive(self.channel, LIMIT)))
+        return Copy(self.channel, int(_receive_message(self.channel, LIMIT)))
 
 
 class Copy:
@@ -240,11 +240,11 @@ class Copy:
     def wait(self, timeout: float = LIMIT) -> int:
         """Return the exit code; a signal's number is negative."""
         if self.returncode is None:
-            self.returncode = int(_receive(self._channel, timeout))
+            self.returncode = int(_receive_message(self._channel, timeout))
         return self.returncode
 
 
-def _receive(channel: socket.socket, limit: float) -> bytes:
+def _receive_message(channel: socket.socket, limit: float) -> bytes:
     if not select.select([channel], [], [], limit)[0]:
         raise subprocess.TimeoutExpired("a template's copy", limit)
     message = channel.recv(64)

@@ -17,7 +17,17 @@ from system import LIMIT, list_children
 
 import synkhronos as synk
 from faults import probes
-from faults.probes import Work, attempt, block, footprint, gather_pids, make_expected, plant, report_event, start
+from faults.probes import (
+    Work,
+    attempt,
+    block,
+    gather_pids,
+    make_expected,
+    measure_footprint,
+    plant,
+    report_event,
+    start,
+)
 from synkhronos import ranks
 from synkhronos.ranks import worker_main, worker_processes
 from synkhronos.ranks.command_runner import CommandRunner
@@ -47,7 +57,7 @@ def at_a_place(where: str, fault_ranks: Any, how: str = "python", unhandled: boo
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 def _interrupt_the_library(number: int, frame: Any) -> None:
@@ -87,13 +97,13 @@ def while_forking(where: str) -> None:
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
     os.fork, worker_main._detach_from_master = real_fork, real_leave
     report_event("outcome", **outcome)
-    report_event("dead", before=before, after=footprint())
+    report_event("dead", before=before, after=measure_footprint())
     synk.fork(N, use_gpu=False)
     work = Work()
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 def while_closing(where: str) -> None:
@@ -130,13 +140,13 @@ def while_closing(where: str) -> None:
     report_event("outcome", **attempt(synk.close))
     worker_processes._get_exit_code, ranks.process_group.GRACE_SECONDS = exit_code, grace_seconds
     vars(work).clear()
-    report_event("dead", before=before, after=footprint())
+    report_event("dead", before=before, after=measure_footprint())
     synk.fork(N, use_gpu=False)
     work = Work()
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 class Press:
@@ -191,7 +201,7 @@ class TimeLimit(Exception):
     """Raised by the handler of a time limit."""
 
 
-def _limit(number: int, frame: Any) -> None:
+def _raise_time_limit(number: int, frame: Any) -> None:
     raise TimeLimit
 
 
@@ -201,13 +211,13 @@ def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool =
     With ``limit`` a time limit expires instead, which raises another exception from another signal.
     """
     probes.instrument()
-    signal.signal(signal.SIGALRM, _limit)
+    signal.signal(signal.SIGALRM, _raise_time_limit)
     before = start()
     lost, wrong, presses = [], [], 0
     state: dict[str, Any] = {}
 
     def forked() -> None:
-        if _current() is None:
+        if _get_session_or_none() is None:
             state.clear()
             synk.fork(2, use_gpu=False)
         if not state:  # or a fork that was interrupted at its end
@@ -254,7 +264,7 @@ def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool =
             lost.append(press.place)
         elif error != ("TimeLimit()" if limit else "KeyboardInterrupt()"):
             wrong.append((error, press.place))
-        if operation == "fork" and _current() is not None:
+        if operation == "fork" and _get_session_or_none() is not None:
             wrong.append(("ranks run after a fork that was interrupted", press.place))
         forked()
         if not _others_may_call():
@@ -270,7 +280,7 @@ def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool =
     print("lost:", *lost, sep="\n")
     print("wrong:", *wrong, sep="\n")
     report_event("outcome", presses=presses, lost=len(lost), wrong=len(wrong))
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 def _others_may_call() -> bool:
@@ -288,7 +298,7 @@ def _others_may_call() -> bool:
     return bool(acquired)
 
 
-def _current() -> Any:
+def _get_session_or_none() -> Any:
     try:
         return ranks.get_session()
     except RuntimeError:
@@ -352,7 +362,7 @@ def at_random(seed: int, times: int) -> None:
     data.clear()
     synk.close()
     vars(work).clear()
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 def signalled(name: str, how: str) -> None:
@@ -375,4 +385,4 @@ def signalled(name: str, how: str) -> None:
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())

@@ -74,36 +74,36 @@ def attempt(call: Any) -> dict[str, Any]:
         return {
             "ended": time.monotonic(),
             "error": type(error).__name__,
-            "message": _short(error, 900),
+            "message": _format_error(error, 900),
             "effect": next(
-                (line for line in _short(error, 1 << 20).splitlines() if "updates were applied" in line), ""
+                (line for line in _format_error(error, 1 << 20).splitlines() if "updates were applied" in line), ""
             ),
             "notes": [note[:200] for note in getattr(error, "__notes__", [])],
             "worker": getattr(error, "rank", None),
             "failures": {str(r): line[:60] for r, line in getattr(error, "failures", {}).items()},
-            "traceback": _trimmed(getattr(error, "worker_traceback", ""), 400),
+            "traceback": _trim_text(getattr(error, "worker_traceback", ""), 400),
         }
     return {"ended": time.monotonic(), "value": value}
 
 
-def _short(error: BaseException, limit: int) -> str:
+def _format_error(error: BaseException, limit: int) -> str:
     try:
         text = str(error)
     except Exception as other:
         return f"<{other}>"
-    return _trimmed(text, limit)
+    return _trim_text(text, limit)
 
 
-def _trimmed(text: str, limit: int) -> str:
+def _trim_text(text: str, limit: int) -> str:
     if len(text) > limit:
         text = text[: limit // 2] + " ... " + text[-limit // 2 :]
     return text.encode("ascii", "replace").decode()
 
 
-def footprint() -> dict[str, Any]:
+def measure_footprint() -> dict[str, Any]:
     """Return counts of resources that a fault may not increase."""
     gc.collect()
-    files = sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0][-40:] for fd in _files())
+    files = sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0][-40:] for fd in _list_open_files())
     with open("/proc/self/maps") as maps:
         lines = [line for line in maps if "synkhronos" in line or "/dev/zero" in line or "/dev/shm" in line]
     if len(lines) > 1:  # the last session's control memory is always there
@@ -129,10 +129,10 @@ def start() -> dict[str, Any]:
     """Fork and close once, since the first fork allocates for good; return the footprint after it."""
     synk.fork(1, use_gpu=False)
     synk.close()
-    return footprint()
+    return measure_footprint()
 
 
-def _files() -> list[int]:
+def _list_open_files() -> list[int]:
     return [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
 
 
@@ -149,10 +149,10 @@ def reach(point: str) -> None:
         PLANS[point] = skip - 1, action
         return
     del PLANS[point]
-    _act(action, point)
+    _perform_action(action, point)
 
 
-def _act(action: str, point: str) -> None:
+def _perform_action(action: str, point: str) -> None:
     kind, _, argument = action.partition(":")
     if kind == "interrupt":
         INTERRUPTED()
@@ -172,7 +172,7 @@ def _act(action: str, point: str) -> None:
     elif kind == "exit":
         sys.exit(int(argument))
     elif kind == "memory":
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + (64 << 20), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (_get_address_space() + (64 << 20), resource.RLIM_INFINITY))
         try:
             np.ones(1 << 28)
         finally:
@@ -190,12 +190,12 @@ class Silent(Exception):
         raise RuntimeError("no words")
 
 
-def _address_space() -> int:
+def _get_address_space() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
 
 
-class _Poll(ctypes.Structure):
+class _PollDescriptor(ctypes.Structure):
     _fields_ = [("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short)]
 
 
@@ -214,7 +214,10 @@ def block(how: str) -> None:
     else:
         poll = ctypes.PyDLL(None).poll  # does not release the interpreter's lock
         deadline = time.monotonic() + 60
-        while poll(ctypes.byref(_Poll(_RELEASE, select.POLLIN, 0)), 1, 60_000) < 1 and time.monotonic() < deadline:
+        while (
+            poll(ctypes.byref(_PollDescriptor(_RELEASE, select.POLLIN, 0)), 1, 60_000) < 1
+            and time.monotonic() < deadline
+        ):
             pass
 
 
@@ -287,10 +290,10 @@ class Point(Op):
 
     def __reduce__(self) -> Any:
         reach("pickle")
-        return _unpickled, ()
+        return _unpickle_point, ()
 
 
-def _unpickled() -> Point:
+def _unpickle_point() -> Point:
     reach("unpickle")
     return Point()
 
@@ -299,13 +302,13 @@ class Arguments(Command):
     """Command whose unpickling runs a planned action."""
 
     def __reduce__(self) -> Any:
-        return _unpickled_command, ()
+        return _unpickle_command, ()
 
     def run(self, rank: ranks.Rank) -> str:
         return "done"
 
 
-def _unpickled_command() -> Arguments:
+def _unpickle_command() -> Arguments:
     reach("arguments")
     return Arguments()
 

@@ -30,9 +30,9 @@ from faults.probes import (
     Work,
     attempt,
     block,
-    footprint,
     gather_pids,
     make_expected,
+    measure_footprint,
     plant,
     reach,
     report_event,
@@ -61,17 +61,17 @@ def _reap(*_: Any) -> None:
             pass
 
 
-def _operation(where: str, work: Work, name: str) -> Any:
+def _choose_operation(where: str, work: Work, name: str) -> Any:
     if where in ("idle", "call", "distribute", "build", "fork"):
         return work.call
     if where == "slice":
         return lambda: work.call(num_slices=2)
     if where == "arguments":
         return lambda: ranks.get_session().run(Arguments())
-    return lambda: _collective(name, work.big)
+    return lambda: _call_collective(name, work.big)
 
 
-def _collective(name: str, variable: Any) -> Any:
+def _call_collective(name: str, variable: Any) -> Any:
     values = np.full(300_000, 2.0)
     arguments = {
         "scatter": (variable, values),
@@ -124,16 +124,16 @@ def at_a_point(
     else:
         plant(point or POINTS[where], action, fault_ranks, skip)
         report_event("ready", pids=pids)
-    report_event("outcome", **attempt(_operation(where, work, name)))
+    report_event("outcome", **attempt(_choose_operation(where, work, name)))
     after(before, work)
 
 
 def after(before: dict[str, Any], work: Work | None) -> None:
     """Report whether the ranks survived, whether their results are right, and the footprint after a close."""
-    if _closed():
+    if _is_session_closed():
         if work is not None:
             vars(work).clear()  # a function has references to its ranks, and thereby to their memory
-        report_event("dead", before=before, after=footprint())
+        report_event("dead", before=before, after=measure_footprint())
         synk.fork(N, use_gpu=False)
         gather_pids()
         work = Work()
@@ -146,10 +146,10 @@ def after(before: dict[str, Any], work: Work | None) -> None:
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()  # a compiled function that has failed keeps its inputs, until it is called again
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
-def _closed() -> bool:
+def _is_session_closed() -> bool:
     try:
         ranks.get_session()
     except RuntimeError:
@@ -205,12 +205,12 @@ def at_fork(how: str, fault_rank: int = 2, spawn: bool = False) -> None:
     os.fork, worker_main._detach_from_master, worker_main.spawn_worker = real_fork, real_leave, real_start
     resource.setrlimit(resource.RLIMIT_NPROC, limits)
     report_event("outcome", **outcome)
-    report_event("dead", before=before, after=footprint())
+    report_event("dead", before=before, after=measure_footprint())
     if "error" in outcome:
         synk.fork(N, use_gpu=False)
         report_event("works", right=make_expected(N), **attempt(Work().check))
     synk.close()
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 def _need_fresh_processes() -> None:
@@ -279,7 +279,7 @@ def full_shared_memory() -> None:
     work = Work()
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 def few_file_descriptors(where: str, spare: int) -> None:
@@ -291,7 +291,7 @@ def few_file_descriptors(where: str, spare: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, few)
         report_event("outcome", **attempt(lambda: synk.fork(8, use_gpu=False)))
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        report_event("dead", before=before, after=footprint())
+        report_event("dead", before=before, after=measure_footprint())
         synk.fork(N, use_gpu=False)
     else:
         synk.fork(N, use_gpu=False)
@@ -313,7 +313,7 @@ def few_file_descriptors(where: str, spare: int) -> None:
             vars(work).clear()
     report_event("works", right=make_expected(N), **attempt(Work().check))
     synk.close()
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 def _limit(spare: int) -> int:
@@ -350,7 +350,7 @@ def unmappable() -> None:
     report_event("again", **attempt(work.call))
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 class LimitSpace(Command):
@@ -361,7 +361,7 @@ class LimitSpace(Command):
 
     def run(self, rank: ranks.Rank) -> None:
         if rank.number == self.limited_rank:
-            limit = resource.RLIM_INFINITY if self.spare < 0 else probes._address_space() + self.spare
+            limit = resource.RLIM_INFINITY if self.spare < 0 else probes._get_address_space() + self.spare
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
@@ -421,7 +421,7 @@ def from_a_thread(busy: bool = False) -> None:
         plant("perform", "hold:python", (1, 2))
     report_event("works", right=make_expected(N), **attempt(work.check))
     in_a_thread(synk.close)
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 def first_command() -> None:
@@ -433,7 +433,7 @@ def first_command() -> None:
     report_event("works", right="done", **attempt(lambda: session.run(Arguments())))
     del session
     synk.close()
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 def closed_standard_files() -> None:
@@ -444,7 +444,7 @@ def closed_standard_files() -> None:
     work = Work()
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
-    report_event("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=measure_footprint())
 
 
 class Print(Command):
@@ -476,7 +476,7 @@ def print_without_reader() -> None:
 def main() -> None:
     """Run the scenario that the harness asked for."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    scenarios = {**globals(), **_interrupted()}
+    scenarios = {**globals(), **_import_interrupted_scenarios()}
     words = sys.argv[1:]
     if words == ["template"]:
         words = _copied()
@@ -484,7 +484,7 @@ def main() -> None:
     scenarios[name](**arguments)
 
 
-def _interrupted() -> dict[str, Any]:
+def _import_interrupted_scenarios() -> dict[str, Any]:
     from faults import interrupted
 
     return vars(interrupted)

@@ -69,9 +69,9 @@ def collectives():
             for r, value in enumerate(values):
                 synk.set_value(r, s, value)
             np.testing.assert_array_equal(synk.gather(s), np.stack(values))
-            np.testing.assert_array_equal(synk.reduce(s, op, in_place=False), _reduced(values, op))
+            np.testing.assert_array_equal(synk.reduce(s, op, in_place=False), _reduce_values(values, op))
             synk.all_reduce(s, op)
-            np.testing.assert_array_equal(synk.gather(s), [_reduced(values, op)] * n)
+            np.testing.assert_array_equal(synk.gather(s), [_reduce_values(values, op)] * n)
             print(dtype, op, compute_digest(s.get_value()))
         synk.set_value(0, s, values[-1])
         synk.broadcast(s)
@@ -87,7 +87,7 @@ def groups():
         print(*results)
 
 
-def _reduced(values, op):
+def _reduce_values(values, op):
     ufunc = {"sum": np.add, "max": np.maximum, "prod": np.multiply}[op]
     return ufunc.reduce(values, dtype=values[0].dtype)
 

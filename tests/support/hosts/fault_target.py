@@ -37,7 +37,7 @@ AT_CHUNK: Callable[[], None] | None = None
 _real_advance = Pipe.advance
 
 
-def _advance(self: Pipe, nbytes: int = 0) -> None:
+def _advance_pipe(self: Pipe, nbytes: int = 0) -> None:
     global AT_CHUNK
     _real_advance(self, nbytes)
     if AT_CHUNK is not None and self._count > 1:
@@ -45,7 +45,7 @@ def _advance(self: Pipe, nbytes: int = 0) -> None:
         action()
 
 
-Pipe.advance = _advance  # type: ignore[method-assign]
+Pipe.advance = _advance_pipe  # type: ignore[method-assign]
 
 
 def report_event(folder: str, event: str, **data: Any) -> None:
@@ -57,7 +57,7 @@ def report_event(folder: str, event: str, **data: Any) -> None:
     os.close(pipe)
 
 
-class _Poll(ctypes.Structure):
+class _PollDescriptor(ctypes.Structure):
     _fields_ = [("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short)]
 
 
@@ -70,7 +70,7 @@ def block(folder: str, rank: int) -> None:
     limit = 1_000 if rank == 0 else 60_000
     report_event(folder, "inside", rank=rank)
     try:
-        while poll(ctypes.byref(_Poll(release, select.POLLIN, 0)), 1, limit) < 1:
+        while poll(ctypes.byref(_PollDescriptor(release, select.POLLIN, 0)), 1, limit) < 1:
             assert time.monotonic() < deadline
     finally:
         os.close(release)
@@ -221,7 +221,7 @@ class Orders:
         sys.exit(3)
 
 
-def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
+def _attempt_call(call: Callable[[], Any]) -> dict[str, Any]:
     try:
         value = call()
     except SystemExit:
@@ -243,7 +243,7 @@ def main() -> None:
     report_event(folder, "started", namespace=os.readlink("/proc/self/ns/pid"))
     while line := sys.stdin.readline():
         name, arguments = json.loads(line)
-        report_event(folder, "outcome", order=name, **_attempt(lambda: getattr(orders, name)(**arguments)))  # noqa: B023
+        report_event(folder, "outcome", order=name, **_attempt_call(lambda: getattr(orders, name)(**arguments)))  # noqa: B023
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ NAMESPACES = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-c
 
 
 def main() -> int:
+    """Run a program in the network, or its part in a namespace, or request a fault; return the exit status."""
     arguments = sys.argv[1:]
     if arguments and arguments[0] == "rsh":
         return rsh(arguments[1:])

@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def rows(count=60):
+def make_masked_rows(count=60):
     """Return x, y and mask, which selects nothing in more than half of the rows."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(1, 0.1, size=(2, count, 3))

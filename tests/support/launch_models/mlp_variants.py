@@ -86,6 +86,8 @@ class Stuck(MLP):
 
 
 class Other(MLP):
+    """A model of another name."""
+
     pass
 
 
@@ -157,6 +159,8 @@ class DiesOnce(MLP):
 
 
 class Exits(MLP):
+    """A model of which rank 1 exits in the third iteration."""
+
     def train_iter(self, count, recorder):
         if self.rank == 1 and count == 3:
             sys.stdout.flush()
@@ -165,6 +169,8 @@ class Exits(MLP):
 
 
 class Diverges(MLP):
+    """A model whose cost is nan."""
+
     def train_iter(self, count, recorder):
         super().train_iter(count, recorder)
         recorder.train_error(count, float("nan"))
@@ -195,11 +201,15 @@ class NoCount(MLP):
 
 
 class Raises(MLP):
+    """A model whose iterations raise an error."""
+
     def train_iter(self, count, recorder):
         raise KeyError("images")
 
 
 class Silent(MLP):
+    """A model that calls nothing of the recorder."""
+
     def train_iter(self, count, recorder):
         pass
 
@@ -255,6 +265,8 @@ class Signalled(Shaky):
 
 
 class Slow(MLP):
+    """A model whose iterations last 20 ms longer."""
+
     def train_iter(self, count, recorder):
         time.sleep(0.02)
         super().train_iter(count, recorder)

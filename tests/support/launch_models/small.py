@@ -3,7 +3,7 @@
 import numpy as np
 import theano
 import theano.tensor as T
-from masks import rows
+from masks import make_masked_rows
 
 from synkhronos.launch import Model
 from synkhronos.training.train_function.training_graph import build_local_updates
@@ -11,6 +11,8 @@ from synkhronos.training.updates import sgd
 
 
 class Line(Model):
+    """Linear regression with one vector of weights."""
+
     batch_size, n_epochs, rate = 10, 8, 0.05
 
     def build(self):
@@ -50,7 +52,7 @@ class Masked(Line):
         self.averages = {average: 0.9 * average + 0.1 * x.mean(axis=0)}
 
     def load(self):
-        x, y, mask = rows()
+        x, y, mask = make_masked_rows()
         return [x[:40], y[:40], mask[:40]], [x[40:], y[40:], mask[40:]]
 
 

@@ -22,6 +22,7 @@ TARGET = HERE.parent / "compat_checks" / "theano_cases.npz"
 
 
 def main():
+    """Write the results of Theano itself for all cases."""
     if theano.__file__ is None or "compat" in theano.__file__:
         raise SystemExit("this has to run with Theano itself")
     # Few rewrites, and Ops in C where Theano has them: some of those in Python are too old for this NumPy.

@@ -25,6 +25,7 @@ TARGET = HERE.parent / "compat_checks" / "theano_programs.json"
 
 
 def main():
+    """Write the losses of all programs under Theano itself."""
     if theano.__file__ is None or "compat" in theano.__file__:
         raise SystemExit("this has to run with Theano itself")
     table = {}

@@ -26,7 +26,7 @@ START = rng.normal(size=8).round(3)
 # -- the toy problem: mean((tanh(X W + b) - Y)**2); the first 6 parameters are W, the last 2 are b -------
 
 
-def gradient(params):
+def compute_gradient(params):
     w, b = params[:6].reshape(3, 2), params[6:]
     predicted = np.tanh(X @ w + b)
     back = 2 * (predicted - Y) / Y.size * (1 - predicted**2)
@@ -41,7 +41,9 @@ def run_torch(optimizer, **kwargs):
         opt.zero_grad()
         predicted = torch.tanh(x @ params[:6].reshape(3, 2) + params[6:])
         ((predicted - y) ** 2).mean().backward()
-        np.testing.assert_allclose(params.grad.numpy(), gradient(params.detach().numpy()), rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(
+            params.grad.numpy(), compute_gradient(params.detach().numpy()), rtol=1e-12, atol=1e-15
+        )
         opt.step()
         rows.append(params.detach().numpy().copy())
     return np.array(rows)
@@ -58,7 +60,7 @@ def adagrad(p, lr, eps):
     """Duchi et al. 2011; epsilon under the root."""
     total = np.zeros_like(p)
     for _ in range(STEPS):
-        g = gradient(p)
+        g = compute_gradient(p)
         total += g * g
         p = p - lr * g / np.sqrt(total + eps)
         yield p
@@ -68,7 +70,7 @@ def adagrad_with_momentum(p, lr, eps, momentum):
     """A velocity (Polyak 1964) gathers Adagrad's steps."""
     total, velocity = np.zeros_like(p), np.zeros_like(p)
     for _ in range(STEPS):
-        g = gradient(p)
+        g = compute_gradient(p)
         total += g * g
         velocity = momentum * velocity - lr * g / np.sqrt(total + eps)
         p = p + velocity
@@ -79,7 +81,7 @@ def adagrad_with_nesterov(p, lr, eps, momentum):
     """The same, and the velocity's next step taken at once."""
     total, velocity = np.zeros_like(p), np.zeros_like(p)
     for _ in range(STEPS):
-        g = gradient(p)
+        g = compute_gradient(p)
         total += g * g
         step = -lr * g / np.sqrt(total + eps)
         velocity = momentum * velocity + step
@@ -91,7 +93,7 @@ def rmsprop(p, lr, rho, eps):
     """Tieleman and Hinton 2012; epsilon under the root."""
     mean_square = np.zeros_like(p)
     for _ in range(STEPS):
-        g = gradient(p)
+        g = compute_gradient(p)
         mean_square = rho * mean_square + (1 - rho) * g * g
         p = p - lr * g / np.sqrt(mean_square + eps)
         yield p
@@ -101,7 +103,7 @@ def adam(p, lr, beta1, beta2, eps):
     """Kingma and Ba 2015, section 2, last lines: epsilon beside the uncorrected root."""
     m, v = np.zeros_like(p), np.zeros_like(p)
     for t in range(1, STEPS + 1):
-        g = gradient(p)
+        g = compute_gradient(p)
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
         rate = lr * np.sqrt(1 - beta2**t) / (1 - beta1**t)
@@ -113,7 +115,7 @@ def adamax(p, lr, beta1, beta2, eps):
     """Kingma and Ba 2015, section 7.1; epsilon added to the divisor."""
     m, u = np.zeros_like(p), np.zeros_like(p)
     for t in range(1, STEPS + 1):
-        g = gradient(p)
+        g = compute_gradient(p)
         m = beta1 * m + (1 - beta1) * g
         u = np.maximum(beta2 * u, np.abs(g))
         p = p - lr / (1 - beta1**t) * m / (u + eps)
@@ -124,7 +126,7 @@ def amsgrad(p, lr, beta1, beta2, eps):
     """Reddi et al. 2018, with Adam's corrections; epsilon beside the uncorrected root."""
     m, v, largest = np.zeros_like(p), np.zeros_like(p), np.zeros_like(p)
     for t in range(1, STEPS + 1):
-        g = gradient(p)
+        g = compute_gradient(p)
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
         largest = np.maximum(largest, v)
@@ -137,7 +139,7 @@ def nesterov_ahead(theta, lr, momentum):
     """Sutskever et al. 2013: the gradient at ``theta + momentum * velocity``; yields that point."""
     velocity = np.zeros_like(theta)
     for _ in range(STEPS):
-        velocity = momentum * velocity - lr * gradient(theta + momentum * velocity)
+        velocity = momentum * velocity - lr * compute_gradient(theta + momentum * velocity)
         theta = theta + velocity
         yield theta + momentum * velocity
 
@@ -147,13 +149,13 @@ def nesterov_ahead(theta, lr, momentum):
 columns = []
 
 
-def column(rule, kwargs, source, rows):
+def add_column(rule, kwargs, source, rows):
     columns.append({"rule": rule, "kwargs": kwargs, "source": source, "params": rows.tolist()})
 
 
 def from_torch(rule, kwargs, optimizer, **torch_kwargs):
     shown = ", ".join(f"{k}={v!r}" for k, v in torch_kwargs.items())
-    column(
+    add_column(
         rule,
         kwargs,
         f"torch.optim.{optimizer.__name__}({shown}), torch {torch.__version__}",
@@ -166,7 +168,7 @@ def from_loop(rule, kwargs, loop, loop_kwargs, optimizer, **torch_kwargs):
     anchored = run_loop(loop, **{**loop_kwargs, "eps": 1e-30})
     expected = run_torch(optimizer, **torch_kwargs, eps=1e-30)
     np.testing.assert_allclose(anchored, expected, rtol=1e-11)
-    column(
+    add_column(
         rule,
         kwargs,
         f"NumPy loop {loop.__name__}, equal to torch.optim.{optimizer.__name__} of torch {torch.__version__} "
@@ -223,7 +225,7 @@ for rule, loop in [
     np.testing.assert_allclose(
         run_loop(loop, **{**loop_kwargs, "momentum": 0}), run_loop(adagrad, lr=0.1, eps=1e-6), rtol=1e-12
     )
-    column(
+    add_column(
         rule,
         {"learning_rate": 0.1, "momentum": 0.8},
         f"NumPy loop {loop.__name__}, equal to adagrad where the momentum is 0",

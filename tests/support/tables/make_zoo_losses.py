@@ -21,6 +21,7 @@ TARGET = HERE.parent / "demo_checks" / "zoo_losses.json"
 
 
 def main():
+    """Write the losses of all networks under Theano itself."""
     if synkhronos.compat.library != "theano":
         raise SystemExit("this has to run with Theano itself")
     without_dropout()

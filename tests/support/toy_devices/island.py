@@ -134,20 +134,20 @@ class Bridge(Communicator):
         return [pickle.loads(message) for message in self._rank.all_gather_bytes(pickle.dumps(array.items()))]
 
     def all_reduce(self, array, op):
-        array.items()[...] = _combine(op, self._send(array))
+        array.items()[...] = _reduce_arrays(op, self._send(array))
         return False
 
     def broadcast(self, array, root):
         array.items()[...] = self._send(array)[root]
 
     def reduce(self, array, op, root, out, layout, contributors):
-        result = _combine(op, self._send(array))
+        result = _reduce_arrays(op, self._send(array))
         if self._rank.number == root:
             out.items()[...] = result
 
     def reduce_scatter(self, array, op, bounds, out):
         start, stop = bounds[self._rank.number : self._rank.number + 2]
-        out.items()[...] = _combine(op, self._send(array)).reshape(-1)[start:stop].reshape(out.shape)
+        out.items()[...] = _reduce_arrays(op, self._send(array)).reshape(-1)[start:stop].reshape(out.shape)
 
     def gather(self, array, root, layouts, out):
         self._copy(array, out or [])
@@ -162,7 +162,7 @@ class Bridge(Communicator):
                 target[...] = items.reshape(target.shape)
 
 
-def _combine(op, arrays):
+def _reduce_arrays(op, arrays):
     reduced = REDUCE_OPS[op].ufunc.reduce(arrays)
     return reduced / len(arrays) if REDUCE_OPS[op].is_mean else reduced
 

@@ -34,40 +34,40 @@ class Toy(Device):
         return True
 
     def get_communicator(self, rank):
-        return rank.registry.get_or_create(Combining, lambda: Combining(rank))
+        return rank.registry.get_or_create(CountingCommunicator, lambda: CountingCommunicator(rank))
 
     def slice_items(self, array, start, shape):
         return Wrapped(array.inside.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape))
 
 
-class Combining(HostCommunicator):
+class CountingCommunicator(HostCommunicator):
     """Reduces the wrapped NumPy arrays."""
 
     #: Number of arrays made; tests check that the device was used.
     count = 0
 
     def broadcast(self, array, root):
-        Combining.count += 1
+        CountingCommunicator.count += 1
         super().broadcast(array.inside, root)
 
     def all_reduce(self, array, op):
-        Combining.count += 1
+        CountingCommunicator.count += 1
         super().all_reduce(array.inside, op)
 
     def reduce(self, array, op, root, out, layout, contributors):
-        Combining.count += 1
-        super().reduce(inside(array), op, root, inside(out), layout, contributors)
+        CountingCommunicator.count += 1
+        super().reduce(unwrap(array), op, root, unwrap(out), layout, contributors)
 
     def gather(self, array, root, layouts, out):
-        Combining.count += 1
-        super().gather(inside(array), root, layouts, out and [inside(part) for part in out])
+        CountingCommunicator.count += 1
+        super().gather(unwrap(array), root, layouts, out and [unwrap(part) for part in out])
 
     def all_gather(self, array, layouts, out):
-        Combining.count += 1
-        super().all_gather(inside(array), layouts, [inside(part) for part in out])
+        CountingCommunicator.count += 1
+        super().all_gather(unwrap(array), layouts, [unwrap(part) for part in out])
 
 
-def inside(array):
+def unwrap(array):
     return None if array is None else array.inside
 
 

@@ -20,7 +20,7 @@ _only = cuda.restrict_visible_gpu
 
 
 @contextlib.contextmanager
-def only(place):
+def show_only_gpu(place):
     os.environ["NCCL_HOSTID"] = f"host-{place}"
     with _only("0"):
         yield
@@ -28,4 +28,4 @@ def only(place):
 
 pynvml.nvmlDeviceGetCount = lambda: 2
 pynvml.nvmlDeviceGetHandleByIndex = lambda index: _handle(0)
-cuda.restrict_visible_gpu = only
+cuda.restrict_visible_gpu = show_only_gpu

@@ -4,6 +4,8 @@ import numpy as np
 
 
 class Points_data:
+    """Data of points on both sides of a plane, by the interface of Theano-MPI."""
+
     def __init__(self, batch_size):
         rng = np.random.RandomState(0)
         x = rng.normal(size=(220, 5)).astype("float32")
