@@ -12,10 +12,10 @@ from pkgutil import iter_modules
 from typing import Any
 
 from synkhronos.engines import host_engine
-from synkhronos.engines.engine import Engine, Runner, StepAllReduce
+from synkhronos.engines.engine import Engine, Runner, StepAllReduce, StepShards
 from synkhronos.graphs import GraphLibrary
 
-__all__ = ["Engine", "StepAllReduce", "Runner", "choose_engine", "list_engines"]
+__all__ = ["Engine", "StepAllReduce", "StepShards", "Runner", "choose_engine", "list_engines"]
 
 
 @cache

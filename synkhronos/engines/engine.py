@@ -10,7 +10,7 @@ into one launch::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -64,6 +64,27 @@ class Runner:
         return self if n_repeats == 1 else None
 
 
+class StepShards(NamedTuple):
+    """Variables of a step in which each rank updates its part of the parameters.
+
+    The all-reduced variable is a matrix with a row for each rank.  It is reduce-scattered, and all-gathered after the
+    second function.
+
+    Attributes
+    ----------
+    row : shared variable
+        This rank's row: the second function reads its reduction, and updates it.
+    rank : shared variable
+        Number of this rank.
+    gathers_gradient : bool
+        Whether the second function reads the reduction of all rows from the matrix.
+    """
+
+    row: Any
+    rank: Any
+    gathers_gradient: bool
+
+
 class StepAllReduce(Protocol):
     """All-reduce of a shared variable between two functions of one launch, such as `StepCommand` of ``training/``."""
 
@@ -81,6 +102,9 @@ class StepAllReduce(Protocol):
 
     def get_shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the variable."""
+
+    def get_shards(self, rank: Rank) -> StepShards | None:
+        """Return variables of a sharded optimizer; None if every rank updates all parameters."""
 
     def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Compare the variable's shape with the other ranks; return the connected communicator, and the shape.
@@ -146,17 +170,18 @@ class Engine:
         return Runner(function)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, all_reduce: StepAllReduce, second: Runner, n_repeats: int
+        self, rank: Rank, first: Runner, all_reduce: StepAllReduce, others: Sequence[Runner], n_repeats: int
     ) -> Runner | None:
-        """Fuse two functions and the all-reduce between them into one launch.
+        """Fuse functions and the all-reduce after the first one into one launch.
 
         Parameters
         ----------
         rank : Rank
-        first, second : Runner
-            Runners that this engine has made.
+        first : Runner
+            A runner that this engine has made.
         all_reduce : StepAllReduce
-            Variable that the first function updates and the second one reads.
+            Variable that the first function updates and the others read.
+        others : sequence of Runner
         n_repeats : int
             Number of steps in the launch, as in `Runner`.
 

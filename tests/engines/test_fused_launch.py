@@ -37,10 +37,10 @@ def pair(fork):
 def fuse_pair(pair):
     """Return a fused launch of a function, an all-reduce and another function, and its variables."""
     runs, (g, w, n) = pair
-    launch = runs[0].fuse(AllReduceSpec(g.container.storage), runs[1])
-    assert launch is runs[0].fuse(AllReduceSpec(g.container.storage), runs[1])
+    launch = runs[0].fuse(AllReduceSpec(g.container.storage), [runs[1]])
+    assert launch is runs[0].fuse(AllReduceSpec(g.container.storage), [runs[1]])
     # Only outputs of the first function can be reduced after it.
-    assert runs[0].fuse(AllReduceSpec(n.container.storage), runs[1]) is None
+    assert runs[0].fuse(AllReduceSpec(n.container.storage), [runs[1]]) is None
     return launch, (g, w, n)
 
 
@@ -65,7 +65,7 @@ def test_fuse_runs_function_all_reduce_function_in_one_launch(fuse_pair):
 @pytest.mark.parametrize("counts", [1, 0])
 def test_fused_launch_advances_to_the_next_rows(pair, counts):
     runs, shareds = pair
-    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), runs[1], n_repeats=4)
+    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), [runs[1]], n_repeats=4)
     rows, calls = np.arange(12.0), []
     for _ in range(2):
         g, w, n = (np.asarray(s.get_value()) for s in shareds)
@@ -84,7 +84,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, counts):
 @on_host
 def test_fused_launch_reduces_nothing_after_an_error(pair):
     runs, shareds = pair
-    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), runs[1], n_repeats=4)
+    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), [runs[1]], n_repeats=4)
     calls = []
 
     class Fails(DoublingReducer):
@@ -106,7 +106,7 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 @on_host
 def test_repeated_launch_all_reduces_each_time(pair):
     runs, shareds = pair
-    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), runs[1], n_repeats=2)
+    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), [runs[1]], n_repeats=2)
     with pytest.raises(RuntimeError, match="made 2 all-reduces, expected 1"):
         with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer()):
             launch(JAX.from_host(np.arange(6.0)))
@@ -120,7 +120,7 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [get_runner(first), get_runner(second)]
-    launch, calls = runs[0].fuse(AllReduceSpec(g.container.storage), runs[1], n_repeats=4), []
+    launch, calls = runs[0].fuse(AllReduceSpec(g.container.storage), [runs[1]], n_repeats=4), []
     with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls), 4):
         totals = launch()
         JAX.wait([library_of(w).borrow_value(w)])
@@ -150,7 +150,7 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
     runs = [get_runner(first), get_runner(second)]
-    launch = runs[0].fuse(AllReduceSpec(g.container.storage, dtype, 2, tail), runs[1], n_repeats=times)
+    launch = runs[0].fuse(AllReduceSpec(g.container.storage, dtype, 2, tail), [runs[1]], n_repeats=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # rounds to 66 with eight bits of mantissa after a division by 3
     standing_in = DoublingReducer()
@@ -229,7 +229,7 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [get_runner(first), get_runner(second)]
-    launch = runs[0].fuse(AllReduceSpec(g.container.storage), runs[1])
+    launch = runs[0].fuse(AllReduceSpec(g.container.storage), [runs[1]])
 
     class Fails(DoublingReducer):
         def start(self, spans, stream):
@@ -251,11 +251,11 @@ def test_recently_used_launches_are_cached(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [get_runner(f), get_runner(g)]
-    runners = {times: runs[0].fuse(second=runs[1], n_repeats=times) for times in range(1, 17)}
-    assert runners[1] is runs[0].fuse(second=runs[1], n_repeats=1)
-    runs[0].fuse(second=runs[1], n_repeats=17)
-    assert runners[1] is runs[0].fuse(second=runs[1], n_repeats=1)
-    assert runners[2] is not runs[0].fuse(second=runs[1], n_repeats=2)
+    runners = {times: runs[0].fuse(others=[runs[1]], n_repeats=times) for times in range(1, 17)}
+    assert runners[1] is runs[0].fuse(others=[runs[1]], n_repeats=1)
+    runs[0].fuse(others=[runs[1]], n_repeats=17)
+    assert runners[1] is runs[0].fuse(others=[runs[1]], n_repeats=1)
+    assert runners[2] is not runs[0].fuse(others=[runs[1]], n_repeats=2)
 
 
 def test_repeated_launch_returns_only_scalars(fork):
@@ -263,7 +263,7 @@ def test_repeated_launch_returns_only_scalars(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
     runs = [get_runner(f), get_runner(g)]
-    assert runs[0].fuse(second=runs[1], n_repeats=2) is None
+    assert runs[0].fuse(others=[runs[1]], n_repeats=2) is None
 
 
 def test_repeated_launch_keeps_many_results(fork):
@@ -271,7 +271,7 @@ def test_repeated_launch_keeps_many_results(fork):
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [get_runner(f), get_runner(g)]
-    launch = runs[0].fuse(second=runs[1], n_repeats=100)
+    launch = runs[0].fuse(others=[runs[1]], n_repeats=100)
     rows = JAX.from_host(np.arange(200.0))
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
     launches = [launch(rows) for _ in range(5)]
@@ -326,7 +326,7 @@ def test_callbacks_find_their_reducer(fuse_pair, pair):
     """Another launch meanwhile changes nothing: callbacks find the reducer by their argument."""
     runs, _ = pair
     launch, shareds = fuse_pair
-    other = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), runs[1], n_repeats=2)
+    other = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), [runs[1]], n_repeats=2)
     calls, other_calls = [], []
     with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls)):
         with other.ffi_all_reduce.use_reducer(DoublingReducer(other_calls), 2):
@@ -347,7 +347,7 @@ def test_launches_are_freed_with_their_function(fork):
     f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
     f(np.ones(3)), g()
     runs = [get_runner(f), get_runner(g)]
-    runs.append(runs[0].fuse(second=runs[1]))
+    runs.append(runs[0].fuse(others=[runs[1]]))
     runs[-1](JAX.from_host(np.ones(3)))
     references = [weakref.ref(run) for run in runs]
     gc.collect()

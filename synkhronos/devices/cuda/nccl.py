@@ -167,7 +167,7 @@ class NcclCommunicator(Communicator):
         self._watchdog.writes_in_place = False
         return True
 
-    # -- all_reduce within a launch of XLA -------------------------------------------------------------------
+    # -- collectives within a launch of XLA ------------------------------------------------------------------
 
     @contextlib.contextmanager
     def use_in_launch(self, is_recordable: bool) -> Iterator[LaunchState]:
@@ -207,33 +207,46 @@ class NcclCommunicator(Communicator):
             _ = connection.handle  # raises if the connection was aborted, which a recorded launch can't detect
         state.check()
 
-    def start_in_launch(self, spans: Sequence[BufferSpan], op: str, stream: int) -> None:
-        """Launch reductions on the side stream, ordered after the work launched so far on XLA's stream.
+    def start_in_launch(
+        self, spans: Sequence[BufferSpan], op: str, stream: int, collective: str = "all_reduce"
+    ) -> None:
+        """Launch collectives on the side stream, ordered after the work launched so far on XLA's stream.
 
         Parameters
         ----------
         spans : list of BufferSpan
         op : str
+            Name of the reduction; an all-gather has none.
         stream : int
             Handle of XLA's stream.
+        collective : {"all_reduce", "reduce_scatter", "all_gather"}
+            The latter two divide a span into equal parts, one for each rank.  A reduce-scatter writes this rank's part
+            only, an all-gather reads this rank's part only.
         """
         self._order_after(self._staging.side_stream, stream)
         self._has_side_work = True
-        self._launch_spans(spans, op, self._staging.side_stream)
+        self._launch_spans(spans, op, self._staging.side_stream, collective)
 
-    def finish_in_launch(self, spans: Sequence[BufferSpan], op: str, valid_flag_address: int, stream: int) -> None:
-        """Launch reductions on XLA's stream, and make it wait for those on the side stream.
+    def finish_in_launch(
+        self,
+        spans: Sequence[BufferSpan],
+        op: str,
+        valid_flag_address: int,
+        stream: int,
+        collective: str = "all_reduce",
+    ) -> None:
+        """Launch collectives on XLA's stream, and make it wait for those on the side stream.
 
         Parameters
         ----------
-        spans, op, stream
+        spans, op, stream, collective
             As in `start_in_launch`.
         valid_flag_address : int
             Address of an int32 on the GPU.  It becomes 1, or 0 if the connection was aborted, so that all targets are
             undefined.
         """
         self.wait_in_launch(stream)
-        self._launch_spans(spans, op, stream)
+        self._launch_spans(spans, op, stream, collective)
         host_flag = self._connection.valid_flag.ctypes.data
         check_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag, 4, stream))
 
@@ -243,12 +256,23 @@ class NcclCommunicator(Communicator):
             self._has_side_work = False
             self._order_after(stream, self._staging.side_stream)
 
-    def _launch_spans(self, spans: Sequence[BufferSpan], op: str, stream: int) -> None:
+    def _launch_spans(self, spans: Sequence[BufferSpan], op: str, stream: int, collective: str) -> None:
         self._mark_launch()
+        nccl = self._nccl
         with self._call_lock:
             handle = self._connection.handle  # XLA has made the GPU current in this thread
             for source, target, count, dtype in spans:
-                self._nccl.all_reduce(source, target, count, NCCL_DTYPES[dtype], NCCL_OPS[op], handle, stream)
+                if collective == "all_reduce":
+                    nccl.all_reduce(source, target, count, NCCL_DTYPES[dtype], NCCL_OPS[op], handle, stream)
+                    continue
+                part = count // self._rank.size
+                offset = self._rank.number * part * np.dtype(dtype).itemsize
+                if collective == "reduce_scatter":
+                    nccl.reduce_scatter(
+                        source, target + offset, part, NCCL_DTYPES[dtype], NCCL_OPS[op], handle, stream
+                    )
+                else:
+                    nccl.all_gather(source + offset, target, part, NCCL_DTYPES[dtype], handle, stream)
 
     def _mark_launch(self) -> None:
         watchdog = self._watchdog

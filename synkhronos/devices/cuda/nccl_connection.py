@@ -165,6 +165,8 @@ class NcclConnection:
                 nccl.all_reduce(scratch, scratch, 1, NCCL_UINT8, NCCL_SUM, handle, stream)
                 nccl.broadcast(scratch, scratch, 1, NCCL_UINT8, 0, handle, stream)
                 nccl.reduce(scratch, scratch, 1, NCCL_UINT8, NCCL_SUM, 0, handle, stream)
+                nccl.reduce_scatter(scratch, scratch + nccl_rank, 1, NCCL_UINT8, NCCL_SUM, handle, stream)
+                nccl.all_gather(scratch + nccl_rank, scratch, 1, NCCL_UINT8, handle, stream)
                 nccl.group_start()
                 for peer in range(size):
                     if peer != nccl_rank:

@@ -14,6 +14,7 @@ sampler, that all ranks run at the same time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from synkhronos.engines.engine import Runner, StepAllReduce
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.fused_runner import FusedRunner
-from synkhronos.engines.xla.trace import AllReduceSpec
+from synkhronos.engines.xla.trace import AllReduceSpec, ShardSpec
 from synkhronos.graphs import GraphLibrary
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
@@ -49,15 +50,17 @@ class XlaEngine(LazyEngine):
         return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=allows_opaque_outputs)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, all_reduce: StepAllReduce, second: Runner, n_repeats: int
+        self, rank: Rank, first: Runner, all_reduce: StepAllReduce, others: Sequence[Runner], n_repeats: int
     ) -> Runner | None:
-        """Fuse two executables and NCCL's all-reduce into one launch; return None if that is impossible.
+        """Fuse executables and NCCL's collectives into one launch; return None if that is impossible.
 
-        The result may differ between ranks: a fused training step has the same collectives as an unfused one.
+        The result may differ between ranks: a fused training step has the same collectives as an unfused one, unless
+        the optimizer is sharded.
         """
-        assert isinstance(first, Executable) and isinstance(second, Executable)
+        executables = [runner for runner in others if isinstance(runner, Executable)]
+        assert isinstance(first, Executable) and len(executables) == len(others)
         if rank.size == 1:
-            return first.fuse(second=second, n_repeats=n_repeats)
+            return first.fuse(others=executables, n_repeats=n_repeats)
         shared = all_reduce.get_shared(rank)
         value = shared.container.storage[0]
         # An unfused step moves and casts a value that the user has set.
@@ -65,10 +68,17 @@ class XlaEngine(LazyEngine):
             return None
         # With a wire dtype, the program itself divides by the number of ranks.
         op = "sum" if all_reduce.wire_dtype else all_reduce.op
+        shards = all_reduce.get_shards(rank)
         spec = AllReduceSpec(
-            shared.container.storage, all_reduce.wire_dtype, rank.size, all_reduce.n_tail, JAX.nccl_caller, op
+            shared.container.storage,
+            all_reduce.wire_dtype,
+            rank.size,
+            all_reduce.n_tail,
+            JAX.nccl_caller if shards is None else "python",
+            op,
+            shards and ShardSpec(shards.row.container.storage, shards.rank.container.storage, shards.gathers_gradient),
         )
-        fused = first.fuse(spec, second, n_repeats=n_repeats)
+        fused = first.fuse(spec, executables, n_repeats=n_repeats)
         return None if fused is None else FusedRunner(rank, fused, all_reduce)
 
     def get_max_repeats(self, dtype: np.dtype | None = None) -> int:

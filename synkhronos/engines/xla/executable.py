@@ -51,6 +51,8 @@ class Executable(Runner):
     ----------
     ffi_all_reduce : FfiAllReduce or None
         All-reduce in the program, which needs a reducer in each call; None without ``spec``.
+    collectives : tuple of str
+        Collectives of one computation, as in `AllReduceSpec`; empty without ``spec``.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Executable(Runner):
         self._functions = list(functions)
         self._logs_scalars, self.n_repeats = logs_scalars, n_repeats
         self.ffi_all_reduce = None if spec is None else FfiAllReduce(nccl_caller=spec.nccl_caller, op=spec.op)
+        self.collectives = () if spec is None else spec.collectives
         self._fused: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)
@@ -135,9 +138,9 @@ class Executable(Runner):
         return lambda: jax.jit(partial(run), **options)
 
     def fuse(
-        self, spec: AllReduceSpec | None = None, second: Executable | None = None, n_repeats: int = 1
+        self, spec: AllReduceSpec | None = None, others: Sequence[Executable] = (), n_repeats: int = 1
     ) -> Executable | None:
-        """Fuse this executable, an all-reduce and another executable into one launch that computes ``n_repeats`` times.
+        """Fuse this executable, an all-reduce and other executables into one launch that computes ``n_repeats`` times.
 
         Returns
         -------
@@ -145,12 +148,15 @@ class Executable(Runner):
             The same object for the same arguments.  None if values of inputs determine lengths of arrays, if this
             executable does not update the reduced variable, or if ``n_repeats > 1`` and an output is no scalar.
         """
-        key = spec and (id(spec.storage), *spec[1:]), second, n_repeats
+        key = spec and spec.key, *others, n_repeats
         fused = self._fused.pop(key, None)
         if fused is None:
-            executables = [self] if second is None else [self, second]
+            executables = [self, *others]
             can_fuse = spec is None or any(storage is spec.storage for storage in self._functions[0].result_storages)
             can_fuse = can_fuse and not any(executable._has_lengths for executable in executables)
+            if spec is not None and spec.shards is not None:
+                ids = {id(storage) for executable in executables for storage in executable._storages}
+                can_fuse = can_fuse and {id(spec.shards.row), id(spec.shards.rank)} <= ids
             if n_repeats > 1:
                 can_fuse = (
                     can_fuse

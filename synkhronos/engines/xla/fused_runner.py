@@ -6,6 +6,7 @@ NCCL communicator itself, to the program's `FfiAllReduce`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -43,8 +44,9 @@ class FusedRunner(Runner):
         return results
 
     def _launch(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
-        reducer = GradientReducer(self._rank, communicator, self._ffi_all_reduce.op, shape, self.n_repeats > 1)
-        with self._ffi_all_reduce.use_reducer(reducer, self.n_repeats):
+        op, collectives = self._ffi_all_reduce.op, self._executable.collectives
+        reducer = GradientReducer(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
+        with self._ffi_all_reduce.use_reducer(reducer, self.n_repeats * len(collectives)):
             return self._executable(*inputs)
 
     def _launch_native(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
@@ -69,21 +71,33 @@ class GradientReducer:
     shape : tuple of int
         Shape of the gradient on all ranks.
     is_repeated : bool
-        Whether the launch makes several all-reduces.
+        Whether the launch takes several steps.
+    collectives : tuple of str
+        Collectives of one step, as in `AllReduceSpec`.
     """
 
-    def __init__(self, rank: Rank, communicator: Any, op: str, shape: tuple[int, ...], is_repeated: bool):
+    def __init__(
+        self,
+        rank: Rank,
+        communicator: Any,
+        op: str,
+        shape: tuple[int, ...],
+        is_repeated: bool,
+        collectives: Sequence[str] = ("all_reduce",),
+    ):
         self._rank, self._communicator, self._op, self._is_repeated = rank, communicator, op, is_repeated
         self._shape = shape
+        self._collectives = itertools.cycle(collectives)
+        self._collective = next(self._collectives)
         self._n_started_items = 0
 
     def start(self, spans: Sequence[Any], stream: int | None) -> None:
-        """Start the all-reduce of a chunk of the gradient, which overlaps the stream's next work."""
-        self._communicator.start_in_launch(spans, self._op, stream)
+        """Start the collective on a chunk of the gradient, which overlaps the stream's next work."""
+        self._communicator.start_in_launch(spans, self._op, stream, self._collective)
         self._n_started_items += sum(span.n_items for span in spans)
 
     def finish(self, spans: Sequence[Any], valid_flag_address: int, stream: int | None) -> None:
-        """All-reduce the rest of the gradient, and make the stream wait for all chunks.
+        """Launch the collective on the rest of the gradient, and make the stream wait for all chunks.
 
         Parameters
         ----------
@@ -103,7 +117,8 @@ class GradientReducer:
         if n_items != math.prod(self._shape):
             self.wait(stream)
             raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {n_items} items")
-        self._communicator.finish_in_launch(spans, self._op, valid_flag_address, stream)
+        self._communicator.finish_in_launch(spans, self._op, valid_flag_address, stream, self._collective)
+        self._collective = next(self._collectives)
 
     def wait(self, stream: int | None) -> None:
         """Make the stream wait for the chunks that were started, after an error."""

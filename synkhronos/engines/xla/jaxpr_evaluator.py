@@ -31,7 +31,7 @@ class JaxprEvaluator:
     Attributes
     ----------
     parts : list of jaxpr variables
-        Vectors whose concatenation is this result; the result itself if it is no concatenation.
+        Arrays whose concatenation along the last axis is this result; the result itself if it is no concatenation.
     """
 
     def __init__(self, function: Callable[..., Sequence[Any]], arguments: Sequence[Any], n_forward: int, vector: int):
@@ -99,10 +99,12 @@ class JaxprEvaluator:
         return missing_equations
 
     def _find_parts(self, variable: Any) -> list[Any]:
-        """Return the vectors whose concatenation a variable is."""
+        """Return the arrays whose concatenation along the last axis a variable is."""
         from jax.extend import core
 
         i = None if isinstance(variable, core.Literal) else self._source.get(variable)
-        if i is None or self._jaxpr.eqns[i].primitive.name != "concatenate" or variable.aval.ndim != 1:
+        if i is None or self._jaxpr.eqns[i].primitive.name != "concatenate":
+            return [variable]
+        if self._jaxpr.eqns[i].params["dimension"] != variable.aval.ndim - 1:
             return [variable]
         return [part for operand in self._jaxpr.eqns[i].invars for part in self._find_parts(operand)]

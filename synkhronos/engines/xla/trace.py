@@ -20,6 +20,14 @@ from synkhronos.lowering.jax_function import JaxFunction
 MIN_CHUNK_BYTES = 25_000_000
 
 
+class ShardSpec(NamedTuple):
+    """Storages of a sharded optimizer's step, as in `StepShards`."""
+
+    row: list[Any]
+    rank: list[Any]
+    gathers_gradient: bool
+
+
 class AllReduceSpec(NamedTuple):
     """All-reduce of a shared variable's new value within a launch.
 
@@ -41,6 +49,9 @@ class AllReduceSpec(NamedTuple):
         Code that calls NCCL within the launch, as in `FfiAllReduce`.
     op : str
         Name of the reduction.
+    shards : ShardSpec or None
+        With a sharded optimizer.  The variable is then a matrix with a row for each rank, and not all-reduced: a
+        reduce-scatter reduces this rank's row, and all-gathers after the second function exchange the updated rows.
     """
 
     storage: list[Any]
@@ -49,6 +60,20 @@ class AllReduceSpec(NamedTuple):
     n_tail: int = 1
     nccl_caller: str = "python"
     op: str = "sum"
+    shards: ShardSpec | None = None
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Names of the collectives of one computation, in their order."""
+        if self.shards is None:
+            return ("all_reduce",)
+        return ("reduce_scatter", *["all_gather"] * (1 + self.shards.gathers_gradient))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Hashable value that identifies the specification."""
+        shards = self.shards and (id(self.shards.row), id(self.shards.rank), self.shards.gathers_gradient)
+        return (id(self.storage), *self[1:-1], shards)
 
 
 def trace_functions(
@@ -97,7 +122,8 @@ def trace_functions(
         try:
             if spec is not None and ffi_all_reduce is not None and function is functions[0]:
                 iteration = logs[0] if in_loop else None
-                results, is_valid = _trace_all_reduce(function, operands, spec, ffi_all_reduce, iteration)
+                rank = None if spec.shards is None else current[id(spec.shards.rank)]
+                results, is_valid = _trace_all_reduce(function, operands, spec, ffi_all_reduce, iteration, rank)
             else:
                 results = function.run(*operands)
         except Exception:
@@ -108,6 +134,16 @@ def trace_functions(
             function.result_storages[function.n_outputs :], results[function.n_outputs :], strict=True
         ):
             current[id(storage)] = result
+        if spec is not None and spec.shards is not None and ffi_all_reduce is not None:
+            matrix, row, rank = (id(storage) for storage in (spec.storage, spec.shards.row, spec.shards.rank))
+            is_first = function is functions[0]
+            if is_first:
+                current[row], current[matrix] = current[matrix], old_values[matrix]
+            if function is functions[1] or is_first and spec.shards.gathers_gradient:
+                rows = current[matrix], current[row], current[rank]
+                current[matrix], is_valid = _trace_all_gather(*rows, ffi_all_reduce)
+            if not is_first:
+                current[row] = old_values[row]
     if spec is not None:
         for key in old_values.keys() - {id(spec.storage)}:
             current[key] = _keep_old_if_invalid(is_valid, current[key], old_values[key])
@@ -118,7 +154,12 @@ def trace_functions(
 
 
 def _trace_all_reduce(
-    function: JaxFunction, operands: Sequence[Any], spec: AllReduceSpec, ffi_all_reduce: FfiAllReduce, iteration: Any
+    function: JaxFunction,
+    operands: Sequence[Any],
+    spec: AllReduceSpec,
+    ffi_all_reduce: FfiAllReduce,
+    iteration: Any,
+    rank: Any = None,
 ) -> tuple[list[Any], Any]:
     """Trace a function and the all-reduce of one of its results.
 
@@ -132,15 +173,18 @@ def _trace_all_reduce(
     ffi_all_reduce : FfiAllReduce
     iteration : jax.Array or None
         As in `FfiAllReduce.trace_finish`.
+    rank : jax.Array, optional
+        Number of this rank; needed with ``spec.shards``.
 
     Returns
     -------
     results : list of jax.Array
-        The function's results, with the reduced value of ``spec.storage``.
+        The function's results, with the reduced value of ``spec.storage``; with ``spec.shards``, this rank's row of it.
     is_valid : jax.Array of int32
         As `FfiAllReduce.trace_finish` returns it.
     """
     import jax.numpy as jnp
+    from jax import lax
 
     position = next(i for i, storage in enumerate(function.result_storages) if storage is spec.storage)
     evaluator = JaxprEvaluator(function.run, operands, function.n_outputs, position)
@@ -158,7 +202,7 @@ def _trace_all_reduce(
         if dtype is not None:
             values = _split_tail(values, n_tail)[0] if chunk is chunks[0] else values
             values = [(value / spec.divisor).astype(dtype) for value in values]
-        return values[0] if len(values) == 1 else jnp.concatenate(values)
+        return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
 
     started_arrays: list[Any] = []
     token: Any = None
@@ -174,7 +218,24 @@ def _trace_all_reduce(
     arrays, is_valid = ffi_all_reduce.trace_finish(remaining_arrays, started_arrays, token, iteration)
     tail = [arrays.pop()] if dtype is not None else []
     arrays = [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
+    if spec.shards is not None:
+        arrays = [lax.dynamic_index_in_dim(array, rank, keepdims=False) for array in arrays]
     return evaluator.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid
+
+
+def _trace_all_gather(matrix: Any, row: Any, rank: Any, ffi_all_reduce: FfiAllReduce) -> tuple[Any, Any]:
+    """Trace the all-gather of the ranks' rows into a matrix.
+
+    Returns
+    -------
+    matrix : jax.Array
+    is_valid : jax.Array of int32
+        As `FfiAllReduce.trace_finish` returns it.
+    """
+    from jax import lax
+
+    (gathered,), is_valid = ffi_all_reduce.trace_finish([lax.dynamic_update_slice_in_dim(matrix, row[None], rank, 0)])
+    return gathered, is_valid
 
 
 def _group_parts(parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:

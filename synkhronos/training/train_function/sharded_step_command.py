@@ -8,9 +8,11 @@ import numpy as np
 
 from synkhronos.collectives.commands import VariableCopy, prepare_copies
 from synkhronos.devices import get_array_device
+from synkhronos.engines import StepShards
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
 from synkhronos.ranks import Command, Rank
+from synkhronos.training.train_function.step_command import fuse_calls
 
 
 class _ShardedStepCommandFields(NamedTuple):
@@ -59,6 +61,9 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         """Take the step on this rank; return the outputs of the gradient's function, and none of the updates."""
         gradient, local, whole = (call.prepare(rank) for call in (self.gradient, self.local_update, self.whole_update))
         self._set_number(rank)
+        fused_step = fuse_calls(rank, self, self.gradient, gradient, [local, whole])
+        if all(rank.all_gather_cached(fused_step is not None)):
+            return gradient.run(fused_step), []
         with rank.suspend_commits():
             loss = gradient.run()
             self._reduce_scatter(rank)
@@ -68,6 +73,28 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         self._all_gather(rank)
         whole.run()
         return loss, []
+
+    # -- StepAllReduce ---------------------------------------------------------------------------------------
+
+    wire_dtype = None
+    n_tail = 0
+    op = "avg"
+
+    def get_shared(self, rank: Rank) -> Any:
+        """Return this rank's copy of the matrix."""
+        return rank.get_object(self.keys[0])
+
+    def get_shards(self, rank: Rank) -> StepShards:
+        """Return this rank's row and number."""
+        row, number = map(rank.get_object, self.keys[1:])
+        return StepShards(row, number, self.gathers_gradient)
+
+    def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+        """Return the communicator, and the matrix's shape, once all ranks have compared theirs."""
+        matrix, _ = self._copies(rank)
+        return matrix.communicator, matrix.layouts[0][0]
+
+    # -- in parts --------------------------------------------------------------------------------------------
 
     def _set_number(self, rank: Rank) -> None:
         """Set the variable of the rank's number at the first step on these ranks."""
@@ -94,7 +121,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         width = matrix.layouts[0][0][1]
         out = row.get_writable()
         bounds = [r * width for r in range(rank.size + 1)]
-        matrix.communicator.reduce_scatter(matrix.get_contiguous(), "avg", bounds, out)
+        matrix.communicator.reduce_scatter(matrix.get_contiguous(), self.op, bounds, out)
         row.store(out)
 
     def _all_gather(self, rank: Rank) -> None:

@@ -10,10 +10,11 @@ fuse the three parts runs it in one launch, several times over if asked to.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from synkhronos.collectives.commands import AllReduceValues
-from synkhronos.engines import Runner
+from synkhronos.engines import Runner, StepAllReduce
 from synkhronos.function.call import Call, RankCall
 from synkhronos.graphs.library import AT_FIRST_CALL
 from synkhronos.ranks import Command, Rank
@@ -77,7 +78,7 @@ class StepCommand(_StepCommandFields, Command):
             None, without a step, if ``n_steps`` is above 1 and a rank cannot fuse the steps into one launch.
         """
         gradient, update = self.gradient.prepare(rank), self.update.prepare(rank)
-        fused_step = self._fuse(rank, gradient, update)
+        fused_step = fuse_calls(rank, self, self.gradient, gradient, [update], self.n_steps)
         if self.n_steps > 1 and not all(rank.all_gather_cached(fused_step is not None)):
             return None
         return self._run_in_parts(rank, gradient, update) if fused_step is None else (gradient.run(fused_step), [])
@@ -103,18 +104,32 @@ class StepCommand(_StepCommandFields, Command):
         (key,) = self.reduce.keys
         return rank.get_object(key)
 
+    def get_shards(self, rank: Rank) -> None:
+        """Return None: every rank updates all parameters."""
+
     def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, once all ranks have compared theirs."""
         (gradient,) = self.reduce.get_plan(rank).variables
         return gradient.transport.get_communicator(rank), gradient.layout[0]
 
-    def _fuse(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:
-        """Return the fused launch of gradient, all-reduce and update, or None if it cannot be fused on this rank."""
-        if gradient.compiled.n_rank_means:
-            return None  # the host takes part within the launch, and has to wait for its end
-        engine = gradient.computation.engine
-        if update.computation.engine is not engine or not gradient.has_rows or self.gradient.variant.returns_updates:
-            return None
-        if self.gradient.needs_compile and gradient.computation.compile_order == AT_FIRST_CALL:
-            return None  # the master makes this call first, alone: in a fused launch it would wait for the others
-        return engine.fuse_step(rank, gradient.compiled.runner, self, update.compiled.runner, self.n_steps)
+
+def fuse_calls(
+    rank: Rank,
+    step: StepAllReduce,
+    gradient: Call,
+    gradient_call: RankCall,
+    updates: Sequence[RankCall],
+    n_steps: int = 1,
+) -> Runner | None:
+    """Return the fused launch of a gradient, its all-reduce and its updates; None if it cannot be fused on this rank."""
+    if gradient_call.compiled.n_rank_means:
+        return None  # the host takes part within the launch, and has to wait for its end
+    computation = gradient_call.computation
+    if any(update.computation.engine is not computation.engine for update in updates):
+        return None
+    if not gradient_call.has_rows or gradient.variant.returns_updates:
+        return None
+    if gradient.needs_compile and computation.compile_order == AT_FIRST_CALL:
+        return None  # the master makes this call first, alone: in a fused launch it would wait for the others
+    runners = [update.compiled.runner for update in updates]
+    return computation.engine.fuse_step(rank, gradient_call.compiled.runner, step, runners, n_steps)

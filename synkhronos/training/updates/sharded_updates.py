@@ -169,11 +169,6 @@ class ShardedUpdates:
         self.grad_shared = self._library.shared(np.zeros((size, width), dtype), name="grad_shared")
         self.row = self._library.shared(np.zeros(width, dtype), name="grad_row")
         self.rank = self._library.shared(np.asarray(0, "int64"), name="rank")
-        # Lengths are numbers instead of symbols, so that XLA knows the shapes.
-        self._starts = [
-            self._tensor.minimum(self.rank * length, n - length)
-            for n, length in zip(map(_get_size, self._shapes), self._lengths, strict=True)
-        ]
         self._parts: dict[Any, tuple[int, DividedVariable]] = {}
         self._divide_state(updates.param_updates)
         self.grad_updates = OrderedDict({self.grad_shared: self._stack_parts(updates.grad_updates[self._vector])})
@@ -223,8 +218,9 @@ class ShardedUpdates:
 
     def _take_part(self, i: int, variable: Any) -> Any:
         """Return this rank's elements of an array with as many elements as parameter ``i``."""
-        start, length = self._starts[i], self._lengths[i]
-        return variable.flatten()[start : start + length]
+        # An index of a row instead of the bounds of a slice, so that XLA knows the shape.
+        size = _get_size(self._shapes[i])
+        return self._to_rows(variable.flatten(), size, self._lengths[i], self._is_divided[i])[self.rank]
 
     # -- state -----------------------------------------------------------------------------------------------
 

@@ -43,6 +43,11 @@ def reduce_scatter(source, target, count, dtype, op, handle, stream):
         reduce(source + root * _nbytes(count, dtype), target, count, dtype, op, root, handle, stream)
 
 
+def all_gather(source, target, count, dtype, handle, stream):
+    for root in range(_links[handle - 1].size):
+        broadcast(source, target + root * _nbytes(count, dtype), count, dtype, root, handle, stream)
+
+
 def broadcast(source, target, count, dtype, root, handle, stream):
     others = set(range(_links[handle - 1].size)) - {root}
     _collective("broadcast", root, source, target, count, dtype, handle, others)
