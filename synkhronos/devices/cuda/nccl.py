@@ -268,9 +268,7 @@ class NcclCommunicator(Communicator):
                 part = count // self._rank.size
                 offset = self._rank.number * part * np.dtype(dtype).itemsize
                 if collective == "reduce_scatter":
-                    nccl.reduce_scatter(
-                        source, target + offset, part, NCCL_DTYPES[dtype], NCCL_OPS[op], handle, stream
-                    )
+                    nccl.reduce_scatter(source, target + offset, part, NCCL_DTYPES[dtype], NCCL_OPS[op], handle, stream)
                 else:
                     nccl.all_gather(source + offset, target, part, NCCL_DTYPES[dtype], handle, stream)
 

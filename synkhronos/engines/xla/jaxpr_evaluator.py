@@ -38,7 +38,8 @@ class JaxprEvaluator:
         import jax
 
         closed = jax.make_jaxpr(function)(*arguments)
-        self._jaxpr = jaxpr = closed.jaxpr
+        jaxpr = closed.jaxpr
+        self._jaxpr = jaxpr = jaxpr.replace(eqns=_shorten_slices(jaxpr.eqns))
         self._values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._values.update(zip(jaxpr.invars, arguments, strict=True))
         #: Index of the equation that computes a variable.
@@ -108,3 +109,27 @@ class JaxprEvaluator:
         if self._jaxpr.eqns[i].params["dimension"] != variable.aval.ndim - 1:
             return [variable]
         return [part for operand in self._jaxpr.eqns[i].invars for part in self._find_parts(operand)]
+
+
+def _shorten_slices(equations: Sequence[Any]) -> list[Any]:
+    """Make slices of concatenated vectors read the vector of which they are a part, so that they need no other one."""
+    from jax.extend import core
+
+    operands: dict[Any, list[Any]] = {}
+    shortened = []
+    for equation in equations:
+        name, (first, *_) = equation.primitive.name, equation.invars or [None]
+        if name == "concatenate" and first.aval.ndim == 1:
+            operands[equation.outvars[0]] = [
+                part for v in equation.invars for part in ([v] if isinstance(v, core.Literal) else operands.get(v, [v]))
+            ]
+        elif name == "slice" and first in operands and equation.params["strides"] is None:
+            (start,), (stop,) = equation.params["start_indices"], equation.params["limit_indices"]
+            for part in operands[first]:
+                if start >= 0 and stop <= part.aval.size:
+                    params = {**equation.params, "start_indices": (start,), "limit_indices": (stop,)}
+                    equation = equation.replace(invars=[part], params=params)
+                    break
+                start, stop = start - part.aval.size, stop - part.aval.size
+        shortened.append(equation)
+    return shortened
