@@ -121,7 +121,7 @@ def fuse_calls(
     updates: Sequence[RankCall],
     n_steps: int = 1,
 ) -> Runner | None:
-    """Return the fused launch of a gradient, its all-reduce and its updates; None if it cannot be fused on this rank."""
+    """Return the fused launch of a gradient, its all-reduce and updates; None if this rank cannot fuse them."""
     if gradient_call.compiled.n_rank_means:
         return None  # the host takes part within the launch, and has to wait for its end
     computation = gradient_call.computation

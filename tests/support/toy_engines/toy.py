@@ -48,12 +48,12 @@ class Toy(LazyEngine):
     def make_runner(self, library, function, n_inputs, allows_opaque_outputs):
         return Launch(function) if allows_opaque_outputs else Runner(function)
 
-    def fuse_step(self, rank, first, all_reduce, second, n_repeats):
+    def fuse_step(self, rank, first, all_reduce, others, n_repeats):
         def combine():
             communicator, _ = all_reduce.prepare_all_reduce(rank)
             communicator.all_reduce(all_reduce.get_shared(rank).container.storage[0], all_reduce.op)
 
-        return Launch(first.first, (combine, second.first), n_repeats)
+        return Launch(first.first, (combine, *(other.first for other in others)), n_repeats)
 
     def get_max_repeats(self, dtype=None):
         return 8
