@@ -220,8 +220,8 @@ class NcclCommunicator(Communicator):
         stream : int
             Handle of XLA's stream.
         collective : {"all_reduce", "reduce_scatter", "all_gather"}
-            The latter two divide a span into equal parts, one for each rank.  A reduce-scatter writes this rank's part
-            only, an all-gather reads this rank's part only.
+            A reduce-scatter divides the span's memory into equal parts, one for each rank, and writes this rank's part
+            only.  An all-gather reads the span's items, and writes as many of each rank.
         """
         self._order_after(self._staging.side_stream, stream)
         self._has_side_work = True
@@ -262,15 +262,15 @@ class NcclCommunicator(Communicator):
         with self._call_lock:
             handle = self._connection.handle  # XLA has made the GPU current in this thread
             for source, target, count, dtype in spans:
+                number = NCCL_DTYPES[dtype]
                 if collective == "all_reduce":
-                    nccl.all_reduce(source, target, count, NCCL_DTYPES[dtype], NCCL_OPS[op], handle, stream)
-                    continue
-                part = count // self._rank.size
-                offset = self._rank.number * part * np.dtype(dtype).itemsize
-                if collective == "reduce_scatter":
-                    nccl.reduce_scatter(source, target + offset, part, NCCL_DTYPES[dtype], NCCL_OPS[op], handle, stream)
+                    nccl.all_reduce(source, target, count, number, NCCL_OPS[op], handle, stream)
+                elif collective == "all_gather":
+                    nccl.all_gather(source, target, count, number, handle, stream)
                 else:
-                    nccl.all_gather(source + offset, target, part, NCCL_DTYPES[dtype], handle, stream)
+                    part = count // self._rank.size
+                    target += self._rank.number * part * np.dtype(dtype).itemsize
+                    nccl.reduce_scatter(source, target, part, number, NCCL_OPS[op], handle, stream)
 
     def _mark_launch(self) -> None:
         watchdog = self._watchdog

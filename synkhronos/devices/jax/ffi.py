@@ -450,6 +450,25 @@ class FfiAllReduce:
         *reduced, is_valid = call(*operands, is_valid, *iterations, **attributes)
         return reduced, is_valid
 
+    def trace_all_gather(self, row: Any, size: int) -> tuple[Any, Any]:
+        """Trace the all-gather of a vector of each of ``size`` ranks; only with the caller "python".
+
+        Returns
+        -------
+        matrix : jax.Array
+            The ranks' vectors as rows.
+        is_valid : jax.Array of int32
+            As `trace_finish` returns it.
+        """
+        import jax
+
+        assert self.nccl_caller == "python"
+        _register_once(_FINISH_TARGET, _finish_callback)
+        results = [jax.ShapeDtypeStruct((size, *row.shape), row.dtype), jax.ShapeDtypeStruct((), np.int32)]
+        call = jax.ffi.ffi_call(_FINISH_TARGET, results, input_output_aliases={1: 1})
+        matrix, is_valid = call(row, np.int32(0), number=self._number)
+        return matrix, is_valid
+
     def trace_sum(self, array: Any) -> Any:
         """Trace the sum of an array over the ranks.
 

@@ -114,6 +114,8 @@ class GradientReducer:
         if self._is_repeated:
             self._rank.commit()  # an earlier step may be valid even if a later one fails
         n_items, self._n_started_items = self._n_started_items + sum(span.n_items for span in spans), 0
+        if self._collective == "all_gather":
+            n_items *= self._rank.size
         if n_items != math.prod(self._shape):
             self.wait(stream)
             raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {n_items} items")

@@ -135,13 +135,12 @@ def trace_functions(
         ):
             current[id(storage)] = result
         if spec is not None and spec.shards is not None and ffi_all_reduce is not None:
-            matrix, row, rank = (id(storage) for storage in (spec.storage, spec.shards.row, spec.shards.rank))
+            matrix, row = id(spec.storage), id(spec.shards.row)
             is_first = function is functions[0]
             if is_first:
                 current[row], current[matrix] = current[matrix], old_values[matrix]
             if function is functions[1] or is_first and spec.shards.gathers_gradient:
-                rows = current[matrix], current[row], current[rank]
-                current[matrix], is_valid = _trace_all_gather(*rows, ffi_all_reduce)
+                current[matrix], is_valid = ffi_all_reduce.trace_all_gather(current[row], len(old_values[matrix]))
             if not is_first:
                 current[row] = old_values[row]
     if spec is not None:
@@ -221,21 +220,6 @@ def _trace_all_reduce(
     if spec.shards is not None:
         arrays = [lax.dynamic_index_in_dim(array, rank, keepdims=False) for array in arrays]
     return evaluator.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid
-
-
-def _trace_all_gather(matrix: Any, row: Any, rank: Any, ffi_all_reduce: FfiAllReduce) -> tuple[Any, Any]:
-    """Trace the all-gather of the ranks' rows into a matrix.
-
-    Returns
-    -------
-    matrix : jax.Array
-    is_valid : jax.Array of int32
-        As `FfiAllReduce.trace_finish` returns it.
-    """
-    from jax import lax
-
-    (gathered,), is_valid = ffi_all_reduce.trace_finish([lax.dynamic_update_slice_in_dim(matrix, row[None], rank, 0)])
-    return gathered, is_valid
 
 
 def _group_parts(parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:
