@@ -76,12 +76,15 @@ class StepShards(NamedTuple):
         This rank's row: the second function reads its reduction, and updates it.
     rank : shared variable
         Number of this rank.
+    parts : list of shared variable
+        Variables that the second function updates, with other values on each rank.
     gathers_gradient : bool
         Whether the second function reads the reduction of all rows from the matrix.
     """
 
     row: Any
     rank: Any
+    parts: Sequence[Any]
     gathers_gradient: bool
 
 

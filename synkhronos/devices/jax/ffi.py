@@ -372,8 +372,8 @@ class FfiAllReduce:
 
     # -- traced ----------------------------------------------------------------------------------------------
 
-    def trace_start(self, array: Any, token: Any) -> tuple[Any, Any]:
-        """Trace the start of an array's all-reduce.
+    def trace_start(self, array: Any, token: Any, n_gathered: int = 0) -> tuple[Any, Any]:
+        """Trace the start of an array's all-reduce, or of another collective of the reducer.
 
         XLA may order independent operations differently on different ranks.  The token makes each start depend on the
         previous one, so that all ranks start the all-reduces in the same order.
@@ -383,6 +383,8 @@ class FfiAllReduce:
         array : traced jax.Array
         token : jax.Array of int32
             Token of the previous start; 0 for the first start.
+        n_gathered : int
+            For an all-gather, the number of ranks, whose arrays become the rows of the result; else 0.
 
         Returns
         -------
@@ -392,18 +394,23 @@ class FfiAllReduce:
         """
         import jax
 
-        results = [_to_shape_struct(array), jax.ShapeDtypeStruct((), np.int32)]
+        results = [_to_shape_struct(array, n_gathered), jax.ShapeDtypeStruct((), np.int32)]
         if self.nccl_caller == "python":
             _register_once(_START_TARGET, _start_callback)
             target, attributes = _START_TARGET, {"number": self._number}
         else:
             target, attributes = nccl_handlers.START, {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)}
-        call = jax.ffi.ffi_call(target, results, input_output_aliases={0: 0, 1: 1})
+        call = jax.ffi.ffi_call(target, results, input_output_aliases={1: 1} if n_gathered else {0: 0, 1: 1})
         started, token = call(array, token, **attributes)
         return started, token
 
     def trace_finish(
-        self, arrays: Sequence[Any], started: Sequence[Any] = (), token: Any = None, iteration: Any = None
+        self,
+        arrays: Sequence[Any],
+        started: Sequence[Any] = (),
+        token: Any = None,
+        others: Sequence[Any] = (),
+        n_gathered: int = 0,
     ) -> tuple[list[Any], Any]:
         """Trace the all-reduce of arrays, and the wait for the all-reduces that were started.
 
@@ -414,8 +421,11 @@ class FfiAllReduce:
             All arrays that `trace_start` has returned.
         token : jax.Array, optional
             Last token that `trace_start` has returned.
-        iteration : jax.Array, optional
-            In a loop: a value that differs in each iteration, without which XLA would hoist the call out of the loop.
+        others : list of jax.Array
+            Further operands of the call.  In a loop: a value that differs in each iteration, without which XLA would
+            hoist the call out of the loop.  After started all-gathers: their arguments, whose memory XLA would reuse.
+        n_gathered : int
+            As in `trace_start`.
 
         Returns
         -------
@@ -441,33 +451,19 @@ class FfiAllReduce:
                 nccl_handlers.RECORDABLE_FINISH if self.nccl_caller == "graph" and not started else nccl_handlers.FINISH
             )
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
-        results = [*map(_to_shape_struct, operands), jax.ShapeDtypeStruct((), np.int32)]
+        results = [
+            *map(_to_shape_struct, started),
+            *(_to_shape_struct(array, n_gathered) for array in arrays),
+            jax.ShapeDtypeStruct((), np.int32),
+        ]
+        in_place = range(len(started)) if n_gathered else range(len(operands))
         # The side effect is not declared, as JAX would then use a slower way to launch.  XLA still makes the call
         # exactly once, as its results are used.
-        call = jax.ffi.ffi_call(target, results, input_output_aliases={i: i for i in range(len(results))})
+        aliases = {i: i for i in (*in_place, len(operands))}
+        call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
         is_valid = np.int32(0) if token is None else token
-        iterations = [] if iteration is None else [iteration]
-        *reduced, is_valid = call(*operands, is_valid, *iterations, **attributes)
+        *reduced, is_valid = call(*operands, is_valid, *others, **attributes)
         return reduced, is_valid
-
-    def trace_all_gather(self, row: Any, size: int) -> tuple[Any, Any]:
-        """Trace the all-gather of a vector of each of ``size`` ranks; only with the caller "python".
-
-        Returns
-        -------
-        matrix : jax.Array
-            The ranks' vectors as rows.
-        is_valid : jax.Array of int32
-            As `trace_finish` returns it.
-        """
-        import jax
-
-        assert self.nccl_caller == "python"
-        _register_once(_FINISH_TARGET, _finish_callback)
-        results = [jax.ShapeDtypeStruct((size, *row.shape), row.dtype), jax.ShapeDtypeStruct((), np.int32)]
-        call = jax.ffi.ffi_call(_FINISH_TARGET, results, input_output_aliases={1: 1})
-        matrix, is_valid = call(row, np.int32(0), number=self._number)
-        return matrix, is_valid
 
     def trace_sum(self, array: Any) -> Any:
         """Trace the sum of an array over the ranks.
@@ -566,10 +562,10 @@ def _read_spans(frame: Any, start: int, stop: int) -> list[BufferSpan]:
     return spans
 
 
-def _to_shape_struct(array: Any) -> Any:
+def _to_shape_struct(array: Any, n_rows: int = 0) -> Any:
     import jax
 
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    return jax.ShapeDtypeStruct((n_rows, *array.shape) if n_rows else array.shape, array.dtype)
 
 
 def _register_once(name: str, callback: Any) -> None:

@@ -68,7 +68,10 @@ class XlaEngine(LazyEngine):
             return None
         # With a wire dtype, the program itself divides by the number of ranks.
         op = "sum" if all_reduce.wire_dtype else all_reduce.op
-        shards = all_reduce.get_shards(rank)
+        shards, storages = all_reduce.get_shards(rank), None
+        if shards is not None:
+            row, number, *parts = (v.container.storage for v in (shards.row, shards.rank, *shards.parts))
+            storages = ShardSpec(row, number, tuple(parts), shards.gathers_gradient)
         spec = AllReduceSpec(
             shared.container.storage,
             all_reduce.wire_dtype,
@@ -76,7 +79,7 @@ class XlaEngine(LazyEngine):
             all_reduce.n_tail,
             JAX.nccl_caller if shards is None else "python",
             op,
-            shards and ShardSpec(shards.row.container.storage, shards.rank.container.storage, shards.gathers_gradient),
+            storages,
         )
         fused = first.fuse(spec, executables, n_repeats=n_repeats)
         return None if fused is None else FusedRunner(rank, fused, all_reduce)

@@ -27,6 +27,8 @@ class JaxprEvaluator:
         never delayed, as XLA may compute them again where they are used.
     vector : int
         Position of the result that is computed in parts.
+    delayed_arguments : sequence of int
+        Positions of arguments that `delay_until` delays, like values that were computed from the arguments.
 
     Attributes
     ----------
@@ -34,7 +36,14 @@ class JaxprEvaluator:
         Arrays whose concatenation along the last axis is this result; the result itself if it is no concatenation.
     """
 
-    def __init__(self, function: Callable[..., Sequence[Any]], arguments: Sequence[Any], n_forward: int, vector: int):
+    def __init__(
+        self,
+        function: Callable[..., Sequence[Any]],
+        arguments: Sequence[Any],
+        n_forward: int,
+        vector: int,
+        delayed_arguments: Sequence[int] = (),
+    ):
         import jax
 
         closed = jax.make_jaxpr(function)(*arguments)
@@ -45,6 +54,7 @@ class JaxprEvaluator:
         #: Index of the equation that computes a variable.
         self._source = {variable: i for i, equation in enumerate(jaxpr.eqns) for variable in equation.outvars}
         self._computed: set[int] = set()
+        self._delayed_arguments = [jaxpr.invars[i] for i in delayed_arguments]
         self._forward = self._find_missing(jaxpr.outvars[:n_forward])
         self.parts = self._find_parts(jaxpr.outvars[vector])
         self._results = [*jaxpr.outvars[:vector], None, *jaxpr.outvars[vector + 1 :]]
@@ -65,7 +75,7 @@ class JaxprEvaluator:
         return [v.val if isinstance(v, core.Literal) else self._values[v] for v in variables]
 
     def delay_until(self, token: Any) -> Any:
-        """Make the rest of the backward pass wait for a token; return a token of the same value."""
+        """Make the rest of the computation wait for a token; return a token of the same value."""
         import jax
 
         missing_equations = self._find_missing([*self.parts, *filter(None, self._results)])
@@ -75,6 +85,7 @@ class JaxprEvaluator:
             for v, i in self._source.items()
             if i in self._computed and i not in self._forward and id(v) in used and v.aval.size > 1
         ]
+        flows += [v for v in self._delayed_arguments if id(v) in used]
         delayed, token = jax.lax.optimization_barrier(([self._values[v] for v in flows], token))
         self._values.update(zip(flows, delayed, strict=True))
         return token

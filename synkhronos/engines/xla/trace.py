@@ -25,6 +25,7 @@ class ShardSpec(NamedTuple):
 
     row: list[Any]
     rank: list[Any]
+    parts: tuple[list[Any], ...]
     gathers_gradient: bool
 
 
@@ -72,8 +73,7 @@ class AllReduceSpec(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """Hashable value that identifies the specification."""
-        shards = self.shards and (id(self.shards.row), id(self.shards.rank), self.shards.gathers_gradient)
-        return (id(self.storage), *self[1:-1], shards)
+        return (id(self.storage), *self[1:-1], self.shards and id(self.shards.row))
 
 
 def trace_functions(
@@ -109,6 +109,9 @@ def trace_functions(
     tuple of jax.Array
         Outputs that are not logged, new values of ``updated``, arrays of the log.
     """
+    import jax.numpy as jnp
+    from jax import lax
+
     n_inputs = sum(function.n_inputs for function in functions)
     n_arguments = n_inputs + len(storages)
     inputs = iter(arguments[:n_inputs])
@@ -117,13 +120,19 @@ def trace_functions(
     current = dict(old_values)
     outputs: list[Any] = []
     is_valid: Any = None
+    is_row_valid: Any = None
+    rows: list[Any] = []
+    shards = None if spec is None else spec.shards
     for function in functions:
         operands = [*islice(inputs, function.n_inputs), *[current[id(s)] for s in function.storages], *lengths]
         try:
             if spec is not None and ffi_all_reduce is not None and function is functions[0]:
-                iteration = logs[0] if in_loop else None
-                rank = None if spec.shards is None else current[id(spec.shards.rank)]
-                results, is_valid = _trace_all_reduce(function, operands, spec, ffi_all_reduce, iteration, rank)
+                iterations = [logs[0]] if in_loop else []
+                results, is_valid = _trace_all_reduce(function, operands, spec, ffi_all_reduce, iterations)
+            elif spec and shards and ffi_all_reduce and function is functions[1]:
+                results, gathered, is_valid = _trace_sharded_update(
+                    function, operands, rows, spec, ffi_all_reduce, is_row_valid
+                )
             else:
                 results = function.run(*operands)
         except Exception:
@@ -134,18 +143,25 @@ def trace_functions(
             function.result_storages[function.n_outputs :], results[function.n_outputs :], strict=True
         ):
             current[id(storage)] = result
-        if spec is not None and spec.shards is not None and ffi_all_reduce is not None:
-            matrix, row = id(spec.storage), id(spec.shards.row)
-            is_first = function is functions[0]
-            if is_first:
-                current[row], current[matrix] = current[matrix], old_values[matrix]
-            if function is functions[1] or is_first and spec.shards.gathers_gradient:
-                current[matrix], is_valid = ffi_all_reduce.trace_all_gather(current[row], len(old_values[matrix]))
-            if not is_first:
-                current[row] = old_values[row]
+        if spec is not None and shards is not None and ffi_all_reduce is not None:
+            matrix = id(spec.storage)
+            if function is functions[0]:
+                chunks, current[matrix] = current[matrix], old_values[matrix]
+                rank = current[id(shards.rank)]
+                rows = [lax.dynamic_index_in_dim(chunk, rank, keepdims=False) for chunk in chunks]
+                if shards.gathers_gradient:
+                    row = jnp.concatenate(rows)
+                    (current[matrix],), is_valid = ffi_all_reduce.trace_finish([row], n_gathered=spec.divisor)
+                is_row_valid = is_valid
+            elif function is functions[1]:
+                current[matrix] = gathered
     if spec is not None:
+        divided = set() if shards is None else {id(storage) for storage in shards.parts}
         for key in old_values.keys() - {id(spec.storage)}:
-            current[key] = _keep_old_if_invalid(is_valid, current[key], old_values[key])
+            is_new_valid = is_row_valid if key in divided else is_valid
+            current[key] = _keep_old_if_invalid(is_new_valid, current[key], old_values[key])
+        if shards is not None:
+            current[id(spec.storage)] = old_values[id(spec.storage)]  # it would be one more copy of the parameters
     # Logged outputs are not returned: each would be a new array at a new address.
     unlogged = [output for i, output in enumerate(outputs) if i not in logged]
     new_logs = ScalarLog.append(logs, [outputs[i] for i in logged]) if logs else []
@@ -157,8 +173,7 @@ def _trace_all_reduce(
     operands: Sequence[Any],
     spec: AllReduceSpec,
     ffi_all_reduce: FfiAllReduce,
-    iteration: Any,
-    rank: Any = None,
+    iterations: Sequence[Any],
 ) -> tuple[list[Any], Any]:
     """Trace a function and the all-reduce of one of its results.
 
@@ -170,20 +185,18 @@ def _trace_all_reduce(
     operands : list of jax.Array
     spec : AllReduceSpec
     ffi_all_reduce : FfiAllReduce
-    iteration : jax.Array or None
-        As in `FfiAllReduce.trace_finish`.
-    rank : jax.Array, optional
-        Number of this rank; needed with ``spec.shards``.
+    iterations : list of jax.Array
+        In a loop: ``others`` of `FfiAllReduce.trace_finish`; else empty.
 
     Returns
     -------
     results : list of jax.Array
-        The function's results, with the reduced value of ``spec.storage``; with ``spec.shards``, this rank's row of it.
+        The function's results, with the reduced value of ``spec.storage``; with ``spec.shards``, a list of blocks of
+        columns, of which this rank's rows are reduced.
     is_valid : jax.Array of int32
         As `FfiAllReduce.trace_finish` returns it.
     """
     import jax.numpy as jnp
-    from jax import lax
 
     position = next(i for i, storage in enumerate(function.result_storages) if storage is spec.storage)
     evaluator = JaxprEvaluator(function.run, operands, function.n_outputs, position)
@@ -191,35 +204,104 @@ def _trace_all_reduce(
     own_dtype = parts[0].aval.dtype
     dtype = spec.wire_dtype if parts[0].aval.ndim == 1 else None
     n_tail = spec.n_tail if dtype is not None else 0
-    chunks = [parts]
-    if iteration is None:
-        chunks = _group_parts(parts, jnp.dtype(dtype or own_dtype).itemsize, n_tail)
+    chunks = [parts] if iterations else _group_parts(parts, jnp.dtype(dtype or own_dtype).itemsize, n_tail)
 
     def compute_chunk(chunk: list[Any]) -> Any:
-        """Return the values of a chunk without the tail, as one vector in the dtype in which it is sent."""
+        """Return the values of a chunk without the tail, as one array in the dtype in which it is sent."""
         values = evaluator.compute(chunk)
         if dtype is not None:
             values = _split_tail(values, n_tail)[0] if chunk is chunks[0] else values
             values = [(value / spec.divisor).astype(dtype) for value in values]
         return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
 
-    started_arrays: list[Any] = []
-    token: Any = None
-    for chunk in chunks[:-1]:
-        array, token = ffi_all_reduce.trace_start(compute_chunk(chunk), np.int32(0) if token is None else token)
-        token = evaluator.delay_until(token)
-        started_arrays.append(array)
+    token = np.int32(0)
+    started_arrays, token, _ = _trace_starts(evaluator, chunks[:-1], compute_chunk, ffi_all_reduce, token)
     remaining_arrays = [compute_chunk(chunks[-1])]
     if dtype is not None:
         # The number of rows, and running averages, would lose too much precision in the wire dtype.
         tail_vectors = _split_tail(evaluator.compute(chunks[0]), n_tail)[1]
         remaining_arrays.append(jnp.concatenate(tail_vectors) / spec.divisor)
-    arrays, is_valid = ffi_all_reduce.trace_finish(remaining_arrays, started_arrays, token, iteration)
+    arrays, is_valid = ffi_all_reduce.trace_finish(remaining_arrays, started_arrays, token, iterations)
     tail = [arrays.pop()] if dtype is not None else []
     arrays = [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
     if spec.shards is not None:
-        arrays = [lax.dynamic_index_in_dim(array, rank, keepdims=False) for array in arrays]
+        return evaluator.finish(arrays), is_valid
     return evaluator.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid
+
+
+def _trace_sharded_update(
+    function: JaxFunction,
+    operands: Sequence[Any],
+    rows: Sequence[Any],
+    spec: AllReduceSpec,
+    ffi_all_reduce: FfiAllReduce,
+    is_row_valid: Any,
+) -> tuple[list[Any], Any, Any]:
+    """Trace the update of this rank's parts, and the all-gather of its result.
+
+    The all-gather of the last parameters starts while earlier parameters are updated.
+
+    Parameters
+    ----------
+    function, operands, spec, ffi_all_reduce
+        As in `_trace_all_reduce`.
+    rows : list of jax.Array
+        Blocks of this rank's reduced row.
+    is_row_valid : jax.Array of int32
+        As `FfiAllReduce.trace_finish` has returned it for the last collective.
+
+    Returns
+    -------
+    results : list of jax.Array
+        The function's results, with the old value of the row.
+    matrix : jax.Array
+        The updated rows of all ranks.
+    is_valid : jax.Array of int32
+        As `FfiAllReduce.trace_finish` returns it.
+    """
+    import jax.numpy as jnp
+
+    assert spec.shards is not None
+    storages = [*[None] * function.n_inputs, *function.storages]
+    start, size = next(i for i, storage in enumerate(storages) if storage is spec.shards.row), spec.divisor
+    stop = start + len(rows)
+
+    def run(*arguments: Any) -> Sequence[Any]:
+        return function.run(*arguments[:start], jnp.concatenate(arguments[start:stop]), *arguments[stop:])
+
+    position = next(i for i, storage in enumerate(function.result_storages) if storage is spec.shards.row)
+    arguments = [*operands[:start], *rows, *operands[start + 1 :]]
+    evaluator = JaxprEvaluator(run, arguments, function.n_outputs, position, range(start, stop))
+    chunks = _group_parts(evaluator.parts, size * rows[0].dtype.itemsize)
+
+    def compute_chunk(chunk: list[Any]) -> Any:
+        values = evaluator.compute(chunk)
+        return values[0] if len(values) == 1 else jnp.concatenate(values)
+
+    token = is_row_valid >> 1  # 0, after the last collective: a chunk may depend on nothing that it has computed
+    started_arrays, token, sent = _trace_starts(evaluator, chunks[:-1], compute_chunk, ffi_all_reduce, token, size)
+    last = compute_chunk(chunks[-1])
+    arrays, is_valid = ffi_all_reduce.trace_finish([last], started_arrays, token, sent, size)
+    return evaluator.finish(operands[start]), jnp.concatenate(arrays[::-1], axis=1), is_valid
+
+
+def _trace_starts(
+    evaluator: JaxprEvaluator,
+    chunks: Sequence[list[Any]],
+    compute_chunk: Callable[[list[Any]], Any],
+    ffi_all_reduce: FfiAllReduce,
+    token: Any,
+    n_gathered: int = 0,
+) -> tuple[list[Any], Any, list[Any]]:
+    """Trace the start of a collective on each chunk; return the started arrays, the last token, and the arguments."""
+    arguments: list[Any] = []
+    started_arrays: list[Any] = []
+    for chunk in chunks:
+        arguments.append(compute_chunk(chunk))
+        array, token = ffi_all_reduce.trace_start(arguments[-1], token, n_gathered)
+        token = evaluator.delay_until(token)
+        started_arrays.append(array)
+    return started_arrays, token, arguments
 
 
 def _group_parts(parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:

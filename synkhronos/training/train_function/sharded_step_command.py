@@ -37,7 +37,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
     whole_update : Call
         Call of the function that sets the parameters to those in the matrix.
     keys : tuple
-        Keys of the matrix, of this rank's row of it, and of this rank's number.
+        Keys of the matrix, of this rank's row of it, of this rank's number, and of its parts of the optimizer's state.
     gathers_gradient : bool
         Whether ``local_update`` reads the reduced gradient of all rows from the matrix.
     """
@@ -86,8 +86,8 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def get_shards(self, rank: Rank) -> StepShards:
         """Return this rank's row and number."""
-        row, number = map(rank.get_object, self.keys[1:])
-        return StepShards(row, number, self.gathers_gradient)
+        row, number, *parts = map(rank.get_object, self.keys[1:])
+        return StepShards(row, number, parts, self.gathers_gradient)
 
     def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator, and the matrix's shape, once all ranks have compared theirs."""

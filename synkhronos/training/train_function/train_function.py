@@ -60,6 +60,7 @@ class _Sharding(NamedTuple):
 
     row: Any
     rank: Any
+    parts: tuple[Any, ...]
     reads_whole_gradient: bool
 
 
@@ -118,7 +119,10 @@ class TrainFunction:
         parts, size = ({}, None) if shards is None else (shards.parts, shards.size)
         self._optimizer = OptimizerState(graph.optimizer_state, parts, size)
         self.optimizer_state = self._optimizer.variables
-        self._sharding = None if shards is None else _Sharding(shards.row, shards.rank, shards.reads_whole_gradient)
+        self._sharding = None
+        if shards is not None:
+            divided = tuple(part.shared for part in shards.parts.values())
+            self._sharding = _Sharding(shards.row, shards.rank, divided, shards.reads_whole_gradient)
         self._graph = graph
         self._exchange = exchange
 
@@ -402,7 +406,7 @@ class TrainFunction:
                 reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
                 command = StepCommand(gradient, reduce, calls[0], self._exchange, self._n_tail, n_steps)
             else:
-                keys = distribute_variables(session, [self.grad_shared, sharding.row, sharding.rank])
+                keys = distribute_variables(session, [self.grad_shared, sharding.row, sharding.rank, *sharding.parts])
                 command = ShardedStepCommand(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient)
             returned = session.run(command)
             if returned is None:
