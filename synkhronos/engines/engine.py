@@ -74,8 +74,6 @@ class StepShards(NamedTuple):
     ----------
     row : shared variable
         This rank's row: the second function reads its reduction, and updates it.
-    rank : shared variable
-        Number of this rank.
     parts : list of shared variable
         Variables that the second function updates, with other values on each rank.
     gathers_gradient : bool
@@ -83,7 +81,6 @@ class StepShards(NamedTuple):
     """
 
     row: Any
-    rank: Any
     parts: Sequence[Any]
     gathers_gradient: bool
 

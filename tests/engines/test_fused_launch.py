@@ -13,7 +13,7 @@ from xla_launches import Alarm, DoublingReducer, get_runner, on_host
 import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
-from synkhronos.engines.xla.trace import AllReduceSpec
+from synkhronos.engines.xla.exchange import AllReduceSpec
 from synkhronos.graphs import library_of
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.training.updates import sgd
@@ -139,7 +139,7 @@ SIZES = (5, 300, 700, 1)
 @pytest.mark.parametrize("piece", [100, 2000, 10**6])
 @pytest.mark.parametrize("tail", [1, 451])
 def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, tail, piece, dtype, times):
-    monkeypatch.setattr("synkhronos.engines.xla.trace.MIN_CHUNK_BYTES", piece)
+    monkeypatch.setattr("synkhronos.engines.xla.exchange.MIN_CHUNK_BYTES", piece)
     fork(1)
     rng = np.random.default_rng(0)
     x = T.fmatrix("x")
@@ -186,7 +186,7 @@ def find_needed_equations(jaxpr, variables):
 def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     import jax
 
-    monkeypatch.setattr("synkhronos.engines.xla.trace.MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr("synkhronos.engines.xla.exchange.MIN_CHUNK_BYTES", 100)
     fork(1)
     x = T.fmatrix("x")
     rng = np.random.default_rng(0)
@@ -222,7 +222,7 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
 
 @on_host
 def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch):
-    monkeypatch.setattr("synkhronos.engines.xla.trace.MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr("synkhronos.engines.xla.exchange.MIN_CHUNK_BYTES", 100)
     fork(1)
     g, w = shared(np.zeros(60, "float32"), "g"), shared(np.ones(60, "float32"), "w")
     first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])

@@ -220,8 +220,8 @@ class NcclCommunicator(Communicator):
         stream : int
             Handle of XLA's stream.
         collective : {"all_reduce", "reduce_scatter", "all_gather"}
-            A reduce-scatter divides the span's memory into equal parts, one for each rank, and writes this rank's part
-            only.  An all-gather reads the span's items, and writes as many of each rank.
+            A reduce-scatter divides the items into equal parts, one for each rank, and writes this rank's part.  An
+            all-gather writes the items of all ranks.
         """
         self._order_after(self._staging.side_stream, stream)
         self._has_side_work = True
@@ -269,7 +269,6 @@ class NcclCommunicator(Communicator):
                     nccl.all_gather(source, target, count, number, handle, stream)
                 else:
                     part = count // self._rank.size
-                    target += self._rank.number * part * np.dtype(dtype).itemsize
                     nccl.reduce_scatter(source, target, part, number, NCCL_OPS[op], handle, stream)
 
     def _mark_launch(self) -> None:

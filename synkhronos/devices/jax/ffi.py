@@ -372,7 +372,7 @@ class FfiAllReduce:
 
     # -- traced ----------------------------------------------------------------------------------------------
 
-    def trace_start(self, array: Any, token: Any, n_gathered: int = 0) -> tuple[Any, Any]:
+    def trace_start(self, array: Any, token: Any, shape: tuple[int, ...] | None = None) -> tuple[Any, Any]:
         """Trace the start of an array's all-reduce, or of another collective of the reducer.
 
         XLA may order independent operations differently on different ranks.  The token makes each start depend on the
@@ -383,8 +383,8 @@ class FfiAllReduce:
         array : traced jax.Array
         token : jax.Array of int32
             Token of the previous start; 0 for the first start.
-        n_gathered : int
-            For an all-gather, the number of ranks, whose arrays become the rows of the result; else 0.
+        shape : tuple of int, optional
+            Shape of the result; default: the result replaces the array.
 
         Returns
         -------
@@ -394,13 +394,13 @@ class FfiAllReduce:
         """
         import jax
 
-        results = [_to_shape_struct(array, n_gathered), jax.ShapeDtypeStruct((), np.int32)]
+        results = [_to_shape_struct(array, shape), jax.ShapeDtypeStruct((), np.int32)]
         if self.nccl_caller == "python":
             _register_once(_START_TARGET, _start_callback)
             target, attributes = _START_TARGET, {"number": self._number}
         else:
             target, attributes = nccl_handlers.START, {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)}
-        call = jax.ffi.ffi_call(target, results, input_output_aliases={1: 1} if n_gathered else {0: 0, 1: 1})
+        call = jax.ffi.ffi_call(target, results, input_output_aliases={0: 0, 1: 1} if shape is None else {1: 1})
         started, token = call(array, token, **attributes)
         return started, token
 
@@ -410,7 +410,7 @@ class FfiAllReduce:
         started: Sequence[Any] = (),
         token: Any = None,
         others: Sequence[Any] = (),
-        n_gathered: int = 0,
+        shapes: Sequence[tuple[int, ...] | None] | None = None,
     ) -> tuple[list[Any], Any]:
         """Trace the all-reduce of arrays, and the wait for the all-reduces that were started.
 
@@ -423,9 +423,10 @@ class FfiAllReduce:
             Last token that `trace_start` has returned.
         others : list of jax.Array
             Further operands of the call.  In a loop: a value that differs in each iteration, without which XLA would
-            hoist the call out of the loop.  After started all-gathers: their arguments, whose memory XLA would reuse.
-        n_gathered : int
-            As in `trace_start`.
+            hoist the call out of the loop.  Arrays whose collectives were started with a shape: XLA would reuse their
+            memory.
+        shapes : list, optional
+            For each of ``arrays``, the shape as in `trace_start`.
 
         Returns
         -------
@@ -436,7 +437,7 @@ class FfiAllReduce:
         """
         import jax
 
-        operands = [*started, *arrays]
+        operands, shapes = [*started, *arrays], shapes or [None] * len(arrays)
         if self.nccl_caller == "python":
             _register_once(_FINISH_TARGET, _finish_callback)
             target, attributes = _FINISH_TARGET, {"number": self._number}
@@ -453,13 +454,13 @@ class FfiAllReduce:
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
         results = [
             *map(_to_shape_struct, started),
-            *(_to_shape_struct(array, n_gathered) for array in arrays),
+            *map(_to_shape_struct, arrays, shapes),
             jax.ShapeDtypeStruct((), np.int32),
         ]
-        in_place = range(len(started)) if n_gathered else range(len(operands))
+        is_in_place = [*[True] * len(started), *(shape is None for shape in shapes), True]
         # The side effect is not declared, as JAX would then use a slower way to launch.  XLA still makes the call
         # exactly once, as its results are used.
-        aliases = {i: i for i in (*in_place, len(operands))}
+        aliases = {i: i for i, is_same in enumerate(is_in_place) if is_same}
         call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
         is_valid = np.int32(0) if token is None else token
         *reduced, is_valid = call(*operands, is_valid, *others, **attributes)
@@ -562,10 +563,10 @@ def _read_spans(frame: Any, start: int, stop: int) -> list[BufferSpan]:
     return spans
 
 
-def _to_shape_struct(array: Any, n_rows: int = 0) -> Any:
+def _to_shape_struct(array: Any, shape: tuple[int, ...] | None = None) -> Any:
     import jax
 
-    return jax.ShapeDtypeStruct((n_rows, *array.shape) if n_rows else array.shape, array.dtype)
+    return jax.ShapeDtypeStruct(array.shape if shape is None else shape, array.dtype)
 
 
 def _register_once(name: str, callback: Any) -> None:

@@ -23,9 +23,9 @@ from synkhronos.devices import JAX, Device
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
 from synkhronos.engines.engine import Runner, StepAllReduce
 from synkhronos.engines.lazy import LazyEngine
+from synkhronos.engines.xla.exchange import AllReduceSpec, ShardSpec
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.fused_runner import FusedRunner
-from synkhronos.engines.xla.trace import AllReduceSpec, ShardSpec
 from synkhronos.graphs import GraphLibrary
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
@@ -70,8 +70,8 @@ class XlaEngine(LazyEngine):
         op = "sum" if all_reduce.wire_dtype else all_reduce.op
         shards, storages = all_reduce.get_shards(rank), None
         if shards is not None:
-            row, number, *parts = (v.container.storage for v in (shards.row, shards.rank, *shards.parts))
-            storages = ShardSpec(row, number, tuple(parts), shards.gathers_gradient)
+            parts = tuple(part.container.storage for part in shards.parts)
+            storages = ShardSpec(shards.row.container.storage, parts, shards.gathers_gradient)
         spec = AllReduceSpec(
             shared.container.storage,
             all_reduce.wire_dtype,

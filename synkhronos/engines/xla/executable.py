@@ -16,7 +16,8 @@ from synkhronos.devices import JAX
 from synkhronos.devices.jax.ffi import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
-from synkhronos.engines.xla.trace import AllReduceSpec, trace_functions, trace_loop
+from synkhronos.engines.xla.exchange import AllReduceSpec
+from synkhronos.engines.xla.trace import trace_functions, trace_loop
 from synkhronos.graphs.library import has_other_references
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, computes_in_bfloat16
@@ -155,8 +156,7 @@ class Executable(Runner):
             can_fuse = spec is None or any(storage is spec.storage for storage in self._functions[0].result_storages)
             can_fuse = can_fuse and not any(executable._has_lengths for executable in executables)
             if spec is not None and spec.shards is not None:
-                ids = {id(storage) for executable in executables for storage in executable._storages}
-                can_fuse = can_fuse and {id(spec.shards.row), id(spec.shards.rank)} <= ids
+                can_fuse = can_fuse and any(storage is spec.shards.row for storage in executables[1]._storages)
             if n_repeats > 1:
                 can_fuse = (
                     can_fuse

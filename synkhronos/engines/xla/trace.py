@@ -7,73 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from synkhronos.devices.jax.ffi import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import ScalarLog
-from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
+from synkhronos.engines.xla.exchange import AllReduceSpec, Exchange, ShardedExchange
 from synkhronos.lowering.jax_function import JaxFunction
-
-#: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass.
-MIN_CHUNK_BYTES = 25_000_000
-
-
-class ShardSpec(NamedTuple):
-    """Storages of a sharded optimizer's step, as in `StepShards`."""
-
-    row: list[Any]
-    rank: list[Any]
-    parts: tuple[list[Any], ...]
-    gathers_gradient: bool
-
-
-class AllReduceSpec(NamedTuple):
-    """All-reduce of a shared variable's new value within a launch.
-
-    If the connection is aborted during the launch, the other variables keep their old values, unless their new values
-    have another shape; the reduced variable's value is undefined.
-
-    Attributes
-    ----------
-    storage : list of one array
-        The variable's storage.
-    wire_dtype : str or None
-        Dtype in which the values without the tail are sent; None for their own dtype.
-    divisor : int
-        Divisor of the values if there is a wire dtype, in which their sum could overflow: the number of ranks.  Without
-        a wire dtype NCCL divides.
-    n_tail : int
-        Number of items at the vector's end that are always sent in their own dtype.
-    nccl_caller : {"python", "native", "graph"}
-        Code that calls NCCL within the launch, as in `FfiAllReduce`.
-    op : str
-        Name of the reduction.
-    shards : ShardSpec or None
-        With a sharded optimizer.  The variable is then a matrix with a row for each rank, and not all-reduced: a
-        reduce-scatter reduces this rank's row, and all-gathers after the second function exchange the updated rows.
-    """
-
-    storage: list[Any]
-    wire_dtype: str | None = None
-    divisor: int = 1
-    n_tail: int = 1
-    nccl_caller: str = "python"
-    op: str = "sum"
-    shards: ShardSpec | None = None
-
-    @property
-    def collectives(self) -> tuple[str, ...]:
-        """Names of the collectives of one computation, in their order."""
-        if self.shards is None:
-            return ("all_reduce",)
-        return ("reduce_scatter", *["all_gather"] * (1 + self.shards.gathers_gradient))
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Hashable value that identifies the specification."""
-        return (id(self.storage), *self[1:-1], self.shards and id(self.shards.row))
 
 
 def trace_functions(
@@ -109,9 +48,6 @@ def trace_functions(
     tuple of jax.Array
         Outputs that are not logged, new values of ``updated``, arrays of the log.
     """
-    import jax.numpy as jnp
-    from jax import lax
-
     n_inputs = sum(function.n_inputs for function in functions)
     n_arguments = n_inputs + len(storages)
     inputs = iter(arguments[:n_inputs])
@@ -119,22 +55,14 @@ def trace_functions(
     old_values = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
     current = dict(old_values)
     outputs: list[Any] = []
-    is_valid: Any = None
-    is_row_valid: Any = None
-    rows: list[Any] = []
-    shards = None if spec is None else spec.shards
+    exchange = None
+    if spec is not None and ffi_all_reduce is not None:
+        kind = Exchange if spec.shards is None else ShardedExchange
+        exchange = kind(spec, ffi_all_reduce, logs[:1] if in_loop else ())
     for function in functions:
         operands = [*islice(inputs, function.n_inputs), *[current[id(s)] for s in function.storages], *lengths]
         try:
-            if spec is not None and ffi_all_reduce is not None and function is functions[0]:
-                iterations = [logs[0]] if in_loop else []
-                results, is_valid = _trace_all_reduce(function, operands, spec, ffi_all_reduce, iterations)
-            elif spec and shards and ffi_all_reduce and function is functions[1]:
-                results, gathered, is_valid = _trace_sharded_update(
-                    function, operands, rows, spec, ffi_all_reduce, is_row_valid
-                )
-            else:
-                results = function.run(*operands)
+            results = function.run(*operands) if exchange is None else exchange.run(function, operands)
         except Exception:
             function.raise_with_graph_context()
             raise
@@ -143,192 +71,12 @@ def trace_functions(
             function.result_storages[function.n_outputs :], results[function.n_outputs :], strict=True
         ):
             current[id(storage)] = result
-        if spec is not None and shards is not None and ffi_all_reduce is not None:
-            matrix = id(spec.storage)
-            if function is functions[0]:
-                chunks, current[matrix] = current[matrix], old_values[matrix]
-                rank = current[id(shards.rank)]
-                rows = [lax.dynamic_index_in_dim(chunk, rank, keepdims=False) for chunk in chunks]
-                if shards.gathers_gradient:
-                    row = jnp.concatenate(rows)
-                    (current[matrix],), is_valid = ffi_all_reduce.trace_finish([row], n_gathered=spec.divisor)
-                is_row_valid = is_valid
-            elif function is functions[1]:
-                current[matrix] = gathered
-    if spec is not None:
-        divided = set() if shards is None else {id(storage) for storage in shards.parts}
-        for key in old_values.keys() - {id(spec.storage)}:
-            is_new_valid = is_row_valid if key in divided else is_valid
-            current[key] = _keep_old_if_invalid(is_new_valid, current[key], old_values[key])
-        if shards is not None:
-            current[id(spec.storage)] = old_values[id(spec.storage)]  # it would be one more copy of the parameters
+    if exchange is not None:
+        current = {key: exchange.keep_old_if_invalid(key, value, old_values[key]) for key, value in current.items()}
     # Logged outputs are not returned: each would be a new array at a new address.
     unlogged = [output for i, output in enumerate(outputs) if i not in logged]
     new_logs = ScalarLog.append(logs, [outputs[i] for i in logged]) if logs else []
     return (*unlogged, *(current[id(storage)] for storage in updated), *new_logs)
-
-
-def _trace_all_reduce(
-    function: JaxFunction,
-    operands: Sequence[Any],
-    spec: AllReduceSpec,
-    ffi_all_reduce: FfiAllReduce,
-    iterations: Sequence[Any],
-) -> tuple[list[Any], Any]:
-    """Trace a function and the all-reduce of one of its results.
-
-    The all-reduce of the last parameters' gradients starts while the gradients of earlier parameters are computed.
-
-    Parameters
-    ----------
-    function : JaxFunction
-    operands : list of jax.Array
-    spec : AllReduceSpec
-    ffi_all_reduce : FfiAllReduce
-    iterations : list of jax.Array
-        In a loop: ``others`` of `FfiAllReduce.trace_finish`; else empty.
-
-    Returns
-    -------
-    results : list of jax.Array
-        The function's results, with the reduced value of ``spec.storage``; with ``spec.shards``, a list of blocks of
-        columns, of which this rank's rows are reduced.
-    is_valid : jax.Array of int32
-        As `FfiAllReduce.trace_finish` returns it.
-    """
-    import jax.numpy as jnp
-
-    position = next(i for i, storage in enumerate(function.result_storages) if storage is spec.storage)
-    evaluator = JaxprEvaluator(function.run, operands, function.n_outputs, position)
-    parts = evaluator.parts
-    own_dtype = parts[0].aval.dtype
-    dtype = spec.wire_dtype if parts[0].aval.ndim == 1 else None
-    n_tail = spec.n_tail if dtype is not None else 0
-    chunks = [parts] if iterations else _group_parts(parts, jnp.dtype(dtype or own_dtype).itemsize, n_tail)
-
-    def compute_chunk(chunk: list[Any]) -> Any:
-        """Return the values of a chunk without the tail, as one array in the dtype in which it is sent."""
-        values = evaluator.compute(chunk)
-        if dtype is not None:
-            values = _split_tail(values, n_tail)[0] if chunk is chunks[0] else values
-            values = [(value / spec.divisor).astype(dtype) for value in values]
-        return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
-
-    token = np.int32(0)
-    started_arrays, token, _ = _trace_starts(evaluator, chunks[:-1], compute_chunk, ffi_all_reduce, token)
-    remaining_arrays = [compute_chunk(chunks[-1])]
-    if dtype is not None:
-        # The number of rows, and running averages, would lose too much precision in the wire dtype.
-        tail_vectors = _split_tail(evaluator.compute(chunks[0]), n_tail)[1]
-        remaining_arrays.append(jnp.concatenate(tail_vectors) / spec.divisor)
-    arrays, is_valid = ffi_all_reduce.trace_finish(remaining_arrays, started_arrays, token, iterations)
-    tail = [arrays.pop()] if dtype is not None else []
-    arrays = [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
-    if spec.shards is not None:
-        return evaluator.finish(arrays), is_valid
-    return evaluator.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid
-
-
-def _trace_sharded_update(
-    function: JaxFunction,
-    operands: Sequence[Any],
-    rows: Sequence[Any],
-    spec: AllReduceSpec,
-    ffi_all_reduce: FfiAllReduce,
-    is_row_valid: Any,
-) -> tuple[list[Any], Any, Any]:
-    """Trace the update of this rank's parts, and the all-gather of its result.
-
-    The all-gather of the last parameters starts while earlier parameters are updated.
-
-    Parameters
-    ----------
-    function, operands, spec, ffi_all_reduce
-        As in `_trace_all_reduce`.
-    rows : list of jax.Array
-        Blocks of this rank's reduced row.
-    is_row_valid : jax.Array of int32
-        As `FfiAllReduce.trace_finish` has returned it for the last collective.
-
-    Returns
-    -------
-    results : list of jax.Array
-        The function's results, with the old value of the row.
-    matrix : jax.Array
-        The updated rows of all ranks.
-    is_valid : jax.Array of int32
-        As `FfiAllReduce.trace_finish` returns it.
-    """
-    import jax.numpy as jnp
-
-    assert spec.shards is not None
-    storages = [*[None] * function.n_inputs, *function.storages]
-    start, size = next(i for i, storage in enumerate(storages) if storage is spec.shards.row), spec.divisor
-    stop = start + len(rows)
-
-    def run(*arguments: Any) -> Sequence[Any]:
-        return function.run(*arguments[:start], jnp.concatenate(arguments[start:stop]), *arguments[stop:])
-
-    position = next(i for i, storage in enumerate(function.result_storages) if storage is spec.shards.row)
-    arguments = [*operands[:start], *rows, *operands[start + 1 :]]
-    evaluator = JaxprEvaluator(run, arguments, function.n_outputs, position, range(start, stop))
-    chunks = _group_parts(evaluator.parts, size * rows[0].dtype.itemsize)
-
-    def compute_chunk(chunk: list[Any]) -> Any:
-        values = evaluator.compute(chunk)
-        return values[0] if len(values) == 1 else jnp.concatenate(values)
-
-    token = is_row_valid >> 1  # 0, after the last collective: a chunk may depend on nothing that it has computed
-    started_arrays, token, sent = _trace_starts(evaluator, chunks[:-1], compute_chunk, ffi_all_reduce, token, size)
-    last = compute_chunk(chunks[-1])
-    arrays, is_valid = ffi_all_reduce.trace_finish([last], started_arrays, token, sent, size)
-    return evaluator.finish(operands[start]), jnp.concatenate(arrays[::-1], axis=1), is_valid
-
-
-def _trace_starts(
-    evaluator: JaxprEvaluator,
-    chunks: Sequence[list[Any]],
-    compute_chunk: Callable[[list[Any]], Any],
-    ffi_all_reduce: FfiAllReduce,
-    token: Any,
-    n_gathered: int = 0,
-) -> tuple[list[Any], Any, list[Any]]:
-    """Trace the start of a collective on each chunk; return the started arrays, the last token, and the arguments."""
-    arguments: list[Any] = []
-    started_arrays: list[Any] = []
-    for chunk in chunks:
-        arguments.append(compute_chunk(chunk))
-        array, token = ffi_all_reduce.trace_start(arguments[-1], token, n_gathered)
-        token = evaluator.delay_until(token)
-        started_arrays.append(array)
-    return started_arrays, token, arguments
-
-
-def _group_parts(parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:
-    """Group consecutive parts of a vector into chunks, from the end of the vector to its start.
-
-    Each chunk except the last has at least `MIN_CHUNK_BYTES`.  The first one has more than ``n_tail`` items.
-    """
-    chunks: list[list[Any]] = [[]]
-    for part in reversed(parts):
-        size = sum(member.aval.size for member in chunks[-1])
-        if size * itemsize >= MIN_CHUNK_BYTES and (len(chunks) > 1 or size > n_tail):
-            chunks.append([])
-        chunks[-1].insert(0, part)
-    return chunks
-
-
-def _split_tail(vectors: Sequence[Any], n_tail: int) -> tuple[list[Any], list[Any]]:
-    """Split consecutive vectors before their last ``n_tail`` items; return the vectors of both parts."""
-    head = list(vectors)
-    tail_vectors: list[Any] = []
-    while n_tail > 0:
-        vector = head.pop()
-        tail_vectors.insert(0, vector[-n_tail:])
-        if len(vector) > n_tail:
-            head.append(vector[:-n_tail])
-        n_tail -= len(vector)
-    return head, tail_vectors
 
 
 def trace_loop(
@@ -371,14 +119,3 @@ def trace_loop(
 
     final, _ = lax.scan(body, [state[position] for position in changed], parts, length=n_repeats)
     return tuple(final)
-
-
-def _keep_old_if_invalid(is_valid: Any, new_value: Any, old_value: Any) -> Any:
-    """Return a variable's new value if the reduction is valid, else the old value.
-
-    If their shapes differ, return the new value: the shape of a traced result can't depend on ``is_valid``.
-    """
-    import jax.numpy as jnp
-
-    can_choose = new_value is not old_value and new_value.shape == old_value.shape
-    return jnp.where(is_valid != 0, new_value, old_value) if can_choose else new_value

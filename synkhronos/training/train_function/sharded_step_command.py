@@ -86,8 +86,8 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def get_shards(self, rank: Rank) -> StepShards:
         """Return this rank's row and number."""
-        row, number, *parts = map(rank.get_object, self.keys[1:])
-        return StepShards(row, number, parts, self.gathers_gradient)
+        row, _, *parts = map(rank.get_object, self.keys[1:])
+        return StepShards(row, parts, self.gathers_gradient)
 
     def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator, and the matrix's shape, once all ranks have compared theirs."""

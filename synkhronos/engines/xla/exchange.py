@@ -1,0 +1,317 @@
+"""The collectives within an XLA program, while JAX traces it.
+
+The gradient is sent in chunks.  The collective of a chunk starts as soon as the chunk is computed, on a side stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos.devices.jax.ffi import FfiAllReduce
+from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
+from synkhronos.lowering.jax_function import JaxFunction
+
+#: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass.
+MIN_CHUNK_BYTES = 25_000_000
+
+
+class ShardSpec(NamedTuple):
+    """Storages of a sharded optimizer's step, as in `StepShards`."""
+
+    row: list[Any]
+    parts: tuple[list[Any], ...]
+    gathers_gradient: bool
+
+
+class AllReduceSpec(NamedTuple):
+    """All-reduce of a shared variable's new value within a launch.
+
+    If the connection is aborted during the launch, the other variables keep their old values, unless their new values
+    have another shape; the reduced variable's value is undefined.
+
+    Attributes
+    ----------
+    storage : list of one array
+        The variable's storage.
+    wire_dtype : str or None
+        Dtype in which the values without the tail are sent; None for their own dtype.
+    divisor : int
+        Divisor of the values if there is a wire dtype, in which their sum could overflow: the number of ranks.  Without
+        a wire dtype NCCL divides.
+    n_tail : int
+        Number of items at the vector's end that are always sent in their own dtype.
+    nccl_caller : {"python", "native", "graph"}
+        Code that calls NCCL within the launch, as in `FfiAllReduce`.
+    op : str
+        Name of the reduction.
+    shards : ShardSpec or None
+        With a sharded optimizer.  The variable is then a matrix with a row for each rank, and not all-reduced: a
+        reduce-scatter reduces this rank's row, and all-gathers after the second function exchange the updated rows.
+    """
+
+    storage: list[Any]
+    wire_dtype: str | None = None
+    divisor: int = 1
+    n_tail: int = 1
+    nccl_caller: str = "python"
+    op: str = "sum"
+    shards: ShardSpec | None = None
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Names of the collectives of one computation, in their order."""
+        if self.shards is None:
+            return ("all_reduce",)
+        return ("reduce_scatter", *["all_gather"] * (1 + self.shards.gathers_gradient))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Hashable value that identifies the specification."""
+        return (id(self.storage), *self[1:-1], self.shards and id(self.shards.row))
+
+
+class Exchange:
+    """The all-reduce of one computation, while it is traced.
+
+    Parameters
+    ----------
+    spec : AllReduceSpec
+    ffi_all_reduce : FfiAllReduce
+    iterations : list of jax.Array
+        In a loop: ``others`` of `FfiAllReduce.trace_finish`; else empty.
+    """
+
+    def __init__(self, spec: AllReduceSpec, ffi_all_reduce: FfiAllReduce, iterations: Sequence[Any]):
+        self._spec, self._ffi_all_reduce, self._iterations = spec, ffi_all_reduce, iterations
+        #: As `FfiAllReduce.trace_finish` returns it; None before the first function.
+        self._is_valid: Any = None
+
+    def run(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+        """Trace the next function, and the all-reduce that follows the first one; return the function's results."""
+        import jax.numpy as jnp
+
+        if self._is_valid is not None:
+            results: Sequence[Any] = function.run(*operands)
+            return results
+        evaluator, arrays = self._reduce(function, operands)
+        return evaluator.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays))
+
+    def keep_old_if_invalid(self, key: int, new_value: Any, old_value: Any) -> Any:
+        """Return a variable's new value if the collectives are valid, else the old one; ``key`` is its storage's id.
+
+        If their shapes differ, return the new value: the shape of a traced result can't depend on the flag.
+        """
+        import jax.numpy as jnp
+
+        if key == id(self._spec.storage) or new_value is old_value or new_value.shape != old_value.shape:
+            return new_value
+        return jnp.where(self._get_flag(key) != 0, new_value, old_value)
+
+    def _get_flag(self, key: int) -> Any:
+        return self._is_valid
+
+    def _reduce(self, function: JaxFunction, operands: Sequence[Any]) -> tuple[JaxprEvaluator, list[Any]]:
+        """Trace the part of a function that computes the variable, and the variable's reduction.
+
+        The all-reduce of the last parameters' gradients starts while the gradients of earlier parameters are computed.
+
+        Returns
+        -------
+        evaluator : JaxprEvaluator
+        arrays : list of jax.Array
+            Arrays whose concatenation along the last axis is the reduced value.
+        """
+        import jax.numpy as jnp
+
+        spec = self._spec
+        position = _find(function.result_storages, spec.storage)
+        evaluator = JaxprEvaluator(function.run, operands, function.n_outputs, position)
+        parts = evaluator.parts
+        own_dtype = parts[0].aval.dtype
+        dtype = spec.wire_dtype if parts[0].aval.ndim == 1 else None
+        n_tail = spec.n_tail if dtype is not None else 0
+        chunks = [parts] if self._iterations else _group_parts(parts, jnp.dtype(dtype or own_dtype).itemsize, n_tail)
+
+        def compute_chunk(chunk: list[Any]) -> Any:
+            """Return the values of a chunk without the tail, as one array in the dtype in which it is sent."""
+            values = evaluator.compute(chunk)
+            if dtype is not None:
+                values = _split_tail(values, n_tail)[0] if chunk is chunks[0] else values
+                values = [(value / spec.divisor).astype(dtype) for value in values]
+            return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
+
+        def compute_tail() -> list[Any]:
+            # The number of rows, and running averages, would lose too much precision in the wire dtype.
+            vectors = _split_tail(evaluator.compute(chunks[0]), n_tail)[1] if dtype is not None else []
+            return [jnp.concatenate(vectors) / spec.divisor] if vectors else []
+
+        arrays, self._is_valid = self._trace_chunks(
+            evaluator, chunks, compute_chunk, np.int32(0), self._get_reduced_shape, compute_tail
+        )
+        tail = [arrays.pop()] if dtype is not None else []
+        return evaluator, [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
+
+    def _get_reduced_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of an array's reduction; None if it is in place."""
+        return None
+
+    def _trace_chunks(
+        self,
+        evaluator: JaxprEvaluator,
+        chunks: Sequence[list[Any]],
+        compute_chunk: Callable[[list[Any]], Any],
+        token: Any,
+        get_shape: Callable[[tuple[int, ...]], tuple[int, ...] | None],
+        compute_tail: Callable[[], list[Any]] = list,
+    ) -> tuple[list[Any], Any]:
+        """Trace the collective on chunks, each of which starts before the next chunk is computed.
+
+        Parameters
+        ----------
+        evaluator : JaxprEvaluator
+        chunks : list of list of jaxpr variables
+        compute_chunk : callable
+            Returns the array of a chunk.
+        token : jax.Array of int32
+            0.  The first chunk is sent after the token is computed.
+        get_shape : callable
+            Takes the shape of an array, and returns that of its result; None for a result in place of the array.
+        compute_tail : callable
+            Returns further arrays to send.
+
+        Returns
+        -------
+        results : list of jax.Array
+            Results of the chunks, then of the tail.
+        is_valid : jax.Array of int32
+            As `FfiAllReduce.trace_finish` returns it.
+        """
+        sent, started = [], []
+        for chunk in chunks[:-1]:
+            array = compute_chunk(chunk)
+            shape = get_shape(array.shape)
+            result, token = self._ffi_all_reduce.trace_start(array, token, shape)
+            token = evaluator.delay_until(token)
+            started.append(result)
+            sent += [array] if shape is not None else []
+        arrays = [compute_chunk(chunks[-1]), *compute_tail()]
+        shapes = [get_shape(array.shape) for array in arrays]
+        return self._ffi_all_reduce.trace_finish(arrays, started, token, [*self._iterations, *sent], shapes)
+
+
+class ShardedExchange(Exchange):
+    """The collectives of one computation with a sharded optimizer::
+
+        gradient     block of columns ──> reduce-scatter (side stream) ──> block of this rank's row
+        update       block of this rank's row ──> new block ──> all-gather (side stream) ──> new block of columns
+        new values   columns of all blocks ──> whole parameters
+
+    The first blocks are of the last parameters, whose gradients are computed first.
+    """
+
+    def __init__(self, spec: AllReduceSpec, ffi_all_reduce: FfiAllReduce, iterations: Sequence[Any]):
+        super().__init__(spec, ffi_all_reduce, iterations)
+        assert spec.shards is not None
+        self._shards = spec.shards
+        #: Blocks of this rank's reduced row; before the second function.
+        self._rows: list[Any] = []
+        #: All ranks' updated rows, and the flag of the reduced row; after the second function.
+        self._matrix: Any = None
+        self._is_row_valid: Any = None
+
+    def run(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+        """Trace the next function, and the collectives that follow it; return the function's results."""
+        if self._is_valid is None:
+            return self._run_gradient(function, operands)
+        if self._is_row_valid is None:
+            return self._run_update(function, operands)
+        storages = [*[None] * function.n_inputs, *function.storages]
+        operands = [self._matrix if s is self._spec.storage else o for s, o in zip(storages, operands, strict=True)]
+        results: Sequence[Any] = function.run(*operands)
+        return results
+
+    def _get_reduced_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[1:]
+
+    def _get_flag(self, key: int) -> Any:
+        # This rank's parts are valid if its row is.  They are updated at once, in place.
+        is_part = any(key == id(storage) for storage in self._shards.parts)
+        return self._is_row_valid if is_part else self._is_valid
+
+    def _run_gradient(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+        """Return the function's results, with the matrix's old value, or all ranks' reduced rows."""
+        import jax.numpy as jnp
+
+        evaluator, self._rows = self._reduce(function, operands)
+        matrix = operands[function.n_inputs + _find(function.storages, self._spec.storage)]
+        if self._shards.gathers_gradient:
+            (matrix,), self._is_valid = self._ffi_all_reduce.trace_finish(
+                [jnp.concatenate(self._rows)], shapes=[matrix.shape]
+            )
+        return evaluator.finish(matrix)
+
+    def _run_update(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+        """Return the function's results, with the row's old value."""
+        import jax.numpy as jnp
+
+        start = function.n_inputs + _find(function.storages, self._shards.row)
+        stop, n_ranks = start + len(self._rows), self._spec.divisor
+
+        def run(*arguments: Any) -> Sequence[Any]:
+            return function.run(*arguments[:start], jnp.concatenate(arguments[start:stop]), *arguments[stop:])
+
+        evaluator = JaxprEvaluator(
+            run,
+            [*operands[:start], *self._rows, *operands[start + 1 :]],
+            function.n_outputs,
+            _find(function.result_storages, self._shards.row),
+            delayed_arguments=range(start, stop),
+        )
+        chunks = _group_parts(evaluator.parts, n_ranks * self._rows[0].dtype.itemsize)
+
+        def compute_chunk(chunk: list[Any]) -> Any:
+            values = evaluator.compute(chunk)
+            return values[0] if len(values) == 1 else jnp.concatenate(values)
+
+        self._is_row_valid = self._is_valid
+        token = self._is_row_valid >> 1  # 0, after the last collective: a chunk may not depend on what it has reduced
+        blocks, self._is_valid = self._trace_chunks(
+            evaluator, chunks, compute_chunk, token, lambda shape: (n_ranks, *shape)
+        )
+        self._matrix = jnp.concatenate(blocks[::-1], axis=1)
+        return evaluator.finish(operands[start])
+
+
+def _find(storages: Sequence[list[Any]], wanted: list[Any]) -> int:
+    """Return the position of a storage, compared by identity."""
+    return next(i for i, storage in enumerate(storages) if storage is wanted)
+
+
+def _group_parts(parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:
+    """Group consecutive parts of a vector into chunks, from the end of the vector to its start.
+
+    Each chunk except the last has at least `MIN_CHUNK_BYTES`.  The first one has more than ``n_tail`` items.
+    """
+    chunks: list[list[Any]] = [[]]
+    for part in reversed(parts):
+        size = sum(member.aval.size for member in chunks[-1])
+        if size * itemsize >= MIN_CHUNK_BYTES and (len(chunks) > 1 or size > n_tail):
+            chunks.append([])
+        chunks[-1].insert(0, part)
+    return chunks
+
+
+def _split_tail(vectors: Sequence[Any], n_tail: int) -> tuple[list[Any], list[Any]]:
+    """Split consecutive vectors before their last ``n_tail`` items; return the vectors of both parts."""
+    head = list(vectors)
+    tail_vectors: list[Any] = []
+    while n_tail > 0:
+        vector = head.pop()
+        tail_vectors.insert(0, vector[-n_tail:])
+        if len(vector) > n_tail:
+            head.append(vector[:-n_tail])
+        n_tail -= len(vector)
+    return head, tail_vectors
