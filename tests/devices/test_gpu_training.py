@@ -18,7 +18,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.cuda.nccl import NcclCommunicator
-from synkhronos.engines.xla import trace
+from synkhronos.engines.xla import exchange
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Command
 from synkhronos.training import make_train_function, make_train_function_serial, updates
@@ -86,13 +86,13 @@ class SetChunkSize(Command):
         self.piece = piece
 
     def run(self, rank):
-        trace.MIN_CHUNK_BYTES = self.piece
+        exchange.MIN_CHUNK_BYTES = self.piece
 
 
 @pytest.fixture
 def set_chunk_size():
     """Set the chunk size of vectors, in bytes, until the end of the test."""
-    before = trace.MIN_CHUNK_BYTES
+    before = exchange.MIN_CHUNK_BYTES
     yield lambda piece: ranks.get_session().run(SetChunkSize(piece))
     ranks.get_session().run(SetChunkSize(before))
 
