@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from library import XLA, shared
 from library import tensor as T
-from xla_launches import Alarm, DoublingReducer, get_runner, on_host
+from xla_launches import Alarm, DoublingReducer, TwoEqualShards, get_runner, on_host
 
 import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
-from synkhronos.engines.xla.exchange import AllReduceSpec
+from synkhronos.engines.xla.exchange import AllReduceSpec, ShardSpec
 from synkhronos.graphs import library_of
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.training.updates import sgd
+from synkhronos.training.updates import momentum, sgd
+from synkhronos.training.updates.sharded_updates import ShardedUpdates
 
 pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
 
@@ -180,6 +181,45 @@ def find_needed_equations(jaxpr, variables):
             needed.add(i)
             left += jaxpr.eqns[i].invars
     return [jaxpr.eqns[i] for i in sorted(needed)]
+
+
+@on_host
+@pytest.mark.parametrize(
+    ("chunk", "calls", "valid"),
+    [
+        (1, [[2], [6], [24], [1], [3], [12]], (1, 1)),
+        (8, [[8], [24], [4], [12]], (1, 0)),
+        (100, [[32], [16]], (0, 0)),
+    ],
+)
+def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
+    monkeypatch.setattr("synkhronos.engines.xla.exchange.MIN_CHUNK_BYTES", 8 * chunk)
+    fork(1)
+    rng = np.random.default_rng(0)
+    x, starts = T.dvector("x"), [rng.normal(size=shape) for shape in ((4, 6), (6,))]
+    params = [shared(value, name) for value, name in zip(starts, "wb", strict=True)]
+    loss = (x.dot(params[0]) * params[1]).sum()
+    rule = momentum(loss, params, learning_rate=0.5, momentum=0.0, weight=x[0] * 0 + 1)
+    shards = ShardedUpdates(rule, params, 2, "momentum")
+    functions = [synk.function([x], (loss, "sum"), updates=list(shards.grad_updates.items()))]
+    functions += [synk.function([], updates=list(u.items())) for u in (shards.local_updates, shards.whole_updates)]
+    synk.distribute()
+    first, *others = map(get_runner, functions)
+    parts = [part.shared for part in shards.parts.values()]
+    storages = ShardSpec(shards.row.container.storage, tuple(part.container.storage for part in parts), False)
+    launch = first.fuse(AllReduceSpec(shards.grad_shared.container.storage, divisor=2, shards=storages), others)
+    ranks, row = TwoEqualShards(valid), np.arange(1.0, 5.0)
+    with defer_signals(), launch.ffi_all_reduce.use_reducer(ranks, 2):
+        launch(JAX.from_host(row))
+        JAX.wait([library_of(p).borrow_value(p) for p in (*params, *parts)])
+    assert ranks.calls == calls
+    w, b = starts
+    for param, part, start, grad in zip(params, parts, starts, (np.outer(row, b), row @ w), strict=True):
+        step = -0.5 * grad.ravel()[: start.size // 2]
+        new = np.tile(start.ravel()[: start.size // 2] + step, 2).reshape(start.shape)
+        # A step is whole or not at all; a part of the state may be newer than the parameters, as the session ends then.
+        np.testing.assert_allclose(param.get_value(), new if valid[1] else start, rtol=1e-12)
+        np.testing.assert_allclose(part.get_value(), step if valid[0] else 0 * step, rtol=1e-12)
 
 
 @on_host
