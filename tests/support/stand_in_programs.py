@@ -7,7 +7,7 @@ import stand_in
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.engines.xla import exchange
+from synkhronos.engines import xla
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.training import make_train_function, make_train_function_serial, make_trainer
 from synkhronos.training.trainer.local_step_loop import LocalStepLoop
@@ -55,7 +55,7 @@ def make_model(make, **options):
 
 def train_in_one_launch():
     """Train as one process does, in two precisions, then make four collectives; print the collectives of each."""
-    exchange.MIN_CHUNK_BYTES = 1000
+    xla.exchange.MIN_CHUNK_BYTES = 1000
     fork(3)
     rng = np.random.default_rng(0)
     data = rng.normal(size=(60, 30)).astype("float32"), rng.normal(size=60).astype("float32")
