@@ -70,11 +70,7 @@ class JaxFunction:
             if id(storage) in updated and (isinstance(storage[0], np.ndarray) or device.owns(storage[0]))
         ]
         self.length_graph: StaticLengthGraph | None = thunk.jit_fn.length_graph
-        run = (
-            _convert_graph(graph, thunk.storage_map)
-            if self.length_graph is None
-            else _convert_graph(self.length_graph.graph, {})
-        )
+        run = _convert_graph(graph if self.length_graph is None else self.length_graph.graph)
         self.run = _use_keys(run, generators, new_generators)
 
     def compute_lengths(self, inputs: Sequence[Any]) -> tuple[int, ...]:
@@ -114,7 +110,7 @@ def _use_keys(
     return run_by_keys
 
 
-def _convert_graph(graph: Any, storage_map: Any) -> Callable[..., Any]:
+def _convert_graph(graph: Any) -> Callable[..., Any]:
     """Convert a graph to a function of JAX arrays in which each value has its variable's dtype.
 
     PyTensor's conversion follows JAX's type promotion, by which a float32 divided by a length is a float64.  Then all
@@ -140,7 +136,7 @@ def _convert_graph(graph: Any, storage_map: Any) -> Callable[..., Any]:
         return lambda *inputs: tuple(map(_cast, run(*inputs), dtypes))
 
     converted: Callable[..., Any] = fgraph_to_python(
-        graph, convert, type_conversion_fn=jax_typify, fgraph_name="synkhronos_graph", storage_map=storage_map
+        graph, convert, type_conversion_fn=jax_typify, fgraph_name="synkhronos_graph"
     )
     dtypes = [getattr(output.type, "dtype", None) for output in graph.outputs]
     return lambda *inputs: tuple(map(to_strong_array, converted(*inputs) or (), dtypes))

@@ -33,7 +33,16 @@ class LengthLinker(JAXLinker):
         from pytensor.link.jax.dispatch import jax_funcify
 
         register_lowerings()
-        function = super().fgraph_convert(fgraph, input_storage, storage_map, **kwargs)
+        # PyTensor's conversion treats an input that has a value as a constant, and keeps the value on the device.
+        storages = [storage_map[v] for v in fgraph.inputs if hasattr(storage_map[v][0], "dtype")]
+        values = [storage[0] for storage in storages]
+        try:
+            for storage in storages:
+                storage[0] = None
+            function = super().fgraph_convert(fgraph, input_storage, storage_map, **kwargs)
+        finally:
+            for storage, value in zip(storages, values, strict=True):
+                storage[0] = value
         self._length_graph = extract_lengths(fgraph)  # last: the conversion replaces random generators by copies
         if self._length_graph is not None:
             function = jax_funcify(self._length_graph.graph)

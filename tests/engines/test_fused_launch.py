@@ -286,6 +286,20 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
     np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
 
+def test_device_has_one_copy_of_a_shared_variable(fork):
+    import jax
+
+    fork(1)
+    x, w = T.dvector("x"), shared(np.ones((37, 11)), "w")
+    step = synk.function([x], (w.sum(), "sum"), updates=[(w, w * x[0])])
+    synk.distribute()
+    for factor in (2.0, 3.0):
+        step(np.full(2, factor))
+    gc.collect()
+    assert [array.shape for array in jax.live_arrays()].count((37, 11)) == 1
+    np.testing.assert_array_equal(w.get_value(), np.full((37, 11), 6.0))
+
+
 def test_recently_used_launches_are_cached(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
