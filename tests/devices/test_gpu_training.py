@@ -45,8 +45,8 @@ class FailNextLaunch(Command):
         Executable._launch = launch_once
 
 
-def make_training_steps(times=1):
-    """Return a training step on the ranks, a serial one, and the parameters of both.
+def make_training_steps(times=1, **options):
+    """Return a training step on the ranks with options, a serial one, and the parameters of both.
 
     With ``times``, a call takes several steps and returns the last loss.
     """
@@ -56,7 +56,8 @@ def make_training_steps(times=1):
     made = []
     for make in (make_train_function, make_train_function_serial):
         w = shared(np.zeros(3), "w")
-        made += [make(((x.dot(w) - y) ** 2).mean(), [w], x, y, updates.momentum, learning_rate=0.1), w]
+        kwargs = {"learning_rate": 0.1, **(options if make is make_train_function else {})}
+        made += [make(((x.dot(w) - y) ** 2).mean(), [w], x, y, updates.momentum, **kwargs), w]
     train, w, alone, w_alone = made
     if times == 1:
         return lambda: (train(*data), alone(*data)), w, w_alone
@@ -64,10 +65,10 @@ def make_training_steps(times=1):
 
 
 @of_jax
-@pytest.mark.parametrize("times", [1, 10])
-def test_training_steps_are_one_launch(fork, monkeypatch, times):
+@pytest.mark.parametrize(("times", "options"), [(1, {}), (10, {}), (1, {"shard_optimizer": True})])
+def test_training_steps_are_one_launch(fork, monkeypatch, times, options):
     fork(2)
-    step, w, alone = make_training_steps(times)
+    step, w, alone = make_training_steps(times, **options)
     launches = []
     launch = Executable._launch
     monkeypatch.setattr(Executable, "_launch", lambda self, arguments: launches.append(1) or launch(self, arguments))
@@ -125,11 +126,12 @@ def test_gradients_are_reduced_in_chunks_and_in_bfloat16(fork, set_chunk_size, e
 
 
 @of_jax
+@pytest.mark.parametrize("shard_optimizer", [False, True])
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, failing_rank):
+def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, failing_rank, shard_optimizer):
     fork(2)
     set_chunk_size(4)
-    step, w, alone = make_training_steps()
+    step, w, alone = make_training_steps(shard_optimizer=shard_optimizer)
     step()
     np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
     for _ in range(2):

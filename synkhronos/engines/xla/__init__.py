@@ -8,7 +8,8 @@ shared variables, and returns the outputs and the variables' new values::
     shared variables  │                                                    function    │ ──> new values
     (donated) ──────> └────────────────────────────────────────────────────────────────┘
 
-A `FusedRunner` launches an executable with an all-reduce.  A `SpmdProgram` is a program of another library, such as a
+With a sharded optimizer there are two update functions, and collectives after the gradient and between these
+(`ShardedExchange`).  A `FusedRunner` launches an executable with an all-reduce.  A `SpmdProgram` is a program of another library, such as a
 sampler, that all ranks run at the same time.
 """
 
