@@ -37,7 +37,7 @@ from benchmarks._measure import (
     time_call,
 )
 from synkhronos.devices import get_array_device
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.tasks import Worker
 
 SIZES = [4_000, 4_000_000, 100_000_000]
@@ -68,7 +68,7 @@ class RankCollectives:
         def make_waiting_call(call: Callable[..., None], shared: Any, *arguments: Any) -> Callable[[], None]:
             def call_and_wait() -> None:
                 call(shared, *arguments)
-                self._wait(library_of(shared).borrow_value(shared))
+                self._wait(get_library(shared).borrow_value(shared))
 
             return call_and_wait
 
@@ -108,7 +108,7 @@ class RankCollectives:
 
 def time_in_task(worker: Worker, name: str, shared: Any, calls: int) -> list[float]:
     """Send or reduce a shared variable's value; return the seconds of each call except the first."""
-    array, last = library_of(shared).borrow_value(shared), worker.size - 1
+    array, last = get_library(shared).borrow_value(shared), worker.size - 1
     group = worker.group(range(worker.size))
 
     def send() -> None:

@@ -161,10 +161,10 @@ def compare_torch(options: argparse.Namespace) -> None:
 def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> dict[str, float]:
     """Return the median seconds of an exchange with the centre, and of averages."""
     from synkhronos.devices import JAX
-    from synkhronos.graphs import library_of
+    from synkhronos.graphs import get_library
     from synkhronos.rules.rule import average
 
-    library_of(params[0]).store_value(params[0], JAX.from_host(np.ones(SIZE, np.float32)))
+    get_library(params[0]).store_value(params[0], JAX.from_host(np.ones(SIZE, np.float32)))
     state = rules.State(params, [], shared)
     rule.setup(worker, state)
     times: dict[str, list[float]] = {}

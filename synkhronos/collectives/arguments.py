@@ -18,7 +18,7 @@ from synkhronos.data.rows import get_share
 from synkhronos.data.shared_memory import check_session, copy_to_shared, get_array_location
 from synkhronos.devices import Selection
 from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import ArrayLocation, Session, WeakKeyDict
 from synkhronos.replication.replicator import Replicator, is_registered
 
@@ -63,7 +63,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
         _check_variable(replicator, variable, allow_generators)
     check_distinct(variables, "shared_vars")
     for variable in variables:
-        if not library_of(variable).is_generator(variable):
+        if not get_library(variable).is_generator(variable):
             checked[variable] = True
     return variables, is_single
 
@@ -71,7 +71,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
 def _check_variable(replicator: Replicator, variable: Any, allow_generators: bool) -> None:
     """Raise TypeError or ValueError if a collective can't use a variable."""
     try:
-        library = library_of(variable)
+        library = get_library(variable)
     except TypeError as error:
         raise TypeError(f"shared_vars: {error}") from None
     if not library.is_shared(variable):
@@ -105,7 +105,7 @@ def distribute_variables(session: Session, variables: Sequence[Any]) -> tuple[An
 
 def is_generator_object(variable: Any) -> bool:
     """Whether a shared variable is a random generator whose value is an object rather than an array."""
-    library = library_of(variable)
+    library = get_library(variable)
     return library.is_generator(variable) and not library.is_array(variable)
 
 
@@ -118,7 +118,7 @@ def check_generator_state(session: Session, variable: Any, value: Any, must_jump
         Whether ranks will jump to different positions in the generator's stream.
     """
     try:
-        library_of(variable).check_generator(variable, value, must_jump and session.size > 1)
+        get_library(variable).check_generator(variable, value, must_jump and session.size > 1)
     except (TypeError, ValueError) as error:
         raise type(error)(f"values: {describe(variable)}: {error}") from None
 
@@ -149,9 +149,9 @@ def _convert(variable: Any, value: Any) -> np.ndarray:
     `check_shape` checks the shape later, since a rank may get a part of the rows.
     """
     check_dense(value, f"values: {describe(variable)}")
-    any_shape = library_of(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
+    any_shape = get_library(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
     try:
-        return library_of(variable).filter(any_shape, value, allow_downcast=variable.container.allow_downcast)
+        return get_library(variable).filter(any_shape, value, allow_downcast=variable.container.allow_downcast)
     except (TypeError, ValueError, AttributeError) as error:
         error_class = ValueError if isinstance(error, ValueError) else TypeError
         raise error_class(f"values: {describe(variable)} can't take {type(value).__name__}: {error}") from None
@@ -159,7 +159,7 @@ def _convert(variable: Any, value: Any) -> np.ndarray:
 
 def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
     """Raise ValueError if the variable's type doesn't allow a shape."""
-    if not library_of(variable).accepts_shape(variable, shape):
+    if not get_library(variable).accepts_shape(variable, shape):
         raise ValueError(f"values: {describe(variable)} of type {variable.type} can't take shape {shape}")
 
 

@@ -39,7 +39,7 @@ from synkhronos.collectives.commands import (
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share, select_rows
 from synkhronos.data.shared_memory import get_array_location
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import Session, WeakKeyDict
 from synkhronos.replication.random_streams import record_new_seeds
 
@@ -78,15 +78,15 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
-        generators = [v for v in variables if library_of(v).is_generator(v)]
-        arrays = [v for v in variables if not library_of(v).is_generator(v)]
+        generators = [v for v in variables if get_library(v).is_generator(v)]
+        arrays = [v for v in variables if not get_library(v).is_generator(v)]
         shared_values = None
         if values is None:
-            states = [library_of(v).copy_generator(v) for v in generators]
+            states = [get_library(v).copy_generator(v) for v in generators]
         else:
             pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
-            states = [value for v, value in pairs if library_of(v).is_generator(v)]
-            shared_values = [to_data(session, v, value) for v, value in pairs if not library_of(v).is_generator(v)]
+            states = [value for v, value in pairs if get_library(v).is_generator(v)]
+            shared_values = [to_data(session, v, value) for v, value in pairs if not get_library(v).is_generator(v)]
             for variable, value in zip(arrays, shared_values, strict=True):
                 check_shape(variable, value.shape)
         for variable, state in zip(generators, states, strict=True):

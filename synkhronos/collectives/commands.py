@@ -20,7 +20,7 @@ import numpy as np
 from synkhronos.checks import describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, get_array_device, get_device
-from synkhronos.graphs import GraphLibrary, library_of
+from synkhronos.graphs import GraphLibrary, get_library
 from synkhronos.ranks import ArrayLocation, BoundedCache, Command, Rank, RowAccess
 from synkhronos.replication.random_streams import jump_to_rank
 
@@ -64,7 +64,7 @@ def prepare_copies(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
         Whether the layouts certainly differ from those of the last call, so that a cached gather would fail.
     """
     shareds = [rank.get_object(key) for key in keys]
-    values = [library_of(shared).borrow_value(shared) for shared in shareds]
+    values = [get_library(shared).borrow_value(shared) for shared in shareds]
     own_layouts = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
     del values  # `get_writable` checks whether others refer to the arrays
     communicator = rank.device.get_communicator(rank)
@@ -99,7 +99,7 @@ class VariableCopy:
     __slots__ = ("_rank", "device", "layouts", "library", "shared", "transport", "value")
 
     def __init__(self, rank: Rank, shared: Any, transfer: _Transfer):
-        self._rank, self.shared, self.library = rank, shared, library_of(shared)
+        self._rank, self.shared, self.library = rank, shared, get_library(shared)
         self.layouts, self.device, self.transport = transfer
         self.value = self.library.borrow_value(shared)
         if not self.device.owns(self.value):
@@ -218,7 +218,7 @@ class Assign(Command):
             if value.shape:
                 selection = rows if isinstance(rows, range) else rows.view(rank.segments)
             shared = rank.get_object(key)
-            library = library_of(shared)
+            library = get_library(shared)
             library.store_value(shared, get_array_device(library.borrow_value(shared)).load(rank, value, selection))
 
 
@@ -477,7 +477,7 @@ class GetGenerators(Command):
     def run(self, rank: Rank) -> Any:
         """Return the state of each variable on each rank, by rank."""
         shareds = [rank.get_object(key) for key in self.keys]
-        return rank.all_gather([library_of(shared).copy_generator(shared) for shared in shareds])
+        return rank.all_gather([get_library(shared).copy_generator(shared) for shared in shareds])
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,7 +503,7 @@ class SetGenerators(Command):
         """Set this rank's generators."""
         for key, state in zip(self.keys, self.states, strict=True):
             shared = rank.get_object(key)
-            library = library_of(shared)
+            library = get_library(shared)
             if self.only_rank is None:
                 library.set_generator(shared, jump_to_rank(library, copy.deepcopy(state), rank))
             elif self.only_rank == rank.number:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.casts import NUMBER_KINDS, as_numbers, cast, check_cast
 from synkhronos.checks import check_at_least, check_flag, check_name, check_number
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import ArrayLocation
 
 
@@ -389,7 +389,7 @@ def data(
         raise ValueError("value and shape: expected one of them, got both")
     if var is not None:
         try:
-            library = library_of(var)
+            library = get_library(var)
         except TypeError as error:
             raise TypeError(f"var: {error}") from None
         if not library.is_array(var):

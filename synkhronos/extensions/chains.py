@@ -31,7 +31,7 @@ from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.processes import close, fork
 from synkhronos.ranks import Command, Rank, Session
 
@@ -184,4 +184,4 @@ class _InheritRows(Command):
         for key, values in zip(self.keys, self.owner.inherited_rows, strict=True):
             shared = rank.get_object(key)
             rows = values[get_share(len(values), rank.size, rank.number)]
-            library_of(shared).store_value(shared, np.ascontiguousarray(rows))
+            get_library(shared).store_value(shared, np.ascontiguousarray(rows))

@@ -54,7 +54,7 @@ from synkhronos.extensions.chains import find_chain, set_inherited_rows, start_r
 from synkhronos.extensions.rows_sum_graph import find_params, replace_checks, replace_variables, select_rank_nodes
 from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sampler, warn_unseen_errors
 from synkhronos.function import Function, function, get_dispatcher
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 
 __all__ = ["sum_over_rows"]
 
@@ -590,7 +590,7 @@ def _check_source(variable: Any, value: Any) -> Any:
             )
         return value
     try:
-        return library_of(variable).filter(variable.type, value)
+        return get_library(variable).filter(variable.type, value)
     except (TypeError, ValueError) as error:
         error_type = ValueError if isinstance(error, ValueError) else TypeError
         raise error_type(

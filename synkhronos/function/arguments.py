@@ -15,7 +15,7 @@ from synkhronos.devices import Device
 from synkhronos.devices.reduce_op import list_ops
 from synkhronos.function.computation import Computation
 from synkhronos.function.output_op import OutputOp
-from synkhronos.graphs import GraphLibrary, is_variable, library_of, list_loaded_libraries
+from synkhronos.graphs import GraphLibrary, get_library, is_variable, list_loaded_libraries
 from synkhronos.graphs.library import InputSpec
 
 _name_numbers = itertools.count()
@@ -200,7 +200,7 @@ def _find_library(**arguments: list[Any]) -> GraphLibrary:
         for value in values:
             variable = getattr(value, "variable", value)  # of an In or an Out
             try:
-                own_library = library_of(variable)
+                own_library = get_library(variable)
             except TypeError as error:
                 raise TypeError(f"{name}: {error}") from None
             if library is not None and own_library is not library:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import Rank
 
 
@@ -182,4 +182,4 @@ def _list_inner_nodes(op: Any) -> list[Any]:
     graph, outputs = getattr(op, "fgraph", None), getattr(op, "outputs", None)
     if graph is not None:
         return list(graph.toposort())
-    return library_of(outputs[0]).sort_nodes(outputs) if isinstance(outputs, list) and outputs else []
+    return get_library(outputs[0]).sort_nodes(outputs) if isinstance(outputs, list) and outputs else []

@@ -20,7 +20,7 @@ __all__ = [
     "SharedVariable",
     "Variable",
     "is_variable",
-    "library_of",
+    "get_library",
     "list_loaded_libraries",
 ]
 
@@ -28,7 +28,7 @@ __all__ = [
 _LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
 
 _libraries: dict[str, GraphLibrary] = {}
-#: Cache of `library_of`, by class of variable.
+#: Cache of `get_library`, by class of variable.
 _library_by_class: dict[type, GraphLibrary] = {}
 
 
@@ -53,7 +53,7 @@ def is_variable(value: Any) -> bool:
     return any(library.is_variable(value) for library in list_loaded_libraries())
 
 
-def library_of(*variables: Any) -> GraphLibrary:
+def get_library(*variables: Any) -> GraphLibrary:
     """Return the graph library of variables.
 
     Raises
@@ -64,7 +64,7 @@ def library_of(*variables: Any) -> GraphLibrary:
     Examples
     --------
     >>> import pytensor.tensor as pt
-    >>> library_of(pt.matrix("x")).name
+    >>> get_library(pt.matrix("x")).name
     'pytensor'
     """
     common: GraphLibrary | None = None

@@ -32,10 +32,10 @@ class DependenceAnalysis:
     Examples
     --------
     >>> import pytensor.tensor as pt
-    >>> from synkhronos.graphs import library_of
+    >>> from synkhronos.graphs import get_library
     >>> x, mask = pt.matrix("x"), pt.matrix("mask")
     >>> loss = (mask * x).sum() / mask.sum()
-    >>> found = DependenceAnalysis(library_of(x), [loss, x.mean()], [x, mask])
+    >>> found = DependenceAnalysis(get_library(x), [loss, x.mean()], [x, mask])
     >>> [found.list_sources(denominator) for denominator in found.find_denominators(loss)]
     [['mask']]
     >>> found.find_denominators(x.mean())

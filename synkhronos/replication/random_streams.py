@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from synkhronos.graphs import GraphLibrary, library_of
+from synkhronos.graphs import GraphLibrary, get_library
 from synkhronos.ranks import Command, Rank, Session, WeakKeyDict
 
 #: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start
@@ -46,7 +46,7 @@ def reserve_streams(session: Session, shared: Any) -> int:
     TypeError, ValueError
         If the generator can't jump.
     """
-    library = library_of(shared)
+    library = get_library(shared)
     if not library.is_generator(shared):
         return 0
     library.check_generator(shared, library.copy_generator(shared), must_jump=True)
@@ -75,7 +75,7 @@ def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, offset: int = 0)
 
 def jump_shared_to_rank(shared: Any, rank: Rank, offset: int) -> None:
     """Let the random generator of a shared variable jump to a rank's stream; see `jump_to_rank`."""
-    library = library_of(shared)
+    library = get_library(shared)
     library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, offset))
 
 

@@ -33,7 +33,7 @@ import cloudpickle
 import numpy as np
 
 from synkhronos.devices import find_device
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session, WeakKeyDict
 from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
 from synkhronos.replication.random_streams import JumpStreams, jump_shared_to_rank, reserve_streams
@@ -92,7 +92,7 @@ class Replicator:
         """
         session = self._session()
         assert session is not None
-        generators = [shared for shared in self._keys if library_of(shared).is_generator(shared)]
+        generators = [shared for shared in self._keys if get_library(shared).is_generator(shared)]
         keys = [self._keys.get(shared) for shared in generators]
         offsets = [reserve_streams(session, shared) for shared in generators]
         if generators:
@@ -124,7 +124,7 @@ class Replicator:
         """
         session = self._session()
         assert session is not None
-        library = library_of(*variables[:1]) if variables else None
+        library = get_library(*variables[:1]) if variables else None
         shareds = library.find_shareds(variables) if library is not None else []
         keyed = [(("shared", next(_key_numbers)), shared) for shared in shareds if self.get_key(shared) is None]
         code = None
@@ -251,7 +251,7 @@ class ReceiveObjects(Command):
         for key, value in values:
             rank.objects[key] = lambda value=value: value  # called like the master's weak references
         for (_, shared), offset in zip(values, offsets, strict=False):
-            if library_of(shared).is_generator(shared):
+            if get_library(shared).is_generator(shared):
                 jump_shared_to_rank(shared, rank, offset)
         for _, value in values[len(offsets) :]:
             if isinstance(value, DeviceResident):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import HOST, Device, find_device, get_array_device
-from synkhronos.graphs import Array, SharedVariable, library_of
+from synkhronos.graphs import Array, SharedVariable, get_library
 from synkhronos.tasks import LocalRows
 
 #: Size of a block in bytes; a few blocks fit into the processor's caches.
@@ -48,7 +48,7 @@ class FlatVariables:
         self.size = int(ends[-1])
 
     def _values(self) -> list[Array]:
-        return [library_of(shared).borrow_value(shared) for shared in self.shareds]
+        return [get_library(shared).borrow_value(shared) for shared in self.shareds]
 
     @property
     def device(self) -> Device:
@@ -81,11 +81,11 @@ class FlatVariables:
         moves = device.must_move_shared_values and all(isinstance(value, np.ndarray) for value in values)
         if device is not HOST and (moves or device is _common_device(values)):
             for shared, piece in zip(self.shareds, device.split(vector, self.shapes, self._dtypes), strict=True):
-                library_of(shared).store_value(shared, piece)
+                get_library(shared).store_value(shared, piece)
             return
         vector = device.to_host(vector)
         for shared, value, (start, stop), shape in zip(self.shareds, values, self._bounds, self.shapes, strict=True):
-            library, device = library_of(shared), get_array_device(value)
+            library, device = get_library(shared), get_array_device(value)
             piece = vector[start:stop].reshape(shape)
             if device is HOST and library.is_array(shared):
                 array = HOST.as_writable(value, is_referenced=False)

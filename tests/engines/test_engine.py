@@ -12,7 +12,7 @@ from paths import SUPPORT
 import synkhronos as synk
 from synkhronos import engines, ranks
 from synkhronos.engines.lazy import Result
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.graphs.library import AT_FIRST_CALL
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import adam
@@ -102,7 +102,7 @@ def test_toy_engine_fuses_training_steps(toy, fork, n):
 
 def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeypatch):
     # The master compiles first; it cannot wait for the other ranks in that launch.
-    library = type(library_of(tensor.dmatrix()))
+    library = type(get_library(tensor.dmatrix()))
     monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: AT_FIRST_CALL)
     monkeypatch.setattr(library, "has_disk_cache", lambda self, function: True)
     monkeypatch.setattr(library, "compile_now", lambda self, function: None)

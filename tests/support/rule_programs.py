@@ -4,7 +4,7 @@ import numpy as np
 
 from synkhronos import rules
 from synkhronos.devices import JAX
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.rules import State
 from synkhronos.rules.elastic import read_centre
 
@@ -33,8 +33,8 @@ def local_step(optimizer, x, v, g, eta):
 def make_state(w, v, shared, on_device):
     if on_device:  # as functions in JAX mode do
         for variable in (*w, *v):
-            library_of(variable).store_value(
-                variable, JAX.from_host(np.asarray(library_of(variable).borrow_value(variable)))
+            get_library(variable).store_value(
+                variable, JAX.from_host(np.asarray(get_library(variable).borrow_value(variable)))
             )
     return State(w, v, shared)
 
@@ -136,7 +136,7 @@ def vector_there_and_back(worker, w, on_device):
     state.vector = 2 * state.vector
     return (
         before,
-        [np.asarray(library_of(variable).borrow_value(variable)) for variable in w],
+        [np.asarray(get_library(variable).borrow_value(variable)) for variable in w],
         type(state.vector).__module__,
     )
 

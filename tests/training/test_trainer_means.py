@@ -10,7 +10,7 @@ from trainer_model import ALL
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 from synkhronos.training import Checkpoint, make_train_function_serial, make_trainer
 from synkhronos.training.updates import nesterov_momentum, sgd
@@ -118,7 +118,7 @@ def build_losses():
 
 def test_trainer_finds_value_dependent_denominators():
     inputs, depend, do_not = build_losses()
-    analysis = DependenceAnalysis(library_of(inputs[0]), [*depend, *do_not], inputs)
+    analysis = DependenceAnalysis(get_library(inputs[0]), [*depend, *do_not], inputs)
     assert [i for i, expression in enumerate(depend) if not analysis.find_denominators(expression)] == []
     assert [i for i, expression in enumerate(do_not) if analysis.find_denominators(expression)] == []
 

@@ -38,7 +38,7 @@ from synkhronos.extensions.pymc.rowwise import NotRowwiseError, RowSearch, make_
 from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
 from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, sum_over_rows
 from synkhronos.extensions.rows_sum_graph import replace_variables
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 
 #: PyMC prints the messages of its own logger and of those below it.
 _log = logging.getLogger("pymc.synkhronos")
@@ -222,7 +222,7 @@ def _make_sum(model: pm.Model, variable: Any) -> Any:
     for total in sums:
         (addends,) = total.owner.inputs
         replaced[total] = _sum_terms(model, addends, _evaluate_shape(model, addends), variable.name)
-    return replace_variables(terms, library_of(terms).sort_nodes([terms]), replaced)
+    return replace_variables(terms, get_library(terms).sort_nodes([terms]), replaced)
 
 
 def _find_sums(number: Any) -> list[Any]:

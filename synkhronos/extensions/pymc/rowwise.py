@@ -43,7 +43,7 @@ from pytensor.tensor.subtensor import (
 from pytensor.tensor.type_other import MakeSlice
 
 from synkhronos.extensions.rows_sum_graph import replace_variables
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 
 __all__ = ["NotRowwiseError", "make_rowwise"]
 
@@ -88,7 +88,7 @@ def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None 
         raise NotRowwiseError("its log-density is one number for all rows, as where these depend on each other")
     search = RowSearch(length, {**_RULES, **(rules or {})})
     restricted = search.restrict(terms, 0)
-    nodes = library_of(restricted).sort_nodes([restricted])
+    nodes = get_library(restricted).sort_nodes([restricted])
     read = {restricted, *(variable for node in nodes for variable in node.inputs)}
     rows = {placeholder: values for placeholder, values in search.rows_by_placeholder.items() if placeholder in read}
     if not rows:
@@ -222,7 +222,7 @@ class RowSearch:
 
         The master would compute all rows at each evaluation.
         """
-        library = library_of(terms)
+        library = get_library(terms)
         nodes = library.sort_nodes([terms])
         from_rows = set(self.rows_by_placeholder)
         for node in nodes:
@@ -636,7 +636,7 @@ def _restrict_op_from_graph(search: RowSearch, node: Any, axis: int) -> Any:
     if other_outputs:
         raise NotRowwiseError(f"{node.op} has several outputs")
     replaced = dict(zip(graph.inputs, node.inputs, strict=True))
-    return search.restrict(replace_variables(output, library_of(output).sort_nodes([output]), replaced), axis)
+    return search.restrict(replace_variables(output, get_library(output).sort_nodes([output]), replaced), axis)
 
 
 _RULES: dict[type, RowwiseRule] = {

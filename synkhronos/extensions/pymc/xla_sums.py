@@ -17,7 +17,7 @@ from pytensor.graph.op import Op
 from synkhronos.engines.xla.spmd_program import SpmdProgram
 from synkhronos.extensions.rows_sum import RowsSum, SumOverRows
 from synkhronos.extensions.rows_sum_graph import replace_variables
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.lowering.differentiable_sums import fuse_sums, make_numpy_sum
 
 __all__ = ["LocalGraph", "RankSums", "register_conversions", "replace_sums"]
@@ -75,7 +75,7 @@ def replace_sums(variable: Any, make_graph: Callable[[RowsSum], LocalGraph]) -> 
     all-reduces follows from the data.
     """
     while True:
-        nodes = library_of(variable).sort_nodes([variable])
+        nodes = get_library(variable).sort_nodes([variable])
         sums: list[Apply] = []
         dependent: set[Variable] = set()
         for node in nodes:
@@ -108,7 +108,7 @@ def _convert_rank_sums(op: RankSums, **_: Any) -> Callable[..., Any]:
     functions = []
     for graph in op.graphs:
         rows = [program.rank.get_object(key).container.storage[0] for key in graph.keys]
-        compile_function = library_of(graph.total).function
+        compile_function = get_library(graph.total).function
         functions.append(program.compile_local(compile_function, graph.inputs, graph.total, rows))
     counts = [len(graph.inputs) - len(graph.keys) for graph in op.graphs]
     return fuse_sums(functions, counts, [graph.floats for graph in op.graphs], program.all_reduce)

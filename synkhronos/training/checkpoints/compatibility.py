@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.rules import Rule
 from synkhronos.training.checkpoints.checkpoint import CheckedDict, CheckpointError
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
@@ -135,7 +135,7 @@ def _describe_variable(shared: Any, role: str) -> list[Any]:
 
 def _describe_generator(shared: Any) -> list[Any]:
     """Return the type of a generator, and the shape of its state if that is an array."""
-    value = library_of(shared).copy_generator(shared)
+    value = get_library(shared).copy_generator(shared)
     state = value.bit_generator if isinstance(value, np.random.Generator) else value
     return [type(state).__name__, list(np.shape(value))]
 

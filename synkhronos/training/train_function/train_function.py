@@ -29,7 +29,7 @@ from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetShapes
 from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
-from synkhronos.graphs import SharedVariable, Variable, library_of
+from synkhronos.graphs import SharedVariable, Variable, get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
 from synkhronos.training.train_function.launch_groups import StepRows, assign_rows, collect_sliceable_rows, group_steps
 from synkhronos.training.train_function.optimizer_state import OptimizerState
@@ -111,7 +111,7 @@ class TrainFunction:
         self._updates = [self.update]
         if shards is not None:
             self._updates.append(function([], updates=shards.whole_updates, name="train_gather"))
-        zeros = library_of(grad_shared).tensor.zeros_like(grad_shared)
+        zeros = get_library(grad_shared).tensor.zeros_like(grad_shared)
         self._clear = function([], updates=[(grad_shared, zeros)], name="train_clear")
         # Assigned after the functions: deepcopy copies attributes in order, and functions have to copy the variables.
         self.grad_shared = grad_shared

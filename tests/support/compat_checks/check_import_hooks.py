@@ -21,7 +21,7 @@ import synkhronos.compat
 from synkhronos.compat import startup
 from synkhronos.compat.flags import Config, to_pytensor_flags
 from synkhronos.compat.import_hooks import TheanoFinder
-from synkhronos.graphs import library_of, list_loaded_libraries
+from synkhronos.graphs import get_library, list_loaded_libraries
 
 NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 
@@ -193,7 +193,7 @@ def test_graphs_are_pytensors_for_the_library():
 
     x = T.nnet.softmax(T.nnet.conv2d(T.tensor4(), T.tensor4(), border_mode="half").flatten(2))
     assert [library.name for library in list_loaded_libraries()] == ["pytensor"]
-    assert library_of(x).name == "pytensor"
+    assert get_library(x).name == "pytensor"
 
 
 def test_losses_return_the_likeliest_class():
