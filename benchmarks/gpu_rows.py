@@ -50,7 +50,7 @@ class Copy(Command):
         if target is None or target.size != self.nbytes:
             target = rank.objects["benchmark"] = device.empty((self.nbytes,), np.dtype(np.uint8))
         source = staging.pin_segment(rank, self.location.key) + rank.number * self.nbytes
-        staging.set_current()
+        staging.set_current_gpu()
         check_result(
             staging.driver.cuMemcpyAsync(device.get_pointer(target), source, self.nbytes, staging.stream_handle)
         )

@@ -21,7 +21,7 @@ import numpy as np
 
 from synkhronos import engines, ranks
 from synkhronos.checks import check_flag, check_index, check_integer, check_number
-from synkhronos.devices import HOST, choose_device, force_cpu, get_device, is_fork_unsafe
+from synkhronos.devices import HOST, choose_device, force_jax_on_cpu, get_device, is_fork_unsafe
 from synkhronos.gpus import get_n_gpu
 from synkhronos.graphs import register_loaded_libraries
 from synkhronos.hosts import (
@@ -88,7 +88,7 @@ class _SetUpRank(Command):
             random.seed(python_seed)
         rank.device = device = get_device(self.device_name)
         if device is HOST:
-            force_cpu()
+            force_jax_on_cpu()
         local_ranks = rank.local_ranks
         index, gpus = rank.number - local_ranks.start, self.gpus
         if rank.master_rank not in local_ranks:

@@ -1,4 +1,4 @@
-"""Kinds of arrays, and the collectives on them.
+"""Devices: adapters for NumPy arrays, JAX arrays and GpuArrays, and the collectives on these arrays.
 
 A `Device` is the adapter for one kind of array: it starts the library that computes with these arrays, copies them to
 and from host memory, and provides their communicator.  All other packages handle arrays through their device
@@ -40,7 +40,7 @@ __all__ = [
     "choose_device",
     "read_environment_device",
     "find_device",
-    "force_cpu",
+    "force_jax_on_cpu",
     "get_device",
     "is_fork_unsafe",
     "list_devices",
@@ -191,7 +191,7 @@ def is_fork_unsafe() -> bool:
     return any(device.is_started() for device in list_devices())
 
 
-def force_cpu() -> None:
+def force_jax_on_cpu() -> None:
     """Make this rank's JAX compute on the CPU even if there are GPUs; without effect once JAX has started."""
     if not JAX.is_started() and get_n_gpu():
         os.environ["JAX_PLATFORMS"] = "cpu"

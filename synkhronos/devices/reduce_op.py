@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class ReduceOp:
-    """An entry of the table.
+    """A reduction: an entry of `REDUCE_OPS`.
 
     Attributes
     ----------
@@ -79,8 +79,8 @@ def list_ops(dtype: np.dtype | None = None) -> tuple[str, ...]:
 
 def list_collective_ops(dtype: np.dtype | None = None) -> tuple[str, ...]:
     """Return the names from `list_ops` that collectives accept: elementwise reductions that need no row counts."""
-    rows = [(name, REDUCE_OPS[name]) for name in list_ops(dtype)]
-    return tuple(name for name, op in rows if op.ufunc is not None and not op.needs_row_counts)
+    ops = [(name, REDUCE_OPS[name]) for name in list_ops(dtype)]
+    return tuple(name for name, op in ops if op.ufunc is not None and not op.needs_row_counts)
 
 
 def list_metric_ops() -> tuple[str, ...]:

@@ -120,9 +120,9 @@ class Pipe:
             self._rank.wait(lambda: transferred[pipe] >= target_count)
         return self._view_bytes(count)
 
-    def view_previous_frame(self, n_earlier: int) -> np.ndarray:
-        """Return a frame that this rank has processed, as bytes: the last one, or one ``n_earlier`` frames earlier."""
-        return self._view_bytes(self._frame_number() - 1 - n_earlier)
+    def view_previous_frame(self, n_newer: int) -> np.ndarray:
+        """Return a frame that this rank has processed, as bytes: the last one, or one ``n_newer`` frames earlier."""
+        return self._view_bytes(self._frame_number() - 1 - n_newer)
 
     def advance(self, nbytes: int = 0) -> None:
         """Mark the current frame as processed, and advance to the next; ``nbytes`` is the length of a frame to send."""
@@ -135,9 +135,9 @@ class Pipe:
         self._n_processed[self._local_rank] = self._first_count + count + 1
         self._rank.wake_local_ranks()
 
-    def wait_all_processed(self, n_earlier: int = 0) -> None:
-        """Wait until all ranks of the host have processed this rank's frames, except the last ``n_earlier``."""
-        processed, target_count = self._n_processed, self._first_count + self._frame_number() - n_earlier
+    def wait_all_processed(self, n_newer: int = 0) -> None:
+        """Wait until all ranks of the host have processed this rank's frames, except the last ``n_newer``."""
+        processed, target_count = self._n_processed, self._first_count + self._frame_number() - n_newer
         self._rank.wait(lambda: min(processed) >= target_count)
 
     def _view_bytes(self, count: int) -> np.ndarray:

@@ -88,7 +88,7 @@ class FlatVariables:
             library, device = get_library(shared), get_array_device(value)
             piece = vector[start:stop].reshape(shape)
             if device is HOST and library.is_array(shared):
-                array = HOST.as_writable(value, is_referenced=False)
+                array = HOST.as_writable(value, has_other_references=False)
                 array[...] = piece
                 if array is not value:
                     library.store_value(shared, array)

@@ -29,7 +29,7 @@ from synkhronos.checks import check_index, check_integer
 from synkhronos.collectives.arguments import check_op_dtype, check_op_name
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, Device, get_array_device
-from synkhronos.devices.host_communicator import reduce_share
+from synkhronos.devices.host_communicator import reduce_arrays
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.rank_task import Lock, RankTask
@@ -166,9 +166,9 @@ class Worker:
         communicator = device.get_communicator(self._rank)
         if device is not HOST:
             communicator.connect(self._rank.all_gather_cached(communicator.generation))
-            value = device.as_writable(value, is_referenced=False) if overwrite else _copy_array(device, value)
+            value = device.as_writable(value, has_other_references=False) if overwrite else _copy_array(device, value)
         value = device.rewrap(value, communicator.all_reduce(value, op))
-        communicator.wait_started()
+        communicator.wait_until_started()
         return value
 
     # -- some ranks ------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Worker:
         self._check_peer(dest, "dest")
         device = _choose_transport(self._rank, value)
         if device is not HOST and value.size * value.dtype.itemsize > self.send_buffer:
-            pair = device.get_group(self._rank, (self.number, dest))
+            pair = device.get_group_communicator(self._rank, (self.number, dest))
             if pair is not None:
                 array = device.as_contiguous(value)
                 device.wait([array])
@@ -265,7 +265,7 @@ class Worker:
         self, source: int, shape: tuple[int, ...], dtype: np.dtype, generation: int, connection_id: Any
     ) -> Any:
         device: Device = self._rank.device
-        pair = device.get_group(self._rank, (source, self.number))
+        pair = device.get_group_communicator(self._rank, (source, self.number))
         if connection_id is not None:
             pair.connect_members((source, self.number), [0], lambda _: [connection_id])
         elif generation != pair.generation:
@@ -373,7 +373,7 @@ class Group:
         """Return the reduction of all members' arrays on each member; see `Worker.all_reduce`."""
         check_dense(array, "array")
         device = _choose_transport(self._rank, array, check_op_name(op))
-        communicator = device.get_group(self._rank, self.ranks)
+        communicator = device.get_group_communicator(self._rank, self.ranks)
         result = np.array(array, order="C") if communicator is None else _copy_array(device, array)
         reduction = _describe_reduction(result, op, HOST if communicator is None else device)
         generation = 0 if communicator is None else communicator.generation
@@ -407,7 +407,7 @@ class Group:
                 self._task.receive(r, "a share", _as_bytes(values))
             contributions.append(values)
         total = np.empty(high - low, flat.dtype)
-        reduce_share(contributions, REDUCE_OPS[op], total)
+        reduce_arrays(contributions, REDUCE_OPS[op], total)
         flat[low:high] = total
         for r in self._others:
             self._task.send(r, _as_bytes(flat[low:high]), "a result")
@@ -468,7 +468,7 @@ def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:
 
 def _copy_array(device: Device, array: Any) -> Any:
     """Return a copy of an array on a GPU."""
-    copy = device.as_writable(array, is_referenced=True)
+    copy = device.as_writable(array, has_other_references=True)
     return array.copy() if copy is array else copy
 
 

@@ -18,7 +18,7 @@ from synkhronos import devices, ranks
 from synkhronos.data.shared_memory import get_array_location
 from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
-from synkhronos.devices.cuda.nccl_group import NcclGroup
+from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
 from synkhronos.engines.xla.fused_runner import GradientReducer
 from synkhronos.ranks import Cancelled
@@ -123,7 +123,7 @@ class Gpu:
             self.state = self.seen.pop(0)
         return (self.state,)
 
-    def set_current(self):
+    def set_current_gpu(self):
         self.entered += 1
 
     def has_failed(self, command):
@@ -338,10 +338,10 @@ def test_failure_after_the_last_barrier_aborts_nothing(connected):
     communicator, gpu = connected()
     met = []
     gpu.barrier = lambda look: (met.append(1), setattr(gpu, "arrived", 3))
-    communicator.wait_started()
+    communicator.wait_until_started()
     assert met == []  # nothing has been started
     start_all_reduce(communicator, gpu, command=5)
-    communicator.wait_started()
+    communicator.wait_until_started()
     assert met == [1]
     gpu.failed = 5
     time.sleep(0.1)
@@ -355,7 +355,7 @@ def all_reduce_in_launch(communicator, gpu, count=3):
     gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
     communicator._connection.valid_flag = np.ones(1, np.int32)
     gpu.command_number = 5
-    communicator.finish_in_launch([(64, 64, count, "float32")], "sum", 96, 7)
+    communicator.launch_on_xla_stream([(64, 64, count, "float32")], "sum", 96, 7)
     return copied
 
 
@@ -402,13 +402,13 @@ def streams(connected):
 
 def test_launch_all_reduce_of_chunks_overlaps_and_is_joined(streams):
     communicator, events = streams
-    communicator.start_in_launch([(64, 64, 3, "float32")], "sum", 7)
+    communicator.launch_on_side_stream([(64, 64, 3, "float32")], "sum", 7)
     assert events == ["record 7", "8 waits", "3 items of 7 on 8"]
     events.clear()
-    communicator.finish_in_launch([(96, 96, 2, "bfloat16"), (98, 98, 1, "float32")], "sum", 128, 7)
+    communicator.launch_on_xla_stream([(96, 96, 2, "bfloat16"), (98, 98, 1, "float32")], "sum", 128, 7)
     assert events == ["record 8", "7 waits", "2 items of 9 on 7", "1 items of 7 on 7", "flag 7"]
     events.clear()
-    communicator.finish_in_launch([(96, 96, 2, "float32")], "sum", 128, 7)
+    communicator.launch_on_xla_stream([(96, 96, 2, "float32")], "sum", 128, 7)
     assert events == ["2 items of 7 on 7", "flag 7"]  # nothing was started since
 
 
@@ -469,7 +469,7 @@ def test_abort_spares_collectives_that_all_ranks_reached(connected):
         assert not gpu.aborted
 
     gpu.arrived = 3
-    communicator.wait_started(fails)
+    communicator.wait_until_started(fails)
     gpu.pending[0].cancel(5)
     assert not gpu.aborted
 
@@ -485,10 +485,10 @@ def test_abort_of_started_collectives_is_collective(connected, error, have_all_c
 
     gpu.arrived = 3 if have_all_come else 2
     if have_all_come and error is Cancelled:
-        communicator.wait_started(fails)
+        communicator.wait_until_started(fails)
     else:
         with pytest.raises(error):
-            communicator.wait_started(fails)
+            communicator.wait_until_started(fails)
     gpu.pending[0].cancel(5)
     assert gpu.aborted == (0 if have_all_come else 1)
 
@@ -497,7 +497,7 @@ def test_failed_command_ends_all_waits(connected, monkeypatch):
     monkeypatch.setattr("synkhronos.devices.cuda.watchdog.CONNECT_TIMEOUT", 1.0)
     communicator, gpu = connected()
     start_all_reduce(communicator, gpu, command=5)
-    communicator.wait_started()
+    communicator.wait_until_started()
     gpu.failed = 5
     time.sleep(0.1)
     assert not gpu.aborted
@@ -560,7 +560,7 @@ def test_late_connection_is_discarded(connected, monkeypatch):
 
 def connect_group(communicator, gpu):
     """Connect a group besides all ranks; return it, and the list that records later aborts."""
-    group, events = NcclGroup(communicator), []
+    group, events = NcclGroupCommunicator(communicator), []
 
     def abort(name):
         events.append(name)
@@ -657,7 +657,7 @@ def staging(monkeypatch):
         "synkhronos.devices.cuda.staging.check_result", lambda results: pytest.fail() if results[0] else None
     )
     staging = object.__new__(Staging)
-    staging.driver, staging._pinned, staging.set_current = Driver(), {}, lambda: None
+    staging.driver, staging._pinned, staging.set_current_gpu = Driver(), {}, lambda: None
     return staging
 
 

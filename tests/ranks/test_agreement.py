@@ -241,7 +241,7 @@ class World:
         rank = self.ranks[r]
         if self.pcs[r] == FAILED:
             rank.fail_command()  # on one host, records the last common step
-        elif self.waits:  # as `CollectiveWatchdog.wait_started`: continue if all ranks have arrived
+        elif self.waits:  # as `CollectiveWatchdog.wait_until_started`: continue if all ranks have arrived
             has_arrived = self.watchdogs[r]._started_step == rank._step
             self.passed[r] = 1 if has_arrived and rank.wait_and_check_reached(rank._step) else -1
         self.pcs[r] = DONE - 1

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import JAX
-from synkhronos.devices.jax.ffi import FfiAllReduce
+from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
 from synkhronos.engines.xla.trace import AllReduceSpec, trace_functions, trace_loop

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices.jax.ffi import FfiAllReduce
+from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.lowering.jax_function import JaxFunction

@@ -258,7 +258,7 @@ def plant(point: str, action: str, fault_ranks: Any, skip: int = 0) -> None:
 
 def instrument() -> None:
     """Insert points into the library: where collectives look up variables, and before each further chunk."""
-    real_get_object, real_halves = ranks.Rank.get_object, HostCommunicator._next_halves
+    real_get_object, real_halves = ranks.Rank.get_object, HostCommunicator._switch_scratch_halves
 
     def get_object(self: ranks.Rank, key: Any) -> Any:
         if sys._getframe(1).f_globals is vars(commands):
@@ -270,7 +270,7 @@ def instrument() -> None:
         return real_halves(self)
 
     ranks.Rank.get_object = get_object
-    HostCommunicator._next_halves = halves
+    HostCommunicator._switch_scratch_halves = halves
 
 
 class Point(Op):

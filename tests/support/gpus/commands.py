@@ -29,7 +29,7 @@ class FailInAllReduce(Command):
             raise ArithmeticError("the sum is odd")
         communicator.all_reduce(array, "sum")
         if self.waits_started:
-            communicator.wait_started()
+            communicator.wait_until_started()
         else:
             communicator.notify_started()
         if rank.number == self.failing_rank:
@@ -50,7 +50,7 @@ class AllReduceRows(Command):
         rows = device.to_host(device.load(rank, self.rows, None))
         array = device.from_host(rows * (rank.number + 1))
         communicator.all_reduce(array, self.op)
-        communicator.wait_started()
+        communicator.wait_until_started()
         result = device.to_host(array)
         return rank.all_gather((float(result[1]), float(result[-1])))
 

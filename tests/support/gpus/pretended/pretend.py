@@ -58,7 +58,7 @@ def install():
 
     import synkhronos.devices.cuda
     from synkhronos.devices.jax import JaxDevice
-    from synkhronos.devices.jax.ffi import ComputeStream
+    from synkhronos.devices.jax.compute_stream import ComputeStream
     from synkhronos.devices.pygpu import PygpuDevice
 
     def start(self, place):
