@@ -162,7 +162,7 @@ def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: 
     """Return the median seconds of an exchange with the centre, and of averages."""
     from synkhronos.devices import JAX
     from synkhronos.graphs import get_library
-    from synkhronos.rules.rule import average
+    from synkhronos.rules.rule import all_reduce_mean
 
     get_library(params[0]).store_value(params[0], JAX.from_host(np.ones(SIZE, np.float32)))
     state = rules.State(params, [], shared)
@@ -195,7 +195,7 @@ def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: 
                     times.setdefault(name, []).append(time.perf_counter() - start)
         for precision in (None, "float16", "bfloat16"):
             time_and_record(
-                f"average in {precision or 'float32'}", lambda p=precision: average(worker, state.vector, p)
+                f"average in {precision or 'float32'}", lambda p=precision: all_reduce_mean(worker, state.vector, p)
             )
     return {name: median(values[1:]) for name, values in times.items()}
 

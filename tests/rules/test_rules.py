@@ -467,7 +467,7 @@ def test_rule_repr_makes_an_equal_rule():
     ]  # fmt: skip
     for rule in rules_with_options:
         again = eval(repr(rule), {**vars(rules), "Halfway": programs.Halfway})
-        assert again.options() == rule.options() and repr(again) == repr(rule)
+        assert again.get_options() == rule.get_options() and repr(again) == repr(rule)
     assert repr(rules_with_options[0]) == "ASGD(period=3)"
 
 

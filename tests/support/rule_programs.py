@@ -68,7 +68,7 @@ class Averaged(rules.Rule):
     """Rule without `setup` that moves each rank to the mean."""
 
     def exchange(self, worker, state):
-        state.vector = self.mean(worker, state)
+        state.vector = self.compute_mean(worker, state)
 
 
 # rule begins
@@ -143,6 +143,6 @@ def vector_there_and_back(worker, w, on_device):
 
 def average_vectors(worker, w, vectors, precision):
     """Return the average of ``vectors[rank]`` that is computed in a precision."""
-    from synkhronos.rules.rule import average
+    from synkhronos.rules.rule import all_reduce_mean
 
-    return np.asarray(average(worker, vectors[worker.number], precision))
+    return np.asarray(all_reduce_mean(worker, vectors[worker.number], precision))

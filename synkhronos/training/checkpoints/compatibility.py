@@ -56,7 +56,7 @@ def describe_training(
         "kind": kind,
         "rule": type(rule).__name__,
         "asynchronous": rule.asynchronous,
-        "rule_options": _to_json_options(rule.options()),
+        "rule_options": _to_json_options(rule.get_options()),
         "update_rule": name,
         "update_rule_options": _to_json_options(options),
         "variables": {
