@@ -34,7 +34,7 @@ from benchmarks._measure import (
 from benchmarks.pymc_chains import make_negative_binomial
 from benchmarks.pymc_rows import make_logistic
 from synkhronos.ranks import count_available_cores
-from synkhronos.ranks.threads import ONE_THREAD
+from synkhronos.ranks.thread_limit import ONE_THREAD
 
 
 def make_student(rows: int, columns: int) -> Any:

@@ -1,7 +1,7 @@
 """Checks of the arguments of collectives, in the master, before anything is sent.
 
 Values are put into shared memory as `Data`.  A selection of rows is a range, or an index array in shared memory.  So
-commands contain descriptions and no arrays.
+commands contain locations and no arrays.
 """
 
 from __future__ import annotations
@@ -140,10 +140,10 @@ def to_data(session: Session, variable: Any, value: Any) -> Data:
                 f"Data of {value.dtype} and {value.ndim} dimensions"
             )
         return value
-    return copy_to_shared(_convert(variable, value))
+    return copy_to_shared(_to_array(variable, value))
 
 
-def _convert(variable: Any, value: Any) -> np.ndarray:
+def _to_array(variable: Any, value: Any) -> np.ndarray:
     """Return a value as an array of any shape that the variable's ``set_value`` accepts.
 
     `check_shape` checks the shape later, since a rank may get a part of the rows.
@@ -200,8 +200,8 @@ def select_all_rows(value: Data) -> range:
     return range(len(value)) if value.ndim else range(1)
 
 
-def put_selection(selection: Selection, buffers: list[Data]) -> range | ArrayLocation:
-    """Return the description of a selection for a command.  Indexes are put into shared memory.
+def copy_selection_to_shared(selection: Selection, buffers: list[Data]) -> range | ArrayLocation:
+    """Return a selection in the form that commands contain; indexes are copied into shared memory.
 
     Their Data object is appended to ``buffers``, which the caller keeps until the command has run.
     """
@@ -212,9 +212,10 @@ def put_selection(selection: Selection, buffers: list[Data]) -> range | ArrayLoc
     return get_array_location(index)
 
 
-def put_rank_selections(selection: Selection, size: int, buffers: list[Data]) -> list[range | ArrayLocation]:
-    """Return the descriptions of each rank's share of a selection; see `put_selection`."""
-    rows, shares = put_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
+def copy_rank_selections_to_shared(selection: Selection, size: int, buffers: list[Data]) -> list[range | ArrayLocation]:
+    """Return each rank's share of a selection in the form that commands contain; see `copy_selection_to_shared`."""
+    rows = copy_selection_to_shared(selection, buffers)
+    shares = [get_share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):
         return [rows[share] for share in shares]
     return [rows.slice_items(share.start, share.stop) for share in shares]

@@ -204,7 +204,7 @@ class Data:
         oversize : float
             As in `set_value`.
         """
-        lengths = _to_lengths(shape)
+        lengths = _to_shape(shape)
         if len(lengths) != self._ndim:
             raise ValueError(f"shape: expected {self._ndim} lengths, got {lengths}")
         self._lock_and_reshape(lengths, oversize, keep_rows=True)
@@ -243,7 +243,7 @@ class Data:
     # -- internal: the call lock is held; other packages use `shared_memory` -------------------------------------
 
     def _get_array_location(self) -> ArrayLocation:
-        """Return the description by which ranks find the array: segment, dtype and shape."""
+        """Return the location by which ranks find the array: segment, dtype and shape."""
         self._check_open()
         if self._segment is None:  # even an array without items needs a segment that ranks can map
             private = self._array
@@ -408,7 +408,7 @@ def data(
             raise ValueError(f"ndim: value has {array.ndim}, got {ndim}")
         ndim, value = array.ndim, array
     if ndim is None and shape is not None:
-        ndim = len(_to_lengths(shape))
+        ndim = len(_to_shape(shape))
     if dtype is None or ndim is None:
         raise TypeError("data() needs var, or value, or dtype with ndim or shape, to know dtype and dimensions")
     created = Data(_to_dtype(dtype), check_at_least(ndim, "ndim", 0), minibatch, name)
@@ -438,7 +438,7 @@ def _to_dtype(dtype: npt.DTypeLike) -> np.dtype:
     return checked
 
 
-def _to_lengths(shape: Any) -> tuple[int, ...]:
+def _to_shape(shape: Any) -> tuple[int, ...]:
     if isinstance(shape, int | np.integer) and not isinstance(shape, bool):
         shape = (shape,)
     if not isinstance(shape, list | tuple | np.ndarray):

@@ -43,7 +43,7 @@ def _get_unread(rank: Rank) -> _UnreadOutputs:
 
     def create() -> _UnreadOutputs:
         unread = _UnreadOutputs()
-        rank.pending.append(unread)
+        rank.pending_operations.append(unread)
         return unread
 
     return rank.registry.get_or_create(_UnreadOutputs, create)
@@ -126,7 +126,7 @@ class ResultTable(PendingOperation):
         self._deleted: list[_CallReference] = []
         self._dropped: list[int] = []
         self._dropped_bytes = 0
-        session.rank.pending.append(self)
+        session.rank.pending_operations.append(self)
 
     @classmethod
     def from_session(cls, session: Session) -> ResultTable:

@@ -48,8 +48,8 @@ def read_mpi_rank_and_size() -> tuple[int, int] | None:
 def is_this_machine(name: str) -> bool:
     """Whether a host name resolves to an address of this machine."""
     with contextlib.suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as test_socket:
+        for family, socket_type, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket_type) as test_socket:
                 test_socket.bind(address)
                 return True
     return name == socket.gethostname()

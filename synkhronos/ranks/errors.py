@@ -16,16 +16,16 @@ class FailureReport:
     Attributes
     ----------
     rank : int
-    kind : str
+    class_name : str
         Name of the exception's class.
     message, traceback : str
         Shortened in the middle if they are long.
     host : str
-        Name of the rank's machine; "" if there is only one.
+        Name of the rank's host; "" if there is only one.
     """
 
     rank: int
-    kind: str
+    class_name: str
     message: str
     traceback: str
     host: str = ""
@@ -47,7 +47,7 @@ class FailureReport:
 
     def summarize(self) -> str:
         """Return a line with the rank, the exception's class and the first line of its message."""
-        return f"{self.rank_name}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
+        return f"{self.rank_name}: {self.class_name}: {(self.message.splitlines() or [''])[0]}"
 
 
 def describe_rank(rank: int, host: str) -> str:
@@ -90,7 +90,7 @@ class WorkerError(RuntimeError):
     def _from_reports(cls, reports: Sequence[FailureReport], effect: str = "") -> WorkerError:
         """Build the error for ranks that raised exceptions; ``effect`` says on which ranks updates were applied."""
         first = reports[0]
-        head = f"{first.rank_name} raised {first.kind}: {first.message}"
+        head = f"{first.rank_name} raised {first.class_name}: {first.message}"
         others = "".join(f"\n  {report.summarize()}" for report in reports[1:])
         if others:
             head += f"\nOther ranks failed too:{others}"
@@ -105,20 +105,20 @@ FAILED_START_PREFIX = "could not start"
 
 
 class Death(NamedTuple):
-    """Exit of a worker, its failure to start, or failure of a machine, that ended a session.
+    """Exit of a worker, its failure to start, or failure of a host, that ended a session.
 
     Attributes
     ----------
     rank : int
-        The worker's rank, or the first rank of a lost machine.
+        The worker's rank, or the first rank of a lost host.
     host : str
-        Name of the rank's machine; "" if there is only one.
+        Name of the rank's host; "" if there is only one.
     pid : int
         Process id of a worker that has exited, else 0.
     cause : str
         Verb phrase, such as "was killed by SIGKILL".
     lost_ranks : sequence of int
-        All ranks of lost machines, which can't start again.
+        All ranks of lost hosts, which can't start again.
     """
 
     rank: int
@@ -133,14 +133,14 @@ class Death(NamedTuple):
 
 
 class PeerFailure(NamedTuple):
-    """Failure of a worker or of a machine that ends the session.
+    """Failure of a worker or of a host that ends the session.
 
     Attributes
     ----------
     message : str
         Description for an error message.
     rank : int
-        Rank of the worker, or first rank of the machine.
+        Rank of the worker, or first rank of the host.
     death : Death or None
         None if no process has died, or if new workers would fail in the same way.
     """
@@ -151,7 +151,7 @@ class PeerFailure(NamedTuple):
 
 
 class StartError(RuntimeError):
-    """The machines of a session can't be connected again.
+    """The hosts of a session can't be connected again.
 
     Attributes
     ----------

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
-from synkhronos.ranks.segments import is_closed
+from synkhronos.ranks.segments import is_peer_closed
 
 #: Seconds that a process may take from the closing of its files to its exit.
 _EXIT_SECONDS = 1.0
@@ -40,7 +40,7 @@ class PeerWatch:
     Parameters
     ----------
     has_peer_died : callable
-        Returns whether a worker has exited, or another machine is lost.
+        Returns whether a worker has exited, or another host is lost.
     has_pending_between_commands : callable
         Returns whether an operation with the workers is pending although no command runs.  A death invalidates its
         results.
@@ -73,7 +73,7 @@ class PeerWatch:
         self._previous_handler: Any = None
 
     def start(self, channels: Mapping[int, socket.socket]) -> None:
-        """Watch the processes at the other ends of sockets: the workers, and this machine's agent."""
+        """Watch the processes at the other ends of sockets: the workers, and this host's agent."""
         if not channels or threading.current_thread() is not threading.main_thread():
             return
         previous = get_handler(signal.SIGURG)
@@ -114,7 +114,7 @@ class PeerWatch:
         """Wait briefly for the exit of a worker whose channel is closed; return True if a worker has exited."""
         deadline = time.monotonic() + _EXIT_SECONDS
         while not self._has_peer_died():
-            if time.monotonic() > deadline or not any(map(is_closed, list(self._channels.values()))):
+            if time.monotonic() > deadline or not any(map(is_peer_closed, list(self._channels.values()))):
                 return False
             time.sleep(0.001)
         return True

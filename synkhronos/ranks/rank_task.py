@@ -14,7 +14,7 @@ error.  Deadlocks are not detected across hosts, where published conditions arri
 Each task has new shared memory, so that a lock held by a rank of a failed task does not block the next task.
 
 On several hosts, each host has such memory for its own ranks.  A lock belongs to one host, whose ranks acquire it as on
-one machine.  A rank of another host writes a request into its channel to itself.  Its agent passes the request to the
+one host.  A rank of another host writes a request into its channel to itself.  Its agent passes the request to the
 agent of the lock's host, which queues for the lock on behalf of the rank (see `synkhronos.hosts.task_agent`).
 """
 
@@ -25,14 +25,13 @@ import time
 from collections.abc import Hashable, Sequence
 from functools import singledispatch
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 from synkhronos.ranks.control_memory import AWAITS_PEER, POLL_SECONDS, Semaphore
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.task_memory import (
-    TEXT_NBYTES,
+    DESCRIPTION_NBYTES,
     WORD_NBYTES,
     TaskMemory,
     read_ring,
@@ -86,7 +85,7 @@ class RankTask:
         self._segment = segment = rank.segments[memory.key]
         words = memory.view_words(segment)
         self._stop, self._waits, self._owners, self._acquisitions, self._agent_waits, self._sent, self._received = words
-        self._texts = [memory.view_text(segment, r) for r in range(memory.size)]
+        self._wait_descriptions = [memory.view_description(segment, r) for r in range(memory.size)]
         self.wait_seconds = 0.0
         self._next_check = 0.0
 
@@ -152,11 +151,6 @@ class RankTask:
             return [pickle.loads(pickled) for pickled in self.rank.all_gather_bytes(payload)]
 
     # -- two ranks -------------------------------------------------------------------------------------------
-
-    @property
-    def capacity(self) -> int:
-        """Number of bytes of a channel; each chunk takes 8 bytes more than its length."""
-        return self.memory.capacity
 
     @property
     def max_chunk(self) -> int:
@@ -246,29 +240,29 @@ class RankTask:
             self._owners[number] = 0
             semaphore.release()
 
-    def _request(self, kind: int, number: int, ranges: Sequence[ByteRange] = ()) -> int:
+    def _request(self, operation: int, number: int, ranges: Sequence[ByteRange] = ()) -> int:
         """Send a request for a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
         me, sent = self.rank.number, self._sent
         to_me = me * self.memory.size + me
-        text = f"for lock {number}"
-        self._wait_for(BYTES_RECEIVED, to_me, sent[to_me], text)  # the agent may still process a RELEASE
+        description = f"for lock {number}"
+        self._wait_for(BYTES_RECEIVED, to_me, sent[to_me], description)  # the agent may still process a RELEASE
         memory = self.memory.view_channel(self._segment, me, me)
-        write_with_length(memory, pickle.dumps((kind, number, ranges), pickle.HIGHEST_PROTOCOL))
+        write_with_length(memory, pickle.dumps((operation, number, ranges), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[to_me] += 1
-        if kind == RELEASE:
+        if operation == RELEASE:
             return 0
-        self._wait_for(BYTES_RECEIVED, to_me, sent[to_me], text)
+        self._wait_for(BYTES_RECEIVED, to_me, sent[to_me], description)
         return int.from_bytes(memory[:WORD_NBYTES], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _wait_for(self, condition: int, channel: int, count: int, text: str) -> None:
+    def _wait_for(self, condition: int, channel: int, count: int, description: str) -> None:
         """Wait until ``count`` bytes were sent or received through a channel (`BYTES_SENT`, `BYTES_RECEIVED`)."""
         counts = self._sent if condition == BYTES_SENT else self._received
         if counts[channel] >= count:
             return
-        with _PublishedWait(self, condition, count, text, channel):
+        with _PublishedWait(self, condition, count, description, channel):
             self.rank.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, AWAITS_PEER)
         self.report_progress()
 
@@ -277,12 +271,12 @@ class RankTask:
         if self._is_deadlocked():
             raise RuntimeError(
                 "the ranks wait for each other: "
-                + ", ".join(f"rank {r} waits {self._read_text(r)}" for r in range(self.memory.size))
+                + ", ".join(f"rank {r} waits {self._read_wait_description(r)}" for r in range(self.memory.size))
             )
 
-    def _read_text(self, rank: int) -> str:
+    def _read_wait_description(self, rank: int) -> str:
         """Return the description of a rank's wait."""
-        return bytes(read_with_length(self._texts[rank])).decode(errors="replace")
+        return bytes(read_with_length(self._wait_descriptions[rank])).decode(errors="replace")
 
     def _is_deadlocked(self) -> bool:
         """Whether no rank can continue.
@@ -316,21 +310,21 @@ class _PublishedWait:
         `STEP_REACHED`, `BYTES_SENT`, `BYTES_RECEIVED` or `LOCK_FREE`; `NO_CONDITION` for a wait that ends by itself.
     count : int
         Step, or number of bytes, that ends the wait.
-    text : str
+    description : str
         Description of the wait in the error message of a deadlock.
     index : int
         Number of the channel or of the lock.
     """
 
-    def __init__(self, task: RankTask, condition: int, count: int, text: str, index: int = 0):
+    def __init__(self, task: RankTask, condition: int, count: int, description: str, index: int = 0):
         self._task, self._condition, self._index, self._count = task, condition, index, count
-        self._text = text.encode()[:TEXT_NBYTES]
+        self._description = description.encode()[:DESCRIPTION_NBYTES]
         self._began = 0.0
 
     def __enter__(self) -> None:
         self._began = perf_counter()
         task, me = self._task, self._task.rank.number
-        write_with_length(task._texts[me], self._text)
+        write_with_length(task._wait_descriptions[me], self._description)
         task._waits[4 * me + 1] = self._index
         task._waits[4 * me + 2] = self._count
         task._waits[4 * me + 3] += 1
@@ -363,9 +357,7 @@ class Lock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def acquire(self, timeout: float | None = None) -> bool:
@@ -423,7 +415,7 @@ class Lock:
         """Copy rows from this rank's host to the lock's host; see `read`."""
         self._copy(WRITE, rows)
 
-    def _copy(self, kind: int, rows: Sequence[Any]) -> None:
+    def _copy(self, operation: int, rows: Sequence[Any]) -> None:
         ranges = [find_byte_range(array) for array in rows]
         if self._semaphore is None:
-            self._task._request(kind, self._number, ranges)
+            self._task._request(operation, self._number, ranges)

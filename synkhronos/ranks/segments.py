@@ -161,7 +161,7 @@ class Segment:
         Range of bytes with allocated memory; the other bytes are only addresses.  Default: all.
     """
 
-    __slots__ = ("buffer", "backed_bytes", "identity", "is_file", "key", "nbytes", "path")
+    __slots__ = ("buffer", "backed_bytes", "file_id", "is_file", "key", "nbytes", "path")
 
     def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False, backed_bytes: range | None = None):
         self.key = key
@@ -169,7 +169,7 @@ class Segment:
         self.is_file = is_file
         self.backed_bytes = range(nbytes) if backed_bytes is None else backed_bytes
         self.path = os.readlink(f"/proc/self/fd/{fd}") if is_file else ""
-        self.identity = _identify(fd)
+        self.file_id = _get_file_id(fd)
         self.buffer = map_file(fd, nbytes, is_file)
 
     def view_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
@@ -177,7 +177,7 @@ class Segment:
         return np.ndarray(shape, dtype, cast(Any, self.buffer), offset)
 
 
-def _identify(fd: int) -> tuple[int, int]:
+def _get_file_id(fd: int) -> tuple[int, int]:
     """Return the device and inode of a file."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
@@ -238,12 +238,12 @@ class SegmentTable:
 
     Attributes
     ----------
-    drop_callbacks : list of callable
-        Called with a segment before it is dropped, so that a device unlocks its pages.
+    before_unmap_callbacks : list of callable
+        Called with a segment before its memory is unmapped or mapped anew, so that a device unlocks its pages.
     """
 
     def __init__(self) -> None:
-        self.drop_callbacks: list[Callable[[Segment], None]] = []
+        self.before_unmap_callbacks: list[Callable[[Segment], None]] = []
         self._segments: dict[int, Segment] = {}
         self._unmapped: dict[int, UnmappedSegment] = {}
 
@@ -264,8 +264,8 @@ class SegmentTable:
         else:
             self._unmapped[segment.key] = segment
 
-    def replace_files(self) -> Iterator[tuple[Segment, io.FileIO]]:
-        """Move each segment's memory to a new file at the same address; yield segments and files in the order of keys.
+    def reopen_files(self) -> Iterator[tuple[Segment, io.FileIO]]:
+        """Reopen the file of each segment, or copy its memory to a new file; yield segments and open files by key.
 
         New processes can't map the old file, as its descriptor is closed.  Views of the memory stay valid.
 
@@ -282,18 +282,18 @@ class SegmentTable:
                 continue  # other hosts' part of it is lost with their ranks
             if segment.is_file:
                 file = io.FileIO(segment.path)
-                is_same_file = _identify(file.fileno()) == segment.identity
+                is_same_file = _get_file_id(file.fileno()) == segment.file_id
                 if not is_same_file or os.fstat(file.fileno()).st_size != segment.nbytes:
                     raise OSError(errno.ESTALE, f"{segment.path} has changed since it was mapped")
                 yield segment, file
                 continue
-            for notify in self.drop_callbacks:
+            for notify in self.before_unmap_callbacks:
                 notify(segment)
             file = create_unlinked_file(segment.nbytes)
             content, done = memoryview(segment.buffer).cast("B"), 0
             while done < segment.nbytes:
                 done += os.pwrite(file.fileno(), content[done : done + (1 << 30)], done)
-            if error := _map_over(segment.buffer, file.fileno(), segment.nbytes, private=False):
+            if error := _map_over(segment.buffer, file.fileno(), segment.nbytes, copy_on_write=False):
                 raise MemoryError(f"{segment.nbytes:,} bytes of shared memory can't be mapped: {os.strerror(error)}")
             yield segment, file
 
@@ -301,7 +301,7 @@ class SegmentTable:
         """Drop a segment and return a weak reference to its memory, which is freed with its last view."""
         segment = self._segments.get(key)
         if segment is not None:
-            for notify in self.drop_callbacks:
+            for notify in self.before_unmap_callbacks:
                 notify(segment)
         self._segments.pop(key, None)
         self._unmapped.pop(key, None)
@@ -323,12 +323,12 @@ class SegmentTable:
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
-_FAILED = ctypes.c_void_p(-1).value
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 
 
-def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
+def map_file(fd: int, nbytes: int, copy_on_write: bool = False) -> mmap.mmap:
     """Map a file into memory without keeping a file descriptor.
 
     Python's mmap of a file duplicates the file descriptor, and a process may have only about a thousand.  So anonymous
@@ -339,7 +339,7 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
     ----------
     fd : int
     nbytes : int
-    private : bool
+    copy_on_write : bool
         Whether to map the file copy-on-write.
     """
     error = 0
@@ -348,7 +348,7 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
     except OSError as caught:
         error = caught.errno or errno.ENOMEM
     else:
-        error = _map_over(memory, fd, nbytes, private)
+        error = _map_over(memory, fd, nbytes, copy_on_write)
     if error:
         raise MemoryError(
             f"{nbytes:,} bytes of shared memory can't be mapped: {os.strerror(error)}; see `ulimit -v`, and "
@@ -357,12 +357,12 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
     return memory
 
 
-def _map_over(memory: mmap.mmap, fd: int, nbytes: int, private: bool) -> int:
+def _map_over(memory: mmap.mmap, fd: int, nbytes: int, copy_on_write: bool) -> int:
     """Map a file over mapped memory, at its address; return an error number, or 0."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, _MAP_FIXED
-    flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
-    return ctypes.get_errno() if _libc.mmap(address, nbytes, protection, flags, fd, 0) == _FAILED else 0
+    flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE if copy_on_write else mmap.MAP_SHARED
+    return ctypes.get_errno() if _libc.mmap(address, nbytes, protection, flags, fd, 0) == _MAP_FAILED else 0
 
 
 def send_segment(channel: socket.socket, segment: Segment, fd: int) -> None:
@@ -375,7 +375,7 @@ def send_segment(channel: socket.socket, segment: Segment, fd: int) -> None:
         channel.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
 
 
-def is_closed(channel: socket.socket) -> bool:
+def is_peer_closed(channel: socket.socket) -> bool:
     """Whether the process at the other end of a channel has exited."""
     try:
         return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -389,14 +389,7 @@ class SegmentReceiver:
     """A worker's end of the channel over which segments arrive.
 
     It reserves a file descriptor, so that segments can be received after the user's code has used up all others.
-
-    Attributes
-    ----------
-    path : str
-        Path of the last user's file that was received.
     """
-
-    path = ""
 
     def __init__(self, channel: socket.socket):
         self._channel = channel
@@ -415,8 +408,6 @@ class SegmentReceiver:
             if not fds:
                 return UnmappedSegment(key, None, nbytes, is_file)
             file = io.FileIO(fds[0], "r+")
-            if is_file:
-                self.path = os.readlink(f"/proc/self/fd/{fds[0]}")
             try:
                 segment = Segment(key, file.fileno(), nbytes, is_file)
             except MemoryError:

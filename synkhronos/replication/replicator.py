@@ -35,7 +35,7 @@ import numpy as np
 from synkhronos.devices import find_device
 from synkhronos.graphs import get_library
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session, WeakKeyDict
-from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
+from synkhronos.ranks.pickle_buffers import measure_buffers, read_buffers, write_buffers
 from synkhronos.replication.random_streams import JumpStreams, jump_shared_to_rank, reserve_streams
 from synkhronos.replication.user_code import (
     QualifiedName,
@@ -166,7 +166,7 @@ class Replicator:
         code : UserCode
             The user's classes and functions in the pickle.
         pickled : ArrayLocation
-            The pickle and its arrays (see `pickle_parts`).
+            The pickle and its arrays (see `pickle_buffers`).
 
         Raises
         ------
@@ -186,9 +186,9 @@ class Replicator:
             ) from error
         code.update_digests()
         parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
-        nbytes = measure_parts(parts)
+        nbytes = measure_buffers(parts)
         segment = session.memory.create_segment(nbytes)
-        write_parts(parts, memoryview(segment.buffer))
+        write_buffers(parts, memoryview(segment.buffer))
         return code, ArrayLocation(segment.key, "u1", (nbytes,))
 
     def _format_advice(self) -> str:
@@ -243,7 +243,7 @@ class ReceiveObjects(Command):
                 return outdated_anywhere
         if rank.is_master:
             return set()
-        stream, *arrays = read_parts(self.pickled.view(rank.segments).data)
+        stream, *arrays = read_buffers(self.pickled.view(rank.segments).data)
         # Copies, in this process's own memory: the segment is released.
         unpickler = _Unpickler(io.BytesIO(stream), buffers=[np.array(array) for array in arrays])
         unpickler.rank = rank

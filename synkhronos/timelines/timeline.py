@@ -130,7 +130,10 @@ class Timeline:
     def __init__(self, path: str | os.PathLike[str], compute: bool, max_spans: int):
         self.path = os.fspath(path)
         session = ranks.get_session()
-        if any(isinstance(pending, _Recording) and pending.session is not None for pending in session.rank.pending):
+        if any(
+            isinstance(pending, _Recording) and pending.session is not None
+            for pending in session.rank.pending_operations
+        ):
             raise RuntimeError("timeline: another one is being recorded; stop() it first")
         with open(self.path, "a"):  # report a path that can't be written before the run
             pass
@@ -138,7 +141,7 @@ class Timeline:
             session.wait_until_idle()
             session.run(StartRecording(max_spans, compute))
             self._recording = _Recording(self.path, compute, session)
-            session.rank.pending.append(self._recording)  # `synkhronos.close` calls finish()
+            session.rank.pending_operations.append(self._recording)  # `synkhronos.close` calls finish()
 
     def __enter__(self) -> Timeline:
         return self
@@ -160,7 +163,7 @@ class Timeline:
         with session.call_lock:
             session.wait_until_idle()
             self._recording.finish()
-            session.rank.pending.remove(self._recording)
+            session.rank.pending_operations.remove(self._recording)
 
 
 def timeline(path: str | os.PathLike[str], compute: bool = False, max_spans: int = _MAX_SPANS) -> Timeline:

@@ -107,7 +107,7 @@ class Gpu:
         self.has_room = threading.Event()
         self.has_room.set()
         self.command_number, self.is_master, self.size, self.number = 0, is_master, 2, 0
-        self.pending = []
+        self.pending_operations = []
         self.stream = self.stream_handle = 7
         self.next_step, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
         self.arrays = self
@@ -198,9 +198,9 @@ def start_all_reduce(communicator, gpu, command=5):
 def test_all_reduce_returns_before_the_stream_ends(connected):
     communicator, gpu = connected()
     start_all_reduce(communicator, gpu)
-    assert gpu.state == NOT_READY and gpu.pending[0].is_unfinished()
+    assert gpu.state == NOT_READY and gpu.pending_operations[0].is_unfinished()
     gpu.state = DONE
-    assert not gpu.pending[0].is_unfinished()
+    assert not gpu.pending_operations[0].is_unfinished()
 
 
 def test_all_reduce_of_few_bytes_is_waited_for(connected):
@@ -208,7 +208,7 @@ def test_all_reduce_of_few_bytes_is_waited_for(connected):
     gpu.command_number = 5
     gpu.seen = [DONE, NOT_READY, NOT_READY, DONE]
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is True
-    assert not gpu.seen and not gpu.pending[0].is_unfinished()
+    assert not gpu.seen and not gpu.pending_operations[0].is_unfinished()
     assert communicator.all_reduce(np.ones(0, "float32"), "sum") is True  # of an empty array
 
 
@@ -239,7 +239,7 @@ def test_all_reduce_fails_when_aborted_meanwhile(connected, monkeypatch):
 def test_failed_command_aborts_its_collectives(connected):
     communicator, gpu = connected(is_master=False)
     start_all_reduce(communicator, gpu, command=5)
-    cancel = gpu.pending[0].cancel
+    cancel = gpu.pending_operations[0].cancel
     cancel(4)
     assert not gpu.aborted and communicator.generation == 1
     cancel(5)
@@ -259,7 +259,7 @@ def test_master_aborts_nccl_after_a_worker_died(connected):
         time.sleep(0.01)
     assert gpu.aborted == 1
     # The outputs are invalid: reading them raises an error that the collective did not finish.
-    assert gpu.pending[0].is_unfinished()
+    assert gpu.pending_operations[0].is_unfinished()
 
 
 @pytest.mark.parametrize("has_died", [True, False])
@@ -301,13 +301,13 @@ def test_idle_worker_death_aborts_nothing(connected):
     time.sleep(0.1)
     gpu.is_dead = True
     time.sleep(0.1)
-    assert not gpu.aborted and not gpu.pending[0].is_unfinished()
+    assert not gpu.aborted and not gpu.pending_operations[0].is_unfinished()
 
 
 def test_close_waits_for_pending_collectives(connected):
     communicator, gpu = connected()
     start_all_reduce(communicator, gpu)
-    finish = gpu.pending[0].finish
+    finish = gpu.pending_operations[0].finish
     # The failure of a later command does not concern this collective.
     gpu.failed = 6
     timer = threading.Timer(0.1, lambda: setattr(gpu, "state", DONE))
@@ -345,8 +345,8 @@ def test_failure_after_the_last_barrier_aborts_nothing(connected):
     assert met == [1]
     gpu.failed = 5
     time.sleep(0.1)
-    gpu.pending[0].cancel(5)
-    assert not gpu.aborted and gpu.pending[0].is_unfinished()
+    gpu.pending_operations[0].cancel(5)
+    assert not gpu.aborted and gpu.pending_operations[0].is_unfinished()
 
 
 def all_reduce_in_launch(communicator, gpu, count=3):
@@ -366,9 +366,9 @@ def test_launch_all_reduce_is_valid_unless_aborted(connected):
     flag = communicator._connection.valid_flag
     assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
     # After an abort no wrong value is visible, unless the collective writes in place.
-    assert not gpu.pending[0].is_unfinished()
+    assert not gpu.pending_operations[0].is_unfinished()
     communicator._watchdog.writes_in_place = True
-    assert gpu.pending[0].is_unfinished()
+    assert gpu.pending_operations[0].is_unfinished()
     gpu.abort = lambda: events.append(int(flag[0]))  # a kernel that waits for a peer continues from here
     events = []
     gpu.failed = 5
@@ -434,13 +434,13 @@ def test_rank_past_the_barrier_aborts_no_peer(connected):
     communicator.notify_started()
     assert gpu.has_come
     gpu.arrived = 2
-    gpu.pending[0].cancel(5)  # another rank failed before it arrived
+    gpu.pending_operations[0].cancel(5)  # another rank failed before it arrived
     assert gpu.aborted == 1
     communicator, gpu = connected()
     gpu.arrive = lambda: setattr(gpu, "arrived", 3)
     start_all_reduce(communicator, gpu, command=5)
     communicator.notify_started()
-    gpu.pending[0].cancel(5)  # after all ranks arrived
+    gpu.pending_operations[0].cancel(5)  # after all ranks arrived
     assert not gpu.aborted
 
 
@@ -470,7 +470,7 @@ def test_abort_spares_collectives_that_all_ranks_reached(connected):
 
     gpu.arrived = 3
     communicator.wait_until_started(fails)
-    gpu.pending[0].cancel(5)
+    gpu.pending_operations[0].cancel(5)
     assert not gpu.aborted
 
 
@@ -489,7 +489,7 @@ def test_abort_of_started_collectives_is_collective(connected, error, have_all_c
     else:
         with pytest.raises(error):
             communicator.wait_until_started(fails)
-    gpu.pending[0].cancel(5)
+    gpu.pending_operations[0].cancel(5)
     assert gpu.aborted == (0 if have_all_come else 1)
 
 
@@ -621,7 +621,7 @@ def test_group_collective_result_is_invalid_after_abort(connected):
 def test_failure_ends_group_connections_only(connected):
     communicator, gpu = connected()
     group, events = connect_group(communicator, gpu)
-    gpu.pending[0].cancel(5)
+    gpu.pending_operations[0].cancel(5)
     assert events == ["group"] and (communicator.generation, group.generation) == (1, 0)
 
 
@@ -668,7 +668,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     keys = [get_array_location(array).key for array in arrays]
     for key in keys:
         assert staging.pin_segment(rank, key) == staging.pin_segment(rank, key)
-    assert len(staging.driver.locked) == len(rank.segments.drop_callbacks) + 2 == 3
+    assert len(staging.driver.locked) == len(rank.segments.before_unmap_callbacks) + 2 == 3
     del arrays[1]
     ranks.get_session().send_releases()
     assert len(staging.driver.locked) == len(staging._pinned) == 2

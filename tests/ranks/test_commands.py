@@ -71,7 +71,7 @@ def test_cache_of_commands_is_bounded(two):
     lengths = []
     for i in range(2 * MAX_CACHED_COMMANDS):
         assert two.run(GatherPayloadLength(bytes(i))) == (i, [i, i])
-        lengths.append(len(two._mailbox._pickled))
+        lengths.append(len(two._mailbox._pickle_cache))
     assert max(lengths) == MAX_CACHED_COMMANDS
 
 

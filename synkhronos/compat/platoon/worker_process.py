@@ -33,7 +33,7 @@ class ScriptError(Exception):
 def main() -> None:
     """Fork the ranks of a `WorkerSettings`, as the process of worker 0, and run the worker's file on each."""
     settings = WorkerSettings(**json.loads(sys.argv[1]))
-    exit_with_parent(settings.controller_pid, in_main_thread=True)
+    exit_with_parent(settings.controller_pid, from_main_thread=True)
     on_gpu = settings.devices[0] != "cpu"
     hosts = (
         []

@@ -91,7 +91,7 @@ class NcclCommunicator(Communicator):
         if watchdog is None:
             watchdog = CollectiveWatchdog(rank, staging, self._connection, self._stream)
             # A collective that waits for a missing rank occupies the GPU, and calls that free GPU memory would block.
-            rank.pending.append(watchdog)
+            rank.pending_operations.append(watchdog)
         else:
             watchdog.connections.append(self._connection)
         self._watchdog = watchdog

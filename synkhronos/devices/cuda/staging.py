@@ -429,8 +429,8 @@ class Staging:
         segment = rank.segments[key]
         address, _ = self._pinned.get(segment, (None, 0))
         if address is None:
-            if self._unpin_segment not in rank.segments.drop_callbacks:
-                rank.segments.drop_callbacks.append(self._unpin_segment)
+            if self._unpin_segment not in rank.segments.before_unmap_callbacks:
+                rank.segments.before_unmap_callbacks.append(self._unpin_segment)
             address = segment.view_array((0,), np.uint8).ctypes.data
             first_page, end = segment.backed_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.backed_bytes.stop
             try:

@@ -26,7 +26,7 @@ from synkhronos.casts import check_cast
 from synkhronos.checks import check_list
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import get_all_reduce_command
-from synkhronos.collectives.commands import GetShapes
+from synkhronos.collectives.commands import GetLayouts
 from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graphs import SharedVariable, Variable, get_library
@@ -430,7 +430,7 @@ class TrainFunction:
         chosen = gradient.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
         if any(isinstance(selection, slice) for selection in chosen):  # only the ranks know the lengths of their data
-            layouts = session.run(GetShapes(distribute_variables(session, self._graph.sliceable)))
+            layouts = session.run(GetLayouts(distribute_variables(session, self._graph.sliceable)))
             lengths = [min(shape[0] for shape, _ in shapes) for shapes in zip(*layouts, strict=True)]
         counts = [
             len(range(length)[selection]) if isinstance(selection, slice) else selection.shape[0]

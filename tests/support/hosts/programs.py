@@ -605,7 +605,7 @@ class Killer:
     def send(self, mailbox: Mailbox, number: int, command: ranks.Command) -> None:
         """Post a command."""
         session = ranks.get_session()
-        if self.is_armed and session._n_keepers:
+        if self.is_armed and session._n_keep_memory_contexts:
             self.count += 1
             if self.count in self.moments and session.size > self.moments[self.count][0]:
                 command = self.command(command, *self.moments[self.count])

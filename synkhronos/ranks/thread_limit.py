@@ -31,7 +31,7 @@ class ThreadLimit:
     Parameters
     ----------
     size : int
-        Number of ranks of this machine.
+        Number of ranks of this host.
     sets_environment : bool
         Whether to also set environment variables, for libraries that are loaded later.  True in workers only: the
         master's environment belongs to the user.

@@ -47,7 +47,7 @@ class Release(Command):
 
 
 class MemoryTable:
-    """The master's table of segments and objects, with their release.  Used under the session's lock.
+    """The master's table of segments and replicated objects; used under the session's lock.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class MemoryTable:
         return segment
 
     def _queue_segment(self, segment: Segment, file: io.FileIO) -> None:
-        """Have a segment sent before the next command; without workers, close its file."""
+        """Queue a segment that the next command sends to the workers; without workers, close its file."""
         if self._channels:
             self._unsent_segments.append((segment, file, set(self._channels)))
         else:
@@ -213,7 +213,7 @@ class MemoryTable:
 
     def resend_segments(self) -> None:
         """Send all segments to new workers that were started as new processes."""
-        for segment, file in self.segments.replace_files():
+        for segment, file in self.segments.reopen_files():
             self._queue_segment(segment, file)
             if len(self._unsent_segments) > _MAX_UNSENT:
                 self.send_releases(force=True)
