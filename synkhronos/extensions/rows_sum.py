@@ -215,35 +215,39 @@ class RowsSum:
         return [total, *grad(total, [self._inputs[i] for i in self.floats], disconnected_inputs="ignore")]
 
     @cached_property
-    def _value_function(self) -> tuple[Function, int]:
+    def _value_function(self) -> tuple[Function, list[Any]]:
         return self._compile("value", self._inputs, [self.total])
 
     @cached_property
-    def _gradient_function(self) -> tuple[Function, int]:
+    def _gradient_function(self) -> tuple[Function, list[Any]]:
         return self._compile("gradient", self._inputs, self._value_and_gradients)
 
     @cached_property
-    def _product_function(self) -> tuple[Function, int]:
+    def _product_function(self) -> tuple[Function, list[Any]]:
         directions = [self._inputs[i].type(f"direction_{i}") for i in self.floats]
         wrt = [self._inputs[i] for i in self.floats]
         along = pt.add(0, *[pt.sum(g * v) for g, v in zip(self._value_and_gradients[1:], directions, strict=True)])
         products = grad(along, wrt, disconnected_inputs="ignore")
         return self._compile("product", [*self._inputs, *directions], list(products))
 
-    def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Function, int]:
-        """Return a function, and the number of its checks of parameters that depend on rows.
+    def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Function, list[Any]]:
+        """Return a function, and its checks of parameters that depend on rows.
 
         A check fails for all rows if it fails for one, as in PyMC.  A further input tells for each of these checks
         whether it holds for all rows.  The end of the output counts the ranks or slices where it has failed.
         """
         holds = pt.vector("holds", dtype="bool")
+        checks: list[Any] = []
         failures: list[Any] = []
 
-        def make_switch(value: Any, *conditions: Any) -> Any:
+        def make_switch(check: Any, value: Any, *conditions: Any) -> Any:
             condition = reduce(pt.and_, conditions)
             if not set(self._shareds).isdisjoint(ancestors([condition])):
+                checks.append(check)
                 failures.append(pt.switch(condition, 0, 1).astype(self.total.dtype))
                 condition = pt.and_(condition, holds[len(failures) - 1])
+            elif not check.can_be_replaced_by_ninf:
+                return check(value, *conditions)
             return pt.switch(condition, value, -np.inf)
 
         outputs = [*replace_checks(outputs, make_switch), *failures]
@@ -257,7 +261,7 @@ class RowsSum:
             name=f"{self.name}_{quantity}",
             on_unused_input="ignore",
         )
-        return compiled, len(failures)
+        return compiled, checks
 
     def make_local_graph(self) -> tuple[list[Any], Any, list[Any]]:
         """Return the graph of the sum of one rank's rows, for a program in JAX.
@@ -273,7 +277,7 @@ class RowsSum:
             They hold the rows on each rank.
         """
         rows = [shared.type() for shared in self._shareds]
-        (total,) = replace_checks([self.total], lambda value, *conditions: value)
+        (total,) = replace_checks([self.total], lambda check, value, *conditions: value)
         (total,) = clone_replace([total], dict(zip(self._shareds, rows, strict=True)))
         return [*self._inputs, *rows], total, self._shareds
 
@@ -324,18 +328,21 @@ class RowsSum:
             return [result.copy() for result in self._last_results]
 
     def _call(
-        self, compiled: tuple[Function, int], arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
+        self, compiled: tuple[Function, list[Any]], arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Call a function on the ranks, and split its result into arrays of the shapes and dtypes of `templates`."""
         if not len(self._scattered[0]):
             return [np.zeros_like(template) for template in templates]
-        function, num_checks = compiled
+        function, checks = compiled
         call = partial(get_dispatcher(function).call, *arguments, num_slices=self._num_slices)
-        holds = [np.ones(num_checks, bool)] if num_checks else []
         try:
-            joined = np.ravel(call(*holds)[0])
-            if num_checks and joined[-num_checks:].any():
-                joined = np.ravel(call(joined[-num_checks:] == 0)[0])
+            joined = np.ravel(call(*[np.ones(len(checks), bool)] if checks else [])[0])
+            holds = joined[joined.size - len(checks) :] == 0
+            if not holds.all():
+                for check in itertools.compress(checks, ~holds):
+                    if not check.can_be_replaced_by_ninf:
+                        raise check.exc_type(check.msg)
+                joined = np.ravel(call(holds)[0])
         except ranks.WorkerError as error:
             session = None if self._session is None else self._session()
             # A chain's process reports the error to PyMC, which ends the other chains.

@@ -78,12 +78,12 @@ def replace_variables(variable: Any, nodes: Sequence[Apply], replaced: Mapping[A
 
 
 def replace_checks(variables: Sequence[Any], replace: Callable[..., Any]) -> list[Any]:
-    """Return `variables` with ``replace(value, *conditions)`` in place of each check of parameters by PyMC."""
+    """Return `variables` with ``replace(op, value, *conditions)`` in place of each check of parameters by PyMC."""
     new_variables: dict[Any, Any] = {}
     for node in get_library(variables[0]).sort_nodes(variables):
         inputs = [new_variables.get(v, v) for v in node.inputs]
-        if getattr(node.op, "can_be_replaced_by_ninf", False):
-            new_variables[node.outputs[0]] = replace(*inputs)
+        if hasattr(node.op, "can_be_replaced_by_ninf"):
+            new_variables[node.outputs[0]] = replace(node.op, *inputs)
         elif not new_variables.keys().isdisjoint(node.inputs):
             new_node = node.clone_with_new_inputs(inputs, strict=False)
             new_variables.update(zip(node.outputs, new_node.outputs, strict=True))

@@ -465,6 +465,26 @@ def test_logp_out_of_bounds_is_minus_infinity(two_reused_ranks):
     assert np.isnan(data_parallel(model).compile_logp(**COMPILE_KWARGS)({"s": -1.0}))
 
 
+@pytest.mark.parametrize("is_first_rank", [True, False])
+def test_check_that_raises_names_the_check_for_rows_of_any_rank(two_reused_ranks, is_first_rank):
+    """PyMC raises an error for bounds that exclude each other, rather than return minus infinity."""
+    sign = 1 if is_first_rank else -1
+    results = []
+    for check_bounds in (True, False):
+        with pm.Model(check_bounds=check_bounds) as model:
+            upper = 1 + sign * pm.Flat("slope") * np.linspace(-1, 1, N)
+            pm.Censored("y", pm.Normal.dist(), -1, upper, observed=np.zeros(N))
+        for variant in (data_parallel(model), model):
+            with variant:  # PyMC asks the model of the context whether to check
+                function = variant.logp_dlogp_function(ravel_inputs=True, **COMPILE_KWARGS)
+            function.set_extra_values({})
+            if check_bounds:
+                with pytest.raises(pm.logprob.utils.ParameterValueError, match="lower_bound <= upper_bound"):
+                    function(np.array([4.0]))
+            results.append(function(np.array([0.5 if check_bounds else 4.0]))[0])
+    np.testing.assert_allclose(results[::2], results[1::2])
+
+
 def test_gradient_out_of_bounds_equals_pymcs(two_reused_ranks):
     """PyMC checks parameters for the density, but not for its gradient."""
     with pm.Model() as model:

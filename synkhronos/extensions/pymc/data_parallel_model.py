@@ -250,7 +250,7 @@ def _sum_terms(model: pm.Model, terms: Any, shape: Any, name: str) -> Any:
     def restrict_check(search: RowSearch, node: Any, axis: int) -> Any:
         value, *conditions = node.inputs
         value = search.restrict(value, axis)
-        if node.op.can_be_replaced_by_ninf and not model.check_bounds:
+        if not model.check_bounds:
             return value
         return node.op(value, *[search.restrict_condition(condition) for condition in conditions])
 
