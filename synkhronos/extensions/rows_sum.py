@@ -56,7 +56,7 @@ from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sample
 from synkhronos.function import Function, function, get_dispatcher
 from synkhronos.graphs import get_library
 
-__all__ = ["sum_over_rows"]
+__all__ = ["PickedRows", "get_rows", "sum_over_rows"]
 
 # Numba has to leave the call of the ranks to Python.
 warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows")
@@ -129,6 +129,26 @@ def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) 
     return SumOverRows(rows_sum)(*rows_sum.params)
 
 
+class PickedRows:
+    """Fixed selection of the rows of an array or a shared variable, whose values may change.
+
+    Parameters
+    ----------
+    source : ndarray or shared variable
+    selections : sequence of ndarray or slice
+        Indexes of axis 0.  Each selects from the rows that the one before has selected.
+    """
+
+    def __init__(self, source: Any, selections: Sequence[Any]):
+        self.source, self.selections = source, selections
+
+    def select(self, values: np.ndarray) -> np.ndarray:
+        """Return the selected rows of a value of the source."""
+        for selection in self.selections:
+            values = values[selection]
+        return values
+
+
 class RemoteEvaluator(Protocol):
     """Evaluates sums in other processes, for threads of a sampler that run side by side."""
 
@@ -156,7 +176,7 @@ class RowsSum:
     max_chain_ranks : int or None
         Maximal number of ranks of a chain with a process of its own; None for its share.
     inherited_rows : list of ndarray
-        In such a process, the values of the rows when its ranks were started.
+        In such a process, the rows when its ranks were started.
     rewrite_before_gradient : callable
         Rewrites the sum before its gradient is built.
     remote_evaluator : RemoteEvaluator or None
@@ -182,7 +202,9 @@ class RowsSum:
         self.rewrite_before_gradient: Callable[[Any], Any] = _rewrite
         self.remote_evaluator: RemoteEvaluator | None = None
         self._lock = threading.RLock()
+        self._inherited_values: list[Any] = []
         self._scattered: list[Any] = []
+        self._num_rows = 0
         self._samples: list[Any] = []
         self._num_slices = 1
         self._session: weakref.ref[Any] | None = None
@@ -331,7 +353,7 @@ class RowsSum:
         self, compiled: tuple[Function, list[Any]], arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Call a function on the ranks, and split its result into arrays of the shapes and dtypes of `templates`."""
-        if not len(self._scattered[0]):
+        if not self._num_rows:
             return [np.zeros_like(template) for template in templates]
         function, checks = compiled
         call = partial(get_dispatcher(function).call, *arguments, num_slices=self._num_slices)
@@ -369,21 +391,23 @@ class RowsSum:
         is_unchanged = self._session is not None and self._session() is session and samples == self._samples
         if is_unchanged and all(map(operator.is_, arrays, self._scattered)):
             return
-        num_rows = _check_lengths(self._row_variables, arrays)
+        rows = [_select_rows(source, values) for source, values in zip(self._sources, arrays, strict=True)]
+        num_rows = _check_lengths(self._row_variables, rows)
         self._last_point = None
         self._session = None
         self._num_slices = 1
         if num_rows:
             _ = self._value_function  # registers the shared variables on the ranks
-            has_inherited = len(self.inherited_rows) > 0 and all(map(operator.is_, arrays, self.inherited_rows))
+            has_inherited = len(self.inherited_rows) > 0 and all(map(operator.is_, arrays, self._inherited_values))
             if has_inherited and session.has_forked_workers:
                 set_inherited_rows(session, self._shareds, self)
             else:
-                scatter(self._shareds, arrays)
+                scatter(self._shareds, rows)
             if session.rank.device is HOST:  # GPUs are fastest on all rows at once
-                nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in arrays)
+                nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in rows)
                 self._num_slices = min(max(1, nbytes // (session.rank.size * _SLICE_BYTES)), num_rows)
-        self._scattered, self._samples, self._session = arrays, samples, weakref.ref(session)
+        self._scattered, self._samples, self._num_rows = arrays, samples, num_rows
+        self._session = weakref.ref(session)
 
     def ensure_session(self) -> Any:
         """Return the running session; in the process of a chain, the first call starts the chain's ranks.
@@ -399,10 +423,15 @@ class RowsSum:
             if ranks.get_inherited_session() is None:
                 raise
             for rows_sum in list(_sums.values()):
-                rows_sum.inherited_rows = [_get_values(source) for source in rows_sum._sources]
+                rows_sum.inherit_rows()
             if not start_ranks(self.max_chain_ranks):
                 raise RuntimeError(_WRONG_PROCESS) from error
             return ranks.get_session()
+
+    def inherit_rows(self) -> None:
+        """Keep the rows for ranks that this process forks next."""
+        self._inherited_values = [_get_values(source) for source in self._sources]
+        self.inherited_rows = list(map(_select_rows, self._sources, self._inherited_values))
 
 
 def _find_sum(key: tuple[int, int], name: str) -> Any:
@@ -583,13 +612,14 @@ def _check_rows(rows: Any) -> tuple[list[Any], list[Any]]:
         if variable.ndim == 0 or variable.type.shape[0] is not None:
             raise ValueError(f"rows: {describe(variable)} of type {variable.type} has no rows to share out")
         sources.append(_check_source(variable, value))
-    _check_lengths(rows, [_get_values(source) for source in sources])
+    _check_lengths(rows, list(map(get_rows, sources)))
     return list(rows), sources
 
 
 def _check_source(variable: Any, value: Any) -> Any:
-    if isinstance(value, SharedVariable | Data):
-        kind = value.type if isinstance(value, SharedVariable) else value
+    if isinstance(value, SharedVariable | PickedRows | Data):
+        source = value.source if isinstance(value, PickedRows) else value
+        kind = source.type if isinstance(source, SharedVariable) else source
         if (kind.dtype, kind.ndim) != (variable.dtype, variable.ndim):
             raise TypeError(
                 f"rows: {describe(variable)} needs values of {variable.dtype} and {variable.ndim} dimensions, got "
@@ -614,8 +644,18 @@ def _check_lengths(variables: Iterable[Any], values: Sequence[Any]) -> int:
 
 
 def _get_values(source: Any) -> Any:
-    """Return the current values; the same object until ``set_value`` is called."""
+    """Return the current values, before rows are selected; the same object until ``set_value`` is called."""
+    source = source.source if isinstance(source, PickedRows) else source
     return source.get_value(borrow=True) if isinstance(source, SharedVariable) else source
+
+
+def _select_rows(source: Any, values: Any) -> Any:
+    return source.select(values) if isinstance(source, PickedRows) else values
+
+
+def get_rows(source: Any) -> Any:
+    """Return the current rows of an array, a shared variable, a `Data` or a `PickedRows`."""
+    return _select_rows(source, _get_values(source))
 
 
 def _take_sample(values: Any) -> Any:

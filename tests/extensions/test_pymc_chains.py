@@ -39,7 +39,7 @@ def build_model():
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
-        pm.Poisson("z", pm.math.exp(b[0]), observed=np.arange(50) % 4)
+        pm.Poisson("z", pm.math.exp(b[0] * pm.Data("longer", X[:, 1])[10:]), observed=np.arange(50) % 4)
     return model
 
 
