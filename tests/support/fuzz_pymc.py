@@ -28,7 +28,6 @@ import numpy as np
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ArviZ announces its next version
     import pymc as pm
-import pytensor
 import pytensor.tensor as pt
 
 import synkhronos as synk
@@ -241,7 +240,10 @@ class ModelBuilder:
     def _vector(self) -> Any:
         if self.source.random() < 0.3:
             return self._parameter("real", WIDTH)
-        return self._hold(self.x) @ self._parameter("real", (WIDTH, WIDTH)) + self._parameter("real", (3, WIDTH))[self.group]
+        return (
+            self._hold(self.x) @ self._parameter("real", (WIDTH, WIDTH))
+            + self._parameter("real", (3, WIDTH))[self.group]
+        )
 
     def _argument(self, kind: str) -> Any:
         if kind in ("real", "positive", "unit", "vector"):
@@ -337,7 +339,9 @@ class ModelBuilder:
 
     def _intervene(self) -> None:
         free = [variable for variable in self.model.free_RVs if variable.type.ndim == 0]
-        if len(self.model.free_RVs) == 1 or any(value is not None for value in self.model.rvs_to_initial_values.values()):
+        if len(self.model.free_RVs) == 1 or any(
+            value is not None for value in self.model.rvs_to_initial_values.values()
+        ):
             return  # a density needs a parameter, and PyMC cannot change a model with initial values
         if free and self.source.random() < 0.5:
             self.words.append("do")
@@ -361,10 +365,13 @@ class Case:
     def points(self) -> Iterator[tuple[float, dict[str, Any]]]:
         start = self.model.initial_point(random_seed=0)
         for noise in NOISES:
-            yield noise, {
-                name: value + noise * self.rng.normal(size=np.shape(value)) if value.dtype.kind == "f" else value
-                for name, value in start.items()
-            }
+            yield (
+                noise,
+                {
+                    name: value + noise * self.rng.normal(size=np.shape(value)) if value.dtype.kind == "f" else value
+                    for name, value in start.items()
+                },
+            )
 
     def check(self, has_value_function: bool) -> None:
         """Compare value and gradient, and the value that is computed without a gradient."""
@@ -372,7 +379,9 @@ class Case:
         functions = [_compile(variant) for variant in (parallel, model)]
         values = [variant.compile_logp(mode="FAST_COMPILE") for variant in (parallel, model) if has_value_function]
         for noise, point in self.points():
-            for quantity, results in zip(("value", "gradient"), zip(*[f(point) for f in functions], strict=True)):
+            for quantity, results in zip(
+                ("value", "gradient"), zip(*[f(point) for f in functions], strict=True), strict=True
+            ):
                 compare(*results, f"{quantity}: {self}; noise {noise}")
             if values:
                 compare(*[function(point) for function in values], f"value alone: {self}; noise {noise}")
@@ -422,7 +431,9 @@ def compare(parallel: Any, serial: Any, words: str) -> None:
     scale = np.abs(serial[is_finite]).max(initial=1e-3)
     if words.startswith("gradient") and not is_finite.all():
         # At points without a density, infinite sums of the ranks can have different signs.
-        assert not np.isfinite(parallel[~is_finite]).any() or np.isnan(serial).any(), f"{words}: {parallel} for {serial}"
+        assert not np.isfinite(parallel[~is_finite]).any() or np.isnan(serial).any(), (
+            f"{words}: {parallel} for {serial}"
+        )
     else:
         np.testing.assert_array_equal(parallel[~is_finite], serial[~is_finite], err_msg=words)
     np.testing.assert_allclose(parallel[is_finite], serial[is_finite], rtol=1e-7, atol=1e-9 * scale, err_msg=words)

@@ -199,7 +199,7 @@ class RowSearch:
             try:
                 return subsearch.restrict(values, axis)
             except NotRowwiseError:
-                if getattr(selection, "dtype", None) == bool:
+                if getattr(selection, "dtype", None) == "bool":
                     raise
         return None
 
