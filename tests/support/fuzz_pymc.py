@@ -114,7 +114,7 @@ class ModelBuilder:
     Attributes
     ----------
     words : list of str
-        What has been drawn.
+        Names of the choices drawn so far.
     model : pymc.Model
     """
 
