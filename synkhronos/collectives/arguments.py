@@ -170,7 +170,7 @@ def check_op(op: Any, variables: Sequence[Any], nccl: bool) -> tuple[str, bool]:
     -------
     op : str
     nccl : bool
-        Whether NCCL reduces arrays on GPUs: the argument ``nccl``, if NCCL has the reduction.
+        Whether NCCL reduces arrays on GPUs: the argument ``nccl``, if NCCL has the reduction of these dtypes.
 
     Raises
     ------
@@ -180,7 +180,8 @@ def check_op(op: Any, variables: Sequence[Any], nccl: bool) -> tuple[str, bool]:
     op = check_op_name(op)
     for variable in variables:
         check_op_dtype(op, np.dtype(variable.type.dtype), describe(variable))
-    return op, nccl and REDUCE_OPS[op].nccl_op is not None
+    dtypes = [np.dtype(variable.type.dtype) for variable in variables]
+    return op, nccl and all(map(REDUCE_OPS[op].is_supported_by_nccl, dtypes))
 
 
 def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:

@@ -448,7 +448,7 @@ def _choose_transport(rank: Rank, value: Any, op: str = "sum") -> Device:
     device: Device = rank.device
     if device is HOST or not device.owns(value) or not device.can_communicate(value.dtype):
         return HOST
-    return HOST if REDUCE_OPS[op].nccl_op is None else device
+    return device if REDUCE_OPS[op].is_supported_by_nccl(value.dtype) else HOST
 
 
 def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:
