@@ -259,6 +259,7 @@ class Data:
             )
 
     def _set_value(self, x: npt.ArrayLike, force_cast: bool, oversize: float, argument: str) -> None:
+        """Replace shape and content, as `set_value`; ``argument`` is the name of ``x`` in errors."""
         value = self._check_value(x, force_cast, argument)
         self._lock_and_reshape(value.shape, oversize, keep_rows=False)
         # Without the call lock, so that a thread can write the next batch while the ranks compute.
@@ -287,11 +288,12 @@ class Data:
         return "" if self._name is None else f" for {self._name!r}"
 
     def _lock_and_reshape(self, shape: tuple[int, ...], oversize: float, keep_rows: bool) -> None:
+        """Change the shape under the call lock, once no rank reads the memory."""
         self._check_open()
         if not 1 <= check_number(oversize, "oversize", "a number from 1 to 2") <= 2:
             raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
         with self._session.call_lock:
-            self._session.wait_until_idle()  # until no rank reads the memory
+            self._session.wait_until_idle()
             self._reshape(shape, oversize, keep_rows)
 
     def _reshape(self, shape: tuple[int, ...], oversize: float = 1, keep_rows: bool = False) -> np.ndarray:

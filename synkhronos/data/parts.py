@@ -265,7 +265,7 @@ class _LoadRows(Command):
             pid, descriptor = rank.all_gather(own_file)[local_ranks.start]
             if rank.number != local_ranks.start:
                 file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{descriptor}", "r+"))
-            segment = Segment(self.key, file.fileno(), nbytes, backed_bytes=allocated)
+            segment = Segment(self.key, file.fileno(), nbytes, allocated_bytes=allocated)
             rank.segments.add(segment)
             if rows is not None:
                 segment.view_array((self.length, *shape), dtype)[share] = rows

@@ -83,13 +83,7 @@ def find_device(value: Any) -> Device:
 
 
 def get_array_device(array: Any) -> Device:
-    """Return the device that owns an array.
-
-    Raises
-    ------
-    TypeError
-        If no device owns it.
-    """
+    """Return the device that owns an array; raise TypeError for a value that no device owns."""
     if type(array) is np.ndarray:
         return HOST
     device = find_device(array)
@@ -165,7 +159,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
             f"n_parallel={n_parallel}, but {n_gpu} GPUs are visible, and each rank needs one: "
             "pass use_gpu=False to compute on the CPU"
         )
-    if not device.is_on_gpu and cuda.is_started():
+    if not device.is_on_gpu and cuda.has_context():
         raise RuntimeError(
             "this process has already started CUDA, so that its workers can't: call synkhronos.fork() before anything "
             "uses a GPU (some imports, jax.devices(), torch.cuda, Theano's flag device=cuda, ...), or pass "

@@ -53,7 +53,7 @@ class Device(ABC):
 
     # -- ranks -----------------------------------------------------------------------------------------------
 
-    def assign_gpus(self, n_local_ranks: int, local_master: int) -> list[str]:
+    def assign_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
         """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it; "" without GPUs.
 
         Called before `initialize`: in the master for its host, and on every rank of the other hosts.
@@ -62,7 +62,7 @@ class Device(ABC):
         ----------
         n_local_ranks : int
             Number of ranks of this host.
-        local_master : int
+        local_master_index : int
             Index of the master among them; 0 on other hosts.
         """
         return [""] * n_local_ranks

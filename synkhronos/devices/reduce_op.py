@@ -47,7 +47,7 @@ class ReduceOp:
         return self.ufunc is not None and (self.needs_row_counts or not self.is_mean)
 
     def can_reduce(self, dtype: np.dtype) -> bool:
-        """Whether values of a dtype are reduced to the same dtype."""
+        """Whether the reduction is defined for a dtype: its result has the same dtype."""
         return dtype.kind not in self.unsupported_kinds
 
     def is_supported_by_nccl(self, dtype: np.dtype) -> bool:
@@ -80,7 +80,7 @@ REDUCE_OPS = {
 
 
 def list_ops(dtype: np.dtype | None = None) -> tuple[str, ...]:
-    """Return the names of the reductions; of those that are defined for a dtype, if one is given."""
+    """Return the names of all reductions, or only of the reductions that are defined for a dtype."""
     return tuple(name for name, op in REDUCE_OPS.items() if dtype is None or op.can_reduce(dtype))
 
 

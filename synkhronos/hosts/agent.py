@@ -242,7 +242,7 @@ class Agent:
             if segment.key > self._last_segment_key:
                 self._last_segment_key = segment.key
                 self._segments[segment.key] = segment
-                if not segment.is_file:
+                if not segment.is_user_file:
                     self._page_table.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
                 messenger.send_all(
                     messenger.other_hosts, NEW_SEGMENT, segment.key, segment.nbytes, segment.path or None
@@ -575,11 +575,11 @@ def _get_host_info() -> dict[str, Any]:
         "n_cores": count_available_cores(),
         "n_gpus": get_n_gpu(),
         "n_host_cores": os.cpu_count() or 1,
-        "versions": {"Python": platform.python_version(), **_find_versions()},
+        "versions": {"Python": platform.python_version(), **_list_package_versions()},
     }
 
 
-def _find_versions() -> dict[str, str]:
+def _list_package_versions() -> dict[str, str]:
     versions = list_versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
     if find_spec("pygpu") is not None:  # linked into environments without metadata
         versions["pygpu"] = "installed"

@@ -137,7 +137,7 @@ class MpiLink(Link):
         if hosts is None:
             hosts = [Host(host["name"], None) for host in host_infos]
             self.host_names = [host.name for host in hosts]
-            mpirun.check_processes(host_infos)
+            mpirun.check_mpi_processes(host_infos)
         elif len(host_infos) < len(hosts):
             raise RuntimeError(
                 f"{mpirun.find_mpirun()} started {len(hosts)} processes, and MPI connects {len(host_infos)} of them: "

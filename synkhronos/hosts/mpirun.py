@@ -109,7 +109,7 @@ def make_mpirun_environment(has_started_script: bool) -> dict[str, str]:
     return environment
 
 
-def check_processes(host_infos: Sequence[dict[str, Any]]) -> None:
+def check_mpi_processes(host_infos: Sequence[dict[str, Any]]) -> None:
     """Raise if MPI does not connect the processes, or two are on one host; warn if one is bound to a core."""
     _, count = read_mpi_rank_and_size() or (0, len(host_infos))
     if len(host_infos) != count:

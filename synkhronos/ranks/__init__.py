@@ -1,7 +1,7 @@
 """Processes that run commands in step: commands, barriers, shared memory, liveness and errors.
 
-A *host* is a machine; its ranks share memory.  This package knows nothing of graphs or of the meaning of arrays, and
-stores the device of a rank only for others.
+A *host* is a machine; its ranks share memory.  This package is independent of graphs and of the meaning of arrays.  It
+stores the device of a rank for other packages.
 """
 
 from synkhronos.ranks.bounded_cache import BoundedCache

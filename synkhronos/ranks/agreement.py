@@ -9,7 +9,7 @@ This step is recorded once; the command is then *decided*.
 counters, and records the last common step, unless another rank has.
 
 *On several hosts* a host gets the counters of others with a delay.  So a host reports the last step that all of its
-ranks have reached, and once it knows that a command has failed, it reports no more steps of it::
+ranks have reached.  Once it has noticed the failure of a command, it reports no more steps of it::
 
     state of each host, for one command                    sent by its agent to all others
     open ──┬── all its ranks have reached a step ───────>  STEP, at each step

@@ -106,7 +106,9 @@ class CommandRunner(ABC):
     def _set_group(self, group: ProcessGroup) -> None:
         self._group, self._control = group, group.control
         self._mailbox = Mailbox(group.control, group.link, self.memory)
-        self._watch = PeerWatch(group.has_any_died, self._has_pending_between_commands, self._raise_if_peer_died)
+        self._watch = PeerWatch(
+            group.has_any_died, self._has_pending_operation_between_commands, self._raise_if_peer_died
+        )
 
     @property
     def size(self) -> int:
@@ -151,7 +153,7 @@ class CommandRunner(ABC):
         return is_held
 
     def wait_until_idle(self) -> None:
-        """Begin a call: wait until all ranks have finished the last command, which an interrupt may have left running.
+        """Wait, at the start of a call, for the last command, which an interrupt may have left running.
 
         Memory that ranks may still read must not be written before.  The caller holds the lock, so no command runs in
         the master; if an interrupt has left it marked as running, the mark is removed.
@@ -298,7 +300,7 @@ class CommandRunner(ABC):
             self._close_after_failure(failure)
         watch.command_thread = command_thread
 
-    def _has_pending_between_commands(self) -> bool:
+    def _has_pending_operation_between_commands(self) -> bool:
         """Whether an operation with the workers is pending although no command runs."""
         # While the ranks are being ended, their exits are expected.
         return self.close_reason is None and not self._is_running and self.rank.has_pending_operation()

@@ -162,7 +162,7 @@ class ControlMemory:
     def create_file(size: int, n_local: int, link_nbytes: int = 0) -> io.FileIO:
         """Create the memory as an open file, for ``n_local`` of ``size`` ranks on this host.
 
-        Of each slot of a rank on another host only one page is allocated: published values are rarely longer.
+        A slot of a rank on another host gets only one page: published values are rarely longer.
         """
         slots = _compute_offsets(size, n_local, link_nbytes)[-1]
         remote_slots = range(slots + 3 * n_local * SLOT_NBYTES, slots + 3 * size * SLOT_NBYTES, SLOT_NBYTES)
@@ -221,7 +221,7 @@ class ControlMemory:
         self.decision_lock.release()  # its holder has exited
 
     def wait(
-        self, rank: int, is_ready: Callable[[], bool], reason: int, check_peers: Callable[[], None], poll: float
+        self, rank: int, is_ready: Callable[[], bool], reason: int, check_peers: Callable[[], None], poll_seconds: float
     ) -> None:
         """Wait until a condition on the counters holds.
 
@@ -234,9 +234,8 @@ class ControlMemory:
         reason : int
             Sleep reason to publish.
         check_peers : callable
-            Called every ``poll`` seconds; raises, or ends the process, when a peer has died.
-        poll : float
-            Seconds.
+            Called every ``poll_seconds`` seconds; raises, or ends the process, when a peer has died.
+        poll_seconds : float
         """
         if is_ready():
             return
@@ -248,17 +247,17 @@ class ControlMemory:
                     return
                 os.sched_yield()  # the scheduler may have put the peer on this very core
         semaphore = self._wake_semaphores[rank]
-        next_check = perf_counter() + poll
+        next_check = perf_counter() + poll_seconds
         try:
             while True:
                 self.sleep_reason[rank] = reason
                 self.fence()
                 if is_ready():
                     return
-                is_woken = semaphore.wait(poll)
+                is_woken = semaphore.wait(poll_seconds)
                 if not is_woken or perf_counter() > next_check:  # signals wake, too, and may be frequent
                     check_peers()
-                    next_check = perf_counter() + poll
+                    next_check = perf_counter() + poll_seconds
                 if is_woken and self.spin_seconds:
                     self._leave_shared_core(rank)
         finally:

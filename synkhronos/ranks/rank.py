@@ -441,7 +441,7 @@ class Rank:
         """Wake the ranks of this host that are in `wait`; call it after the write that they wait for."""
         self.control.wake_local_ranks(AWAITS_STEP)
 
-    def _write_slot(self, payload: bytes | memoryview, total: int | None = None) -> int:
+    def _write_slot(self, payload: bytes | memoryview, message_nbytes: int | None = None) -> int:
         """Write into this rank's slot for the next step, and return that step.
 
         Invariant: slot[step & 1] was last written two steps ago, and its readers have passed the step in between.
@@ -451,7 +451,7 @@ class Rank:
         if self._step & _STEP_MASK and not self._has_reached(step - 1):
             self._wait_for_step(step - 1)
         slot = self.control.get_slot(self.number, step & 1)
-        SLOT_HEADER.pack_into(slot, 0, len(payload) if total is None else total, step)
+        SLOT_HEADER.pack_into(slot, 0, len(payload) if message_nbytes is None else message_nbytes, step)
         slot[SLOT_HEADER.size : SLOT_HEADER.size + len(payload)] = payload
         return step
 

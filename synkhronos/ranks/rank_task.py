@@ -165,7 +165,9 @@ class RankTask:
         me, sent = self.rank.number, self._sent
         channel = me * self.memory.size + dest
         end = sent[channel] + WORD_NBYTES + len(chunk)
-        self._wait_for(BYTES_RECEIVED, channel, end - self.memory.capacity, f"until rank {dest} receives {description}")
+        self._wait_for_bytes(
+            BYTES_RECEIVED, channel, end - self.memory.capacity, f"until rank {dest} receives {description}"
+        )
         ring = self.memory.view_channel(self._segment, me, dest)
         write_ring(ring, sent[channel], len(chunk).to_bytes(WORD_NBYTES, "little"))
         write_ring(ring, sent[channel] + WORD_NBYTES, chunk)
@@ -175,13 +177,13 @@ class RankTask:
     def wait_until_received(self, dest: int, description: str) -> None:
         """Wait until a rank has received everything that this rank has sent to it."""
         channel = self.rank.number * self.memory.size + dest
-        self._wait_for(BYTES_RECEIVED, channel, self._sent[channel], f"until rank {dest} receives {description}")
+        self._wait_for_bytes(BYTES_RECEIVED, channel, self._sent[channel], f"until rank {dest} receives {description}")
 
     def receive(self, source: int, description: str, out: memoryview | None = None) -> memoryview:
         """Receive a chunk from a rank and return it; ``out`` is memory of its length to receive it in."""
         me, received = self.rank.number, self._received
         channel = source * self.memory.size + me
-        self._wait_for(BYTES_SENT, channel, received[channel] + 1, f"for {description} of rank {source}")
+        self._wait_for_bytes(BYTES_SENT, channel, received[channel] + 1, f"for {description} of rank {source}")
         ring, position = self.memory.view_channel(self._segment, source, me), received[channel]
         length = bytearray(WORD_NBYTES)
         read_ring(ring, position, memoryview(length))
@@ -201,14 +203,14 @@ class RankTask:
 
     # -- locks -----------------------------------------------------------------------------------------------
 
-    def get_lock(self, number: int) -> Lock:
+    def get_lock(self, lock: int) -> Lock:
         """Return a lock, to be used in a ``with`` statement; raise ValueError for a number out of range."""
-        if not 0 <= number < self.memory.n_locks:
-            raise ValueError(f"expected a lock from 0 to {self.memory.n_locks - 1}, got {number}")
-        is_local = self.memory.get_home_rank(number) in self.rank.local_ranks
-        return Lock(self, number, self.memory.get_semaphore(self._segment, number) if is_local else None)
+        if not 0 <= lock < self.memory.n_locks:
+            raise ValueError(f"expected a lock from 0 to {self.memory.n_locks - 1}, got {lock}")
+        is_local = self.memory.get_home_rank(lock) in self.rank.local_ranks
+        return Lock(self, lock, self.memory.get_semaphore(self._segment, lock) if is_local else None)
 
-    def _acquire(self, number: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
+    def _acquire(self, lock: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
         """Acquire a lock of this host and return its turn; None if it was not free within ``timeout`` seconds."""
         # Without this check, a rank that finds all its locks free would not notice a failure until its program ends.
         if self.rank.has_failed(self.rank.command_number):
@@ -216,48 +218,48 @@ class RankTask:
         if not semaphore.acquire(0):
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
             # A wait with a time limit ends by itself, so it can't be part of a deadlock.
-            with _PublishedWait(self, LOCK_FREE if timeout is None else NO_CONDITION, 0, f"for lock {number}", number):
+            with _PublishedWait(self, LOCK_FREE if timeout is None else NO_CONDITION, 0, f"for lock {lock}", lock):
                 while not semaphore.acquire(max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))):
                     self.rank.check_cancelled()
                     if time.monotonic() >= deadline:
                         return None
                     if timeout is None:
                         self._raise_if_deadlocked()
-        self._owners[number] = self.rank.number + 1
-        turn = self._acquisitions[number]
-        self._acquisitions[number] = turn + 1
+        self._owners[lock] = self.rank.number + 1
+        turn = self._acquisitions[lock]
+        self._acquisitions[lock] = turn + 1
         return turn
 
-    def _release(self, number: int, semaphore: Semaphore) -> None:
+    def _release(self, lock: int, semaphore: Semaphore) -> None:
         """Release a lock of this host, or pass it to the agent if a rank of another host waits for it.
 
         Otherwise ranks of this host, which are faster, could starve the others.
         """
-        if self._agent_waits[number]:
+        if self._agent_waits[lock]:
             self.rank.control.fence()
-            self._owners[number] = self.memory.agent_owner
+            self._owners[lock] = self.memory.agent_owner
         else:
-            self._owners[number] = 0
+            self._owners[lock] = 0
             semaphore.release()
 
-    def _request(self, operation: int, number: int, ranges: Sequence[ByteRange] = ()) -> int:
+    def _request(self, operation: int, lock: int, ranges: Sequence[ByteRange] = ()) -> int:
         """Send a request for a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
         me, sent = self.rank.number, self._sent
         to_me = me * self.memory.size + me
-        description = f"for lock {number}"
-        self._wait_for(BYTES_RECEIVED, to_me, sent[to_me], description)  # the agent may still process a RELEASE
+        description = f"for lock {lock}"
+        self._wait_for_bytes(BYTES_RECEIVED, to_me, sent[to_me], description)  # the agent may still process a RELEASE
         memory = self.memory.view_channel(self._segment, me, me)
-        write_with_length(memory, pickle.dumps((operation, number, ranges), pickle.HIGHEST_PROTOCOL))
+        write_with_length(memory, pickle.dumps((operation, lock, ranges), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[to_me] += 1
         if operation == RELEASE:
             return 0
-        self._wait_for(BYTES_RECEIVED, to_me, sent[to_me], description)
+        self._wait_for_bytes(BYTES_RECEIVED, to_me, sent[to_me], description)
         return int.from_bytes(memory[:WORD_NBYTES], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _wait_for(self, condition: int, channel: int, count: int, description: str) -> None:
+    def _wait_for_bytes(self, condition: int, channel: int, count: int, description: str) -> None:
         """Wait until ``count`` bytes were sent or received through a channel (`BYTES_SENT`, `BYTES_RECEIVED`)."""
         counts = self._sent if condition == BYTES_SENT else self._received
         if counts[channel] >= count:
@@ -285,12 +287,12 @@ class RankTask:
         time.
         """
         before = self._waits.tolist()
-        if any(self._can_continue(*before[4 * r : 4 * r + 3]) for r in range(self.memory.size)):
+        if any(self._is_condition_met(*before[4 * r : 4 * r + 3]) for r in range(self.memory.size)):
             return False
         return self._waits.tolist() == before
 
-    def _can_continue(self, condition: int, index: int, count: int) -> bool:
-        """Whether a published condition holds."""
+    def _is_condition_met(self, condition: int, index: int, count: int) -> bool:
+        """Whether the condition of a published wait holds."""
         if condition == STEP_REACHED:
             return min(self.rank.control.arrived) >= count
         if condition == BYTES_SENT:
@@ -349,8 +351,8 @@ class Lock:
         Number of times that ranks had acquired the lock before; no two turns are equal.
     """
 
-    def __init__(self, task: RankTask, number: int, semaphore: Semaphore | None):
-        self._task, self._number, self._semaphore = task, number, semaphore
+    def __init__(self, task: RankTask, lock_number: int, semaphore: Semaphore | None):
+        self._task, self._lock_number, self._semaphore = task, lock_number, semaphore
         self.turn = -1
 
     def __enter__(self) -> Lock:
@@ -379,11 +381,11 @@ class Lock:
             If there is a time limit and the lock is on another host.
         """
         if self._semaphore is not None:
-            turn = self._task._acquire(self._number, self._semaphore, timeout)
+            turn = self._task._acquire(self._lock_number, self._semaphore, timeout)
         elif timeout is None:
-            turn = self._task._request(ACQUIRE, self._number)
+            turn = self._task._request(ACQUIRE, self._lock_number)
         else:
-            raise ValueError(f"timeout: lock {self._number} is on another host, where no time limit is possible")
+            raise ValueError(f"timeout: lock {self._lock_number} is on another host, where no time limit is possible")
         if turn is None:
             return False
         self.turn = turn
@@ -392,9 +394,9 @@ class Lock:
     def release(self) -> None:
         """Release the lock."""
         if self._semaphore is None:
-            self._task._request(RELEASE, self._number)
+            self._task._request(RELEASE, self._lock_number)
         else:
-            self._task._release(self._number, self._semaphore)
+            self._task._release(self._lock_number, self._semaphore)
 
     def read(self, *rows: Any) -> None:
         """Copy rows from the lock's host to this rank's host; only while this rank holds the lock.
@@ -418,4 +420,4 @@ class Lock:
     def _copy(self, operation: int, rows: Sequence[Any]) -> None:
         ranges = [find_byte_range(array) for array in rows]
         if self._semaphore is None:
-            self._task._request(operation, self._number, ranges)
+            self._task._request(operation, self._lock_number, ranges)

@@ -86,13 +86,13 @@ def get_free_memory(root: str = "") -> int:
     return max(0, free)
 
 
-def create_unlinked_file(nbytes: int, allocated: Iterable[range] | None = None) -> io.FileIO:
+def create_unlinked_file(nbytes: int, allocated_ranges: Iterable[range] | None = None) -> io.FileIO:
     """Create shared memory as a file without a name, and return the open file.
 
     Parameters
     ----------
     nbytes : int
-    allocated : iterable of range, optional
+    allocated_ranges : iterable of range, optional
         Ranges of bytes whose pages are allocated now, where a full ``/dev/shm`` raises MemoryError.  A write into other
         pages of a full ``/dev/shm`` is a bus error.  Default: all.
 
@@ -101,8 +101,8 @@ def create_unlinked_file(nbytes: int, allocated: Iterable[range] | None = None) 
     MemoryError
         If there is not enough memory, or a limit of this process is exceeded.
     """
-    allocated = [range(nbytes)] if allocated is None else [span for span in allocated if span]
-    n_allocated = sum(span.stop - span.start for span in allocated)  # len() of a range has a limit
+    allocated_ranges = [range(nbytes)] if allocated_ranges is None else [span for span in allocated_ranges if span]
+    n_allocated = sum(span.stop - span.start for span in allocated_ranges)  # len() of a range has a limit
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if nbytes > largest != resource.RLIM_INFINITY:
         raise MemoryError(
@@ -114,7 +114,7 @@ def create_unlinked_file(nbytes: int, allocated: Iterable[range] | None = None) 
         file = io.FileIO(_open_unlinked(), "r+")  # closed with its last reference
     try:
         os.ftruncate(file.fileno(), nbytes)
-        for span in allocated:
+        for span in allocated_ranges:
             os.posix_fallocate(file.fileno(), span.start, len(span))
     except (OSError, OverflowError) as error:  # OverflowError: more than an off_t holds
         file.close()
@@ -155,22 +155,24 @@ class Segment:
         Key of the segment, the same on every rank.
     fd : int
     nbytes : int
-    is_file : bool
+    is_user_file : bool
         Whether it is a user's file.
-    backed_bytes : range, optional
+    allocated_bytes : range, optional
         Range of bytes with allocated memory; the other bytes are only addresses.  Default: all.
     """
 
-    __slots__ = ("buffer", "backed_bytes", "file_id", "is_file", "key", "nbytes", "path")
+    __slots__ = ("buffer", "allocated_bytes", "file_id", "is_user_file", "key", "nbytes", "path")
 
-    def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False, backed_bytes: range | None = None):
+    def __init__(
+        self, key: int, fd: int, nbytes: int, is_user_file: bool = False, allocated_bytes: range | None = None
+    ):
         self.key = key
         self.nbytes = nbytes
-        self.is_file = is_file
-        self.backed_bytes = range(nbytes) if backed_bytes is None else backed_bytes
-        self.path = os.readlink(f"/proc/self/fd/{fd}") if is_file else ""
+        self.is_user_file = is_user_file
+        self.allocated_bytes = range(nbytes) if allocated_bytes is None else allocated_bytes
+        self.path = os.readlink(f"/proc/self/fd/{fd}") if is_user_file else ""
         self.file_id = _get_file_id(fd)
-        self.buffer = map_file(fd, nbytes, is_file)
+        self.buffer = map_file(fd, nbytes, is_user_file)
 
     def view_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
         """Return an array view of the segment's memory from byte ``offset`` on."""
@@ -186,11 +188,11 @@ def _get_file_id(fd: int) -> tuple[int, int]:
 class UnmappedSegment:
     """A segment that could not be mapped when it was received; `map` tries again."""
 
-    def __init__(self, key: int, file: io.FileIO | None, nbytes: int, is_file: bool):
+    def __init__(self, key: int, file: io.FileIO | None, nbytes: int, is_user_file: bool):
         self.key = key
         self._file = file
         self._nbytes = nbytes
-        self._is_file = is_file
+        self._is_file = is_user_file
 
     def map(self) -> Segment:
         """Map the segment, or raise the error that prevents it."""
@@ -278,9 +280,9 @@ class SegmentTable:
         """
         for key in sorted(self._segments):
             segment = self._segments[key]
-            if segment.backed_bytes and len(segment.backed_bytes) < segment.nbytes:
+            if segment.allocated_bytes and len(segment.allocated_bytes) < segment.nbytes:
                 continue  # other hosts' part of it is lost with their ranks
-            if segment.is_file:
+            if segment.is_user_file:
                 file = io.FileIO(segment.path)
                 is_same_file = _get_file_id(file.fileno()) == segment.file_id
                 if not is_same_file or os.fstat(file.fileno()).st_size != segment.nbytes:
@@ -371,7 +373,7 @@ def send_segment(channel: socket.socket, segment: Segment, fd: int) -> None:
     # The next wait for the worker reports its death with its exit status.  MSG_NOSIGNAL: the user may have restored
     # SIGPIPE's default action.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        message = _SEGMENT_HEADER.pack(segment.key, segment.nbytes, segment.is_file)
+        message = _SEGMENT_HEADER.pack(segment.key, segment.nbytes, segment.is_user_file)
         channel.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
 
 
@@ -404,14 +406,14 @@ class SegmentReceiver:
             message, fds, _, _ = socket.recv_fds(self._channel, _SEGMENT_HEADER.size, 1)
             if not message:
                 raise EOFError("the master closed the channel")
-            key, nbytes, is_file = _SEGMENT_HEADER.unpack(message)
+            key, nbytes, is_user_file = _SEGMENT_HEADER.unpack(message)
             if not fds:
-                return UnmappedSegment(key, None, nbytes, is_file)
+                return UnmappedSegment(key, None, nbytes, is_user_file)
             file = io.FileIO(fds[0], "r+")
             try:
-                segment = Segment(key, file.fileno(), nbytes, is_file)
+                segment = Segment(key, file.fileno(), nbytes, is_user_file)
             except MemoryError:
-                return UnmappedSegment(key, file, nbytes, is_file)
+                return UnmappedSegment(key, file, nbytes, is_user_file)
             file.close()
             return segment
         finally:

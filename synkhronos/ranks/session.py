@@ -223,7 +223,7 @@ class Session(CommandRunner):
 
     @contextlib.contextmanager
     def keep_memory(self) -> Iterator[None]:
-        """Context in which a worker's death leaves Data and replicated objects, so that workers can be replaced.
+        """Keep Data and replicated objects after a worker's death in the ``with`` block, for `replace_workers`.
 
         If the session is closed by a death at the end of the context, the memory is freed.
         """

@@ -131,7 +131,7 @@ class LocalRows:
 @find_byte_range.register
 def _(rows: LocalRows) -> ByteRange:
     selected, location = rows._selection, rows._location
-    if rows._rank.segments[location.key].is_file:
+    if rows._rank.segments[location.key].is_user_file:
         raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
     if selected is None:
         return location.key, location.offset, rows._array.nbytes

@@ -82,7 +82,7 @@ def make_watchdog(rank):
     watchdog = object.__new__(CollectiveWatchdog)
     watchdog._rank, watchdog.active_connection = rank, Connection()
     watchdog.connections, watchdog._completed_command_number = [watchdog.active_connection], 0
-    watchdog.clear()
+    watchdog.mark_idle()
     return watchdog
 
 

@@ -71,7 +71,7 @@ def connect():
     )
     staging.set_current_gpu = lambda: None
     rank = types.SimpleNamespace(
-        pending=[],
+        pending_operations=[],
         command_number=5,
         has_peer_died=lambda: False,
         has_failed=lambda command: False,
@@ -175,7 +175,7 @@ def read_traits():
     from synkhronos.devices.jax.xla_ffi import _METADATA, CallFrame, _Api, _Extension, _Metadata
 
     library = nccl_handlers.load_handlers()
-    for name in (nccl_handlers.START, nccl_handlers.FINISH, nccl_handlers.RECORDABLE_FINISH):
+    for name in (nccl_handlers.START_TARGET, nccl_handlers.FINISH_TARGET, nccl_handlers.RECORDABLE_FINISH_TARGET):
         metadata = _Metadata(struct_size=ctypes.sizeof(_Metadata))
         extension = _Extension(ctypes.sizeof(_Extension), _METADATA, None, ctypes.pointer(metadata))
         api = _Api(struct_size=ctypes.sizeof(_Api))

@@ -57,13 +57,13 @@ class CudaDevice(Device, GpuArrayLibrary):
         """Return the names of the packages that are needed to compute on GPUs and not installed."""
         return cuda.find_missing_packages({**self.requirements, **cuda.GPU_REQUIREMENTS})
 
-    def assign_gpus(self, n_local_ranks: int, local_master: int) -> list[str]:
+    def assign_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
         """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [*map(str, range(n_local_ranks))] if visible is None else [name.strip() for name in visible.split(",")]
         if self._gpu in names:  # CUDA can't change the GPU on which it was started
             names.remove(self._gpu)
-            names.insert(local_master, self._gpu)
+            names.insert(local_master_index, self._gpu)
         return names[:n_local_ranks]
 
     def initialize(self, gpu: str) -> None:

@@ -31,7 +31,7 @@ from synkhronos.ranks import ArrayLocation, Rank, Segment
 
 _log = logging.getLogger("synkhronos")
 
-#: Maximal number of shapes for which an input has buffers: two of the slices of a call, and two of those of the last,
+#: Maximal number of shapes for which an input has buffers: two for the slices of a call, and two for the last,
 #: smaller batch of an epoch.
 _MAX_SHAPES = 4
 #: Number of blocks, threads of a block, and concurrent loads of a thread of the gather kernel: enough loads to fill the
@@ -268,7 +268,7 @@ class Staging:
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
         self._copy_rows(rank, location, rows, self.arrays.get_pointer(array))
-        self._finish_copies()
+        self._wait_for_copies()
         return array
 
     # -- to host memory --------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class Staging:
         """Make the next launch wait for all pending copies."""
         if self._has_pending_copies:
             if self.arrays.stream is None:
-                self._finish_copies()
+                self._wait_for_copies()
             else:
                 check_result(self.driver.cuEventRecord(self.event, self.stream_handle))
                 check_result(self.driver.cuStreamWaitEvent(self.arrays.stream, self.event, 0))
@@ -334,7 +334,7 @@ class Staging:
                 buffer.last_read = event
         self._filled.clear()
         if self._rank is None or self._last_command_number == self._rank.command_number:
-            self._finish_copies()
+            self._wait_for_copies()
         else:
             self._last_command_number = self._rank.command_number
 
@@ -342,9 +342,9 @@ class Staging:
         """Record that copies have been started, so that the command waits for them at its end, even if it fails."""
         if not self._has_pending_copies:
             self._has_pending_copies = True
-            rank.finish_callbacks.append(self._finish_copies)
+            rank.finish_callbacks.append(self._wait_for_copies)
 
-    def _finish_copies(self) -> None:
+    def _wait_for_copies(self) -> None:
         if self._has_pending_copies:
             self.stream.sync()
             self._has_pending_copies = False
@@ -432,7 +432,10 @@ class Staging:
             if self._unpin_segment not in rank.segments.before_unmap_callbacks:
                 rank.segments.before_unmap_callbacks.append(self._unpin_segment)
             address = segment.view_array((0,), np.uint8).ctypes.data
-            first_page, end = segment.backed_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.backed_bytes.stop
+            first_page, end = (
+                segment.allocated_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE,
+                segment.allocated_bytes.stop,
+            )
             try:
                 self._pinned[segment] = address, address + first_page
                 self.pin_pages(address + first_page, end - first_page)

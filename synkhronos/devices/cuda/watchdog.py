@@ -79,9 +79,9 @@ class CollectiveWatchdog(PendingOperation):
         self._stop = threading.Event()
         #: Last command in which this rank completed a blocking collective that others may not have started.
         self._completed_command_number = 0
-        self.clear()
+        self.mark_idle()
 
-    def clear(self) -> None:
+    def mark_idle(self) -> None:
         """Record that nothing is pending."""
         #: Command that has started the pending collectives; 0 without pending ones.
         self._pending_command_number = 0
@@ -91,7 +91,7 @@ class CollectiveWatchdog(PendingOperation):
     def abort(self, connection: NcclConnection | None = None) -> None:
         """Abort a connection, by default the active one."""
         with defer_signals():
-            self.clear()
+            self.mark_idle()
             (connection or self.active_connection).abort()
 
     # -- calls from a command --------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class CollectiveWatchdog(PendingOperation):
         have started.  If a receiver then fails before it starts, its next collective would receive the message.  So
         `cancel` aborts the connection.
         """
-        self.clear()
+        self.mark_idle()
         if connection is self.connections[0]:
             self._completed_command_number = self._rank.command_number
 

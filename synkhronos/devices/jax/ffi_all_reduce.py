@@ -196,7 +196,8 @@ class FfiAllReduce:
             register_target(_START_TARGET, _start_callback)
             target, attributes = _START_TARGET, {"number": self._number}
         else:
-            target, attributes = nccl_handlers.START, {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)}
+            target = nccl_handlers.START_TARGET
+            attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)}
         call = jax.ffi.ffi_call(target, results, input_output_aliases={0: 0, 1: 1})
         started, token = call(array, token, **attributes)
         return started, token
@@ -236,9 +237,8 @@ class FfiAllReduce:
                     f"all_reduce: expected shape {self._expected_shape}, as before the launch, got {n_items} items"
                 )
             # A CUDA graph can't wait for the side stream, on which chunks are reduced outside of the graph.
-            target = (
-                nccl_handlers.RECORDABLE_FINISH if self.nccl_caller == "graph" and not started else nccl_handlers.FINISH
-            )
+            is_recordable = self.nccl_caller == "graph" and not started
+            target = nccl_handlers.RECORDABLE_FINISH_TARGET if is_recordable else nccl_handlers.FINISH_TARGET
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
         results = [*map(_to_shape_struct, operands), jax.ShapeDtypeStruct((), np.int32)]
         # The side effect is not declared, as JAX would then use a slower way to launch.  XLA still makes the call
@@ -279,11 +279,11 @@ class FfiAllReduce:
     # -- called by XLA ---------------------------------------------------------------------------------------
 
     @classmethod
-    def dispatch(cls, address: int, handle_call: Callable[[FfiAllReduce, Any, Reducer], None]) -> int | None:
+    def dispatch(cls, frame_address: int, handle_call: Callable[[FfiAllReduce, Any, Reducer], None]) -> int | None:
         """Pass a call by XLA to its program's object; return None, or the address of an error to end the launch."""
         all_reduce = None
         try:
-            frame = CallFrame.from_address(address)
+            frame = CallFrame.from_address(frame_address)
             if not is_execution(frame):
                 return None
             all_reduce = cls._by_number[frame.attributes.numbers[0].contents.value[0]]

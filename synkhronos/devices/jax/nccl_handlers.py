@@ -25,7 +25,8 @@ _log = logging.getLogger("synkhronos")
 _SOURCE = Path(__file__).with_name("nccl_ffi.cc")
 _OPTIONS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC")
 #: Names under which the handlers are registered with XLA.
-START, FINISH, RECORDABLE_FINISH = "synkhronos_native_start", "synkhronos_native_finish", "synkhronos_recordable_finish"
+START_TARGET, FINISH_TARGET = "synkhronos_native_start", "synkhronos_native_finish"
+RECORDABLE_FINISH_TARGET = "synkhronos_recordable_finish"
 
 #: Values of the environment variable ``SYNKHRONOS_NCCL_CALLS``.
 NCCL_CALLERS = ("python", "native", "graph")
@@ -57,7 +58,7 @@ def load_handlers() -> Any:
     """
     try:
         library = ctypes.CDLL(str(compile_handlers()))
-        for name in (START, FINISH, RECORDABLE_FINISH):
+        for name in (START_TARGET, FINISH_TARGET, RECORDABLE_FINISH_TARGET):
             register_target(name, getattr(library, name))
         library.synkhronos_set_launch_state.argtypes = [ctypes.POINTER(LaunchState)]
         library.synkhronos_set_launch_state.restype = None

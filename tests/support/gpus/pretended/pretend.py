@@ -75,7 +75,7 @@ def install():
         theano.gpuarray.type.reg_context(None, GpuContext())
         theano.compile.shared_constructor(theano.gpuarray.type.gpuarray_shared_constructor)
 
-    synkhronos.devices.cuda.is_started = lambda: cuda.core.Device.is_started
+    synkhronos.devices.cuda.has_context = lambda: cuda.core.Device.is_started
 
     PygpuDevice.requirements = {}
     PygpuDevice.open_gpu = start_pygpu
