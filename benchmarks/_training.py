@@ -14,14 +14,14 @@ from time import perf_counter
 from typing import Any
 
 
-def time_steps(step: Callable[[], Any], warm: int, rounds: int, steps: int) -> tuple[float, float, float]:
+def time_steps(step: Callable[[], Any], n_warmup: int, rounds: int, steps: int) -> tuple[float, float, float]:
     """Return the first step's seconds, the median seconds of a step over some rounds, and the last loss.
 
     Parameters
     ----------
     step : callable
         Starts a step, and returns its loss, which ``float`` waits for.
-    warm : int
+    n_warmup : int
         Number of steps before the rounds.
     rounds, steps : int
         Number of rounds, and of steps in each.
@@ -29,7 +29,7 @@ def time_steps(step: Callable[[], Any], warm: int, rounds: int, steps: int) -> t
     start = perf_counter()
     float(step())
     first = perf_counter() - start
-    for _ in range(warm):
+    for _ in range(n_warmup):
         step()
     times, value = [], 0.0
     for _ in range(rounds):

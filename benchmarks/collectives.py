@@ -68,7 +68,7 @@ class RankCollectives:
         def make_waiting_call(call: Callable[..., None], shared: Any, *arguments: Any) -> Callable[[], None]:
             def call_and_wait() -> None:
                 call(shared, *arguments)
-                self._wait(get_library(shared).borrow_value(shared))
+                self._wait_until_computed(get_library(shared).borrow_value(shared))
 
             return call_and_wait
 
@@ -81,7 +81,7 @@ class RankCollectives:
         return {
             "broadcast": make_waiting_call(synk.broadcast, s),
             "scatter": make_waiting_call(synk.scatter, joined, rows),
-            "gather": lambda: self._wait(synk.gather(s)),
+            "gather": lambda: self._wait_until_computed(synk.gather(s)),
             "all_gather": scatter_and_gather,
             "reduce": make_waiting_call(synk.reduce, s, "sum"),
             "all_reduce": make_waiting_call(synk.all_reduce, s, "sum"),
@@ -95,7 +95,7 @@ class RankCollectives:
         """Return the seconds of a collective that ranks call within a task."""
         return synk.run(time_in_task, name, self._s, calls)[0]
 
-    def _wait(self, value: Any) -> None:
+    def _wait_until_computed(self, value: Any) -> None:
         get_array_device(value).wait([value])
 
     def time_calls(self, name: str, call: Callable[[], Any], rounds: int) -> list[float]:
@@ -138,7 +138,7 @@ def make_numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
     whole = np.zeros((count, items), np.float32)
     total = np.zeros(items, np.float32)
 
-    def copies(n: int) -> Callable[[], None]:
+    def make_copy_call(n: int) -> Callable[[], None]:
         def copy() -> None:
             for k in range(n):
                 np.copyto(whole[k % count], arrays[k % count])
@@ -156,14 +156,14 @@ def make_numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
             np.copyto(arrays[k], total)
 
     return {
-        "broadcast": copies(count - 1),
-        "scatter": copies(count),
-        "gather": copies(count),
-        "all_gather": copies(count * count),
+        "broadcast": make_copy_call(count - 1),
+        "scatter": make_copy_call(count),
+        "gather": make_copy_call(count),
+        "all_gather": make_copy_call(count * count),
         "reduce": reduce,
         "all_reduce": all_reduce,
-        "set_value": copies(1),
-        "get_value": copies(1),
+        "set_value": make_copy_call(1),
+        "get_value": make_copy_call(1),
     }
 
 

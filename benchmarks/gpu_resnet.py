@@ -131,7 +131,7 @@ class SpeedTable:
             | {"compiled": 9, "ours/it": 7, "flax": 9, "ours/flax": 9}
         )
 
-    def add(
+    def add_row(
         self,
         precision: str,
         placement: str,
@@ -187,7 +187,7 @@ class SpeedTable:
         )
         self._goals.append((f"{label}: beside those on the host", 100 * loaded / plain, " %", None, 97))
 
-    def remark(self, text: str) -> None:
+    def add_remark(self, text: str) -> None:
         """Store a line to print at the end."""
         self._remarks.append(text)
 
@@ -236,13 +236,13 @@ def main() -> None:
                 except SideError as failure:
                     print(f"{precision}, n = {n}: {failure}", flush=True)
                     continue
-                table.remark(
+                table.add_remark(
                     f"{result['title']}, {ddp['title']}: {format_duration(result['built'])} to start and build ours"
                 )
                 if "files" in options.where:
                     table.add_loading(precision, n, n * options.batch_size, result)
                 for placement in settings["where"]:
-                    table.add(precision, placement, n, n * options.batch_size, result, ddp, others, is_cold)
+                    table.add_row(precision, placement, n, n * options.batch_size, result, ddp, others, is_cold)
                 is_cold = False
     table.print_summary()
     print(f"\n{perf_counter() - start:.0f} s in all")

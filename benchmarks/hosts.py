@@ -174,7 +174,7 @@ def measure_exchanges(hosts: list[str], rounds: int) -> None:
     print_criterion("exchange from there, relative to MPI", medians["from there"] / medians["MPI"], " times", at_most=2)
 
 
-def measure_sending(hosts: list[str]) -> None:
+def measure_sent_bytes(hosts: list[str]) -> None:
     """Print the bytes sent to the other hosts in the steps of three epochs."""
     library, tensor = import_graph_library()
     updates = importlib.import_module("synkhronos.training.updates")
@@ -200,7 +200,7 @@ def measure_sending(hosts: list[str]) -> None:
         print(f"({ROWS:,} rows of {4 * WIDTH} bytes, {format_bytes(ROWS * 4 * WIDTH)}; {BATCH:,} of them in a step)")
 
 
-def measure_comparison(hosts: list[str], nbytes: int) -> None:
+def measure_page_comparison(hosts: list[str], nbytes: int) -> None:
     """Time a function that uses one item of a large Data object."""
     _, tensor = import_graph_library()
     with fork_ranks_on(hosts):
@@ -248,8 +248,8 @@ def measure(options: argparse.Namespace) -> None:
         "empty": lambda: measure_empty_function(hosts, options.turns, options.calls),
         "reduce": lambda: measure_reduction(hosts, options.sizes, options.rounds, options.torch_python),
         "exchanges": lambda: measure_exchanges(hosts, options.rounds),
-        "sending": lambda: measure_sending(hosts),
-        "comparing": lambda: measure_comparison(hosts, 200_000_000),
+        "sending": lambda: measure_sent_bytes(hosts),
+        "comparing": lambda: measure_page_comparison(hosts, 200_000_000),
         "idle": lambda: measure_idle_agent(hosts, options.idle),
     }
     for name in options.parts or parts:

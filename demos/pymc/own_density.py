@@ -18,7 +18,7 @@ from synkhronos.extensions.pymc import data_parallel
 STEPS = 4
 
 
-def compute_weight(size: pt.TensorVariable, hours: pt.TensorVariable, rate: pt.TensorVariable) -> pt.TensorVariable:
+def compute_final_size(size: pt.TensorVariable, hours: pt.TensorVariable, rate: pt.TensorVariable) -> pt.TensorVariable:
     """Return the sizes after some hours: the solution of ``size' = rate * size * (1 - size)``."""
     step = hours / STEPS
     for _ in range(STEPS):
@@ -41,7 +41,7 @@ def build_model(data: dict[str, np.ndarray]) -> pm.Model:
         first, hours, last = (pm.Data(name, values) for name, values in data.items())
         rate = pm.LogNormal("rate", 0, 1)
         noise = pm.HalfNormal("noise", 1)
-        pm.StudentT("weight", nu=5, mu=compute_weight(first, hours, rate), sigma=noise, observed=last)
+        pm.StudentT("weight", nu=5, mu=compute_final_size(first, hours, rate), sigma=noise, observed=last)
     return model
 
 

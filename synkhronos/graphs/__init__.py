@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 #: Module of each library's subclass of `GraphLibrary`, by import name.
-_LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
+_LIBRARY_MODULES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
 
 _libraries: dict[str, GraphLibrary] = {}
 #: Cache of `get_library`, by class of variable.
@@ -40,7 +40,7 @@ def list_loaded_libraries() -> list[GraphLibrary]:
 
 def register_loaded_libraries() -> None:
     """Import this package's module for each graph library that this process has imported."""
-    for name, module in _LIBRARIES.items():
+    for name, module in _LIBRARY_MODULES.items():
         package = sys.modules.get(name)
         # The variables of the `theano` that `synkhronos.compat` provides are PyTensor's.
         is_compat = hasattr(package, "__served_on__")

@@ -30,7 +30,7 @@ from synkhronos.graphs.library import (
     make_key_files_atomic,
 )
 from synkhronos.lowering import bounded_canonizer, random_keys  # noqa: F401 - the first changes a rewrite
-from synkhronos.lowering.linker import use_length_linker
+from synkhronos.lowering.linker import with_static_length_linker
 
 
 class PyTensor(GraphLibrary):
@@ -62,7 +62,7 @@ class PyTensor(GraphLibrary):
     def track_generators(self, function: Any) -> None:
         """Track the keys in a function of JAX mode, for which PyTensor has copied each generator."""
         if isinstance(function.maker.linker, JAXLinker):
-            random_keys.track_function(function)
+            random_keys.track_user_function(function)
 
     def set_generator(self, shared: Any, value: Any) -> None:
         """Put a Generator into the container, and in JAX mode update the key that functions draw from."""
@@ -73,9 +73,9 @@ class PyTensor(GraphLibrary):
         """Return a Generator ahead in the stream."""
         return type(value)(value.bit_generator.jumped(n_jumps))
 
-    def get_default_value(self, wrapped: Any) -> tuple[Any, ...]:
+    def get_default_value(self, library_input: Any) -> tuple[Any, ...]:
         """Return the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""
-        return tuple(getattr(wrapped, "default", ()))
+        return tuple(getattr(library_input, "default", ()))
 
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""
@@ -87,7 +87,7 @@ class PyTensor(GraphLibrary):
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Any:
         """Compile a function; in JAX mode, lengths may depend on integer inputs."""
-        return super().function(inputs, outputs, **{**kwargs, "mode": use_length_linker(kwargs.get("mode"))})
+        return super().function(inputs, outputs, **{**kwargs, "mode": with_static_length_linker(kwargs.get("mode"))})
 
     def choose_compile_order(self, mode: Any) -> str:
         """Return the order.  Python's linkers and JAX have no cache on disk; Numba writes one at the first call."""

@@ -22,9 +22,10 @@ from synkhronos.graphs.library import GraphLibrary, make_key_files_atomic
 
 # MRG31k3p: two recurrences of order 3 modulo these primes (L'Ecuyer and Touzin, "Fast combined multiple recursive
 # generators with multipliers of the form a = 2^q +- 2^r", WSC 2000).  One step of each is a product with its matrix.
-_M1, _M2 = 2**31 - 1, 2**31 - 21069
-_A1 = ((0, 2**22, 2**7 + 1), (1, 0, 0), (0, 1, 0))
-_A2 = ((2**15, 0, 2**15 + 1), (1, 0, 0), (0, 1, 0))
+_MRG_RECURRENCES = (
+    (((0, 2**22, 2**7 + 1), (1, 0, 0), (0, 1, 0)), 2**31 - 1),
+    (((2**15, 0, 2**15 + 1), (1, 0, 0), (0, 1, 0)), 2**31 - 21069),
+)
 #: Number of steps between the streams of two ranks.  In Theano, streams of two random variables are 2**134 steps apart,
 #: streams of one variable 2**72.  The period is about 2**185.
 _MRG_JUMP = 2**166
@@ -76,9 +77,9 @@ class Theano(GraphLibrary):
         source.state = cast(Any, value.get_state(legacy=False))
         return np.random.RandomState(source.jumped(n_jumps))
 
-    def get_default_value(self, wrapped: Any) -> tuple[Any, ...]:
+    def get_default_value(self, library_input: Any) -> tuple[Any, ...]:
         """Return a tuple with the default value of an ``In``; an empty tuple if there is none."""
-        return (wrapped.value,) if isinstance(wrapped, In) and wrapped.value is not None else ()
+        return (library_input.value,) if isinstance(library_input, In) and library_input.value is not None else ()
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """Compile a function; inputs that Theano uses on a GPU are arrays of the GPU."""
@@ -152,7 +153,7 @@ def _jump_mrg(state: np.ndarray, n_jumps: int) -> np.ndarray:
     power = n_jumps * _MRG_JUMP
     jumped = [
         np.array(_matrix_power(matrix, power, modulus), object) @ part.astype(object).T % modulus
-        for matrix, modulus, part in ((_A1, _M1, state[:, :3]), (_A2, _M2, state[:, 3:]))
+        for (matrix, modulus), part in zip(_MRG_RECURRENCES, (state[:, :3], state[:, 3:]), strict=True)
     ]
     return np.concatenate(jumped).T.astype(state.dtype)
 

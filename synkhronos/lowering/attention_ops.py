@@ -150,17 +150,17 @@ optdb.register(
 
 @register_lowering(Attention)
 def _lower_attention(op: Attention, *inputs: Any) -> Any:
-    return _differentiate(op, *inputs)[0]
+    return _compute_attention_vjp(op, *inputs)[0]
 
 
 @register_lowering(AttentionGradient)
 def _lower_attention_gradient(op: AttentionGradient, *inputs: Any) -> Any:
-    attended, pull_back = _differentiate(op, *inputs[:-1])
+    attended, pull_back = _compute_attention_vjp(op, *inputs[:-1])
     return pull_back(inputs[-1].astype(attended.dtype))
 
 
-def _differentiate(op: Any, query: Any, key: Any, value: Any, *masks: Any) -> Any:
-    """Return attention and its pullback.
+def _compute_attention_vjp(op: Any, query: Any, key: Any, value: Any, *masks: Any) -> Any:
+    """Return attention and the function that computes its gradients from a cotangent, as ``jax.vjp`` does.
 
     Both Ops call this function, so that their forward passes are equal and XLA computes only one.
     """

@@ -46,7 +46,7 @@ from synkhronos.replication.user_code import (
 )
 
 #: Shared variables that functions of any session use.
-_registered: WeakKeyDict[Any, bool] = WeakKeyDict()
+_registered_shareds: WeakKeyDict[Any, bool] = WeakKeyDict()
 #: Numbers for the keys of shared variables.  None is reused, since an old key may be released late.
 _key_numbers = itertools.count(1)
 
@@ -54,12 +54,12 @@ _key_numbers = itertools.count(1)
 def register_shareds(shareds: Iterable[Any]) -> None:
     """Register shared variables of a function, so that collectives accept them and may send them to the workers."""
     for shared in shareds:
-        _registered[shared] = True
+        _registered_shareds[shared] = True
 
 
 def is_registered(shared: Any) -> bool:
     """Whether a function uses the shared variable."""
-    return shared in _registered
+    return shared in _registered_shareds
 
 
 class DeviceResident(ABC):
@@ -102,12 +102,12 @@ class Replicator:
         """Return a shared variable's key; None if the workers don't have the variable."""
         return self._keys.get(shared)
 
-    def send(self, values: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> UserCode | None:
+    def send(self, objects: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> UserCode | None:
         """Copy objects to the workers, with the shared variables in them that the workers don't have.
 
         Parameters
         ----------
-        values : list of (key, object)
+        objects : list of (key, object)
             Objects for the workers' `Rank.objects`; may be empty.
         variables : list of variables
             All variables in the objects.
@@ -132,7 +132,7 @@ class Replicator:
             offsets = [reserve_streams(session, shared) for _, shared in keyed]
             # In topological order: pickle follows references, and would recurse through the depth of the graph.
             nodes = library.sort_nodes(variables) if library is not None else []
-            code = self._send_objects(session, nodes, [*keyed, *values], offsets)
+            code = self._send_objects(session, nodes, [*keyed, *objects], offsets)
         for key, shared in keyed:
             self._keys[shared] = key
             session.rank.objects[key] = weakref.ref(shared)
@@ -212,16 +212,16 @@ class ReceiveObjects(Command):
         Nodes; pairs of key and object; for each shared variable, the number of jumps before the ranks' streams.
     recursion_limit : int
         The master's limit, which users raise to compile deep graphs.
-    path : tuple of str
+    sys_path : tuple of str
         The master's ``sys.path``.
-    code : tuple of (QualifiedName, bytes)
+    digests : tuple of (QualifiedName, bytes)
         The master's digests of the user code that is pickled by name.
     """
 
     pickled: ArrayLocation
     recursion_limit: int
-    path: tuple[str, ...]
-    code: tuple[tuple[QualifiedName, bytes], ...]
+    sys_path: tuple[str, ...]
+    digests: tuple[tuple[QualifiedName, bytes], ...]
 
     def run(self, rank: Rank) -> set[str]:
         """Store the objects, and let their random generators jump to this rank's streams.
@@ -234,10 +234,10 @@ class ReceiveObjects(Command):
         if not rank.is_master:
             sys.setrecursionlimit(max(self.recursion_limit, sys.getrecursionlimit()))
             # The pickle may name any module that the master can import now.
-            sys.path[:] = self.path
+            sys.path[:] = self.sys_path
             importlib.invalidate_caches()
-        if self.code:
-            outdated = () if rank.is_master else find_outdated_modules(self.code)
+        if self.digests:
+            outdated = () if rank.is_master else find_outdated_modules(self.digests)
             outdated_anywhere = set().union(*rank.all_gather_cached(outdated))
             if outdated_anywhere:
                 return outdated_anywhere

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from gpu_commands import FAULTS, ON_GPUS, PROMPT, FailBeforeCollectives, check_works, is_on_gpu, of_jax
+from gpu_commands import FAULTS, ON_GPUS, PROMPT, FailBeforeCollectives, check_ranks_work, is_on_gpu, of_jax
 from library import ARRAYS
 from system import time_limit
 
@@ -137,7 +137,7 @@ def fail_in_group_or_pair(worker, action, place, failing_rank):
 
 
 def check_groups_work():
-    check_works()
+    check_ranks_work()
     assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 2
     assert synk.run(send_around, 100_000, "float32") == [[]] * 2
 

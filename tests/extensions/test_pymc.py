@@ -956,8 +956,8 @@ def test_nutpie_returns_draws_after_a_death(fork):
 def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatch):
     """Otherwise nutpie's threads would record wrong draws, and a second interrupt would lose all draws."""
     fork(2)
-    (rows,) = data_parallel(build_small_model()).rows_sums
-    rows.value([np.zeros(3)])
+    (rows,) = data_parallel(build_small_model()).distributed_sums
+    rows.compute_value([np.zeros(3)])
     waits, interrupts, errors = [], [], queue.SimpleQueue()
     monkeypatch.setattr(sampler_threads, "time", types.SimpleNamespace(sleep=waits.append))
     monkeypatch.setattr(sampler_threads, "_thread", types.SimpleNamespace(interrupt_main=lambda: interrupts.append(1)))
@@ -965,7 +965,7 @@ def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatc
     def evaluate():
         for number in range(3):
             try:
-                rows.value([np.full(3, 1.0 + number)])
+                rows.compute_value([np.full(3, 1.0 + number)])
             except BaseException as error:
                 errors.put(error)
 

@@ -330,7 +330,7 @@ else:
 
         @pytest.mark.parametrize("exponent", [72, 134])
         def test_mrg_matrix_powers_equal_theanos(self, library, theano_mrg, exponent):
-            for number, matrix, modulus in ((1, library._A1, library._M1), (2, library._A2, library._M2)):
+            for number, (matrix, modulus) in enumerate(library._MRG_RECURRENCES, 1):
                 power = library._matrix_power(matrix, 2**exponent, modulus)
                 np.testing.assert_array_equal(power.astype("int64"), getattr(theano_mrg, f"A{number}p{exponent}"))
 

@@ -9,7 +9,7 @@ import numpy as np
 from rule_programs import gradient, local_step
 
 
-def run(n, problem, x0, optimizer, eta, steps, exchange, is_due):
+def train(n, problem, x0, optimizer, eta, steps, exchange, is_due):
     """Train with exchanges: ``exchange(xs)`` returns the ranks' new parameters if ``is_due`` of the step's number."""
     xs, vs = [x0.copy() for _ in range(n)], [np.zeros_like(x0) for _ in range(n)]
     trace = [list(xs)]
@@ -39,7 +39,7 @@ def bsp(n, problem, x0, optimizer, eta, steps):
 
 def averaging(n, problem, x0, optimizer, eta, steps, is_due):
     """Local SGD: 1805.09767, algorithm 1."""
-    return run(n, problem, x0, optimizer, eta, steps, lambda xs: [np.mean(xs, axis=0)] * n, is_due)
+    return train(n, problem, x0, optimizer, eta, steps, lambda xs: [np.mean(xs, axis=0)] * n, is_due)
 
 
 def elastic(n, problem, x0, optimizer, eta, steps, period, beta):
@@ -51,7 +51,7 @@ def elastic(n, problem, x0, optimizer, eta, steps, period, beta):
         centre[0] = (1 - beta) * old + beta * np.mean(xs, axis=0)
         return [x - alpha * (x - old) for x in xs]
 
-    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period)), centre[0]
+    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period)), centre[0]
 
 
 def downpour(n, problem, x0, optimizer, eta, steps, period):
@@ -62,7 +62,7 @@ def downpour(n, problem, x0, optimizer, eta, steps, period):
         centre[0] = centre[0] + sum(x - centre[0] for x in xs)
         return [centre[0]] * n
 
-    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
+    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
 
 
 def slow_momentum(n, problem, x0, optimizer, eta, steps, period, alpha, beta):
@@ -74,7 +74,7 @@ def slow_momentum(n, problem, x0, optimizer, eta, steps, period, alpha, beta):
         start[0] = start[0] - alpha * eta * u[0]
         return [start[0]] * n
 
-    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
+    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
 
 
 def outer_nesterov(n, problem, x0, optimizer, eta, steps, period, lr, momentum):
@@ -87,7 +87,7 @@ def outer_nesterov(n, problem, x0, optimizer, eta, steps, period, lr, momentum):
         start[0] = start[0] - lr * (delta + momentum * v[0])
         return [start[0]] * n
 
-    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
+    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
 
 
 def serial_nesterov(n, problem, x0, eta, steps, momentum):

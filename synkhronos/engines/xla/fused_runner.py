@@ -35,14 +35,14 @@ class FusedRunner(Runner):
         # No signal handler may raise within XLA's callbacks, nor before the other ranks have launched: the updates have
         # to be valid on all ranks, or, if one fails, on none.
         with defer_signals() as signals:
-            launch = self._launch if self._ffi_all_reduce.nccl_caller == "python" else self._launch_native
+            launch = self._launch_python if self._ffi_all_reduce.nccl_caller == "python" else self._launch_native
             results = launch(inputs, communicator, shape)
             signals.restart_time_limit()
             communicator.wait_until_started(signals.stop_deferring_if_late)
             self._rank.commit()
         return results
 
-    def _launch(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
+    def _launch_python(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
         reducer = GradientReducer(self._rank, communicator, self._ffi_all_reduce.op, shape, self.n_repeats > 1)
         with self._ffi_all_reduce.use_reducer(reducer, self.n_repeats):
             return self._executable(*inputs)

@@ -31,11 +31,16 @@ from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
 #: JAX's settings that change numbers, which all ranks take from the master.
-_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+_JAX_FLAGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
 
 
 class SpmdProgram:
-    """One rank's part of a program.
+    """A program that all ranks run at the same time, on one of the ranks.
 
     Parameters
     ----------
@@ -107,7 +112,7 @@ class SpmdProgram:
             raise RuntimeError(DIVERGED_MESSAGE)
         return results
 
-    def compile_local(
+    def compile_for_local_rows(
         self, compile_function: Callable[..., Any], inputs: Sequence[Any], output: Any, rows: Sequence[np.ndarray]
     ) -> Callable[..., Any]:
         """Return a function of JAX arrays that computes a variable on this rank's rows.
@@ -150,7 +155,7 @@ def get_jax_settings() -> dict[str, Any]:
     """Return this process's settings of JAX that change numbers."""
     import jax
 
-    return {name: getattr(jax.config, name) for name in _SETTINGS if hasattr(jax.config, name)}
+    return {name: getattr(jax.config, name) for name in _JAX_FLAGS if hasattr(jax.config, name)}
 
 
 def map_sequentially(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ _MAX_PADDING = 4
 
 
 class NotRowwiseError(ValueError):
-    """An expression that cannot be computed row by row; the message names the reason."""
+    """An expression cannot be computed row by row; the message names the reason."""
 
 
 def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None = None) -> tuple[Any, dict[Any, Any]]:
@@ -104,7 +104,7 @@ def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None 
 
 
 class RowSearch:
-    """Search for the data of one expression.
+    """Restricts an expression to any number of rows, by a search from its output to its data.
 
     Parameters
     ----------

@@ -40,10 +40,10 @@ def rank_mean(values: Any, rows: Any) -> Any:
     """
     library = get_library(values)
     rows = library.tensor.cast(rows, values.dtype)
-    return _get_op(library.name)(values, rows)
+    return _make_op(library.name)(values, rows)
 
 
-def _get_op(name: str) -> Any:
+def _make_op(name: str) -> Any:
     if name == "theano":
         from synkhronos.extensions.rank_mean.theano import TheanoRankMean
 

@@ -112,7 +112,7 @@ def _choose_ops(entries: list[Any], inputs: list[Variable]) -> list[ExtraUpdate]
         dependence = DependenceAnalysis(library, expressions, differing)
         extra_updates = []
         for shared, expression, *op in entries:
-            differs = bool(hasattr(expression, "owner") and dependence.list_sources(expression))
+            differs = bool(hasattr(expression, "owner") and dependence.list_source_names(expression))
             if not op:
                 if differs and not _is_float(shared) and not library.is_generator(shared):
                     raise TypeError(

@@ -61,7 +61,7 @@ def warn_of_varying_denominators(means: Mapping[str, Any], inputs: Sequence[Vari
     dependence = DependenceAnalysis(library, expressions, [*inputs, *random])
     for name, expression in means.items():
         for denominator in dependence.find_denominators(expression)[:1]:
-            names = ", ".join(dependence.list_sources(denominator))
+            names = ", ".join(dependence.list_source_names(denominator))
             warnings.warn(
                 f"{name}: the denominator of a mean depends on the values of {names}, but ranks average by rows, so "
                 "that the result depends on the number of ranks. Give the denominator as the mean's weight: weight=... "

@@ -180,11 +180,11 @@ def test_theano_modules_can_be_imported_first():
 
 
 def list_theano_modules():
-    from synkhronos.compat.import_hooks import _THEANO
+    from synkhronos.compat.import_hooks import _THEANO_FOLDER
     from synkhronos.compat.re_exports import RE_EXPORTS
 
-    files = sorted(_THEANO.rglob("*.py"))
-    names = [".".join(["theano", *file.relative_to(_THEANO).with_suffix("").parts]) for file in files]
+    files = sorted(_THEANO_FOLDER.rglob("*.py"))
+    names = [".".join(["theano", *file.relative_to(_THEANO_FOLDER).with_suffix("").parts]) for file in files]
     return [*(name.removesuffix(".__init__") for name in names), *RE_EXPORTS]
 
 

@@ -56,7 +56,7 @@ class AllReduceRows(Command):
 
 
 def run_in_groups(worker):
-    """Run collectives in a group, and send exchange_arrays two ranks; return digests of the results."""
+    """Run collectives in a group, and send between two ranks; return digests of the results."""
     device, n = worker._rank.device, worker.size
     array = device.from_host(np.random.default_rng(worker.number).integers(-9, 9, 50_000).astype("float32"))
     results = []
@@ -76,7 +76,7 @@ def run_in_groups(worker):
 
 
 def compute_digest(*arrays):
-    """Return a compute_digest of arrays."""
+    """Return a digest of arrays."""
     return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
 
 
