@@ -148,10 +148,10 @@ def prepare_pymc() -> bool:
 
 
 @contextlib.contextmanager
-def fork_ranks(count: int) -> Iterator[int]:
+def fork_ranks(n_ranks: int) -> Iterator[int]:
     """Fork ranks, and close them on exit."""
     try:
-        yield synk.fork(count, use_gpu=False)
+        yield synk.fork(n_ranks, use_gpu=False)
     finally:
         synk.close()
 

@@ -77,9 +77,9 @@ class LibraryProcesses:
 class SynkhronosReduction:
     """Synkhronos' side: one shared variable, reduced over the ranks."""
 
-    def __init__(self, count: int):
+    def __init__(self, n_ranks: int):
         library, _ = import_graph_library()
-        self._count = count
+        self._count = n_ranks
         self._s = library.shared(np.zeros(1, np.float32), "s")
         self._f = synk.function([], [], updates=[(self._s, self._s)])
 
@@ -119,12 +119,12 @@ def count_rounds(nbytes: int, rounds: int) -> int:
 LIBRARIES = ("gloo", "MPI")
 
 
-def start_libraries(options: argparse.Namespace, count: int) -> dict[str, LibraryProcesses]:
+def start_libraries(options: argparse.Namespace, n_ranks: int) -> dict[str, LibraryProcesses]:
     """Start the processes of the other libraries that are installed."""
     folder = Path(__file__).parent
-    commands = {"gloo": [options.torch_python, str(folder / "_gloo.py"), str(count)]}
+    commands = {"gloo": [options.torch_python, str(folder / "_gloo.py"), str(n_ranks)]}
     if options.mpiexec:
-        commands["MPI"] = [*options.mpiexec.split(), "-n", str(count), options.mpi_python, str(folder / "_mpi.py")]
+        commands["MPI"] = [*options.mpiexec.split(), "-n", str(n_ranks), options.mpi_python, str(folder / "_mpi.py")]
     started = {name: LibraryProcesses(command) for name, command in commands.items()}
     for name in LIBRARIES:
         is_started = name in started and started[name].is_started
@@ -171,16 +171,16 @@ def main() -> None:
         measure(options, count)
 
 
-def measure(options: argparse.Namespace, count: int) -> None:
+def measure(options: argparse.Namespace, n_ranks: int) -> None:
     """Measure with one number of ranks."""
-    print_heading(f"all_reduce: the sum of float32 on {count} ranks")
-    libraries = start_libraries(options, count)
+    print_heading(f"all_reduce: the sum of float32 on {n_ranks} ranks")
+    libraries = start_libraries(options, n_ranks)
     columns = ("ours", "NumPy", "cold", *LIBRARIES, "ours/NumPy", *(f"{name}/ours" for name in LIBRARIES))
     print()
     table = Table({"": 8, **dict.fromkeys(columns, 9), "ours/NumPy": 10})
     ratios: dict[int, dict[str, float]] = {}
-    with fork_ranks(count):
-        reduction = SynkhronosReduction(count)
+    with fork_ranks(n_ranks):
+        reduction = SynkhronosReduction(n_ranks)
         for nbytes in options.sizes:
             items = nbytes // 4
             reduction.prepare(items)
@@ -202,7 +202,7 @@ def measure(options: argparse.Namespace, count: int) -> None:
         library.close()
     largest = max(options.sizes)
     print()
-    if count == 2:
+    if n_ranks == 2:
         print_criterion(
             f"time, relative to NumPy's add and copy, {format_bytes(largest)}",
             ratios[largest]["NumPy"],
@@ -210,9 +210,9 @@ def measure(options: argparse.Namespace, count: int) -> None:
             at_most=1.5,
         )
     for name in libraries:
-        least = 2 if name == "gloo" and count == 2 else 1
+        least = 2 if name == "gloo" and n_ranks == 2 else 1
         print_criterion(
-            f"speed, relative to {name}, {format_bytes(largest)}, {count} ranks",
+            f"speed, relative to {name}, {format_bytes(largest)}, {n_ranks} ranks",
             ratios[largest][name],
             " times",
             at_least=least,

@@ -50,9 +50,9 @@ NCCL_NAMES = {name: name for name in ("broadcast", "gather", "all_gather", "redu
 class RankCollectives:
     """A shared variable on all ranks, and the calls of each collective on it."""
 
-    def __init__(self, count: int):
+    def __init__(self, n_ranks: int):
         library, _ = import_graph_library()
-        self._count = count
+        self._count = n_ranks
         #: Seconds measured inside a call.
         self._inner_times: list[float] = []
         self._s, self._joined = (library.shared(np.zeros(1, np.float32), name) for name in ("s", "joined"))
@@ -132,34 +132,34 @@ def time_in_task(worker: Worker, name: str, shared: Any, calls: int) -> list[flo
     return [factor * time_call(call) for _ in range(calls)]
 
 
-def make_numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
+def make_numpy_sides(items: int, n_ranks: int) -> dict[str, Callable[[], Any]]:
     """Return, for each collective, the equivalent NumPy operation on the arrays of all ranks in one process."""
-    arrays = [np.zeros(items, np.float32) for _ in range(count)]
-    whole = np.zeros((count, items), np.float32)
+    arrays = [np.zeros(items, np.float32) for _ in range(n_ranks)]
+    whole = np.zeros((n_ranks, items), np.float32)
     total = np.zeros(items, np.float32)
 
     def make_copy_call(n: int) -> Callable[[], None]:
         def copy() -> None:
             for k in range(n):
-                np.copyto(whole[k % count], arrays[k % count])
+                np.copyto(whole[k % n_ranks], arrays[k % n_ranks])
 
         return copy
 
     def reduce() -> None:
-        np.add(arrays[0], arrays[1 % count], out=total)
+        np.add(arrays[0], arrays[1 % n_ranks], out=total)
         for array in arrays[2:]:
             np.add(total, array, out=total)
 
     def all_reduce() -> None:
         reduce()
-        for k in range(count - 1):
+        for k in range(n_ranks - 1):
             np.copyto(arrays[k], total)
 
     return {
-        "broadcast": make_copy_call(count - 1),
-        "scatter": make_copy_call(count),
-        "gather": make_copy_call(count),
-        "all_gather": make_copy_call(count * count),
+        "broadcast": make_copy_call(n_ranks - 1),
+        "scatter": make_copy_call(n_ranks),
+        "gather": make_copy_call(n_ranks),
+        "all_gather": make_copy_call(n_ranks * n_ranks),
         "reduce": reduce,
         "all_reduce": all_reduce,
         "set_value": make_copy_call(1),
@@ -170,9 +170,9 @@ def make_numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
 class NcclProcesses:
     """NCCL's processes."""
 
-    def __init__(self, count: int):
+    def __init__(self, n_ranks: int):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks._nccl", str(count)],
+            [sys.executable, "-m", "benchmarks._nccl", str(n_ranks)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

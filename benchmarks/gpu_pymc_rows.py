@@ -57,7 +57,7 @@ def measure(evaluate: Callable[[int], Any], calls: int) -> tuple[float, list[flo
     return value, times
 
 
-def measure_ranks(count: int, options: argparse.Namespace) -> tuple[float, list[float]]:
+def measure_ranks(n_ranks: int, options: argparse.Namespace) -> tuple[float, list[float]]:
     """Measure the ranks."""
     import pytensor
     import pytensor.tensor as pt
@@ -65,7 +65,7 @@ def measure_ranks(count: int, options: argparse.Namespace) -> tuple[float, list[
     import synkhronos as synk
     from synkhronos.extensions.rows_sum import sum_over_rows
 
-    synk.fork(count, use_gpu=not options.cpu)
+    synk.fork(n_ranks, use_gpu=not options.cpu)
     dtype = options.dtype
     with pytensor.config.change_flags(floatX=dtype):
         values = make_data(options.rows, options.columns, dtype)

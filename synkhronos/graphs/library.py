@@ -332,13 +332,13 @@ class GraphLibrary:
         """Return the static shape of a variable's type, with None for each unknown length."""
         return tuple(1 if b else None for b in variable.type.broadcastable)
 
-    def check_generator(self, shared: Any, value: Any, must_jump: bool) -> None:
+    def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
         """Check a new value of a random generator's variable.
 
         Parameters
         ----------
         shared : shared variable
-        value : object
+        generator : object
             The new state.
         must_jump : bool
             Whether ranks will jump to different positions in its stream.
@@ -356,11 +356,11 @@ class GraphLibrary:
     def track_generators(self, function: Any) -> None:
         """Record the generators in a function that the user compiled, for `copy_generator` and `set_generator`."""
 
-    def set_generator(self, shared: Any, value: Any) -> None:
+    def set_generator(self, shared: Any, generator: Any) -> None:
         """Set a random generator's state."""
-        self.store_value(shared, value)
+        self.store_value(shared, generator)
 
-    def jump_generator(self, value: Any, n_jumps: int) -> Any:
+    def jump_generator(self, generator: Any, n_jumps: int) -> Any:
         """Return a generator that is ``n_jumps`` jumps ahead.  Streams that are a jump apart do not overlap.
 
         A jump (NumPy's ``jumped``) is 2**127 draws long for PCG64, and 2**128 for MT19937 and Philox.

@@ -47,13 +47,13 @@ class PyTensor(GraphLibrary):
         """Whether the variable holds a NumPy Generator."""
         return isinstance(self.borrow_value(shared), np.random.Generator)
 
-    def check_generator(self, shared: Any, value: Any, must_jump: bool) -> None:
+    def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
         """Raise TypeError if the value is not a Generator, or has to jump and can't."""
-        if not isinstance(value, np.random.Generator):
-            raise TypeError(f"expected a numpy.random.Generator, such as default_rng(seed), got {value!r}")
+        if not isinstance(generator, np.random.Generator):
+            raise TypeError(f"expected a numpy.random.Generator, such as default_rng(seed), got {generator!r}")
         if must_jump:
-            check_can_jump(value.bit_generator)
-        random_keys.check_generator(shared.container, value)
+            check_can_jump(generator.bit_generator)
+        random_keys.check_generator(shared.container, generator)
 
     def copy_generator(self, shared: Any) -> Any:
         """Return a copy of a Generator; in JAX mode at the position of its key."""
@@ -64,14 +64,14 @@ class PyTensor(GraphLibrary):
         if isinstance(function.maker.linker, JAXLinker):
             random_keys.track_user_function(function)
 
-    def set_generator(self, shared: Any, value: Any) -> None:
+    def set_generator(self, shared: Any, generator: Any) -> None:
         """Put a Generator into the container, and in JAX mode update the key that functions draw from."""
-        super().set_generator(shared, value)
+        super().set_generator(shared, generator)
         random_keys.update_key(shared.container)
 
-    def jump_generator(self, value: Any, n_jumps: int) -> Any:
+    def jump_generator(self, generator: Any, n_jumps: int) -> Any:
         """Return a Generator ahead in the stream."""
-        return type(value)(value.bit_generator.jumped(n_jumps))
+        return type(generator)(generator.bit_generator.jumped(n_jumps))
 
     def get_default_value(self, library_input: Any) -> tuple[Any, ...]:
         """Return the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""

@@ -45,14 +45,14 @@ class Theano(GraphLibrary):
         """Whether the variable holds a RandomState, or the state of an MRG stream."""
         return isinstance(self.borrow_value(shared), np.random.RandomState) or _is_mrg_state(shared)
 
-    def check_generator(self, shared: Any, value: Any, must_jump: bool) -> None:
+    def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
         """Raise an error unless the value is a RandomState, or the state of the same number of MRG streams."""
         current = self.borrow_value(shared)
         if isinstance(current, np.random.RandomState):
-            if not isinstance(value, np.random.RandomState):
-                raise TypeError(f"expected a numpy.random.RandomState, got {value!r}")
+            if not isinstance(generator, np.random.RandomState):
+                raise TypeError(f"expected a numpy.random.RandomState, got {generator!r}")
             return
-        given = as_numbers(value, "the state")
+        given = as_numbers(generator, "the state")
         if given.dtype.kind not in "iu":
             raise TypeError(f"expected the state of MRG streams, integers, got an array of {given.dtype}")
         if given.shape != current.shape:
@@ -64,17 +64,17 @@ class Theano(GraphLibrary):
         state = self.borrow_value(shared)
         return super().copy_generator(shared) if isinstance(state, np.random.RandomState) else np.array(state)
 
-    def set_generator(self, shared: Any, value: Any) -> None:
+    def set_generator(self, shared: Any, generator: Any) -> None:
         """Set a RandomState, or states of MRG streams, cast to the variable's dtype."""
-        is_state = isinstance(value, np.random.RandomState)
-        super().set_generator(shared, value if is_state else np.array(value, shared.type.dtype))
+        is_state = isinstance(generator, np.random.RandomState)
+        super().set_generator(shared, generator if is_state else np.array(generator, shared.type.dtype))
 
-    def jump_generator(self, value: Any, n_jumps: int) -> Any:
+    def jump_generator(self, generator: Any, n_jumps: int) -> Any:
         """Return a RandomState or MRG states ahead in the stream."""
-        if not isinstance(value, np.random.RandomState):
-            return _jump_mrg(np.asarray(value), n_jumps)
+        if not isinstance(generator, np.random.RandomState):
+            return _jump_mrg(np.asarray(generator), n_jumps)
         source = np.random.MT19937()
-        source.state = cast(Any, value.get_state(legacy=False))
+        source.state = cast(Any, generator.get_state(legacy=False))
         return np.random.RandomState(source.jumped(n_jumps))
 
     def get_default_value(self, library_input: Any) -> tuple[Any, ...]:
