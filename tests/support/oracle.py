@@ -1,12 +1,12 @@
 """Formulas of the exchange rules in NumPy, with all ranks in one process; references are arXiv numbers.
 
-Every formula takes ``n`` ranks, the ``problem`` (see `rule_programs.gradient`), the first parameters ``x0``, the name of
-the ``optimizer`` (see `rule_programs.local_step`), its learning rate ``eta``, and a number of ``steps``.  The result is
-the parameters after each step, for each rank if these differ.
+Every formula takes ``n`` ranks, the ``problem`` (see `rule_programs.compute_gradient`), the first parameters ``x0``, the
+name of the ``optimizer`` (see `rule_programs.take_local_step`), its learning rate ``eta``, and a number of ``steps``.  The
+result is the parameters after each step, for each rank if these differ.
 """
 
 import numpy as np
-from rule_programs import gradient, local_step
+from rule_programs import compute_gradient, take_local_step
 
 
 def train(n, problem, x0, optimizer, eta, steps, exchange, is_due):
@@ -15,7 +15,7 @@ def train(n, problem, x0, optimizer, eta, steps, exchange, is_due):
     trace = [list(xs)]
     for step in range(steps):
         for r in range(n):
-            xs[r], vs[r] = local_step(optimizer, xs[r], vs[r], gradient(problem, r, step, xs[r]), eta)
+            xs[r], vs[r] = take_local_step(optimizer, xs[r], vs[r], compute_gradient(problem, r, step, xs[r]), eta)
         if is_due(step + 1):
             xs = list(exchange(xs))
         trace.append(list(xs))
@@ -32,7 +32,9 @@ def bsp(n, problem, x0, optimizer, eta, steps):
     x, v = x0.copy(), np.zeros_like(x0)
     trace = [x]
     for step in range(steps):
-        x, v = local_step(optimizer, x, v, np.mean([gradient(problem, r, step, x) for r in range(n)], axis=0), eta)
+        x, v = take_local_step(
+            optimizer, x, v, np.mean([compute_gradient(problem, r, step, x) for r in range(n)], axis=0), eta
+        )
         trace.append(x)
     return np.array(trace)
 
@@ -95,7 +97,7 @@ def serial_nesterov(n, problem, x0, eta, steps, momentum):
     x, v = x0.copy(), np.zeros_like(x0)
     trace = [x]
     for step in range(steps):
-        g = np.mean([gradient(problem, r, step, x) for r in range(n)], axis=0)
+        g = np.mean([compute_gradient(problem, r, step, x) for r in range(n)], axis=0)
         v = momentum * v + g
         x = x - eta * (g + momentum * v)
         trace.append(x)
