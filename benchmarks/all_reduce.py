@@ -79,28 +79,28 @@ class SynkhronosReduction:
 
     def __init__(self, n_ranks: int):
         library, _ = import_graph_library()
-        self._count = n_ranks
+        self._n_ranks = n_ranks
         self._s = library.shared(np.zeros(1, np.float32), "s")
         self._f = synk.function([], [], updates=[(self._s, self._s)])
 
-    def prepare(self, items: int) -> None:
+    def set_arrays(self, n_values: int) -> None:
         """Set each rank's array, and verify one result."""
-        for r in range(self._count):
-            synk.set_value(r, self._s, np.full(items, 1 + r, np.float32))
+        for r in range(self._n_ranks):
+            synk.set_value(r, self._s, np.full(n_values, 1 + r, np.float32))
         synk.all_reduce(self._s, "sum")
-        expected = self._count * (self._count + 1) / 2
-        for r in range(self._count):
+        expected = self._n_ranks * (self._n_ranks + 1) / 2
+        for r in range(self._n_ranks):
             assert (synk.get_value(r, self._s) == expected).all()
-        synk.broadcast(self._s, np.full(items, 1e-30, np.float32))  # repeated sums must not overflow
+        synk.broadcast(self._s, np.full(n_values, 1e-30, np.float32))  # repeated sums must not overflow
 
     def all_reduce(self) -> float:
         """Reduce, and return the seconds."""
         return time_call(lambda: synk.all_reduce(self._s, "sum"))
 
 
-def make_numpy_sides(items: int) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Return the sum of two arrays in one process, into used and into new memory."""
-    a, b = np.full(items, 1.0, np.float32), np.full(items, 2.0, np.float32)
+def make_numpy_sides(n_values: int) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Return functions that time the sum of two arrays in one process, into used and into new memory."""
+    a, b = np.full(n_values, 1.0, np.float32), np.full(n_values, 2.0, np.float32)
     c, d = np.zeros_like(a), np.zeros_like(a)
 
     def add_and_copy() -> None:
@@ -167,12 +167,12 @@ def main() -> None:
         "--mpi-python", default=sys.executable, metavar="PATH", help="a Python that has mpi4py (default: this one)"
     )
     options = parser.parse_args()
-    for count in options.ranks:
-        measure(options, count)
+    for n_ranks in options.ranks:
+        measure_reductions(options, n_ranks)
 
 
-def measure(options: argparse.Namespace, n_ranks: int) -> None:
-    """Measure with one number of ranks."""
+def measure_reductions(options: argparse.Namespace, n_ranks: int) -> None:
+    """Measure the sums on `n_ranks` ranks beside the other libraries' on as many."""
     print_heading(f"all_reduce: the sum of float32 on {n_ranks} ranks")
     libraries = start_libraries(options, n_ranks)
     columns = ("ours", "NumPy", "cold", *LIBRARIES, "ours/NumPy", *(f"{name}/ours" for name in LIBRARIES))
@@ -182,16 +182,16 @@ def measure(options: argparse.Namespace, n_ranks: int) -> None:
     with fork_ranks(n_ranks):
         reduction = SynkhronosReduction(n_ranks)
         for nbytes in options.sizes:
-            items = nbytes // 4
-            reduction.prepare(items)
-            warm, cold = make_numpy_sides(items)
+            n_values = nbytes // 4
+            reduction.set_arrays(n_values)
+            warm, cold = make_numpy_sides(n_values)
             sides: dict[str, Callable[[], float]] = {"ours": reduction.all_reduce, "warm": warm, "cold": cold}
             for name, library in libraries.items():
-                sides[name] = lambda items=items, library=library: library.all_reduce(items)  # type: ignore[misc]
+                sides[name] = lambda n_values=n_values, library=library: library.all_reduce(n_values)  # type: ignore[misc]
             times: dict[str, list[float]] = {name: [] for name in sides}
             for turn in range(count_rounds(nbytes, options.rounds)):
                 if turn % 8 == 0:
-                    reduction.prepare(items)
+                    reduction.set_arrays(n_values)
                 for name, side in sides.items():
                     side()  # warms up: another side has filled the caches, and processes sleep
                     times[name].append(side())

@@ -52,17 +52,20 @@ class RankCollectives:
 
     def __init__(self, n_ranks: int):
         library, _ = import_graph_library()
-        self._count = n_ranks
+        self._n_ranks = n_ranks
         #: Seconds measured inside a call.
         self._inner_times: list[float] = []
         self._s, self._joined = (library.shared(np.zeros(1, np.float32), name) for name in ("s", "joined"))
         self._f = synk.function([], [], updates=[(self._s, self._s), (self._joined, self._joined)])
         self._f()
 
-    def make_calls(self, items: int) -> dict[str, Callable[[], Any]]:
-        """Return a call of each collective on `items` elements per rank; they are zero, so that sums stay finite."""
-        s, joined, last = self._s, self._joined, self._count - 1
-        data, rows = synk.data(np.zeros(items, np.float32)), synk.data(np.zeros(items * self._count, np.float32))
+    def make_calls(self, n_values: int) -> dict[str, Callable[[], Any]]:
+        """Return a call of each collective on `n_values` elements per rank; they are zero, so that sums stay finite."""
+        s, joined, last = self._s, self._joined, self._n_ranks - 1
+        data, rows = (
+            synk.data(np.zeros(n_values, np.float32)),
+            synk.data(np.zeros(n_values * self._n_ranks, np.float32)),
+        )
         synk.broadcast(s, data)
 
         def make_waiting_call(call: Callable[..., None], shared: Any, *arguments: Any) -> Callable[[], None]:
@@ -132,11 +135,11 @@ def time_in_task(worker: Worker, name: str, shared: Any, calls: int) -> list[flo
     return [factor * time_call(call) for _ in range(calls)]
 
 
-def make_numpy_sides(items: int, n_ranks: int) -> dict[str, Callable[[], Any]]:
+def make_numpy_sides(n_values: int, n_ranks: int) -> dict[str, Callable[[], Any]]:
     """Return, for each collective, the equivalent NumPy operation on the arrays of all ranks in one process."""
-    arrays = [np.zeros(items, np.float32) for _ in range(n_ranks)]
-    whole = np.zeros((n_ranks, items), np.float32)
-    total = np.zeros(items, np.float32)
+    arrays = [np.zeros(n_values, np.float32) for _ in range(n_ranks)]
+    whole = np.zeros((n_ranks, n_values), np.float32)
+    total = np.zeros(n_values, np.float32)
 
     def make_copy_call(n: int) -> Callable[[], None]:
         def copy() -> None:
@@ -179,10 +182,10 @@ class NcclProcesses:
         )
         assert self._process.stdout is not None and self._process.stdout.readline().strip() == "ready"
 
-    def measure(self, name: str, items: int) -> float:
+    def measure(self, name: str, n_values: int) -> float:
         """Return the seconds of one call, with waiting."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(NCCL_NAMES[name], items, file=self._process.stdin, flush=True)
+        print(NCCL_NAMES[name], n_values, file=self._process.stdin, flush=True)
         return float(self._process.stdout.readline().split()[1])
 
     def close(self) -> None:
@@ -204,17 +207,17 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10, help="calls in a turn (default: %(default)s)")
     options = parser.parse_args()
     on_gpu = options.device == "gpu"
-    count = require_gpus(options.ranks) if on_gpu else options.ranks or 2
+    n_ranks = require_gpus(options.ranks) if on_gpu else options.ranks or 2
     reference = "NCCL" if on_gpu else "NumPy"
-    print_heading(f"All collectives of float32 on {count} {'GPUs' if on_gpu else 'ranks'}, beside {reference}")
-    nccl = NcclProcesses(count) if on_gpu else None
-    synk.fork(count, use_gpu=on_gpu)
-    ranks = RankCollectives(count)
+    print_heading(f"All collectives of float32 on {n_ranks} {'GPUs' if on_gpu else 'ranks'}, beside {reference}")
+    nccl = NcclProcesses(n_ranks) if on_gpu else None
+    synk.fork(n_ranks, use_gpu=on_gpu)
+    ranks = RankCollectives(n_ranks)
     table = Table({"": 12, "a rank": 8, "ours": 9, "quartiles": 19, reference: 9, f"ours/{reference}": 10})
     for nbytes in options.sizes:
-        items = nbytes // 4
-        calls = ranks.make_calls(items)
-        sides = {} if on_gpu else make_numpy_sides(items, count)
+        n_values = nbytes // 4
+        calls = ranks.make_calls(n_values)
+        sides = {} if on_gpu else make_numpy_sides(n_values, n_ranks)
         n_calls = options.calls if nbytes > 10_000_000 else 10 * options.calls
         for name in [*calls, "send", "group"]:
             rank_times: list[float] = []
@@ -224,7 +227,7 @@ def main() -> None:
                     ranks.time_calls(name, calls[name], n_calls) if name in calls else ranks.time_task(name, n_calls)
                 )
                 if nccl is not None and name in NCCL_NAMES:
-                    reference_times.append(nccl.measure(name, items))
+                    reference_times.append(nccl.measure(name, n_values))
                 elif name in sides:
                     sides[name]()
                     reference_times += [time_call(sides[name]) for _ in range(n_calls)]

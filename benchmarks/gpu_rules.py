@@ -182,7 +182,7 @@ def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: 
         return state.vector
 
     def copy_centre() -> Any:  # lower bound of the exchange: the centre to the GPU, and back
-        state.rows["centre"].write(state.rows["centre"].to_device(JAX))
+        state.shared_rows["centre"].write(state.shared_rows["centre"].to_device(JAX))
         return state.vector
 
     for _ in range(1 + rounds):  # the first round is discarded

@@ -44,7 +44,7 @@ from benchmarks._measure import (
     time_call,
 )
 from benchmarks.all_reduce import LibraryProcesses, SynkhronosReduction, count_rounds
-from benchmarks.latency import cpu_seconds
+from benchmarks.latency import read_cpu_seconds
 from synkhronos import rules
 
 HERE = Path(__file__).parent
@@ -116,15 +116,15 @@ def measure_reduction(hosts: list[str], sizes: list[int], rounds: int, torch_pyt
     with fork_ranks_on(hosts) as count:
         reduction = SynkhronosReduction(count)
         for nbytes in sizes:
-            items = nbytes // 4
-            reduction.prepare(items)
+            n_values = nbytes // 4
+            reduction.set_arrays(n_values)
             sides: dict[str, Callable[[], float]] = {"ours": reduction.all_reduce}
             for name, library in libraries.items():
-                sides[name] = lambda items=items, library=library: library.all_reduce(items)  # type: ignore[misc]
+                sides[name] = lambda n_values=n_values, library=library: library.all_reduce(n_values)  # type: ignore[misc]
             times: dict[str, list[float]] = {name: [] for name in sides}
             for turn in range(count_rounds(nbytes, rounds)):
                 if turn % 8 == 0:
-                    reduction.prepare(items)
+                    reduction.set_arrays(n_values)
                 for name, side in sides.items():
                     side()  # after another's turn processes sleep
                     times[name].append(side())
@@ -234,9 +234,9 @@ def measure_idle_agent(hosts: list[str], time: float) -> None:
         synk.function([], [])()
         sleep(1)
         (agent,) = find_agents()
-        before = cpu_seconds({agent})
+        before = read_cpu_seconds({agent})
         sleep(time)
-        used = 100 * (cpu_seconds({agent}) - before) / time
+        used = 100 * (read_cpu_seconds({agent}) - before) / time
     print_criterion("processor use of an idle agent", used, " % of a core", at_most=5)
 
 
