@@ -32,7 +32,7 @@ def select_rank_nodes(terms: Any, rows: Sequence[Any]) -> list[Apply]:
     if unused:
         raise ValueError(f"rows: the terms are not computed from {', '.join(unused)}")
     depends = set(rows)
-    fixed = {variable for variable in read if isinstance(variable, Constant) and _is_small(variable)}
+    fixed = {v for v in read if isinstance(v, Constant) and np.size(v.data) <= _MAX_CONSTANT_SIZE}
     for node in nodes:
         if not depends.isdisjoint(node.inputs):
             depends.update(node.outputs)
@@ -109,8 +109,3 @@ def _is_cheap(node: Apply) -> bool:
             for v in arrays
         )
     )
-
-
-def _is_small(constant: Any) -> bool:
-    """Whether a constant is small enough to be sent to the ranks with the graph."""
-    return np.size(constant.data) <= _MAX_CONSTANT_SIZE

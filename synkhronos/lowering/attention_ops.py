@@ -90,7 +90,9 @@ class Attention(_AttentionOp):
         by_head = [tensor.astype(dtype).transpose(0, 2, 1, 3) for tensor in (query, key, value)]
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = by_head[0] @ by_head[1].swapaxes(-1, -2) * pt.cast(scale, dtype)
-        for allowed in (*masks, *([_make_causal_mask(*scores.shape[2:])] if self.is_causal else [])):
+        if self.is_causal:
+            masks = (*masks, pt.arange(scores.shape[3]) <= pt.arange(scores.shape[2])[:, None])
+        for allowed in masks:
             scores = pt.switch(allowed, scores, np.asarray(-0.7 * np.finfo("float32").max, dtype))
         attended = pt.special.softmax(scores, axis=-1) @ by_head[2]
         return [attended.transpose(0, 2, 1, 3).astype(query.dtype)]
@@ -119,10 +121,6 @@ class AttentionGradient(_AttentionOp):
         """Return the gradients of the decomposition of attention."""
         forward = Attention(self.scale, self.is_causal)
         return _AttentionOp.pullback(forward, inputs[:-1], [], inputs[-1:])[:3]
-
-
-def _make_causal_mask(length: Any, key_length: Any) -> Any:
-    return pt.arange(key_length) <= pt.arange(length)[:, None]
 
 
 @node_rewriter([_AttentionOp])

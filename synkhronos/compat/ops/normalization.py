@@ -94,12 +94,10 @@ class BatchNormTrain(_BatchNorm):
         """Return scale or shift in the statistics' shape."""
         if factor.ndim != x.ndim or not all(factor.type.broadcastable[a] for a in self.axes):
             raise TypeError(f"scale, shift: expected {x.ndim} dimensions, length 1 on {self.axes}, got {factor.type}")
-        if any(f and not k for f, k in zip(factor.type.broadcastable, self._get_broadcastable(x), strict=True)):
+        lengths = self.get_statistics_shape(x.type.shape)
+        if any(f and n != 1 for f, n in zip(factor.type.broadcastable, lengths, strict=True)):
             return pt.alloc(factor, *self.get_statistics_shape(tuple(x.shape)))
         return factor
-
-    def _get_broadcastable(self, x: Any) -> tuple[bool, ...]:
-        return tuple(length == 1 for length in self.get_statistics_shape(x.type.shape))
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Mark statistics as independent of scale and shift."""

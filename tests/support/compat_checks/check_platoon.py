@@ -193,10 +193,10 @@ def test_this_host_alone_may_be_named(tmp_path, monkeypatch, capsys):
 class QueueWithReaders:
     """A sender, and readers in threads."""
 
-    def __init__(self, limit=3):
+    def __init__(self):
         self.is_over = False
         self.address = f"synkhronos-test-{os.getpid()}-{random.random()}"
-        self.sender = batch_queue.BatchSender(self.address, limit, lambda: self.is_over)
+        self.sender = batch_queue.BatchSender(self.address, 3, lambda: self.is_over)
 
     def read_batches(self, received, pause=0.0):
         connection = sockets.connect(self.address, lambda: None, LIMIT)
@@ -342,7 +342,7 @@ def test_many_requests_of_many_workers(tmp_path):
             for i in range(n_requests):
                 text = "x" * random.choice([0, 10, 100_000])
                 connection.send_bytes(encode_json({"req": [rank, i], "worker_id": rank, "req_info": {"text": text}}))
-                assert decode_json(connection.recv_bytes()) == [rank, i, len(text)]
+                assert json.loads(connection.recv_bytes()) == [rank, i, len(text)]
                 time.sleep(random.random() * 2e-3)
             connection.close()
         except BaseException as error:
@@ -369,10 +369,6 @@ def send_failure(connection, failure):
 
 def encode_json(message):
     return json.dumps(message).encode()
-
-
-def decode_json(message):
-    return json.loads(message)
 
 
 # -- names -------------------------------------------------------------------------------------------------------

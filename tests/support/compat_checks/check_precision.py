@@ -61,10 +61,10 @@ def compute_in_precision(name, inputs, outputs, values):
         return [np.asarray(v) for v in make_executable(inputs, outputs)(*map(jax.numpy.asarray, values))]
 
 
-def lower_to_text(inputs, outputs, values, updates=()):
+def lower_to_text(inputs, outputs, values):
     """Return the program that XLA is given for bfloat16."""
     with set_precision("bfloat16"):
-        run = make_executable(inputs, outputs, updates)
+        run = make_executable(inputs, outputs)
         return run._run.lower(*values, *[s[0] for s in run._storages]).as_text()
 
 

@@ -171,12 +171,12 @@ class Program:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def wait_for_exit(self, limit: float = LIMIT) -> int:
+    def wait_for_exit(self) -> int:
         """Wait until the master exits; return its exit code."""
         try:
-            return self.process.wait(limit)
+            return self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {limit} s; events {self.events}\n{self.read_output()}") from None
+            raise AssertionError(f"still there after {LIMIT} s; events {self.events}\n{self.read_output()}") from None
 
     def check_no_leaks(self) -> None:
         """Check that all processes have exited and that no name is left in /dev/shm."""

@@ -96,10 +96,10 @@ class SimulatedHosts:
         self.program.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
         self.program.stdin.flush()
 
-    def run_order(self, name: str, limit: float = LIMIT, **arguments: Any) -> dict[str, Any]:
+    def run_order(self, name: str, **arguments: Any) -> dict[str, Any]:
         """Send an order to the program; return its outcome."""
         self.send_order(name, **arguments)
-        return self.wait_event("outcome", limit)
+        return self.wait_event("outcome")
 
     def wait_event(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
         """Return the next event, and check its name."""

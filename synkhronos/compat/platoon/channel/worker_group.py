@@ -154,23 +154,17 @@ class WorkerGroup:
     def serve(self, answer: Callable[[Any, int, Any], Any]) -> Failure | None:
         """Answer requests by ``answer(request, process, info)`` until all workers end; return the first failure."""
         while self._is_first_host or self._connections:
-            ready = wait([*self._connections, *self._exit_fds], self._compute_poll_seconds())
+            timeout = max(POLL_SECONDS, min(1.0, self._deadline - time.monotonic()))
+            ready = wait([*self._connections, *self._exit_fds], timeout)
             if set(self._exit_fds) & set(ready):
                 break
-            if self._is_past_deadline():
+            if time.monotonic() >= self._deadline:
                 self.kill_workers()
             for connection in self._connections.keys() & set(ready):
                 query = self._receive_request(connection)
                 if query is not None and not self._failures:
                     self._process_request(connection, query, answer)
         return self._wait_for_first_failure()
-
-    def _compute_poll_seconds(self) -> float:
-        """Return the timeout of the next wait for messages: up to the deadline, but at most a second."""
-        return max(POLL_SECONDS, min(1.0, self._deadline - time.monotonic()))
-
-    def _is_past_deadline(self) -> bool:
-        return time.monotonic() >= self._deadline
 
     def _receive_request(self, connection: Connection) -> Any:
         """Return a worker's next request; None for a report or the end of the worker."""
