@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 from library import NAME, XLA, shared, tensor
-from masked_model import MaskedModel, N, select_rows
+from masked_model import MaskedModel, N, take_rows
 from trainer_model import ALL
 
 import synkhronos as synk
@@ -32,7 +32,7 @@ def test_trainer_reports_the_weighted_mean_loss(fork, tmp_path, name):
         **kwargs,
     )  # fmt: skip
     rows = np.tile(np.arange(N), 2)[:-1]
-    x, y, m = select_rows(rows)
+    x, y, m = take_rows(rows)
     errors = (x - y) ** 2
     expected = (m * errors).sum() / m.sum()
     for report in trainer.epochs(x, [y, m], batch_size=2, epochs=2, valid=(x, [y, m])):
@@ -52,7 +52,7 @@ def test_trainer_bsp_with_weight_equals_one_process(fork, average, precision):
         weight=model.weight,
     )  # fmt: skip
     rows = np.arange(3, N)  # in the last step some ranks have none
-    x, y, m = select_rows(rows)
+    x, y, m = take_rows(rows)
     for epoch, _ in enumerate(trainer.epochs(x, [y, m], batch_size=2, epochs=2)):
         order = np.random.default_rng((0, epoch)).permutation(len(rows))
         for first in range(0, len(rows), 2 * n):
@@ -67,7 +67,7 @@ def test_trainer_rows_of_zero_weight_change_nothing(fork):
     trainer = make_trainer(
         model.loss, [model.w], model.x, [model.y, model.mask], sgd, rules.LocalSGD(1), 0.1, weight=model.weight
     )
-    x, y, m = select_rows([1, 4, 5, 11, 1, 4, 5, 0])
+    x, y, m = take_rows([1, 4, 5, 11, 1, 4, 5, 0])
     (report,) = trainer.epochs(x, [y, m], batch_size=1, epochs=1)
     np.testing.assert_allclose(report.loss, ((m * (x - y) ** 2).sum() / m.sum()), rtol=1e-9)
     assert np.isfinite(model.w.get_value()).all()
