@@ -77,7 +77,7 @@ class TorchTrainer:
             labels = torch.randint(settings["classes"], (n,))
             self._host_batches.append((images.pin_memory(), labels.pin_memory()) if self._gpu else (images, labels))
         self._device_batch = (
-            self._scale(self._host_batches[0][0].to(self._device)),
+            self._scale_pixels(self._host_batches[0][0].to(self._device)),
             self._host_batches[0][1].to(self._device),
         )
         self._n_batches = 0
@@ -92,7 +92,7 @@ class TorchTrainer:
         self._model.register_comm_hook(hook.PostLocalSGDState(None, own_group, 0), hook.post_localSGD_hook)
         self._optimizer = PostLocalSGDOptimizer(self._optimizer, PeriodicModelAverager(period, 0))
 
-    def _scale(self, pixels: Any) -> Any:
+    def _scale_pixels(self, pixels: Any) -> Any:
         return (pixels.to(self._torch.float32) - 127.5) / 64
 
     def next_batch(self, placement: str) -> tuple[Any, Any]:
@@ -102,7 +102,7 @@ class TorchTrainer:
         images, labels = self._host_batches[self._n_batches % len(self._host_batches)]
         self._n_batches += 1
         images, labels = (array.to(self._device, non_blocking=True) for array in (images, labels))
-        return self._scale(images), labels
+        return self._scale_pixels(images), labels
 
     def start_step(self, placement: str) -> Any:
         """Start a training step; return the loss without waiting for it."""

@@ -35,7 +35,7 @@ def time_call(call: Callable[[], Any]) -> float:
 
 
 def time_interleaved(
-    sides: Mapping[str, Callable[[], Any]], rounds: int, calls: int = 1, warm: int = 1
+    sides: Mapping[str, Callable[[], Any]], rounds: int, calls: int = 1, n_warmup: int = 1
 ) -> dict[str, list[float]]:
     """Time several sides in turn.
 
@@ -46,7 +46,7 @@ def time_interleaved(
         Number of turns of each side; the side that begins changes from round to round.
     calls : int
         Timed calls in each turn.
-    warm : int
+    n_warmup : int
         Untimed calls before them.
 
     Returns
@@ -60,7 +60,7 @@ def time_interleaved(
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             call = sides[name]
-            for _ in range(warm):
+            for _ in range(n_warmup):
                 call()
             times[name] += [time_call(call) for _ in range(calls)]
     return times
@@ -148,10 +148,10 @@ def prepare_pymc() -> bool:
 
 
 @contextlib.contextmanager
-def fork_ranks(count: int) -> Iterator[int]:
+def fork_ranks(n_ranks: int) -> Iterator[int]:
     """Fork ranks, and close them on exit."""
     try:
-        yield synk.fork(count, use_gpu=False)
+        yield synk.fork(n_ranks, use_gpu=False)
     finally:
         synk.close()
 

@@ -27,9 +27,9 @@ from benchmarks.gpu_step import time_steps as time_mlp_steps
 RATE, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 
 
-def make_shardings(n: int) -> tuple[Mesh, NamedSharding, NamedSharding]:
-    """Return a mesh of the first ``n`` devices, and the shardings of split and of replicated arrays."""
-    mesh = Mesh(np.array(jax.devices()[:n]), ("ranks",))
+def make_shardings(n_devices: int) -> tuple[Mesh, NamedSharding, NamedSharding]:
+    """Return a mesh of the first ``n_devices`` devices, and the shardings of split and of replicated arrays."""
+    mesh = Mesh(np.array(jax.devices()[:n_devices]), ("ranks",))
     return mesh, NamedSharding(mesh, PartitionSpec("ranks")), NamedSharding(mesh, PartitionSpec())
 
 

@@ -17,7 +17,7 @@ from typing import Any
 _FLOAT32, _SUM = 7, 0
 
 
-def make_call(
+def make_collective_call(
     name: str,
     nccl: Any,
     source: int,
@@ -89,7 +89,9 @@ def run_rank(rank: int, size: int, pipes: list[Any]) -> None:
         _, address = driver.cuMemAlloc(4 * count * (1 + size))
         source = int(address)
         driver.cuMemsetD8(address, 0, 4 * count * (1 + size))
-        enqueue = make_call(line[0], nccl, source, source + 4 * count, count, rank, size, comm, int(stream.handle))
+        enqueue = make_collective_call(
+            line[0], nccl, source, source + 4 * count, count, rank, size, comm, int(stream.handle)
+        )
         for _ in range(10):
             enqueue()
         stream.sync()

@@ -14,14 +14,14 @@ from time import perf_counter
 from typing import Any
 
 
-def time_steps(step: Callable[[], Any], warm: int, rounds: int, steps: int) -> tuple[float, float, float]:
+def time_steps(step: Callable[[], Any], n_warmup: int, rounds: int, steps: int) -> tuple[float, float, float]:
     """Return the first step's seconds, the median seconds of a step over some rounds, and the last loss.
 
     Parameters
     ----------
     step : callable
         Starts a step, and returns its loss, which ``float`` waits for.
-    warm : int
+    n_warmup : int
         Number of steps before the rounds.
     rounds, steps : int
         Number of rounds, and of steps in each.
@@ -29,7 +29,7 @@ def time_steps(step: Callable[[], Any], warm: int, rounds: int, steps: int) -> t
     start = perf_counter()
     float(step())
     first = perf_counter() - start
-    for _ in range(warm):
+    for _ in range(n_warmup):
         step()
     times, value = [], 0.0
     for _ in range(rounds):
@@ -41,22 +41,22 @@ def time_steps(step: Callable[[], Any], warm: int, rounds: int, steps: int) -> t
     return first, median(times), value
 
 
-def run_processes(target: Callable[..., Any], n: int, *arguments: Any, method: str = "spawn") -> Any:
-    """Run a function in ``n`` processes, of which this one is rank 0; return its result here.
+def run_processes(target: Callable[..., Any], n_processes: int, *arguments: Any) -> Any:
+    """Run a function in new processes, of which this one is rank 0; return its result here.
 
     Parameters
     ----------
     target : callable
         Takes the rank, the path of the file by which `torch.distributed` connects the processes, and ``arguments``.
-    n : int
+    n_processes : int
     *arguments
-    method : {"spawn", "fork"}
     """
-    context: Any = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = os.path.join(folder, "rendezvous")
         workers = [
-            context.Process(target=target, args=(rank, rendezvous, *arguments), daemon=True) for rank in range(1, n)
+            context.Process(target=target, args=(rank, rendezvous, *arguments), daemon=True)
+            for rank in range(1, n_processes)
         ]
         for process in workers:
             process.start()
@@ -66,15 +66,15 @@ def run_processes(target: Callable[..., Any], n: int, *arguments: Any, method: s
     return result
 
 
-def join_group(rank: int, rendezvous: str, n: int, on_gpu: bool) -> Any:
+def join_group(rank: int, rendezvous: str, world_size: int, on_gpu: bool) -> Any:
     """Connect this process to the others of `run_processes` by NCCL or Gloo; return its device."""
     import torch
 
     if on_gpu:
         torch.cuda.set_device(rank)
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // n))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=n
+        "nccl" if on_gpu else "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
     return torch.device("cuda", rank) if on_gpu else torch.device("cpu")

@@ -77,30 +77,30 @@ class LibraryProcesses:
 class SynkhronosReduction:
     """Synkhronos' side: one shared variable, reduced over the ranks."""
 
-    def __init__(self, count: int):
+    def __init__(self, n_ranks: int):
         library, _ = import_graph_library()
-        self._count = count
+        self._n_ranks = n_ranks
         self._s = library.shared(np.zeros(1, np.float32), "s")
         self._f = synk.function([], [], updates=[(self._s, self._s)])
 
-    def prepare(self, items: int) -> None:
+    def set_arrays(self, n_values: int) -> None:
         """Set each rank's array, and verify one result."""
-        for r in range(self._count):
-            synk.set_value(r, self._s, np.full(items, 1 + r, np.float32))
+        for r in range(self._n_ranks):
+            synk.set_value(r, self._s, np.full(n_values, 1 + r, np.float32))
         synk.all_reduce(self._s, "sum")
-        expected = self._count * (self._count + 1) / 2
-        for r in range(self._count):
+        expected = self._n_ranks * (self._n_ranks + 1) / 2
+        for r in range(self._n_ranks):
             assert (synk.get_value(r, self._s) == expected).all()
-        synk.broadcast(self._s, np.full(items, 1e-30, np.float32))  # repeated sums must not overflow
+        synk.broadcast(self._s, np.full(n_values, 1e-30, np.float32))  # repeated sums must not overflow
 
     def all_reduce(self) -> float:
         """Reduce, and return the seconds."""
         return time_call(lambda: synk.all_reduce(self._s, "sum"))
 
 
-def make_numpy_sides(items: int) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Return the sum of two arrays in one process, into used and into new memory."""
-    a, b = np.full(items, 1.0, np.float32), np.full(items, 2.0, np.float32)
+def make_numpy_sides(n_values: int) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Return functions that time the sum of two arrays in one process, into used and into new memory."""
+    a, b = np.full(n_values, 1.0, np.float32), np.full(n_values, 2.0, np.float32)
     c, d = np.zeros_like(a), np.zeros_like(a)
 
     def add_and_copy() -> None:
@@ -119,12 +119,12 @@ def count_rounds(nbytes: int, rounds: int) -> int:
 LIBRARIES = ("gloo", "MPI")
 
 
-def start_libraries(options: argparse.Namespace, count: int) -> dict[str, LibraryProcesses]:
+def start_libraries(options: argparse.Namespace, n_ranks: int) -> dict[str, LibraryProcesses]:
     """Start the processes of the other libraries that are installed."""
     folder = Path(__file__).parent
-    commands = {"gloo": [options.torch_python, str(folder / "_gloo.py"), str(count)]}
+    commands = {"gloo": [options.torch_python, str(folder / "_gloo.py"), str(n_ranks)]}
     if options.mpiexec:
-        commands["MPI"] = [*options.mpiexec.split(), "-n", str(count), options.mpi_python, str(folder / "_mpi.py")]
+        commands["MPI"] = [*options.mpiexec.split(), "-n", str(n_ranks), options.mpi_python, str(folder / "_mpi.py")]
     started = {name: LibraryProcesses(command) for name, command in commands.items()}
     for name in LIBRARIES:
         is_started = name in started and started[name].is_started
@@ -167,31 +167,31 @@ def main() -> None:
         "--mpi-python", default=sys.executable, metavar="PATH", help="a Python that has mpi4py (default: this one)"
     )
     options = parser.parse_args()
-    for count in options.ranks:
-        measure(options, count)
+    for n_ranks in options.ranks:
+        measure_reductions(options, n_ranks)
 
 
-def measure(options: argparse.Namespace, count: int) -> None:
-    """Measure with one number of ranks."""
-    print_heading(f"all_reduce: the sum of float32 on {count} ranks")
-    libraries = start_libraries(options, count)
+def measure_reductions(options: argparse.Namespace, n_ranks: int) -> None:
+    """Measure the sums on `n_ranks` ranks beside the other libraries' on as many."""
+    print_heading(f"all_reduce: the sum of float32 on {n_ranks} ranks")
+    libraries = start_libraries(options, n_ranks)
     columns = ("ours", "NumPy", "cold", *LIBRARIES, "ours/NumPy", *(f"{name}/ours" for name in LIBRARIES))
     print()
     table = Table({"": 8, **dict.fromkeys(columns, 9), "ours/NumPy": 10})
     ratios: dict[int, dict[str, float]] = {}
-    with fork_ranks(count):
-        reduction = SynkhronosReduction(count)
+    with fork_ranks(n_ranks):
+        reduction = SynkhronosReduction(n_ranks)
         for nbytes in options.sizes:
-            items = nbytes // 4
-            reduction.prepare(items)
-            warm, cold = make_numpy_sides(items)
+            n_values = nbytes // 4
+            reduction.set_arrays(n_values)
+            warm, cold = make_numpy_sides(n_values)
             sides: dict[str, Callable[[], float]] = {"ours": reduction.all_reduce, "warm": warm, "cold": cold}
             for name, library in libraries.items():
-                sides[name] = lambda items=items, library=library: library.all_reduce(items)  # type: ignore[misc]
+                sides[name] = lambda n_values=n_values, library=library: library.all_reduce(n_values)  # type: ignore[misc]
             times: dict[str, list[float]] = {name: [] for name in sides}
             for turn in range(count_rounds(nbytes, options.rounds)):
                 if turn % 8 == 0:
-                    reduction.prepare(items)
+                    reduction.set_arrays(n_values)
                 for name, side in sides.items():
                     side()  # warms up: another side has filled the caches, and processes sleep
                     times[name].append(side())
@@ -202,7 +202,7 @@ def measure(options: argparse.Namespace, count: int) -> None:
         library.close()
     largest = max(options.sizes)
     print()
-    if count == 2:
+    if n_ranks == 2:
         print_criterion(
             f"time, relative to NumPy's add and copy, {format_bytes(largest)}",
             ratios[largest]["NumPy"],
@@ -210,9 +210,9 @@ def measure(options: argparse.Namespace, count: int) -> None:
             at_most=1.5,
         )
     for name in libraries:
-        least = 2 if name == "gloo" and count == 2 else 1
+        least = 2 if name == "gloo" and n_ranks == 2 else 1
         print_criterion(
-            f"speed, relative to {name}, {format_bytes(largest)}, {count} ranks",
+            f"speed, relative to {name}, {format_bytes(largest)}, {n_ranks} ranks",
             ratios[largest][name],
             " times",
             at_least=least,

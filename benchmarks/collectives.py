@@ -37,7 +37,7 @@ from benchmarks._measure import (
     time_call,
 )
 from synkhronos.devices import get_array_device
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.tasks import Worker
 
 SIZES = [4_000, 4_000_000, 100_000_000]
@@ -50,25 +50,28 @@ NCCL_NAMES = {name: name for name in ("broadcast", "gather", "all_gather", "redu
 class RankCollectives:
     """A shared variable on all ranks, and the calls of each collective on it."""
 
-    def __init__(self, count: int):
+    def __init__(self, n_ranks: int):
         library, _ = import_graph_library()
-        self._count = count
+        self._n_ranks = n_ranks
         #: Seconds measured inside a call.
         self._inner_times: list[float] = []
         self._s, self._joined = (library.shared(np.zeros(1, np.float32), name) for name in ("s", "joined"))
         self._f = synk.function([], [], updates=[(self._s, self._s), (self._joined, self._joined)])
         self._f()
 
-    def make_calls(self, items: int) -> dict[str, Callable[[], Any]]:
-        """Return a call of each collective on `items` elements per rank; they are zero, so that sums stay finite."""
-        s, joined, last = self._s, self._joined, self._count - 1
-        data, rows = synk.data(np.zeros(items, np.float32)), synk.data(np.zeros(items * self._count, np.float32))
+    def make_calls(self, n_values: int) -> dict[str, Callable[[], Any]]:
+        """Return a call of each collective on `n_values` elements per rank; they are zero, so that sums stay finite."""
+        s, joined, last = self._s, self._joined, self._n_ranks - 1
+        data, rows = (
+            synk.data(np.zeros(n_values, np.float32)),
+            synk.data(np.zeros(n_values * self._n_ranks, np.float32)),
+        )
         synk.broadcast(s, data)
 
         def make_waiting_call(call: Callable[..., None], shared: Any, *arguments: Any) -> Callable[[], None]:
             def call_and_wait() -> None:
                 call(shared, *arguments)
-                self._wait(library_of(shared).borrow_value(shared))
+                self._wait_until_computed(get_library(shared).borrow_value(shared))
 
             return call_and_wait
 
@@ -81,7 +84,7 @@ class RankCollectives:
         return {
             "broadcast": make_waiting_call(synk.broadcast, s),
             "scatter": make_waiting_call(synk.scatter, joined, rows),
-            "gather": lambda: self._wait(synk.gather(s)),
+            "gather": lambda: self._wait_until_computed(synk.gather(s)),
             "all_gather": scatter_and_gather,
             "reduce": make_waiting_call(synk.reduce, s, "sum"),
             "all_reduce": make_waiting_call(synk.all_reduce, s, "sum"),
@@ -95,7 +98,7 @@ class RankCollectives:
         """Return the seconds of a collective that ranks call within a task."""
         return synk.run(time_in_task, name, self._s, calls)[0]
 
-    def _wait(self, value: Any) -> None:
+    def _wait_until_computed(self, value: Any) -> None:
         get_array_device(value).wait([value])
 
     def time_calls(self, name: str, call: Callable[[], Any], rounds: int) -> list[float]:
@@ -108,7 +111,7 @@ class RankCollectives:
 
 def time_in_task(worker: Worker, name: str, shared: Any, calls: int) -> list[float]:
     """Send or reduce a shared variable's value; return the seconds of each call except the first."""
-    array, last = library_of(shared).borrow_value(shared), worker.size - 1
+    array, last = get_library(shared).borrow_value(shared), worker.size - 1
     group = worker.group(range(worker.size))
 
     def send() -> None:
@@ -132,57 +135,57 @@ def time_in_task(worker: Worker, name: str, shared: Any, calls: int) -> list[flo
     return [factor * time_call(call) for _ in range(calls)]
 
 
-def make_numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
+def make_numpy_sides(n_values: int, n_ranks: int) -> dict[str, Callable[[], Any]]:
     """Return, for each collective, the equivalent NumPy operation on the arrays of all ranks in one process."""
-    arrays = [np.zeros(items, np.float32) for _ in range(count)]
-    whole = np.zeros((count, items), np.float32)
-    total = np.zeros(items, np.float32)
+    arrays = [np.zeros(n_values, np.float32) for _ in range(n_ranks)]
+    whole = np.zeros((n_ranks, n_values), np.float32)
+    total = np.zeros(n_values, np.float32)
 
-    def copies(n: int) -> Callable[[], None]:
+    def make_copy_call(n: int) -> Callable[[], None]:
         def copy() -> None:
             for k in range(n):
-                np.copyto(whole[k % count], arrays[k % count])
+                np.copyto(whole[k % n_ranks], arrays[k % n_ranks])
 
         return copy
 
     def reduce() -> None:
-        np.add(arrays[0], arrays[1 % count], out=total)
+        np.add(arrays[0], arrays[1 % n_ranks], out=total)
         for array in arrays[2:]:
             np.add(total, array, out=total)
 
     def all_reduce() -> None:
         reduce()
-        for k in range(count - 1):
+        for k in range(n_ranks - 1):
             np.copyto(arrays[k], total)
 
     return {
-        "broadcast": copies(count - 1),
-        "scatter": copies(count),
-        "gather": copies(count),
-        "all_gather": copies(count * count),
+        "broadcast": make_copy_call(n_ranks - 1),
+        "scatter": make_copy_call(n_ranks),
+        "gather": make_copy_call(n_ranks),
+        "all_gather": make_copy_call(n_ranks * n_ranks),
         "reduce": reduce,
         "all_reduce": all_reduce,
-        "set_value": copies(1),
-        "get_value": copies(1),
+        "set_value": make_copy_call(1),
+        "get_value": make_copy_call(1),
     }
 
 
 class NcclProcesses:
     """NCCL's processes."""
 
-    def __init__(self, count: int):
+    def __init__(self, n_ranks: int):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks._nccl", str(count)],
+            [sys.executable, "-m", "benchmarks._nccl", str(n_ranks)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         assert self._process.stdout is not None and self._process.stdout.readline().strip() == "ready"
 
-    def measure(self, name: str, items: int) -> float:
+    def measure(self, name: str, n_values: int) -> float:
         """Return the seconds of one call, with waiting."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(NCCL_NAMES[name], items, file=self._process.stdin, flush=True)
+        print(NCCL_NAMES[name], n_values, file=self._process.stdin, flush=True)
         return float(self._process.stdout.readline().split()[1])
 
     def close(self) -> None:
@@ -204,17 +207,17 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10, help="calls in a turn (default: %(default)s)")
     options = parser.parse_args()
     on_gpu = options.device == "gpu"
-    count = require_gpus(options.ranks) if on_gpu else options.ranks or 2
+    n_ranks = require_gpus(options.ranks) if on_gpu else options.ranks or 2
     reference = "NCCL" if on_gpu else "NumPy"
-    print_heading(f"All collectives of float32 on {count} {'GPUs' if on_gpu else 'ranks'}, beside {reference}")
-    nccl = NcclProcesses(count) if on_gpu else None
-    synk.fork(count, use_gpu=on_gpu)
-    ranks = RankCollectives(count)
+    print_heading(f"All collectives of float32 on {n_ranks} {'GPUs' if on_gpu else 'ranks'}, beside {reference}")
+    nccl = NcclProcesses(n_ranks) if on_gpu else None
+    synk.fork(n_ranks, use_gpu=on_gpu)
+    ranks = RankCollectives(n_ranks)
     table = Table({"": 12, "a rank": 8, "ours": 9, "quartiles": 19, reference: 9, f"ours/{reference}": 10})
     for nbytes in options.sizes:
-        items = nbytes // 4
-        calls = ranks.make_calls(items)
-        sides = {} if on_gpu else make_numpy_sides(items, count)
+        n_values = nbytes // 4
+        calls = ranks.make_calls(n_values)
+        sides = {} if on_gpu else make_numpy_sides(n_values, n_ranks)
         n_calls = options.calls if nbytes > 10_000_000 else 10 * options.calls
         for name in [*calls, "send", "group"]:
             rank_times: list[float] = []
@@ -224,7 +227,7 @@ def main() -> None:
                     ranks.time_calls(name, calls[name], n_calls) if name in calls else ranks.time_task(name, n_calls)
                 )
                 if nccl is not None and name in NCCL_NAMES:
-                    reference_times.append(nccl.measure(name, items))
+                    reference_times.append(nccl.measure(name, n_values))
                 elif name in sides:
                     sides[name]()
                     reference_times += [time_call(sides[name]) for _ in range(n_calls)]

@@ -48,7 +48,7 @@ def main() -> None:
         x = tensor.fscalar("x")
         functions = [synk.function([], (s.sum() * x * k, "sum"), bcast_inputs=[x]) for k in range(options.functions)]
         sent: list[int] = []
-        memory = importlib.import_module("synkhronos.ranks.memory")
+        memory = importlib.import_module("synkhronos.ranks.memory_table")
         send_segment = memory.send_segment
 
         def count_bytes(channel: object, segment: Segment, fd: int) -> None:

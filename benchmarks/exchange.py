@@ -40,9 +40,9 @@ ALPHA = 0.3
 STEP = 0.01
 
 
-def time_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> Any:
+def time_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared_arrays: Any, rounds: int) -> Any:
     """Return the seconds of exchanges with the centre and of the same computation in NumPy, measured in turn."""
-    state = rules.State(params, [], shared)
+    state = rules.State(params, [], shared_arrays)
     rule.setup(worker, state)
     x, centre, buffer = np.ones(SIZE, np.float32), np.ones(SIZE, np.float32), np.empty(BLOCK, np.float32)
 
@@ -58,11 +58,11 @@ def time_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any
     return time_interleaved({"NumPy": exchange_in_numpy, "rule": lambda: rule.exchange(worker, state)}, rounds)
 
 
-def time_one_exchange(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rank: int) -> float:
+def time_one_exchange(worker: Any, rule: rules.Rule, params: list[Any], shared_arrays: Any, rank: int) -> float:
     """Return the seconds of one rank's exchange with the centre."""
     storage = worker.get_storage("exchange")
     if "state" not in storage:
-        storage["state"] = rules.State(params, [], shared)
+        storage["state"] = rules.State(params, [], shared_arrays)
         rule.setup(worker, storage["state"])
         rule.exchange(worker, storage["state"])
     worker.barrier("begin")
@@ -75,11 +75,11 @@ def time_one_exchange(worker: Any, rule: rules.Rule, params: list[Any], shared: 
 
 
 def measure_steps_per_second(
-    worker: Any, rule: rules.Rule | None, params: list[Any], shared: Any, steps: int, slow: int
+    worker: Any, rule: rules.Rule | None, params: list[Any], shared_arrays: Any, steps: int, slow_rank: int
 ) -> float:
     """Take steps that only sleep; return the steps per second of all ranks, or, without a rule, of this rank."""
-    state = rules.State(params, [], shared)
-    pause = STEP * (3 if worker.number == slow else 1)
+    state = rules.State(params, [], shared_arrays)
+    pause = STEP * (3 if worker.number == slow_rank else 1)
     if rule is None:
         start = time.perf_counter()
         for _ in range(steps):

@@ -27,7 +27,7 @@ from benchmarks._measure import (
     time_call,
 )
 from synkhronos.devices import get_array_device
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 
 SIZES = [4_000, 4_200_000, 102_000_000]
 
@@ -56,10 +56,10 @@ def main() -> None:
     synk.function([], shared, updates=[(shared, shared)])()
     columns = ("call", "queued", "NCCL", "share", "GB/s", "waited", "NCCL ")
     table = Table({"": 8, **dict.fromkeys(columns, 9)})
-    device = get_array_device(library_of(shared).borrow_value(shared))
+    device = get_array_device(get_library(shared).borrow_value(shared))
 
     def wait() -> None:
-        device.wait([library_of(shared).borrow_value(shared)])
+        device.wait([get_library(shared).borrow_value(shared)])
 
     def all_reduce_once() -> None:
         synk.all_reduce(shared, "sum")

@@ -34,14 +34,14 @@ def measure_images_per_second(python: list[str], script: str, arguments: list[st
     return float(sum(run["images"]) / run["seconds"])
 
 
-def compare_mnist(options: argparse.Namespace, count: int) -> None:
+def compare_mnist(options: argparse.Namespace, n_gpus: int) -> None:
     """Compare PyTensor with Theano."""
     device = "--cpu" if options.cpu else "--gpu"
     table = Table({"model": 6, "data": 5, "PyTensor": 12, "Theano": 12, "ratio": 6})
     ratios = {}
     for model in options.models:
         for placement in ("cpu", "gpu"):
-            arguments = [model, "--ranks", str(count), device, *(options.arguments or MNIST)]
+            arguments = [model, "--ranks", str(n_gpus), device, *(options.arguments or MNIST)]
             sides = [[sys.executable, "-W", "ignore"], *([shlex.split(options.classic)] if options.classic else [])]
             script = f"lasagne_mnist/train_mnist_{placement}_data.py"
             speeds = [measure_images_per_second(python, script, arguments, options.limit) for python in sides]
@@ -54,11 +54,11 @@ def compare_mnist(options: argparse.Namespace, count: int) -> None:
     for (model, placement), ratio in ratios.items():
         where = "host" if placement == "cpu" else "GPUs"
         print_criterion(
-            f"{model}, data on the {where}, {count} ranks: PyTensor, relative to Theano", ratio, " times", at_least=3
+            f"{model}, data on the {where}, {n_gpus} ranks: PyTensor, relative to Theano", ratio, " times", at_least=3
         )
 
 
-def compare_resnet(options: argparse.Namespace, count: int) -> None:
+def compare_resnet(options: argparse.Namespace, n_gpus: int) -> None:
     """Compare one GPU with all GPUs."""
     if not options.classic:
         print("ResNet-50 with Theano: left out, without --classic")
@@ -66,7 +66,7 @@ def compare_resnet(options: argparse.Namespace, count: int) -> None:
     device = "--cpu" if options.cpu else "--gpu"
     table = Table({"GPUs": 4, "images/s": 9})
     speeds = []
-    for n in (1, count):
+    for n in (1, n_gpus):
         arguments = ["--ranks", str(n), device, *(options.arguments or RESNET)]
         speeds.append(
             measure_images_per_second(shlex.split(options.classic), "resnet/train_resnet.py", arguments, options.limit)
@@ -74,7 +74,7 @@ def compare_resnet(options: argparse.Namespace, count: int) -> None:
         table.print_row(str(n), f"{speeds[-1]:.1f}")
     print()
     print_criterion(
-        f"ResNet-50 with Theano, 32 images a GPU, {count} GPUs to one",
+        f"ResNet-50 with Theano, 32 images a GPU, {n_gpus} GPUs to one",
         speeds[1] / speeds[0],
         " times",
         at_least=1.95,

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._hierarchical import GROUPS, compute_log_likelihood, make_data
+from benchmarks._hierarchical import N_GROUPS, compute_log_likelihood, make_data
 from benchmarks._measure import (
     SideError,
     Table,
@@ -38,7 +38,7 @@ ROUNDS = 3
 def make_points(columns: int, dtype: str) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
     """Return a function that maps the number of an evaluation to its parameters."""
     rng = np.random.default_rng(1)
-    effects, slopes = rng.normal(size=GROUPS), rng.normal(size=columns) / 10
+    effects, slopes = rng.normal(size=N_GROUPS), rng.normal(size=columns) / 10
     return lambda i: ((effects + 1e-5 * i).astype(dtype), (slopes - 1e-5 * i).astype(dtype))
 
 
@@ -57,7 +57,7 @@ def measure(evaluate: Callable[[int], Any], calls: int) -> tuple[float, list[flo
     return value, times
 
 
-def measure_ranks(count: int, options: argparse.Namespace) -> tuple[float, list[float]]:
+def measure_ranks(n_ranks: int, options: argparse.Namespace) -> tuple[float, list[float]]:
     """Measure the ranks."""
     import pytensor
     import pytensor.tensor as pt
@@ -65,7 +65,7 @@ def measure_ranks(count: int, options: argparse.Namespace) -> tuple[float, list[
     import synkhronos as synk
     from synkhronos.extensions.rows_sum import sum_over_rows
 
-    synk.fork(count, use_gpu=not options.cpu)
+    synk.fork(n_ranks, use_gpu=not options.cpu)
     dtype = options.dtype
     with pytensor.config.change_flags(floatX=dtype):
         values = make_data(options.rows, options.columns, dtype)
@@ -96,7 +96,7 @@ def measure_numpyro(options: argparse.Namespace) -> None:
 
     def model(x: Any, group: Any, y: Any) -> None:
         # Flat priors: only the likelihood is measured.
-        effects = numpyro.sample("effects", dist.ImproperUniform(dist.constraints.real, (), (GROUPS,)))
+        effects = numpyro.sample("effects", dist.ImproperUniform(dist.constraints.real, (), (N_GROUPS,)))
         slopes = numpyro.sample("slopes", dist.ImproperUniform(dist.constraints.real, (), (options.columns,)))
         numpyro.sample("y", dist.Bernoulli(logits=effects[group] + x @ slopes), obs=y)
 

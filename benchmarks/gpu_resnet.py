@@ -125,13 +125,13 @@ class SpeedTable:
     def __init__(self) -> None:
         self._speeds: dict[tuple[str, str, int], tuple[float, float]] = {}
         self._goals: list[tuple[str, float, str, float | None, float | None]] = []
-        self._remarks: list[str] = []
+        self.remarks: list[str] = []
         self._table = Table(
             {"": 8, "images": 6, "GPUs": 4, "ours": 9, "DDP": 9, "ours/DDP": 8, "scaling": 7, "DDP's": 7}
             | {"compiled": 9, "ours/it": 7, "flax": 9, "ours/flax": 9}
         )
 
-    def add(
+    def add_row(
         self,
         precision: str,
         placement: str,
@@ -175,25 +175,21 @@ class SpeedTable:
         if is_cold:
             self._goals.append((f"{label}: first step, compiled anew", first, " s", 120, None))
         losses = f"{loss:.3f}, the penalty of large weights included, DDP {ddp_loss:.3f} without"
-        self._remarks.append(f"{label}: first step {format_duration(first)}; losses at the end {losses}")
+        self.remarks.append(f"{label}: first step {format_duration(first)}; losses at the end {losses}")
 
     def add_loading(self, precision: str, n: int, images: int, result: Any) -> None:
         """Store the speed with rows from files, relative to rows on the host."""
         plain, loaded = (images / result["results"][placement][1] for placement in ("host", "files"))
         label = f"{precision}, images from files, n = {n}"
-        self._remarks.append(
+        self.remarks.append(
             f"{label}: {loaded:,.0f}/s, and {plain:,.0f}/s from the host without loading; "
             f"the middle step waits {format_duration(result['wait'])} for its rows"
         )
         self._goals.append((f"{label}: beside those on the host", 100 * loaded / plain, " %", None, 97))
 
-    def remark(self, text: str) -> None:
-        """Store a line to print at the end."""
-        self._remarks.append(text)
-
     def print_summary(self) -> None:
         """Print remarks, and each goal with PASS or FAIL."""
-        print("", *self._remarks, "", sep="\n")
+        print("", *self.remarks, "", sep="\n")
         for label, figure, unit, most, least in self._goals:
             print_criterion(label, figure, unit, at_most=most, at_least=least)
 
@@ -236,13 +232,13 @@ def main() -> None:
                 except SideError as failure:
                     print(f"{precision}, n = {n}: {failure}", flush=True)
                     continue
-                table.remark(
+                table.remarks.append(
                     f"{result['title']}, {ddp['title']}: {format_duration(result['built'])} to start and build ours"
                 )
                 if "files" in options.where:
                     table.add_loading(precision, n, n * options.batch_size, result)
                 for placement in settings["where"]:
-                    table.add(precision, placement, n, n * options.batch_size, result, ddp, others, is_cold)
+                    table.add_row(precision, placement, n, n * options.batch_size, result, ddp, others, is_cold)
                 is_cold = False
     table.print_summary()
     print(f"\n{perf_counter() - start:.0f} s in all")

@@ -9,8 +9,8 @@ ranks at once.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +35,7 @@ WIDTH = 784
 
 
 @dataclass(frozen=True)
-class Copy(Command):
+class CopyRows(Command):
     """Copy a run of rows to each rank's GPU, by the driver alone."""
 
     location: ArrayLocation
@@ -50,7 +50,7 @@ class Copy(Command):
         if target is None or target.size != self.nbytes:
             target = rank.objects["benchmark"] = device.empty((self.nbytes,), np.dtype(np.uint8))
         source = staging.pin_segment(rank, self.location.key) + rank.number * self.nbytes
-        staging.set_current()
+        staging.set_current_gpu()
         check_result(
             staging.driver.cuMemcpyAsync(device.get_pointer(target), source, self.nbytes, staging.stream_handle)
         )
@@ -83,19 +83,19 @@ def main() -> None:
         index = rng.permutation(len(data))[: rows * count]
         f(data, batch=index)
         assert (synk.get_value(0, last) == data[index[rows - 1]]).all()
-        copy = Copy(get_array_location(data), rows, nbytes)
+        copy = CopyRows(get_array_location(data), rows, nbytes)
 
-        def by_index(index: np.ndarray = index) -> None:
+        def copy_by_index(index: np.ndarray = index) -> None:
             f(data, batch=index)
 
-        def by_slice(rows: int = rows) -> None:
+        def copy_by_slice(rows: int = rows) -> None:
             f(data, batch=slice(0, rows * count))
 
-        def by_driver(copy: Copy = copy) -> None:
+        def copy_by_driver(copy: CopyRows = copy) -> None:
             session.run(copy)
 
-        sides: dict[str, Callable[[], None]] = {"index": by_index, "slice": by_slice, "driver": by_driver}
-        times = time_interleaved(sides, options.rounds, calls=5, warm=2)
+        sides: dict[str, Any] = {"index": copy_by_index, "slice": copy_by_slice, "driver": copy_by_driver}
+        times = time_interleaved(sides, options.rounds, calls=5, n_warmup=2)
         medians = {name: compute_quartiles(values)[1] for name, values in times.items()}
         rates[rows] = {name: nbytes / time / 1e9 for name, time in medians.items()}
         cells = [cell for name in sides for cell in (format_duration(medians[name]), f"{rates[rows][name]:.1f}")]

@@ -161,10 +161,10 @@ def compare_torch(options: argparse.Namespace) -> None:
 def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> dict[str, float]:
     """Return the median seconds of an exchange with the centre, and of averages."""
     from synkhronos.devices import JAX
-    from synkhronos.graphs import library_of
-    from synkhronos.rules.rule import average
+    from synkhronos.graphs import get_library
+    from synkhronos.rules.rule import all_reduce_mean
 
-    library_of(params[0]).store_value(params[0], JAX.from_host(np.ones(SIZE, np.float32)))
+    get_library(params[0]).store_value(params[0], JAX.from_host(np.ones(SIZE, np.float32)))
     state = rules.State(params, [], shared)
     rule.setup(worker, state)
     times: dict[str, list[float]] = {}
@@ -182,7 +182,7 @@ def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: 
         return state.vector
 
     def copy_centre() -> Any:  # lower bound of the exchange: the centre to the GPU, and back
-        state.rows["centre"].write(state.rows["centre"].to_device(JAX))
+        state.shared_rows["centre"].write(state.shared_rows["centre"].to_device(JAX))
         return state.vector
 
     for _ in range(1 + rounds):  # the first round is discarded
@@ -195,7 +195,7 @@ def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: 
                     times.setdefault(name, []).append(time.perf_counter() - start)
         for precision in (None, "float16", "bfloat16"):
             time_and_record(
-                f"average in {precision or 'float32'}", lambda p=precision: average(worker, state.vector, p)
+                f"average in {precision or 'float32'}", lambda p=precision: all_reduce_mean(worker, state.vector, p)
             )
     return {name: median(values[1:]) for name, values in times.items()}
 

@@ -76,7 +76,7 @@ def make_host_steps(rng: np.random.Generator) -> tuple[TakeSteps, int]:
     return take_steps, ROWS
 
 
-def make_gpu_steps(rng: np.random.Generator, count: int) -> tuple[TakeSteps, int]:
+def make_gpu_steps(rng: np.random.Generator, n_ranks: int) -> tuple[TakeSteps, int]:
     """Return a function that takes steps on rows of variables on the GPUs, and each GPU's number of rows."""
     library, tensor = import_graph_library()
     x, y = tensor.fmatrix("x"), tensor.ivector("y")
@@ -91,7 +91,7 @@ def make_gpu_steps(rng: np.random.Generator, count: int) -> tuple[TakeSteps, int
     def take_steps(batches: list[np.ndarray]) -> Any:
         return train(batch_s=batches[0]) if len(batches) == 1 else train.steps(batches_s=batches)[-1]
 
-    return take_steps, ROWS // count
+    return take_steps, ROWS // n_ranks
 
 
 def generate_batches(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.ndarray]:

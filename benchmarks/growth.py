@@ -46,18 +46,18 @@ def measure_quartiles(call: Callable[[], Any], rounds: int) -> tuple[float, floa
     return compute_quartiles([time_call(call) for _ in range(rounds)])
 
 
-def measure(count: int, rounds: int, table: Table) -> None:
+def measure(n_ranks: int, rounds: int, table: Table) -> None:
     """Measure one number of ranks, and print it."""
     library, tensor = import_graph_library()
     before = find_children()
-    fork = time_call(lambda: synk.fork(count, use_gpu=False))
+    fork = time_call(lambda: synk.fork(n_ranks, use_gpu=False))
     try:
         x, s = tensor.matrix("x", dtype="float32"), library.shared(np.zeros(1, np.float32), "s")
         empty, uses_shared = synk.function([], []), synk.function([], [], updates=[(s, s)])
         rows = synk.function([x], (x[0, 0], "sum"))
         data = synk.data(np.ones((ROWS, WIDTH), np.float32))
         order = np.random.default_rng(0).permutation(ROWS)
-        assert float(rows(data, batch=order)) == count
+        assert float(rows(data, batch=order)) == n_ranks
         uses_shared()
         figures = [
             measure_quartiles(call, n)
@@ -79,7 +79,7 @@ def measure(count: int, rounds: int, table: Table) -> None:
     ]
     table.print_row(
         *(
-            str(count),
+            str(n_ranks),
             format_duration(fork),
             format_duration(close),
             format_bytes(max(private_bytes)) if private_bytes else "-",

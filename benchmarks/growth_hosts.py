@@ -18,15 +18,15 @@ import math
 from benchmarks._measure import Table, format_duration
 
 #: Measured: bytes of ResNet-50's gradients, GPUs of a host, bytes a second between them (NCCL's bus bandwidth).
-GRADIENTS, GPUS, WITHIN = 102.2e6, 8, 314e9
+GRADIENT_BYTES, GPUS, HOST_BANDWIDTH = 102.2e6, 8, 314e9
 #: Measured: seconds of a step on one GPU, by number of images.
-STEPS = {64: 13.3e-3, 256: 39.2e-3}
+STEP_SECONDS = {64: 13.3e-3, 256: 39.2e-3}
 #: Measured on four GPUs: share of a step that ranks wait for the slowest, 2.5 %; here for each doubling of the GPUs.
-SLOWEST = 0.025 / 2
+SLOWEST_SHARE = 0.025 / 2
 #: Assumed: seconds of a message between hosts, usable share of a network's bandwidth, bytes of a tree's chunk.
-LATENCY, USED, CHUNK = 20e-6, 0.85, 1 << 20
+LATENCY, USABLE_SHARE, CHUNK = 20e-6, 0.85, 1 << 20
 #: Pieces of the gradient, and share of the backward pass in a step.
-PIECES, BACKWARD = 4, 2 / 3
+N_PIECES, BACKWARD_SHARE = 4, 2 / 3
 
 
 def estimate_exchange(nbytes: float, hosts: int, gigabits: float) -> float:
@@ -39,23 +39,23 @@ def estimate_exchange(nbytes: float, hosts: int, gigabits: float) -> float:
     gigabits : float
         Gb/s of a host's network in each direction.
     """
-    within_host = 2 * (GPUS - 1) / GPUS * nbytes / WITHIN
+    within_host = 2 * (GPUS - 1) / GPUS * nbytes / HOST_BANDWIDTH
     if hosts == 1:
         return within_host
-    bandwidth = gigabits / 8 * 1e9 * USED
+    bandwidth = gigabits / 8 * 1e9 * USABLE_SHARE
     ring = 2 * (hosts - 1) * LATENCY + 2 * (hosts - 1) / hosts * nbytes / bandwidth
     tree = 2 * math.ceil(math.log2(hosts)) * (LATENCY + min(CHUNK, nbytes) / bandwidth) + 2 * nbytes / bandwidth
     return within_host + min(ring, tree)
 
 
-def estimate_efficiency(images: int, hosts: int, gigabits: float, hidden: bool, bits: int) -> float:
+def estimate_efficiency(images: int, hosts: int, gigabits: float, is_hidden: bool, bits: int) -> float:
     """Return the time of a step on one GPU, divided by that on all GPUs."""
-    step, nbytes = STEPS[images], GRADIENTS * bits / 32
+    step, nbytes = STEP_SECONDS[images], GRADIENT_BYTES * bits / 32
     exposed = estimate_exchange(nbytes, hosts, gigabits)
-    if hidden:
-        last_piece = estimate_exchange(nbytes / PIECES, hosts, gigabits)
-        exposed = last_piece + max(0.0, exposed - last_piece - BACKWARD * step * (1 - 1 / PIECES))
-    return step / (step * (1 + SLOWEST * math.log2(hosts * GPUS)) + exposed)
+    if is_hidden:
+        last_piece = estimate_exchange(nbytes / N_PIECES, hosts, gigabits)
+        exposed = last_piece + max(0.0, exposed - last_piece - BACKWARD_SHARE * step * (1 - 1 / N_PIECES))
+    return step / (step * (1 + SLOWEST_SHARE * math.log2(hosts * GPUS)) + exposed)
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 16, 64, 128])
     parser.add_argument("--gigabits", type=float, nargs="+", default=[25, 100, 400, 3200], help="of a host's network")
     options = parser.parse_args()
-    for images, step in STEPS.items():
+    for images, step in STEP_SECONDS.items():
         print(
             f"\n{images} images a GPU, {format_duration(step)} a step: efficiency on hosts of {GPUS} GPUs (a model)\n"
         )
@@ -81,7 +81,7 @@ def main() -> None:
                     for bits in (32, 16)
                     for hidden in (False, True)
                 ]
-                time = format_duration(estimate_exchange(GRADIENTS, hosts, gigabits))
+                time = format_duration(estimate_exchange(GRADIENT_BYTES, hosts, gigabits))
                 table.print_row(f"{gigabits:g}", str(hosts), f"{hosts * GPUS:,}", time, *figures)
 
 

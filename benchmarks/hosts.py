@@ -44,7 +44,7 @@ from benchmarks._measure import (
     time_call,
 )
 from benchmarks.all_reduce import LibraryProcesses, SynkhronosReduction, count_rounds
-from benchmarks.latency import cpu_seconds
+from benchmarks.latency import read_cpu_seconds
 from synkhronos import rules
 
 HERE = Path(__file__).parent
@@ -116,15 +116,15 @@ def measure_reduction(hosts: list[str], sizes: list[int], rounds: int, torch_pyt
     with fork_ranks_on(hosts) as count:
         reduction = SynkhronosReduction(count)
         for nbytes in sizes:
-            items = nbytes // 4
-            reduction.prepare(items)
+            n_values = nbytes // 4
+            reduction.set_arrays(n_values)
             sides: dict[str, Callable[[], float]] = {"ours": reduction.all_reduce}
             for name, library in libraries.items():
-                sides[name] = lambda items=items, library=library: library.all_reduce(items)  # type: ignore[misc]
+                sides[name] = lambda n_values=n_values, library=library: library.all_reduce(n_values)  # type: ignore[misc]
             times: dict[str, list[float]] = {name: [] for name in sides}
             for turn in range(count_rounds(nbytes, rounds)):
                 if turn % 8 == 0:
-                    reduction.prepare(items)
+                    reduction.set_arrays(n_values)
                 for name, side in sides.items():
                     side()  # after another's turn processes sleep
                     times[name].append(side())
@@ -174,7 +174,7 @@ def measure_exchanges(hosts: list[str], rounds: int) -> None:
     print_criterion("exchange from there, relative to MPI", medians["from there"] / medians["MPI"], " times", at_most=2)
 
 
-def measure_sending(hosts: list[str]) -> None:
+def measure_sent_bytes(hosts: list[str]) -> None:
     """Print the bytes sent to the other hosts in the steps of three epochs."""
     library, tensor = import_graph_library()
     updates = importlib.import_module("synkhronos.training.updates")
@@ -200,7 +200,7 @@ def measure_sending(hosts: list[str]) -> None:
         print(f"({ROWS:,} rows of {4 * WIDTH} bytes, {format_bytes(ROWS * 4 * WIDTH)}; {BATCH:,} of them in a step)")
 
 
-def measure_comparison(hosts: list[str], nbytes: int) -> None:
+def measure_page_comparison(hosts: list[str], nbytes: int) -> None:
     """Time a function that uses one item of a large Data object."""
     _, tensor = import_graph_library()
     with fork_ranks_on(hosts):
@@ -234,9 +234,9 @@ def measure_idle_agent(hosts: list[str], time: float) -> None:
         synk.function([], [])()
         sleep(1)
         (agent,) = find_agents()
-        before = cpu_seconds({agent})
+        before = read_cpu_seconds({agent})
         sleep(time)
-        used = 100 * (cpu_seconds({agent}) - before) / time
+        used = 100 * (read_cpu_seconds({agent}) - before) / time
     print_criterion("processor use of an idle agent", used, " % of a core", at_most=5)
 
 
@@ -248,8 +248,8 @@ def measure(options: argparse.Namespace) -> None:
         "empty": lambda: measure_empty_function(hosts, options.turns, options.calls),
         "reduce": lambda: measure_reduction(hosts, options.sizes, options.rounds, options.torch_python),
         "exchanges": lambda: measure_exchanges(hosts, options.rounds),
-        "sending": lambda: measure_sending(hosts),
-        "comparing": lambda: measure_comparison(hosts, 200_000_000),
+        "sending": lambda: measure_sent_bytes(hosts),
+        "comparing": lambda: measure_page_comparison(hosts, 200_000_000),
         "idle": lambda: measure_idle_agent(hosts, options.idle),
     }
     for name in options.parts or parts:

@@ -90,7 +90,7 @@ def find_children() -> set[int]:
     return pids
 
 
-def cpu_seconds(pids: set[int]) -> float:
+def read_cpu_seconds(pids: set[int]) -> float:
     """Return the processor time that processes have used."""
     ticks = 0
     for pid in pids:
@@ -114,7 +114,7 @@ def measure(size: int, rounds: int, calls: int, idle: float) -> None:
                 "two Barriers": make_barrier_call(*barriers),
                 "empty function": synk.function([], []),
             }
-            times = time_interleaved(sides, rounds, calls, warm=10)
+            times = time_interleaved(sides, rounds, calls, n_warmup=10)
             summaries = {name: compute_quartiles(values) for name, values in times.items()}
             reference = summaries["semaphore pair"][1]
 
@@ -131,9 +131,9 @@ def measure(size: int, rounds: int, calls: int, idle: float) -> None:
             print_criterion(f"empty function / semaphore pair, {size} ranks", empty_function / reference, at_most=5)
             print_criterion(f"empty function / two Barriers, {size} ranks", empty_function / barrier, at_most=1)
 
-            start = cpu_seconds(workers)
+            start = read_cpu_seconds(workers)
             sleep(idle)
-            percent = (cpu_seconds(workers) - start) / idle * 100
+            percent = (read_cpu_seconds(workers) - start) / idle * 100
             print_criterion(
                 f"processor use of {len(workers)} idle workers together", percent, " % of a core", at_most=1
             )

@@ -199,7 +199,7 @@ def measure_training(sources: dict[str, Any], options: argparse.Namespace) -> No
         # Long turns: loaders fill their ring during the first steps of the other side, and then sleep.
         waited_before = loader.waited
         times = time_interleaved(
-            {"memory": step_on_memory, "files": step_on_files}, 3, options.batches, warm=2 * loader.depth
+            {"memory": step_on_memory, "files": step_on_files}, 3, options.batches, n_warmup=2 * loader.depth
         )
         waiting = (loader.waited - waited_before) / (3 * (options.batches + 2 * loader.depth))
         memory, files = (sum(times[side]) / len(times[side]) for side in ("memory", "files"))

@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks._measure import Table, fork_ranks, format_duration, prepare_pymc, print_heading
 from benchmarks.pymc_rows import make_evaluator, make_logistic
-from synkhronos.extensions.chains import measure_rate
+from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.ranks import count_available_cores
 
 
@@ -40,8 +40,8 @@ def compare(rows: int, options: argparse.Namespace, table: Table) -> list[float]
         rank_rates: list[float] = []
         with threadpool_limits(1):
             for _ in range(options.rounds):
-                pymc_rates.append(measure_rate(evaluators[0], chains))
-                rank_rates.append(measure_rate(evaluators[1], chains))
+                pymc_rates.append(measure_evaluation_rate(evaluators[0], chains))
+                rank_rates.append(measure_evaluation_rate(evaluators[1], chains))
         round_ratios = [ranks / pymc for ranks, pymc in zip(rank_rates, pymc_rates, strict=True)]
         ratios.append(median(round_ratios))
         table.print_row(

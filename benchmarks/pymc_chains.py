@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from benchmarks._hierarchical import GROUPS
+from benchmarks._hierarchical import N_GROUPS
 from benchmarks._measure import Table, fork_ranks, prepare_pymc, print_heading
 from benchmarks.pymc_rows import make_evaluator, make_logistic, measure_parallel_chains
-from synkhronos.extensions.chains import measure_rate
+from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.ranks import count_available_cores
 
 
@@ -30,11 +30,11 @@ def make_negative_binomial(rows: int, columns: int) -> Any:
     import pymc as pm
 
     rng = np.random.default_rng(0)
-    x, group = rng.normal(size=(rows, columns)), rng.integers(0, GROUPS, rows)
+    x, group = rng.normal(size=(rows, columns)), rng.integers(0, N_GROUPS, rows)
     counts = rng.poisson(rng.gamma(2, np.exp(0.5 + x @ np.linspace(-0.2, 0.2, columns)) / 2))
     with pm.Model() as model:
         overall, spread = pm.Normal("overall"), pm.HalfNormal("spread")
-        effects = pm.Normal("effects", overall, spread, shape=GROUPS)
+        effects = pm.Normal("effects", overall, spread, shape=N_GROUPS)
         slopes = pm.Normal("slopes", shape=columns)
         mean = pm.math.exp(effects[group] + pm.Data("x", x) @ slopes)
         pm.NegativeBinomial("y", mu=mean, alpha=pm.Exponential("alpha", 1), observed=counts)
@@ -103,7 +103,7 @@ def compare(name: str, build: Callable[[int, int], Any], options: argparse.Names
     for _ in range(5):
         for side, evaluate in evaluators.items():
             with threadpool_limits(1):
-                gradients[side].append(measure_rate(evaluate, chains))
+                gradients[side].append(measure_evaluation_rate(evaluate, chains))
     for side, rates in gradients.items():
         rate = median(rates)
         table.print_row(f"{side}*", f"{rate:.1f}", f"{rate / limit:.2f}", "", "", "")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from benchmarks._hierarchical import GROUPS
+from benchmarks._hierarchical import N_GROUPS
 from benchmarks._measure import (
     SideError,
     Table,
@@ -34,7 +34,7 @@ from benchmarks._measure import (
 from benchmarks.pymc_chains import make_negative_binomial
 from benchmarks.pymc_rows import make_logistic
 from synkhronos.ranks import count_available_cores
-from synkhronos.ranks.threads import ONE_THREAD
+from synkhronos.ranks.thread_limit import ONE_THREAD
 
 
 def make_student(rows: int, columns: int) -> Any:
@@ -42,10 +42,10 @@ def make_student(rows: int, columns: int) -> Any:
     import pymc as pm
 
     rng = np.random.default_rng(0)
-    x, group = rng.normal(size=(rows, columns)), rng.integers(0, GROUPS, rows)
+    x, group = rng.normal(size=(rows, columns)), rng.integers(0, N_GROUPS, rows)
     y = np.log1p(np.exp(x)) @ np.linspace(-0.3, 0.3, columns) + 0.5 * rng.standard_t(4, rows)
     with pm.Model() as model:
-        effects = pm.Normal("effects", 0, pm.HalfNormal("spread"), shape=GROUPS)
+        effects = pm.Normal("effects", 0, pm.HalfNormal("spread"), shape=N_GROUPS)
         bends = pm.math.log1pexp(pm.Data("x", x) + pm.Normal("shift", 0, 0.1, shape=columns))
         mean = effects[group] + bends @ pm.Normal("slopes", shape=columns)
         pm.StudentT("y", nu=4, mu=mean, sigma=pm.HalfNormal("sigma"), observed=y)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from benchmarks._hierarchical import GROUPS, make_data
+from benchmarks._hierarchical import N_GROUPS, make_data
 from benchmarks._measure import (
     Table,
     fork_processes,
@@ -46,7 +46,7 @@ def make_logistic(rows: int, columns: int) -> Any:
     x, group, y = make_data(rows, columns)
     with pm.Model() as model:
         overall, spread = pm.Normal("overall"), pm.HalfNormal("spread")
-        effects = pm.Normal("effects", overall, spread, shape=GROUPS)
+        effects = pm.Normal("effects", overall, spread, shape=N_GROUPS)
         slopes = pm.Normal("slopes", shape=columns)
         pm.Bernoulli("y", logit_p=effects[group] + pm.Data("x", x) @ slopes, observed=y.astype("int64"))
     return model
@@ -57,10 +57,10 @@ def make_beta_binomial(rows: int) -> Any:
     import pymc as pm
 
     rng = np.random.default_rng(0)
-    group, trials = rng.integers(0, GROUPS, rows), rng.integers(20, 40, rows)
+    group, trials = rng.integers(0, N_GROUPS, rows), rng.integers(20, 40, rows)
     with pm.Model() as model:
         overall = pm.Normal("overall")
-        effects = pm.Normal("effects", overall, 0.5, shape=GROUPS)
+        effects = pm.Normal("effects", overall, 0.5, shape=N_GROUPS)
         center = pm.math.sigmoid(effects[group])
         size = pm.Gamma("size", 2, 0.1)
         observed = rng.binomial(trials, rng.beta(3, 3, rows))
@@ -179,7 +179,7 @@ def main() -> None:
             make_logistic(options.rows, options.columns),
             1.8,
         ),
-        f"beta-binomial of {GROUPS} groups, {options.costly} rows": (make_beta_binomial(options.costly), 1.9),
+        f"beta-binomial of {N_GROUPS} groups, {options.costly} rows": (make_beta_binomial(options.costly), 1.9),
     }
     calls, rounds, size = options.calls, options.rounds, options.ranks
     chains = [

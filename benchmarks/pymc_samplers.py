@@ -28,11 +28,11 @@ from synkhronos import get_n_gpu
 from synkhronos.devices.jax.program_reducer import ProgramReducer
 
 #: Depth of the tree, and leapfrog steps of a draw.
-_DEPTH = 5
-_STEPS = 2**_DEPTH - 1
+_TREE_DEPTH = 5
+_STEPS_PER_DRAW = 2**_TREE_DEPTH - 1
 #: Draws of the short run; draws times rows of the long run, and its maximal number of draws.
-_FEW = 4
-_ROWS_OF_DRAWS, _MOST_DRAWS = 10**8, 200
+_SHORT_DRAWS = 4
+_LONG_DRAWS_TIMES_ROWS, _MAX_LONG_DRAWS = 10**8, 200
 
 #: Durations that JAX has reported for tracing and compiling, in seconds, and the times at which all-reduces began.
 _compiling_times: list[float] = []
@@ -66,7 +66,7 @@ def sample(model: Any, rows: int, draws: int, method: str, chains: int) -> tuple
         "step_size": 1e-3 / math.sqrt(rows),  # the posterior narrows with the rows
         "adapt_step_size": False,
         "adapt_mass_matrix": False,
-        "max_tree_depth": _DEPTH,
+        "max_tree_depth": _TREE_DEPTH,
     }
     is_flat = int(pm.__version__.split(".")[0]) >= 6  # PyMC 6 takes the kernel's options beside the others
     with model:
@@ -81,7 +81,7 @@ def sample(model: Any, rows: int, draws: int, method: str, chains: int) -> tuple
             nuts_sampler_kwargs={"chain_method": method, **(kernel if is_flat else {"nuts_kwargs": kernel})},
         )
     steps = int(samples.sample_stats["n_steps"].sum())
-    assert steps == draws * chains * _STEPS, "a draw turned around early"
+    assert steps == draws * chains * _STEPS_PER_DRAW, "a draw turned around early"
     time = float(samples.posterior.attrs["sampling_time"])
     return time, time - sum(_compiling_times), steps
 
@@ -103,8 +103,8 @@ def measure(options: argparse.Namespace) -> None:
         model = make_logistic(rows, options.columns)
         if options.side:
             model = data_parallel(model)
-        draws = options.draws or max(_FEW + 1, min(_MOST_DRAWS, _ROWS_OF_DRAWS // rows))
-        compiling, short_time, short_steps = sample(model, rows, _FEW, options.method, options.chains)
+        draws = options.draws or max(_SHORT_DRAWS + 1, min(_MAX_LONG_DRAWS, _LONG_DRAWS_TIMES_ROWS // rows))
+        compiling, short_time, short_steps = sample(model, rows, _SHORT_DRAWS, options.method, options.chains)
         rates: list[float] = []
         while len(rates) < options.rounds and not (rates and perf_counter() - start > options.limit / 2):
             _, time, steps = sample(model, rows, draws, options.method, options.chains)

@@ -42,7 +42,7 @@ def main() -> None:
     # Indexes of each rank's rows in the complete data.
     whole = np.array_split(np.arange(6 * n), n)
 
-    def check(batch_s: Any, chosen_by_rank: list[Any]) -> None:
+    def check_rows(batch_s: Any, chosen_by_rank: list[Any]) -> None:
         index = np.concatenate([rows[chosen] for rows, chosen in zip(whole, chosen_by_rank, strict=True)])
         gathered, mean = f(batch_s=batch_s)
         print(f"   batch_s={batch_s!r}: {gathered.tolist()}")
@@ -56,14 +56,14 @@ def main() -> None:
     print(f"   {len(gathered)} rows, mean {float(mean):.2f}")
 
     print("\n2. One slice or list for all ranks, each of its own rows")
-    check(slice(1, 4), [slice(1, 4)] * n)
-    check([5, 0], [[5, 0]] * n)
+    check_rows(slice(1, 4), [slice(1, 4)] * n)
+    check_rows([5, 0], [[5, 0]] * n)
 
     print("\n3. A list of slices or lists, one for each rank")
     slices: list[Any] = [slice(r % 3, r % 3 + 2) for r in range(n)]
-    check(slices, slices)
+    check_rows(slices, slices)
     lists: list[Any] = [[r % 6, 5 - r % 6] for r in range(n)]
-    check(lists, lists)
+    check_rows(lists, lists)
 
     print("\n4. An epoch over shuffled rows: each rank shuffles its own")
     rng = np.random.default_rng(0)

@@ -128,7 +128,7 @@ def check_cast(array: np.ndarray, dtype: npt.DTypeLike, argument: str) -> None:
     flags = ["external_loop", "buffered", "zerosize_ok"]
     for block in np.nditer(array, flags, order="C", buffersize=_BLOCK_SIZE):  # type: ignore[call-overload]
         with np.errstate(all="ignore"):
-            changed = _is_changed(block, dtype)
+            changed = _find_changed(block, dtype)
         if changed.any():
             index = tuple(map(int, np.unravel_index(start + int(changed.argmax()), array.shape)))
             first = f"{array[index].item()!r} at index {index}" if index else repr(array.item())
@@ -146,11 +146,11 @@ def _is_exact(source: np.dtype, dtype: np.dtype) -> bool:
     return is_safe and not (source.kind in "iu" and source.itemsize == 8 and dtype.kind in "fc")
 
 
-def _is_changed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _find_changed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return a mask of the values that a cast to a dtype would change."""
     if dtype.kind == "c":
-        part = np.zeros((), dtype).real.dtype
-        return _is_changed(values.real, part) | _is_changed(values.imag, part)
+        real_dtype = np.zeros((), dtype).real.dtype
+        return _find_changed(values.real, real_dtype) | _find_changed(values.imag, real_dtype)
     if dtype.kind == "b":
         return (values != 0) & (values != 1)
     if dtype.kind in "iu":
@@ -165,4 +165,4 @@ def _is_changed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if values.dtype.kind == "f":
         is_rounding = (values.dtype.itemsize, dtype.itemsize) == (8, 4)
         return np.isinf(cast) & np.isfinite(values) if is_rounding else (cast != values) & ~np.isnan(values)
-    return _is_changed(cast, values.dtype) | (cast.astype(values.dtype) != values)
+    return _find_changed(cast, values.dtype) | (cast.astype(values.dtype) != values)

@@ -21,7 +21,7 @@ import numpy as np
 
 from synkhronos import engines, ranks
 from synkhronos.checks import check_flag, check_index, check_integer, check_number
-from synkhronos.devices import HOST, choose_device, force_cpu, get_device, is_fork_unsafe
+from synkhronos.devices import HOST, choose_device, force_jax_on_cpu, get_device, is_fork_unsafe
 from synkhronos.gpus import get_n_gpu
 from synkhronos.graphs import register_loaded_libraries
 from synkhronos.hosts import (
@@ -88,7 +88,7 @@ class _SetUpRank(Command):
             random.seed(python_seed)
         rank.device = device = get_device(self.device_name)
         if device is HOST:
-            force_cpu()
+            force_jax_on_cpu()
         local_ranks = rank.local_ranks
         index, gpus = rank.number - local_ranks.start, self.gpus
         if rank.master_rank not in local_ranks:
@@ -190,14 +190,14 @@ def fork(
     host_list = parse_hosts(hosts)
     if len(host_list) == 1:
         _check_is_this_machine(host_list[0])
-        return _fork(host_list[0].n_ranks or n_parallel, use_gpu, master_rank, profile_workers, timeout)
+        return _start_ranks(host_list[0].n_ranks or n_parallel, use_gpu, master_rank, profile_workers, timeout)
     mpi_process = read_mpi_rank_and_size() if hosts is None else None
     if not host_list and mpi_process is not None and mpi_process[0] > 0:
         run_agent()
     if host_list or mpi_process is not None:
         with _start_agents(host_list or None, use_gpu, host_timeout) as link:
-            return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout, link=link)
-    return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
+            return _start_ranks(n_parallel, use_gpu, master_rank, profile_workers, timeout, link=link)
+    return _start_ranks(n_parallel, use_gpu, master_rank, profile_workers, timeout)
 
 
 def fork_pinned(
@@ -205,7 +205,7 @@ def fork_pinned(
     use_gpu: bool,
     cores: Sequence[Sequence[int]],
     hosts: Sequence[str] = (),
-    log: IO[str] | None = None,
+    output: IO[str] | None = None,
 ) -> int:
     """Start the ranks like `fork`, each pinned to its own cores.
 
@@ -216,17 +216,17 @@ def fork_pinned(
     cores : sequence of sequence of int
         Cores of each rank on this host; empty if ranks are not pinned to cores.
     hosts : sequence of str
-    log : file, optional
+    output : file, optional
         File for the output of other hosts.
     """
     rank_cores = tuple(map(tuple, cores))
     host_list = parse_hosts(hosts)
     if len(host_list) > 1:
-        with _start_agents(host_list, use_gpu, log=log) as link:
-            return _fork(None, use_gpu, cores=rank_cores, link=link)
+        with _start_agents(host_list, use_gpu, output=output) as link:
+            return _start_ranks(None, use_gpu, cores=rank_cores, link=link)
     for host in host_list:
         _check_is_this_machine(host)
-    return _fork(n_parallel, use_gpu, cores=rank_cores)
+    return _start_ranks(n_parallel, use_gpu, cores=rank_cores)
 
 
 def _check_is_this_machine(host: Host) -> None:
@@ -243,13 +243,13 @@ def _start_agents(
     host_list: Sequence[Host] | None,
     use_gpu: bool | None,
     host_timeout: float = HOST_TIMEOUT,
-    log: IO[str] | None = None,
+    output: IO[str] | None = None,
 ) -> Iterator[MpiLink]:
     """Start the agents of the hosts, and end them if the ``with`` block fails."""
     ranks.check_no_session()
     if use_gpu:
         choose_device(True, None)  # raises if this host has no GPUs, before agents start
-    link = MpiLink(host_list, float(host_timeout), log)
+    link = MpiLink(host_list, float(host_timeout), output)
     try:
         link.start_agents()
         yield link
@@ -258,7 +258,7 @@ def _start_agents(
         raise
 
 
-def _fork(
+def _start_ranks(
     n_parallel: int | None,
     use_gpu: bool | None,
     master_rank: int = 0,
@@ -283,9 +283,7 @@ def _fork(
     # Imports modules before the fork, so that workers inherit them.
     register_loaded_libraries()
     engines.list_engines()
-    gpu_numbers = (
-        () if link is None else tuple(i for ranks_there in link.ranks_by_host for i in range(len(ranks_there)))
-    )
+    gpu_numbers = () if link is None else tuple(i for host in link.ranks_by_host for i in range(len(host)))
     first_command = _SetUpRank(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
     ranks.fork(size, master_rank, profile_workers, timeout, first_command, is_fork_unsafe(), link)
     return size

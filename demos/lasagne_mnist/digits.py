@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data (default: 5,000 digits)").add_mutually_exclusive_group().add_argument
     data("--data", type=Path, metavar="DIR", help="the full set's four IDX files")
     data("--synthetic", type=common.parse_positive, metavar="N", help="N synthetic images, for timings")
-    common.add_training(parser, epochs=20, at_once=20)
+    common.add_training_arguments(parser, epochs=20, steps_per_launch=20)
 
 
 def parse_options(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:

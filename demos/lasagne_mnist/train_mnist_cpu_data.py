@@ -34,7 +34,7 @@ from synkhronos.training import make_train_function
 SERIAL = Path(__file__).with_name("train_mnist_theano.py")
 
 
-class CpuData:
+class CpuDataTrainer:
     """A network that all ranks train, and its data in host memory.
 
     Parameters
@@ -99,14 +99,14 @@ def main() -> None:
     """Train, test, and print the results."""
     parser = common.make_parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
-    common.add_ranks(parser)
+    common.add_rank_arguments(parser)
     options = parse_options(parser)
     serial = run_serial(SERIAL) if options.compare else None
 
     start = perf_counter()
     n_ranks = synk.fork(options.ranks, use_gpu=options.use_gpu)
     network = build_network(options.model, options.seed, options.dropout)
-    trainer = CpuData(network, load_digits(options), options, n_ranks)
+    trainer = CpuDataTrainer(network, load_digits(options), options, n_ranks)
     print(f"{options.model} on {n_ranks} ranks, data in host memory; {describe_libraries()}")
     run = fit(trainer, options, f"{n_ranks} ranks", start)
     run.test = trainer.test()

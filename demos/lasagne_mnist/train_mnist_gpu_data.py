@@ -32,7 +32,7 @@ from synkhronos.training import make_train_function
 SERIAL = Path(__file__).with_name("train_mnist_theano.py")
 
 
-class GpuData:
+class GpuDataTrainer:
     """A network that all ranks train, and its data in the ranks' own memory.
 
     Parameters
@@ -49,7 +49,7 @@ class GpuData:
 
     def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:
         self.n_ranks, self._options = n_ranks, options
-        train, valid, test = [self._make_shared_part(name) for name in ("train", "valid", "test")]
+        train, valid, test = [self._make_part_variables(name) for name in ("train", "valid", "test")]
 
         # Gradients of the ranks' own rows, one all-reduce, and an update, as one callable.
         self._step = make_train_function(
@@ -63,22 +63,22 @@ class GpuData:
         )
 
         loss_and_error = [(network.test_loss, "mean"), (network.test_error, "mean")]
-        self._validate = self._make_function_on(valid, network, loss_and_error)
-        self._test = self._make_function_on(test, network, loss_and_error)
+        self._validate = self._make_function_of_shareds(valid, network, loss_and_error)
+        self._test = self._make_function_of_shareds(test, network, loss_and_error)
         synk.distribute()
         for variables, part in zip((train, valid, test), parts, strict=True):
             synk.scatter(variables, list(part))
         self._lengths = synk.get_lengths(train[1])
 
     @staticmethod
-    def _make_shared_part(name: str) -> list[Any]:
+    def _make_part_variables(name: str) -> list[Any]:
         """Return shared variables for images and labels, which the ranks' rows go into."""
         images = np.zeros((1, *IMAGE), theano.config.floatX)
         labels = np.zeros(1, "int32")
         return [theano.shared(images, f"{name}_images"), theano.shared(labels, f"{name}_labels")]
 
     @staticmethod
-    def _make_function_on(variables: list[Any], network: Network, outputs: Any) -> synk.Function:
+    def _make_function_of_shareds(variables: list[Any], network: Network, outputs: Any) -> synk.Function:
         """Make a function that has shared variables in place of its inputs."""
         givens = list(zip((network.x, network.y), variables, strict=True))
         return synk.function([], outputs, givens=givens, sliceable_shareds=variables)
@@ -115,7 +115,7 @@ def main() -> None:
     """Train, test, and print the results."""
     parser = common.make_parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
-    common.add_ranks(parser)
+    common.add_rank_arguments(parser)
     options = parse_options(parser)
     serial = run_serial(SERIAL) if options.compare else None
 
@@ -124,7 +124,7 @@ def main() -> None:
     if options.batch_size < n_ranks:
         parser.error(f"argument --batch-size: {options.batch_size} images are too few for {n_ranks} ranks")
     network = build_network(options.model, options.seed, options.dropout)
-    trainer = GpuData(network, load_digits(options), options, n_ranks)
+    trainer = GpuDataTrainer(network, load_digits(options), options, n_ranks)
     print(f"{options.model} on {n_ranks} ranks, data in the ranks' memory; {describe_libraries()}")
     run = fit(trainer, options, f"{n_ranks} ranks", start)
     run.test = trainer.test()

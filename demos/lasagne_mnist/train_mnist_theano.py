@@ -32,7 +32,7 @@ from models import Network, build_network
 EXAMPLES = ["mlp --epochs 50", "cnn --data ~/mnist --rule adam --gpu"]
 
 
-class OneProcess:
+class SerialTrainer:
     """A network and its data.
 
     Parameters
@@ -88,14 +88,14 @@ def main() -> None:
     """Train, test, and print the results."""
     parser = common.make_parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
-    common.add_device(parser)
+    common.add_device_arguments(parser)
     options = parse_options(parser)
 
     start = perf_counter()
     # One rank without workers: fork() selects the GPU if there is one.
     synk.fork(1, use_gpu=options.use_gpu)
     network = build_network(options.model, options.seed, options.dropout)
-    trainer = OneProcess(network, load_digits(options), options)
+    trainer = SerialTrainer(network, load_digits(options), options)
     print(f"{options.model} in one process; {describe_libraries()}")
     run = fit(trainer, options, "one process", start)
     run.test = trainer.test()

@@ -111,11 +111,11 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
             bar.total = options.epochs * len(batches)
             row_counts = [trainer.count_rows(batch) for batch in batches]
             # At least three calls in an epoch: the first one, which compiles, is not counted.
-            at_once = min(options.at_once, max(1, len(batches) // 3))
+            steps_per_launch = min(options.at_once, max(1, len(batches) // 3))
             losses: list[Any] = []
             begin = perf_counter()
-            for start_step in range(0, len(batches), at_once):
-                launch = slice(start_step, start_step + at_once)
+            for start_step in range(0, len(batches), steps_per_launch):
+                launch = slice(start_step, start_step + steps_per_launch)
                 shape = str(row_counts[launch])
                 if shape not in compiled:
                     # These steps compile, so they are not counted.

@@ -47,7 +47,7 @@ def make_parser(description: str, examples: list[str], script: str) -> argparse.
     )
 
 
-def add_device(arguments: Any) -> None:
+def add_device_arguments(arguments: Any) -> None:
     """Add ``--gpu`` and ``--cpu``.
 
     Parameters
@@ -61,7 +61,7 @@ def add_device(arguments: Any) -> None:
     add("--cpu", const=False, help="compute on CPU cores", **settings)
 
 
-def add_ranks(arguments: argparse.ArgumentParser) -> None:
+def add_rank_arguments(arguments: argparse.ArgumentParser) -> None:
     """Add the arguments of `synkhronos.fork`, and ``--compare``.
 
     Parameters
@@ -72,18 +72,18 @@ def add_ranks(arguments: argparse.ArgumentParser) -> None:
     group = arguments.add_argument_group("ranks")
     add = group.add_argument
     add("--ranks", type=parse_positive, metavar="N", help="processes (default: one for each GPU, or for each core)")
-    add_device(group)
+    add_device_arguments(group)
     add("--compare", action="store_true", help="first train in one process, and show the speed-up")
 
 
-def add_training(arguments: argparse.ArgumentParser, epochs: int, at_once: int = 1) -> None:
+def add_training_arguments(arguments: argparse.ArgumentParser, epochs: int, steps_per_launch: int = 1) -> None:
     """Add epochs, update rule, learning rate and seed.
 
     Parameters
     ----------
     arguments : ArgumentParser
         Parser to extend.
-    epochs, at_once : int
+    epochs, steps_per_launch : int
         Defaults.
     """
     add = arguments.add_argument_group("training").add_argument
@@ -92,7 +92,7 @@ def add_training(arguments: argparse.ArgumentParser, epochs: int, at_once: int =
     add(
         "--at-once",
         type=parse_positive,
-        default=at_once,
+        default=steps_per_launch,
         metavar="N",
         help="steps that the GPUs take in one go (%(default)s)",
     )

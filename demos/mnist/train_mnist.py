@@ -97,10 +97,10 @@ class MLP:
             self.layers.append((graph_library.shared(weights, "W"), graph_library.shared(biases, "b")))
         self.params = [param for layer in self.layers for param in layer]
         self.generators: list[tuple[Any, Any]] = []
-        self.loss = self._cross_entropy(self._scores(dropout, seed))
-        self.error = T.neq(T.argmax(self._scores(), axis=1), self.y).mean(dtype="float32")
+        self.loss = self._compute_cross_entropy(self._compute_scores(dropout, seed))
+        self.error = T.neq(T.argmax(self._compute_scores(), axis=1), self.y).mean(dtype="float32")
 
-    def _scores(self, dropout: float = 0.0, seed: int = 0) -> Any:
+    def _compute_scores(self, dropout: float = 0.0, seed: int = 0) -> Any:
         """Return the last layer's values before the softmax."""
         keep = np.float32(1 - dropout)
         hidden = self.x
@@ -115,7 +115,7 @@ class MLP:
         weights, biases = self.layers[-1]
         return T.dot(hidden, weights) + biases
 
-    def _cross_entropy(self, scores: Any) -> Any:
+    def _compute_cross_entropy(self, scores: Any) -> Any:
         # Subtracting the largest score changes nothing but keeps exp() from overflowing.
         scores = scores - scores.max(axis=1, keepdims=True)
         log_probabilities = scores - T.log(T.exp(scores).sum(axis=1, keepdims=True))

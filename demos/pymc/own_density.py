@@ -18,7 +18,7 @@ from synkhronos.extensions.pymc import data_parallel
 STEPS = 4
 
 
-def compute_weight(size: pt.TensorVariable, hours: pt.TensorVariable, rate: pt.TensorVariable) -> pt.TensorVariable:
+def compute_final_size(size: pt.TensorVariable, hours: pt.TensorVariable, rate: pt.TensorVariable) -> pt.TensorVariable:
     """Return the sizes after some hours: the solution of ``size' = rate * size * (1 - size)``."""
     step = hours / STEPS
     for _ in range(STEPS):
@@ -27,12 +27,12 @@ def compute_weight(size: pt.TensorVariable, hours: pt.TensorVariable, rate: pt.T
     return size
 
 
-def simulate(rows: int, rate: float) -> dict[str, np.ndarray]:
+def simulate_cultures(n_rows: int, rate: float) -> dict[str, np.ndarray]:
     """Return synthetic cultures: initial sizes, hours, and final sizes."""
-    rng = np.random.default_rng(rows)
-    first, hours = rng.uniform(0.05, 0.3, rows), rng.uniform(1, 3, rows)
+    rng = np.random.default_rng(n_rows)
+    first, hours = rng.uniform(0.05, 0.3, n_rows), rng.uniform(1, 3, n_rows)
     true = 1 / (1 + (1 / first - 1) * np.exp(-rate * hours))
-    return {"first": first, "hours": hours, "last": true + 0.05 * rng.normal(size=rows)}
+    return {"first": first, "hours": hours, "last": true + 0.05 * rng.normal(size=n_rows)}
 
 
 def build_model(data: dict[str, np.ndarray]) -> pm.Model:
@@ -41,7 +41,7 @@ def build_model(data: dict[str, np.ndarray]) -> pm.Model:
         first, hours, last = (pm.Data(name, values) for name, values in data.items())
         rate = pm.LogNormal("rate", 0, 1)
         noise = pm.HalfNormal("noise", 1)
-        pm.StudentT("weight", nu=5, mu=compute_weight(first, hours, rate), sigma=noise, observed=last)
+        pm.StudentT("weight", nu=5, mu=compute_final_size(first, hours, rate), sigma=noise, observed=last)
     return model
 
 
@@ -53,10 +53,10 @@ def main() -> None:
     options = parser.parse_args()
 
     n = synk.fork(options.ranks, use_gpu=False)
-    parallel = data_parallel(build_model(simulate(options.rows, rate=0.9)))
+    parallel = data_parallel(build_model(simulate_cultures(options.rows, rate=0.9)))
     for rate, rows in ((0.9, options.rows), (0.6, options.rows // 2)):
         with parallel:
-            pm.set_data(simulate(rows, rate))  # sent to the ranks at the next evaluation
+            pm.set_data(simulate_cultures(rows, rate))  # sent to the ranks at the next evaluation
             estimate = float(pm.find_MAP(progressbar=False)["rate"])
         print(f"{n} ranks, {rows} cultures: estimated rate {estimate:.3f}, true rate {rate}")
         assert abs(estimate - rate) < 0.02 + 2 / np.sqrt(rows)  # errors of the midpoint method and of the sample

@@ -141,13 +141,13 @@ def read_folder(folder: Path, size: int, validation: float, seed: int, allocate:
         images = allocate((len(indexes), 3, size, size))
         # Pillow lets other threads run while it decodes.
         with ThreadPoolExecutor() as pool:
-            for i, pixels in enumerate(pool.map(lambda index: _read(files[index][0], size), indexes)):
+            for i, pixels in enumerate(pool.map(lambda index: _read_image(files[index][0], size), indexes)):
                 images[i] = pixels
         parts.append(Part(images, np.array([files[index][1] for index in indexes], np.int32)))
     return parts, len(classes)
 
 
-def _read(path: Path, size: int) -> np.ndarray:
+def _read_image(path: Path, size: int) -> np.ndarray:
     """Return an image's bytes, colours first."""
     from PIL import Image, ImageOps  # not needed for synthetic images
 

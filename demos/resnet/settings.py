@@ -10,7 +10,7 @@ from lasagne_tools import options as common
 from lasagne_tools.library import describe_libraries
 from network import BLOCKS
 
-__all__ = ["add_arguments", "describe", "parse_options"]
+__all__ = ["add_arguments", "describe_run", "parse_options"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="images a step, of each rank (%(default)s)",
     )
-    common.add_training(parser, epochs=3)
+    common.add_training_arguments(parser, epochs=3)
 
 
 def parse_options(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -73,7 +73,7 @@ def parse_options(parser: argparse.ArgumentParser, words: Sequence[str] | None =
     return options
 
 
-def describe(options: argparse.Namespace) -> str:
+def describe_run(options: argparse.Namespace) -> str:
     """Return a line that describes the network and the images."""
     return (
         f"residual network with {','.join(map(str, options.blocks))} blocks and {options.width} filters, "

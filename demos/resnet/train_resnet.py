@@ -27,7 +27,7 @@ from lasagne_tools.batches import make_full_batches
 from lasagne_tools.fit import fit
 from lasagne_tools.report import print_results, run_serial
 from network import Network, build_network
-from settings import add_arguments, describe, parse_options
+from settings import add_arguments, describe_run, parse_options
 from synkhronos.training import make_train_function
 
 SERIAL = Path(__file__).with_name("train_resnet_theano.py")
@@ -38,7 +38,7 @@ EXAMPLES = [
 ]
 
 
-class AllRanks:
+class ParallelTrainer:
     """A network that all ranks train, and its images.
 
     Parameters
@@ -96,7 +96,7 @@ def main() -> None:
     """Train, and print the results."""
     parser = common.make_parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
-    common.add_ranks(parser)
+    common.add_rank_arguments(parser)
     options = parse_options(parser)
     serial = run_serial(SERIAL) if options.compare else None
 
@@ -105,8 +105,8 @@ def main() -> None:
     parts, n_classes = load_images(options, lambda shape: synk.data(dtype="uint8", shape=shape))
     shape = options.blocks, options.width, options.size, n_classes
     network = build_network(*shape, options.weight_decay, options.seed, options.smoothing)
-    trainer = AllRanks(network, parts, options, n_ranks)
-    print(f"{n_ranks} ranks, {describe(options)}")
+    trainer = ParallelTrainer(network, parts, options, n_ranks)
+    print(f"{n_ranks} ranks, {describe_run(options)}")
     run = fit(trainer, options, f"{n_ranks} ranks", start)
     synk.close()
     print_results(run, options, serial)

@@ -28,7 +28,7 @@ from lasagne_tools.fit import fit
 from lasagne_tools.library import theano
 from lasagne_tools.report import print_results
 from network import Network, build_network
-from settings import add_arguments, describe, parse_options
+from settings import add_arguments, describe_run, parse_options
 
 EXAMPLES = [
     "--batch-size 64 --gpu",
@@ -37,7 +37,7 @@ EXAMPLES = [
 ]
 
 
-class OneProcess:
+class SerialTrainer:
     """A network and its images.
 
     Parameters
@@ -87,7 +87,7 @@ def main() -> None:
     """Train, and print the results."""
     parser = common.make_parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
-    common.add_device(parser)
+    common.add_device_arguments(parser)
     options = parse_options(parser)
 
     start = perf_counter()
@@ -96,8 +96,8 @@ def main() -> None:
     parts, n_classes = load_images(options, lambda shape: np.empty(shape, np.uint8))
     shape = options.blocks, options.width, options.size, n_classes
     network = build_network(*shape, options.weight_decay, options.seed, options.smoothing)
-    trainer = OneProcess(network, parts, options)
-    print(f"one process, {describe(options)}")
+    trainer = SerialTrainer(network, parts, options)
+    print(f"one process, {describe_run(options)}")
     run = fit(trainer, options, "one process", start)
     synk.close()
     print_results(run, options)

@@ -57,11 +57,11 @@ class Classifier(ZooModel):
         self.params = lasagne.layers.get_all_params(self.outputs, trainable=True)
         self.loss = sum(weight * cost for weight, cost in zip(self.shares, costs, strict=True))
         self.loss = self.loss + 0.5 * self.decay * weights
-        self.error = _mean(T.neq(probabilities[0].argmax(axis=1), y))
+        self.error = _average_errors(T.neq(probabilities[0].argmax(axis=1), y))
         test_probabilities = lasagne.layers.get_output(self.outputs[0], deterministic=True)
         n_better = (test_probabilities > test_probabilities[T.arange(y.shape[0]), y].dimshuffle(0, "x")).sum(axis=1)
         cost = lasagne.objectives.categorical_crossentropy(test_probabilities, y).mean()
-        self.tested = [cost, _mean(T.ge(n_better, 1)), _mean(T.ge(n_better, 5))]
+        self.tested = [cost, _average_errors(T.ge(n_better, 1)), _average_errors(T.ge(n_better, 5))]
 
     def load(self) -> tuple[Any, Any]:
         """Return images and classes for training, and for validation."""
@@ -72,14 +72,14 @@ class Classifier(ZooModel):
         if (self.data_path / "train").is_dir():
             loaders = make_image_loaders(self.data_path, self.stored)
             for loader in loaders:
-                self._check((len(loader), 3, self.stored, self.stored), loader.source.labels)
+                self._check_data((len(loader), 3, self.stored, self.stored), loader.source.labels)
             return loaders
         parts = load_arrays(self.data_path)
         for images, labels in parts:
-            self._check(images.shape, labels)
+            self._check_data(images.shape, labels)
         return parts
 
-    def _check(self, shape: tuple[int, ...], labels: np.ndarray) -> None:
+    def _check_data(self, shape: tuple[int, ...], labels: np.ndarray) -> None:
         """Refuse images that are too small, and classes that the network does not have."""
         if len(shape) != 4 or shape[1] != 3 or min(shape[2:]) + 2 * self.pad < self.side:
             raise ValueError(
@@ -103,5 +103,5 @@ class Classifier(ZooModel):
         return [cropped, labels]
 
 
-def _mean(wrong: Any) -> Any:
+def _average_errors(wrong: Any) -> Any:
     return wrong.mean(dtype=theano.config.floatX)

@@ -28,7 +28,7 @@ __all__ = ["GAN"]
 
 SIDE = 28
 _START = Normal(0.02)
-_leaky = LeakyRectify(0.2)
+_leaky_rectify = LeakyRectify(0.2)
 
 
 class GAN(ZooModel):
@@ -68,9 +68,9 @@ class GAN(ZooModel):
 
     def critic(self, net: Any) -> Any:
         """Return the last layer: a number for each image."""
-        net = ConvLayer(net, self.width, 5, stride=2, pad=2, W=_START, nonlinearity=_leaky)
-        net = ConvLayer(net, 2 * self.width, 5, stride=2, pad=2, W=_START, nonlinearity=_leaky)
-        net = DenseLayer(net, 16 * self.width, W=_START, nonlinearity=_leaky)
+        net = ConvLayer(net, self.width, 5, stride=2, pad=2, W=_START, nonlinearity=_leaky_rectify)
+        net = ConvLayer(net, 2 * self.width, 5, stride=2, pad=2, W=_START, nonlinearity=_leaky_rectify)
+        net = DenseLayer(net, 16 * self.width, W=_START, nonlinearity=_leaky_rectify)
         return DenseLayer(net, 1, W=_START, nonlinearity=None)
 
     def build(self) -> None:

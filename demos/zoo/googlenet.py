@@ -50,11 +50,11 @@ class GoogLeNet(Classifier):
     def layers(self, net: Any) -> list[Any]:
         """Return the last layer, and the two in the middle."""
         helpers = []
-        net = _pool(ConvLayer(net, 64, 7, stride=2, pad=3))
-        net = ConvLayer(_normalised(net), 64, 1)
-        net = _pool(_normalised(ConvLayer(net, 192, 3, pad=1)))
+        net = _add_pool(ConvLayer(net, 64, 7, stride=2, pad=3))
+        net = ConvLayer(_add_normalisation(net), 64, 1)
+        net = _add_pool(_add_normalisation(ConvLayer(net, 192, 3, pad=1)))
         for number, filters in enumerate(MODULES):
-            net = _pool(net) if filters is None else _module(net, *filters)
+            net = _add_pool(net) if filters is None else _add_inception_module(net, *filters)
             if number in HELPERS:
                 side = ConvLayer(Pool2DLayer(net, 5, stride=3, mode="average_inc_pad"), 128, 1)
                 side = DropoutLayer(DenseLayer(side, 1024), 0.7)
@@ -63,7 +63,9 @@ class GoogLeNet(Classifier):
         return [DenseLayer(net, self.classes, nonlinearity=softmax), *helpers]
 
 
-def _module(net: Any, one: int, before_three: int, three: int, before_five: int, five: int, behind_pool: int) -> Any:
+def _add_inception_module(
+    net: Any, one: int, before_three: int, three: int, before_five: int, five: int, behind_pool: int
+) -> Any:
     return ConcatLayer(
         [
             ConvLayer(net, one, 1),
@@ -74,9 +76,9 @@ def _module(net: Any, one: int, before_three: int, three: int, before_five: int,
     )
 
 
-def _pool(net: Any) -> Any:
+def _add_pool(net: Any) -> Any:
     return MaxPool2DLayer(net, 3, stride=2, ignore_border=False)
 
 
-def _normalised(net: Any) -> Any:
+def _add_normalisation(net: Any) -> Any:
     return LocalResponseNormalization2DLayer(net, alpha=2e-5, k=1)

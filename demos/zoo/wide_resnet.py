@@ -32,25 +32,25 @@ class WideResNet(Classifier):
         """Return the last layer."""
         if self.depth % 6 != 4:
             raise ValueError(f"depth: expected 6 n + 4, such as 16 or 28, got {self.depth}")
-        net = _conv(net, 16, 3)
+        net = _add_conv(net, 16, 3)
         for stage in range(3):
             for block in range((self.depth - 4) // 6):
-                net = _block(net, 16 * 2**stage * self.widen, stride=2 if stage > 0 and block == 0 else 1)
-        return DenseLayer(MeanLayer(_normalised(net)), self.classes, nonlinearity=softmax)
+                net = _add_block(net, 16 * 2**stage * self.widen, stride=2 if stage > 0 and block == 0 else 1)
+        return DenseLayer(MeanLayer(_add_normalisation(net)), self.classes, nonlinearity=softmax)
 
 
-def _block(net: Any, width: int, stride: int) -> Any:
+def _add_block(net: Any, width: int, stride: int) -> Any:
     """Two convolutions, added to what came in; or to its projection, where shapes differ."""
-    before = _normalised(net)
-    inner = _conv(_normalised(_conv(before, width, 3, stride)), width, 3)
+    before = _add_normalisation(net)
+    inner = _add_conv(_add_normalisation(_add_conv(before, width, 3, stride)), width, 3)
     has_same_shape = net.output_shape[1] == width and stride == 1
-    return ElemwiseSumLayer([inner, net if has_same_shape else _conv(before, width, 1, stride)])
+    return ElemwiseSumLayer([inner, net if has_same_shape else _add_conv(before, width, 1, stride)])
 
 
-def _conv(net: Any, width: int, size: int, stride: int = 1) -> Any:
+def _add_conv(net: Any, width: int, size: int, stride: int = 1) -> Any:
     he = HeNormal(gain="relu")
     return ConvLayer(net, width, size, stride=stride, pad=size // 2, W=he, b=None, nonlinearity=None)
 
 
-def _normalised(net: Any) -> Any:
+def _add_normalisation(net: Any) -> Any:
     return BatchNormLayer(net, nonlinearity=T.nnet.relu)

@@ -1,7 +1,7 @@
 """Checks of the arguments of collectives, in the master, before anything is sent.
 
 Values are put into shared memory as `Data`.  A selection of rows is a range, or an index array in shared memory.  So
-commands contain descriptions and no arrays.
+commands contain locations and no arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from synkhronos.data.rows import get_share
 from synkhronos.data.shared_memory import check_session, copy_to_shared, get_array_location
 from synkhronos.devices import Selection
 from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import ArrayLocation, Session, WeakKeyDict
 from synkhronos.replication.replicator import Replicator, is_registered
 
@@ -63,7 +63,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
         _check_variable(replicator, variable, allow_generators)
     check_distinct(variables, "shared_vars")
     for variable in variables:
-        if not library_of(variable).is_generator(variable):
+        if not get_library(variable).is_generator(variable):
             checked[variable] = True
     return variables, is_single
 
@@ -71,7 +71,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
 def _check_variable(replicator: Replicator, variable: Any, allow_generators: bool) -> None:
     """Raise TypeError or ValueError if a collective can't use a variable."""
     try:
-        library = library_of(variable)
+        library = get_library(variable)
     except TypeError as error:
         raise TypeError(f"shared_vars: {error}") from None
     if not library.is_shared(variable):
@@ -105,7 +105,7 @@ def distribute_variables(session: Session, variables: Sequence[Any]) -> tuple[An
 
 def is_generator_object(variable: Any) -> bool:
     """Whether a shared variable is a random generator whose value is an object rather than an array."""
-    library = library_of(variable)
+    library = get_library(variable)
     return library.is_generator(variable) and not library.is_array(variable)
 
 
@@ -118,7 +118,7 @@ def check_generator_state(session: Session, variable: Any, value: Any, must_jump
         Whether ranks will jump to different positions in the generator's stream.
     """
     try:
-        library_of(variable).check_generator(variable, value, must_jump and session.size > 1)
+        get_library(variable).check_generator(variable, value, must_jump and session.size > 1)
     except (TypeError, ValueError) as error:
         raise type(error)(f"values: {describe(variable)}: {error}") from None
 
@@ -140,18 +140,18 @@ def to_data(session: Session, variable: Any, value: Any) -> Data:
                 f"Data of {value.dtype} and {value.ndim} dimensions"
             )
         return value
-    return copy_to_shared(_convert(variable, value))
+    return copy_to_shared(_to_array(variable, value))
 
 
-def _convert(variable: Any, value: Any) -> np.ndarray:
+def _to_array(variable: Any, value: Any) -> np.ndarray:
     """Return a value as an array of any shape that the variable's ``set_value`` accepts.
 
     `check_shape` checks the shape later, since a rank may get a part of the rows.
     """
     check_dense(value, f"values: {describe(variable)}")
-    any_shape = library_of(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
+    any_shape = get_library(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
     try:
-        return library_of(variable).filter(any_shape, value, allow_downcast=variable.container.allow_downcast)
+        return get_library(variable).filter(any_shape, value, allow_downcast=variable.container.allow_downcast)
     except (TypeError, ValueError, AttributeError) as error:
         error_class = ValueError if isinstance(error, ValueError) else TypeError
         raise error_class(f"values: {describe(variable)} can't take {type(value).__name__}: {error}") from None
@@ -159,7 +159,7 @@ def _convert(variable: Any, value: Any) -> np.ndarray:
 
 def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
     """Raise ValueError if the variable's type doesn't allow a shape."""
-    if not library_of(variable).accepts_shape(variable, shape):
+    if not get_library(variable).accepts_shape(variable, shape):
         raise ValueError(f"values: {describe(variable)} of type {variable.type} can't take shape {shape}")
 
 
@@ -170,7 +170,7 @@ def check_op(op: Any, variables: Sequence[Any], nccl: bool) -> tuple[str, bool]:
     -------
     op : str
     nccl : bool
-        Whether NCCL reduces arrays on GPUs: the argument ``nccl``, if NCCL has the reduction.
+        Whether NCCL reduces arrays on GPUs: the argument ``nccl``, if NCCL has the reduction of these dtypes.
 
     Raises
     ------
@@ -180,7 +180,8 @@ def check_op(op: Any, variables: Sequence[Any], nccl: bool) -> tuple[str, bool]:
     op = check_op_name(op)
     for variable in variables:
         check_op_dtype(op, np.dtype(variable.type.dtype), describe(variable))
-    return op, nccl and REDUCE_OPS[op].nccl_op is not None
+    dtypes = [np.dtype(variable.type.dtype) for variable in variables]
+    return op, nccl and all(map(REDUCE_OPS[op].is_supported_by_nccl, dtypes))
 
 
 def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:
@@ -200,8 +201,8 @@ def select_all_rows(value: Data) -> range:
     return range(len(value)) if value.ndim else range(1)
 
 
-def put_selection(selection: Selection, buffers: list[Data]) -> range | ArrayLocation:
-    """Return the description of a selection for a command.  Indexes are put into shared memory.
+def copy_selection_to_shared(selection: Selection, buffers: list[Data]) -> range | ArrayLocation:
+    """Return a selection in the form that commands contain; indexes are copied into shared memory.
 
     Their Data object is appended to ``buffers``, which the caller keeps until the command has run.
     """
@@ -212,9 +213,10 @@ def put_selection(selection: Selection, buffers: list[Data]) -> range | ArrayLoc
     return get_array_location(index)
 
 
-def put_rank_selections(selection: Selection, size: int, buffers: list[Data]) -> list[range | ArrayLocation]:
-    """Return the descriptions of each rank's share of a selection; see `put_selection`."""
-    rows, shares = put_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
+def copy_rank_selections_to_shared(selection: Selection, size: int, buffers: list[Data]) -> list[range | ArrayLocation]:
+    """Return each rank's share of a selection in the form that commands contain; see `copy_selection_to_shared`."""
+    rows = copy_selection_to_shared(selection, buffers)
+    shares = [get_share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):
         return [rows[share] for share in shares]
     return [rows.slice_items(share.start, share.stop) for share in shares]

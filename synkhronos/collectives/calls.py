@@ -15,11 +15,11 @@ from synkhronos.collectives.arguments import (
     check_op,
     check_shape,
     check_variables,
+    copy_rank_selections_to_shared,
+    copy_selection_to_shared,
     distribute_variables,
     is_generator_object,
     match_values,
-    put_rank_selections,
-    put_selection,
     select_all_rows,
     to_data,
 )
@@ -30,7 +30,7 @@ from synkhronos.collectives.commands import (
     Broadcast,
     Gather,
     GetGenerators,
-    GetShapes,
+    GetLayouts,
     GetValue,
     Reduce,
     ReduceScatter,
@@ -39,7 +39,7 @@ from synkhronos.collectives.commands import (
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share, select_rows
 from synkhronos.data.shared_memory import get_array_location
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import Session, WeakKeyDict
 from synkhronos.replication.random_streams import record_new_seeds
 
@@ -78,15 +78,15 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
-        generators = [v for v in variables if library_of(v).is_generator(v)]
-        arrays = [v for v in variables if not library_of(v).is_generator(v)]
+        generators = [v for v in variables if get_library(v).is_generator(v)]
+        arrays = [v for v in variables if not get_library(v).is_generator(v)]
         shared_values = None
         if values is None:
-            states = [library_of(v).copy_generator(v) for v in generators]
+            states = [get_library(v).copy_generator(v) for v in generators]
         else:
             pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
-            states = [value for v, value in pairs if library_of(v).is_generator(v)]
-            shared_values = [to_data(session, v, value) for v, value in pairs if not library_of(v).is_generator(v)]
+            states = [value for v, value in pairs if get_library(v).is_generator(v)]
+            shared_values = [to_data(session, v, value) for v, value in pairs if not get_library(v).is_generator(v)]
             for variable, value in zip(arrays, shared_values, strict=True):
                 check_shape(variable, value.shape)
         for variable, state in zip(generators, states, strict=True):
@@ -101,8 +101,8 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
             session.run(Broadcast(distribute_variables(session, arrays), nccl))
             return
         rows = tuple(select_all_rows(value) for value in shared_values)
-        descriptions = tuple(get_array_location(value) for value in shared_values)
-        session.run(Assign(distribute_variables(session, arrays), descriptions, (rows,) * session.size))
+        locations = tuple(get_array_location(value) for value in shared_values)
+        session.run(Assign(distribute_variables(session, arrays), locations, (rows,) * session.size))
 
 
 def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
@@ -151,12 +151,10 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
             for r in range(session.size):
                 share = get_share(len(selection), session.size, r)
                 check_shape(variable, (share.stop - share.start, *value.shape[1:]))
-        descriptions = tuple(get_array_location(value) for value in shared_values)
+        locations = tuple(get_array_location(value) for value in shared_values)
         buffers: list[Data] = []
-        by_variable = [put_rank_selections(selection, session.size, buffers) for selection in selections]
-        session.run(
-            Assign(distribute_variables(session, variables), descriptions, tuple(zip(*by_variable, strict=True)))
-        )
+        by_variable = [copy_rank_selections_to_shared(selection, session.size, buffers) for selection in selections]
+        session.run(Assign(distribute_variables(session, variables), locations, tuple(zip(*by_variable, strict=True))))
 
 
 def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
@@ -197,12 +195,12 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
         nccl = check_flag(nccl, "nccl")
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         arrays = [v for v in variables if not is_generator_object(v)]
-        states = [v for v in variables if is_generator_object(v)]
+        generators = [v for v in variables if is_generator_object(v)]
         gathered = session.run(Gather(distribute_variables(session, arrays), nd_up, nccl)) if arrays else []
-        if states:
-            by_rank = session.run(GetGenerators(distribute_variables(session, states)))
+        if generators:
+            by_rank = session.run(GetGenerators(distribute_variables(session, generators)))
             gathered.extend(map(list, zip(*by_rank, strict=True)))
-    return _restore_order(variables, [*arrays, *states], gathered, is_single)
+    return _restore_order(variables, [*arrays, *generators], gathered, is_single)
 
 
 def all_gather(shared_vars: Any, nccl: bool = True) -> None:
@@ -433,19 +431,19 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
         for variable, value in zip(variables, shared_values, strict=True):
             selection = select_all_rows(value) if batch is None else select_rows(batch, len(value))
             check_shape(variable, (len(selection), *value.shape[1:]) if value.ndim else ())
-            rows.append(put_selection(selection, buffers))
+            rows.append(copy_selection_to_shared(selection, buffers))
         if states:
             keys = distribute_variables(session, [variable for variable, _ in states])
             session.run(SetGenerators(keys, [value for _, value in states], only_rank=rank))
         if not variables:
             return
-        descriptions = tuple(get_array_location(value) for value in shared_values)
-        nothing = (None,) * len(variables)
+        locations = tuple(get_array_location(value) for value in shared_values)
+        no_rows = (None,) * len(variables)
         session.run(
             Assign(
                 distribute_variables(session, variables),
-                descriptions,
-                tuple(tuple(rows) if r == rank else nothing for r in range(session.size)),
+                locations,
+                tuple(tuple(rows) if r == rank else no_rows for r in range(session.size)),
             )
         )
 
@@ -479,11 +477,11 @@ def get_value(rank: int, shared_vars: Any) -> Any:
         rank = check_index(rank, "rank", session.size)
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         arrays = [v for v in variables if not is_generator_object(v)]
-        states = [v for v in variables if is_generator_object(v)]
+        generators = [v for v in variables if is_generator_object(v)]
         values = session.run(GetValue(distribute_variables(session, arrays), rank)) if arrays else []
-        if states:
-            values += session.run(GetGenerators(distribute_variables(session, states)))[rank]
-    return _restore_order(variables, [*arrays, *states], values, is_single)
+        if generators:
+            values += session.run(GetGenerators(distribute_variables(session, generators)))[rank]
+    return _restore_order(variables, [*arrays, *generators], values, is_single)
 
 
 def _restore_order(variables: list[Any], requested: list[Any], values: list[Any], is_single: bool) -> Any:
@@ -519,7 +517,7 @@ def get_shapes(shared_vars: Any) -> list[Any]:
     with session.call_lock:
         session.wait_until_idle()
         variables, is_single = check_variables(session, shared_vars)
-        layouts = session.run(GetShapes(distribute_variables(session, variables)))
+        layouts = session.run(GetLayouts(distribute_variables(session, variables)))
     shapes = [[shape for shape, _ in by_rank] for by_rank in layouts]
     return shapes[0] if is_single else shapes
 

@@ -20,7 +20,7 @@ import numpy as np
 from synkhronos.checks import describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, get_array_device, get_device
-from synkhronos.graphs import GraphLibrary, library_of
+from synkhronos.graphs import GraphLibrary, get_library
 from synkhronos.ranks import ArrayLocation, BoundedCache, Command, Rank, RowAccess
 from synkhronos.replication.random_streams import jump_to_rank
 
@@ -48,7 +48,9 @@ def _choose_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
     return transfers
 
 
-def prepare_copies(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_changed: bool = False) -> list[VariableCopy]:
+def prepare_copies(
+    rank: Rank, keys: Sequence[Any], nccl: bool = False, has_new_layouts: bool = False
+) -> list[VariableCopy]:
     """Return this rank's copies of variables, with the layouts of all ranks' copies; a collective operation.
 
     The ranks are connected if their devices transfer arrays directly.
@@ -60,21 +62,21 @@ def prepare_copies(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
         Keys of the variables among the rank's objects.
     nccl : bool
         Whether devices transfer arrays directly rather than through host memory.
-    is_changed : bool
+    has_new_layouts : bool
         Whether the layouts certainly differ from those of the last call, so that a cached gather would fail.
     """
-    shareds = [rank.get_object(key) for key in keys]
-    values = [library_of(shared).borrow_value(shared) for shared in shareds]
+    shared_vars = [rank.get_object(key) for key in keys]
+    values = [get_library(shared).borrow_value(shared) for shared in shared_vars]
     own_layouts = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
     del values  # `get_writable` checks whether others refer to the arrays
     communicator = rank.device.get_communicator(rank)
-    all_gather = rank.all_gather if is_changed else rank.all_gather_cached
+    all_gather = rank.all_gather if has_new_layouts else rank.all_gather_cached
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
     cache = rank.registry.get_or_create(_TransferCache)
     transfers = cache.get((by_rank, nccl))
     if transfers is None:
         transfers = cache[by_rank, nccl] = _choose_transfers(by_rank, nccl)
-    copies = [VariableCopy(rank, shared, transfer) for shared, transfer in zip(shareds, transfers, strict=True)]
+    copies = [VariableCopy(rank, shared, transfer) for shared, transfer in zip(shared_vars, transfers, strict=True)]
     if any(transfer.transport is rank.device for transfer in transfers):
         communicator.connect(generations)
     return copies
@@ -99,7 +101,7 @@ class VariableCopy:
     __slots__ = ("_rank", "device", "layouts", "library", "shared", "transport", "value")
 
     def __init__(self, rank: Rank, shared: Any, transfer: _Transfer):
-        self._rank, self.shared, self.library = rank, shared, library_of(shared)
+        self._rank, self.shared, self.library = rank, shared, get_library(shared)
         self.layouts, self.device, self.transport = transfer
         self.value = self.library.borrow_value(shared)
         if not self.device.owns(self.value):
@@ -158,7 +160,7 @@ class VariableCopy:
             )
 
     def format_shapes(self) -> str:
-        """Return the text with each rank's shape for an error message."""
+        """Return a description of each rank's shape for an error message."""
         return ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(self.layouts))
 
 
@@ -218,7 +220,7 @@ class Assign(Command):
             if value.shape:
                 selection = rows if isinstance(rows, range) else rows.view(rank.segments)
             shared = rank.get_object(key)
-            library = library_of(shared)
+            library = get_library(shared)
             library.store_value(shared, get_array_device(library.borrow_value(shared)).load(rank, value, selection))
 
 
@@ -353,12 +355,12 @@ class AllReduceValues(Command):
     def get_plan(self, rank: Rank) -> AllReducePlan:
         """Return the plan, after a check that all ranks have the same plan; a collective operation."""
         plans = rank.registry.get_or_create(_AllReducePlans)
-        last, is_changed = plans.get(self), False
+        last, has_new_layouts = plans.get(self), False
         if last is not None and last.is_valid(rank):
             if rank.all_equal(last.digest):
                 return last
-            is_changed = True
-        variables = prepare_copies(rank, self.keys, self.nccl, is_changed)
+            has_new_layouts = True
+        variables = prepare_copies(rank, self.keys, self.nccl, has_new_layouts)
         for variable in variables:
             variable.check_equal_shapes("all_reduce")
         plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, variables)
@@ -398,8 +400,8 @@ class AllReducePlan(NamedTuple):
         """Return the plan for copies of equal shapes."""
         generation = rank.device.get_communicator(rank).generation
         variables = [
-            PlannedVariable(key, own.library, own.layouts[rank.number], own.device, own.transport)
-            for key, own in zip(keys, copies, strict=True)
+            PlannedVariable(key, copied.library, copied.layouts[rank.number], copied.device, copied.transport)
+            for key, copied in zip(keys, copies, strict=True)
         ]
         layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
         return cls(variables, generation, rank.compute_digest((layouts, generation)))
@@ -458,7 +460,7 @@ class GetValue(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class GetShapes(Command):
+class GetLayouts(Command):
     """All-gather the layouts of every rank's values."""
 
     keys: tuple[Any, ...]
@@ -476,8 +478,8 @@ class GetGenerators(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return the state of each variable on each rank, by rank."""
-        shareds = [rank.get_object(key) for key in self.keys]
-        return rank.all_gather([library_of(shared).copy_generator(shared) for shared in shareds])
+        shared_vars = [rank.get_object(key) for key in self.keys]
+        return rank.all_gather([get_library(shared).copy_generator(shared) for shared in shared_vars])
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,7 +505,7 @@ class SetGenerators(Command):
         """Set this rank's generators."""
         for key, state in zip(self.keys, self.states, strict=True):
             shared = rank.get_object(key)
-            library = library_of(shared)
+            library = get_library(shared)
             if self.only_rank is None:
                 library.set_generator(shared, jump_to_rank(library, copy.deepcopy(state), rank))
             elif self.only_rank == rank.number:

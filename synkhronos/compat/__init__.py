@@ -9,8 +9,8 @@ provides ``theano``, ``theano.tensor``, ... from modules that are built on PyTen
 
 The package could be a distribution of its own.  Its interface with the rest of Synkhronos:
 
-- It imports ``linker``, ``numpy_op`` and ``sums`` of ``synkhronos.lowering``, which translate PyTensor's functions to
-  JAX.
+- It imports ``linker``, ``numpy_op`` and ``bounded_canonizer`` of ``synkhronos.lowering``, which translate PyTensor's
+  functions to JAX.
 - Only the modules that start other programs (``__main__``, ``launch``, ``platoon``) import it.
 - Other packages read four attributes: ``theano.__served_on__`` marks a module that is not Theano itself; ``In.default``
   is a list of one with an input's default value; an Op's ``is_product`` and ``is_elementwise`` tell

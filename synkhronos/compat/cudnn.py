@@ -77,13 +77,15 @@ def dnn_pool(img: Any, ws: Any, stride: Any = None, mode: str = "max", pad: Any 
     )
 
 
-def install(dnn: Any) -> None:
+def patch_dnn_module(dnn: Any) -> None:
     """Patch Theano's ``dnn_conv`` and ``dnn_pool`` to use the functions here if there is no cuDNN."""
     for replacement in (dnn_conv, dnn_pool):
-        setattr(dnn, replacement.__name__, _choose_at_call(dnn, getattr(dnn, replacement.__name__), replacement))
+        setattr(
+            dnn, replacement.__name__, _fall_back_without_cudnn(dnn, getattr(dnn, replacement.__name__), replacement)
+        )
 
 
-def _choose_at_call(dnn: Any, original: Any, replacement: Any) -> Any:
+def _fall_back_without_cudnn(dnn: Any, original: Any, replacement: Any) -> Any:
     """Return a function that calls ``original`` if there is cuDNN at the time of the call, else ``replacement``."""
 
     def function(*args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 _LOG = logging.getLogger("synkhronos")
 
 #: Flags with the same meaning in both libraries; Theano writes a dot for PyTensor's two underscores.
-_SHARED = (
+_COMMON_FLAGS = (
     "allow_gc",
     "blas.ldflags",
     "cast_policy",
@@ -141,10 +141,10 @@ def to_pytensor_flags(theano_flags: str, pytensor_flags: str = "") -> str:
     'floatX=float32,floatX=float64'
     """
     flags = dict(flag.strip().split("=", 1) for flag in theano_flags.split(",") if "=" in flag)
-    passed = [f"{_to_pytensor_name(name)}={value}" for name, value in flags.items() if name in _SHARED]
+    passed = [f"{_to_pytensor_name(name)}={value}" for name, value in flags.items() if name in _COMMON_FLAGS]
     if flags.get("device", "cpu").startswith(("cuda", "gpu", "opencl")) and "mode" not in flags:
         passed.insert(0, "mode=JAX")
-    dropped = [name for name in flags if name not in _SHARED and name != "device"]
+    dropped = [name for name in flags if name not in _COMMON_FLAGS and name != "device"]
     if dropped:
         _LOG.info("flags without a meaning in PyTensor are ignored: %s", ", ".join(dropped))
     return ",".join(passed + ([pytensor_flags] if pytensor_flags else []))

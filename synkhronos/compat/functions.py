@@ -19,8 +19,6 @@ from pytensor.tensor.type import TensorType
 from synkhronos.compat import sync
 from synkhronos.lowering import linker
 
-__all__ = ["CompatFunction", "In", "CompatLinker", "use_compat_linker", "install", "wrap_function"]
-
 
 class In(pytensor.compile.io.In):
     """An input of a function, which may have a default value.
@@ -55,8 +53,8 @@ class In(pytensor.compile.io.In):
             self.value, self.default = value, [value]
 
 
-class CompatFunction(_Function):
-    """A compiled function, some of whose inputs have default values, or whose outputs are in a dict."""
+class TheanoFunction(_Function):
+    """A compiled function of PyTensor with features of Theano's: default values of inputs, and outputs in a dict."""
 
     __slots__ = ()
 
@@ -65,49 +63,51 @@ class CompatFunction(_Function):
         try:
             outputs = super().__call__(*args, **kwargs)
         finally:
-            self._put_defaults()
-        keys = _get_output_keys(self)
-        return outputs if keys is None else dict(zip(keys, outputs, strict=True))
+            self._restore_defaults()
+        output_keys = _get_output_keys(self)
+        return outputs if output_keys is None else dict(zip(output_keys, outputs, strict=True))
 
-    def _put_defaults(self) -> None:
+    def _restore_defaults(self) -> None:
         for container, input_spec in zip(self.input_storage, self.maker.inputs, strict=True):
             if getattr(input_spec, "default", ()) and input_spec.update is None:
                 container.storage[0] = copy.copy(input_spec.default[0]) if input_spec.mutable else input_spec.default[0]
 
     def copy(self, *args: Any, **kwargs: Any) -> Any:
         """Return a copy, with the arguments of PyTensor's method."""
-        return wrap_function(super().copy(*args, **kwargs), _get_output_keys(self))
+        return add_theano_semantics(super().copy(*args, **kwargs), _get_output_keys(self))
 
 
-copyreg.pickle(CompatFunction, lambda f: (_unpickle, (copyreg.dispatch_table[_Function](f), _get_output_keys(f))))
+copyreg.pickle(
+    TheanoFunction, lambda f: (_unpickle_function, (copyreg.dispatch_table[_Function](f), _get_output_keys(f)))
+)
 
 
-def _unpickle(reduced: tuple[Callable[..., Any], tuple[Any, ...]], keys: list[str] | None) -> Any:
+def _unpickle_function(reduced: tuple[Callable[..., Any], tuple[Any, ...]], output_keys: list[str] | None) -> Any:
     make, arguments = reduced
-    return wrap_function(make(*arguments), keys)
+    return add_theano_semantics(make(*arguments), output_keys)
 
 
 def _get_output_keys(function: Any) -> list[str] | None:
     return getattr(function.maker, "output_keys", None)
 
 
-def wrap_function(function: Any, keys: list[str] | None = None) -> Any:
-    """Make a compiled function a `CompatFunction`, if its inputs have default values or its outputs have keys.
+def add_theano_semantics(function: Any, output_keys: list[str] | None = None) -> Any:
+    """Make a function of PyTensor a `TheanoFunction`, if its inputs have default values or its outputs have keys.
 
     Parameters
     ----------
     function : pytensor Function
-    keys : list of str, optional
+    output_keys : list of str, optional
         Keys of the outputs, which the function then returns in a dict.
     """
-    if keys is not None or any(getattr(input_spec, "default", ()) for input_spec in function.maker.inputs):
-        function.maker.output_keys = keys
-        function.__class__ = CompatFunction
-        function._put_defaults()
+    if output_keys is not None or any(getattr(input_spec, "default", ()) for input_spec in function.maker.inputs):
+        function.maker.output_keys = output_keys
+        function.__class__ = TheanoFunction
+        function._restore_defaults()
     return function
 
 
-class CompatLinker(linker.LengthLinker):
+class NumpyOutputLinker(linker.StaticLengthLinker):
     """JAX linker whose functions return writable NumPy arrays in the dtypes of the graph."""
 
     def jit_compile(self, fn: Any) -> Any:
@@ -129,11 +129,11 @@ class CompatLinker(linker.LengthLinker):
         return run
 
 
-def use_compat_linker(mode: Any) -> Any:
-    """Return a mode with `CompatLinker` if it is JAX mode; return any other mode unchanged."""
+def with_numpy_output_linker(mode: Any) -> Any:
+    """Return JAX mode with `NumpyOutputLinker` as its linker; return any other mode unchanged."""
     resolved_mode = get_mode(mode)
-    is_jax = type(resolved_mode.linker) in (JAXLinker, linker.LengthLinker)
-    return Mode(CompatLinker(), resolved_mode.provided_optimizer) if is_jax else mode
+    is_jax = type(resolved_mode.linker) in (JAXLinker, linker.StaticLengthLinker)
+    return Mode(NumpyOutputLinker(), resolved_mode.provided_optimizer) if is_jax else mode
 
 
 def get_value(self: SharedVariable, borrow: bool = False, return_internal_type: bool = False) -> Any:
@@ -144,8 +144,8 @@ def get_value(self: SharedVariable, borrow: bool = False, return_internal_type: 
     return np.array(value)
 
 
-def install() -> None:
+def patch_pytensor() -> None:
     """Patch PyTensor's JAX mode and ``get_value`` to return NumPy arrays."""
-    predefined_modes["JAX"] = use_compat_linker(predefined_modes["JAX"])
-    sync.install(Container, SharedVariable)
+    predefined_modes["JAX"] = with_numpy_output_linker(predefined_modes["JAX"])
+    sync.patch_library(Container, SharedVariable)
     SharedVariable.get_value = get_value

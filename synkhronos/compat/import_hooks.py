@@ -24,16 +24,16 @@ from synkhronos.compat.flags import explain_unsupported, to_pytensor_flags
 from synkhronos.compat.re_exports import RE_EXPORTS
 
 _FOLDER = Path(__file__).parent
-_THEANO = _FOLDER / "theano"
+_THEANO_FOLDER = _FOLDER / "theano"
 #: Theano 1.0 lacks two modules of its earlier versions, setuptools 82 lacks pkg_resources, and hickle is rarely
 #: installed; Lasagne 0.1 and Theano-MPI's models import them.
 _SHIMS = {
     "hickle": _FOLDER / "shims" / "hickle.py",
     "pkg_resources": _FOLDER / "shims" / "pkg_resources.py",
-    "theano.compat.python2x": _THEANO / "compat" / "python2x.py",
-    "theano.tensor.signal.downsample": _THEANO / "tensor" / "signal" / "downsample.py",
+    "theano.compat.python2x": _THEANO_FOLDER / "compat" / "python2x.py",
+    "theano.tensor.signal.downsample": _THEANO_FOLDER / "tensor" / "signal" / "downsample.py",
 }
-_IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+_IMPORT_FROM_OPCODE = dis.opmap["IMPORT_FROM"]
 
 
 def is_theano_replaced() -> bool:
@@ -59,8 +59,8 @@ class TheanoFinder(importlib.abc.MetaPathFinder):
         if head != "theano":
             return None
         if not parts:
-            _require_pytensor()
-        location = _THEANO.joinpath(*parts)
+            _prepare_pytensor()
+        location = _THEANO_FOLDER.joinpath(*parts)
         file = location / "__init__.py" if location.is_dir() else location.with_suffix(".py")
         if fullname in RE_EXPORTS:
             return importlib.machinery.ModuleSpec(fullname, _ReExportLoader(), is_package=True)
@@ -111,7 +111,7 @@ def _explain_missing_names(module: ModuleType) -> None:
             raise AttributeError(text)
         # In `from module import name`, Python replaces the message of an AttributeError.
         caller = sys._getframe(1)
-        if caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
+        if caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM_OPCODE:
             raise ImportError(text, name=module.__name__)
         raise AttributeError(text, name=name, obj=module)
 
@@ -211,7 +211,7 @@ class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing: `create_module` has run the module's code."""
 
 
-def _require_pytensor() -> None:
+def _prepare_pytensor() -> None:
     """Raise ImportError without PyTensor; pass THEANO_FLAGS on to a PyTensor that is not imported yet."""
     if importlib.util.find_spec("pytensor") is None:
         raise ModuleNotFoundError(

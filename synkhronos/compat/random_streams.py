@@ -62,14 +62,16 @@ class RandomStreams:
         ):
             generator.set_value(np.random.default_rng(seed_sequence), borrow=True)
 
-    def _draw(self, draw: Callable[..., Any], *parameters: Any, transform: Callable[[Any], Any], **kwargs: Any) -> Any:
+    def _draw(
+        self, distribution: Callable[..., Any], *parameters: Any, transform: Callable[[Any], Any], **kwargs: Any
+    ) -> Any:
         """Return a random variable with a generator of its own, after applying ``transform`` to PyTensor's."""
         (seed_sequence,) = self._sequence.spawn(1)
         generator = pytensor.shared(np.random.default_rng(seed_sequence), borrow=True)
         with warnings.catch_warnings():
             # Newer PyTensor wants an argument that older versions lack: whether to return the next state too.
             warnings.filterwarnings("ignore", "RandomVariable Ops will stop hiding", DeprecationWarning)
-            variable = draw(*parameters, rng=generator, **kwargs)
+            variable = distribution(*parameters, rng=generator, **kwargs)
         # The result of some draws is an expression above the node that uses the generator.
         (next_state,) = (node.outputs[0] for node in apply_ancestors([variable]) if generator in node.inputs)
         with warnings.catch_warnings():
@@ -132,10 +134,10 @@ class RandomStreams:
         low, high = 0.022750131948179212, 0.9772498680518208  # the distribution function at -2 and 2
         dtype = dtype or pytensor.config.floatX
 
-        def stretched(position: Any) -> Any:
+        def to_truncated_normal(position: Any) -> Any:
             return (avg + std * np.sqrt(2.0) * pt.erfinv(2 * position - 1)).astype(dtype)
 
-        return self._draw(pt.random.uniform, low, high, size=_to_size(size), dtype=dtype, transform=stretched)
+        return self._draw(pt.random.uniform, low, high, size=_to_size(size), dtype=dtype, transform=to_truncated_normal)
 
     # -- discrete ----------------------------------------------------------------------------------------------------
 

@@ -61,14 +61,14 @@ def get_value(self: Any, borrow: bool = False, return_internal_type: bool = Fals
     return value if borrow else copy.deepcopy(value)
 
 
-def install(container: Any, shared: Any) -> None:
+def patch_library(container_class: Any, shared_class: Any) -> None:
     """Patch a library: the ``value`` of a container gets a method ``sync``, and ``get_value`` returns plain values.
 
     Parameters
     ----------
-    container, shared : type
+    container_class, shared_class : type
         The library's classes Container and SharedVariable.
     """
-    if container.value.fget is not get_synced_value:
-        container.value = property(get_synced_value, set_synced_value)
-        shared.get_value = get_value
+    if container_class.value.fget is not get_synced_value:
+        container_class.value = property(get_synced_value, set_synced_value)
+        shared_class.get_value = get_value

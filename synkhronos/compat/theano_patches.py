@@ -16,8 +16,8 @@ from synkhronos.compat import cudnn, sync
 
 #: Patch for each module of Theano, applied after it has been loaded.
 _PATCHES = {
-    "theano.compile.sharedvalue": lambda module: sync.install(module.Container, module.SharedVariable),
-    "theano.gpuarray.dnn": cudnn.install,
+    "theano.compile.sharedvalue": lambda module: sync.patch_library(module.Container, module.SharedVariable),
+    "theano.gpuarray.dnn": cudnn.patch_dnn_module,
 }
 
 

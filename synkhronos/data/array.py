@@ -18,7 +18,7 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.casts import NUMBER_KINDS, as_numbers, cast, check_cast
 from synkhronos.checks import check_at_least, check_flag, check_name, check_number
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import ArrayLocation
 
 
@@ -204,7 +204,7 @@ class Data:
         oversize : float
             As in `set_value`.
         """
-        lengths = _to_lengths(shape)
+        lengths = _to_shape(shape)
         if len(lengths) != self._ndim:
             raise ValueError(f"shape: expected {self._ndim} lengths, got {lengths}")
         self._lock_and_reshape(lengths, oversize, keep_rows=True)
@@ -243,7 +243,7 @@ class Data:
     # -- internal: the call lock is held; other packages use `shared_memory` -------------------------------------
 
     def _get_array_location(self) -> ArrayLocation:
-        """Return the description by which ranks find the array: segment, dtype and shape."""
+        """Return the location by which ranks find the array: segment, dtype and shape."""
         self._check_open()
         if self._segment is None:  # even an array without items needs a segment that ranks can map
             private = self._array
@@ -259,6 +259,7 @@ class Data:
             )
 
     def _set_value(self, x: npt.ArrayLike, force_cast: bool, oversize: float, argument: str) -> None:
+        """Replace shape and content, as `set_value`; ``argument`` is the name of ``x`` in errors."""
         value = self._check_value(x, force_cast, argument)
         self._lock_and_reshape(value.shape, oversize, keep_rows=False)
         # Without the call lock, so that a thread can write the next batch while the ranks compute.
@@ -287,11 +288,12 @@ class Data:
         return "" if self._name is None else f" for {self._name!r}"
 
     def _lock_and_reshape(self, shape: tuple[int, ...], oversize: float, keep_rows: bool) -> None:
+        """Change the shape under the call lock, once no rank reads the memory."""
         self._check_open()
         if not 1 <= check_number(oversize, "oversize", "a number from 1 to 2") <= 2:
             raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
         with self._session.call_lock:
-            self._session.wait_until_idle()  # until no rank reads the memory
+            self._session.wait_until_idle()
             self._reshape(shape, oversize, keep_rows)
 
     def _reshape(self, shape: tuple[int, ...], oversize: float = 1, keep_rows: bool = False) -> np.ndarray:
@@ -389,7 +391,7 @@ def data(
         raise ValueError("value and shape: expected one of them, got both")
     if var is not None:
         try:
-            library = library_of(var)
+            library = get_library(var)
         except TypeError as error:
             raise TypeError(f"var: {error}") from None
         if not library.is_array(var):
@@ -408,7 +410,7 @@ def data(
             raise ValueError(f"ndim: value has {array.ndim}, got {ndim}")
         ndim, value = array.ndim, array
     if ndim is None and shape is not None:
-        ndim = len(_to_lengths(shape))
+        ndim = len(_to_shape(shape))
     if dtype is None or ndim is None:
         raise TypeError("data() needs var, or value, or dtype with ndim or shape, to know dtype and dimensions")
     created = Data(_to_dtype(dtype), check_at_least(ndim, "ndim", 0), minibatch, name)
@@ -438,7 +440,7 @@ def _to_dtype(dtype: npt.DTypeLike) -> np.dtype:
     return checked
 
 
-def _to_lengths(shape: Any) -> tuple[int, ...]:
+def _to_shape(shape: Any) -> tuple[int, ...]:
     if isinstance(shape, int | np.integer) and not isinstance(shape, bool):
         shape = (shape,)
     if not isinstance(shape, list | tuple | np.ndarray):

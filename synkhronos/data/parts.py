@@ -42,11 +42,11 @@ class PartsData(ReadOnlyData):
         session = ranks.get_session()
         with session.call_lock:
             session.wait_until_idle()
-            key, shape, dtype = _load_rows(session, load, length)
+            key, shape, dtype = _load_all_rows(session, load, length)
             super().__init__(dtype, len(shape), name=name)
             self._source = "data_parts" if name is None else name
             self._map_segment(session.rank.segments[key], shape)
-        self.local_rows = _get_joint_share(length, session.size, session.rank.local_ranks)
+        self.local_rows = _get_host_share(length, session.size, session.rank.local_ranks)
         if session.rank.spans_hosts:  # after a worker's death the other hosts' rows are lost
             session.add_replacement_callback(self, PartsData._release)
 
@@ -184,8 +184,8 @@ def iterate_shuffled_batches(
         As in `PartsData.batches`.
     """
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
-    orders = [rng.permutation(_get_joint_share(length, n_ranks, host_ranks)) for host_ranks in ranks_by_host]
-    counts = [len(_get_joint_share(size, n_ranks, host_ranks)) for host_ranks in ranks_by_host]
+    orders = [rng.permutation(_get_host_share(length, n_ranks, host_ranks)) for host_ranks in ranks_by_host]
+    counts = [len(_get_host_share(size, n_ranks, host_ranks)) for host_ranks in ranks_by_host]
     for k in range(min(len(order) // count for order, count in zip(orders, counts, strict=True))):
         yield np.concatenate([order[k * count :][:count] for order, count in zip(orders, counts, strict=True)])
 
@@ -204,7 +204,7 @@ def iterate_ordered_batches(length: int, size: int, n_ranks: int) -> Iterator[np
         yield np.concatenate([rows[start : start + count] for rows in shares])
 
 
-def _get_joint_share(n_rows: int, n_ranks: int, host_ranks: range) -> range:
+def _get_host_share(n_rows: int, n_ranks: int, host_ranks: range) -> range:
     """Return the rows of a host's consecutive ranks, when ``n_rows`` rows are divided among ``n_ranks`` ranks."""
     return range(get_share(n_rows, n_ranks, host_ranks[0]).start, get_share(n_rows, n_ranks, host_ranks[-1]).stop)
 
@@ -216,10 +216,10 @@ class _DistributedArrayLocation(ArrayLocation):
 
     def find_local_rows(self, size: int, host_ranks: range) -> range:
         """Return the rows on the host with these ranks, of ``size`` in all."""
-        return _get_joint_share(self.shape[0], size, host_ranks)
+        return _get_host_share(self.shape[0], size, host_ranks)
 
 
-def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...], str]:
+def _load_all_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...], str]:
     """Load all rows on the ranks; return the segment's key, the array's shape and its dtype."""
     key = session.memory.reserve_key()
     try:
@@ -255,17 +255,17 @@ class _LoadRows(Command):
         rows = self._call_load(rank, share.start, share.stop) if share.stop > share.start else None
         shape, dtype = self._gather_layout(rank, rows)
         local_ranks, row_nbytes = rank.local_ranks, math.prod(shape) * np.dtype(dtype).itemsize
-        nbytes, local_rows = max(1, self.length * row_nbytes), _get_joint_share(self.length, rank.size, local_ranks)
+        nbytes, local_rows = max(1, self.length * row_nbytes), _get_host_share(self.length, rank.size, local_ranks)
         allocated = range(local_rows.start * row_nbytes, local_rows.stop * row_nbytes)
         with contextlib.ExitStack() as files:
-            opened = None
+            own_file = None
             if rank.number == local_ranks.start:
                 file = files.enter_context(create_unlinked_file(nbytes, [allocated]))
-                opened = os.getpid(), file.fileno()
-            pid, descriptor = rank.all_gather(opened)[local_ranks.start]
+                own_file = os.getpid(), file.fileno()
+            pid, descriptor = rank.all_gather(own_file)[local_ranks.start]
             if rank.number != local_ranks.start:
                 file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{descriptor}", "r+"))
-            segment = Segment(self.key, file.fileno(), nbytes, backed_bytes=allocated)
+            segment = Segment(self.key, file.fileno(), nbytes, allocated_bytes=allocated)
             rank.segments.add(segment)
             if rows is not None:
                 segment.view_array((self.length, *shape), dtype)[share] = rows

@@ -20,7 +20,7 @@ from synkhronos.ranks import ArrayLocation, Session
 
 
 def get_array_location(array: Data) -> ArrayLocation:
-    """Return the description of an array that a command contains in place of the array."""
+    """Return the location of an array, which a command contains in place of the array."""
     return array._get_array_location()
 
 
@@ -33,12 +33,12 @@ def check_session(array: Data, session: Session, name: str) -> None:
 
 
 def is_published(array: Data) -> bool:
-    """Whether commands send the array's rows to the other hosts that read them.  If not, tasks transfer rows."""
+    """Whether commands send the array's rows to the other hosts that read them; if not, programs use locks."""
     return array._is_published
 
 
 def create_unpublished(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Data:
-    """Return a new array of zeros whose rows a task transfers between hosts, under a lock."""
+    """Return a new array of zeros whose rows programs transfer between hosts by a lock, not commands."""
     array = data(shape=shape, dtype=dtype)
     array._is_published = False
     return array
@@ -71,7 +71,7 @@ class SharedBuffers:
         self._buffers: dict[Any, Data] = {}
 
     def write(self, key: Any, array: np.ndarray, rows: Selection | None = None) -> ArrayLocation:
-        """Copy the rows of an array (None: all) into the buffer of a key, and return the buffer's description.
+        """Copy the rows of an array (None: all) into the buffer of a key, and return the buffer's location.
 
         All arrays with the same key have the same number of dimensions.
         """

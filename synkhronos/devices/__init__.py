@@ -1,4 +1,4 @@
-"""Kinds of arrays, and the collectives on them.
+"""Devices: adapters for NumPy arrays, JAX arrays and GpuArrays, and the collectives on these arrays.
 
 A `Device` is the adapter for one kind of array: it starts the library that computes with these arrays, copies them to
 and from host memory, and provides their communicator.  All other packages handle arrays through their device
@@ -40,7 +40,7 @@ __all__ = [
     "choose_device",
     "read_environment_device",
     "find_device",
-    "force_cpu",
+    "force_jax_on_cpu",
     "get_device",
     "is_fork_unsafe",
     "list_devices",
@@ -83,13 +83,7 @@ def find_device(value: Any) -> Device:
 
 
 def get_array_device(array: Any) -> Device:
-    """Return the device that owns an array.
-
-    Raises
-    ------
-    TypeError
-        If no device owns it.
-    """
+    """Return the device that owns an array; raise TypeError for a value that no device owns."""
     if type(array) is np.ndarray:
         return HOST
     device = find_device(array)
@@ -165,7 +159,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
             f"n_parallel={n_parallel}, but {n_gpu} GPUs are visible, and each rank needs one: "
             "pass use_gpu=False to compute on the CPU"
         )
-    if not device.is_on_gpu and cuda.is_started():
+    if not device.is_on_gpu and cuda.has_context():
         raise RuntimeError(
             "this process has already started CUDA, so that its workers can't: call synkhronos.fork() before anything "
             "uses a GPU (some imports, jax.devices(), torch.cuda, Theano's flag device=cuda, ...), or pass "
@@ -191,7 +185,7 @@ def is_fork_unsafe() -> bool:
     return any(device.is_started() for device in list_devices())
 
 
-def force_cpu() -> None:
+def force_jax_on_cpu() -> None:
     """Make this rank's JAX compute on the CPU even if there are GPUs; without effect once JAX has started."""
     if not JAX.is_started() and get_n_gpu():
         os.environ["JAX_PLATFORMS"] = "cpu"

@@ -28,7 +28,7 @@ class Communicator(ABC):
     def connect(self, generations: Sequence[int]) -> None:  # noqa: B027 - most need no connection
         """Connect all ranks, unless the ``generations`` of all ranks show that they share a connection."""
 
-    def wait_started(self, check: Callable[[], None] | None = None) -> None:  # noqa: B027 - as above
+    def wait_until_started(self, check: Callable[[], None] | None = None) -> None:  # noqa: B027 - as above
         """Wait until all ranks have started their pending collectives; ``check`` is polled, and may raise."""
 
     def notify_started(self) -> None:  # noqa: B027 - as above

@@ -53,7 +53,7 @@ class Device(ABC):
 
     # -- ranks -----------------------------------------------------------------------------------------------
 
-    def assign_gpus(self, n_local_ranks: int, local_master: int) -> list[str]:
+    def assign_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
         """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it; "" without GPUs.
 
         Called before `initialize`: in the master for its host, and on every rank of the other hosts.
@@ -62,7 +62,7 @@ class Device(ABC):
         ----------
         n_local_ranks : int
             Number of ranks of this host.
-        local_master : int
+        local_master_index : int
             Index of the master among them; 0 on other hosts.
         """
         return [""] * n_local_ranks
@@ -204,22 +204,22 @@ class Device(ABC):
         """Whether the communicator handles arrays of this dtype; arrays of other dtypes are sent as NumPy arrays."""
         return False
 
-    def get_group(self, rank: Rank, members: Iterable[int]) -> Any:
-        """Return the communicator of a group of ranks (see `NcclGroup`); None if groups must use host memory."""
+    def get_group_communicator(self, rank: Rank, members: Iterable[int]) -> Any:
+        """Return the communicator of a group of ranks, as `NcclGroupCommunicator`; None if groups use host memory."""
         return None
 
     def as_contiguous(self, value: Any) -> Any:
         """Return an array if it is contiguous, else a contiguous copy."""
         return value
 
-    def as_writable(self, value: Any, is_referenced: bool) -> Any:
+    def as_writable(self, value: Any, has_other_references: bool) -> Any:
         """Return a container's value if it is contiguous and may be written in place, else a copy.
 
         Parameters
         ----------
         value : array
-        is_referenced : bool
-            Whether there are other references to the value than the container's.
+        has_other_references : bool
+            Whether there are references to the value besides the container's.
         """
         return self.from_host(self.to_host(value))
 

@@ -62,7 +62,7 @@ class HostDevice(Device):
         """Return an array if it is contiguous, else a contiguous copy."""
         return np.ascontiguousarray(value)
 
-    def as_writable(self, value: Any, is_referenced: bool) -> Any:
+    def as_writable(self, value: Any, has_other_references: bool) -> Any:
         """Return an array if it is contiguous and writable, else a copy; writes are visible to other references."""
         if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable:
             return value

@@ -39,7 +39,7 @@ class HostCommunicator(Communicator):
         ]
         self._command_number = self._half = 0
 
-    def _next_halves(self) -> list[np.ndarray]:
+    def _switch_scratch_halves(self) -> list[np.ndarray]:
         """Switch to the other halves of all scratch areas for the next chunk, and return them in rank order.
 
         Alternation restarts with each command, as ranks may have left a cancelled command at different chunks.
@@ -56,7 +56,7 @@ class HostCommunicator(Communicator):
             return
         for offset in range(0, source.size, SCRATCH_NBYTES):
             chunk = source[offset : offset + SCRATCH_NBYTES]
-            shared = self._next_halves()[root][: chunk.size]
+            shared = self._switch_scratch_halves()[root][: chunk.size]
             if rank.number == root:
                 shared[:] = chunk
             rank.barrier()
@@ -92,7 +92,9 @@ class HostCommunicator(Communicator):
         longest = max(stop - start for start, stop in pairwise(bounds))
         for offset in range(0, longest, n_items):
             # A rank's half holds the next items of all ranks' shares; each rank reads its own items from all halves.
-            shared = [half[: n_items * rank.size * dtype.itemsize].view(dtype) for half in self._next_halves()]
+            shared = [
+                half[: n_items * rank.size * dtype.itemsize].view(dtype) for half in self._switch_scratch_halves()
+            ]
             chunks = [source[start:stop][offset : offset + n_items] for start, stop in pairwise(bounds)]
             for r, chunk in enumerate(chunks):
                 if r != number:
@@ -102,7 +104,7 @@ class HostCommunicator(Communicator):
             inputs = [
                 own_chunk if r == number else shared[r][number * n_items :][: own_chunk.size] for r in range(rank.size)
             ]
-            reduce_share(inputs, reduce_op, target[offset : offset + n_items])
+            reduce_arrays(inputs, reduce_op, target[offset : offset + n_items])
 
     def gather(
         self,
@@ -112,22 +114,22 @@ class HostCommunicator(Communicator):
         out: Sequence[np.ndarray | None] | None,
     ) -> None:
         """Copy rank r's array into the root's ``out[r]``."""
-        self._send_to(range(root, root + 1), array, layouts, out)
+        self._gather_on(range(root, root + 1), array, layouts, out)
 
     def all_gather(self, array: np.ndarray, layouts: Sequence[ArrayLayout], out: Sequence[np.ndarray]) -> None:
         """Copy rank r's array into ``out[r]`` on every rank."""
-        self._send_to(range(self._rank.size), array, layouts, out)
+        self._gather_on(range(self._rank.size), array, layouts, out)
 
-    def _send_to(
+    def _gather_on(
         self,
         receivers: range,
         array: np.ndarray | None,
         layouts: Sequence[ArrayLayout | None],
         out: Sequence[np.ndarray | None] | None,
     ) -> None:
-        """Copy rank r's array into ``out[r]`` on consecutive receivers."""
+        """Copy rank r's array into ``out[r]`` on the receivers, which are consecutive ranks."""
         rank = self._rank
-        sizes = [0 if layout is None else count_bytes(layout) for layout in layouts]
+        sizes = [0 if layout is None else compute_nbytes(layout) for layout in layouts]
         source = None if array is None else as_bytes(array)
         targets = [None if a is None else as_bytes(a) for a in out] if out is not None else [None] * rank.size
         own_target = targets[rank.number]
@@ -136,7 +138,7 @@ class HostCommunicator(Communicator):
         only_receiver = receivers[0] if len(receivers) == 1 else None  # its own array needs no scratch area
         contributes = source is not None and rank.number != only_receiver
         for offset in range(0, max((s for r, s in enumerate(sizes) if r != only_receiver), default=0), SCRATCH_NBYTES):
-            halves = self._next_halves()
+            halves = self._switch_scratch_halves()
             if contributes and source is not None:
                 chunk = source[offset : offset + SCRATCH_NBYTES]
                 halves[rank.number][: chunk.size] = chunk
@@ -170,7 +172,7 @@ class HostCommunicator(Communicator):
         for offset in range(0, size, n_elements):
             count = min(n_elements, size - offset)
             bounds = [count * r // rank.size for r in range(rank.size + 1)]
-            shared = [half[: count * dtype.itemsize].view(dtype) for half in self._next_halves()]
+            shared = [half[: count * dtype.itemsize].view(dtype) for half in self._switch_scratch_halves()]
             low, high = bounds[number], bounds[number + 1]
             if source is not None:
                 chunk = source[offset : offset + count]
@@ -179,7 +181,7 @@ class HostCommunicator(Communicator):
             rank.barrier()
             if high > low:
                 inputs = [chunk[low:high] if r == number else shared[r][low:high] for r in contributors]
-                reduce_share(inputs, reduce_op, shared[number][low:high])
+                reduce_arrays(inputs, reduce_op, shared[number][low:high])
             rank.barrier()
             if target is not None:
                 chunk = target[offset : offset + count]
@@ -187,22 +189,19 @@ class HostCommunicator(Communicator):
                     chunk[bounds[r] : bounds[r + 1]] = shared[r][bounds[r] : bounds[r + 1]]
 
 
-def reduce_share(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.ndarray) -> None:
-    """Write the complete reduction of the contributors' arrays into ``out``, which must not overlap them.
-
-    In contrast to `reduce_arrays`, a mean ("avg") is divided by the number of contributors.
-    """
+def reduce_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.ndarray) -> None:
+    """Write the reduction of arrays into ``out``, which must not overlap them; one array for each contributor."""
     accumulator = reduce_op.choose_accumulator_dtype(out.dtype)
     wide = out if accumulator == out.dtype else np.empty(out.size, accumulator)
-    reduce_arrays(inputs, reduce_op, wide)
+    accumulate_arrays(inputs, reduce_op, wide)
     if reduce_op.is_mean:
         np.true_divide(wide, len(inputs), out=wide)
     if wide is not out:
         out[:] = wide
 
 
-def reduce_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.ndarray) -> None:
-    """Reduce arrays in order into ``out``, in its dtype, without the division of a mean."""
+def accumulate_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.ndarray) -> None:
+    """Reduce arrays in order into ``out``, in its dtype; a mean is not divided by their number yet."""
     assert reduce_op.ufunc is not None
     if len(inputs) == 1:
         out[:] = inputs[0]
@@ -217,7 +216,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def count_bytes(layout: ArrayLayout) -> int:
-    """Return the size of an array in bytes."""
+def compute_nbytes(layout: ArrayLayout) -> int:
+    """Return the number of bytes of an array."""
     shape, dtype = layout
     return math.prod(shape) * dtype.itemsize

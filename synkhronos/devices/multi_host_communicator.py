@@ -11,7 +11,7 @@ the host, in rank order, to the partial sum of the previous host.  So every elem
 results are bitwise equal to those on one host.
 
 A chunk takes long to pass up and down, so a host begins further chunks before the result of the first one arrives.
-Their number is limited: see `MultiHostCommunicator._max_pending`.
+Their number is limited: see `MultiHostCommunicator._max_pending_chunks`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout
-from synkhronos.devices.host_communicator import HostCommunicator, as_bytes, count_bytes, reduce_arrays
+from synkhronos.devices.host_communicator import HostCommunicator, accumulate_arrays, as_bytes, compute_nbytes
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.hosts.pipes import (
     DOWN_IN,
@@ -39,7 +39,7 @@ from synkhronos.ranks import Rank
 
 #: Maximal number of chunks on the last host whose results are not copied yet.  Their frames may have been sent already,
 #: so that the pipe itself would allow ranks to overwrite them.
-_MAX_PENDING_ON_LAST = N_FRAMES - 2
+_MAX_PENDING_ON_LAST_HOST = N_FRAMES - 2
 
 
 class MultiHostCommunicator(HostCommunicator):
@@ -68,14 +68,14 @@ class MultiHostCommunicator(HostCommunicator):
             own_target = target if r == rank.number else None
             self._reduce(source[start:stop], own_target, op, stop - start, array.dtype, range(rank.size))
 
-    def _send_to(
+    def _gather_on(
         self,
         receivers: range,
         array: np.ndarray | None,
         layouts: Sequence[ArrayLayout | None],
         out: Sequence[np.ndarray | None] | None,
     ) -> None:
-        """Copy rank r's array into ``out[r]`` on consecutive receivers."""
+        """Copy rank r's array into ``out[r]`` on the receivers, which are consecutive ranks."""
         rank = self._rank
         for r, layout in enumerate(layouts):
             target = None if out is None else out[r]
@@ -85,7 +85,7 @@ class MultiHostCommunicator(HostCommunicator):
             if layout is not None and receivers != range(r, r + 1):
                 source_bytes = None if source is None else as_bytes(source)
                 self._stream_bytes(
-                    source_bytes, None if target is None else as_bytes(target), count_bytes(layout), r, receivers
+                    source_bytes, None if target is None else as_bytes(target), compute_nbytes(layout), r, receivers
                 )
 
     def _stream_bytes(
@@ -118,7 +118,7 @@ class MultiHostCommunicator(HostCommunicator):
         for offset in range(0, size, FRAME_NBYTES):
             nbytes = min(FRAME_NBYTES, size - offset)
             if source_pipe is self._local:
-                content = self._next_halves()[root - local_ranks.start][:nbytes]
+                content = self._switch_scratch_halves()[root - local_ranks.start][:nbytes]
                 if number == root and source is not None:
                     content[:] = source[offset : offset + nbytes]
                 self._local.advance()
@@ -168,7 +168,7 @@ class MultiHostCommunicator(HostCommunicator):
         for offset in range(0, size, chunk_size):
             count = min(chunk_size, size - offset)
             low, high = (count * i // len(local_ranks) for i in (local_index, local_index + 1))
-            halves = [half[: count * dtype.itemsize].view(dtype) for half in self._next_halves()]
+            halves = [half[: count * dtype.itemsize].view(dtype) for half in self._switch_scratch_halves()]
             if source is not None:
                 own_chunk = source[offset : offset + count]
                 halves[local_index][:low] = own_chunk[:low]
@@ -189,20 +189,20 @@ class MultiHostCommunicator(HostCommunicator):
             result = out.wait_writable()[: count * accumulator.itemsize].view(accumulator)[low:high]
             if partial is not None and contributors[0] < local_ranks.start:
                 inputs.insert(0, partial)
-            reduce_arrays(inputs, reduce_op, result)
+            accumulate_arrays(inputs, reduce_op, result)
             if self._is_last and reduce_op.is_mean:
                 np.true_divide(result, len(contributors), out=result)
             if not self._is_first:
                 self._up_in.advance()
             out.advance(count * accumulator.itemsize)
             pending.append((offset, count))
-            if len(pending) > self._max_pending:
+            if len(pending) > self._max_pending_chunks:
                 self._finish_chunk(target, pending.pop(0), accumulator, len(pending))
         while pending:
             self._finish_chunk(target, pending.pop(0), accumulator, len(pending))
 
     @property
-    def _max_pending(self) -> int:
+    def _max_pending_chunks(self) -> int:
         """Maximal number of chunks that this host has begun and whose results it has not copied.
 
         It grows by `N_FRAMES` with each hop to the last host, as results take longer to return.
@@ -210,10 +210,10 @@ class MultiHostCommunicator(HostCommunicator):
         Invariant: the pipes at both ends of a hop have room for four times `N_FRAMES` chunks.  So there is no circle of
         hosts that wait for each other with full pipes.
         """
-        return _MAX_PENDING_ON_LAST if self._is_last else N_FRAMES * self._n_next_hosts[0]
+        return _MAX_PENDING_ON_LAST_HOST if self._is_last else N_FRAMES * self._n_next_hosts[0]
 
     def _finish_chunk(
-        self, target: np.ndarray | None, chunk: tuple[int, int], accumulator: np.dtype, n_earlier: int
+        self, target: np.ndarray | None, chunk: tuple[int, int], accumulator: np.dtype, n_newer: int
     ) -> None:
         """Copy a chunk of the result into this rank's target, and pass it to the previous host.
 
@@ -225,13 +225,13 @@ class MultiHostCommunicator(HostCommunicator):
             First element and number of elements.
         accumulator : dtype
             Dtype of the result in the pipes.
-        n_earlier : int
+        n_newer : int
             Number of chunks that this rank has begun since this one.
         """
         offset, count = chunk
         if self._is_last:
-            self._down_out.wait_all_processed(n_earlier)
-            result = self._down_out.view_previous_frame(n_earlier)[: count * accumulator.itemsize].view(accumulator)
+            self._down_out.wait_all_processed(n_newer)
+            result = self._down_out.view_previous_frame(n_newer)[: count * accumulator.itemsize].view(accumulator)
         else:
             result = self._down_in.wait_readable()[: count * accumulator.itemsize].view(accumulator)
             if not self._is_first:

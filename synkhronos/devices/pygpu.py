@@ -90,10 +90,12 @@ class PygpuDevice(CudaDevice):
             return None
         from theano.gpuarray.type import GpuArrayType
 
-        kind = variable.type
-        if isinstance(kind, GpuArrayType) or not self.accepts_input(np.dtype(kind.dtype), kind.ndim):
+        variable_type = variable.type
+        if isinstance(variable_type, GpuArrayType) or not self.accepts_input(
+            np.dtype(variable_type.dtype), variable_type.ndim
+        ):
             return None
-        return GpuArrayType(kind.dtype, kind.broadcastable, None)(variable.name)
+        return GpuArrayType(variable_type.dtype, variable_type.broadcastable, None)(variable.name)
 
     def to_shared_value(self, value: Any) -> Any:
         """Convert an array to the base class of GpuArrays, without NumPy's operators."""
@@ -116,7 +118,7 @@ class PygpuDevice(CudaDevice):
         """Return an array if it is contiguous, else a contiguous copy."""
         return value if value.flags.c_contiguous else value.copy()
 
-    def as_writable(self, value: Any, is_referenced: bool) -> Any:
+    def as_writable(self, value: Any, has_other_references: bool) -> Any:
         """Return an array if it is contiguous, else a contiguous copy."""
         return self.as_contiguous(value)
 

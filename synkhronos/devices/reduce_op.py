@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class ReduceOp:
-    """An entry of the table.
+    """A reduction: an entry of `REDUCE_OPS`.
 
     Attributes
     ----------
@@ -21,6 +21,8 @@ class ReduceOp:
         concatenated.
     nccl_op : int or None
         NCCL's number of the reduction (ncclRedOp_t).  None: collectives between GPUs use host memory.
+    nccl_drops_nan : bool
+        Whether NCCL's reduction of floats returns the other operand where one is NaN, unlike the ufunc.
     gpuarray_expression : str or None
         libgpuarray's expression for two elements.  None: GpuArrays can't be accumulated over slices.
     is_mean : bool
@@ -33,6 +35,7 @@ class ReduceOp:
 
     ufunc: np.ufunc | None
     nccl_op: int | None = None
+    nccl_drops_nan: bool = False
     gpuarray_expression: str | None = None
     is_mean: bool = False
     needs_row_counts: bool = False
@@ -44,8 +47,12 @@ class ReduceOp:
         return self.ufunc is not None and (self.needs_row_counts or not self.is_mean)
 
     def can_reduce(self, dtype: np.dtype) -> bool:
-        """Whether values of a dtype are reduced to the same dtype."""
+        """Whether the reduction is defined for a dtype: its result has the same dtype."""
         return dtype.kind not in self.unsupported_kinds
+
+    def is_supported_by_nccl(self, dtype: np.dtype) -> bool:
+        """Whether NCCL reduces values of a dtype to the same result as the ufunc."""
+        return self.nccl_op is not None and not (self.nccl_drops_nan and dtype.kind not in "biu")
 
     def choose_accumulator_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype in which values of a dtype are reduced.
@@ -58,29 +65,29 @@ class ReduceOp:
 _ADD = "res = a + b"
 REDUCE_OPS = {
     # (v_1 + ... + v_k) / k
-    "avg": ReduceOp(np.add, 4, _ADD, is_mean=True, unsupported_kinds="biu"),
+    "avg": ReduceOp(np.add, 4, gpuarray_expression=_ADD, is_mean=True, unsupported_kinds="biu"),
     # (w_1 v_1 + ... + w_k v_k) / (w_1 + ... + w_k), where v_i is computed from w_i rows
-    "mean": ReduceOp(np.add, None, _ADD, is_mean=True, needs_row_counts=True, unsupported_kinds="biu"),
+    "mean": ReduceOp(np.add, gpuarray_expression=_ADD, is_mean=True, needs_row_counts=True, unsupported_kinds="biu"),
     # NumPy's sum of booleans is a logical or, where users expect a count.
-    "sum": ReduceOp(np.add, 0, _ADD, unsupported_kinds="b"),
-    "prod": ReduceOp(np.multiply, 1, "res = a * b"),
+    "sum": ReduceOp(np.add, 0, gpuarray_expression=_ADD, unsupported_kinds="b"),
+    "prod": ReduceOp(np.multiply, 1, gpuarray_expression="res = a * b"),
     # The comparison with itself propagates a NaN.
-    "min": ReduceOp(np.minimum, 3, "res = (a <= b || a != a) ? a : b"),
-    "max": ReduceOp(np.maximum, 2, "res = (a >= b || a != a) ? a : b"),
+    "min": ReduceOp(np.minimum, 3, nccl_drops_nan=True, gpuarray_expression="res = (a <= b || a != a) ? a : b"),
+    "max": ReduceOp(np.maximum, 2, nccl_drops_nan=True, gpuarray_expression="res = (a >= b || a != a) ? a : b"),
     # Concatenated along axis 0; scalars become a vector.
     "gather": ReduceOp(None),
 }
 
 
 def list_ops(dtype: np.dtype | None = None) -> tuple[str, ...]:
-    """Return the names of the reductions; of those that are defined for a dtype, if one is given."""
+    """Return the names of all reductions, or only of the reductions that are defined for a dtype."""
     return tuple(name for name, op in REDUCE_OPS.items() if dtype is None or op.can_reduce(dtype))
 
 
 def list_collective_ops(dtype: np.dtype | None = None) -> tuple[str, ...]:
     """Return the names from `list_ops` that collectives accept: elementwise reductions that need no row counts."""
-    rows = [(name, REDUCE_OPS[name]) for name in list_ops(dtype)]
-    return tuple(name for name, op in rows if op.ufunc is not None and not op.needs_row_counts)
+    ops = [(name, REDUCE_OPS[name]) for name in list_ops(dtype)]
+    return tuple(name for name, op in ops if op.ufunc is not None and not op.needs_row_counts)
 
 
 def list_metric_ops() -> tuple[str, ...]:

@@ -38,12 +38,12 @@ class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):
         self.pop(command_number, None)
 
 
-def _get_unread(rank: Rank) -> _UnreadOutputs:
+def _get_unread_outputs(rank: Rank) -> _UnreadOutputs:
     """Return the rank's unread outputs."""
 
     def create() -> _UnreadOutputs:
         unread = _UnreadOutputs()
-        rank.pending.append(unread)
+        rank.pending_operations.append(unread)
         return unread
 
     return rank.registry.get_or_create(_UnreadOutputs, create)
@@ -55,15 +55,14 @@ class FetchOutputs(Command):
 
     Attributes
     ----------
-    calls : tuple of int
-        Numbers of the commands that computed them.
+    command_numbers : tuple of int
     """
 
-    calls: tuple[int, ...]
+    command_numbers: tuple[int, ...]
 
     def run(self, rank: Rank) -> Any:
         """Return a list of outputs for each call in the master."""
-        unread = [_get_unread(rank)[call] for call in self.calls]
+        unread = [_get_unread_outputs(rank)[number] for number in self.command_numbers]
         outputs: list[Any] = []
         for engine, group in groupby(unread, itemgetter(0)):
             own_outputs = [call_outputs for _, call_outputs in group]
@@ -80,25 +79,24 @@ class DropOutputs(Command):
 
     Attributes
     ----------
-    calls : tuple of int
-        Numbers of the commands that computed them.
+    command_numbers : tuple of int
     """
 
-    calls: tuple[int, ...]
+    command_numbers: tuple[int, ...]
 
     def run(self, rank: Rank) -> None:
         """Drop the outputs on this rank."""
-        for call in self.calls:
-            _get_unread(rank).pop(call, None)
+        for number in self.command_numbers:
+            _get_unread_outputs(rank).pop(number, None)
 
 
 class _CallOutputs:
     """Outputs of one call in the master: the command's number, and once they are read, their values or an error."""
 
-    __slots__ = ("__weakref__", "error", "number", "values")
+    __slots__ = ("__weakref__", "error", "command_number", "values")
 
-    def __init__(self, number: int):
-        self.number = number
+    def __init__(self, command_number: int):
+        self.command_number = command_number
         self.values: list[Any] | None = None
         self.error: Exception | None = None
 
@@ -106,14 +104,14 @@ class _CallOutputs:
 class _CallReference(weakref.ref[_CallOutputs]):
     """A weak reference with the command's number and the size of the outputs, for use after the deletion."""
 
-    number: int
+    command_number: int
     nbytes: int
 
     @classmethod
     def from_call(cls, call: _CallOutputs, callback: Callable[[Any], None], nbytes: int) -> _CallReference:
         """Make a reference, which is passed to ``callback`` when the call's results are deleted."""
         reference = cls(call, callback)
-        reference.number, reference.nbytes = call.number, nbytes
+        reference.command_number, reference.nbytes = call.command_number, nbytes
         return reference
 
 
@@ -126,33 +124,31 @@ class ResultTable(PendingOperation):
         self._deleted: list[_CallReference] = []
         self._dropped: list[int] = []
         self._dropped_bytes = 0
-        session.rank.pending.append(self)
+        session.rank.pending_operations.append(self)
 
     @classmethod
     def from_session(cls, session: Session) -> ResultTable:
         """Return the session's table."""
         return session.registry.get_or_create(cls, lambda: cls(session))
 
-    def add(self, number: int, nbytes: int, count: int) -> list[Result]:
-        """Add a call that has just been launched.
+    def add_call(self, command_number: int, nbytes: int, n_outputs: int) -> list[Result]:
+        """Add a call that has just been launched, and return a `Result` for each of its outputs.
 
         Parameters
         ----------
-        number : int
-            Number of the command.
+        command_number : int
         nbytes : int
             Size of the outputs on the master's rank.
-        count : int
-            Number of outputs.
+        n_outputs : int
 
         Returns
         -------
         list of Result
         """
-        call = _CallOutputs(number)
+        call = _CallOutputs(command_number)
         # The callback is a C function: a callback in Python could swallow an interrupt.
-        self._unread[number] = _CallReference.from_call(call, self._deleted.append, nbytes)
-        return [Result(self, call, i) for i in range(count)]
+        self._unread[command_number] = _CallReference.from_call(call, self._deleted.append, nbytes)
+        return [Result(self, call, i) for i in range(n_outputs)]
 
     def drop_deleted(self, session: Session) -> None:
         """Make the ranks drop outputs whose results were deleted, if they exceed the limits."""
@@ -163,7 +159,7 @@ class ResultTable(PendingOperation):
             return
         drop = DropOutputs(tuple(self._dropped))
         session.run(drop)
-        del self._dropped[: len(drop.calls)]
+        del self._dropped[: len(drop.command_numbers)]
         self._dropped_bytes = 0
 
     def read_all(self) -> None:
@@ -175,14 +171,14 @@ class ResultTable(PendingOperation):
         if not calls:
             return
         try:
-            values_by_call = session.run(FetchOutputs(tuple(call.number for call in calls)))
+            values_by_call = session.run(FetchOutputs(tuple(call.command_number for call in calls)))
         except Exception:
             if session.close_reason is not None:
                 raise
             # The outputs of some calls can't be reduced, and raise the error at their access.  Others are read.
             for call in calls:
                 try:
-                    (call.values,) = session.run(FetchOutputs((call.number,)))
+                    (call.values,) = session.run(FetchOutputs((call.command_number,)))
                 except Exception as error:
                     if session.close_reason is not None:
                         raise
@@ -191,7 +187,7 @@ class ResultTable(PendingOperation):
             for call, values in zip(calls, values_by_call, strict=True):
                 call.values = values
         for call in calls:
-            self._mark_dropped(self._unread[call.number])
+            self._mark_dropped(self._unread[call.command_number])
         self.drop_deleted(session)
 
     finish = read_all  # before the ranks end, with which the outputs would be lost
@@ -199,9 +195,9 @@ class ResultTable(PendingOperation):
     def _mark_dropped(self, reference: _CallReference) -> None:
         """Move a call from the unread calls to the calls that the ranks may drop."""
         # An interrupt may come between any two lines.  The call is added first, as dropping it twice has no effect.
-        self._dropped.append(reference.number)
+        self._dropped.append(reference.command_number)
         self._dropped_bytes += reference.nbytes
-        self._unread.pop(reference.number, None)
+        self._unread.pop(reference.command_number, None)
 
     def get_values(self, call: _CallOutputs) -> list[Any]:
         """Return a call's outputs; read all unread outputs first if these are unread.
@@ -214,7 +210,7 @@ class ResultTable(PendingOperation):
             The error of the outputs' reduction.
         """
         if call.values is None:
-            if call.error is None and call.number in self._unread:
+            if call.error is None and call.command_number in self._unread:
                 session = ranks.get_session()
                 if session is self._session():  # else the session has ended, and another one was started
                     with session.nested_call_lock:  # this result may be an input of a call in preparation
@@ -259,7 +255,7 @@ class Result(_Mixin):
         assert self._call.values is not None
         return self._call.values[self._index]
 
-    def _writable(self) -> Any:
+    def _get_writable(self) -> Any:
         """Return the array for writing in place, as a copy if the memory belongs to JAX."""
         value = self._read()
         if isinstance(value, np.generic) or isinstance(value, np.ndarray) and not value.flags.writeable:
@@ -274,7 +270,9 @@ class Result(_Mixin):
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         values = [value._read() if isinstance(value, Result) else value for value in inputs]
         if "out" in kwargs:
-            kwargs["out"] = tuple(value._writable() if isinstance(value, Result) else value for value in kwargs["out"])
+            kwargs["out"] = tuple(
+                value._get_writable() if isinstance(value, Result) else value for value in kwargs["out"]
+            )
         return getattr(ufunc, method)(*values, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -286,7 +284,7 @@ class Result(_Mixin):
         return self._read()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._writable()[key] = value
+        self._get_writable()[key] = value
 
     def __len__(self) -> int:
         return len(self._read())
@@ -344,7 +342,7 @@ class LazyEngine(Engine):
     def collect(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
         """Store the outputs until they are read; return the command's number, their bytes and the number of outputs."""
         outputs = outputs.freeze(rank)
-        unread = _get_unread(rank)
+        unread = _get_unread_outputs(rank)
         assert rank.command_number not in unread, "two calls with outputs in one command"
         unread[rank.command_number] = self, outputs
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in outputs.values)
@@ -352,4 +350,4 @@ class LazyEngine(Engine):
 
     def to_results(self, session: Session, collected: Any) -> list[Any]:
         """Return a `Result` for each output."""
-        return ResultTable.from_session(session).add(*collected)
+        return ResultTable.from_session(session).add_call(*collected)

@@ -31,26 +31,24 @@ from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.processes import close, fork
 from synkhronos.ranks import Command, Rank, Session
 
-__all__ = ["can_start_ranks", "find_chain", "measure_rate", "set_chain", "set_inherited_rows", "start_ranks"]
-
 #: Modules of PyMC that start a process for each chain.
-_SAMPLERS = ("pymc.sampling.parallel", "pymc.sampling.population", "pymc.smc.parallel")
+_SAMPLER_MODULES = ("pymc.sampling.parallel", "pymc.sampling.population", "pymc.smc.parallel")
 
-#: Seconds for which `measure_rate` measures, and those in which all chains have to be ready.
-_MEASURE_SECONDS, _START_SECONDS = 0.3, 120.0
+#: Seconds for which `measure_evaluation_rate` measures, and those in which all chains have to be ready.
+_MEASURE_SECONDS, _READY_SECONDS = 0.3, 120.0
 
 #: Result of `find_chain` in a process that `set_chain` was called in.
 _chain: tuple[int, int] | None = None
 
 
-def set_chain(number: int, num_parallel: int) -> None:
-    """Set the number of this process's chain, and how many chains are sampled at a time."""
+def set_chain(number: int, n_parallel: int) -> None:
+    """Set the number of this process's chain, and the number of chains that are sampled at a time."""
     global _chain
-    _chain = number, num_parallel
+    _chain = number, n_parallel
 
 
 def find_chain() -> tuple[int, int] | None:
@@ -63,7 +61,7 @@ def find_chain() -> tuple[int, int] | None:
     number = re.search(r"(?:worker_chain_|ChainWalker)(\d+)$", current_process().name)
     frame: FrameType | None = sys._getframe()
     while number and (frame := frame and frame.f_back):
-        values = frame.f_locals if frame.f_globals.get("__name__") in _SAMPLERS else {}
+        values = frame.f_locals if frame.f_globals.get("__name__") in _SAMPLER_MODULES else {}
         if "steppers" in values:  # of a population: all chains step at the same time
             return int(number[1]), len(values["steppers"])
         if "chains" in values and "cores" in values:
@@ -71,12 +69,12 @@ def find_chain() -> tuple[int, int] | None:
     return None
 
 
-def can_start_ranks(session: Session) -> bool:
+def can_chains_start_ranks(session: Session) -> bool:
     """Whether processes of chains can start ranks: ranks on GPUs cannot be forked."""
     return session.rank.device is HOST
 
 
-def start_ranks(max_ranks: int | None = None) -> bool:
+def start_chain_ranks(max_ranks: int | None = None) -> bool:
     """Start the ranks of this process's chain; they end with this process.
 
     Parameters
@@ -90,29 +88,29 @@ def start_ranks(max_ranks: int | None = None) -> bool:
         False if this process samples no chain, or the master has no ranks or has them on GPUs.
     """
     inherited, chain = ranks.get_inherited_session(), find_chain()
-    if inherited is None or chain is None or not can_start_ranks(inherited):
+    if inherited is None or chain is None or not can_chains_start_ranks(inherited):
         return False
-    number, num_parallel = chain
-    share = get_share(len(inherited.rank.local_ranks), num_parallel, number % num_parallel)
+    number, n_parallel = chain
+    share = get_share(len(inherited.rank.local_ranks), n_parallel, number % n_parallel)
     size = max(1, share.stop - share.start)
     fork(min(size, max_ranks or size), use_gpu=False, timeout=inherited.timeout, hosts=[])
     Finalize(None, close, exitpriority=0)  # a process of multiprocessing does not run the functions of atexit
     return True
 
 
-def measure_rate(evaluate: Callable[[], Any], chains: int) -> float:
-    """Return the calls of a function per second, of all chains that are sampled at a time together.
+def measure_evaluation_rate(evaluate: Callable[[], Any], chains: int) -> float:
+    """Return the number of calls of a function per second, added up over chains that are sampled at a time.
 
     Parameters
     ----------
     evaluate : callable
-        A chain evaluates the log-density and its gradient.
+        Evaluates a chain's log-density and its gradient.
     chains : int
         Number of chains.  Each has a process of its own if there are several.
     """
     if chains == 1:
         evaluate()
-        return _measure(evaluate)
+        return _measure_rate(evaluate)
     context = multiprocessing.get_context("fork")
     barrier, pipes, processes = context.Barrier(chains), [], []
     try:
@@ -120,7 +118,7 @@ def measure_rate(evaluate: Callable[[], Any], chains: int) -> float:
             parent_end, chain_end = context.Pipe()
             pipes.append(parent_end)
             process = context.Process(
-                target=_measure_chain, args=(evaluate, number, chains, barrier, chain_end), daemon=True
+                target=_measure_chain_rate, args=(evaluate, number, chains, barrier, chain_end), daemon=True
             )
             processes.append(process)
             process.start()
@@ -136,18 +134,18 @@ def measure_rate(evaluate: Callable[[], Any], chains: int) -> float:
     return sum(rates)
 
 
-def _measure_chain(evaluate: Callable[[], Any], number: int, chains: int, barrier: Any, pipe: Any) -> None:
+def _measure_chain_rate(evaluate: Callable[[], Any], number: int, chains: int, barrier: Any, pipe: Any) -> None:
     set_chain(number, chains)
     try:
         evaluate()
-        barrier.wait(_START_SECONDS)
-        pipe.send(_measure(evaluate))
+        barrier.wait(_READY_SECONDS)
+        pipe.send(_measure_rate(evaluate))
     except Exception as error:
         barrier.abort()
         pipe.send(error)
 
 
-def _measure(evaluate: Callable[[], Any]) -> float:
+def _measure_rate(evaluate: Callable[[], Any]) -> float:
     start, calls = perf_counter(), 0
     while perf_counter() - start < _MEASURE_SECONDS or calls < 3:
         evaluate()
@@ -155,8 +153,8 @@ def _measure(evaluate: Callable[[], Any]) -> float:
     return calls / (perf_counter() - start)
 
 
-def set_inherited_rows(session: Session, variables: list[Any], owner: Any) -> None:
-    """Set each rank's variables to its rows of ``owner.inherited_rows``.
+def load_inherited_rows(session: Session, variables: list[Any], owner: Any) -> None:
+    """Set each rank's variables to the rank's rows of the arrays in ``owner.inherited_rows``.
 
     Parameters
     ----------
@@ -169,12 +167,12 @@ def set_inherited_rows(session: Session, variables: list[Any], owner: Any) -> No
     """
     with session.call_lock:
         session.wait_until_idle()
-        session.run(_InheritRows(distribute_variables(session, variables), owner))
+        session.run(_LoadInheritedRows(distribute_variables(session, variables), owner))
 
 
 @dataclass(frozen=True, slots=True)
-class _InheritRows(Command):
-    """As `set_inherited_rows`; ``keys`` are the variables' keys among the ranks' objects."""
+class _LoadInheritedRows(Command):
+    """Command of `load_inherited_rows`; ``keys`` are the variables' keys among the ranks' objects."""
 
     keys: tuple[Any, ...]
     owner: Any
@@ -184,4 +182,4 @@ class _InheritRows(Command):
         for key, values in zip(self.keys, self.owner.inherited_rows, strict=True):
             shared = rank.get_object(key)
             rows = values[get_share(len(values), rank.size, rank.number)]
-            library_of(shared).store_value(shared, np.ascontiguousarray(rows))
+            get_library(shared).store_value(shared, np.ascontiguousarray(rows))

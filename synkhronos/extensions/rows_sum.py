@@ -12,7 +12,7 @@ command.
                   ├─▶ ValueAndGradients           value and gradients, in one call
                   └─▶ HessianProduct              product of the Hessian with a direction
 
-A compiled function with gradients has no node for the value alone: `_use_value_beside_gradients` removes it.
+A compiled function with gradients has no node for the value alone: `_merge_value_with_gradients` removes it.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from synkhronos.collectives.calls import scatter
 from synkhronos.data import Data
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.devices import HOST
-from synkhronos.extensions.chains import find_chain, set_inherited_rows, start_ranks
+from synkhronos.extensions.chains import find_chain, load_inherited_rows, start_chain_ranks
 from synkhronos.extensions.rows_sum_graph import find_params, replace_checks, replace_variables, select_rank_nodes
-from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sampler, warn_unseen_errors
+from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sampler, warn_of_swallowed_errors
 from synkhronos.function import Function, function, get_dispatcher
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 
-__all__ = ["sum_over_rows"]
+__all__ = ["PickedRows", "get_rows", "sum_over_rows"]
 
 # Numba has to leave the call of the ranks to Python.
 warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows")
@@ -71,7 +71,7 @@ _SAMPLE_SIZE = 1 << 15
 
 _counter = itertools.count()
 #: The sums of this process by process id and number: unpickling in this process returns the original.
-_sums: weakref.WeakValueDictionary[tuple[int, int], RowsSum] = weakref.WeakValueDictionary()
+_sums: weakref.WeakValueDictionary[tuple[int, int], DistributedSum] = weakref.WeakValueDictionary()
 
 
 def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) -> Any:
@@ -125,15 +125,37 @@ def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) 
     (5.0, [0.0, 2.0, 4.0])
     >>> synk.close()
     """
-    rows_sum = RowsSum(terms, rows, name)
-    return SumOverRows(rows_sum)(*rows_sum.params)
+    distributed_sum = DistributedSum(terms, rows, name)
+    return SumOverRows(distributed_sum)(*distributed_sum.params)
+
+
+class PickedRows:
+    """Fixed selection of the rows of an array or a shared variable, whose values may change.
+
+    Parameters
+    ----------
+    source : ndarray or shared variable
+    selections : sequence of ndarray or slice
+        Indexes of axis 0.  Each selects from the rows that the one before has selected.
+    """
+
+    def __init__(self, source: Any, selections: Sequence[Any]):
+        self.source, self.selections = source, selections
+
+    def select(self, values: np.ndarray) -> np.ndarray:
+        """Return the selected rows of a value of the source."""
+        for selection in self.selections:
+            values = values[selection]
+        return values
 
 
 class RemoteEvaluator(Protocol):
-    """Evaluates sums in other processes, for threads of a sampler that run side by side."""
+    """Evaluates sums in other processes, for threads of a sampler that run concurrently."""
 
-    def evaluate(self, rows_sum: RowsSum, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
-        """Return the value and, if asked for, the gradients at a point.
+    def evaluate(
+        self, distributed_sum: DistributedSum, params: Sequence[np.ndarray], with_gradients: bool
+    ) -> list[np.ndarray]:
+        """Return the value of a sum at a point and, optionally, its gradients.
 
         Raises
         ------
@@ -142,21 +164,23 @@ class RemoteEvaluator(Protocol):
         """
 
 
-class RowsSum:
-    """State that the Ops of one sum share: its terms, its rows, and the results at the last point.
+class DistributedSum:
+    """A sum over rows that the ranks evaluate: its rows, its compiled functions, and the results at the last point.
+
+    The Ops of a sum share it.
 
     Attributes
     ----------
     params : list of variables
         The parameters: inputs of the terms other than rows and constants.
-    floats : list of int
+    float_positions : list of int
         Positions of the parameters that the sum can be differentiated by.
     interrupts_on_exit : bool
         Whether a worker's exit raises `WorkerExitInterrupt` rather than `synkhronos.WorkerError`.
     max_chain_ranks : int or None
         Maximal number of ranks of a chain with a process of its own; None for its share.
     inherited_rows : list of ndarray
-        In such a process, the values of the rows when its ranks were started.
+        In such a process, the rows when its ranks were started.
     rewrite_before_gradient : callable
         Rewrites the sum before its gradient is built.
     remote_evaluator : RemoteEvaluator or None
@@ -170,7 +194,7 @@ class RowsSum:
         self._row_variables, self._sources = _check_rows(rows)
         nodes = select_rank_nodes(terms, self._row_variables)
         self.params = find_params(nodes, self._row_variables)
-        self.floats = [i for i, param in enumerate(self.params) if param.dtype in float_dtypes]
+        self.float_positions = [i for i, param in enumerate(self.params) if param.dtype in float_dtypes]
         self._inputs = [param.type(f"{param.name or 'parameter'}_{i}") for i, param in enumerate(self.params)]
         self._shareds = [_make_shared(variable) for variable in self._row_variables]
         replaced = dict(zip([*self.params, *self._row_variables], [*self._inputs, *self._shareds], strict=True))
@@ -179,31 +203,33 @@ class RowsSum:
         self.interrupts_on_exit = False
         self.max_chain_ranks: int | None = None
         self.inherited_rows: list[Any] = []
-        self.rewrite_before_gradient: Callable[[Any], Any] = _rewrite
+        self.rewrite_before_gradient: Callable[[Any], Any] = _canonicalize
         self.remote_evaluator: RemoteEvaluator | None = None
         self._lock = threading.RLock()
+        self._inherited_values: list[Any] = []
         self._scattered: list[Any] = []
+        self._num_rows = 0
         self._samples: list[Any] = []
         self._num_slices = 1
         self._session: weakref.ref[Any] | None = None
-        self._wants_gradient = False
+        self._evaluates_gradients = False
         self._last_point: Any = None
         self._last_results: list[np.ndarray] = []
         _sums[self._key] = self
 
     def __reduce__(self) -> Any:
-        return _find_sum, (self._key, self.name)
+        return _get_sum, (self._key, self.name)
 
     # -- functions on the ranks ------------------------------------------------------------------------------
 
     @cached_property
-    def gradient(self) -> ValueAndGradients:
+    def gradient_op(self) -> ValueAndGradients:
         """The Op of value and gradients; a single instance, so that PyTensor merges equal nodes."""
-        self._wants_gradient = True
+        self._evaluates_gradients = True
         return ValueAndGradients(self)
 
     @cached_property
-    def hessian_product(self) -> HessianProduct:
+    def hessian_product_op(self) -> HessianProduct:
         """The Op of the Hessian's product with a direction."""
         return HessianProduct(self)
 
@@ -212,52 +238,57 @@ class RowsSum:
         # As PyMC does, which keeps its checks of parameters until it compiles.  Without rewrites a gradient far from
         # the data is less exact.  They change a graph in place, and the value alone is compiled from `total`.
         total = self.rewrite_before_gradient(clone_replace(self.total))
-        return [total, *grad(total, [self._inputs[i] for i in self.floats], disconnected_inputs="ignore")]
+        return [total, *grad(total, [self._inputs[i] for i in self.float_positions], disconnected_inputs="ignore")]
 
     @cached_property
-    def _value_function(self) -> tuple[Function, int]:
+    def _value_function(self) -> tuple[Function, list[Any]]:
         return self._compile("value", self._inputs, [self.total])
 
     @cached_property
-    def _gradient_function(self) -> tuple[Function, int]:
+    def _gradient_function(self) -> tuple[Function, list[Any]]:
         return self._compile("gradient", self._inputs, self._value_and_gradients)
 
     @cached_property
-    def _product_function(self) -> tuple[Function, int]:
-        directions = [self._inputs[i].type(f"direction_{i}") for i in self.floats]
-        wrt = [self._inputs[i] for i in self.floats]
+    def _product_function(self) -> tuple[Function, list[Any]]:
+        directions = [self._inputs[i].type(f"direction_{i}") for i in self.float_positions]
+        wrt = [self._inputs[i] for i in self.float_positions]
         along = pt.add(0, *[pt.sum(g * v) for g, v in zip(self._value_and_gradients[1:], directions, strict=True)])
         products = grad(along, wrt, disconnected_inputs="ignore")
         return self._compile("product", [*self._inputs, *directions], list(products))
 
-    def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Function, int]:
-        """Return a function, and the number of its checks of parameters that depend on rows.
+    def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Function, list[Any]]:
+        """Return a function, and its checks of parameters that depend on rows.
 
-        A check fails for all rows if it fails for one, as in PyMC.  A further input tells for each of these checks
-        whether it holds for all rows.  The end of the output counts the ranks or slices where it has failed.
+        A check fails for all rows if it fails for one, as in PyMC.  The additional input ``checks_hold`` tells for each
+        of these checks whether it holds for all rows.  The end of the output counts the ranks or slices where each
+        check has failed.
         """
-        holds = pt.vector("holds", dtype="bool")
+        checks_hold = pt.vector("checks_hold", dtype="bool")
+        checks: list[Any] = []
         failures: list[Any] = []
 
-        def make_switch(value: Any, *conditions: Any) -> Any:
+        def replace_check(check: Any, value: Any, *conditions: Any) -> Any:
             condition = reduce(pt.and_, conditions)
             if not set(self._shareds).isdisjoint(ancestors([condition])):
+                checks.append(check)
                 failures.append(pt.switch(condition, 0, 1).astype(self.total.dtype))
-                condition = pt.and_(condition, holds[len(failures) - 1])
+                condition = pt.and_(condition, checks_hold[len(failures) - 1])
+            elif not check.can_be_replaced_by_ninf:
+                return check(value, *conditions)
             return pt.switch(condition, value, -np.inf)
 
-        outputs = [*replace_checks(outputs, make_switch), *failures]
+        outputs = [*replace_checks(outputs, replace_check), *failures]
         # One output, and so one reduction.
         joined = outputs[0] if len(outputs) == 1 else pt.concatenate([output.ravel() for output in outputs])
         compiled = function(
             [],
             (joined, "sum"),
-            bcast_inputs=[*inputs, holds] if failures else list(inputs),
+            bcast_inputs=[*inputs, checks_hold] if failures else list(inputs),
             sliceable_shareds=self._shareds,
             name=f"{self.name}_{quantity}",
             on_unused_input="ignore",
         )
-        return compiled, len(failures)
+        return compiled, checks
 
     def make_local_graph(self) -> tuple[list[Any], Any, list[Any]]:
         """Return the graph of the sum of one rank's rows, for a program in JAX.
@@ -273,69 +304,70 @@ class RowsSum:
             They hold the rows on each rank.
         """
         rows = [shared.type() for shared in self._shareds]
-        (total,) = replace_checks([self.total], lambda value, *conditions: value)
+        (total,) = replace_checks([self.total], lambda check, value, *conditions: value)
         (total,) = clone_replace([total], dict(zip(self._shareds, rows, strict=True)))
         return [*self._inputs, *rows], total, self._shareds
 
     # -- evaluations -----------------------------------------------------------------------------------------
 
-    def value(self, params: Sequence[np.ndarray]) -> np.ndarray:
+    def compute_value(self, params: Sequence[np.ndarray]) -> np.ndarray:
         """Return the sum at a point."""
-        return self.evaluate(params, self._wants_gradient)[0]
+        return self.evaluate(params, self._evaluates_gradients)[0]
 
-    def value_and_gradients(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the sum at a point, followed by its gradients."""
-        return self.evaluate(params, gradient=True)
+    def compute_value_and_gradients(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the sum at a point, followed by its gradient with respect to each float parameter."""
+        return self.evaluate(params, with_gradients=True)
 
-    def gradients(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the gradients at a point, one for each float parameter."""
-        return self.evaluate(params, gradient=True)[1:]
-
-    def products(self, params: Sequence[np.ndarray], directions: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def compute_hessian_product(
+        self, params: Sequence[np.ndarray], directions: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
         """Return the product of the Hessian at a point with a direction, one array for each float parameter."""
-        with warn_unseen_errors(), self._lock:
+        with warn_of_swallowed_errors(), self._lock:
             self.scatter_rows()
-            return self._call(self._product_function, [*params, *directions], directions)
+            return self._call_ranks(self._product_function, [*params, *directions], directions)
 
-    def evaluate(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
-        """Return value and, if asked for, gradients at a point; from the cache if it is the last one."""
-        with warn_unseen_errors():
+    def evaluate(self, params: Sequence[np.ndarray], with_gradients: bool) -> list[np.ndarray]:
+        """Return the value at a point and, optionally, the gradients; from the cache if it is the last point."""
+        with warn_of_swallowed_errors():
             if self.remote_evaluator is None or not is_foreign_thread():
-                return self._evaluate_here(params, gradient)
+                return self._evaluate_in_this_process(params, with_gradients)
             try:
-                return self.remote_evaluator.evaluate(self, params, gradient)
+                return self.remote_evaluator.evaluate(self, params, with_gradients)
             except ranks.WorkerError as error:
                 raise stop_sampler(error, self.remote_evaluator) from error
 
-    def _evaluate_here(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
+    def _evaluate_in_this_process(self, params: Sequence[np.ndarray], with_gradients: bool) -> list[np.ndarray]:
         with self._lock:
             self.scatter_rows()
             point = [(param.shape, param.tobytes()) for param in map(np.asarray, params)]
-            if point != self._last_point or gradient and len(self._last_results) == 1:
+            if point != self._last_point or with_gradients and len(self._last_results) == 1:
                 self._last_point = None  # an interrupt may leave the results incomplete
                 value = np.empty((), self.total.dtype)
-                if gradient:
-                    templates = [value, *(params[i] for i in self.floats)]
-                    self._last_results = self._call(self._gradient_function, params, templates)
+                if with_gradients:
+                    templates = [value, *(params[i] for i in self.float_positions)]
+                    self._last_results = self._call_ranks(self._gradient_function, params, templates)
                 else:
-                    self._last_results = self._call(self._value_function, params, [value])
+                    self._last_results = self._call_ranks(self._value_function, params, [value])
                 self._last_point = point
             # Compiled functions may overwrite their inputs.
             return [result.copy() for result in self._last_results]
 
-    def _call(
-        self, compiled: tuple[Function, int], arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
+    def _call_ranks(
+        self, compiled: tuple[Function, list[Any]], arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Call a function on the ranks, and split its result into arrays of the shapes and dtypes of `templates`."""
-        if not len(self._scattered[0]):
+        if not self._num_rows:
             return [np.zeros_like(template) for template in templates]
-        function, num_checks = compiled
+        function, checks = compiled
         call = partial(get_dispatcher(function).call, *arguments, num_slices=self._num_slices)
-        holds = [np.ones(num_checks, bool)] if num_checks else []
         try:
-            joined = np.ravel(call(*holds)[0])
-            if num_checks and joined[-num_checks:].any():
-                joined = np.ravel(call(joined[-num_checks:] == 0)[0])
+            joined = np.ravel(call(*[np.ones(len(checks), bool)] if checks else [])[0])
+            holds = joined[joined.size - len(checks) :] == 0
+            if not holds.all():
+                for check in itertools.compress(checks, ~holds):
+                    if not check.can_be_replaced_by_ninf:
+                        raise check.exc_type(check.msg)
+                joined = np.ravel(call(holds)[0])
         except ranks.WorkerError as error:
             session = None if self._session is None else self._session()
             # A chain's process reports the error to PyMC, which ends the other chains.
@@ -362,21 +394,23 @@ class RowsSum:
         is_unchanged = self._session is not None and self._session() is session and samples == self._samples
         if is_unchanged and all(map(operator.is_, arrays, self._scattered)):
             return
-        num_rows = _check_lengths(self._row_variables, arrays)
+        rows = [_select_rows(source, values) for source, values in zip(self._sources, arrays, strict=True)]
+        num_rows = _check_lengths(self._row_variables, rows)
         self._last_point = None
         self._session = None
         self._num_slices = 1
         if num_rows:
             _ = self._value_function  # registers the shared variables on the ranks
-            has_inherited = len(self.inherited_rows) > 0 and all(map(operator.is_, arrays, self.inherited_rows))
+            has_inherited = len(self.inherited_rows) > 0 and all(map(operator.is_, arrays, self._inherited_values))
             if has_inherited and session.has_forked_workers:
-                set_inherited_rows(session, self._shareds, self)
+                load_inherited_rows(session, self._shareds, self)
             else:
-                scatter(self._shareds, arrays)
+                scatter(self._shareds, rows)
             if session.rank.device is HOST:  # GPUs are fastest on all rows at once
-                nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in arrays)
+                nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in rows)
                 self._num_slices = min(max(1, nbytes // (session.rank.size * _SLICE_BYTES)), num_rows)
-        self._scattered, self._samples, self._session = arrays, samples, weakref.ref(session)
+        self._scattered, self._samples, self._num_rows = arrays, samples, num_rows
+        self._session = weakref.ref(session)
 
     def ensure_session(self) -> Any:
         """Return the running session; in the process of a chain, the first call starts the chain's ranks.
@@ -391,15 +425,20 @@ class RowsSum:
         except RuntimeError as error:
             if ranks.get_inherited_session() is None:
                 raise
-            for rows_sum in list(_sums.values()):
-                rows_sum.inherited_rows = [_get_values(source) for source in rows_sum._sources]
-            if not start_ranks(self.max_chain_ranks):
+            for distributed_sum in list(_sums.values()):
+                distributed_sum.inherit_rows()
+            if not start_chain_ranks(self.max_chain_ranks):
                 raise RuntimeError(_WRONG_PROCESS) from error
             return ranks.get_session()
 
+    def inherit_rows(self) -> None:
+        """Keep the rows for ranks that this process forks next."""
+        self._inherited_values = [_get_values(source) for source in self._sources]
+        self.inherited_rows = list(map(_select_rows, self._sources, self._inherited_values))
 
-def _find_sum(key: tuple[int, int], name: str) -> Any:
-    """Unpickle: return this process's sum, or a placeholder that raises when it is used."""
+
+def _get_sum(key: tuple[int, int], name: str) -> Any:
+    """Unpickle a sum: return this process's sum of a key, or a placeholder that raises when it is used."""
     return _sums.get(key) or _MissingSum(name)
 
 
@@ -425,14 +464,14 @@ _WRONG_PROCESS = (
 # -- the Ops -----------------------------------------------------------------------------------------------------
 
 
-class _RowsSumOp(Op):
-    """Base class of the Ops.  Each instance is equal to itself only."""
+class _DistributedSumOp(Op):
+    """Base class of the Ops of a `DistributedSum`.  Each instance is equal to itself only."""
 
-    def __init__(self, rows: RowsSum):
-        self.rows = rows
+    def __init__(self, distributed_sum: DistributedSum):
+        self.sum = distributed_sum
 
     def __str__(self) -> str:
-        return f"SumOverRows{{{type(self).__name__}, {self.rows.name}}}"
+        return f"SumOverRows{{{type(self).__name__}, {self.sum.name}}}"
 
     def do_constant_folding(self, fgraph: Any, node: Any) -> bool:
         """Return False: there may be no ranks when a function is compiled."""
@@ -448,33 +487,33 @@ class _RowsSumOp(Op):
 
     def infer_shape(self, *arguments: Any) -> list[Any]:
         """Return the outputs' shapes, which are the parameters' shapes."""
-        return [arguments[-1][i] for i in self.rows.floats]
+        return [arguments[-1][i] for i in self.sum.float_positions]
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
         """Return the gradients with respect to the inputs."""
         raise NotImplementedError
 
-    def _make_apply(self, inputs: Sequence[Any], types: Sequence[Any], outputs: Sequence[Any]) -> Apply:
-        inputs = [kind.filter_variable(variable) for kind, variable in zip(types, inputs, strict=True)]
-        return Apply(self, inputs, [kind() for kind in outputs])
+    def _make_apply(self, inputs: Sequence[Any], input_types: Sequence[Any], output_types: Sequence[Any]) -> Apply:
+        converted = [input_type.filter_variable(x) for input_type, x in zip(input_types, inputs, strict=True)]
+        return Apply(self, converted, [output_type() for output_type in output_types])
 
     def _align_with_params(self, gradients: Sequence[Any]) -> list[Any]:
         """Return one gradient for each parameter: disconnected ones for those that are not floats."""
-        gradient_by_position = dict(zip(self.rows.floats, gradients, strict=True))
-        positions = range(len(self.rows.params))
+        gradient_by_position = dict(zip(self.sum.float_positions, gradients, strict=True))
+        positions = range(len(self.sum.params))
         return [gradient_by_position[i] if i in gradient_by_position else DisconnectedType()() for i in positions]
 
 
-class SumOverRows(_RowsSumOp):
+class SumOverRows(_DistributedSumOp):
     """The value of a sum."""
 
     def make_node(self, *params: Any) -> Apply:
         """Return a node for these parameters."""
-        return self._make_apply(params, [p.type for p in self.rows.params], [self.rows.total.type])
+        return self._make_apply(params, [p.type for p in self.sum.params], [self.sum.total.type])
 
     def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
         """Compute the value on the ranks."""
-        output_storage[0][0] = self.rows.value(inputs)
+        output_storage[0][0] = self.sum.compute_value(inputs)
 
     def infer_shape(self, *arguments: Any) -> list[Any]:
         """Return the outputs' shapes."""
@@ -482,23 +521,23 @@ class SumOverRows(_RowsSumOp):
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
         """Return the gradients with respect to the parameters."""
-        if not self.rows.floats:
+        if not self.sum.float_positions:
             return self._align_with_params([])
-        _, *gradients = self.rows.gradient(*inputs, return_list=True)
+        _, *gradients = self.sum.gradient_op(*inputs, return_list=True)
         return self._align_with_params([cotangents[0] * gradient for gradient in gradients])
 
 
-class ValueAndGradients(_RowsSumOp):
+class ValueAndGradients(_DistributedSumOp):
     """The value of a sum, and its gradients with respect to its float parameters."""
 
     def make_node(self, *params: Any) -> Apply:
         """Return a node for these parameters."""
-        types = [p.type for p in self.rows.params]
-        return self._make_apply(params, types, [self.rows.total.type, *[types[i] for i in self.rows.floats]])
+        types = [p.type for p in self.sum.params]
+        return self._make_apply(params, types, [self.sum.total.type, *[types[i] for i in self.sum.float_positions]])
 
     def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
         """Compute value and gradients on the ranks."""
-        for storage, result in zip(output_storage, self.rows.value_and_gradients(inputs), strict=True):
+        for storage, result in zip(output_storage, self.sum.compute_value_and_gradients(inputs), strict=True):
             storage[0] = result
 
     def infer_shape(self, *arguments: Any) -> list[Any]:
@@ -511,7 +550,7 @@ class ValueAndGradients(_RowsSumOp):
             output.zeros_like() if isinstance(cotangent.type, DisconnectedType) else cotangent
             for output, cotangent in zip(outputs, cotangents, strict=True)
         ]
-        products = self.rows.hessian_product(*inputs, *directions, return_list=True)
+        products = self.sum.hessian_product_op(*inputs, *directions, return_list=True)
         if not isinstance(cotangents[0].type, DisconnectedType):
             products = [
                 product + value_cotangent * gradient for product, gradient in zip(products, outputs[1:], strict=True)
@@ -519,19 +558,20 @@ class ValueAndGradients(_RowsSumOp):
         return self._align_with_params(products)
 
 
-class HessianProduct(_RowsSumOp):
+class HessianProduct(_DistributedSumOp):
     """The product of a sum's Hessian with a direction."""
 
     def make_node(self, *inputs: Any) -> Apply:
         """Return a node for the parameters, followed by one direction for each float parameter."""
-        types = [p.type for p in self.rows.params]
-        outputs = [types[i] for i in self.rows.floats]
+        types = [p.type for p in self.sum.params]
+        outputs = [types[i] for i in self.sum.float_positions]
         return self._make_apply(inputs, types + outputs, outputs)
 
     def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
         """Compute the products on the ranks."""
-        n = len(self.rows.params)
-        for storage, product in zip(output_storage, self.rows.products(inputs[:n], inputs[n:]), strict=True):
+        n = len(self.sum.params)
+        products = self.sum.compute_hessian_product(inputs[:n], inputs[n:])
+        for storage, product in zip(output_storage, products, strict=True):
             storage[0] = product
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
@@ -542,11 +582,11 @@ class HessianProduct(_RowsSumOp):
 
 @register_canonicalize
 @node_rewriter([SumOverRows])
-def _use_value_beside_gradients(fgraph: Any, node: Any) -> list[Any] | None:
+def _merge_value_with_gradients(fgraph: Any, node: Any) -> list[Any] | None:
     """Replace a sum by the value output of a `ValueAndGradients` node with equal parameters, which computes both."""
     for variable in node.inputs[:1]:
         for client, _ in fgraph.clients[variable]:
-            is_same_sum = isinstance(client.op, ValueAndGradients) and client.op.rows is node.op.rows
+            is_same_sum = isinstance(client.op, ValueAndGradients) and client.op.sum is node.op.sum
             if is_same_sum and client.inputs == node.inputs:
                 return [client.outputs[0]]
     return None
@@ -575,14 +615,15 @@ def _check_rows(rows: Any) -> tuple[list[Any], list[Any]]:
             raise TypeError(f"rows: expected a symbolic input as key, got {describe(variable)}")
         if variable.ndim == 0 or variable.type.shape[0] is not None:
             raise ValueError(f"rows: {describe(variable)} of type {variable.type} has no rows to share out")
-        sources.append(_check_source(variable, value))
-    _check_lengths(rows, [_get_values(source) for source in sources])
+        sources.append(_check_row_values(variable, value))
+    _check_lengths(rows, list(map(get_rows, sources)))
     return list(rows), sources
 
 
-def _check_source(variable: Any, value: Any) -> Any:
-    if isinstance(value, SharedVariable | Data):
-        kind = value.type if isinstance(value, SharedVariable) else value
+def _check_row_values(variable: Any, value: Any) -> Any:
+    if isinstance(value, SharedVariable | PickedRows | Data):
+        source = value.source if isinstance(value, PickedRows) else value
+        kind = source.type if isinstance(source, SharedVariable) else source
         if (kind.dtype, kind.ndim) != (variable.dtype, variable.ndim):
             raise TypeError(
                 f"rows: {describe(variable)} needs values of {variable.dtype} and {variable.ndim} dimensions, got "
@@ -590,7 +631,7 @@ def _check_source(variable: Any, value: Any) -> Any:
             )
         return value
     try:
-        return library_of(variable).filter(variable.type, value)
+        return get_library(variable).filter(variable.type, value)
     except (TypeError, ValueError) as error:
         error_type = ValueError if isinstance(error, ValueError) else TypeError
         raise error_type(
@@ -607,8 +648,18 @@ def _check_lengths(variables: Iterable[Any], values: Sequence[Any]) -> int:
 
 
 def _get_values(source: Any) -> Any:
-    """Return the current values; the same object until ``set_value`` is called."""
+    """Return the current values, before rows are selected; the same object until ``set_value`` is called."""
+    source = source.source if isinstance(source, PickedRows) else source
     return source.get_value(borrow=True) if isinstance(source, SharedVariable) else source
+
+
+def _select_rows(source: Any, values: Any) -> Any:
+    return source.select(values) if isinstance(source, PickedRows) else values
+
+
+def get_rows(source: Any) -> Any:
+    """Return the current rows of an array, a shared variable, a `Data` or a `PickedRows`."""
+    return _select_rows(source, _get_values(source))
 
 
 def _take_sample(values: Any) -> Any:
@@ -634,5 +685,5 @@ def _make_shared(variable: Any) -> Any:
     return pytensor.shared(np.zeros(shape, variable.dtype), variable.name, shape=variable.type.shape)
 
 
-def _rewrite(total: Any) -> Any:
+def _canonicalize(total: Any) -> Any:
     return rewrite_graph(total, include=("canonicalize", "stabilize"))

@@ -13,7 +13,7 @@ from pytensor.tensor import TensorType
 from pytensor.tensor.elemwise import DimShuffle
 
 from synkhronos.checks import describe
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 
 #: Maximal number of elements of constants that are sent with the graph, and of arrays that ranks compute from them or
 #: from parameters at each call.
@@ -26,13 +26,13 @@ def select_rank_nodes(terms: Any, rows: Sequence[Any]) -> list[Apply]:
     These are the nodes that depend on rows, and nodes of small arrays before them.  Rewrites need the latter: from
     ``sigma = exp(log_sigma)`` alone they could not make ``log(sigma)`` and its gradient finite where ``sigma`` is 0.
     """
-    nodes = library_of(terms).sort_nodes([terms])
+    nodes = get_library(terms).sort_nodes([terms])
     read = {terms, *(variable for node in nodes for variable in node.inputs)}
     unused = [describe(variable) for variable in rows if variable not in read]
     if unused:
         raise ValueError(f"rows: the terms are not computed from {', '.join(unused)}")
     depends = set(rows)
-    fixed = {variable for variable in read if isinstance(variable, Constant) and _is_small(variable)}
+    fixed = {v for v in read if isinstance(v, Constant) and np.size(v.data) <= _MAX_CONSTANT_SIZE}
     for node in nodes:
         if not depends.isdisjoint(node.inputs):
             depends.update(node.outputs)
@@ -78,12 +78,12 @@ def replace_variables(variable: Any, nodes: Sequence[Apply], replaced: Mapping[A
 
 
 def replace_checks(variables: Sequence[Any], replace: Callable[..., Any]) -> list[Any]:
-    """Return `variables` with ``replace(value, *conditions)`` in place of each check of parameters by PyMC."""
+    """Return `variables` with ``replace(op, value, *conditions)`` in place of each check of parameters by PyMC."""
     new_variables: dict[Any, Any] = {}
-    for node in library_of(variables[0]).sort_nodes(variables):
+    for node in get_library(variables[0]).sort_nodes(variables):
         inputs = [new_variables.get(v, v) for v in node.inputs]
-        if getattr(node.op, "can_be_replaced_by_ninf", False):
-            new_variables[node.outputs[0]] = replace(*inputs)
+        if hasattr(node.op, "can_be_replaced_by_ninf"):
+            new_variables[node.outputs[0]] = replace(node.op, *inputs)
         elif not new_variables.keys().isdisjoint(node.inputs):
             new_node = node.clone_with_new_inputs(inputs, strict=False)
             new_variables.update(zip(node.outputs, new_node.outputs, strict=True))
@@ -109,8 +109,3 @@ def _is_cheap(node: Apply) -> bool:
             for v in arrays
         )
     )
-
-
-def _is_small(constant: Any) -> bool:
-    """Whether a constant is small enough to be sent to the ranks with the graph."""
-    return np.size(constant.data) <= _MAX_CONSTANT_SIZE

@@ -28,10 +28,10 @@ class WorkerExitInterrupt(ranks.WorkerError, KeyboardInterrupt):
 
 
 def stop_sampler(error: ranks.WorkerError, failed: Any) -> WorkerExitInterrupt:
-    """Warn, stop a sampler whose thread this is, and return the interrupt for PyMC's samplers.
+    """Warn, stop the sampler whose thread this is, and return the interrupt for PyMC's samplers.
 
-    ``failed`` is the session or the servers that have failed.  It interrupts the main thread once: a second interrupt
-    would stop the main thread while it collects the draws.
+    ``failed`` is the `Session` or the `ChainServers` that have failed.  Each failure interrupts the main thread once: a
+    second interrupt would stop the main thread while it collects the draws.
     """
     global _last_failed
     warnings.warn(f"stopped early, with the results so far: {error}", RuntimeWarning, stacklevel=3)
@@ -51,8 +51,8 @@ def is_foreign_thread() -> bool:
 
 
 @contextlib.contextmanager
-def warn_unseen_errors() -> Iterator[None]:
-    """Warn of errors in foreign threads: nutpie takes any error for a point without a density."""
+def warn_of_swallowed_errors() -> Iterator[None]:
+    """Warn of errors in foreign threads, which nutpie takes for points without a density."""
     try:
         yield
     except Exception as error:

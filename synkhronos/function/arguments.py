@@ -15,7 +15,7 @@ from synkhronos.devices import Device
 from synkhronos.devices.reduce_op import list_ops
 from synkhronos.function.computation import Computation
 from synkhronos.function.output_op import OutputOp
-from synkhronos.graphs import GraphLibrary, is_variable, library_of, list_loaded_libraries
+from synkhronos.graphs import GraphLibrary, get_library, is_variable, list_loaded_libraries
 from synkhronos.graphs.library import InputSpec
 
 _name_numbers = itertools.count()
@@ -95,11 +95,11 @@ def build_computation(
 
 
 def _parse_inputs(
-    library: GraphLibrary, scattered: list[Any], broadcast: list[Any], downcast: bool | None
+    library: GraphLibrary, scattered: list[Any], broadcast: list[Any], allow_downcast: bool | None
 ) -> list[InputSpec]:
     """Return the specifications of the scattered inputs, then those of the broadcast inputs."""
-    specs = [_parse_input(library, value, "inputs", downcast) for value in scattered]
-    specs += [_parse_input(library, value, "bcast_inputs", downcast) for value in broadcast]
+    specs = [_parse_input(library, value, "inputs", allow_downcast) for value in scattered]
+    specs += [_parse_input(library, value, "bcast_inputs", allow_downcast) for value in broadcast]
     for spec in specs[: len(scattered)]:
         if spec.variable.type.ndim == 0:
             raise ValueError(f"inputs: {describe(spec.variable)} has no rows to scatter; put it into bcast_inputs")
@@ -173,7 +173,7 @@ def _split_outputs_from_ops(outputs: Any) -> tuple[list[Any], list[Any]]:
         raise TypeError("outputs: expected a variable, a pair of variable and op, or a list of these, got a dict")
     variables, ops = [], []
     for output in [outputs] if is_single_output(outputs) else outputs:
-        if _is_pair(output):
+        if _is_output_with_op(output):
             variables.append(output[0])
             ops.append(output[1])
         elif isinstance(output, tuple):
@@ -184,13 +184,13 @@ def _split_outputs_from_ops(outputs: Any) -> tuple[list[Any], list[Any]]:
     return variables, ops
 
 
-def _is_pair(output: Any) -> bool:
+def _is_output_with_op(output: Any) -> bool:
     return isinstance(output, tuple) and len(output) == 2 and (output[1] is None or isinstance(output[1], str))
 
 
 def is_single_output(outputs: Any) -> bool:
     """Whether the argument ``outputs`` is a single output rather than a list."""
-    return outputs is not None and (not isinstance(outputs, list | tuple) or _is_pair(outputs))
+    return outputs is not None and (not isinstance(outputs, list | tuple) or _is_output_with_op(outputs))
 
 
 def _find_library(**arguments: list[Any]) -> GraphLibrary:
@@ -200,7 +200,7 @@ def _find_library(**arguments: list[Any]) -> GraphLibrary:
         for value in values:
             variable = getattr(value, "variable", value)  # of an In or an Out
             try:
-                own_library = library_of(variable)
+                own_library = get_library(variable)
             except TypeError as error:
                 raise TypeError(f"{name}: {error}") from None
             if library is not None and own_library is not library:
@@ -245,10 +245,10 @@ def _check_free_variables(library: GraphLibrary, specs: Any, outputs: Any, updat
                 raise ValueError(f"{name}: {describe(variable)} is no input, but {expression} is computed from it")
 
 
-def _parse_input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) -> InputSpec:
+def _parse_input(library: GraphLibrary, value: Any, name: str, allow_downcast: bool | None) -> InputSpec:
     spec = library.make_input_spec(value)
     if library.is_variable(value):  # an `In` has an ``allow_downcast`` of its own
-        spec = replace(spec, allow_downcast=downcast)
+        spec = replace(spec, allow_downcast=allow_downcast)
     if library.is_shared(spec.variable):
         raise TypeError(f"{name}: {describe(spec.variable)} is a shared variable and can't be passed")
     if spec.variable.owner is not None:

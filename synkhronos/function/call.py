@@ -144,7 +144,7 @@ class Call(_CallFields, Command):
         return self.prepare(rank).run()
 
     def prepare(self, rank: Rank) -> RankCall:
-        """Select this rank's rows, and compile the variant if necessary.
+        """Return the call on this rank, with its rows selected and its variant compiled.
 
         Compiling may need collectives, so all ranks call this at the same point of a command.
         """
@@ -224,7 +224,7 @@ class RankCall:
             self._check_rank_means()
         if self.has_rows or (call.n_rows == 0 and rank.is_master):
             if call.needs_compile:
-                self._compute_first()
+                self._compute_first_time()
             else:
                 self.compute()
             rank.commit()
@@ -263,7 +263,7 @@ class RankCall:
         computation = self.computation
         return computation.compile_order == AT_FIRST_CALL and computation.library.has_disk_cache(self.compiled.function)
 
-    def _compute_first(self) -> None:
+    def _compute_first_time(self) -> None:
         """Compute for the first time: the master before the workers if it writes the cache on disk."""
         rank, writes_disk_cache = self._rank, self._writes_disk_cache()
         if writes_disk_cache and not rank.is_master:

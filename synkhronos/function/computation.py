@@ -132,7 +132,7 @@ class Computation(DeviceResident):
     def list_variables(self) -> list[Any]:
         """Return the variables of all arguments: inputs, outputs, updates, givens and sliceable shared variables."""
         return [
-            *(entry.variable for entry in self.inputs),
+            *(spec.variable for spec in self.inputs),
             *(self.library.get_output_variable(output) for output in self.outputs),
             *(variable for pair in self.updates for variable in pair),
             *(variable for pair in self.givens for variable in pair),
@@ -161,7 +161,7 @@ class Computation(DeviceResident):
     @cached_property
     def input_devices(self) -> list[Device]:
         """Device that holds each input's value."""
-        types = [entry.variable.type for entry in self.inputs]
+        types = [spec.variable.type for spec in self.inputs]
         return [
             self.device if self.device.accepts_input(np.dtype(variable_type.dtype), variable_type.ndim) else HOST
             for variable_type in types
@@ -220,7 +220,7 @@ class Computation(DeviceResident):
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:
         library = self.library
-        inputs = [entry.wrapped for entry in self.inputs]
+        inputs = [spec.library_input for spec in self.inputs]
         outputs = self.outputs if variant.output_subset is None else [self.outputs[i] for i in variant.output_subset]
         kwargs = dict(self.kwargs)
         if variant != DEFAULT_VARIANT:
@@ -258,7 +258,7 @@ class Computation(DeviceResident):
 
     def list_accumulated_updates(self) -> list[tuple[Any, OutputOp]]:
         """Return the shared variables whose updates are accumulated over slices, with their ops."""
-        ops = self.update_ops + [_choose_default_op(shared) for shared, _ in self.default_updates]
+        ops = self.update_ops + [_choose_default_update_op(shared) for shared, _ in self.default_updates]
         return [
             (shared, op)
             for (shared, _), op in zip(self.updates + self.default_updates, ops, strict=True)
@@ -278,17 +278,17 @@ class Computation(DeviceResident):
             if getattr(shared, "default_update", None) is not None and id(shared) not in excluded
         ]
 
-    def _make_row_inputs(self, kind: str) -> tuple[list[Any], Callable[[Any], Any]]:
+    def _make_row_inputs(self, row_inputs: str) -> tuple[list[Any], Callable[[Any], Any]]:
         """Return additional inputs, and a function that maps a shared variable to the rows that they select."""
         tensor = self.library.tensor
-        if kind == "slice":
+        if row_inputs == "slice":
             start, stop = tensor.lscalar("start"), tensor.lscalar("stop")
             return [start, stop], lambda shared: shared[start:stop]
         index = tensor.lvector("rows")
         return [index], lambda shared: shared[index]
 
 
-def _choose_default_op(shared: Any) -> OutputOp:
+def _choose_default_update_op(shared: Any) -> OutputOp:
     """Return the op of a default update: "avg", or None for integers, whose average is no integer."""
     is_integer = getattr(shared.type, "dtype", "") and np.dtype(shared.type.dtype).kind in "biu"
     return OutputOp(None if is_integer else "avg")

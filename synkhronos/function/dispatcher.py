@@ -22,11 +22,11 @@ from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_integer
 from synkhronos.function.call import Call
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation, Variant
-from synkhronos.function.inputs import CallInputs, has_only_contiguous_slices
+from synkhronos.function.inputs import CallInputWriter, has_only_contiguous_slices
 from synkhronos.ranks import Session, WeakKeyDict
 from synkhronos.replication.replicator import Replicator
 
-_keys = itertools.count()
+_key_numbers = itertools.count()
 
 
 class Dispatcher:
@@ -38,20 +38,20 @@ class Dispatcher:
         Key of the computation among the ranks' objects.
     session : Session or None
         Session to whose workers the computation was sent.
-    inputs : CallInputs
+    input_writer : CallInputWriter
     """
 
     def __init__(self, computation: Computation):
         self.computation = computation
-        self.key = ("function", next(_keys))
+        self.key = ("function", next(_key_numbers))
         self.session: Session | None = None
-        self.inputs = CallInputs(computation)
+        self.input_writer = CallInputWriter(computation)
         self._compiled_variants: set[Variant] = set()  # on all ranks
 
     # -- calls -----------------------------------------------------------------------------------------------
 
     def call(self, *inputs: Any, num_slices: int = 1) -> list[Any]:
-        """Run the computation, and return its outputs as arrays, even where users get a `Result`."""
+        """Call the function on all ranks, and return its outputs as arrays, even where users get a `Result`."""
         session = ranks.get_session()
         with session.call_lock:
             session.wait_until_idle()
@@ -73,8 +73,8 @@ class Dispatcher:
         The caller holds the session's `call_lock` until it has called `read_result`.
         """
         variant = self._choose_variant(batch_s, num_slices, output_subset)
-        shared_inputs, n_rows = self.inputs.put_inputs(session, inputs, named_inputs, batch)
-        shared_batch_s = None if batch_s is None else self.inputs.put_batch_s(session, batch_s)
+        shared_inputs, n_rows = self.input_writer.write_inputs(session, inputs, named_inputs, batch)
+        shared_batch_s = None if batch_s is None else self.input_writer.write_batch_s(session, batch_s)
         has_updates = bool(self.computation.updates)
         try:
             self.ensure_distributed(session)
@@ -86,12 +86,12 @@ class Dispatcher:
         needs_compile = variant not in self._compiled_variants
         return Call(self.key, variant, needs_compile, shared_inputs, n_rows, shared_batch_s, num_slices, has_updates)
 
-    def read_result(self, session: Session, call: Call, collected: Any) -> list[Any]:
-        """Return the outputs that a command's result contains; a fused launch has several values of each output."""
+    def read_result(self, session: Session, call: Call, command_result: Any) -> list[Any]:
+        """Convert the result of a call's command to its outputs; a fused launch has several values of each output."""
         self._compiled_variants.add(call.variant)
-        if collected and not call.reads_outputs:
-            collected = self.computation.engine.to_results(session, collected)
-        return [np.asarray(result) if isinstance(result, np.generic) else result for result in collected]
+        if command_result and not call.reads_outputs:
+            command_result = self.computation.engine.to_results(session, command_result)
+        return [np.asarray(result) if isinstance(result, np.generic) else result for result in command_result]
 
     # -- variants --------------------------------------------------------------------------------------------
 
@@ -162,14 +162,14 @@ class Dispatcher:
     def mark_distributed(self, session: Session) -> None:
         """Record that the workers have the computation, and move the master's shared variables to its device."""
         self.session = session
-        session.add_replacement_callback(self, Dispatcher._handle_replacement)
+        session.add_replacement_callback(self, Dispatcher._handle_worker_replacement)
         self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
         session.rank.objects[self.key] = weakref.ref(self.computation)
         self.computation.move_to_device()
         session.memory.release_when_deleted(self, "object", self.key)
 
-    def _handle_replacement(self) -> None:
+    def _handle_worker_replacement(self) -> None:
         """Schedule the computation again if the workers were replaced by new processes; forks have inherited it."""
         if self.session is not None and not self.session.has_forked_workers:
             self.session = None

@@ -208,7 +208,7 @@ class Function:
         >>> synk.close()
         """
         ranks.get_session()
-        values = self._dispatcher.inputs.match_arguments(args, named)
+        values = self._dispatcher.input_writer.match_arguments(args, named)
         specs = self._computation.inputs
         if isinstance(minibatch, list | tuple):
             if len(minibatch) != len(specs):

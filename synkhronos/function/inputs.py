@@ -30,8 +30,8 @@ from synkhronos.ranks import ArrayLocation, Session
 _MISSING = object()
 
 
-class CallInputs:
-    """Checks the inputs of a function's calls and puts them into shared memory."""
+class CallInputWriter:
+    """Checks the inputs of a function's calls, and writes them into shared memory."""
 
     def __init__(self, computation: Computation):
         self.computation = computation
@@ -40,7 +40,7 @@ class CallInputs:
             f"input {i} ({spec.name or spec.variable}) of {computation.name}"
             for i, spec in enumerate(computation.inputs)
         ]
-        self._by_name = {spec.name: i for i, spec in enumerate(computation.inputs) if spec.name is not None}
+        self._positions = {spec.name: i for i, spec in enumerate(computation.inputs) if spec.name is not None}
         self._dtypes = [np.dtype(spec.variable.type.dtype) for spec in computation.inputs]
         shapes = [computation.library.get_static_shape(spec.variable) for spec in computation.inputs]
         self._static_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
@@ -60,9 +60,11 @@ class CallInputs:
             return list(args)
         values: list[Any] = [*args, *[_MISSING] * (len(specs) - len(args))]
         for name, value in (named or {}).items():
-            position = self._by_name.get(name)
+            position = self._positions.get(name)
             if position is None:
-                raise TypeError(f"{self.computation.name} has no input {name!r}; its inputs are {list(self._by_name)}")
+                raise TypeError(
+                    f"{self.computation.name} has no input {name!r}; its inputs are {list(self._positions)}"
+                )
             if values[position] is not _MISSING:
                 raise TypeError(f"{self.computation.name}: input {name!r} was given twice")
             values[position] = value
@@ -73,10 +75,10 @@ class CallInputs:
                 values[i] = spec.default[0]
         return values
 
-    def put_inputs(
+    def write_inputs(
         self, session: Session, args: Sequence[Any], named: dict[str, Any] | None, batch: Any
     ) -> tuple[tuple[ScatteredInput | BroadcastInput, ...], int | None]:
-        """Check the inputs of a call, select their rows, and put arrays into shared memory.
+        """Check the inputs of a call, select their rows, and write arrays into shared memory.
 
         Returns
         -------
@@ -97,7 +99,7 @@ class CallInputs:
         if n == 0:
             if batch is not None:
                 raise ValueError(f"batch: {self.computation.name} has no scattered inputs")
-            return tuple(self._put_broadcast_input(i, value) for i, value in enumerate(checked)), None
+            return tuple(self._write_broadcast_input(i, value) for i, value in enumerate(checked)), None
 
         rows, first_row = self._select_batch(checked[:n], batch)
         call_inputs: list[ScatteredInput | BroadcastInput] = []
@@ -105,7 +107,7 @@ class CallInputs:
         for i, value in enumerate(checked):
             is_mutable = computation.inputs[i].mutable
             if i >= n:
-                call_inputs.append(self._put_broadcast_input(i, value))
+                call_inputs.append(self._write_broadcast_input(i, value))
             elif not isinstance(value, Data):
                 array = self._buffers.write(i, value, rows)
                 call_inputs.append(ScatteredInput(array, range(len(rows)), 0, is_mutable))
@@ -141,7 +143,7 @@ class CallInputs:
                 checked = self.computation.library.filter(variable_type, value, spec.strict, spec.allow_downcast)
             except (TypeError, ValueError, AttributeError) as error:
                 wrong = ValueError if isinstance(error, ValueError) else TypeError
-                raise wrong(f"{name}: expected {variable_type}, got {_shorten(value)}: {error}") from None
+                raise wrong(f"{name}: expected {variable_type}, got {_describe_value(value)}: {error}") from None
         fixed = self._static_shapes[position]
         if fixed is not None and any(f is not None and f != s for f, s in zip(fixed, checked.shape, strict=True)):
             raise ValueError(f"{name}: expected shape {fixed} (None is any length), got {checked.shape}")
@@ -167,7 +169,7 @@ class CallInputs:
             if any(not np.array_equal(select_rows(batch, length), rows) for length in set(lengths) - {min(lengths)}):
                 raise ValueError(
                     f"{self.computation.name}: scattered inputs need equally many rows, got {lengths}"
-                    + ("" if batch is None else f", and batch={_shorten(batch)} selects different rows of them")
+                    + ("" if batch is None else f", and batch={_describe_value(batch)} selects different rows of them")
                 )
         first_row = find_min_row(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
         for i, value in enumerate(values):
@@ -179,12 +181,12 @@ class CallInputs:
                     raise IndexError(f"batch: input {i} is a minibatch of {len(value)} rows, but batch {verb} {needed}")
         return rows, first_row
 
-    def _put_broadcast_input(self, position: int, value: Data | np.ndarray) -> BroadcastInput:
+    def _write_broadcast_input(self, position: int, value: Data | np.ndarray) -> BroadcastInput:
         array = get_array_location(value) if isinstance(value, Data) else self._buffers.write(position, value)
         return BroadcastInput(array, self.computation.inputs[position].mutable)
 
-    def put_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
-        """Check ``batch_s``, and put its indexes into shared memory.  Each rank checks their range itself.
+    def write_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
+        """Check ``batch_s``, and write its indexes into shared memory.  Each rank checks their range itself.
 
         Returns
         -------
@@ -207,7 +209,7 @@ def _is_list_or_mask(batch: Any) -> bool:
     return batch is not None and not isinstance(batch, int | np.integer | slice)
 
 
-def _shorten(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} and shape {value.shape}"
     text = repr(value)

@@ -44,10 +44,10 @@ class OutputOp:
         if op is None:
             return cls(None)
         if not isinstance(op, str):
-            raise TypeError(f"{argument}: expected an op ({_list_ops()}), got {op!r}")
+            raise TypeError(f"{argument}: expected an op ({_describe_ops()}), got {op!r}")
         name = op.removeprefix("c_")
         if name not in REDUCE_OPS:
-            raise ValueError(f"{argument}: expected an op ({_list_ops()}), got {op!r}")
+            raise ValueError(f"{argument}: expected an op ({_describe_ops()}), got {op!r}")
         return cls(name, name != op)
 
     @property
@@ -66,7 +66,7 @@ class OutputOp:
         return self.name is not None and self.reduce_op.ufunc is not None
 
 
-def _list_ops() -> str:
+def _describe_ops() -> str:
     return ", ".join(map(repr, REDUCE_OPS)) + ", each with 'c_' in front for host memory, or None"
 
 

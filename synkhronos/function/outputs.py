@@ -22,7 +22,7 @@ from synkhronos.function.output_op import Accumulator, OutputOp
 from synkhronos.ranks import MAX_SLOT_NBYTES, Rank
 
 #: Size in bytes up to which an array's contents are gathered together with its shape.
-SMALL_NBYTES = 1 << 12
+MAX_SMALL_NBYTES = 1 << 12
 #: Maximal number of scalars in a record, which has to fit into a slot.
 _MAX_SCALARS = 1024
 
@@ -61,8 +61,8 @@ class OutputSpec(NamedTuple):
         if len(types) > _MAX_SCALARS or is_sliced and any(op.name == "gather" for op in ops):
             return cls(ops, has_reductions, None)
         # An output that is not reduced may be of any type.
-        reduced = [None if op.name is None else kind for kind, op in zip(types, ops, strict=True)]
-        if any(kind is not None and kind.ndim for kind in reduced):
+        reduced = [None if op.name is None else output_type for output_type, op in zip(types, ops, strict=True)]
+        if any(output_type is not None and output_type.ndim for output_type in reduced):
             return cls(ops, has_reductions, None)
         return cls(ops, has_reductions, tuple([None if kind is None else np.dtype(kind.dtype) for kind in reduced]))
 
@@ -218,54 +218,54 @@ def _reduce_many_scalars(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
             own if r == rank.number else np.frombuffer(message, own.dtype, len(group), offset)
             for r, message in enumerate(messages)
         ]
-        results += _reduce_group(group, by_rank)
+        results += _reduce_records(group, by_rank)
         offset += own.nbytes
     return results
 
 
-def _pack_records(group: Sequence[RankOutputs]) -> np.ndarray:
+def _pack_records(calls: Sequence[RankOutputs]) -> np.ndarray:
     """Return this rank's records of several calls with the same specification."""
-    dtypes = group[0].spec.scalar_dtypes or ()
+    dtypes = calls[0].spec.scalar_dtypes or ()
     reduced = [i for i, dtype in enumerate(dtypes) if dtype is not None]
     empty = 0, *(0 for _ in reduced)
     records = [
-        (outputs.n_rows, *[outputs.values[i] for i in reduced]) if outputs.n_rows else empty for outputs in group
+        (outputs.n_rows, *[outputs.values[i] for i in reduced]) if outputs.n_rows else empty for outputs in calls
     ]
     return np.array(records, _make_record_dtype(dtypes))
 
 
-def _reduce_group(group: Sequence[RankOutputs], by_rank: Sequence[np.ndarray]) -> list[Any]:
+def _reduce_records(calls: Sequence[RankOutputs], records_by_rank: Sequence[np.ndarray]) -> list[Any]:
     """Reduce the records of calls with the same specification.
 
     The calls are reduced at once, as vectors, if each rank's number of rows is the same in all of them.
 
     Parameters
     ----------
-    group : sequence of RankOutputs
+    calls : sequence of RankOutputs
         This rank's outputs, one item for each call.
-    by_rank : sequence of structured array
+    records_by_rank : sequence of structured array
         Each rank's records, one item for each call.
     """
-    ops, dtypes = group[0].spec.ops, group[0].spec.scalar_dtypes or ()
-    n_rows = [int(records["rows"][0]) for records in by_rank]
-    is_uniform = all((records["rows"] == count).all() for records, count in zip(by_rank, n_rows, strict=True))
+    ops, dtypes = calls[0].spec.ops, calls[0].spec.scalar_dtypes or ()
+    n_rows = [int(records["rows"][0]) for records in records_by_rank]
+    is_uniform = all((records["rows"] == count).all() for records, count in zip(records_by_rank, n_rows, strict=True))
     if not is_uniform or 0 in n_rows or any(op.name == "gather" for op in ops):
-        unpacked = [[_unpack_record(record.tobytes(), dtypes) for record in records] for records in by_rank]
+        unpacked = [[_unpack_record(record.tobytes(), dtypes) for record in records] for records in records_by_rank]
         return [
             _reduce_values(outputs, contributions)
-            for outputs, contributions in zip(group, zip(*unpacked, strict=True), strict=True)
+            for outputs, contributions in zip(calls, zip(*unpacked, strict=True), strict=True)
         ]
     columns: list[Any] = []
     for i, op in enumerate(ops):
         if op.name is None:
-            columns.append([outputs.values[i] for outputs in group])
+            columns.append([outputs.values[i] for outputs in calls])
             continue
         total = Accumulator(op)
-        for records, count in zip(by_rank, n_rows, strict=True):
+        for records, count in zip(records_by_rank, n_rows, strict=True):
             total.add(np.ascontiguousarray(records[str(i)]), count)
         reduced = total.result()
-        columns.append([reduced[k, ...] for k in range(len(group))])
-    return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in group]
+        columns.append([reduced[k, ...] for k in range(len(calls))])
+    return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in calls]
 
 
 def _reduce_values(outputs: RankOutputs, by_rank: Sequence[tuple[int, list[Any]]]) -> list[Any]:
@@ -311,10 +311,10 @@ def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
                     total.add(host[i] if r == rank.number else _unpack_array(*entries[r]), by_rank[r][0])
                 results.append(total.result())
         elif op.name == "gather":
-            results.append(_gather_large(rank, host[i] if outputs.n_rows else None, layouts))
+            results.append(_gather_large_arrays(rank, host[i] if outputs.n_rows else None, layouts))
         else:
             weights = {r: by_rank[r][0] for r in contributors}
-            results.append(_reduce_large(rank, op, host[i] if outputs.n_rows else None, layouts, weights))
+            results.append(_reduce_large_arrays(rank, op, host[i] if outputs.n_rows else None, layouts, weights))
     return results if rank.is_master else None
 
 
@@ -322,7 +322,7 @@ def _pack_array(value: np.ndarray | None) -> tuple[tuple[int, ...], str, bytes |
     """Return an array's shape, dtype and, if it is small, bytes: these are pickled faster than an array."""
     if value is None:
         return None
-    return value.shape, value.dtype.str, value.tobytes() if value.nbytes <= SMALL_NBYTES else None
+    return value.shape, value.dtype.str, value.tobytes() if value.nbytes <= MAX_SMALL_NBYTES else None
 
 
 def _unpack_array(shape: tuple[int, ...], dtype: str, content: bytes) -> np.ndarray:
@@ -341,7 +341,7 @@ def _check_shapes(rank: Rank, position: int, op: OutputOp, layouts: dict[int, Ar
         rank.raise_on_all_ranks(ValueError(message))
 
 
-def _gather_large(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
+def _gather_large_arrays(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
     """Concatenate large arrays along axis 0 in the master; ``value`` is None on a rank without rows."""
     communicator = HOST.get_communicator(rank)
     all_layouts = [layouts.get(r) for r in range(rank.size)]
@@ -360,7 +360,7 @@ def _gather_large(rank: Rank, value: np.ndarray | None, layouts: dict[int, Array
     return joined
 
 
-def _reduce_large(
+def _reduce_large_arrays(
     rank: Rank, op: OutputOp, value: np.ndarray | None, layouts: dict[int, ArrayLayout], weights: dict[int, int]
 ) -> np.ndarray | None:
     """Reduce large arrays into the master; each rank reduces a share of the elements.

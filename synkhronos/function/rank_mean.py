@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import Rank
 
 
@@ -28,7 +28,7 @@ class RankMeanContext:
     Parameters
     ----------
     rank : Rank
-    count : int
+    n_means : int
         Number of means over ranks in the function.
     """
 
@@ -37,8 +37,8 @@ class RankMeanContext:
     #: Whether means over ranks are refused, because ranks call functions at their own pace.
     is_forbidden: ClassVar[bool] = False
 
-    def __init__(self, rank: Rank, count: int):
-        self._rank, self._count = rank, count
+    def __init__(self, rank: Rank, n_means: int):
+        self._rank, self._n_means = rank, n_means
         self._n_done = 0
         self._error: BaseException | None = None
 
@@ -62,12 +62,12 @@ class RankMeanContext:
             raise
         finally:
             RankMeanContext.current = None
-        if self._n_done != self._count:
-            raise RuntimeError(f"this rank has computed {self._n_done} means over ranks, expected {self._count}")
+        if self._n_done != self._n_means:
+            raise RuntimeError(f"this rank has computed {self._n_done} means over ranks, expected {self._n_means}")
 
     def contribute_no_rows(self) -> None:
         """Take part in the collectives of a launch on a rank without rows."""
-        for _ in range(self._count):
+        for _ in range(self._n_means):
             self._rank.all_gather_bytes(b"")
 
     def average(self, values: np.ndarray, weight: float) -> np.ndarray:
@@ -145,17 +145,17 @@ class RankMeanOp:
         """Return the inputs with a derivative: the vector, but not the number of rows."""
         return [[True], [False]]
 
-    def _differentiate(self, inputs: Any, gradients: Any) -> list[Any]:
+    def _compute_gradients(self, inputs: Any, gradients: Any) -> list[Any]:
         disconnected = self.disconnected_type()  # type: ignore[attr-defined]
         return [self(gradients[0], inputs[1]), disconnected()]  # type: ignore[operator]
 
     def grad(self, inputs: Any, gradients: Any) -> list[Any]:
         """Return the gradients with respect to the inputs (Theano)."""
-        return self._differentiate(inputs, gradients)
+        return self._compute_gradients(inputs, gradients)
 
     def pullback(self, inputs: Any, outputs: Any, gradients: Any) -> list[Any]:
         """Return the gradients with respect to the inputs (PyTensor)."""
-        return self._differentiate(inputs, gradients)
+        return self._compute_gradients(inputs, gradients)
 
 
 def count_rank_means(function: Any) -> int:
@@ -182,4 +182,4 @@ def _list_inner_nodes(op: Any) -> list[Any]:
     graph, outputs = getattr(op, "fgraph", None), getattr(op, "outputs", None)
     if graph is not None:
         return list(graph.toposort())
-    return library_of(outputs[0]).sort_nodes(outputs) if isinstance(outputs, list) and outputs else []
+    return get_library(outputs[0]).sort_nodes(outputs) if isinstance(outputs, list) and outputs else []

@@ -20,15 +20,15 @@ __all__ = [
     "SharedVariable",
     "Variable",
     "is_variable",
-    "library_of",
+    "get_library",
     "list_loaded_libraries",
 ]
 
 #: Module of each library's subclass of `GraphLibrary`, by import name.
-_LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
+_LIBRARY_MODULES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
 
 _libraries: dict[str, GraphLibrary] = {}
-#: Cache of `library_of`, by class of variable.
+#: Cache of `get_library`, by class of variable.
 _library_by_class: dict[type, GraphLibrary] = {}
 
 
@@ -40,7 +40,7 @@ def list_loaded_libraries() -> list[GraphLibrary]:
 
 def register_loaded_libraries() -> None:
     """Import this package's module for each graph library that this process has imported."""
-    for name, module in _LIBRARIES.items():
+    for name, module in _LIBRARY_MODULES.items():
         package = sys.modules.get(name)
         # The variables of the `theano` that `synkhronos.compat` provides are PyTensor's.
         is_compat = hasattr(package, "__served_on__")
@@ -53,7 +53,7 @@ def is_variable(value: Any) -> bool:
     return any(library.is_variable(value) for library in list_loaded_libraries())
 
 
-def library_of(*variables: Any) -> GraphLibrary:
+def get_library(*variables: Any) -> GraphLibrary:
     """Return the graph library of variables.
 
     Raises
@@ -64,7 +64,7 @@ def library_of(*variables: Any) -> GraphLibrary:
     Examples
     --------
     >>> import pytensor.tensor as pt
-    >>> library_of(pt.matrix("x")).name
+    >>> get_library(pt.matrix("x")).name
     'pytensor'
     """
     common: GraphLibrary | None = None

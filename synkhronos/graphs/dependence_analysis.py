@@ -12,11 +12,11 @@ from typing import Any
 
 from synkhronos.graphs.library import GraphLibrary
 
-_SHAPES = ("Shape", "Shape_i")
+_SHAPE_OPS = ("Shape", "Shape_i")
 #: Ops whose outputs have lengths that depend on values.
-_SELECTIONS = ("Nonzero", "NonZero", "Unique", "AdvancedBooleanSubtensor")
+_SELECTION_OPS = ("Nonzero", "NonZero", "Unique", "AdvancedBooleanSubtensor")
 #: Elementwise ops whose result counts as a sum if an input is a sum.
-_LINEAR = ("Cast", "Neg", "Mul", "Add", "Sub", "Maximum", "ScalarMaximum", "Minimum", "ScalarMinimum", "Clip", "Switch")
+_SUM_PRESERVING_OPS = "Cast Neg Mul Add Sub Maximum ScalarMaximum Minimum ScalarMinimum Clip Switch".split()
 
 
 class DependenceAnalysis:
@@ -32,11 +32,11 @@ class DependenceAnalysis:
     Examples
     --------
     >>> import pytensor.tensor as pt
-    >>> from synkhronos.graphs import library_of
+    >>> from synkhronos.graphs import get_library
     >>> x, mask = pt.matrix("x"), pt.matrix("mask")
     >>> loss = (mask * x).sum() / mask.sum()
-    >>> found = DependenceAnalysis(library_of(x), [loss, x.mean()], [x, mask])
-    >>> [found.list_sources(denominator) for denominator in found.find_denominators(loss)]
+    >>> found = DependenceAnalysis(get_library(x), [loss, x.mean()], [x, mask])
+    >>> [found.list_source_names(denominator) for denominator in found.find_denominators(loss)]
     [['mask']]
     >>> found.find_denominators(x.mean())
     []
@@ -53,13 +53,13 @@ class DependenceAnalysis:
 
     def _add_node(self, node: Any) -> None:
         name, inputs = type(node.op).__name__, node.inputs
-        if name in _SHAPES:
+        if name in _SHAPE_OPS:
             depends = id(inputs[0]) in self._length_dependents
         else:
             # `Second` fills an array with the shape of its first input.
             depends = any(map(self.depends_on_values, inputs[1:] if _get_scalar_name(node) == "Second" else inputs))
         is_selection = (
-            name in _SELECTIONS
+            name in _SELECTION_OPS
             or name == "AdvancedSubtensor"
             and any(getattr(index.type, "dtype", None) == "bool" for index in inputs[1:])
         )
@@ -69,14 +69,14 @@ class DependenceAnalysis:
         for output in node.outputs:
             if depends:
                 self._value_dependents.add(id(output))
-            if has_value_lengths and getattr(output.type, "ndim", None) != 0 and name not in _SHAPES:
+            if has_value_lengths and getattr(output.type, "ndim", None) != 0 and name not in _SHAPE_OPS:
                 self._length_dependents.add(id(output))
 
     def depends_on_values(self, variable: Any) -> bool:
         """Whether the variable's values depend on the values of a source, rather than on its shape alone."""
         return id(variable) in self._value_dependents
 
-    def list_sources(self, variable: Any) -> list[str]:
+    def list_source_names(self, variable: Any) -> list[str]:
         """Return the names of the sources on which a variable depends."""
         above = {
             id(variable),
@@ -131,7 +131,7 @@ def _is_sum(variable: Any) -> bool:
         return _is_sum(node.inputs[0])
     if name == "Subtensor":  # the length of a selection
         source = node.inputs[0].owner
-        return source is not None and type(source.op).__name__ in _SHAPES
-    if name in _SHAPES:
+        return source is not None and type(source.op).__name__ in _SHAPE_OPS
+    if name in _SHAPE_OPS:
         return True
-    return scalar in _LINEAR and any(map(_is_sum, node.inputs))
+    return scalar in _SUM_PRESERVING_OPS and any(map(_is_sum, node.inputs))

@@ -39,7 +39,7 @@ class InputSpec:
         Whether a cast may lose precision; None allows it for Python floats.
     default : tuple
         Tuple with the default value; empty if there is none.
-    wrapped : variable or In
+    library_input : variable or In
         The item of ``inputs``: the variable, or an ``In`` that contains it.
     """
 
@@ -49,7 +49,7 @@ class InputSpec:
     strict: bool
     allow_downcast: bool | None
     default: tuple[Any, ...]
-    wrapped: Any
+    library_input: Any
 
 
 def has_other_references(storage: list[Any]) -> bool:
@@ -57,7 +57,7 @@ def has_other_references(storage: list[Any]) -> bool:
     return getrefcount(storage[0]) > 2  # the list's reference, and the argument of getrefcount
 
 
-def make_key_files_atomic(key_data: Any) -> None:
+def make_key_files_atomic(key_data_class: Any) -> None:
     """Patch the library's ``KeyData`` to replace its file atomically, so that ranks can share a compilation directory.
 
     The library writes into the existing file.  A rank that reads an incomplete file deletes the C module as broken.
@@ -65,7 +65,7 @@ def make_key_files_atomic(key_data: Any) -> None:
 
     Parameters
     ----------
-    key_data : type
+    key_data_class : type
         The library's class ``KeyData``, which stores the keys of a compiled C module.
     """
 
@@ -80,7 +80,7 @@ def make_key_files_atomic(key_data: Any) -> None:
                 os.remove(temporary)
             raise
 
-    key_data.save_pkl = save_pkl
+    key_data_class.save_pkl = save_pkl
 
 
 class GraphLibrary:
@@ -159,7 +159,7 @@ class GraphLibrary:
         flags = bool(value.mutable), value.strict, value.allow_downcast
         return InputSpec(value.variable, value.name, *flags, self.get_default_value(value), value)
 
-    def get_default_value(self, wrapped: Any) -> tuple[Any, ...]:
+    def get_default_value(self, library_input: Any) -> tuple[Any, ...]:
         """Return a tuple with the default value of an ``In``; an empty tuple if there is none."""
         raise NotImplementedError
 
@@ -332,13 +332,13 @@ class GraphLibrary:
         """Return the static shape of a variable's type, with None for each unknown length."""
         return tuple(1 if b else None for b in variable.type.broadcastable)
 
-    def check_generator(self, shared: Any, value: Any, must_jump: bool) -> None:
+    def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
         """Check a new value of a random generator's variable.
 
         Parameters
         ----------
         shared : shared variable
-        value : object
+        generator : object
             The new state.
         must_jump : bool
             Whether ranks will jump to different positions in its stream.
@@ -354,13 +354,13 @@ class GraphLibrary:
         return copy.deepcopy(self.borrow_value(shared))
 
     def track_generators(self, function: Any) -> None:
-        """Make `copy_generator` and `set_generator` apply to the generators in a function that the user compiled."""
+        """Record the generators in a function that the user compiled, for `copy_generator` and `set_generator`."""
 
-    def set_generator(self, shared: Any, value: Any) -> None:
+    def set_generator(self, shared: Any, generator: Any) -> None:
         """Set a random generator's state."""
-        self.store_value(shared, value)
+        self.store_value(shared, generator)
 
-    def jump_generator(self, value: Any, n_jumps: int) -> Any:
+    def jump_generator(self, generator: Any, n_jumps: int) -> Any:
         """Return a generator that is ``n_jumps`` jumps ahead.  Streams that are a jump apart do not overlap.
 
         A jump (NumPy's ``jumped``) is 2**127 draws long for PCG64, and 2**128 for MT19937 and Philox.

@@ -30,7 +30,7 @@ from synkhronos.graphs.library import (
     make_key_files_atomic,
 )
 from synkhronos.lowering import bounded_canonizer, random_keys  # noqa: F401 - the first changes a rewrite
-from synkhronos.lowering.linker import use_length_linker
+from synkhronos.lowering.linker import with_static_length_linker
 
 
 class PyTensor(GraphLibrary):
@@ -47,13 +47,13 @@ class PyTensor(GraphLibrary):
         """Whether the variable holds a NumPy Generator."""
         return isinstance(self.borrow_value(shared), np.random.Generator)
 
-    def check_generator(self, shared: Any, value: Any, must_jump: bool) -> None:
+    def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
         """Raise TypeError if the value is not a Generator, or has to jump and can't."""
-        if not isinstance(value, np.random.Generator):
-            raise TypeError(f"expected a numpy.random.Generator, such as default_rng(seed), got {value!r}")
+        if not isinstance(generator, np.random.Generator):
+            raise TypeError(f"expected a numpy.random.Generator, such as default_rng(seed), got {generator!r}")
         if must_jump:
-            check_can_jump(value.bit_generator)
-        random_keys.check_generator(shared.container, value)
+            check_can_jump(generator.bit_generator)
+        random_keys.check_generator(shared.container, generator)
 
     def copy_generator(self, shared: Any) -> Any:
         """Return a copy of a Generator; in JAX mode at the position of its key."""
@@ -62,20 +62,20 @@ class PyTensor(GraphLibrary):
     def track_generators(self, function: Any) -> None:
         """Track the keys in a function of JAX mode, for which PyTensor has copied each generator."""
         if isinstance(function.maker.linker, JAXLinker):
-            random_keys.track_function(function)
+            random_keys.track_user_function(function)
 
-    def set_generator(self, shared: Any, value: Any) -> None:
+    def set_generator(self, shared: Any, generator: Any) -> None:
         """Put a Generator into the container, and in JAX mode update the key that functions draw from."""
-        super().set_generator(shared, value)
+        super().set_generator(shared, generator)
         random_keys.update_key(shared.container)
 
-    def jump_generator(self, value: Any, n_jumps: int) -> Any:
+    def jump_generator(self, generator: Any, n_jumps: int) -> Any:
         """Return a Generator ahead in the stream."""
-        return type(value)(value.bit_generator.jumped(n_jumps))
+        return type(generator)(generator.bit_generator.jumped(n_jumps))
 
-    def get_default_value(self, wrapped: Any) -> tuple[Any, ...]:
+    def get_default_value(self, library_input: Any) -> tuple[Any, ...]:
         """Return the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""
-        return tuple(getattr(wrapped, "default", ()))
+        return tuple(getattr(library_input, "default", ()))
 
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""
@@ -87,7 +87,7 @@ class PyTensor(GraphLibrary):
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Any:
         """Compile a function; in JAX mode, lengths may depend on integer inputs."""
-        return super().function(inputs, outputs, **{**kwargs, "mode": use_length_linker(kwargs.get("mode"))})
+        return super().function(inputs, outputs, **{**kwargs, "mode": with_static_length_linker(kwargs.get("mode"))})
 
     def choose_compile_order(self, mode: Any) -> str:
         """Return the order.  Python's linkers and JAX have no cache on disk; Numba writes one at the first call."""

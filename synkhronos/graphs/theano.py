@@ -22,9 +22,10 @@ from synkhronos.graphs.library import GraphLibrary, make_key_files_atomic
 
 # MRG31k3p: two recurrences of order 3 modulo these primes (L'Ecuyer and Touzin, "Fast combined multiple recursive
 # generators with multipliers of the form a = 2^q +- 2^r", WSC 2000).  One step of each is a product with its matrix.
-_M1, _M2 = 2**31 - 1, 2**31 - 21069
-_A1 = ((0, 2**22, 2**7 + 1), (1, 0, 0), (0, 1, 0))
-_A2 = ((2**15, 0, 2**15 + 1), (1, 0, 0), (0, 1, 0))
+_MRG_RECURRENCES = (
+    (((0, 2**22, 2**7 + 1), (1, 0, 0), (0, 1, 0)), 2**31 - 1),
+    (((2**15, 0, 2**15 + 1), (1, 0, 0), (0, 1, 0)), 2**31 - 21069),
+)
 #: Number of steps between the streams of two ranks.  In Theano, streams of two random variables are 2**134 steps apart,
 #: streams of one variable 2**72.  The period is about 2**185.
 _MRG_JUMP = 2**166
@@ -44,14 +45,14 @@ class Theano(GraphLibrary):
         """Whether the variable holds a RandomState, or the state of an MRG stream."""
         return isinstance(self.borrow_value(shared), np.random.RandomState) or _is_mrg_state(shared)
 
-    def check_generator(self, shared: Any, value: Any, must_jump: bool) -> None:
+    def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
         """Raise an error unless the value is a RandomState, or the state of the same number of MRG streams."""
         current = self.borrow_value(shared)
         if isinstance(current, np.random.RandomState):
-            if not isinstance(value, np.random.RandomState):
-                raise TypeError(f"expected a numpy.random.RandomState, got {value!r}")
+            if not isinstance(generator, np.random.RandomState):
+                raise TypeError(f"expected a numpy.random.RandomState, got {generator!r}")
             return
-        given = as_numbers(value, "the state")
+        given = as_numbers(generator, "the state")
         if given.dtype.kind not in "iu":
             raise TypeError(f"expected the state of MRG streams, integers, got an array of {given.dtype}")
         if given.shape != current.shape:
@@ -63,22 +64,22 @@ class Theano(GraphLibrary):
         state = self.borrow_value(shared)
         return super().copy_generator(shared) if isinstance(state, np.random.RandomState) else np.array(state)
 
-    def set_generator(self, shared: Any, value: Any) -> None:
+    def set_generator(self, shared: Any, generator: Any) -> None:
         """Set a RandomState, or states of MRG streams, cast to the variable's dtype."""
-        is_state = isinstance(value, np.random.RandomState)
-        super().set_generator(shared, value if is_state else np.array(value, shared.type.dtype))
+        is_state = isinstance(generator, np.random.RandomState)
+        super().set_generator(shared, generator if is_state else np.array(generator, shared.type.dtype))
 
-    def jump_generator(self, value: Any, n_jumps: int) -> Any:
+    def jump_generator(self, generator: Any, n_jumps: int) -> Any:
         """Return a RandomState or MRG states ahead in the stream."""
-        if not isinstance(value, np.random.RandomState):
-            return _jump_mrg(np.asarray(value), n_jumps)
+        if not isinstance(generator, np.random.RandomState):
+            return _jump_mrg(np.asarray(generator), n_jumps)
         source = np.random.MT19937()
-        source.state = cast(Any, value.get_state(legacy=False))
+        source.state = cast(Any, generator.get_state(legacy=False))
         return np.random.RandomState(source.jumped(n_jumps))
 
-    def get_default_value(self, wrapped: Any) -> tuple[Any, ...]:
+    def get_default_value(self, library_input: Any) -> tuple[Any, ...]:
         """Return a tuple with the default value of an ``In``; an empty tuple if there is none."""
-        return (wrapped.value,) if isinstance(wrapped, In) and wrapped.value is not None else ()
+        return (library_input.value,) if isinstance(library_input, In) and library_input.value is not None else ()
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """Compile a function; inputs that Theano uses on a GPU are arrays of the GPU."""
@@ -152,7 +153,7 @@ def _jump_mrg(state: np.ndarray, n_jumps: int) -> np.ndarray:
     power = n_jumps * _MRG_JUMP
     jumped = [
         np.array(_matrix_power(matrix, power, modulus), object) @ part.astype(object).T % modulus
-        for matrix, modulus, part in ((_A1, _M1, state[:, :3]), (_A2, _M2, state[:, 3:]))
+        for (matrix, modulus), part in zip(_MRG_RECURRENCES, (state[:, :3], state[:, 3:]), strict=True)
     ]
     return np.concatenate(jumped).T.astype(state.dtype)
 

@@ -79,11 +79,11 @@ from synkhronos.ranks.segments import (
     SegmentReceiver,
     UnmappedSegment,
     create_unlinked_file,
-    is_closed,
+    is_peer_closed,
     send_segment,
 )
 from synkhronos.ranks.task_memory import TaskMemory
-from synkhronos.ranks.threads import count_available_cores
+from synkhronos.ranks.thread_limit import count_available_cores
 from synkhronos.ranks.worker_processes import WorkerProcesses
 
 #: Prefixes of the environment variables by which launchers identify MPI processes.
@@ -118,8 +118,8 @@ class Agent:
     channel : socket or None
         Channel to the master, on its host.
     workers : WorkerProcesses
-        WorkerProcesses that this agent has started.  On the master's host there are none: the master has started them.
-    frames : mpi4py.MPI.Comm
+        Workers that this agent has started.  On the master's host there are none: the master has started them.
+    frame_comm : mpi4py.MPI.Comm
         Second communicator of all agents, for frames.
     """
 
@@ -130,27 +130,27 @@ class Agent:
         control: ControlMemory,
         channel: socket.socket | None,
         workers: WorkerProcesses,
-        frames: Any,
+        frame_comm: Any,
     ):
         world = mpi.COMM_WORLD
         self._config, self._control, self._channel, self._workers = config, control, channel, workers
         self._host, self._host_names = world.rank, config["host_names"]
-        self._ranks_by_host = compute_ranks_by_host(config["counts"])
+        self._ranks_by_host = compute_ranks_by_host(config["rank_counts"])
         self._local_ranks = control.local_ranks
         self._layout = PipeLayout(control)
         self._layout.n_next_hosts[0] = world.size - 1 - world.rank
         self._messenger = Messenger(mpi, world)
-        self._frames = FrameTransport(mpi, frames, control, self._layout)
-        self._pages = PageTable(world.size - 1, self._keep_alive)
+        self._frame_transport = FrameTransport(mpi, frame_comm, control, self._layout)
+        self._page_table = PageTable(world.size - 1, self._keep_alive)
         self._receiver = None if channel is None else SegmentReceiver(channel)
         self._segments: dict[int, Segment] = {}
-        self._task = TaskAgent(self._messenger, control, self._ranks_by_host, self._segments)
+        self._task_agent = TaskAgent(self._messenger, control, self._ranks_by_host, self._segments)
         self._last_segment_key = self._last_command_number = self._last_step = 0
         self._tally = StepTally(world.size, world.rank)
         self._sent_done: tuple[int, ...] = ()
         # The other agents start their workers before they send anything.
         self._next_heartbeat = self._next_check = 0.0
-        self._deadline = 0.0
+        self._exit_deadline = 0.0
         self._is_ending = False
         #: Hosts with which this one exchanges heartbeats, and hosts that have ended their workers.
         self._heartbeat_hosts = self._messenger.other_hosts if self._is_master_host else [0]
@@ -167,7 +167,7 @@ class Agent:
             HEARTBEAT: self._on_heartbeat,
             END: self._on_end,
             ENDED: self._on_ended,
-            **self._task.handlers,
+            **self._task_agent.handlers,
         }
 
     @property
@@ -177,15 +177,15 @@ class Agent:
     def run(self) -> None:
         """Poll the control memory and MPI until the ranks end."""
         last_event, has_cores = time.monotonic(), len(self._local_ranks) < count_available_cores()
-        while not self._is_over():
+        while not self._has_ended():
             has_events = self._poll_memory()
-            for source, kind, arguments in self._messenger.receive():
-                self._handlers[kind](source, *arguments)
-                has_events |= kind != HEARTBEAT
-            if self._frames.progress():
+            for source, message_type, arguments in self._messenger.receive():
+                self._handlers[message_type](source, *arguments)
+                has_events |= message_type != HEARTBEAT
+            if self._frame_transport.progress():
                 self._control.wake_local_ranks(AWAITS_STEP)
                 has_events = True
-            has_events |= self._task.progress()
+            has_events |= self._task_agent.progress()
             now = time.monotonic()
             self._send_heartbeat(now)
             if has_events:
@@ -193,14 +193,14 @@ class Agent:
                 continue
             idle_seconds = now - last_event
             # While frames are in transit a short sleep costs nothing: others follow, and ranks may need the core.
-            if idle_seconds < _POLL_SECONDS and has_cores and not self._frames.has_transfers:
+            if idle_seconds < _POLL_SECONDS and has_cores and not self._frame_transport.has_transfers:
                 os.sched_yield()
-            elif idle_seconds < _SHORT_SLEEP_SECONDS or self._task.has_unfinished_work:
+            elif idle_seconds < _SHORT_SLEEP_SECONDS or self._task_agent.has_unfinished_work:
                 time.sleep(_MIN_SLEEP)
             else:
                 time.sleep(min(idle_seconds / 100, _MAX_SLEEP))
 
-    def _is_over(self) -> bool:
+    def _has_ended(self) -> bool:
         return self._is_ending and (not self._is_master_host or self._ended_hosts.issuperset(self._heartbeat_hosts))
 
     # -- events of this host -----------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Agent:
             has_events = True
         failed = words[ControlMemory.FAILED]  # read before the ranks' steps: see `ranks.agreement`
         step = min(self._control.arrived[self._local_ranks.start : self._local_ranks.stop])
-        sends_step, sends_failed = self._tally.update(failed, step)
+        sends_step, sends_failed = self._tally.record_own_state(failed, step)
         if sends_step:
             self._send_step(step)
         if sends_failed:
@@ -242,17 +242,18 @@ class Agent:
             if segment.key > self._last_segment_key:
                 self._last_segment_key = segment.key
                 self._segments[segment.key] = segment
-                if not segment.is_file:
-                    self._pages.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
-                path = self._receiver.path if segment.is_file else None
-                messenger.send_all(messenger.other_hosts, NEW_SEGMENT, segment.key, segment.nbytes, path)
+                if not segment.is_user_file:
+                    self._page_table.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
+                messenger.send_all(
+                    messenger.other_hosts, NEW_SEGMENT, segment.key, segment.nbytes, segment.path or None
+                )
         length = words[ControlMemory.MESSAGE_NBYTES]
         message = bytes(self._control.mailbox[:length])
         accesses, dropped, task = pickle.loads(
             self._control.mailbox[length : length + words[ControlMemory.PLAN_NBYTES]]
         )
-        memory = self._pages.memory
-        missing = self._pages.take_missing_pages(
+        memory = self._page_table.memory
+        missing = self._page_table.take_missing_pages(
             [find_pages(pages_by_segment, memory) for pages_by_segment in accesses]
         )
         for host, pages_by_segment in zip(messenger.other_hosts, missing, strict=True):
@@ -266,10 +267,10 @@ class Agent:
             messenger.send(host, COMMAND, self._last_command_number, message, task)
             if dropped:
                 messenger.send(host, DROP_SEGMENTS, dropped)
-        self._pages.drop(dropped)
+        self._page_table.drop(dropped)
         for key in dropped:
             self._segments.pop(key, None)
-        self._task.start_command(self._last_command_number, task)
+        self._task_agent.start_command(self._last_command_number, task)
 
     def _keep_alive(self, max_unsent: int = 1 << 30) -> None:
         """Send heartbeats during long work, and wait until at most ``max_unsent`` messages are unsent."""
@@ -326,7 +327,7 @@ class Agent:
 
     def _check_peers(self, now: float) -> None:
         """Act on the death of the master or of a worker, and on the failure of another host."""
-        if self._channel is not None and is_closed(self._channel):
+        if self._channel is not None and is_peer_closed(self._channel):
             self._end_without_master(now)
         if self._is_ending:
             return
@@ -352,15 +353,15 @@ class Agent:
     def _end_without_master(self, now: float) -> None:
         """End all hosts after the master's death; if some do not answer, exit, so that ``mpirun`` ends them."""
         self._control.words[ControlMemory.END_REQUEST] = ControlMemory.KILL_WORKERS
-        self._deadline = self._deadline or now + _EXIT_SECONDS_WITHOUT_MASTER
-        if now > self._deadline:
+        self._exit_deadline = self._exit_deadline or now + _EXIT_SECONDS_WITHOUT_MASTER
+        if now > self._exit_deadline:
             self._exit_alone(1)
 
     # -- messages of other hosts ----------------------------------------------------------------------
 
     def _on_command(self, source: int, command_number: int, message: bytes, task: TaskMemory | None) -> None:
         control, words = self._control, self._control.words
-        self._task.start_command(command_number, task)
+        self._task_agent.start_command(command_number, task)
         control.mailbox[: len(message)] = message
         words[ControlMemory.MESSAGE_NBYTES] = len(message)
         words[ControlMemory.NEWEST_KEY] = self._last_segment_key
@@ -506,20 +507,20 @@ def main(address: str) -> None:
     if config is None:  # the master has cancelled the start
         MPI.Finalize()
         return
-    frames = world.Dup()
+    frame_comm = world.Dup()
     signal.alarm(0)
-    local_ranks = compute_ranks_by_host(config["counts"])[world.rank]
+    local_ranks = compute_ranks_by_host(config["rank_counts"])[world.rank]
     is_master_host, link_nbytes = file is not None, PipeLayout.compute_nbytes(len(local_ranks))
     if file is None:
         file = _create_control_memory(MPI, config, local_ranks, link_nbytes)
         _set_environment(config)
-    spin = SPIN_SECONDS if len(local_ranks) < count_available_cores() else 0.0
-    control = ControlMemory(config["size"], spin, file.fileno(), is_master_host, local_ranks, link_nbytes)
+    spin_seconds = SPIN_SECONDS if len(local_ranks) < count_available_cores() else 0.0
+    control = ControlMemory(config["size"], spin_seconds, file.fileno(), is_master_host, local_ranks, link_nbytes)
     workers = WorkerProcesses(config["master_rank"], control, None if is_master_host else file)
     if not is_master_host:
         workers.start(config["profile"])
         file.close()
-    Agent(MPI, config, control, channel, workers, frames).run()
+    Agent(MPI, config, control, channel, workers, frame_comm).run()
     with contextlib.suppress(MPI.Exception):  # messages that were never received
         MPI.Finalize()
 
@@ -549,7 +550,7 @@ def _create_control_memory(mpi: Any, config: dict[str, Any], local_ranks: range,
             local_ranks.start,
         )
         deadline = time.monotonic() + _EXIT_SECONDS
-        while time.monotonic() < deadline and all(kind != END for _, kind, _ in messenger.receive()):
+        while time.monotonic() < deadline and all(message_type != END for _, message_type, _ in messenger.receive()):
             time.sleep(_MAX_SLEEP)
         raise
 
@@ -568,17 +569,17 @@ def _unlink_shared_memory() -> None:
 
 
 def _get_host_info() -> dict[str, Any]:
-    """Return this host's name, numbers of cores and GPUs, and versions, for the master."""
+    """Return this host's name, numbers of usable cores, GPUs and all cores, and versions, for the master."""
     return {
         "name": platform.node(),
-        "cores": count_available_cores(),
-        "gpus": get_n_gpu(),
-        "machine": os.cpu_count() or 1,
-        "versions": {"Python": platform.python_version(), **_find_versions()},
+        "n_cores": count_available_cores(),
+        "n_gpus": get_n_gpu(),
+        "n_host_cores": os.cpu_count() or 1,
+        "versions": {"Python": platform.python_version(), **_list_package_versions()},
     }
 
 
-def _find_versions() -> dict[str, str]:
+def _list_package_versions() -> dict[str, str]:
     versions = list_versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
     if find_spec("pygpu") is not None:  # linked into environments without metadata
         versions["pygpu"] = "installed"
@@ -597,9 +598,9 @@ def _connect(address: str, host_infos: Any) -> tuple[socket.socket, dict[str, An
     if user != os.getuid():
         raise RuntimeError("another user's process answers in the master's place")
     channel.send(json.dumps(host_infos).encode())
-    content, files, _, _ = socket.recv_fds(channel, 1 << 20, 1)
+    content, fds, _, _ = socket.recv_fds(channel, 1 << 20, 1)
     if not content:
         return channel, None, None
     config = json.loads(content)
     config["master"] = pid
-    return channel, config, open(files[0], "r+b", buffering=0)
+    return channel, config, open(fds[0], "r+b", buffering=0)

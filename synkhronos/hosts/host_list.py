@@ -48,8 +48,8 @@ def read_mpi_rank_and_size() -> tuple[int, int] | None:
 def is_this_machine(name: str) -> bool:
     """Whether a host name resolves to an address of this machine."""
     with contextlib.suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as test_socket:
+        for family, socket_type, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket_type) as test_socket:
                 test_socket.bind(address)
                 return True
     return name == socket.gethostname()
@@ -69,38 +69,38 @@ def parse_hosts(hosts: str | Sequence[str] | None) -> list[Host]:
     TypeError, ValueError
         For other values, a host named twice, or ``"all"`` outside of an allocation.
     """
-    argument = "hosts"
+    argument_name = "hosts"
     if hosts is None:
-        argument, text = "SYNKHRONOS_HOSTS", os.environ.get("SYNKHRONOS_HOSTS", "").strip()
+        argument_name, text = "SYNKHRONOS_HOSTS", os.environ.get("SYNKHRONOS_HOSTS", "").strip()
         if not text:
             return []
         hosts = text if text == "all" else text.split(",")
     if hosts == "all":
-        hosts = _read_allocation(argument)
+        hosts = _read_allocation(argument_name)
     if isinstance(hosts, str) or not isinstance(hosts, Sequence):
-        raise TypeError(f'{argument}: expected a list of names, or "all", got {hosts!r}')
-    parsed = [_parse_host(host, argument) for host in hosts]
+        raise TypeError(f'{argument_name}: expected a list of names, or "all", got {hosts!r}')
+    parsed = [_parse_host(host, argument_name) for host in hosts]
     names = [host.name for host in parsed]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{argument}: {name} is named twice; write {name}:2 for two ranks on it")
+            raise ValueError(f"{argument_name}: {name} is named twice; write {name}:2 for two ranks on it")
     return parsed
 
 
-def _parse_host(text: object, argument: str) -> Host:
+def _parse_host(text: object, argument_name: str) -> Host:
     if not isinstance(text, str):
-        raise TypeError(f"{argument}: expected names, got {text!r}")
+        raise TypeError(f"{argument_name}: expected names, got {text!r}")
     name, colon, count = text.strip().partition(":")
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith("-"):
-        raise ValueError(f"{argument}: expected the name of a host, got {text!r}")
+        raise ValueError(f"{argument_name}: expected the name of a host, got {text!r}")
     if colon and not (count.isdecimal() and 0 < int(count) <= MAX_RANKS_PER_HOST):
         raise ValueError(
-            f"{argument}: expected a number of ranks from 1 to {MAX_RANKS_PER_HOST} after the colon, got {text!r}"
+            f"{argument_name}: expected a number of ranks from 1 to {MAX_RANKS_PER_HOST} after the colon, got {text!r}"
         )
     return Host(name, int(count) if colon else None)
 
 
-def compute_ranks_by_host(counts: Sequence[int]) -> list[range]:
+def compute_ranks_by_host(rank_counts: Sequence[int]) -> list[range]:
     """Return each host's range of ranks, from its number of ranks.
 
     Examples
@@ -108,7 +108,7 @@ def compute_ranks_by_host(counts: Sequence[int]) -> list[range]:
     >>> compute_ranks_by_host([3, 1])
     [range(0, 3), range(3, 4)]
     """
-    return [range(stop - count, stop) for stop, count in zip(accumulate(counts), counts, strict=True)]
+    return [range(stop - count, stop) for stop, count in zip(accumulate(rank_counts), rank_counts, strict=True)]
 
 
 def find_host(ranks_by_host: Sequence[range], rank: int) -> int:
@@ -122,7 +122,7 @@ def describe_host(name: str, host_ranks: range) -> str:
     return f"host {name} ({ranks})"
 
 
-def _read_allocation(argument: str) -> list[str]:
+def _read_allocation(argument_name: str) -> list[str]:
     """Return the host names of this job's allocation, in the batch system's order."""
     if nodes := os.environ.get("SLURM_JOB_NODELIST"):
         output = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
@@ -134,7 +134,7 @@ def _read_allocation(argument: str) -> list[str]:
         names = host_counts.split()[::2]
     else:
         raise ValueError(
-            f'{argument}: "all" stands for the hosts of an allocation of Slurm, PBS or LSF, and this process is in '
-            "none: list the hosts"
+            f'{argument_name}: "all" stands for the hosts of an allocation of Slurm, PBS or LSF, and this process is '
+            "in none: list the hosts"
         )
     return list(dict.fromkeys(names))

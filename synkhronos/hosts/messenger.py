@@ -1,6 +1,6 @@
 """Messages between agents, over MPI.
 
-Messages are pickled tuples of a kind and its content; `synkhronos.hosts.agent` lists the kinds.  Bytes of shared memory
+Messages are pickled tuples of a type and its content; `synkhronos.hosts.agent` lists the types.  Bytes of shared memory
 follow a message that announces them, without being pickled.
 """
 
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-#: Kinds of messages.
+#: Types of messages.
 (
     COMMAND,
     NEW_SEGMENT,
@@ -47,7 +47,7 @@ class Messenger:
     ----------
     mpi : module
         ``mpi4py.MPI``.
-    world : mpi4py.MPI.Comm
+    comm : mpi4py.MPI.Comm
         Communicator of all agents; the rank in it is the number of the host.
 
     Attributes
@@ -56,11 +56,11 @@ class Messenger:
         Time of the last message of each other host, by the monotonic clock.
     """
 
-    def __init__(self, mpi: Any, world: Any):
-        self._mpi, self._world = mpi, world
-        self.host, self.size = world.rank, world.size
+    def __init__(self, mpi: Any, comm: Any):
+        self._mpi, self._comm = mpi, comm
+        self.host, self.size = comm.rank, comm.size
         self._unsent: list[Any] = []
-        self._arriving: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.size)]
+        self._incoming: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.size)]
         self._status = mpi.Status()
         self.last_received = dict.fromkeys(self.other_hosts, time.monotonic() + _FIRST_MESSAGE_SECONDS)
 
@@ -69,23 +69,23 @@ class Messenger:
         """Numbers of all other hosts."""
         return [host for host in range(self.size) if host != self.host]
 
-    def send(self, host: int, kind: int, *arguments: Any) -> None:
+    def send(self, host: int, message_type: int, *arguments: Any) -> None:
         """Send a message to a host without waiting."""
-        self.send_all([host], kind, *arguments)
+        self.send_all([host], message_type, *arguments)
 
-    def send_all(self, hosts: Iterable[int], kind: int, *arguments: Any) -> None:
+    def send_all(self, hosts: Iterable[int], message_type: int, *arguments: Any) -> None:
         """Send a message to several hosts without waiting."""
-        payload = pickle.dumps((kind, arguments), pickle.HIGHEST_PROTOCOL)
+        payload = pickle.dumps((message_type, arguments), pickle.HIGHEST_PROTOCOL)
         for host in hosts:
-            self._unsent.append((self._world.Isend([payload, self._mpi.BYTE], host, 0), payload))
+            self._unsent.append((self._comm.Isend([payload, self._mpi.BYTE], host, 0), payload))
 
     def send_bytes(self, host: int, content: memoryview) -> None:
         """Send memory, which must not change until it is sent.  A message that announces it has to precede it."""
-        self._unsent.append((self._world.Isend([content, self._mpi.BYTE], host, 1), content))
+        self._unsent.append((self._comm.Isend([content, self._mpi.BYTE], host, 1), content))
 
     def receive_bytes(self, source: int, buffer: Any) -> Any:
         """Post the receive of a `send_bytes`, and return its request.  Call it in the order of the announcements."""
-        return self._world.Irecv([buffer, self._mpi.BYTE], source, 1)
+        return self._comm.Irecv([buffer, self._mpi.BYTE], source, 1)
 
     def has_unsent(self, limit: int) -> bool:
         """Whether more than ``limit`` messages are unsent."""
@@ -93,19 +93,19 @@ class Messenger:
         return len(self._unsent) > limit
 
     def receive(self) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
-        """Yield source, kind and content of each message that has arrived; messages of a host stay in order."""
+        """Yield source, type and content of each message that has arrived; messages of a host stay in order."""
         self.has_unsent(0)  # frees the memory of sent messages
         self.post_receives(MAX_UNSENT_MESSAGES)
-        for source, messages in enumerate(self._arriving):
+        for source, messages in enumerate(self._incoming):
             while messages and messages[0][0].Test():
-                kind, arguments = pickle.loads(messages.popleft()[1])
-                yield source, kind, arguments
+                message_type, arguments = pickle.loads(messages.popleft()[1])
+                yield source, message_type, arguments
 
     def post_receives(self, limit: int) -> None:
         """Post receives of messages that wait in MPI, while fewer than ``limit`` are received and not yielded."""
         status = self._status
-        while sum(map(len, self._arriving)) < limit and self._world.Iprobe(self._mpi.ANY_SOURCE, 0, status):
+        while sum(map(len, self._incoming)) < limit and self._comm.Iprobe(self._mpi.ANY_SOURCE, 0, status):
             source = status.source
             buffer = bytearray(status.Get_count(self._mpi.BYTE))
-            self._arriving[source].append((self._world.Irecv([buffer, self._mpi.BYTE], source, 0), buffer))
+            self._incoming[source].append((self._comm.Irecv([buffer, self._mpi.BYTE], source, 0), buffer))
             self.last_received[source] = time.monotonic()

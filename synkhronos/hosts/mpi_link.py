@@ -33,8 +33,8 @@ from synkhronos.ranks.control_memory import MAILBOX_NBYTES, ControlMemory
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, PeerFailure, StartError, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
-from synkhronos.ranks.memory import Release
-from synkhronos.ranks.segments import SegmentTable, is_closed
+from synkhronos.ranks.memory_table import Release
+from synkhronos.ranks.segments import SegmentTable, is_peer_closed
 
 #: Seconds that the agents may take to start.
 _START_SECONDS = 60.0
@@ -89,8 +89,8 @@ class MpiLink(Link):
         self._hosts = hosts
         self.host_names = [host.name for host in hosts or ()]
         self._timeout, self._output = timeout, output
-        self._last_lines: deque[str] = deque(maxlen=50)
-        self._readers: list[threading.Thread] = []
+        self._last_output_lines: deque[str] = deque(maxlen=50)
+        self._output_threads: list[threading.Thread] = []
         self._channel: socket.socket | None = None
         self._mpirun: Any = None
         self._control: ControlMemory | None = None
@@ -109,7 +109,7 @@ class MpiLink(Link):
         """
         hosts = self._hosts
         if hosts is None:
-            _record_single_start()
+            _check_first_start()
         address = f"synkhronos-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + address)
@@ -133,11 +133,11 @@ class MpiLink(Link):
                     start_new_session=True,  # only the master handles Ctrl-C at the terminal
                     close_fds=hosts is not None,  # an agent talks to the mpirun above it over inherited files
                 )
-            host_infos = self._connect(listener)
+            host_infos = self._accept_agent(listener)
         if hosts is None:
             hosts = [Host(host["name"], None) for host in host_infos]
             self.host_names = [host.name for host in hosts]
-            mpirun.check_processes(host_infos)
+            mpirun.check_mpi_processes(host_infos)
         elif len(host_infos) < len(hosts):
             raise RuntimeError(
                 f"{mpirun.find_mpirun()} started {len(hosts)} processes, and MPI connects {len(host_infos)} of them: "
@@ -147,7 +147,7 @@ class MpiLink(Link):
         check_versions(self.host_names, [host["versions"] for host in host_infos])
         self._aliases = [(name, host["name"]) for name, host in zip(self.host_names, host_infos, strict=True)]
         self._listed_counts = [host.n_ranks for host in hosts]
-        self._cores, self._gpus = ([host[key] for host in host_infos] for key in ("cores", "gpus"))
+        self._cores, self._gpus = ([host[key] for host in host_infos] for key in ("n_cores", "n_gpus"))
 
     def choose_gpu_default(self) -> bool | None:
         """Return the default of ``use_gpu``: False if no host has GPUs; None (this host decides) if all have some.
@@ -193,7 +193,7 @@ class MpiLink(Link):
         self.size = sum(counts)
         self.control_nbytes = PipeLayout.compute_nbytes(counts[0])
 
-    def _connect(self, listener: socket.socket) -> list[dict[str, Any]]:
+    def _accept_agent(self, listener: socket.socket) -> list[dict[str, Any]]:
         """Wait until the first agent connects, and return the hosts' infos that it sends."""
         listener.settimeout(0.05)
         deadline = time.monotonic() + _START_SECONDS
@@ -205,10 +205,10 @@ class MpiLink(Link):
                     if self._hosts is None:
                         raise RuntimeError(
                             "MPI did not connect the processes that mpirun or srun has started: "
-                            f"{self._read_error()}{mpirun.advise_srun()}"
+                            f"{self._read_mpirun_error()}{mpirun.get_srun_advice()}"
                         ) from None
                     raise RuntimeError(
-                        f"the hosts {', '.join(self.host_names)} could not be reached: {self._read_error()}"
+                        f"the hosts {', '.join(self.host_names)} could not be reached: {self._read_mpirun_error()}"
                     ) from None
                 if time.monotonic() > deadline:
                     raise RuntimeError(
@@ -224,12 +224,12 @@ class MpiLink(Link):
         self._channel.settimeout(_START_SECONDS)
         message = self._channel.recv(1 << 20)
         if not message:
-            raise RuntimeError(f"the agent of this host ended at once: {self._read_error()}")
+            raise RuntimeError(f"the agent of this host ended at once: {self._read_mpirun_error()}")
         host_infos: list[dict[str, Any]] = json.loads(message)
         self._channel.settimeout(None)
         return host_infos
 
-    def _read_error(self) -> str:
+    def _read_mpirun_error(self) -> str:
         """Return the error message of ``mpirun``, which has ended."""
         try:
             outputs = self._mpirun.communicate(timeout=_EXIT_SECONDS)
@@ -251,7 +251,7 @@ class MpiLink(Link):
         self._control, self._layout = control, PipeLayout(control)
         config = {
             "host_names": self.host_names,
-            "counts": list(map(len, self.ranks_by_host)),
+            "rank_counts": list(map(len, self.ranks_by_host)),
             "size": self.size,
             "master_rank": master_rank,
             "profile": profile,
@@ -264,8 +264,8 @@ class MpiLink(Link):
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         socket.send_fds(self._channel, [json.dumps(config).encode()], [file.fileno()])
         for stream, name in ((self._mpirun.stdout, "stdout"), (self._mpirun.stderr, "stderr")):
-            self._readers.append(threading.Thread(target=self._forward_output, args=(stream, name), daemon=True))
-            self._readers[-1].start()
+            self._output_threads.append(threading.Thread(target=self._forward_output, args=(stream, name), daemon=True))
+            self._output_threads[-1].start()
         return self._channel
 
     def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
@@ -280,7 +280,7 @@ class MpiLink(Link):
                 if local_rows is None:
                     accesses_by_host[-1].append(_to_segment_access(access))
                     continue
-                _check_rows(access, local_rows, segments, describe_host(name, ranks))
+                _check_rows_are_local(access, local_rows, segments, describe_host(name, ranks))
                 if isinstance(access.rows, ArrayLocation):
                     accesses_by_host[-1].append(_to_segment_access(RowAccess(access.rows)))
         task = command.task_memory
@@ -318,18 +318,18 @@ class MpiLink(Link):
                     death = death._replace(lost_ranks=self.ranks_by_host[find_host(self.ranks_by_host, rank)])
             return PeerFailure(message, rank, death)
         assert self._channel is not None
-        if self._mpirun.poll() is None and not is_closed(self._channel):
+        if self._mpirun.poll() is None and not is_peer_closed(self._channel):
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._mpirun.wait(1.0)
-        for reader in self._readers:
+        for reader in self._output_threads:
             reader.join(0.2)
         code = self._mpirun.poll()
         if code is not None and code < 0:
             process_name = "the agent of this host" if self._hosts is None else "mpirun, which connects the hosts,"
             text = f"{process_name} (process {self._mpirun.pid}) {describe_exit(code)}"
             return PeerFailure(text, 0, Death(0, "", 0, f"ended: {text}"))
-        lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_lines)), self._aliases)
+        lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_output_lines)), self._aliases)
         names = [describe_host(self.host_names[i], self.ranks_by_host[i]) for i in lost_hosts]
         description = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         cause = "was lost: the host, or the agent there, has ended"
@@ -339,12 +339,12 @@ class MpiLink(Link):
             death = Death(ranks.start, "", 0, f"ended: {text}")
         return PeerFailure(text, ranks.start, death)
 
-    def shut_down(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
+    def shut_down(self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool]) -> None:
         """End the other hosts' workers and all agents."""
         if self._control is not None:
             request = ControlMemory.KILL_WORKERS if kill else ControlMemory.END_WORKERS
             self._control.words[ControlMemory.END_REQUEST] = request
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + grace_seconds
         while not kill and self._control is not None and self._mpirun.poll() is None:
             if should_kill() or time.monotonic() > deadline:
                 break
@@ -369,7 +369,7 @@ class MpiLink(Link):
             # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster).  They stay
             # open while any process waits for an unreachable host, but contain all output already.
             output_seconds = _OUTPUT_SECONDS
-        for reader in self._readers:
+        for reader in self._output_threads:
             reader.join(output_seconds)
         self._earlier_bytes_sent = self.bytes_sent
         self._control = self._layout = None
@@ -389,7 +389,7 @@ class MpiLink(Link):
         if len(hosts) == 1:
             return LocalLink(len(ranks_left[hosts[0].name]), self.bytes_sent)
         try:
-            link = self._connect_again(hosts)
+            link = self._start_link(hosts)
         except _CONNECTION_ERRORS as error:
             lost_hosts = self._find_unreachable_hosts(hosts)
             if not lost_hosts:  # all could be reached one by one
@@ -408,8 +408,8 @@ class MpiLink(Link):
         link._earlier_bytes_sent = self.bytes_sent
         return link
 
-    def _connect_again(self, hosts: Sequence[Host]) -> MpiLink:
-        """Return a link to some hosts, whose agents have been started."""
+    def _start_link(self, hosts: Sequence[Host]) -> MpiLink:
+        """Start agents on some hosts, and return the new link to them."""
         link = MpiLink(hosts, self._timeout, self._output)
         try:
             link.start_agents()
@@ -428,7 +428,7 @@ class MpiLink(Link):
         """
         own, others = hosts[0], hosts[1:]
         try:
-            self._connect_again([own]).kill()
+            self._start_link([own]).kill()
         except _CONNECTION_ERRORS as error:
             raise RuntimeError(f"this host, {own.name}, can't start an agent: {error}") from error
         if len(others) == 1:
@@ -436,7 +436,7 @@ class MpiLink(Link):
         unreachable = []
         for host in others:
             try:
-                self._connect_again([own, host]).kill()
+                self._start_link([own, host]).kill()
             except _CONNECTION_ERRORS:
                 unreachable.append(host.name)
         return unreachable
@@ -449,7 +449,7 @@ class MpiLink(Link):
     def _forward_output(self, stream: IO[str], name: str) -> None:
         """Forward the hosts' output to a standard stream of this process, and store its last lines for messages."""
         for line in stream:
-            self._last_lines.append(line)
+            self._last_output_lines.append(line)
             target = getattr(sys, name) if self._output is None else self._output
             if target is not None:
                 with contextlib.suppress(OSError, ValueError):
@@ -470,7 +470,7 @@ def _to_segment_access(access: RowAccess) -> SegmentAccess:
     return SegmentAccess(array.key, array.offset, row_nbytes, None, (rows.key, rows.offset, rows.shape[0], first_row))
 
 
-def _check_rows(access: RowAccess, local_rows: range, segments: SegmentTable, description: str) -> None:
+def _check_rows_are_local(access: RowAccess, local_rows: range, segments: SegmentTable, description: str) -> None:
     """Raise IndexError if a host needs rows that only another host has loaded."""
     rows = range(access.array.shape[0]) if access.rows is None else access.rows
     index = np.array([*rows[:1], *rows[-1:]]) if isinstance(rows, range) else rows.view(segments)
@@ -485,13 +485,13 @@ def _check_rows(access: RowAccess, local_rows: range, segments: SegmentTable, de
         )
 
 
-def _record_single_start() -> None:
-    """Record the session of a script that ``mpirun`` started.
+def _check_first_start() -> None:
+    """Raise RuntimeError at the second session of a script that ``mpirun`` started.
 
     Raises
     ------
     RuntimeError
-        If it is the second: the processes on other hosts have exited with the first.
+        The processes on other hosts have exited with the first session.
     """
     global _has_started
     if _has_started:

@@ -41,7 +41,7 @@ def make_mpirun_command(names: Sequence[str], address: str) -> list[str]:
     if _is_mpich(mpirun):
         options = ["-hosts", host_list]
     else:
-        _check_names(names)
+        _check_addresses(names)
         options = ["-H", host_list, "--bind-to", "none"]
     return [mpirun, *options, "-n", str(len(names)), *make_agent_command(address)]
 
@@ -63,7 +63,7 @@ def _is_mpich(mpirun: str) -> bool:
     return "HYDRA" in output.upper()
 
 
-def _check_names(names: Sequence[str]) -> None:
+def _check_addresses(names: Sequence[str]) -> None:
     """Raise RuntimeError if hosts have no address, which Open MPI reports only after half a minute."""
     unknown = [name for name in names if not _has_address(name) and not _has_address(_resolve_ssh_alias(name))]
     if unknown:
@@ -109,13 +109,13 @@ def make_mpirun_environment(has_started_script: bool) -> dict[str, str]:
     return environment
 
 
-def check_processes(host_infos: Sequence[dict[str, Any]]) -> None:
+def check_mpi_processes(host_infos: Sequence[dict[str, Any]]) -> None:
     """Raise if MPI does not connect the processes, or two are on one host; warn if one is bound to a core."""
     _, count = read_mpi_rank_and_size() or (0, len(host_infos))
     if len(host_infos) != count:
         raise RuntimeError(
             f"{count} processes were started, and MPI connects {len(host_infos)} of them: start one on each host, by "
-            f"the mpirun of the MPI that mpi4py uses{advise_srun()}; independent processes call fork(hosts=[])"
+            f"the mpirun of the MPI that mpi4py uses{get_srun_advice()}; independent processes call fork(hosts=[])"
         )
     names = [host["name"] for host in host_infos]
     for name in names:
@@ -126,16 +126,16 @@ def check_processes(host_infos: Sequence[dict[str, Any]]) -> None:
                 "processes call fork(hosts=[])"
             )
     for host in host_infos:
-        if host["cores"] == 1 < host["machine"]:
+        if host["n_cores"] == 1 < host["n_host_cores"]:
             warnings.warn(
-                f"the process on {host['name']} may use 1 of {host['machine']} cores: mpirun --bind-to none lets it "
-                "use them all",
+                f"the process on {host['name']} may use 1 of {host['n_host_cores']} cores: "
+                "mpirun --bind-to none lets it use them all",
                 stacklevel=6,
             )
 
 
-def advise_srun() -> str:
-    """Return advice on ``srun`` for messages; "" if it has not started this script."""
+def get_srun_advice() -> str:
+    """Return advice on ``srun`` to append to a message; "" if it has not started this script."""
     if "SLURM_STEP_ID" not in os.environ:
         return ""
     return (

@@ -113,13 +113,15 @@ class PageTable:
         """Mark changed pages as missing on all hosts, and copy the pages that no host has."""
         memory, sent_copy, held = self.memory[key], self._sent_copies[key], self._held_pages[key]
         sent_pages = pages[held[:, pages].any(axis=0)]
-        held[:, sent_pages[_compare_pages(read_pages(memory, sent_pages), read_pages(sent_copy, sent_pages))]] = False
+        held[:, sent_pages[_find_changed_pages(read_pages(memory, sent_pages), read_pages(sent_copy, sent_pages))]] = (
+            False
+        )
         new_pages = pages[~held[:, pages].any(axis=0)]
         write_pages(sent_copy, new_pages, read_pages(memory, new_pages))
 
 
-def _compare_pages(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return for each page whether its bytes differ; the last page may be shorter."""
+def _find_changed_pages(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return a mask of the pages whose bytes differ; the last page may be shorter."""
     n_full_pages = left.size // PAGE_NBYTES
     full_pages = slice(n_full_pages * PAGE_NBYTES)
     left_words, right_words = (
@@ -153,7 +155,7 @@ def find_pages(accesses: Iterable[SegmentAccess], memory: dict[int, np.ndarray])
                 pages = _find_row_pages(access, np.arange(*access.rows))
             pages_by_segment.setdefault(access.key, []).append(pages)
     # A segment that is not in ``memory`` is a user's file, which every host has.
-    return {key: np.unique(np.concatenate(parts)) for key, parts in pages_by_segment.items() if key in memory}
+    return {key: np.unique(np.concatenate(pages)) for key, pages in pages_by_segment.items() if key in memory}
 
 
 def _find_page_range(start: int, stop: int) -> np.ndarray:

@@ -66,9 +66,9 @@ class PipeLayout:
         """Return the number of bytes of the memory of a host with ``n_local`` ranks."""
         return FAILURE_NBYTES + _compute_words_nbytes(n_local) + 4 * N_FRAMES * FRAME_NBYTES
 
-    def view_frame(self, pipe: int, count: int) -> memoryview:
-        """Return the memory of frame number ``count`` of a pipe."""
-        offset = self._frames_offset + (pipe * N_FRAMES + count % N_FRAMES) * FRAME_NBYTES
+    def view_frame(self, pipe: int, frame_number: int) -> memoryview:
+        """Return the memory of a frame of a pipe; frames are numbered from 0 in each command."""
+        offset = self._frames_offset + (pipe * N_FRAMES + frame_number % N_FRAMES) * FRAME_NBYTES
         return self._memory[offset : offset + FRAME_NBYTES]
 
 
@@ -92,7 +92,7 @@ class Pipe:
         self._n_processed = layout.n_processed[pipe]
         self._command_number = self._first_count = self._count = 0
 
-    def _frame_number(self) -> int:
+    def _get_frame_number(self) -> int:
         """Return the number of the current frame; 0 at the start of a command."""
         if self._command_number != self._rank.command_number:
             self._command_number = self._rank.command_number
@@ -102,7 +102,7 @@ class Pipe:
 
     def wait_writable(self) -> np.ndarray:
         """Wait until the current frame's memory is free, and return it as bytes."""
-        count = self._frame_number()
+        count = self._get_frame_number()
         transferred, pipe, target_count = (
             self._layout.n_transferred,
             self._pipe,
@@ -114,19 +114,19 @@ class Pipe:
 
     def wait_readable(self) -> np.ndarray:
         """Wait until the current frame has been received, and return it as bytes."""
-        count = self._frame_number()
+        count = self._get_frame_number()
         transferred, pipe, target_count = self._layout.n_transferred, self._pipe, self._first_count + count + 1
         if transferred[pipe] < target_count:
             self._rank.wait(lambda: transferred[pipe] >= target_count)
         return self._view_bytes(count)
 
-    def view_previous_frame(self, n_earlier: int) -> np.ndarray:
-        """Return a frame that this rank has processed, as bytes: the last one, or one ``n_earlier`` frames earlier."""
-        return self._view_bytes(self._frame_number() - 1 - n_earlier)
+    def view_previous_frame(self, n_newer: int) -> np.ndarray:
+        """Return the last frame that this rank has processed, except the ``n_newer`` newest, as bytes."""
+        return self._view_bytes(self._get_frame_number() - 1 - n_newer)
 
     def advance(self, nbytes: int = 0) -> None:
         """Mark the current frame as processed, and advance to the next; ``nbytes`` is the length of a frame to send."""
-        count = self._frame_number()
+        count = self._get_frame_number()
         self._count = count + 1
         if nbytes:
             self._layout.frame_nbytes[self._pipe * N_FRAMES + count % N_FRAMES] = (
@@ -135,9 +135,9 @@ class Pipe:
         self._n_processed[self._local_rank] = self._first_count + count + 1
         self._rank.wake_local_ranks()
 
-    def wait_all_processed(self, n_earlier: int = 0) -> None:
-        """Wait until all ranks of the host have processed this rank's frames, except the last ``n_earlier``."""
-        processed, target_count = self._n_processed, self._first_count + self._frame_number() - n_earlier
+    def wait_all_processed(self, n_newer: int = 0) -> None:
+        """Wait until all ranks of the host have processed this rank's frames, except the ``n_newer`` newest."""
+        processed, target_count = self._n_processed, self._first_count + self._get_frame_number() - n_newer
         self._rank.wait(lambda: min(processed) >= target_count)
 
     def _view_bytes(self, count: int) -> np.ndarray:
@@ -153,7 +153,7 @@ class FrameTransport:
     Parameters
     ----------
     mpi : module
-    world : mpi4py.MPI.Comm
+    comm : mpi4py.MPI.Comm
         Communicator that is used for frames only.
     control : ControlMemory
     layout : PipeLayout
@@ -162,11 +162,11 @@ class FrameTransport:
     #: Number of commands that tags distinguish; every MPI provides at least as many tags.
     _TAGS = 1 << 15
 
-    def __init__(self, mpi: Any, world: Any, control: ControlMemory, layout: PipeLayout):
-        self._mpi, self._world = mpi, world
+    def __init__(self, mpi: Any, comm: Any, control: ControlMemory, layout: PipeLayout):
+        self._mpi, self._comm = mpi, comm
         self._control, self._layout = control, layout
-        host, last_host = world.rank, world.size - 1
-        self._peers = [
+        host, last_host = comm.rank, comm.size - 1
+        self._neighbours = [
             *([(UP_OUT, DOWN_IN, host + 1)] if host < last_host else []),
             *([(DOWN_OUT, UP_IN, host - 1)] if host > 0 else []),
         ]
@@ -184,7 +184,7 @@ class FrameTransport:
             self._command_number, self._first_count = command_number, command_number << COUNT_BITS
             self._next_counts = dict.fromkeys(self._next_counts, 0)
         has_events = False
-        for outgoing, incoming, peer in self._peers:
+        for outgoing, incoming, peer in self._neighbours:
             has_events |= self._complete(outgoing) | self._complete(incoming)
             self._send(outgoing, peer)
             self._receive(incoming, peer)
@@ -213,7 +213,7 @@ class FrameTransport:
             frame = layout.view_frame(pipe, count)[: layout.frame_nbytes[pipe * N_FRAMES + count % N_FRAMES]]
             tag = self._command_number % self._TAGS
             self._in_transit[pipe].append(
-                (first_count + count + 1, self._world.Isend([frame, self._mpi.BYTE], peer, tag))
+                (first_count + count + 1, self._comm.Isend([frame, self._mpi.BYTE], peer, tag))
             )
             self._next_counts[pipe] = count + 1
 
@@ -223,7 +223,7 @@ class FrameTransport:
         while (
             len(in_transit) < N_FRAMES
             and (not in_transit or in_transit[0][0] > first_count)
-            and self._world.Iprobe(peer, self._mpi.ANY_TAG, self._status)
+            and self._comm.Iprobe(peer, self._mpi.ANY_TAG, self._status)
         ):
             tag, nbytes = self._status.tag, self._status.Get_count(self._mpi.BYTE)
             commands_ahead = (tag - self._command_number) % self._TAGS
@@ -238,4 +238,4 @@ class FrameTransport:
                 break  # it belongs to a command that this host has not received yet
             else:  # it belongs to a failed command: received, and discarded
                 buffer, transferred = bytearray(nbytes), 0
-            in_transit.append((transferred, self._world.Irecv([buffer, self._mpi.BYTE], peer, tag)))
+            in_transit.append((transferred, self._comm.Irecv([buffer, self._mpi.BYTE], peer, tag)))

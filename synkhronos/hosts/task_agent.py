@@ -84,7 +84,7 @@ class TaskAgent:
     Attributes
     ----------
     handlers : dict of int to callable
-        Handler of each kind of message.
+        Handler of each type of message.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class TaskAgent:
     def _forward_request(
         self, bridge: TaskBridge, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
-        home, command_number = find_host(self._ranks_by_host, bridge.get_home_rank(lock)), self._command_number
+        home, command_number = find_host(self._ranks_by_host, bridge.memory.get_home_rank(lock)), self._command_number
         if operation == WRITE:
             self._transfers.append(
                 self._send_rows(home, ranges, LOCK_REQUEST, command_number, rank, operation, lock, ())
@@ -208,12 +208,12 @@ class TaskAgent:
         if operation == RELEASE:
             self._deliver_reply(bridge, rank, 0)
 
-    def _on_lock_reply(self, source: int, command_number: int, rank: int, value: int) -> None:
-        self._schedule(source, command_number, lambda bridge: self._deliver_reply(bridge, rank, value))
+    def _on_lock_reply(self, source: int, command_number: int, rank: int, answer: int) -> None:
+        self._schedule(source, command_number, lambda bridge: self._deliver_reply(bridge, rank, answer))
 
-    def _deliver_reply(self, bridge: TaskBridge, rank: int, value: int) -> None:
+    def _deliver_reply(self, bridge: TaskBridge, rank: int, answer: int) -> None:
         """Pass the answer of a lock's host to the rank that waits for it."""
-        bridge.reply(rank, value)
+        bridge.write_reply(rank, answer)
         self._wake(rank)
 
     # -- locks of this host ------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class TaskBridge:
     """
 
     def __init__(self, memory: TaskMemory, segment: Segment, local_ranks: range):
-        self._memory, self._segment, self._local_ranks = memory, segment, local_ranks
+        self.memory, self._segment, self._local_ranks = memory, segment, local_ranks
         n = memory.size
         self._stop, _, self._owners, self._acquisitions, self._agent_waits, *channels = memory.view_words(segment)
         self._sent, self._received = (np.frombuffer(words, np.uint64).reshape(n, n) for words in channels)
@@ -359,14 +359,10 @@ class TaskBridge:
                 self._n_requests[i] += 1
                 yield rank, *pickle.loads(request)
 
-    def reply(self, rank: int, value: int) -> None:
+    def write_reply(self, rank: int, answer: int) -> None:
         """Write the answer to the request of a rank of this host."""
-        self._view_ring(rank, rank)[:WORD_NBYTES] = value.to_bytes(WORD_NBYTES, "little")
+        self._view_ring(rank, rank)[:WORD_NBYTES] = answer.to_bytes(WORD_NBYTES, "little")
         self._received[rank, rank] += 1
-
-    def get_home_rank(self, lock: int) -> int:
-        """Return a rank on the host of a lock."""
-        return self._memory.get_home_rank(lock)
 
     def set_agent_waiting(self, lock: int, is_waiting: bool) -> None:
         """Publish to this host's ranks whether a rank of another host waits for one of this host's locks."""
@@ -377,9 +373,9 @@ class TaskBridge:
 
         None if it is not free.
         """
-        if self._owners[lock] != self._memory.agent_owner and not self._memory.get_semaphore(
-            self._segment, lock
-        ).acquire(0):
+        if self._owners[lock] != self.memory.agent_owner and not self.memory.get_semaphore(self._segment, lock).acquire(
+            0
+        ):
             return None
         self._owners[lock] = rank + 1
         n_earlier_acquisitions = self._acquisitions[lock]
@@ -389,7 +385,7 @@ class TaskBridge:
     def release(self, lock: int) -> None:
         """Release a lock of this host that a rank of another host held."""
         self._owners[lock] = 0
-        self._memory.get_semaphore(self._segment, lock).release()
+        self.memory.get_semaphore(self._segment, lock).release()
 
     def _view_ring(self, source: int, target: int) -> memoryview:
-        return self._memory.view_channel(self._segment, source, target)
+        return self.memory.view_channel(self._segment, source, target)

@@ -30,7 +30,7 @@ from synkhronos.checks import check_at_least, check_choice, check_flag, check_in
 from synkhronos.data import Data
 from synkhronos.data.shared_memory import create_with_file
 from synkhronos.devices import Selection
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.loading.augment import make_generator
 from synkhronos.loading.loader_process import LoaderConfig, pack_config, start_loader
 from synkhronos.loading.ring import RESUME_HINT, LoadError, ReadPlan, Ring, RingLayout
@@ -191,7 +191,7 @@ class Loader:
             )
         dtypes = []
         for i, (variable, array) in enumerate(zip(variables, self._sample, strict=True)):
-            library_of(variable)
+            get_library(variable)
             variable_type = variable.type
             if variable_type.ndim != array.ndim + 1:
                 raise ValueError(

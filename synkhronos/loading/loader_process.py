@@ -32,9 +32,9 @@ from synkhronos.loading.augment import make_generator
 from synkhronos.loading.ring import READ, SKIPPED, ReadPlan, Ring, RingLayout, iterate_units, order_rows
 from synkhronos.loading.sources import ArraySource, IterableSource, describe_row
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
-from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
+from synkhronos.ranks.pickle_buffers import measure_buffers, read_buffers, write_buffers
 from synkhronos.ranks.segments import create_unlinked_file, map_file
-from synkhronos.ranks.threads import ONE_THREAD
+from synkhronos.ranks.thread_limit import ONE_THREAD
 
 _log = logging.getLogger("synkhronos")
 
@@ -88,14 +88,14 @@ def pack_config(config: LoaderConfig) -> tuple[io.FileIO, int]:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"source, augment: can't be pickled, as loader processes require: {error}") from error
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-    nbytes = measure_parts(parts)
+    nbytes = measure_buffers(parts)
     file = create_unlinked_file(nbytes)
-    write_parts(parts, memoryview(map_file(file.fileno(), nbytes)))
+    write_buffers(parts, memoryview(map_file(file.fileno(), nbytes)))
     return file, nbytes
 
 
 def _unpack_config(file: int, nbytes: int) -> LoaderConfig:
-    head, *arrays = read_parts(memoryview(map_file(file, nbytes)).toreadonly())
+    head, *arrays = read_buffers(memoryview(map_file(file, nbytes)).toreadonly())
     config: LoaderConfig = pickle.loads(head, buffers=arrays)
     return config
 
@@ -118,21 +118,21 @@ def start_loader(
         The process's end of the pair of sockets.
     """
     files = [config[0].fileno(), end.fileno(), *(file.fileno() for file in memory)]
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    settings = [number, list(layout), config[1], files, os.getpid(), in_main_thread]
+    from_main_thread = threading.current_thread() is threading.main_thread()
+    settings = [number, list(layout), config[1], files, os.getpid(), from_main_thread]
     # One thread per process, since the user chooses the number of processes.  No GPU, even if the source imports CUDA.
     environment = {**os.environ, **ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""}
-    return spawn("synkhronos.loading.loader_process", "main", settings, files, in_main_thread, environment)
+    return spawn("synkhronos.loading.loader_process", "main", settings, files, from_main_thread, environment)
 
 
 def main() -> NoReturn:
     """Run the loader process that `start_loader` has started."""
-    number, layout, nbytes, files, owner, in_main_thread = json.loads(sys.argv[2])
+    number, layout, nbytes, files, owner, from_main_thread = json.loads(sys.argv[2])
     # These signals reach all processes of a terminal or a job.  The owner handles them, and this process exits with it.
     for signum in (signal.SIGINT, *JOB_SIGNALS):
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
-    exit_with_parent(owner, in_main_thread)
+    exit_with_parent(owner, from_main_thread)
     layout = RingLayout(*layout)
     config_file, end, words, *arrays = files
     memory = np.frombuffer(map_file(words, layout.nbytes), np.uint8)

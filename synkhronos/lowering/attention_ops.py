@@ -90,7 +90,9 @@ class Attention(_AttentionOp):
         by_head = [tensor.astype(dtype).transpose(0, 2, 1, 3) for tensor in (query, key, value)]
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = by_head[0] @ by_head[1].swapaxes(-1, -2) * pt.cast(scale, dtype)
-        for allowed in (*masks, *([_make_causal_mask(*scores.shape[2:])] if self.is_causal else [])):
+        if self.is_causal:
+            masks = (*masks, pt.arange(scores.shape[3]) <= pt.arange(scores.shape[2])[:, None])
+        for allowed in masks:
             scores = pt.switch(allowed, scores, np.asarray(-0.7 * np.finfo("float32").max, dtype))
         attended = pt.special.softmax(scores, axis=-1) @ by_head[2]
         return [attended.transpose(0, 2, 1, 3).astype(query.dtype)]
@@ -121,10 +123,6 @@ class AttentionGradient(_AttentionOp):
         return _AttentionOp.pullback(forward, inputs[:-1], [], inputs[-1:])[:3]
 
 
-def _make_causal_mask(length: Any, key_length: Any) -> Any:
-    return pt.arange(key_length) <= pt.arange(length)[:, None]
-
-
 @node_rewriter([_AttentionOp])
 def _decompose(fgraph: Any, node: Any) -> list[Any]:
     return node.op.decompose(*node.inputs)
@@ -150,17 +148,17 @@ optdb.register(
 
 @register_lowering(Attention)
 def _lower_attention(op: Attention, *inputs: Any) -> Any:
-    return _differentiate(op, *inputs)[0]
+    return _compute_attention_vjp(op, *inputs)[0]
 
 
 @register_lowering(AttentionGradient)
 def _lower_attention_gradient(op: AttentionGradient, *inputs: Any) -> Any:
-    attended, pull_back = _differentiate(op, *inputs[:-1])
+    attended, pull_back = _compute_attention_vjp(op, *inputs[:-1])
     return pull_back(inputs[-1].astype(attended.dtype))
 
 
-def _differentiate(op: Any, query: Any, key: Any, value: Any, *masks: Any) -> Any:
-    """Return attention and its pullback.
+def _compute_attention_vjp(op: Any, query: Any, key: Any, value: Any, *masks: Any) -> Any:
+    """Return attention and the function that computes its gradients from a cotangent, as ``jax.vjp`` does.
 
     Both Ops call this function, so that their forward passes are equal and XLA computes only one.
     """

@@ -13,11 +13,11 @@ from typing import Any
 from pytensor.tensor.rewriting.math import AlgebraicCanonizer, local_add_canonizer, local_mul_canonizer
 
 #: Maximal number of terms of a sum that is always expanded.
-MIN_TERMS = 8
+MAX_ALWAYS_EXPANDED = 8
 
 
-class _BoundedExpansion:
-    """A canonizer's method ``get_num_denum`` with a bound on the number of terms.
+class _BoundedCanonizer:
+    """A canonizer that does not expand sums or products if the graph would grow.
 
     Parameters
     ----------
@@ -36,20 +36,20 @@ class _BoundedExpansion:
         graph would grow.
         """
         counts: dict[Any, int] = {}
-        terms = self._count(variable, counts)
-        if terms > MIN_TERMS and terms > sum(len(node.inputs) for node in counts):
+        terms = self._count_terms(variable, counts)
+        if terms > MAX_ALWAYS_EXPANDED and terms > sum(len(node.inputs) for node in counts):
             return [variable], []
         return self._canonizer.get_num_denum(variable)
 
-    def _count(self, variable: Any, counts: dict[Any, int]) -> int:
+    def _count_terms(self, variable: Any, counts: dict[Any, int]) -> int:
         """Return the number of terms of a variable; ``counts`` collects the numbers of the nodes in its expression."""
         node = variable.owner
         if node is None or node.op not in self._operations:
             return 1
         if node not in counts:
-            counts[node] = sum(self._count(v, counts) for v in node.inputs)
+            counts[node] = sum(self._count_terms(v, counts) for v in node.inputs)
         return counts[node]
 
 
 for _canonizer in (local_add_canonizer, local_mul_canonizer):
-    _canonizer.get_num_denum = _BoundedExpansion(copy.copy(_canonizer)).get_num_denum
+    _canonizer.get_num_denum = _BoundedCanonizer(copy.copy(_canonizer)).get_num_denum

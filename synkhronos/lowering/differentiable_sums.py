@@ -17,7 +17,7 @@ SumFunction = Callable[..., Any]
 def fuse_sums(
     functions: Sequence[SumFunction],
     n_params: Sequence[int],
-    differentiable: Sequence[Sequence[int]],
+    differentiable_positions: Sequence[Sequence[int]],
     all_reduce: Callable[[Any], Any],
 ) -> Callable[..., Any]:
     """Return a function that computes several sums on each rank, and reduces them by one all-reduce.
@@ -28,7 +28,7 @@ def fuse_sums(
         Each takes parameters, and returns this rank's share of a sum.
     n_params : list of int
         Number of parameters of each function.
-    differentiable : list of list of int
+    differentiable_positions : list of list of int
         Positions of the differentiable parameters of each function.
     all_reduce : callable
         Takes a vector, and returns its sum over the ranks.
@@ -62,7 +62,7 @@ def fuse_sums(
     def forward(*params: Any) -> tuple[Any, Any]:
         values: list[Any] = []
         gradients: list[Any] = []
-        for f, own_params, positions in zip(functions, split(params), differentiable, strict=True):
+        for f, own_params, positions in zip(functions, split(params), differentiable_positions, strict=True):
             value, own_gradients = f(*own_params), ()
             if positions:
                 value, own_gradients = jax.value_and_grad(f, argnums=tuple(positions))(*own_params)
@@ -75,7 +75,7 @@ def fuse_sums(
         gradients, params = iter(residuals[0]), residuals[1]
         cotangents = (cotangents,) if len(functions) == 1 else cotangents
         result: list[Any] = []
-        for own_params, positions, cotangent in zip(split(params), differentiable, cotangents, strict=True):
+        for own_params, positions, cotangent in zip(split(params), differentiable_positions, cotangents, strict=True):
             result += [
                 cotangent * next(gradients) if i in positions else _make_zero_cotangent(p)
                 for i, p in enumerate(own_params)
@@ -86,20 +86,23 @@ def fuse_sums(
     return lambda *params: compute(*map(jnp.asarray, params))
 
 
-def make_numpy_sum(
-    value: SumFunction, value_and_gradients: SumFunction, dtype: str, differentiable: Sequence[int]
+def make_callback_sum(
+    compute_value: SumFunction,
+    compute_value_and_gradients: SumFunction,
+    dtype: str,
+    differentiable_positions: Sequence[int],
 ) -> Callable[..., Any]:
-    """Return a function of JAX arrays that calls functions of NumPy arrays to compute a sum.
+    """Return a differentiable function of JAX arrays that computes a sum by a callback to functions of NumPy arrays.
 
     Parameters
     ----------
-    value : callable
+    compute_value : callable
         Takes a list of arrays, and returns the sum.
-    value_and_gradients : callable
+    compute_value_and_gradients : callable
         Takes a list of arrays, and returns a list of the sum and its gradients.
     dtype : str
         Dtype of the sum.
-    differentiable : list of int
+    differentiable_positions : list of int
         Positions of the parameters with a gradient.
     """
     import jax
@@ -113,18 +116,18 @@ def make_numpy_sum(
 
     @jax.custom_vjp
     def compute(*params: Any) -> Any:
-        return jax.pure_callback(lambda *p: value(to_host(p)), total, *params, vmap_method="sequential")
+        return jax.pure_callback(lambda *p: compute_value(to_host(p)), total, *params, vmap_method="sequential")
 
     def forward(*params: Any) -> tuple[Any, Any]:
-        likes = [total, *(jax.ShapeDtypeStruct(params[i].shape, params[i].dtype) for i in differentiable)]
+        likes = [total, *(jax.ShapeDtypeStruct(params[i].shape, params[i].dtype) for i in differentiable_positions)]
         result, *gradients = jax.pure_callback(
-            lambda *p: value_and_gradients(to_host(p)), likes, *params, vmap_method="sequential"
+            lambda *p: compute_value_and_gradients(to_host(p)), likes, *params, vmap_method="sequential"
         )
         return result, (gradients, params)
 
     def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
         gradients, params = residuals
-        by_position = dict(zip(differentiable, gradients, strict=True))
+        by_position = dict(zip(differentiable_positions, gradients, strict=True))
         return tuple(
             cotangent * by_position[i] if i in by_position else _make_zero_cotangent(p) for i, p in enumerate(params)
         )

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synkhronos.devices import Device
-from synkhronos.lowering.precision import computes_in_bfloat16, round_to_bfloat16
-from synkhronos.lowering.random_keys import KEY, share_key_storage
-from synkhronos.lowering.scatter import add_in_copies
+from synkhronos.lowering.precision import is_bfloat16_requested, round_product_factors
+from synkhronos.lowering.random_keys import JAX_KEY, share_key_storage
+from synkhronos.lowering.scatter import wrap_scatter_add
 
 if TYPE_CHECKING:  # it imports PyTensor, and the engines import this module with Theano too
     from synkhronos.lowering.lengths import StaticLengthGraph
@@ -71,7 +71,7 @@ class JaxFunction:
         ]
         self.length_graph: StaticLengthGraph | None = thunk.jit_fn.length_graph
         run = _convert_graph(graph if self.length_graph is None else self.length_graph.graph)
-        self.run = _use_keys(run, generators, new_generators)
+        self.run = _pass_keys_instead_of_dicts(run, generators, new_generators)
 
     def compute_lengths(self, inputs: Sequence[Any]) -> tuple[int, ...]:
         """Return the lengths for given values of the inputs: arguments of `run`."""
@@ -87,10 +87,10 @@ class JaxFunction:
             raise_with_op(self._graph, node, self._thunk)
 
 
-def _use_keys(
+def _pass_keys_instead_of_dicts(
     run: Callable[..., Any], generators: dict[int, dict[str, Any]], new_generators: set[int]
 ) -> Callable[..., Any]:
-    """Wrap a function whose random generators are dicts, so that it takes and returns the dicts' keys for JAX only.
+    """Wrap a function whose random generators are dicts, so that it takes and returns only the JAX key of each dict.
 
     The other five items of a dict are not used, but would be copied at each launch.
 
@@ -103,11 +103,13 @@ def _use_keys(
         Positions of updated dicts among the results.
     """
 
-    def run_by_keys(*arguments: Any) -> tuple[Any, ...]:
-        with_dicts = [{**generators[i], KEY: a} if i in generators else a for i, a in enumerate(arguments)]
-        return tuple(result[KEY] if i in new_generators else result for i, result in enumerate(run(*with_dicts) or ()))
+    def run_with_keys(*arguments: Any) -> tuple[Any, ...]:
+        with_dicts = [{**generators[i], JAX_KEY: a} if i in generators else a for i, a in enumerate(arguments)]
+        return tuple(
+            result[JAX_KEY] if i in new_generators else result for i, result in enumerate(run(*with_dicts) or ())
+        )
 
-    return run_by_keys
+    return run_with_keys
 
 
 def _convert_graph(graph: Any) -> Callable[..., Any]:
@@ -121,15 +123,15 @@ def _convert_graph(graph: Any) -> Callable[..., Any]:
 
     from synkhronos.lowering.linker import to_strong_array
 
-    in_bfloat16 = computes_in_bfloat16()
+    in_bfloat16 = is_bfloat16_requested()
 
     def convert(op: Any, node: Any = None, **kwargs: Any) -> Any:
         run = jax_funcify(op, node=node, **kwargs)
         if node is None or not callable(run):
             return run
-        run = add_in_copies(run, node)
+        run = wrap_scatter_add(run, node)
         if in_bfloat16:
-            run = round_to_bfloat16(run, node, graph)
+            run = round_product_factors(run, node, graph)
         dtypes = [getattr(output.type, "dtype", None) for output in node.outputs]
         if len(dtypes) == 1:
             return lambda *inputs: _cast(run(*inputs), dtypes[0])

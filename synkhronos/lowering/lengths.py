@@ -62,7 +62,7 @@ _LENGTH_OPS = (
     Subtensor,
     TensorFromScalar,
 )
-_INDEXING = (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor)
+_INDEXING_OPS = (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor)
 
 
 class FixedLengthSubtensor(Op):
@@ -149,7 +149,7 @@ class StaticLengthGraph:
             slots |= dict(zip(node.outputs, results, strict=True))
         else:
             sources = [self._get_slot(variable, slots) for variable in node.inputs]
-            first = self._add_step(_make_host_function(node), sources, len(node.outputs))
+            first = self._add_step(_make_python_function(node), sources, len(node.outputs))
             slots |= {variable: first + i for i, variable in enumerate(node.outputs)}
 
     def _get_slot(self, value: Any, slots: dict[Any, int]) -> int:
@@ -200,7 +200,7 @@ def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
     extracted: dict[Any, None] = {}
     sliced: list[tuple[Any, dict[int, _SliceLength]]] = []
     for node in graph.toposort():
-        if not isinstance(node.op, _INDEXING):
+        if not isinstance(node.op, _INDEXING_OPS):
             for source in select_shape_inputs(node):
                 extracted.update(dict.fromkeys(_find_varying_scalars(source, known_variables)))
         elif slices := dict(_find_varying_slices(node, known_variables)):
@@ -243,7 +243,7 @@ class KnownVariables:
         self._varies_with_inputs: dict[Any, bool] = {
             variable: True for variable in self._inputs if _is_integer_scalar(variable)
         }
-        #: Variables that are not known before JAX traces the graph.
+        #: Variables that are known while JAX traces the graph, but not before a call.
         self._known_in_trace: set[Any] = set()
         for node in graph.toposort():
             self._classify(node)
@@ -280,7 +280,7 @@ class KnownVariables:
                 self._varies_with_inputs[node.outputs[0]] = False
             else:
                 self._known_in_trace.add(node.outputs[0])
-        elif all(map(_is_small, node.outputs)) and isinstance(node.op, _LENGTH_OPS):
+        elif all(map(_is_scalar_or_vector, node.outputs)) and isinstance(node.op, _LENGTH_OPS):
             if all(map(self.is_known_before_call, node.inputs)):
                 self._varies_with_inputs.update(dict.fromkeys(node.outputs, any(map(self.is_varying, node.inputs))))
             elif all(map(self.is_known_in_trace, node.inputs)):
@@ -293,7 +293,7 @@ def _is_array(variable: Any) -> bool:
     return hasattr(variable.type, "ndim") and hasattr(variable.type, "shape")
 
 
-def _is_small(variable: Any) -> bool:
+def _is_scalar_or_vector(variable: Any) -> bool:
     return getattr(variable.type, "ndim", 2) <= 1
 
 
@@ -415,7 +415,7 @@ def _get_scalar_op(node: Any) -> Any:
     return node.op.scalar_op if isinstance(node.op, Elemwise) and node.outputs[0].type.ndim == 0 else node.op
 
 
-def _make_host_function(node: Any) -> Callable[..., Any]:
+def _make_python_function(node: Any) -> Callable[..., Any]:
     """Return a function of a node's input values that returns its output, or a list of its outputs."""
     op = _get_scalar_op(node)
     if isinstance(op, ScalarOp):

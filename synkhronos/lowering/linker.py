@@ -19,7 +19,7 @@ from synkhronos.lowering.shapes import register_lowerings
 DECOMPOSE_ATTENTION = "decompose_attention"
 
 
-class LengthLinker(JAXLinker):
+class StaticLengthLinker(JAXLinker):
     """JAX linker whose functions may have lengths that depend on integer inputs.
 
     A compiled function has the attribute ``length_graph``, a `StaticLengthGraph` or None.
@@ -89,7 +89,7 @@ def to_strong_array(value: Any, dtype: str | None) -> Any:
     return jnp.asarray(value, jax.dtypes.canonicalize_dtype(dtype)) if is_weak and dtype is not None else value
 
 
-def use_length_linker(mode: Any) -> Any:
-    """Return a mode with `LengthLinker` in place of PyTensor's JAX linker; return any other mode unchanged."""
+def with_static_length_linker(mode: Any) -> Any:
+    """Return a mode with `StaticLengthLinker` in place of PyTensor's JAX linker; return any other mode unchanged."""
     resolved = get_mode(mode)
-    return Mode(LengthLinker(), resolved.provided_optimizer) if type(resolved.linker) is JAXLinker else mode
+    return Mode(StaticLengthLinker(), resolved.provided_optimizer) if type(resolved.linker) is JAXLinker else mode

@@ -21,20 +21,20 @@ from pytensor.graph.rewriting.basic import GraphRewriter
 from synkhronos.lowering import shapes
 
 _lowerings: dict[type[Op], Callable[..., Any]] = {}
-#: Functions of `_Registration` that have been called in this process.
-_registered: set[Callable[[], None]] = set()
+#: Functions of `_RegistrationRewriter` that have been called in this process.
+_completed_registrations: set[Callable[[], None]] = set()
 
 
 class NumpyOp(Op):
     """An Op that NumPy or XLA computes.
 
-    Subclasses define `compute` and `output_shape`.
+    Subclasses define `compute` and `compute_output_shape`.
     """
 
     #: Function that maps the inputs' values to the output.
     compute: Callable[..., np.ndarray]
     #: Function that maps the inputs' shapes to the output's shape.  Lengths are numbers or variables.
-    output_shape: Callable[..., tuple[Any, ...]]
+    compute_output_shape: Callable[..., tuple[Any, ...]]
 
     def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
         """Compute with NumPy.  The output is contiguous, as Numba requires."""
@@ -45,7 +45,7 @@ class NumpyOp(Op):
     def infer_shape(self, *args: Any) -> Any:
         """Return the output's shape."""
         node, shapes = args[-2:]
-        return [self.output_shape(*shapes)]
+        return [self.compute_output_shape(*shapes)]
 
 
 def register_lowering(op: type[Op]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -62,15 +62,15 @@ def register_lowering(op: type[Op]) -> Callable[[Callable[..., Any]], Callable[.
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _lowerings[op] = function
-        if _register_with_jax in _registered:
-            _register_jax(op, function)
+        if _register_all_with_jax in _completed_registrations:
+            _register_op_with_jax(op, function)
         return function
 
     return register
 
 
-def call_in_order(function: Callable[..., np.ndarray], array: Any, *others: Any) -> Any:
-    """Call a function of NumPy arrays from an XLA program.  JAX preserves the order of such calls.
+def call_ordered_callback(function: Callable[..., np.ndarray], array: Any, *others: Any) -> Any:
+    """Call a function of NumPy arrays from an XLA program, as ``io_callback(..., ordered=True)`` does.
 
     The result has the shape and dtype of ``array``.
     """
@@ -86,13 +86,13 @@ def call_in_order(function: Callable[..., np.ndarray], array: Any, *others: Any)
 # -- registration --------------------------------------------------------------------------------------------------
 
 
-def _register_with_jax() -> None:
+def _register_all_with_jax() -> None:
     shapes.register_lowerings()
     for op, lowering in _lowerings.items():
-        _register_jax(op, lowering)
+        _register_op_with_jax(op, lowering)
 
 
-def _register_jax(op_class: type[Op], lowering: Callable[..., Any]) -> None:
+def _register_op_with_jax(op_class: type[Op], lowering: Callable[..., Any]) -> None:
     from pytensor.link.jax.dispatch import jax_funcify
 
     def funcify(op: Any, node: Any = None, **kwargs: Any) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ def _register_jax(op_class: type[Op], lowering: Callable[..., Any]) -> None:
     jax_funcify.register(op_class)(funcify)
 
 
-def _register_with_numba() -> None:
+def _register_all_with_numba() -> None:
     from pytensor.link.numba.dispatch.basic import generate_fallback_impl, numba_funcify
 
     # By Op and types, so that Numba compiles the call once for all layers of a network.
@@ -125,7 +125,7 @@ def _register_with_numba() -> None:
         return functions[key]
 
 
-class _Registration(GraphRewriter):
+class _RegistrationRewriter(GraphRewriter):
     """Rewrite that registers the Ops with a dispatcher before the first graph is compiled for it."""
 
     def __init__(self, register: Callable[[], None]):
@@ -134,13 +134,13 @@ class _Registration(GraphRewriter):
 
     def apply(self, fgraph: Any) -> None:
         """Register the Ops, once in each process.  The graph is not changed."""
-        if self._register not in _registered:
+        if self._register not in _completed_registrations:
             self._register()
-            _registered.add(self._register)
+            _completed_registrations.add(self._register)
 
     def add_requirements(self, fgraph: Any) -> None:
         """Add no requirements to a graph."""
 
 
-optdb.register("synkhronos_lowerings_jax", _Registration(_register_with_jax), "jax", position=0.01)
-optdb.register("synkhronos_lowerings_numba", _Registration(_register_with_numba), "numba", position=0.01)
+optdb.register("synkhronos_lowerings_jax", _RegistrationRewriter(_register_all_with_jax), "jax", position=0.01)
+optdb.register("synkhronos_lowerings_numba", _RegistrationRewriter(_register_all_with_numba), "numba", position=0.01)

@@ -21,14 +21,14 @@ from typing import Any
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
 
-def computes_in_bfloat16() -> bool:
+def is_bfloat16_requested() -> bool:
     """Whether JAX's setting requests products in bfloat16."""
     import jax
 
     return bool(jax.config.jax_default_matmul_precision == "bfloat16")
 
 
-def round_to_bfloat16(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
+def round_product_factors(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
     """Wrap the JAX function of a node so that it rounds factors of products to bfloat16.
 
     Products accumulate in float32.  Products of matrices are float32 and convolutions bfloat16, so outputs may have
@@ -81,7 +81,7 @@ def _list_rounded_positions(op: Any) -> Sequence[int]:
 
 
 def _is_rounded(variable: Any, graph: Any) -> bool:
-    """Whether an elementwise node rounds a variable, its output: a float32 that is a factor of a product."""
+    """Whether the elementwise node that computes a variable rounds it: a float32 that is a factor of a product."""
     if getattr(variable.type, "dtype", None) != "float32" or variable in graph.outputs:
         return False
     if variable.owner is None or not _is_elementwise(variable.owner.op):

@@ -23,7 +23,7 @@ import numpy as np
 from synkhronos.ranks import WeakKeyDict
 
 #: Name of the JAX key in the dict that PyTensor makes of a random generator.
-KEY = "jax_state"
+JAX_KEY = "jax_state"
 
 #: Generator and key storage, by container.  An entry is outdated if the container has another generator.
 _key_storages: WeakKeyDict[Any, tuple[np.random.Generator, Any]] = WeakKeyDict()
@@ -44,7 +44,7 @@ def share_key_storage(container: Any, storage: list[Any]) -> list[Any]:
     generator = container.storage[0]
     entry = _key_storages.get(container)
     if entry is None or entry[0] is not generator:
-        entry = _key_storages[container] = generator, [np.array(storage[0][KEY])]
+        entry = _key_storages[container] = generator, [np.array(storage[0][JAX_KEY])]
     return entry[1]
 
 
@@ -58,15 +58,15 @@ class _UserFunctionKeys:
         self.storages: list[list[Any]] = []
 
     def __getitem__(self, index: int) -> Any:
-        return np.asarray(self.storages[0][0][KEY])
+        return np.asarray(self.storages[0][0][JAX_KEY])
 
     def __setitem__(self, index: int, key: Any) -> None:
         for storage in self.storages:
-            storage[0] = {**storage[0], KEY: key}
+            storage[0] = {**storage[0], JAX_KEY: key}
 
 
-def track_function(function: Any) -> None:
-    """Make `move_to_key_position` and `update_key` apply to a function that the user compiled in JAX mode."""
+def track_user_function(function: Any) -> None:
+    """Record the key storages of a function that the user compiled, for `move_to_key_position` and `update_key`."""
     for spec, storage in zip(function.maker.expanded_inputs, function.vm.inputs, strict=True):
         if isinstance(storage[0], dict):
             entry = _key_storages.get(spec.value)
@@ -109,5 +109,5 @@ def update_key(container: Any) -> None:
         from pytensor.link.jax.dispatch import jax_typify  # not at the top: JAX is optional
 
         generator = container.storage[0]
-        entry[1][0] = np.array(jax_typify(generator)[KEY])
+        entry[1][0] = np.array(jax_typify(generator)[JAX_KEY])
         _key_storages[container] = generator, entry[1]

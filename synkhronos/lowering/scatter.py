@@ -22,8 +22,8 @@ _MAX_ELEMENTS = 1 << 20
 _ROWS_PER_COPY = 256
 
 
-def add_in_copies(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
-    """Wrap the JAX function of a node that adds rows by one index vector.  Return ``run`` for any other node."""
+def wrap_scatter_add(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
+    """Wrap the JAX function of a scatter-addition of rows to use copies on a GPU; return any other node's unchanged."""
     from pytensor.tensor import subtensor
 
     op = node.op
@@ -39,19 +39,19 @@ def add_in_copies(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
 
     def add(x: Any, y: Any, index: Any) -> Any:
         n_copies = choose_n_copies(np.shape(x), np.shape(y), np.shape(index)) if JAX.is_on_gpu else 1
-        return add_rows(x, y, index, n_copies) if n_copies > 1 else run(x, y, index)
+        return scatter_add_rows(x, y, index, n_copies) if n_copies > 1 else run(x, y, index)
 
     return add
 
 
-def choose_n_copies(x: tuple[int, ...], y: tuple[int, ...], index: tuple[int, ...]) -> int:
-    """Return the number of copies for adding rows of shape ``y`` into an array of shape ``x``; 1 or less for none."""
-    if not math.prod(x) or not x or y != (*index, *x[1:]):
+def choose_n_copies(x_shape: tuple[int, ...], y_shape: tuple[int, ...], index_shape: tuple[int, ...]) -> int:
+    """Return the number of copies for computing ``x.at[index].add(y)``; 1 or less for none."""
+    if not math.prod(x_shape) or not x_shape or y_shape != (*index_shape, *x_shape[1:]):
         return 1
-    return min(_MAX_COPIES, _MAX_ELEMENTS // math.prod(x), index[0] // (_ROWS_PER_COPY * x[0]))
+    return min(_MAX_COPIES, _MAX_ELEMENTS // math.prod(x_shape), index_shape[0] // (_ROWS_PER_COPY * x_shape[0]))
 
 
-def add_rows(x: Any, y: Any, index: Any, n_copies: int) -> Any:
+def scatter_add_rows(x: Any, y: Any, index: Any, n_copies: int) -> Any:
     """Return ``x.at[index].add(y)``, computed in ``n_copies`` copies.  Consecutive rows use different copies."""
     import jax.numpy as jnp
 

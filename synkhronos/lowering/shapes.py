@@ -364,18 +364,16 @@ def _find_elements(index: slice, axis_length: int, length: int) -> tuple[Any, An
     last = jnp.where(step > 0, axis_length, axis_length - 1)
     lowest = jnp.where(step > 0, 0, -1)
 
-    def bound(value: Any) -> Any:
+    def clip_bound(value: Any) -> Any:
         return jnp.clip(jnp.where(value < 0, value + axis_length, value), lowest, last)
 
     # Bounds may be unsigned, or have few bits.
-    start = jnp.where(step > 0, 0, axis_length - 1) if index.start is None else bound(jnp.asarray(index.start, int))
-    stop = jnp.where(step > 0, axis_length, -1) if index.stop is None else bound(jnp.asarray(index.stop, int))
+    start = (
+        jnp.where(step > 0, 0, axis_length - 1) if index.start is None else clip_bound(jnp.asarray(index.start, int))
+    )
+    stop = jnp.where(step > 0, axis_length, -1) if index.stop is None else clip_bound(jnp.asarray(index.stop, int))
     matches_length = jnp.maximum(-((start - stop) // step), 0) == length
-    return (start if _is_unit_step(step) else start + step * jnp.arange(length)), matches_length
-
-
-def _is_unit_step(step: Any) -> bool:
-    return _is_known(step) and int(step) == 1
+    return (start if _is_known(step) and int(step) == 1 else start + step * jnp.arange(length)), matches_length
 
 
 def _take_elements(x: Any, elements: Any, length: int, axis: int) -> Any:

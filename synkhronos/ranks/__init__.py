@@ -1,6 +1,7 @@
 """Processes that run commands in step: commands, barriers, shared memory, liveness and errors.
 
-This package knows nothing of graphs or of the meaning of arrays, and stores the device of a rank only for others.
+A *host* is a machine; its ranks share memory.  This package is independent of graphs and of the meaning of arrays.  It
+stores the device of a rank for other packages.
 """
 
 from synkhronos.ranks.bounded_cache import BoundedCache
@@ -17,7 +18,7 @@ from synkhronos.ranks.errors import Cancelled, Death, WorkerError
 from synkhronos.ranks.rank import MAX_SLOT_NBYTES, PendingOperation, Rank
 from synkhronos.ranks.segments import ArrayLocation, Segment
 from synkhronos.ranks.session import Session
-from synkhronos.ranks.threads import count_available_cores
+from synkhronos.ranks.thread_limit import count_available_cores
 from synkhronos.ranks.weak_key_dict import WeakKeyDict
 
 __all__ = [

@@ -5,11 +5,11 @@ have started it, it completes, so no rank may cancel it.  When a command fails, 
 last step that all of them had reached (the *last common step*), although they notice the failure at different times.
 This step is recorded once; the command is then *decided*.
 
-*On one machine* each rank reads the counters of all.  A rank that fails marks the command as failed, reads the
+*On one host* each rank reads the counters of all.  A rank that fails marks the command as failed, reads the
 counters, and records the last common step, unless another rank has.
 
 *On several hosts* a host gets the counters of others with a delay.  So a host reports the last step that all of its
-ranks have reached, and once it knows that a command has failed, it reports no more steps of it::
+ranks have reached.  Once it has noticed the failure of a command, it reports no more steps of it::
 
     state of each host, for one command                    sent by its agent to all others
     open ──┬── all its ranks have reached a step ───────>  STEP, at each step
@@ -83,12 +83,12 @@ class StepTally:
         self.undecided: list[deque[tuple[int, int]]] = [deque() for _ in range(n_hosts)]
         self.last_failed = 0
 
-    def update(self, failed: int, step: int) -> tuple[bool, bool]:
-        """Record the state of this host and decide which messages it sends.
+    def record_own_state(self, failed_command: int, step: int) -> tuple[bool, bool]:
+        """Record the state of this host, and return which messages it has to send.
 
         Parameters
         ----------
-        failed : int
+        failed_command : int
             Number of the last command that failed.  It has to be read before ``step``.
         step : int
             Last step that all ranks of this host have reached.
@@ -101,10 +101,10 @@ class StepTally:
         sends_step = step > self.steps[self._host] and step >> STEP_BITS > self.last_failed
         if sends_step:
             self.steps[self._host] = step
-        sends_failed = failed > self.last_failed
+        sends_failed = failed_command > self.last_failed
         if sends_failed:
-            self.last_failed = failed
-            self.receive_failed(self._host, failed)
+            self.last_failed = failed_command
+            self.receive_failed(self._host, failed_command)
         return sends_step, sends_failed
 
     def receive_step(self, host: int, step: int) -> None:

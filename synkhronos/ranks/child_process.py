@@ -25,8 +25,8 @@ def spawn(
     module: str,
     function: str,
     arguments: Sequence[Any],
-    files: Sequence[int],
-    in_main_thread: bool,
+    fds: Sequence[int],
+    from_main_thread: bool,
     environment: Mapping[str, str],
 ) -> int:
     """Start a new Python process that calls a function, and return its process id.
@@ -40,30 +40,30 @@ def spawn(
         The function takes no arguments: it reads ``sys.argv[2]``.
     arguments : sequence
         Written as JSON into ``sys.argv[2]``.
-    files : sequence of int
+    fds : sequence of int
         File descriptors to inherit.
-    in_main_thread : bool
-        Whether this thread is the main one.  If so, the kernel kills the process when the thread ends.
+    from_main_thread : bool
+        Whether this call is made in the main thread.  If so, the kernel kills the process when the thread ends.
     environment : mapping
         Environment variables.
     """
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    if in_main_thread:  # the parent may die during the imports, which take long
+    if from_main_thread:  # the parent may die during the imports, which take long
         code += f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL:d}, 0, 0, 0); "
     code += f"os.getppid() == {os.getpid()} or os._exit(1); "
     code += f"from {module} import {function}; {function}()"
     command_line = [sys.executable, "-c", code, path, json.dumps(arguments)]
-    for file in files:
-        os.set_inheritable(file, True)
+    for fd in fds:
+        os.set_inheritable(fd, True)
     try:
         return os.posix_spawn(sys.executable, command_line, environment, setsigmask={signal.SIGINT, *JOB_SIGNALS})
     finally:
-        for file in files:
-            os.set_inheritable(file, False)
+        for fd in fds:
+            os.set_inheritable(fd, False)
 
 
-def exit_with_parent(parent: int, in_main_thread: bool) -> None:
+def exit_with_parent(parent_pid: int, from_main_thread: bool) -> None:
     """Make the kernel kill this process when its parent dies, even in the middle of compiled code.
 
     The kernel sends the signal when the thread that started this process ends.  If that is not the parent's main
@@ -72,21 +72,21 @@ def exit_with_parent(parent: int, in_main_thread: bool) -> None:
 
     Parameters
     ----------
-    parent : int
+    parent_pid : int
         Process id of the parent, which may have exited already.
-    in_main_thread : bool
+    from_main_thread : bool
         Whether the parent's main thread started this process.
     """
-    if in_main_thread:
+    if from_main_thread:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     elif hasattr(os, "pidfd_open"):  # missing if Python was built on an old kernel
         with contextlib.suppress(ProcessLookupError):
-            threading.Thread(target=_kill_self_at_exit, args=(os.pidfd_open(parent),), daemon=True).start()
-    if os.getppid() != parent:  # it died before the call above
+            threading.Thread(target=_exit_with_process, args=(os.pidfd_open(parent_pid),), daemon=True).start()
+    if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
 
 
-def _kill_self_at_exit(process_fd: int) -> None:
+def _exit_with_process(process_fd: int) -> None:
     select.select([process_fd], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -63,7 +63,7 @@ class Command(ABC):
         return None
 
     def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
-        """Yield the rows of shared memory that the command accesses on the ranks of a machine.
+        """Yield the rows of shared memory that the command accesses on the ranks of a host.
 
         The default is all rows of all arrays in the command's fields, and the accesses of commands in its fields.
 
@@ -72,7 +72,7 @@ class Command(ABC):
         size : int
             Number of all ranks.
         ranks : range
-            Ranks of the machine.
+            Ranks of the host.
         """
         return find_row_accesses(_get_nested_values(self), size, ranks)
 

@@ -30,7 +30,7 @@ def make_command_error(
     master_error: BaseException | None,
     reports: Sequence[FailureReport],
 ) -> BaseException:
-    """Return the exception for the user.
+    """Return the exception that a failed command raises for the user.
 
     Parameters
     ----------
@@ -44,18 +44,18 @@ def make_command_error(
         Reports of the workers.
     """
     size = control.size
-    applied = [r for r in range(size) if control.committed[r] == command_number]
+    applied_ranks = [r for r in range(size) if control.committed[r] == command_number]
     is_posted = control.words[ControlMemory.POSTED] == command_number
     # An interrupted master does not wait for ranks that have not finished.
-    busy = [r for r in range(size) if control.done[r] < command_number] if is_posted else []
-    effect = describe_effect(command.effect, command.partial_effect, applied, busy, size)
+    busy_ranks = [r for r in range(size) if control.done[r] < command_number] if is_posted else []
+    effect = describe_effect(command.effect, command.partial_effect, applied_ranks, busy_ranks, size)
     if reports and (master_error is None or isinstance(master_error, Cancelled)):
         error = WorkerError._from_reports(reports, effect)
         error.__cause__ = None
         return error
     assert master_error is not None
-    waits = f"The next call waits for ranks {busy}, which are still busy with this one; close() ends them."
-    for note in [*(report.summarize() for report in reports), effect, waits if busy else ""]:
+    waits = f"The next call waits for ranks {busy_ranks}, which are still busy with this one; close() ends them."
+    for note in [*(report.summarize() for report in reports), effect, waits if busy_ranks else ""]:
         if note:
             master_error.add_note(note)
     return master_error

@@ -35,11 +35,11 @@ from synkhronos.ranks.command_errors import make_command_error, read_reports
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import Cancelled, FailureReport, PeerFailure, WorkerError
 from synkhronos.ranks.mailbox import Mailbox
-from synkhronos.ranks.memory import MemoryTable
+from synkhronos.ranks.memory_table import MemoryTable
 from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
 from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
 from synkhronos.ranks.rank import Rank, Registry
-from synkhronos.ranks.threads import ThreadLimit
+from synkhronos.ranks.thread_limit import ThreadLimit
 
 #: Seconds for which an interrupted master waits for the workers.
 _INTERRUPTED_GRACE_SECONDS = GRACE_SECONDS / 4
@@ -87,7 +87,7 @@ class CommandRunner(ABC):
         self.close_reason: str | None = None
         self.failure: PeerFailure | None = None
         self._call_lock = threading.RLock()
-        self._command_number, self._command_began = 0, 0.0
+        self._command_number, self._command_start_time = 0, 0.0
         self._is_running = False
         #: Whether all ranks are known to have finished the last command.
         self._is_idle = True
@@ -106,7 +106,9 @@ class CommandRunner(ABC):
     def _set_group(self, group: ProcessGroup) -> None:
         self._group, self._control = group, group.control
         self._mailbox = Mailbox(group.control, group.link, self.memory)
-        self._watch = PeerWatch(group.has_any_died, self._has_pending_between_commands, self._raise_if_peer_died)
+        self._watch = PeerWatch(
+            group.has_any_died, self._has_pending_operation_between_commands, self._raise_if_peer_died
+        )
 
     @property
     def size(self) -> int:
@@ -151,15 +153,15 @@ class CommandRunner(ABC):
         return is_held
 
     def wait_until_idle(self) -> None:
-        """Begin a call: wait until all ranks have finished the last command, which an interrupt may have left running.
+        """Wait, at the start of a call, for the last command, which an interrupt may have left running.
 
         Memory that ranks may still read must not be written before.  The caller holds the lock, so no command runs in
         the master; if an interrupt has left it marked as running, the mark is removed.
         """
         self._is_running = False
-        self._finish_last_command()
+        self._wait_for_last_command()
 
-    def _finish_last_command(self) -> None:
+    def _wait_for_last_command(self) -> None:
         """Wait until all ranks have finished the last command, and release memory that the master no longer uses.
 
         Raises
@@ -193,11 +195,11 @@ class CommandRunner(ABC):
 
     def send_releases(self) -> None:
         """Release segments and objects on the workers that the master has released.  The lock has to be held."""
-        self._finish_last_command()
+        self._wait_for_last_command()
         self.memory.send_releases()
 
     def _execute_when_idle(self, command: Command) -> Any:
-        self._finish_last_command()
+        self._wait_for_last_command()
         return self._execute(command)
 
     def _execute(self, command: Command) -> Any:
@@ -211,7 +213,7 @@ class CommandRunner(ABC):
         4. Cancel the pending operations of a failed command, and raise.
 
         If an interrupt ends the master's part, the wait of 3 is short.  Then `_is_idle` stays False, and the next call
-        completes it (`_finish_last_command`), as it does if an exception leaves this method before 2.
+        completes it (`_wait_for_last_command`), as it does if an exception leaves this method before 2.
         """
         control, command_number = self._control, self._command_number + 1
         try:
@@ -243,7 +245,7 @@ class CommandRunner(ABC):
         """Post a command and run the master's part; return its result, and its exception or None."""
         rank, watch = self.rank, self._watch
         if self.timeout is not None:
-            self._command_began = time.monotonic()
+            self._command_start_time = time.monotonic()
         try:
             rank.begin_command(command_number)
             if rank.size > 1:
@@ -268,7 +270,7 @@ class CommandRunner(ABC):
         link = self._group.link
         reports = read_reports(self._control, command_number, self.rank.number, link)
         if link.find_failure() is not None:
-            self._raise_if_peer_died()  # reports may only follow from the failure of a machine, which is the cause
+            self._raise_if_peer_died()  # reports may only follow from the failure of a host, which is the cause
         return reports
 
     def _wait_for_completion(self, limit: float | None = None) -> None:
@@ -283,14 +285,14 @@ class CommandRunner(ABC):
 
     def _close_if_peer_failed(self) -> None:
         """End the session and raise WorkerError if a peer has died, or exceeds the time limit."""
-        if self.timeout is not None and time.monotonic() - self._command_began > self.timeout:
-            late = self._group.find_timeout(self._command_began, self.timeout)
+        if self.timeout is not None and time.monotonic() - self._command_start_time > self.timeout:
+            late = self._group.find_timeout(self._command_start_time, self.timeout)
             if late is not None:
                 self._close_after_failure(late)
         self._raise_if_peer_died()
 
     def _raise_if_peer_died(self) -> None:
-        """End the session and raise WorkerError if a worker or another machine has died."""
+        """End the session and raise WorkerError if a worker or another host has died."""
         watch = self._watch
         command_thread, watch.command_thread = watch.command_thread, 0  # no PeerDied while this handles it
         failure = self._group.find_failure()
@@ -298,7 +300,7 @@ class CommandRunner(ABC):
             self._close_after_failure(failure)
         watch.command_thread = command_thread
 
-    def _has_pending_between_commands(self) -> bool:
+    def _has_pending_operation_between_commands(self) -> bool:
         """Whether an operation with the workers is pending although no command runs."""
         # While the ranks are being ended, their exits are expected.
         return self.close_reason is None and not self._is_running and self.rank.has_pending_operation()

@@ -30,7 +30,7 @@ MAILBOX_NBYTES = 1 << 18
 #: Number of bytes of a slot, in which a rank publishes a value at a step.
 SLOT_NBYTES = 1 << 16
 #: Index of a rank's slot for its failure report; steps use slots 0 and 1 in turn.
-_REPORT = 2
+_REPORT_SLOT = 2
 #: Number of bytes of one half of a rank's scratch memory, through which collectives on the host stream.
 SCRATCH_NBYTES = 1 << 20
 #: Seconds after which a sleeping rank checks whether its peers are alive.
@@ -68,14 +68,14 @@ class ControlMemory:
     ----------
     size : int
         Number of ranks.
-    spin : float
+    spin_seconds : float
         Seconds for which to spin on a counter before sleeping.
     fd : int
         File descriptor of the memory, for processes that do not inherit it; negative to allocate anonymous memory.
-    initialised : bool
+    is_initialised : bool
         Whether another process has initialised the memory.
     local_ranks : range, optional
-        Ranks of this machine; its agent (`synkhronos.hosts`) writes the counters of the others.  Default: all ranks.
+        Ranks of this host; its agent (`synkhronos.hosts`) writes the counters of the others.  Default: all ranks.
     link_nbytes : int
         Number of bytes that are reserved for the link.
 
@@ -118,15 +118,15 @@ class ControlMemory:
     def __init__(
         self,
         size: int,
-        spin: float,
+        spin_seconds: float,
         fd: int = -1,
-        initialised: bool = False,
+        is_initialised: bool = False,
         local_ranks: range | None = None,
         link_nbytes: int = 0,
     ):
         self.size = size
         self.local_ranks = range(size) if local_ranks is None else local_ranks
-        self.spin = spin
+        self.spin_seconds = spin_seconds
         n_words = _N_WORDS + 7 * size
         mailbox, self._scratch_offset, semaphores, link, slots = _compute_offsets(
             size, len(self.local_ranks), link_nbytes
@@ -147,12 +147,12 @@ class ControlMemory:
         self.mailbox = memory[mailbox : mailbox + MAILBOX_NBYTES]
         self.link_memory = memory[link : link + link_nbytes]
         *self._wake_semaphores, self.decision_lock = (
-            Semaphore(self._memory, semaphores + i * _SEMAPHORE_NBYTES, initialised) for i in range(size + 1)
+            Semaphore(self._memory, semaphores + i * _SEMAPHORE_NBYTES, is_initialised) for i in range(size + 1)
         )
-        if not initialised:
+        if not is_initialised:
             self.decision_lock.release()
         self._fence_lock = threading.Lock()
-        # The slots of this machine's ranks come first.
+        # The slots of this host's ranks come first.
         starts = [slots + 3 * ((rank - self.local_ranks.start) % size) * SLOT_NBYTES for rank in range(size)]
         self._slots = [
             [memory[start + i * SLOT_NBYTES : start + (i + 1) * SLOT_NBYTES] for i in range(3)] for start in starts
@@ -160,9 +160,9 @@ class ControlMemory:
 
     @staticmethod
     def create_file(size: int, n_local: int, link_nbytes: int = 0) -> io.FileIO:
-        """Create the memory as an open file, for ``n_local`` of ``size`` ranks on this machine.
+        """Create the memory as an open file, for ``n_local`` of ``size`` ranks on this host.
 
-        Of each slot of a rank on another machine only one page is allocated: published values are rarely longer.
+        A slot of a rank on another host gets only one page: published values are rarely longer.
         """
         slots = _compute_offsets(size, n_local, link_nbytes)[-1]
         remote_slots = range(slots + 3 * n_local * SLOT_NBYTES, slots + 3 * size * SLOT_NBYTES, SLOT_NBYTES)
@@ -175,15 +175,15 @@ class ControlMemory:
 
     def write_report(self, rank: int, report: bytes) -> None:
         """Store a rank's failure report."""
-        self._slots[rank][_REPORT][: len(report)] = report
+        self._slots[rank][_REPORT_SLOT][: len(report)] = report
         self.report_nbytes[rank] = len(report)
 
     def read_report(self, rank: int) -> bytes:
         """Return a rank's failure report; empty if it has none."""
-        return bytes(self._slots[rank][_REPORT][: self.report_nbytes[rank]])
+        return bytes(self._slots[rank][_REPORT_SLOT][: self.report_nbytes[rank]])
 
     def get_scratch(self, rank: int, half: int) -> memoryview:
-        """Return one half of the scratch memory of a rank of this machine."""
+        """Return one half of the scratch memory of a rank of this host."""
         start = self._scratch_offset + (2 * (rank - self.local_ranks.start) + half) * SCRATCH_NBYTES
         return memoryview(self._memory)[start : start + SCRATCH_NBYTES]
 
@@ -202,7 +202,7 @@ class ControlMemory:
             self._wake_semaphores[rank].release()
 
     def wake_local_ranks(self, reason: int) -> None:
-        """Wake the ranks of this machine that sleep for this reason.  Call it after the write that they wait for."""
+        """Wake the ranks of this host that sleep for this reason.  Call it after the write that they wait for."""
         self.fence()
         for rank in self.local_ranks:
             self.wake(rank, reason)
@@ -214,14 +214,14 @@ class ControlMemory:
             if self.sleep_reason[rank] != AWAKE:
                 self._wake_semaphores[rank].release()
 
-    def release_waits(self) -> None:
+    def mark_all_done(self) -> None:
         """Make the last command appear finished by all ranks, which have exited, for a thread that still waits."""
         for rank in range(self.size):
             self.done[rank] = self.words[ControlMemory.POSTED]
         self.decision_lock.release()  # its holder has exited
 
     def wait(
-        self, rank: int, is_ready: Callable[[], bool], reason: int, check_peers: Callable[[], None], poll: float
+        self, rank: int, is_ready: Callable[[], bool], reason: int, check_peers: Callable[[], None], poll_seconds: float
     ) -> None:
         """Wait until a condition on the counters holds.
 
@@ -234,32 +234,31 @@ class ControlMemory:
         reason : int
             Sleep reason to publish.
         check_peers : callable
-            Called every ``poll`` seconds; raises, or ends the process, when a peer has died.
-        poll : float
-            Seconds.
+            Called every ``poll_seconds`` seconds; raises, or ends the process, when a peer has died.
+        poll_seconds : float
         """
         if is_ready():
             return
-        if self.spin:
+        if self.spin_seconds:
             self.last_core[rank] = _get_current_core()
-            deadline = perf_counter() + self.spin
+            deadline = perf_counter() + self.spin_seconds
             while perf_counter() < deadline:
                 if is_ready():
                     return
                 os.sched_yield()  # the scheduler may have put the peer on this very core
         semaphore = self._wake_semaphores[rank]
-        next_check = perf_counter() + poll
+        next_check = perf_counter() + poll_seconds
         try:
             while True:
                 self.sleep_reason[rank] = reason
                 self.fence()
                 if is_ready():
                     return
-                is_woken = semaphore.wait(poll)
+                is_woken = semaphore.wait(poll_seconds)
                 if not is_woken or perf_counter() > next_check:  # signals wake, too, and may be frequent
                     check_peers()
-                    next_check = perf_counter() + poll
-                if is_woken and self.spin:
+                    next_check = perf_counter() + poll_seconds
+                if is_woken and self.spin_seconds:
                     self._leave_shared_core(rank)
         finally:
             self.sleep_reason[rank] = AWAKE
@@ -310,16 +309,16 @@ class Semaphore:
     memory : buffer
     offset : int
         First byte in the memory.
-    initialised : bool
+    is_initialised : bool
         Whether another process has initialised it.
     """
 
-    def __init__(self, memory: Any, offset: int, initialised: bool):
+    def __init__(self, memory: Any, offset: int, is_initialised: bool):
         self._memory = (ctypes.c_char * _SEMAPHORE_NBYTES).from_buffer(memory, offset)  # this reference keeps it mapped
         self._semaphore = ctypes.c_void_p(ctypes.addressof(self._memory))
         self._deadline = _Timespec()
         self._until = ctypes.byref(self._deadline)
-        if not initialised and _libc.sem_init(self._semaphore, 1, 0):
+        if not is_initialised and _libc.sem_init(self._semaphore, 1, 0):
             raise OSError(ctypes.get_errno(), "a semaphore could not be initialised")
 
     def release(self) -> None:

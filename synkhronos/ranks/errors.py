@@ -16,29 +16,29 @@ class FailureReport:
     Attributes
     ----------
     rank : int
-    kind : str
+    class_name : str
         Name of the exception's class.
     message, traceback : str
         Shortened in the middle if they are long.
     host : str
-        Name of the rank's machine; "" if there is only one.
+        Name of the rank's host; "" if there is only one.
     """
 
     rank: int
-    kind: str
+    class_name: str
     message: str
     traceback: str
     host: str = ""
 
     @classmethod
-    def from_exception(cls, rank: int, error: BaseException, limit: int) -> FailureReport:
-        """Build the report of an exception; message and traceback get about ``limit`` characters each at most."""
+    def from_exception(cls, rank: int, error: BaseException, max_chars: int) -> FailureReport:
+        """Build the report of an exception; message and traceback get about ``max_chars`` characters each."""
         try:
             message = str(error)
         except Exception as str_error:
             message = f"<no message: its __str__ raised {type(str_error).__qualname__}>"
         text = "".join(traceback.format_exception(error))
-        return cls(rank, type(error).__qualname__, shorten_middle(message, limit), shorten_middle(text, limit))
+        return cls(rank, type(error).__qualname__, shorten_middle(message, max_chars), shorten_middle(text, max_chars))
 
     @property
     def rank_name(self) -> str:
@@ -47,7 +47,7 @@ class FailureReport:
 
     def summarize(self) -> str:
         """Return a line with the rank, the exception's class and the first line of its message."""
-        return f"{self.rank_name}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
+        return f"{self.rank_name}: {self.class_name}: {(self.message.splitlines() or [''])[0]}"
 
 
 def describe_rank(rank: int, host: str) -> str:
@@ -55,9 +55,9 @@ def describe_rank(rank: int, host: str) -> str:
     return f"rank {rank}" + (f" on host {host}" if host else "")
 
 
-def shorten_middle(text: str, limit: int) -> str:
-    """Return the text, with its middle replaced by "[...]" if it is longer than ``limit`` characters."""
-    return text if len(text) <= limit else f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
+def shorten_middle(text: str, max_chars: int) -> str:
+    """Return the text, with its middle replaced by "[...]" if it is longer than ``max_chars`` characters."""
+    return text if len(text) <= max_chars else f"{text[: max_chars // 2]}\n[...]\n{text[-max_chars // 2 :]}"
 
 
 class WorkerError(RuntimeError):
@@ -88,9 +88,9 @@ class WorkerError(RuntimeError):
 
     @classmethod
     def _from_reports(cls, reports: Sequence[FailureReport], effect: str = "") -> WorkerError:
-        """Build the error for ranks that raised exceptions; ``effect`` says on which ranks updates were applied."""
+        """Build the error for ranks that raised exceptions; ``effect`` is a sentence of `describe_effect`."""
         first = reports[0]
-        head = f"{first.rank_name} raised {first.kind}: {first.message}"
+        head = f"{first.rank_name} raised {first.class_name}: {first.message}"
         others = "".join(f"\n  {report.summarize()}" for report in reports[1:])
         if others:
             head += f"\nOther ranks failed too:{others}"
@@ -105,20 +105,20 @@ FAILED_START_PREFIX = "could not start"
 
 
 class Death(NamedTuple):
-    """Exit of a worker, its failure to start, or failure of a machine, that ended a session.
+    """Exit of a worker, its failure to start, or failure of a host, that ended a session.
 
     Attributes
     ----------
     rank : int
-        The worker's rank, or the first rank of a lost machine.
+        The worker's rank, or the first rank of a lost host.
     host : str
-        Name of the rank's machine; "" if there is only one.
+        Name of the rank's host; "" if there is only one.
     pid : int
         Process id of a worker that has exited, else 0.
     cause : str
         Verb phrase, such as "was killed by SIGKILL".
     lost_ranks : sequence of int
-        All ranks of lost machines, which can't start again.
+        All ranks of lost hosts, which can't start again.
     """
 
     rank: int
@@ -133,14 +133,14 @@ class Death(NamedTuple):
 
 
 class PeerFailure(NamedTuple):
-    """Failure of a worker or of a machine that ends the session.
+    """Failure of a worker or of a host that ends the session.
 
     Attributes
     ----------
     message : str
         Description for an error message.
     rank : int
-        Rank of the worker, or first rank of the machine.
+        Rank of the worker, or first rank of the host.
     death : Death or None
         None if no process has died, or if new workers would fail in the same way.
     """
@@ -151,7 +151,7 @@ class PeerFailure(NamedTuple):
 
 
 class StartError(RuntimeError):
-    """The machines of a session can't be connected again.
+    """The hosts of a session can't be connected again.
 
     Attributes
     ----------
@@ -165,11 +165,11 @@ class StartError(RuntimeError):
 
 
 class Cancelled(Exception):
-    """Another rank failed; unwinds this rank's part of the command and never leaves the library."""
+    """Another rank failed: ends this rank's part of the command; caught within the library."""
 
 
 def describe_effect(
-    effect: str | None, partial_effect: str | None, applied: list[int], busy: list[int], size: int
+    effect: str | None, partial_effect: str | None, applied_ranks: list[int], busy_ranks: list[int], size: int
 ) -> str:
     """Return a sentence on the ranks on which a failed command has applied its effect; "" without an effect.
 
@@ -177,24 +177,24 @@ def describe_effect(
     ----------
     effect, partial_effect : str or None
         As in `synkhronos.ranks.Command`.
-    applied, busy : list of int
+    applied_ranks, busy_ranks : list of int
         Ranks that have applied the effect, and ranks that have not finished the command.
     size : int
         Number of ranks.
     """
     if effect is None:
         return ""
-    if undecided := [r for r in busy if r not in applied]:
-        on = f"ranks {applied}" if applied else "no rank"
+    if undecided := [r for r in busy_ranks if r not in applied_ranks]:
+        on = f"ranks {applied_ranks}" if applied_ranks else "no rank"
         return f"{effect} on {on} so far; ranks {undecided} are still running the command, and may follow."
-    if not applied:
+    if not applied_ranks:
         return f"{effect} on no rank."
     if partial_effect is not None:
         return partial_effect
-    others = [r for r in range(size) if r not in applied]
+    others = [r for r in range(size) if r not in applied_ranks]
     if not others:
         return f"{effect} on all ranks."
-    return f"{effect} on ranks {applied}, and not on ranks {others}: broadcast() makes them equal again."
+    return f"{effect} on ranks {applied_ranks}, and not on ranks {others}: broadcast() makes them equal again."
 
 
 #: Exit code of a process whose exit status was collected elsewhere; larger than any real exit code.

@@ -19,7 +19,7 @@ _getsignal, _setsignal = _signal.getsignal, _signal.signal
 MAX_DEFERRAL_SECONDS = 2.0
 
 
-_SIGNALS = [int(number) for number in signal.valid_signals()]
+_SIGNALS = [int(member) for member in signal.valid_signals()]
 
 
 class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
@@ -43,16 +43,16 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
                 self._replace_handlers()
                 self._is_entering, self._is_deferring = False, True
             except BaseException:  # raised by a handler that was not replaced yet
-                self._restore(list(self._handlers.items()))
+                self._restore_handlers(list(self._handlers.items()))
                 raise
         return self
 
     def _replace_handlers(self) -> None:
-        for number in _SIGNALS:
-            handler = _getsignal(number)
+        for signal_number in _SIGNALS:
+            handler = _getsignal(signal_number)
             if callable(handler):  # else it is ignored, fatal, or was not installed by Python
-                self._handlers[number] = handler
-                _setsignal(number, self._handle)
+                self._handlers[signal_number] = handler
+                _setsignal(signal_number, self._handle_signal)
 
     def __exit__(self, *_: object) -> None:
         if not self._has_stopped:
@@ -60,15 +60,15 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
 
     def _stop_deferring(self) -> None:
         try:
-            self._restore(list(self._handlers.items()))
+            self._restore_handlers(list(self._handlers.items()))
         finally:
             self._is_deferring, self._has_stopped = False, True
             deferred, self._deferred = self._deferred, []
-            self._deliver(deferred)
+            self._deliver_signals(deferred)
 
     def has_deferred(self, excluded: int) -> bool:
-        """Whether a signal other than this number is deferred."""
-        return any(number != excluded for number in self._deferred)
+        """Whether a signal other than ``excluded`` is deferred."""
+        return any(signal_number != excluded for signal_number in self._deferred)
 
     def restart_time_limit(self) -> None:
         """Restart the time limit of `stop_deferring_if_late`; called when long work is followed by a wait."""
@@ -80,58 +80,58 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
         if self._deferred and time.monotonic() > self._deferred_since + MAX_DEFERRAL_SECONDS:
             self._stop_deferring()
 
-    def _restore(self, handlers: list[tuple[int, Any]]) -> None:
-        for i, (number, handler) in enumerate(handlers):
+    def _restore_handlers(self, handlers: list[tuple[int, Any]]) -> None:
+        for i, (signal_number, handler) in enumerate(handlers):
             try:
-                (_setsignal if callable(handler) else signal.signal)(number, handler)
+                (_setsignal if callable(handler) else signal.signal)(signal_number, handler)
             except BaseException:  # raised by a handler that is installed again
-                self._restore(handlers[i:])
+                self._restore_handlers(handlers[i:])
                 raise
 
-    def _deliver(self, numbers: list[int]) -> None:
-        if numbers:
+    def _deliver_signals(self, signal_numbers: list[int]) -> None:
+        if signal_numbers:
             # The wakeup descriptor was written when the signals arrived.
             wakeup = signal.set_wakeup_fd(-1)
             try:
-                signal.raise_signal(numbers[0])
+                signal.raise_signal(signal_numbers[0])
             finally:
                 signal.set_wakeup_fd(wakeup)
-                self._deliver(numbers[1:])
+                self._deliver_signals(signal_numbers[1:])
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, signal_number: int, frame: FrameType | None) -> None:
         """Record a signal, or call the replaced handler while handlers are being replaced or restored."""
         if self._is_deferring:
-            if number not in self._deferred:
+            if signal_number not in self._deferred:
                 self._deferred_since = self._deferred_since or time.monotonic()
-                self._deferred.append(number)
+                self._deferred.append(signal_number)
             return
-        handler = self._handlers[number]
+        handler = self._handlers[signal_number]
         if not self._is_entering:
-            self._restore([(number, handler)])
+            self._restore_handlers([(signal_number, handler)])
         if callable(handler):
-            handler(number, frame)
+            handler(signal_number, frame)
 
 
-def get_handler(number: int) -> Any:
+def get_handler(signal_number: int) -> Any:
     """Return a signal's handler outside of all `defer_signals` blocks."""
-    handler = _getsignal(number)
+    handler = _getsignal(signal_number)
     while isinstance(block := getattr(handler, "__self__", None), defer_signals):
-        handler = block._handlers[number]
+        handler = block._handlers[signal_number]
     return handler
 
 
-def set_handler(number: int, handler: Any) -> None:
+def set_handler(signal_number: int, handler: Any) -> None:
     """Set a signal's handler; within `defer_signals`, it is installed at the end of the outermost block."""
-    block = getattr(_getsignal(number), "__self__", None)
+    block = getattr(_getsignal(signal_number), "__self__", None)
     if not isinstance(block, defer_signals):
-        signal.signal(number, handler)
+        signal.signal(signal_number, handler)
         return
-    while isinstance(outer := getattr(block._handlers[number], "__self__", None), defer_signals):
+    while isinstance(outer := getattr(block._handlers[signal_number], "__self__", None), defer_signals):
         block = outer
-    block._handlers[number] = handler
+    block._handlers[signal_number] = handler
 
 
-def restore_handler(number: int, handler: Any, previous: Any) -> None:
+def restore_handler(signal_number: int, handler: Any, previous: Any) -> None:
     """Restore a signal's previous handler if ``handler`` is still installed."""
-    if get_handler(number) == handler:
-        set_handler(number, previous)
+    if get_handler(signal_number) == handler:
+        set_handler(signal_number, previous)

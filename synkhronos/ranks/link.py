@@ -1,9 +1,9 @@
-"""Connection between the master's session and the machines on which the ranks run.
+"""Connection between the master's session and the hosts on which the ranks run.
 
-A session posts commands, waits for the ranks and ends them.  `Link` hides from it whether the ranks are on one machine
+A session posts commands, waits for the ranks and ends them.  `Link` hides from it whether the ranks are on one host
 (`LocalLink`) or on several, whose agents communicate by MPI (`synkhronos.hosts.MpiLink`).
 
-Other machines can't read this one's memory.  So before a command runs there, they are sent the rows that their ranks
+Other hosts can't read this one's memory.  So before a command runs there, they are sent the rows that their ranks
 access.
 """
 
@@ -21,12 +21,12 @@ from synkhronos.ranks.segments import ArrayLocation, SegmentTable
 
 
 class Link(ABC):
-    """Connection of a session to the machines of its ranks.
+    """Connection of a session to the hosts of its ranks.
 
     Attributes
     ----------
     ranks_by_host : list of range
-        Ranks of each machine; this machine is the first.
+        Ranks of each host; this host is the first.
     needs_control_file : bool
         Whether the control memory has to be a file, because a process that is no fork of this one maps it.
     control_nbytes : int
@@ -42,19 +42,19 @@ class Link(ABC):
 
     @property
     def local_ranks(self) -> range:
-        """Ranks of this machine."""
+        """Ranks of this host."""
         return self.ranks_by_host[0]
 
     @abstractmethod
     def start_workers(
         self, control: ControlMemory, file: io.FileIO | None, master_rank: int, profile: bool
     ) -> socket.socket | None:
-        """Start the workers of the other machines.
+        """Start the workers of the other hosts.
 
         Parameters
         ----------
         control : ControlMemory
-            Control memory of this machine's ranks.
+            Control memory of this host's ranks.
         file : FileIO or None
             File of the control memory; None if only forks map it.
         master_rank : int
@@ -64,12 +64,12 @@ class Link(ABC):
         Returns
         -------
         socket or None
-            The channel over which this machine's agent receives segments; None without an agent.
+            The channel over which this host's agent receives segments; None without an agent.
         """
 
     @abstractmethod
     def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
-        """Return the pickled plan of a command's transfers: the memory that the other machines need for it.
+        """Return the pickled plan of a command's transfers: the memory that the other hosts need for it.
 
         Parameters
         ----------
@@ -82,28 +82,28 @@ class Link(ABC):
         Raises
         ------
         IndexError
-            If a machine needs rows that another one has loaded for itself.
+            If a host needs rows that another one has loaded for itself.
         ValueError
             If the plan is longer than `max_plan_nbytes`.
         """
 
     @abstractmethod
     def get_host_name(self, rank: int) -> str:
-        """Return the name of a rank's machine; "" if there is only one."""
+        """Return the name of a rank's host; "" if there is only one."""
 
     @abstractmethod
     def find_failure(self) -> PeerFailure | None:
-        """Return the failure of another machine, or of a worker there; None if there is none."""
+        """Return the failure of another host, or of a worker there; None if there is none."""
 
     @abstractmethod
-    def shut_down(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
-        """End the workers of the other machines, wait for their exit, and close the connection.
+    def shut_down(self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool]) -> None:
+        """End the workers of the other hosts, wait for their exit, and close the connection.
 
         Parameters
         ----------
         kill : bool
             Whether to kill the workers at once.
-        seconds : float
+        grace_seconds : float
             Seconds after which they are killed otherwise.
         should_kill : callable
             Polled meanwhile; the workers are killed as soon as it returns True.
@@ -116,7 +116,7 @@ class Link(ABC):
 
     @abstractmethod
     def reconnect(self, excluded_ranks: Collection[int]) -> Link:
-        """Return a link to the same machines for new workers, after the end of this one.
+        """Return a link to the same hosts for new workers, after the end of this one.
 
         Parameters
         ----------
@@ -126,26 +126,26 @@ class Link(ABC):
         Raises
         ------
         StartError
-            If a machine can't be reached, or has fewer GPUs than ranks now.
+            If a host can't be reached, or has fewer GPUs than ranks now.
         OSError, RuntimeError
-            If this machine can't start or connect the others.
+            If this host can't start or connect the others.
         """
 
     @property
     @abstractmethod
     def bytes_sent(self) -> int:
-        """Number of bytes of shared memory that were sent to other machines."""
+        """Number of bytes of shared memory that were sent to other hosts."""
 
 
 class LocalLink(Link):
-    """Link of a session whose ranks are all on this machine, where shared memory suffices.
+    """Link of a session whose ranks are all on this host, where shared memory suffices.
 
     Parameters
     ----------
     size : int
         Number of ranks.
     bytes_sent : int
-        Number of bytes that earlier links of the session have sent to other machines.
+        Number of bytes that earlier links of the session have sent to other hosts.
     """
 
     needs_control_file = False
@@ -156,7 +156,7 @@ class LocalLink(Link):
         self.ranks_by_host, self.bytes_sent = [range(size)], bytes_sent
 
     def start_workers(self, control: ControlMemory, file: io.FileIO | None, master_rank: int, profile: bool) -> None:
-        """Do nothing: `WorkerProcesses` starts this machine's workers."""
+        """Do nothing: `WorkerProcesses` starts this host's workers."""
 
     def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
         """Return an empty plan."""
@@ -167,10 +167,10 @@ class LocalLink(Link):
         return ""
 
     def find_failure(self) -> None:
-        """Return None: `WorkerProcesses` detects deaths on this machine."""
+        """Return None: `WorkerProcesses` detects deaths on this host."""
 
-    def shut_down(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
-        """Do nothing: `WorkerProcesses` ends this machine's workers."""
+    def shut_down(self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool]) -> None:
+        """Do nothing: `WorkerProcesses` ends this host's workers."""
 
     def reconnect(self, excluded_ranks: Collection[int]) -> LocalLink:
         """Return a link for the ranks that are left."""

@@ -9,13 +9,13 @@ from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.control_memory import AWAITS_COMMAND, MAILBOX_NBYTES, ControlMemory
 from synkhronos.ranks.link import Link
-from synkhronos.ranks.memory import MemoryTable
+from synkhronos.ranks.memory_table import MemoryTable
 from synkhronos.ranks.segments import ArrayLocation
 from synkhronos.ranks.worker_main import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES, LongCommand
 
 
 class Mailbox:
-    """Posts commands to the workers of this machine, and to the agent that sends them to other machines.
+    """Posts commands to the workers of this host, and to the agent that sends them to other hosts.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class Mailbox:
 
     def __init__(self, control: ControlMemory, link: Link, memory: MemoryTable):
         self._control, self._link, self._memory = control, link, memory
-        self._pickled: BoundedCache[Any, bytes] = BoundedCache(MAX_CACHED_COMMANDS)
+        self._pickle_cache: BoundedCache[Any, bytes] = BoundedCache(MAX_CACHED_COMMANDS)
 
     def post(self, command_number: int, command: Command) -> None:
         """Send a command: in the mailbox, or in a segment of its own if it is too long for that."""
@@ -47,13 +47,13 @@ class Mailbox:
         # Commands of different classes may compare equal as tuples.
         key = type(command), command
         try:
-            message = self._pickled.get(key)
+            message = self._pickle_cache.get(key)
         except TypeError:  # not hashable, such as a slice
             return pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         if message is None:
             message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
             if len(message) <= MAX_CACHED_NBYTES:
-                self._pickled[key] = message
+                self._pickle_cache[key] = message
         return message
 
     def _write(self, command_number: int, command: Command, message: bytes, location: ArrayLocation | None) -> None:

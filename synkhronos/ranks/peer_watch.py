@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
-from synkhronos.ranks.segments import is_closed
+from synkhronos.ranks.segments import is_peer_closed
 
 #: Seconds that a process may take from the closing of its files to its exit.
 _EXIT_SECONDS = 1.0
@@ -40,8 +40,8 @@ class PeerWatch:
     Parameters
     ----------
     has_peer_died : callable
-        Returns whether a worker has exited, or another machine is lost.
-    has_pending_between_commands : callable
+        Returns whether a worker has exited, or another host is lost.
+    has_pending_operation_between_commands : callable
         Returns whether an operation with the workers is pending although no command runs.  A death invalidates its
         results.
     raise_error : callable
@@ -58,12 +58,12 @@ class PeerWatch:
     def __init__(
         self,
         has_peer_died: Callable[[], bool],
-        has_pending_between_commands: Callable[[], bool],
+        has_pending_operation_between_commands: Callable[[], bool],
         raise_error: Callable[[], None],
     ) -> None:
-        self._has_peer_died, self._has_pending_between_commands, self._raise_error = (
+        self._has_peer_died, self._has_pending_operation_between_commands, self._raise_error = (
             has_peer_died,
-            has_pending_between_commands,
+            has_pending_operation_between_commands,
             raise_error,
         )
         self.command_thread = 0
@@ -73,7 +73,7 @@ class PeerWatch:
         self._previous_handler: Any = None
 
     def start(self, channels: Mapping[int, socket.socket]) -> None:
-        """Watch the processes at the other ends of sockets: the workers, and this machine's agent."""
+        """Watch the processes at the other ends of sockets: the workers, and this host's agent."""
         if not channels or threading.current_thread() is not threading.main_thread():
             return
         previous = get_handler(signal.SIGURG)
@@ -81,7 +81,7 @@ class PeerWatch:
             previous = signal.SIG_DFL  # left by a session that was closed in another thread
         if previous not in (signal.SIG_DFL, signal.SIG_IGN):
             return  # the user's own handler
-        set_handler(signal.SIGURG, self._handle)
+        set_handler(signal.SIGURG, self._handle_signal)
         self._previous_handler, self._channels = previous, channels
         for channel in channels.values():
             with contextlib.suppress(OSError):
@@ -93,13 +93,13 @@ class PeerWatch:
     def stop(self) -> None:
         """Restore the signal's previous handler."""
         # The session refers to this object: a reference back would be a cycle.
-        self._has_peer_died = self._has_pending_between_commands = lambda: False
+        self._has_peer_died = self._has_pending_operation_between_commands = lambda: False
         self._raise_error = lambda: None
         if self._previous_handler is not None and threading.current_thread() is threading.main_thread():
-            restore_handler(signal.SIGURG, self._handle, self._previous_handler)
+            restore_handler(signal.SIGURG, self._handle_signal, self._previous_handler)
             self._previous_handler = None
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._master_pid:
             return
         # Handlers run in the main thread, which may not be the one that runs the command.
@@ -107,14 +107,14 @@ class PeerWatch:
             if self._wait_for_exit():
                 self.command_thread, self.has_raised = 0, True
                 raise PeerDied
-        elif self._has_pending_between_commands() and self._wait_for_exit():
+        elif self._has_pending_operation_between_commands() and self._wait_for_exit():
             self._raise_error()
 
     def _wait_for_exit(self) -> bool:
         """Wait briefly for the exit of a worker whose channel is closed; return True if a worker has exited."""
         deadline = time.monotonic() + _EXIT_SECONDS
         while not self._has_peer_died():
-            if time.monotonic() > deadline or not any(map(is_closed, list(self._channels.values()))):
+            if time.monotonic() > deadline or not any(map(is_peer_closed, list(self._channels.values()))):
                 return False
             time.sleep(0.001)
         return True

@@ -1,4 +1,4 @@
-"""The processes of a session's ranks on all machines, from their start to their exit."""
+"""The processes of a session's ranks on all hosts, from their start to their exit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from synkhronos.ranks.control_memory import AWAITS_COMPLETION, POLL_SECONDS, SPI
 from synkhronos.ranks.errors import Death, PeerFailure, describe_exit
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.rank import Rank
-from synkhronos.ranks.threads import count_available_cores
+from synkhronos.ranks.thread_limit import count_available_cores
 from synkhronos.ranks.worker_processes import WorkerProcesses
 
 #: Seconds that workers get to exit by themselves before they are killed.
@@ -19,7 +19,7 @@ _AGENT_CHANNEL = -1
 
 
 class ProcessGroup:
-    """The master's workers on this machine and, through the link, on others, with their control memory.
+    """The master's workers on this host and, through the link, on others, with their control memory.
 
     Workers are replaced by the end of a group and the start of another.
 
@@ -29,17 +29,17 @@ class ProcessGroup:
         Number of ranks.
     master_rank : int
     link : Link
-        Connection to other machines.
+        Connection to other hosts.
     spawn : bool
-        Start this machine's workers as new processes, not as forks of this one.
+        Start this host's workers as new processes, not as forks of this one.
 
     Attributes
     ----------
     control : ControlMemory
     channels : dict of int to socket
-        This process's ends of the socket pairs over which workers, and this machine's agent, receive segments.
+        This process's ends of the socket pairs over which workers, and this host's agent, receive segments.
     pids : dict of int to int
-        Process ids of this machine's workers, by rank.
+        Process ids of this host's workers, by rank.
     """
 
     def __init__(self, size: int, master_rank: int, link: Link, spawn: bool):
@@ -49,8 +49,8 @@ class ProcessGroup:
         as_file = size > 1 and (spawn or link.needs_control_file)
         self._control_file = ControlMemory.create_file(size, len(local_ranks), link_nbytes) if as_file else None
         fd = -1 if self._control_file is None else self._control_file.fileno()
-        spin = SPIN_SECONDS if len(local_ranks) <= count_available_cores() else 0.0
-        self.control = ControlMemory(size, spin, fd, local_ranks=local_ranks, link_nbytes=link_nbytes)
+        spin_seconds = SPIN_SECONDS if len(local_ranks) <= count_available_cores() else 0.0
+        self.control = ControlMemory(size, spin_seconds, fd, local_ranks=local_ranks, link_nbytes=link_nbytes)
         self._workers = WorkerProcesses(master_rank, self.control, self._control_file if spawn else None)
         self.channels, self.pids = self._workers.channels, self._workers.pids
 
@@ -62,9 +62,9 @@ class ProcessGroup:
             self.channels[_AGENT_CHANNEL] = agent
         self._close_control_file()
 
-    def find_unstarted(self) -> int | None:
-        """Return the first rank of this machine whose worker was not started; None if all were."""
-        return self._workers.find_unstarted()
+    def find_unstarted_rank(self) -> int | None:
+        """Return the first rank of this host whose worker was not started; None if all were."""
+        return self._workers.find_unstarted_rank()
 
     # -- commands ----------------------------------------------------------------------------------------------
 
@@ -87,11 +87,11 @@ class ProcessGroup:
     # -- failures ----------------------------------------------------------------------------------------------
 
     def has_any_died(self) -> bool:
-        """Whether a worker has exited, or another machine has failed, as far as this machine knows."""
+        """Whether a worker has exited, or another host has failed, as far as this host knows."""
         return self._workers.has_any_exited() or self.link.find_failure() is not None
 
     def find_failure(self) -> PeerFailure | None:
-        """Return the exit of a worker, or the failure of another machine; None if there is none."""
+        """Return the exit of a worker, or the failure of another host; None if there is none."""
         exited = self._workers.reap()
         if exited is not None:
             rank, pid, code = exited
@@ -100,18 +100,18 @@ class ProcessGroup:
         failure = self.link.find_failure()
         return failure and failure._replace(message=f"{failure.message}; the workers were ended.")
 
-    def find_timeout(self, began: float, timeout: float) -> PeerFailure | None:
+    def find_timeout(self, start_time: float, timeout: float) -> PeerFailure | None:
         """Return the failure of a rank that exceeds the time limit; None if there is none.
 
         Parameters
         ----------
-        began : float
-            Start of the command, by the monotonic clock.
+        start_time : float
+            Time of the command's start, by the monotonic clock.
         timeout : float
             Seconds without a sign of progress that are allowed.
         """
-        control, master, began_ns, now = self.control, self.master_rank, int(began * 1e9), time.monotonic_ns()
-        silent = [r for r in range(control.size) if now - max(began_ns, control.last_progress[r]) > timeout * 1e9]
+        control, master, start_ns, now = self.control, self.master_rank, int(start_time * 1e9), time.monotonic_ns()
+        silent = [r for r in range(control.size) if now - max(start_ns, control.last_progress[r]) > timeout * 1e9]
         busy = [r for r in silent if r != master and control.done[r] < control.words[ControlMemory.POSTED]]
         late = [r for r in busy if not control.sleep_reason[r]]
         if not late and len(silent) < control.size:

@@ -21,7 +21,7 @@ from synkhronos.ranks.control_memory import AWAITS_STEP, POLL_SECONDS, SLOT_NBYT
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import SegmentTable
-from synkhronos.ranks.threads import ThreadLimit
+from synkhronos.ranks.thread_limit import ThreadLimit
 
 T = TypeVar("T")
 _log = logging.getLogger("synkhronos")
@@ -63,8 +63,8 @@ class PendingOperation:
     """An operation that a command starts and that may outlast it.
 
     Examples are a collective on GPUs for which no rank has waited, and outputs that have not been read yet.  Each rank
-    has a list of its pending operations, `Rank.pending`.  The methods of this class do nothing; a subclass overrides
-    those that apply.
+    has a list of them, `Rank.pending_operations`.  The methods of this class do nothing; a subclass overrides the ones
+    that apply.
     """
 
     def finish(self) -> None:
@@ -100,9 +100,9 @@ class Rank:
     Attributes
     ----------
     local_ranks : range
-        Ranks of this machine.
+        Ranks of this host.
     spans_hosts : bool
-        Whether there are ranks on other machines; their agents then decide failed commands.
+        Whether there are ranks on other hosts; their agents then decide failed commands.
     command_number : int
         Number of the command that this rank runs; it is unique in a session.
     segments : SegmentTable
@@ -111,7 +111,7 @@ class Rank:
         References to this rank's copies of replicated objects, by key; see `get_object`.
     registry : Registry
         State of packages of higher layers.
-    pending : list of PendingOperation
+    pending_operations : list of PendingOperation
         Operations that commands have started and that may outlast them.
     finish_callbacks : list of callable
         Called at the end of the current command.
@@ -137,9 +137,9 @@ class Rank:
         self.command_number = 0
         self._step = 0
         self._pickles: BoundedCache[Any, tuple[bytes, bytes]] = BoundedCache(_MAX_CACHED_PICKLES)
-        self._commits = True
+        self._is_commit_enabled = True
         self.finish_callbacks: list[Callable[[], None]] = []
-        self.pending: list[PendingOperation] = []
+        self.pending_operations: list[PendingOperation] = []
         self.attach(number, master_rank, control, check_peers, has_peer_died)
 
     def get_object(self, key: Any) -> Any:
@@ -170,7 +170,7 @@ class Rank:
 
     def detach(self) -> None:
         """Mark the command as failed and end all waits of this process for the other ranks, which have exited."""
-        self.control.release_waits()
+        self.control.mark_all_done()
         self.spans_hosts = False  # the agents have exited
         self.fail_command()
         # They refer to the session: a cycle would delay the release of memory until the next collection.
@@ -192,7 +192,7 @@ class Rank:
         """
         self.cancel_failed_operations()
         self.command_number = command_number
-        self._commits = True
+        self._is_commit_enabled = True
         self._step = command_number << STEP_BITS
 
     def cancel_failed_operations(self) -> None:
@@ -203,7 +203,7 @@ class Rank:
         self._wait_until_decided(failed)  # it may be the next one, which is decided after this one
         if self.read_common_step(self.command_number) is None:
             return
-        for operation in self.pending:
+        for operation in self.pending_operations:
             try:
                 operation.cancel(self.command_number)
             except Exception as error:
@@ -215,17 +215,17 @@ class Rank:
 
     def commit(self) -> None:
         """Record that this rank has applied the command's effect, for the message of an error."""
-        if self._commits:
+        if self._is_commit_enabled:
             self.control.committed[self.number] = self.command_number
 
     @contextlib.contextmanager
     def suspend_commits(self) -> Iterator[None]:
         """Make `commit` do nothing within the ``with`` block."""
-        self._commits = False
+        self._is_commit_enabled = False
         try:
             yield
         finally:
-            self._commits = True
+            self._is_commit_enabled = True
 
     def finish_command(self) -> None:
         """Call and remove the functions in `finish_callbacks`.  Called at the end of every command, failed or not."""
@@ -370,13 +370,13 @@ class Rank:
 
     def has_pending_operation(self) -> bool:
         """Whether a pending operation in which peers take part has not completed."""
-        return any(operation.is_unfinished() for operation in self.pending)
+        return any(operation.is_unfinished() for operation in self.pending_operations)
 
     def close_pending_operations(self) -> None:
         """Close all pending operations before the ranks exit."""
-        while self.pending:
+        while self.pending_operations:
             try:
-                self.pending.pop().close()
+                self.pending_operations.pop().close()
             except Exception as error:
                 _log.warning("a pending operation of the ranks could not be closed: %s", error)
 
@@ -434,14 +434,14 @@ class Rank:
             raise Cancelled
 
     def get_scratch(self, rank: int, half: int) -> memoryview:
-        """Return one half of the scratch memory of a rank of this machine."""
+        """Return one half of the scratch memory of a rank of this host."""
         return self.control.get_scratch(rank, half)
 
     def wake_local_ranks(self) -> None:
-        """Wake the ranks of this machine that are in `wait`; call it after the write that they wait for."""
+        """Wake the ranks of this host that are in `wait`; call it after the write that they wait for."""
         self.control.wake_local_ranks(AWAITS_STEP)
 
-    def _write_slot(self, payload: bytes | memoryview, total: int | None = None) -> int:
+    def _write_slot(self, payload: bytes | memoryview, message_nbytes: int | None = None) -> int:
         """Write into this rank's slot for the next step, and return that step.
 
         Invariant: slot[step & 1] was last written two steps ago, and its readers have passed the step in between.
@@ -451,7 +451,7 @@ class Rank:
         if self._step & _STEP_MASK and not self._has_reached(step - 1):
             self._wait_for_step(step - 1)
         slot = self.control.get_slot(self.number, step & 1)
-        SLOT_HEADER.pack_into(slot, 0, len(payload) if total is None else total, step)
+        SLOT_HEADER.pack_into(slot, 0, len(payload) if message_nbytes is None else message_nbytes, step)
         slot[SLOT_HEADER.size : SLOT_HEADER.size + len(payload)] = payload
         return step
 

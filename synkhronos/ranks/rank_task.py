@@ -14,7 +14,7 @@ error.  Deadlocks are not detected across hosts, where published conditions arri
 Each task has new shared memory, so that a lock held by a rank of a failed task does not block the next task.
 
 On several hosts, each host has such memory for its own ranks.  A lock belongs to one host, whose ranks acquire it as on
-one machine.  A rank of another host writes a request into its channel to itself.  Its agent passes the request to the
+one host.  A rank of another host writes a request into its channel to itself.  Its agent passes the request to the
 agent of the lock's host, which queues for the lock on behalf of the rank (see `synkhronos.hosts.task_agent`).
 """
 
@@ -25,14 +25,13 @@ import time
 from collections.abc import Hashable, Sequence
 from functools import singledispatch
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 from synkhronos.ranks.control_memory import AWAITS_PEER, POLL_SECONDS, Semaphore
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.task_memory import (
-    TEXT_NBYTES,
+    DESCRIPTION_NBYTES,
     WORD_NBYTES,
     TaskMemory,
     read_ring,
@@ -86,7 +85,7 @@ class RankTask:
         self._segment = segment = rank.segments[memory.key]
         words = memory.view_words(segment)
         self._stop, self._waits, self._owners, self._acquisitions, self._agent_waits, self._sent, self._received = words
-        self._texts = [memory.view_text(segment, r) for r in range(memory.size)]
+        self._wait_descriptions = [memory.view_description(segment, r) for r in range(memory.size)]
         self.wait_seconds = 0.0
         self._next_check = 0.0
 
@@ -154,11 +153,6 @@ class RankTask:
     # -- two ranks -------------------------------------------------------------------------------------------
 
     @property
-    def capacity(self) -> int:
-        """Number of bytes of a channel; each chunk takes 8 bytes more than its length."""
-        return self.memory.capacity
-
-    @property
     def max_chunk(self) -> int:
         """Maximal number of bytes of a chunk: two fit into a channel, so one can be written while the other is read."""
         return self.memory.capacity // 2 - WORD_NBYTES
@@ -171,7 +165,9 @@ class RankTask:
         me, sent = self.rank.number, self._sent
         channel = me * self.memory.size + dest
         end = sent[channel] + WORD_NBYTES + len(chunk)
-        self._wait_for(BYTES_RECEIVED, channel, end - self.memory.capacity, f"until rank {dest} receives {description}")
+        self._wait_for_bytes(
+            BYTES_RECEIVED, channel, end - self.memory.capacity, f"until rank {dest} receives {description}"
+        )
         ring = self.memory.view_channel(self._segment, me, dest)
         write_ring(ring, sent[channel], len(chunk).to_bytes(WORD_NBYTES, "little"))
         write_ring(ring, sent[channel] + WORD_NBYTES, chunk)
@@ -181,13 +177,13 @@ class RankTask:
     def wait_until_received(self, dest: int, description: str) -> None:
         """Wait until a rank has received everything that this rank has sent to it."""
         channel = self.rank.number * self.memory.size + dest
-        self._wait_for(BYTES_RECEIVED, channel, self._sent[channel], f"until rank {dest} receives {description}")
+        self._wait_for_bytes(BYTES_RECEIVED, channel, self._sent[channel], f"until rank {dest} receives {description}")
 
     def receive(self, source: int, description: str, out: memoryview | None = None) -> memoryview:
         """Receive a chunk from a rank and return it; ``out`` is memory of its length to receive it in."""
         me, received = self.rank.number, self._received
         channel = source * self.memory.size + me
-        self._wait_for(BYTES_SENT, channel, received[channel] + 1, f"for {description} of rank {source}")
+        self._wait_for_bytes(BYTES_SENT, channel, received[channel] + 1, f"for {description} of rank {source}")
         ring, position = self.memory.view_channel(self._segment, source, me), received[channel]
         length = bytearray(WORD_NBYTES)
         read_ring(ring, position, memoryview(length))
@@ -207,14 +203,14 @@ class RankTask:
 
     # -- locks -----------------------------------------------------------------------------------------------
 
-    def get_lock(self, number: int) -> Lock:
+    def get_lock(self, lock: int) -> Lock:
         """Return a lock, to be used in a ``with`` statement; raise ValueError for a number out of range."""
-        if not 0 <= number < self.memory.n_locks:
-            raise ValueError(f"expected a lock from 0 to {self.memory.n_locks - 1}, got {number}")
-        is_local = self.memory.get_home_rank(number) in self.rank.local_ranks
-        return Lock(self, number, self.memory.get_semaphore(self._segment, number) if is_local else None)
+        if not 0 <= lock < self.memory.n_locks:
+            raise ValueError(f"expected a lock from 0 to {self.memory.n_locks - 1}, got {lock}")
+        is_local = self.memory.get_home_rank(lock) in self.rank.local_ranks
+        return Lock(self, lock, self.memory.get_semaphore(self._segment, lock) if is_local else None)
 
-    def _acquire(self, number: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
+    def _acquire(self, lock: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
         """Acquire a lock of this host and return its turn; None if it was not free within ``timeout`` seconds."""
         # Without this check, a rank that finds all its locks free would not notice a failure until its program ends.
         if self.rank.has_failed(self.rank.command_number):
@@ -222,53 +218,53 @@ class RankTask:
         if not semaphore.acquire(0):
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
             # A wait with a time limit ends by itself, so it can't be part of a deadlock.
-            with _PublishedWait(self, LOCK_FREE if timeout is None else NO_CONDITION, 0, f"for lock {number}", number):
+            with _PublishedWait(self, LOCK_FREE if timeout is None else NO_CONDITION, 0, f"for lock {lock}", lock):
                 while not semaphore.acquire(max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))):
                     self.rank.check_cancelled()
                     if time.monotonic() >= deadline:
                         return None
                     if timeout is None:
                         self._raise_if_deadlocked()
-        self._owners[number] = self.rank.number + 1
-        turn = self._acquisitions[number]
-        self._acquisitions[number] = turn + 1
+        self._owners[lock] = self.rank.number + 1
+        turn = self._acquisitions[lock]
+        self._acquisitions[lock] = turn + 1
         return turn
 
-    def _release(self, number: int, semaphore: Semaphore) -> None:
+    def _release(self, lock: int, semaphore: Semaphore) -> None:
         """Release a lock of this host, or pass it to the agent if a rank of another host waits for it.
 
         Otherwise ranks of this host, which are faster, could starve the others.
         """
-        if self._agent_waits[number]:
+        if self._agent_waits[lock]:
             self.rank.control.fence()
-            self._owners[number] = self.memory.agent_owner
+            self._owners[lock] = self.memory.agent_owner
         else:
-            self._owners[number] = 0
+            self._owners[lock] = 0
             semaphore.release()
 
-    def _request(self, kind: int, number: int, ranges: Sequence[ByteRange] = ()) -> int:
+    def _request(self, operation: int, lock: int, ranges: Sequence[ByteRange] = ()) -> int:
         """Send a request for a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
         me, sent = self.rank.number, self._sent
         to_me = me * self.memory.size + me
-        text = f"for lock {number}"
-        self._wait_for(BYTES_RECEIVED, to_me, sent[to_me], text)  # the agent may still process a RELEASE
+        description = f"for lock {lock}"
+        self._wait_for_bytes(BYTES_RECEIVED, to_me, sent[to_me], description)  # the agent may still process a RELEASE
         memory = self.memory.view_channel(self._segment, me, me)
-        write_with_length(memory, pickle.dumps((kind, number, ranges), pickle.HIGHEST_PROTOCOL))
+        write_with_length(memory, pickle.dumps((operation, lock, ranges), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[to_me] += 1
-        if kind == RELEASE:
+        if operation == RELEASE:
             return 0
-        self._wait_for(BYTES_RECEIVED, to_me, sent[to_me], text)
+        self._wait_for_bytes(BYTES_RECEIVED, to_me, sent[to_me], description)
         return int.from_bytes(memory[:WORD_NBYTES], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _wait_for(self, condition: int, channel: int, count: int, text: str) -> None:
+    def _wait_for_bytes(self, condition: int, channel: int, count: int, description: str) -> None:
         """Wait until ``count`` bytes were sent or received through a channel (`BYTES_SENT`, `BYTES_RECEIVED`)."""
         counts = self._sent if condition == BYTES_SENT else self._received
         if counts[channel] >= count:
             return
-        with _PublishedWait(self, condition, count, text, channel):
+        with _PublishedWait(self, condition, count, description, channel):
             self.rank.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, AWAITS_PEER)
         self.report_progress()
 
@@ -277,12 +273,12 @@ class RankTask:
         if self._is_deadlocked():
             raise RuntimeError(
                 "the ranks wait for each other: "
-                + ", ".join(f"rank {r} waits {self._read_text(r)}" for r in range(self.memory.size))
+                + ", ".join(f"rank {r} waits {self._read_wait_description(r)}" for r in range(self.memory.size))
             )
 
-    def _read_text(self, rank: int) -> str:
+    def _read_wait_description(self, rank: int) -> str:
         """Return the description of a rank's wait."""
-        return bytes(read_with_length(self._texts[rank])).decode(errors="replace")
+        return bytes(read_with_length(self._wait_descriptions[rank])).decode(errors="replace")
 
     def _is_deadlocked(self) -> bool:
         """Whether no rank can continue.
@@ -291,12 +287,12 @@ class RankTask:
         time.
         """
         before = self._waits.tolist()
-        if any(self._can_continue(*before[4 * r : 4 * r + 3]) for r in range(self.memory.size)):
+        if any(self._is_condition_met(*before[4 * r : 4 * r + 3]) for r in range(self.memory.size)):
             return False
         return self._waits.tolist() == before
 
-    def _can_continue(self, condition: int, index: int, count: int) -> bool:
-        """Whether a published condition holds."""
+    def _is_condition_met(self, condition: int, index: int, count: int) -> bool:
+        """Whether the condition of a published wait holds."""
         if condition == STEP_REACHED:
             return min(self.rank.control.arrived) >= count
         if condition == BYTES_SENT:
@@ -316,21 +312,21 @@ class _PublishedWait:
         `STEP_REACHED`, `BYTES_SENT`, `BYTES_RECEIVED` or `LOCK_FREE`; `NO_CONDITION` for a wait that ends by itself.
     count : int
         Step, or number of bytes, that ends the wait.
-    text : str
+    description : str
         Description of the wait in the error message of a deadlock.
     index : int
         Number of the channel or of the lock.
     """
 
-    def __init__(self, task: RankTask, condition: int, count: int, text: str, index: int = 0):
+    def __init__(self, task: RankTask, condition: int, count: int, description: str, index: int = 0):
         self._task, self._condition, self._index, self._count = task, condition, index, count
-        self._text = text.encode()[:TEXT_NBYTES]
+        self._description = description.encode()[:DESCRIPTION_NBYTES]
         self._began = 0.0
 
     def __enter__(self) -> None:
         self._began = perf_counter()
         task, me = self._task, self._task.rank.number
-        write_with_length(task._texts[me], self._text)
+        write_with_length(task._wait_descriptions[me], self._description)
         task._waits[4 * me + 1] = self._index
         task._waits[4 * me + 2] = self._count
         task._waits[4 * me + 3] += 1
@@ -355,17 +351,15 @@ class Lock:
         Number of times that ranks had acquired the lock before; no two turns are equal.
     """
 
-    def __init__(self, task: RankTask, number: int, semaphore: Semaphore | None):
-        self._task, self._number, self._semaphore = task, number, semaphore
+    def __init__(self, task: RankTask, lock_number: int, semaphore: Semaphore | None):
+        self._task, self._lock_number, self._semaphore = task, lock_number, semaphore
         self.turn = -1
 
     def __enter__(self) -> Lock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def acquire(self, timeout: float | None = None) -> bool:
@@ -387,11 +381,11 @@ class Lock:
             If there is a time limit and the lock is on another host.
         """
         if self._semaphore is not None:
-            turn = self._task._acquire(self._number, self._semaphore, timeout)
+            turn = self._task._acquire(self._lock_number, self._semaphore, timeout)
         elif timeout is None:
-            turn = self._task._request(ACQUIRE, self._number)
+            turn = self._task._request(ACQUIRE, self._lock_number)
         else:
-            raise ValueError(f"timeout: lock {self._number} is on another host, where no time limit is possible")
+            raise ValueError(f"timeout: lock {self._lock_number} is on another host, where no time limit is possible")
         if turn is None:
             return False
         self.turn = turn
@@ -400,9 +394,9 @@ class Lock:
     def release(self) -> None:
         """Release the lock."""
         if self._semaphore is None:
-            self._task._request(RELEASE, self._number)
+            self._task._request(RELEASE, self._lock_number)
         else:
-            self._task._release(self._number, self._semaphore)
+            self._task._release(self._lock_number, self._semaphore)
 
     def read(self, *rows: Any) -> None:
         """Copy rows from the lock's host to this rank's host; only while this rank holds the lock.
@@ -423,7 +417,7 @@ class Lock:
         """Copy rows from this rank's host to the lock's host; see `read`."""
         self._copy(WRITE, rows)
 
-    def _copy(self, kind: int, rows: Sequence[Any]) -> None:
+    def _copy(self, operation: int, rows: Sequence[Any]) -> None:
         ranges = [find_byte_range(array) for array in rows]
         if self._semaphore is None:
-            self._task._request(kind, self._number, ranges)
+            self._task._request(operation, self._lock_number, ranges)

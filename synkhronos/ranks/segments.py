@@ -86,13 +86,13 @@ def get_free_memory(root: str = "") -> int:
     return max(0, free)
 
 
-def create_unlinked_file(nbytes: int, allocated: Iterable[range] | None = None) -> io.FileIO:
+def create_unlinked_file(nbytes: int, allocated_ranges: Iterable[range] | None = None) -> io.FileIO:
     """Create shared memory as a file without a name, and return the open file.
 
     Parameters
     ----------
     nbytes : int
-    allocated : iterable of range, optional
+    allocated_ranges : iterable of range, optional
         Ranges of bytes whose pages are allocated now, where a full ``/dev/shm`` raises MemoryError.  A write into other
         pages of a full ``/dev/shm`` is a bus error.  Default: all.
 
@@ -101,8 +101,8 @@ def create_unlinked_file(nbytes: int, allocated: Iterable[range] | None = None) 
     MemoryError
         If there is not enough memory, or a limit of this process is exceeded.
     """
-    allocated = [range(nbytes)] if allocated is None else [span for span in allocated if span]
-    n_allocated = sum(span.stop - span.start for span in allocated)  # len() of a range has a limit
+    allocated_ranges = [range(nbytes)] if allocated_ranges is None else [span for span in allocated_ranges if span]
+    n_allocated = sum(span.stop - span.start for span in allocated_ranges)  # len() of a range has a limit
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if nbytes > largest != resource.RLIM_INFINITY:
         raise MemoryError(
@@ -114,7 +114,7 @@ def create_unlinked_file(nbytes: int, allocated: Iterable[range] | None = None) 
         file = io.FileIO(_open_unlinked(), "r+")  # closed with its last reference
     try:
         os.ftruncate(file.fileno(), nbytes)
-        for span in allocated:
+        for span in allocated_ranges:
             os.posix_fallocate(file.fileno(), span.start, len(span))
     except (OSError, OverflowError) as error:  # OverflowError: more than an off_t holds
         file.close()
@@ -155,29 +155,31 @@ class Segment:
         Key of the segment, the same on every rank.
     fd : int
     nbytes : int
-    is_file : bool
+    is_user_file : bool
         Whether it is a user's file.
-    backed_bytes : range, optional
+    allocated_bytes : range, optional
         Range of bytes with allocated memory; the other bytes are only addresses.  Default: all.
     """
 
-    __slots__ = ("buffer", "backed_bytes", "identity", "is_file", "key", "nbytes", "path")
+    __slots__ = ("buffer", "allocated_bytes", "file_id", "is_user_file", "key", "nbytes", "path")
 
-    def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False, backed_bytes: range | None = None):
+    def __init__(
+        self, key: int, fd: int, nbytes: int, is_user_file: bool = False, allocated_bytes: range | None = None
+    ):
         self.key = key
         self.nbytes = nbytes
-        self.is_file = is_file
-        self.backed_bytes = range(nbytes) if backed_bytes is None else backed_bytes
-        self.path = os.readlink(f"/proc/self/fd/{fd}") if is_file else ""
-        self.identity = _identify(fd)
-        self.buffer = map_file(fd, nbytes, is_file)
+        self.is_user_file = is_user_file
+        self.allocated_bytes = range(nbytes) if allocated_bytes is None else allocated_bytes
+        self.path = os.readlink(f"/proc/self/fd/{fd}") if is_user_file else ""
+        self.file_id = _get_file_id(fd)
+        self.buffer = map_file(fd, nbytes, is_user_file)
 
     def view_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
         """Return an array view of the segment's memory from byte ``offset`` on."""
         return np.ndarray(shape, dtype, cast(Any, self.buffer), offset)
 
 
-def _identify(fd: int) -> tuple[int, int]:
+def _get_file_id(fd: int) -> tuple[int, int]:
     """Return the device and inode of a file."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
@@ -186,11 +188,11 @@ def _identify(fd: int) -> tuple[int, int]:
 class UnmappedSegment:
     """A segment that could not be mapped when it was received; `map` tries again."""
 
-    def __init__(self, key: int, file: io.FileIO | None, nbytes: int, is_file: bool):
+    def __init__(self, key: int, file: io.FileIO | None, nbytes: int, is_user_file: bool):
         self.key = key
         self._file = file
         self._nbytes = nbytes
-        self._is_file = is_file
+        self._is_file = is_user_file
 
     def map(self) -> Segment:
         """Map the segment, or raise the error that prevents it."""
@@ -238,12 +240,12 @@ class SegmentTable:
 
     Attributes
     ----------
-    drop_callbacks : list of callable
-        Called with a segment before it is dropped, so that a device unlocks its pages.
+    before_unmap_callbacks : list of callable
+        Called with a segment before its memory is unmapped or mapped anew, so that a device unlocks its pages.
     """
 
     def __init__(self) -> None:
-        self.drop_callbacks: list[Callable[[Segment], None]] = []
+        self.before_unmap_callbacks: list[Callable[[Segment], None]] = []
         self._segments: dict[int, Segment] = {}
         self._unmapped: dict[int, UnmappedSegment] = {}
 
@@ -264,8 +266,8 @@ class SegmentTable:
         else:
             self._unmapped[segment.key] = segment
 
-    def replace_files(self) -> Iterator[tuple[Segment, io.FileIO]]:
-        """Move each segment's memory to a new file at the same address; yield segments and files in the order of keys.
+    def reopen_files(self) -> Iterator[tuple[Segment, io.FileIO]]:
+        """Reopen the file of each segment, or copy its memory to a new file; yield segments and open files by key.
 
         New processes can't map the old file, as its descriptor is closed.  Views of the memory stay valid.
 
@@ -278,22 +280,22 @@ class SegmentTable:
         """
         for key in sorted(self._segments):
             segment = self._segments[key]
-            if segment.backed_bytes and len(segment.backed_bytes) < segment.nbytes:
+            if segment.allocated_bytes and len(segment.allocated_bytes) < segment.nbytes:
                 continue  # other hosts' part of it is lost with their ranks
-            if segment.is_file:
+            if segment.is_user_file:
                 file = io.FileIO(segment.path)
-                is_same_file = _identify(file.fileno()) == segment.identity
+                is_same_file = _get_file_id(file.fileno()) == segment.file_id
                 if not is_same_file or os.fstat(file.fileno()).st_size != segment.nbytes:
                     raise OSError(errno.ESTALE, f"{segment.path} has changed since it was mapped")
                 yield segment, file
                 continue
-            for notify in self.drop_callbacks:
+            for notify in self.before_unmap_callbacks:
                 notify(segment)
             file = create_unlinked_file(segment.nbytes)
             content, done = memoryview(segment.buffer).cast("B"), 0
             while done < segment.nbytes:
                 done += os.pwrite(file.fileno(), content[done : done + (1 << 30)], done)
-            if error := _map_over(segment.buffer, file.fileno(), segment.nbytes, private=False):
+            if error := _map_over(segment.buffer, file.fileno(), segment.nbytes, copy_on_write=False):
                 raise MemoryError(f"{segment.nbytes:,} bytes of shared memory can't be mapped: {os.strerror(error)}")
             yield segment, file
 
@@ -301,7 +303,7 @@ class SegmentTable:
         """Drop a segment and return a weak reference to its memory, which is freed with its last view."""
         segment = self._segments.get(key)
         if segment is not None:
-            for notify in self.drop_callbacks:
+            for notify in self.before_unmap_callbacks:
                 notify(segment)
         self._segments.pop(key, None)
         self._unmapped.pop(key, None)
@@ -323,12 +325,12 @@ class SegmentTable:
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
-_FAILED = ctypes.c_void_p(-1).value
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 
 
-def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
+def map_file(fd: int, nbytes: int, copy_on_write: bool = False) -> mmap.mmap:
     """Map a file into memory without keeping a file descriptor.
 
     Python's mmap of a file duplicates the file descriptor, and a process may have only about a thousand.  So anonymous
@@ -339,7 +341,7 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
     ----------
     fd : int
     nbytes : int
-    private : bool
+    copy_on_write : bool
         Whether to map the file copy-on-write.
     """
     error = 0
@@ -348,7 +350,7 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
     except OSError as caught:
         error = caught.errno or errno.ENOMEM
     else:
-        error = _map_over(memory, fd, nbytes, private)
+        error = _map_over(memory, fd, nbytes, copy_on_write)
     if error:
         raise MemoryError(
             f"{nbytes:,} bytes of shared memory can't be mapped: {os.strerror(error)}; see `ulimit -v`, and "
@@ -357,12 +359,12 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
     return memory
 
 
-def _map_over(memory: mmap.mmap, fd: int, nbytes: int, private: bool) -> int:
+def _map_over(memory: mmap.mmap, fd: int, nbytes: int, copy_on_write: bool) -> int:
     """Map a file over mapped memory, at its address; return an error number, or 0."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, _MAP_FIXED
-    flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
-    return ctypes.get_errno() if _libc.mmap(address, nbytes, protection, flags, fd, 0) == _FAILED else 0
+    flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE if copy_on_write else mmap.MAP_SHARED
+    return ctypes.get_errno() if _libc.mmap(address, nbytes, protection, flags, fd, 0) == _MAP_FAILED else 0
 
 
 def send_segment(channel: socket.socket, segment: Segment, fd: int) -> None:
@@ -371,11 +373,11 @@ def send_segment(channel: socket.socket, segment: Segment, fd: int) -> None:
     # The next wait for the worker reports its death with its exit status.  MSG_NOSIGNAL: the user may have restored
     # SIGPIPE's default action.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        message = _SEGMENT_HEADER.pack(segment.key, segment.nbytes, segment.is_file)
+        message = _SEGMENT_HEADER.pack(segment.key, segment.nbytes, segment.is_user_file)
         channel.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
 
 
-def is_closed(channel: socket.socket) -> bool:
+def is_peer_closed(channel: socket.socket) -> bool:
     """Whether the process at the other end of a channel has exited."""
     try:
         return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -389,14 +391,7 @@ class SegmentReceiver:
     """A worker's end of the channel over which segments arrive.
 
     It reserves a file descriptor, so that segments can be received after the user's code has used up all others.
-
-    Attributes
-    ----------
-    path : str
-        Path of the last user's file that was received.
     """
-
-    path = ""
 
     def __init__(self, channel: socket.socket):
         self._channel = channel
@@ -411,16 +406,14 @@ class SegmentReceiver:
             message, fds, _, _ = socket.recv_fds(self._channel, _SEGMENT_HEADER.size, 1)
             if not message:
                 raise EOFError("the master closed the channel")
-            key, nbytes, is_file = _SEGMENT_HEADER.unpack(message)
+            key, nbytes, is_user_file = _SEGMENT_HEADER.unpack(message)
             if not fds:
-                return UnmappedSegment(key, None, nbytes, is_file)
+                return UnmappedSegment(key, None, nbytes, is_user_file)
             file = io.FileIO(fds[0], "r+")
-            if is_file:
-                self.path = os.readlink(f"/proc/self/fd/{fds[0]}")
             try:
-                segment = Segment(key, file.fileno(), nbytes, is_file)
+                segment = Segment(key, file.fileno(), nbytes, is_user_file)
             except MemoryError:
-                return UnmappedSegment(key, file, nbytes, is_file)
+                return UnmappedSegment(key, file, nbytes, is_user_file)
             file.close()
             return segment
         finally:

@@ -47,7 +47,7 @@ class Session(CommandRunner):
     spawn : bool
         Start workers as new processes, not as forks of this one.
     link : Link, optional
-        Connection to other machines.
+        Connection to other hosts.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Session(CommandRunner):
         self.is_inherited = False
         self.has_forked_workers = not spawn
         #: Number of `keep_memory` contexts, and whether a death has left the memory in one of them.
-        self._n_keepers, self.has_kept_memory = 0, False
+        self._n_keep_memory_contexts, self.has_kept_memory = 0, False
         self._close_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
         self._replacement_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
 
@@ -97,17 +97,17 @@ class Session(CommandRunner):
 
     @property
     def ranks_by_host(self) -> list[range]:
-        """Ranks of each machine; this machine is the first."""
+        """Ranks of each host; this host is the first."""
         return self._group.link.ranks_by_host
 
     @property
     def bytes_sent(self) -> int:
-        """Number of bytes of shared memory that were sent to other machines."""
+        """Number of bytes of shared memory that were sent to other hosts."""
         return self._group.link.bytes_sent
 
     @property
     def worker_pids(self) -> dict[int, int]:
-        """Process ids of this machine's workers, by rank; empty after their end."""
+        """Process ids of this host's workers, by rank; empty after their end."""
         return self._group.pids
 
     @property
@@ -145,7 +145,7 @@ class Session(CommandRunner):
             kill = kill or not has_lock
             self._watch.command_thread = 0
             if not kill:
-                for operation in self.rank.pending:
+                for operation in self.rank.pending_operations:
                     operation.finish()
                 # Workers may still be busy with a command that an interrupt left.
                 self._wait_for_completion(GRACE_SECONDS)
@@ -158,7 +158,7 @@ class Session(CommandRunner):
             raise
         finally:
             try:
-                self._end(kill)
+                self._shut_down(kill)
             finally:
                 if has_lock:
                     self._call_lock.release()
@@ -174,12 +174,12 @@ class Session(CommandRunner):
                 "values computed from them, are invalid in this process too. Restore them from saved values."
             )
         message += " Call synkhronos.fork() to start again."
-        self.has_kept_memory = self._n_keepers > 0 and failure.death is not None
+        self.has_kept_memory = self._n_keep_memory_contexts > 0 and failure.death is not None
         self.close(kill=True)
         self.close_reason, self.failure = message, failure
         raise WorkerError(message, failure.rank)
 
-    def _end(self, kill: bool) -> None:
+    def _shut_down(self, kill: bool) -> None:
         """End the workers and free everything; a signal that arrives meanwhile shortens the workers' grace period."""
         with defer_signals() as signals:
             if self.close_reason is not None:
@@ -223,16 +223,16 @@ class Session(CommandRunner):
 
     @contextlib.contextmanager
     def keep_memory(self) -> Iterator[None]:
-        """Context in which a worker's death leaves Data and replicated objects, so that workers can be replaced.
+        """Keep Data and replicated objects after a worker's death in the ``with`` block, for `replace_workers`.
 
         If the session is closed by a death at the end of the context, the memory is freed.
         """
-        self._n_keepers += self.can_replace_workers
+        self._n_keep_memory_contexts += self.can_replace_workers
         try:
             yield
         finally:
-            self._n_keepers -= self.can_replace_workers
-            if self.has_kept_memory and not self._n_keepers:
+            self._n_keep_memory_contexts -= self.can_replace_workers
+            if self.has_kept_memory and not self._n_keep_memory_contexts:
                 with defer_signals():
                     self.has_kept_memory = False
                     self._free_memory()
@@ -272,7 +272,7 @@ class Session(CommandRunner):
             link = self._group.link.reconnect(excluded_ranks)
             spawn = spawn or link.needs_control_file
             with defer_signals():  # an interrupt in between would leave the session half open
-                self._open(link, spawn, excluded_ranks)
+                self._reopen(link, spawn, excluded_ranks)
             self._run_first_command()
             with self.call_lock:
                 self.wait_until_idle()
@@ -289,7 +289,7 @@ class Session(CommandRunner):
             raise
         return spawn
 
-    def _open(self, link: Link, spawn: bool, excluded_ranks: Collection[int]) -> None:
+    def _reopen(self, link: Link, spawn: bool, excluded_ranks: Collection[int]) -> None:
         """Open the session again, with new workers."""
         assert self.rank.number not in excluded_ranks
         master_rank = self.rank.number - sum(r < self.rank.number for r in excluded_ranks)
@@ -313,11 +313,11 @@ class Session(CommandRunner):
             death = error.death if isinstance(error, StartError) else Death(self.rank.number, "", 0, cause)
             self.failure = PeerFailure(self.close_reason or "", death.rank, death)
         elif self.close_reason is None:  # else a new worker has died
-            rank = error.rank if isinstance(error, WorkerError) else self._group.find_unstarted()
+            rank = error.rank if isinstance(error, WorkerError) else self._group.find_unstarted_rank()
             rank = self.rank.number if rank is None else rank
             text = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
             cause = f"{FAILED_START_PREFIX}: " + text.partition("\n")[0]
-            self.has_kept_memory = self._n_keepers > 0
+            self.has_kept_memory = self._n_keep_memory_contexts > 0
             self.close(kill=True)
             self.close_reason = f"rank {rank} {cause}.  Call synkhronos.fork() to start again."
             self.failure = PeerFailure(self.close_reason, rank, Death(rank, "", 0, cause))

@@ -10,8 +10,8 @@ from typing import Any
 from synkhronos.ranks.control_memory import Semaphore
 from synkhronos.ranks.segments import Segment
 
-#: Number of bytes of the text that describes a rank's wait.
-TEXT_NBYTES = 120
+#: Number of bytes of the description of a rank's wait.
+DESCRIPTION_NBYTES = 120
 #: Number of bytes of a word.
 WORD_NBYTES = 8
 #: Maximal and minimal number of bytes of a channel.
@@ -24,7 +24,7 @@ _CACHE_LINE_NBYTES = 64
 
 @dataclass(frozen=True)
 class TaskMemory:
-    """Layout of a task's shared memory: words, texts of waits, locks, and a channel from each rank to each.
+    """Layout of a task's shared memory: words, descriptions of waits, locks, and a channel from each rank to each.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class TaskMemory:
 
     @cached_property
     def capacity(self) -> int:
-        """Number of bytes of a channel, which a rank can send before the other one receives any."""
+        """Number of bytes of a channel; each chunk takes 8 bytes more than its length."""
         return int(
             min(
                 _MAX_CHANNEL_NBYTES,
@@ -67,12 +67,12 @@ class TaskMemory:
         )
 
     @cached_property
-    def _texts_offset(self) -> int:
+    def _descriptions_offset(self) -> int:
         return _round_up(sum(self._word_counts) * WORD_NBYTES, _CACHE_LINE_NBYTES)
 
     @cached_property
     def _locks_offset(self) -> int:
-        return _round_up(self._texts_offset + (TEXT_NBYTES + WORD_NBYTES) * self.size, _CACHE_LINE_NBYTES)
+        return _round_up(self._descriptions_offset + (DESCRIPTION_NBYTES + WORD_NBYTES) * self.size, _CACHE_LINE_NBYTES)
 
     @cached_property
     def _channels_offset(self) -> int:
@@ -95,7 +95,7 @@ class TaskMemory:
     def initialise_locks(self, segment: Segment) -> None:
         """Initialise the locks as free.  Called once on each host, before its ranks use the memory."""
         for lock in range(self.n_locks):
-            Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, initialised=False).release()
+            Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, is_initialised=False).release()
 
     def view_words(self, segment: Segment) -> list[memoryview]:
         """Return one view for each kind of word, in the order of `_word_counts`."""
@@ -105,12 +105,12 @@ class TaskMemory:
 
     def get_semaphore(self, segment: Segment, lock: int) -> Semaphore:
         """Return the semaphore of a lock."""
-        return Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, initialised=True)
+        return Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, is_initialised=True)
 
-    def view_text(self, segment: Segment, rank: int) -> memoryview:
-        """Return the memory of the text that describes a rank's wait."""
-        start = self._texts_offset + (TEXT_NBYTES + WORD_NBYTES) * rank
-        return memoryview(segment.buffer)[start : start + TEXT_NBYTES + WORD_NBYTES]
+    def view_description(self, segment: Segment, rank: int) -> memoryview:
+        """Return the memory of the description of a rank's wait."""
+        start = self._descriptions_offset + (DESCRIPTION_NBYTES + WORD_NBYTES) * rank
+        return memoryview(segment.buffer)[start : start + DESCRIPTION_NBYTES + WORD_NBYTES]
 
     def view_channel(self, segment: Segment, source: int, target: int) -> memoryview:
         """Return the ring buffer through which one rank sends bytes to another.

@@ -25,7 +25,7 @@ from synkhronos.ranks.control_memory import AWAITS_COMMAND, AWAITS_COMPLETION, S
 from synkhronos.ranks.errors import Cancelled, FailureReport
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.segments import ArrayLocation, SegmentReceiver
-from synkhronos.ranks.threads import ThreadLimit
+from synkhronos.ranks.thread_limit import ThreadLimit
 
 #: Seconds between an idle worker's checks whether the master lives, for systems whose kernel does not report its death.
 IDLE_POLL_SECONDS = 0.5
@@ -57,11 +57,11 @@ class LongCommand(Command):
 def main(
     control: ControlMemory,
     channel: socket.socket,
-    number: int,
+    rank_number: int,
     master_rank: int,
     profile: bool,
     master_pid: int,
-    in_main_thread: bool,
+    from_main_thread: bool,
     inherited: tuple[Rank, int] | None = None,
 ) -> NoReturn:
     """Run the master's commands until `Exit`, and exit.
@@ -74,20 +74,20 @@ def main(
     control : ControlMemory
     channel : socket
         This process's end of the socket pair over which segments arrive.
-    number, master_rank : int
+    rank_number, master_rank : int
         This rank, and the master's rank.
     profile : bool
         Whether to write a profile at exit.
     master_pid : int
         Process id of the master, which may have exited already, so that it is no longer this process's parent.
-    in_main_thread : bool
+    from_main_thread : bool
         Whether the master forked in its main thread.
     inherited : (Rank, int), optional
         The master's rank, whose segments and objects a fork has, and the key of its newest segment.
     """
     code = 1
     try:
-        exit_with_parent(master_pid, in_main_thread)
+        exit_with_parent(master_pid, from_main_thread)
         _detach_from_master(channel, master_pid)
 
         def check_peers() -> None:
@@ -95,7 +95,7 @@ def main(
                 os._exit(1)
 
         thread_limit = ThreadLimit(len(control.local_ranks), sets_environment=True)
-        rank = Rank(number, master_rank, control, check_peers, thread_limit)
+        rank = Rank(rank_number, master_rank, control, check_peers, thread_limit)
         newest_key = 0
         if inherited is not None:
             master, newest_key = inherited
@@ -103,7 +103,7 @@ def main(
         if profile:
             profiler = cProfile.Profile()
             profiler.runcall(run_commands, rank, channel, newest_key)
-            profiler.dump_stats(f"synkhronos_rank{number}_{os.getpid()}.prof")
+            profiler.dump_stats(f"synkhronos_rank{rank_number}_{os.getpid()}.prof")
         else:
             run_commands(rank, channel, newest_key)
         code = 0
@@ -121,28 +121,28 @@ class WorkerArguments(NamedTuple):
     """Arguments of a worker that is a new process, as JSON: for `ControlMemory`, and for `main`."""
 
     size: int
-    spin: float
+    spin_seconds: float
     control_fd: int
     first_local_rank: int
     n_local: int
     link_nbytes: int
     channel_fd: int
-    number: int
+    rank_number: int
     master_rank: int
     profile: bool
     master_pid: int
-    in_main_thread: bool
+    from_main_thread: bool
 
 
 def spawn_worker(
     control: ControlMemory,
     control_file: io.FileIO,
     channel: socket.socket,
-    number: int,
+    rank_number: int,
     master_rank: int,
     profile: bool,
     master_pid: int,
-    in_main_thread: bool,
+    from_main_thread: bool,
 ) -> int:
     """Start a worker as a new process and return its process id.
 
@@ -151,20 +151,20 @@ def spawn_worker(
     """
     arguments = WorkerArguments(
         size=control.size,
-        spin=control.spin,
+        spin_seconds=control.spin_seconds,
         control_fd=control_file.fileno(),
         first_local_rank=control.local_ranks.start,
         n_local=len(control.local_ranks),
         link_nbytes=len(control.link_memory),
         channel_fd=channel.fileno(),
-        number=number,
+        rank_number=rank_number,
         master_rank=master_rank,
         profile=profile,
         master_pid=master_pid,
-        in_main_thread=in_main_thread,
+        from_main_thread=from_main_thread,
     )
     files = arguments.control_fd, arguments.channel_fd
-    return spawn("synkhronos.ranks.worker_main", "run_spawned_worker", arguments, files, in_main_thread, os.environ)
+    return spawn("synkhronos.ranks.worker_main", "run_spawned_worker", arguments, files, from_main_thread, os.environ)
 
 
 def run_spawned_worker() -> NoReturn:
@@ -173,9 +173,9 @@ def run_spawned_worker() -> NoReturn:
     local_ranks = range(arguments.first_local_rank, arguments.first_local_rank + arguments.n_local)
     control = ControlMemory(
         arguments.size,
-        arguments.spin,
+        arguments.spin_seconds,
         arguments.control_fd,
-        initialised=True,
+        is_initialised=True,
         local_ranks=local_ranks,
         link_nbytes=arguments.link_nbytes,
     )
@@ -183,11 +183,11 @@ def run_spawned_worker() -> NoReturn:
     main(
         control,
         socket.socket(fileno=arguments.channel_fd),
-        arguments.number,
+        arguments.rank_number,
         arguments.master_rank,
         arguments.profile,
         arguments.master_pid,
-        arguments.in_main_thread,
+        arguments.from_main_thread,
     )
 
 

@@ -1,4 +1,4 @@
-"""Start, liveness and end of the worker processes of a machine, in the process that starts them."""
+"""Start, liveness and end of the worker processes of a host, in the process that starts them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from synkhronos.ranks.rank import Rank
 
 
 class WorkerProcesses:
-    """Worker processes of this machine.
+    """Worker processes of this host.
 
     Parameters
     ----------
@@ -67,8 +67,8 @@ class WorkerProcesses:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()  # otherwise the child would also write the buffered output
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        arguments = rank, self._master_rank, profile, os.getpid(), in_main_thread
+        from_main_thread = threading.current_thread() is threading.main_thread()
+        arguments = rank, self._master_rank, profile, os.getpid(), from_main_thread
         with worker_end, warnings.catch_warnings():
             # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
             # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
@@ -80,8 +80,8 @@ class WorkerProcesses:
                 worker_main.main(self._control, worker_end, *arguments, inherited)
         self.pids[rank] = pid
 
-    def find_unstarted(self) -> int | None:
-        """Return the first rank of this machine whose worker was not started; None if all were."""
+    def find_unstarted_rank(self) -> int | None:
+        """Return the first rank of this host whose worker was not started; None if all were."""
         return next((r for r in self._control.local_ranks if r not in (*self.pids, self._master_rank)), None)
 
     def has_any_exited(self) -> bool:
@@ -102,16 +102,16 @@ class WorkerProcesses:
                 return rank, pid, code
         return None
 
-    def shut_down(self, seconds: float, should_kill: Callable[[], bool]) -> None:
-        """Wait until all workers have exited; kill them after ``seconds``, or as soon as ``should_kill()`` is True."""
-        deadline = time.monotonic() + seconds
+    def shut_down(self, grace_seconds: float, should_kill: Callable[[], bool]) -> None:
+        """Wait until all workers have exited; kill them after ``grace_seconds``, or once ``should_kill()`` is True."""
+        deadline = time.monotonic() + grace_seconds
         while self.pids:
             rank, pid = next(iter(self.pids.items()))
             while _get_exit_code(pid) is None:
                 if should_kill() or time.monotonic() > deadline:
-                    with contextlib.suppress(ProcessLookupError):
+                    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # another wait() has collected it
                         os.kill(pid, signal.SIGKILL)
-                    _wait_for(pid)
+                        os.waitpid(pid, 0)
                     break
                 time.sleep(0.001)
             self.pids.pop(rank, None)
@@ -138,11 +138,6 @@ def _get_exit_code(pid: int) -> int | None:
     except ChildProcessError:
         return UNKNOWN_EXIT_CODE  # another wait() has collected it, or SIGCHLD is ignored
     return os.waitstatus_to_exitcode(status) if exited_pid else None
-
-
-def _wait_for(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)
 
 
 def _move_above_standard_streams(end: socket.socket) -> socket.socket:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from synkhronos.graphs import GraphLibrary, library_of
+from synkhronos.graphs import GraphLibrary, get_library
 from synkhronos.ranks import Command, Rank, Session, WeakKeyDict
 
 #: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start
@@ -20,7 +20,7 @@ _max_jumps: WeakKeyDict[Any, int] = WeakKeyDict()
 
 @dataclass(frozen=True, slots=True)
 class JumpStreams(Command):
-    """Let the workers' random generators jump to each rank's streams.
+    """Make the random generators of each worker jump to the rank's own streams.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ def reserve_streams(session: Session, shared: Any) -> int:
     TypeError, ValueError
         If the generator can't jump.
     """
-    library = library_of(shared)
+    library = get_library(shared)
     if not library.is_generator(shared):
         return 0
     library.check_generator(shared, library.copy_generator(shared), must_jump=True)
@@ -55,7 +55,7 @@ def reserve_streams(session: Session, shared: Any) -> int:
     return offset
 
 
-def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, offset: int = 0) -> Any:
+def jump_to_rank(library: GraphLibrary, generator: Any, rank: Rank, offset: int = 0) -> Any:
     """Return a random generator that has jumped to a rank's stream.
 
     The master keeps the given generator, so it draws the numbers of a serial program.
@@ -63,19 +63,18 @@ def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, offset: int = 0)
     Parameters
     ----------
     library : GraphLibrary
-    value : object
-        State of the generator.
+    generator : object
     rank : Rank
     offset : int
         Number of jumps that earlier workers have used.
     """
     n_jumps = (rank.number - rank.master_rank) % rank.size
-    return library.jump_generator(value, offset + n_jumps) if n_jumps else value
+    return library.jump_generator(generator, offset + n_jumps) if n_jumps else generator
 
 
 def jump_shared_to_rank(shared: Any, rank: Rank, offset: int) -> None:
-    """Let the random generator of a shared variable jump to a rank's stream; see `jump_to_rank`."""
-    library = library_of(shared)
+    """Make the random generator of a shared variable jump to a rank's stream; see `jump_to_rank`."""
+    library = get_library(shared)
     library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, offset))
 
 

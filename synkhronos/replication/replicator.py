@@ -33,9 +33,9 @@ import cloudpickle
 import numpy as np
 
 from synkhronos.devices import find_device
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session, WeakKeyDict
-from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
+from synkhronos.ranks.pickle_buffers import measure_buffers, read_buffers, write_buffers
 from synkhronos.replication.random_streams import JumpStreams, jump_shared_to_rank, reserve_streams
 from synkhronos.replication.user_code import (
     QualifiedName,
@@ -46,7 +46,7 @@ from synkhronos.replication.user_code import (
 )
 
 #: Shared variables that functions of any session use.
-_registered: WeakKeyDict[Any, bool] = WeakKeyDict()
+_registered_shareds: WeakKeyDict[Any, bool] = WeakKeyDict()
 #: Numbers for the keys of shared variables.  None is reused, since an old key may be released late.
 _key_numbers = itertools.count(1)
 
@@ -54,12 +54,12 @@ _key_numbers = itertools.count(1)
 def register_shareds(shareds: Iterable[Any]) -> None:
     """Register shared variables of a function, so that collectives accept them and may send them to the workers."""
     for shared in shareds:
-        _registered[shared] = True
+        _registered_shareds[shared] = True
 
 
 def is_registered(shared: Any) -> bool:
     """Whether a function uses the shared variable."""
-    return shared in _registered
+    return shared in _registered_shareds
 
 
 class DeviceResident(ABC):
@@ -92,7 +92,7 @@ class Replicator:
         """
         session = self._session()
         assert session is not None
-        generators = [shared for shared in self._keys if library_of(shared).is_generator(shared)]
+        generators = [shared for shared in self._keys if get_library(shared).is_generator(shared)]
         keys = [self._keys.get(shared) for shared in generators]
         offsets = [reserve_streams(session, shared) for shared in generators]
         if generators:
@@ -102,12 +102,12 @@ class Replicator:
         """Return a shared variable's key; None if the workers don't have the variable."""
         return self._keys.get(shared)
 
-    def send(self, values: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> UserCode | None:
+    def send(self, objects: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> UserCode | None:
         """Copy objects to the workers, with the shared variables in them that the workers don't have.
 
         Parameters
         ----------
-        values : list of (key, object)
+        objects : list of (key, object)
             Objects for the workers' `Rank.objects`; may be empty.
         variables : list of variables
             All variables in the objects.
@@ -124,7 +124,7 @@ class Replicator:
         """
         session = self._session()
         assert session is not None
-        library = library_of(*variables[:1]) if variables else None
+        library = get_library(*variables[:1]) if variables else None
         shareds = library.find_shareds(variables) if library is not None else []
         keyed = [(("shared", next(_key_numbers)), shared) for shared in shareds if self.get_key(shared) is None]
         code = None
@@ -132,7 +132,7 @@ class Replicator:
             offsets = [reserve_streams(session, shared) for _, shared in keyed]
             # In topological order: pickle follows references, and would recurse through the depth of the graph.
             nodes = library.sort_nodes(variables) if library is not None else []
-            code = self._send_objects(session, nodes, [*keyed, *values], offsets)
+            code = self._send_objects(session, nodes, [*keyed, *objects], offsets)
         for key, shared in keyed:
             self._keys[shared] = key
             session.rank.objects[key] = weakref.ref(shared)
@@ -166,7 +166,7 @@ class Replicator:
         code : UserCode
             The user's classes and functions in the pickle.
         pickled : ArrayLocation
-            The pickle and its arrays (see `pickle_parts`).
+            The pickle and its arrays (see `pickle_buffers`).
 
         Raises
         ------
@@ -186,9 +186,9 @@ class Replicator:
             ) from error
         code.update_digests()
         parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
-        nbytes = measure_parts(parts)
+        nbytes = measure_buffers(parts)
         segment = session.memory.create_segment(nbytes)
-        write_parts(parts, memoryview(segment.buffer))
+        write_buffers(parts, memoryview(segment.buffer))
         return code, ArrayLocation(segment.key, "u1", (nbytes,))
 
     def _format_advice(self) -> str:
@@ -212,16 +212,16 @@ class ReceiveObjects(Command):
         Nodes; pairs of key and object; for each shared variable, the number of jumps before the ranks' streams.
     recursion_limit : int
         The master's limit, which users raise to compile deep graphs.
-    path : tuple of str
+    sys_path : tuple of str
         The master's ``sys.path``.
-    code : tuple of (QualifiedName, bytes)
+    digests : tuple of (QualifiedName, bytes)
         The master's digests of the user code that is pickled by name.
     """
 
     pickled: ArrayLocation
     recursion_limit: int
-    path: tuple[str, ...]
-    code: tuple[tuple[QualifiedName, bytes], ...]
+    sys_path: tuple[str, ...]
+    digests: tuple[tuple[QualifiedName, bytes], ...]
 
     def run(self, rank: Rank) -> set[str]:
         """Store the objects, and let their random generators jump to this rank's streams.
@@ -234,16 +234,16 @@ class ReceiveObjects(Command):
         if not rank.is_master:
             sys.setrecursionlimit(max(self.recursion_limit, sys.getrecursionlimit()))
             # The pickle may name any module that the master can import now.
-            sys.path[:] = self.path
+            sys.path[:] = self.sys_path
             importlib.invalidate_caches()
-        if self.code:
-            outdated = () if rank.is_master else find_outdated_modules(self.code)
+        if self.digests:
+            outdated = () if rank.is_master else find_outdated_modules(self.digests)
             outdated_anywhere = set().union(*rank.all_gather_cached(outdated))
             if outdated_anywhere:
                 return outdated_anywhere
         if rank.is_master:
             return set()
-        stream, *arrays = read_parts(self.pickled.view(rank.segments).data)
+        stream, *arrays = read_buffers(self.pickled.view(rank.segments).data)
         # Copies, in this process's own memory: the segment is released.
         unpickler = _Unpickler(io.BytesIO(stream), buffers=[np.array(array) for array in arrays])
         unpickler.rank = rank
@@ -251,7 +251,7 @@ class ReceiveObjects(Command):
         for key, value in values:
             rank.objects[key] = lambda value=value: value  # called like the master's weak references
         for (_, shared), offset in zip(values, offsets, strict=False):
-            if library_of(shared).is_generator(shared):
+            if get_library(shared).is_generator(shared):
                 jump_shared_to_rank(shared, rank, offset)
         for _, value in values[len(offsets) :]:
             if isinstance(value, DeviceResident):

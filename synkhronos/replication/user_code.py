@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 _MISSING = object()
-_PACKAGE = Path(__file__).resolve().parent.parent
+_PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 #: Class attributes that Python sets.
-_GENERATED = frozenset(
+_GENERATED_ATTRIBUTES = frozenset(
     "__abstractmethods__ __dict__ __doc__ __firstlineno__ __module__ __slotnames__ __static_attributes__ __weakref__ "
     "_abc_impl".split()
 )
@@ -113,7 +113,7 @@ def is_user_module(module: str | None) -> bool:
     if file is None:  # the program has created the module object
         return module in sys.modules
     path = Path(file).resolve()
-    if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_PACKAGE):
+    if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_PACKAGE_FOLDER):
         return False
     # Packages may be installed elsewhere (`pip install --target`), and the graph library may be a source folder.
     package = module.split(".")
@@ -183,7 +183,7 @@ def _iter_used_names(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]
     """Yield (namespace, name, value) of each name that the code of a class or function uses directly."""
     if isinstance(value, type):
         names = vars(value)
-        yield from ((names, name, names[name]) for name in sorted(names) if name not in _GENERATED)
+        yield from ((names, name, names[name]) for name in sorted(names) if name not in _GENERATED_ATTRIBUTES)
         return
     names = value.__globals__
     used = {name for code in _iter_code(value.__code__) for name in _iter_globals(code, "LOAD_GLOBAL")}

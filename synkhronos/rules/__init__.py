@@ -6,7 +6,7 @@ steps.  The argument is its `State`, which has the parameters as one vector, and
 With a synchronous rule, all ranks exchange at the same step: `BSP`, `LocalSGD`, `PostLocal`, `SlowMo`, `DiLoCo` and
 `Swap`.  With an asynchronous rule, each rank exchanges at its own pace, through shared memory under locks: `EASGD`,
 `EAMSGD`, `Downpour`, `ASGD` and `GoSGD`; `EASGD`, `EAMSGD` and `Downpour` can also be synchronous.  ``GOSGD`` is
-Theano-MPI's name of `GoSGD`; ``shared_memory`` is the earlier name of `allocate_shared_arrays`.
+Theano-MPI's name of `GoSGD`.
 """
 
 from synkhronos.rules.averaging import BSP, LocalSGD, PostLocal
@@ -19,7 +19,6 @@ from synkhronos.rules.state import State
 from synkhronos.rules.swap import Swap
 
 GOSGD = GoSGD
-shared_memory = allocate_shared_arrays
 
 __all__ = [
     "ASGD",
@@ -37,5 +36,4 @@ __all__ = [
     "State",
     "Swap",
     "allocate_shared_arrays",
-    "shared_memory",
 ]

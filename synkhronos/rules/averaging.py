@@ -55,12 +55,12 @@ class BSP(Rule):
 
     def exchange(self, worker: Worker, state: State) -> None:
         """Average parameters; if the loss has a weight, ranks are weighted by it."""
-        factor = 1.0
+        relative_weight = 1.0
         if state.count_items is not None:
             items = worker.all_gather(state.count_items())
             if sum(items):
-                factor = items[worker.number] * worker.size / sum(items)
-        state.vector = self.mean(worker, state, factor)
+                relative_weight = items[worker.number] * worker.size / sum(items)
+        state.vector = self.compute_mean(worker, state, relative_weight)
 
 
 class LocalSGD(Rule):
@@ -97,7 +97,7 @@ class LocalSGD(Rule):
 
     def exchange(self, worker: Worker, state: State) -> None:
         """Average parameters, and average or reset the optimizer's variables."""
-        state.vector = self.mean(worker, state)
+        state.vector = self.compute_mean(worker, state)
         if self.state == "average" and state.optimizer.size:
             state.optimizer.set(worker.all_reduce(state.optimizer.get()))
         elif self.state == "reset":

@@ -53,7 +53,9 @@ class Downpour(Rule):
         if not self.asynchronous and self.push != self.fetch:
             raise ValueError(f"push, fetch: expected equal numbers with asynchronous=False, got {push} and {fetch}")
 
-    def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def describe_shared_arrays(
+        self, n_ranks: int, size: int, dtype: np.dtype
+    ) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shape and dtype of the centre, and of a counter of pushes."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
@@ -72,7 +74,7 @@ class Downpour(Rule):
         if not self.asynchronous:
             return
         if worker.number == 0:
-            state.rows["centre"].write(state.own["base"])
+            state.shared_rows["centre"].write(state.own["base"])
         worker.barrier("the centre is set")
 
     def exchange(self, worker: Worker, state: State) -> int | None:
@@ -89,34 +91,34 @@ class Downpour(Rule):
 
     def _push_and_fetch(self, worker: Worker, state: State, pushes: bool, fetches: bool) -> int | None:
         """Push, fetch, or both, under the lock; return the number of earlier pushes, or None without a push."""
-        runs, vector = state.open_memory()
-        rows, own = state.rows, state.own
+        views, vector = state.get_writable_params()
+        rows, own = state.shared_rows, state.own
         with worker.lock(CENTRE_LOCK) as lock:
             lock.read(rows["sequence"], rows["centre"])
             sequence = int(state.shared["sequence"][0])
-            is_unchanged = sequence == own["seen"]  # no other rank has pushed since this rank fetched
-            if runs is None:
-                vector = self._exchange_on_device(state, vector, pushes, fetches, is_unchanged)
+            is_base_current = sequence == own["seen"]  # no other rank has pushed since this rank fetched
+            if views is None:
+                vector = self._exchange_on_device(state, vector, pushes, fetches, is_base_current)
             else:
-                self._exchange_blocks(state, runs, pushes, fetches, is_unchanged)
+                self._exchange_blocks(state, views, pushes, fetches, is_base_current)
             if pushes:
                 state.shared["sequence"][0] = sequence + 1
                 lock.write(rows["sequence"], rows["centre"])
             # Invariant: while sequence == own["seen"], this rank's base is the centre.
-            own["seen"] = sequence + 1 if pushes and (fetches or is_unchanged) else -1
+            own["seen"] = sequence + 1 if pushes and (fetches or is_base_current) else -1
         if vector is not None and fetches:
             state.vector = vector
         return sequence if pushes else None
 
     def _exchange_blocks(
-        self, state: State, runs: list[np.ndarray], pushes: bool, fetches: bool, is_unchanged: bool
+        self, state: State, views: list[np.ndarray], pushes: bool, fetches: bool, is_base_current: bool
     ) -> None:
         """Push, fetch, or both, in place in host memory."""
         centre, base, d = state.shared["centre"], state.own["base"], state.get_scratch("steps", BLOCK_NBYTES)
-        for x, bounds in state.params.iterate_blocks(runs):
+        for x, bounds in state.params.iterate_blocks(views):
             c, b, steps = centre[bounds], base[bounds], d[: x.size]
             np.subtract(x, b, out=steps)
-            if pushes and is_unchanged:
+            if pushes and is_base_current:
                 c[...] = x  # exact: c + (x - b) could round
             elif pushes:
                 np.add(c, steps, out=c)
@@ -127,12 +129,12 @@ class Downpour(Rule):
             elif pushes:
                 b[...] = x
 
-    def _exchange_on_device(self, state: State, x: Array, pushes: bool, fetches: bool, is_unchanged: bool) -> Array:
+    def _exchange_on_device(self, state: State, x: Array, pushes: bool, fetches: bool, is_base_current: bool) -> Array:
         """Push, fetch, or both, for parameters ``x`` on a device other than host memory; return the new parameters."""
-        centre, own, device = state.rows["centre"], state.own, get_array_device(x)
+        centre, own, device = state.shared_rows["centre"], state.own, get_array_device(x)
         steps = x - own["base"]
         if pushes:
-            new_centre = x if is_unchanged else centre.to_device(device) + steps
+            new_centre = x if is_base_current else centre.to_device(device) + steps
             centre.write(new_centre)
         else:
             new_centre = centre.to_device(device)
@@ -150,13 +152,13 @@ class Downpour(Rule):
         worker.barrier("all have pushed")
         return read_centre(worker, state)
 
-    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Start all ranks at the centre.  No steps are lost: a report, which pushes them, precedes a checkpoint."""
-        first = ranks[0]
+        first = states[0]
         centre = first["shared"]["centre"] if self.asynchronous else first["own"]["base"]
         own = {"base": centre.copy(), "seen": -1}
-        optimizer = np.mean([saved["optimizer"] for saved in ranks], axis=0).astype(first["optimizer"].dtype)
-        return [{**first, "params": centre.copy(), "own": dict(own), "optimizer": optimizer} for _ in range(size)]
+        optimizer = np.mean([state["optimizer"] for state in states], axis=0).astype(first["optimizer"].dtype)
+        return [{**first, "params": centre.copy(), "own": dict(own), "optimizer": optimizer} for _ in range(n_ranks)]
 
 
 class ASGD(Downpour):

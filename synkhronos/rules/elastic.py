@@ -65,7 +65,9 @@ class EASGD(Rule):
         """Compute α for a number of ranks."""
         return self.beta / n_ranks if self.alpha is None else self.alpha
 
-    def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def describe_shared_arrays(
+        self, n_ranks: int, size: int, dtype: np.dtype
+    ) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shape and dtype of the centre, and of a counter of exchanges."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
@@ -75,18 +77,18 @@ class EASGD(Rule):
             state.own["centre"] = state.vector
             return
         if worker.number == 0:
-            state.rows["centre"].write(state.vector)
+            state.shared_rows["centre"].write(state.vector)
         worker.barrier("the centre is set")
 
     def exchange(self, worker: Worker, state: State) -> int | None:
         """Exchange with the centre; return the number of earlier exchanges, or None if synchronous."""
         alpha = self._compute_alpha(worker.size)
         if not self.asynchronous:
-            distance = alpha * (self._get_position(state) - state.own["centre"])
-            self._move_back(state, distance)
+            distance = alpha * (self._get_exchanged_vector(state) - state.own["centre"])
+            state.vector = state.vector - distance
             state.own["centre"] = state.own["centre"] + worker.all_reduce(distance, "sum")
             return None
-        rows = state.rows
+        rows = state.shared_rows
         with worker.lock(CENTRE_LOCK) as lock:
             lock.read(rows["sequence"], rows["centre"])
             sequence = int(state.shared["sequence"][0])
@@ -97,15 +99,15 @@ class EASGD(Rule):
 
     def _exchange_with_centre(self, state: State, alpha: float) -> None:
         """Move the rank and the centre towards each other; the caller has acquired the lock."""
-        runs, vector = state.open_memory()
-        if runs is None:
-            centre = state.rows["centre"].to_device(get_array_device(vector))
+        views, vector = state.get_writable_params()
+        if views is None:
+            centre = state.shared_rows["centre"].to_device(get_array_device(vector))
             distance = alpha * (vector - centre)
             vector = vector - distance
-            state.rows["centre"].write(centre + distance)
+            state.shared_rows["centre"].write(centre + distance)
         else:
             exchange_blocks(
-                state.params.iterate_blocks(runs),
+                state.params.iterate_blocks(views),
                 state.shared["centre"],
                 alpha,
                 state.get_scratch("distance", BLOCK_NBYTES),
@@ -113,13 +115,9 @@ class EASGD(Rule):
         if vector is not None:
             state.vector = vector
 
-    def _get_position(self, state: State) -> Any:
+    def _get_exchanged_vector(self, state: State) -> Any:
         """Return x^i, the vector that is exchanged."""
         return state.vector
-
-    def _move_back(self, state: State, distance: Array) -> None:
-        """Subtract a vector from this rank's parameters."""
-        state.vector = state.vector - distance
 
     def compute_consensus(self, worker: Worker, state: State) -> Array:
         """Return the centre."""
@@ -128,12 +126,12 @@ class EASGD(Rule):
         worker.barrier("all have exchanged")
         return read_centre(worker, state)
 
-    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Keep the centre and the first ranks; additional ones start at the centre, with zero optimizer variables."""
-        first = ranks[0]
+        first = states[0]
         centre = first["own"]["centre"] if "centre" in first["own"] else first["shared"]["centre"]
         fresh = {**first, "params": centre.copy(), "optimizer": np.zeros_like(first["optimizer"]), "since": 0}
-        return [ranks[r] if r < len(ranks) else fresh for r in range(size)]
+        return [states[r] if r < len(states) else fresh for r in range(n_ranks)]
 
 
 class EAMSGD(EASGD):
@@ -168,14 +166,14 @@ class EAMSGD(EASGD):
         if not self.momentum:
             super()._exchange_with_centre(state, alpha)
             return
-        rows, position = state.rows["centre"], self._get_position(state)
+        rows, position = state.shared_rows["centre"], self._get_exchanged_vector(state)
         device = get_array_device(position)
         centre = rows.array if device is HOST else rows.to_device(device)
         distance = alpha * (position - centre)
         rows.write(centre + distance)
-        self._move_back(state, distance)
+        state.vector = state.vector - distance
 
-    def _get_position(self, state: State) -> Any:
+    def _get_exchanged_vector(self, state: State) -> Any:
         """Return x, from parameters x + δv and the velocity v."""
         return state.vector - self.momentum * state.velocity
 
@@ -183,8 +181,8 @@ class EAMSGD(EASGD):
 def read_centre(worker: Worker, state: State) -> Any:
     """Return a copy of the centre, on the device of the parameters."""
     with worker.lock(CENTRE_LOCK) as lock:
-        lock.read(state.rows["centre"])
-        return state.rows["centre"].to_device(state.params.device)
+        lock.read(state.shared_rows["centre"])
+        return state.shared_rows["centre"].to_device(state.params.device)
 
 
 def exchange_blocks(

@@ -10,7 +10,7 @@ import numpy as np
 from synkhronos.checks import check_at_least
 from synkhronos.devices import get_array_device
 from synkhronos.graphs import Array, SharedVariable
-from synkhronos.rules.rule import Rule, check_fraction, lock_rank
+from synkhronos.rules.rule import Rule, check_fraction, get_rank_lock
 from synkhronos.rules.state import BLOCK_NBYTES, State
 from synkhronos.tasks import Worker
 
@@ -50,7 +50,9 @@ class GoSGD(Rule):
         self.probability = check_fraction(probability, "probability")
         self.seed = check_at_least(seed, "seed", 0)
 
-    def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def describe_shared_arrays(
+        self, n_ranks: int, size: int, dtype: np.dtype
+    ) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shape and dtype of the mailboxes, and of the weights of their contents."""
         return {"mail": ((n_ranks, size), dtype), "weights": ((n_ranks,), np.float64)}
 
@@ -71,21 +73,21 @@ class GoSGD(Rule):
 
     def _send(self, worker: Worker, state: State, target: int) -> None:
         """Merge this rank's parameters, with half of its weight, into the mailbox of rank ``target``."""
-        runs, vector = state.open_memory()
+        views, vector = state.get_writable_params()
         mail, weights = state.shared["mail"][target], state.shared["weights"]
         weight = state.own["weight"] / 2
-        target_mail, target_weight = state.rows["mail"][target : target + 1], state.rows["weights"][target : target + 1]
-        with lock_rank(worker, target) as lock:
+        target_mail, target_weight = (state.shared_rows[name][target : target + 1] for name in ("mail", "weights"))
+        with get_rank_lock(worker, target) as lock:
             lock.read(target_weight)
             if weights[target]:
                 lock.read(target_mail)
             share = weight / (float(weights[target]) + weight)
-            if runs is None:
+            if views is None:
                 if share < 1:
                     vector = _interpolate(target_mail.to_device(get_array_device(vector))[0], vector, share)
                 target_mail.write(vector)
             else:
-                for x, bounds in state.params.iterate_blocks(runs):
+                for x, bounds in state.params.iterate_blocks(views):
                     _interpolate_in_place(mail[bounds], x, share, state.get_scratch("distance", BLOCK_NBYTES))
             state.own["weight"] = weight
             weights[target] += weight
@@ -96,16 +98,16 @@ class GoSGD(Rule):
         weights, me = state.shared["weights"], worker.number
         if not weights[me]:
             return
-        runs, vector = state.open_memory()
-        with lock_rank(worker, me):
+        views, vector = state.get_writable_params()
+        with get_rank_lock(worker, me):
             weight, mail = float(weights[me]), state.shared["mail"][me]
             state.own["weight"] += weight
             share = weight / state.own["weight"]
-            if runs is None:
+            if views is None:
                 device = get_array_device(vector)
-                vector = _interpolate(vector, state.rows["mail"][me : me + 1].to_device(device)[0], share)
+                vector = _interpolate(vector, state.shared_rows["mail"][me : me + 1].to_device(device)[0], share)
             else:
-                for x, bounds in state.params.iterate_blocks(runs):
+                for x, bounds in state.params.iterate_blocks(views):
                     _interpolate_in_place(x, mail[bounds], share, state.get_scratch("distance", BLOCK_NBYTES))
             weights[me] = 0
         if vector is not None:
@@ -119,22 +121,23 @@ class GoSGD(Rule):
         share = state.own["weight"] / sum(worker.all_gather(state.own["weight"]))
         return worker.all_reduce(share * state.vector, "sum")
 
-    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Merge surplus ranks into others, or split the weights of ranks with new ones.  The mean is unchanged."""
+        n_saved = len(states)
         states = [
-            {**saved, "own": {"weight": float(saved["own"]["weight"])}, "params": saved["params"].copy()}
-            for saved in ranks
+            {**state, "own": {"weight": float(state["own"]["weight"])}, "params": state["params"].copy()}
+            for state in states
         ]
-        for r in range(size, len(states)):
-            target, surplus = states[r % size], states[r]
+        for r in range(n_ranks, n_saved):
+            target, surplus = states[r % n_ranks], states[r]
             target["own"]["weight"] += surplus["own"]["weight"]
             share = surplus["own"]["weight"] / target["own"]["weight"]
             target["params"] += share * (surplus["params"] - target["params"])
-        for r in range(len(states), size):
-            giver = states[r % len(ranks)]
+        for r in range(n_saved, n_ranks):
+            giver = states[r % n_saved]
             giver["own"]["weight"] /= 2
             states.append({**giver, "own": dict(giver["own"]), "params": giver["params"].copy()})
-        return states[:size]
+        return states[:n_ranks]
 
 
 def _interpolate_in_place(into: np.ndarray, other: np.ndarray, share: float, scratch: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
 
-class _OuterRule(Rule):
+class _OuterOptimizerRule(Rule):
     """Base class: all ranks start from an anchor; the anchor minus the ranks' average is the outer gradient."""
 
     def setup(self, worker: Worker, state: State) -> None:
@@ -21,14 +21,16 @@ class _OuterRule(Rule):
 
     def exchange(self, worker: Worker, state: State) -> None:
         """Average parameters, and take an outer step from the anchor."""
-        anchor, mean = state.own["anchor"], self.mean(worker, state)
-        velocity, new_anchor = self._step_outer(anchor, anchor - mean, state.own["velocity"], state.learning_rate)
+        anchor, mean = state.own["anchor"], self.compute_mean(worker, state)
+        velocity, new_anchor = self._take_outer_step(anchor, anchor - mean, state.own["velocity"], state.learning_rate)
         # Not extrapolated: momentum could make running variances negative.
         new_anchor = state.with_averages(new_anchor, mean)
         state.own["velocity"], state.own["anchor"] = velocity, new_anchor
         state.vector = new_anchor
 
-    def _step_outer(self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float) -> tuple[Array, Array]:
+    def _take_outer_step(
+        self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float
+    ) -> tuple[Array, Array]:
         """Take an outer step; return the new velocity and the new anchor.
 
         ``gradient`` is the anchor minus the average of the ranks, ``learning_rate`` that of the inner steps.
@@ -40,7 +42,7 @@ class _OuterRule(Rule):
         return super().compute_consensus(worker, state) if state.steps_since_exchange else state.own["anchor"]
 
 
-class SlowMo(_OuterRule):
+class SlowMo(_OuterOptimizerRule):
     """Slow momentum: local SGD whose averages are the gradients of an outer momentum.
 
     After ``period`` steps from x_{t,0}, with their average x̄, and at the learning rate γ_t:
@@ -76,14 +78,16 @@ class SlowMo(_OuterRule):
         self.lr = check_positive(lr, "lr")
         self.momentum = check_momentum(momentum)
 
-    def _step_outer(self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float) -> tuple[Array, Array]:
+    def _take_outer_step(
+        self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float
+    ) -> tuple[Array, Array]:
         """Compute eqs. 2 and 3."""
         decayed = self.momentum * velocity
         step = learning_rate * decayed + gradient
         return step / learning_rate if learning_rate else decayed, anchor - self.lr * step
 
 
-class DiLoCo(_OuterRule):
+class DiLoCo(_OuterOptimizerRule):
     """Distributed low-communication training: an outer optimizer with momentum over averages of many local steps.
 
     Δ_t = (1/p) Σ_i (θ_{t−1} − θ^i), θ_t = OuterOpt(θ_{t−1}, Δ_t): Douillard et al., "DiLoCo", arXiv:2311.08105,
@@ -123,7 +127,9 @@ class DiLoCo(_OuterRule):
         self.momentum = check_momentum(momentum)
         self.nesterov = check_flag(nesterov, "nesterov")
 
-    def _step_outer(self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float) -> tuple[Array, Array]:
+    def _take_outer_step(
+        self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float
+    ) -> tuple[Array, Array]:
         """Take a step of momentum, or of Nesterov's."""
         velocity = self.momentum * velocity + gradient
         return velocity, anchor - self.lr * (gradient + self.momentum * velocity if self.nesterov else velocity)

@@ -78,22 +78,24 @@ class Rule(LaunchableRule):
         return {**super().__getstate__(), "exclude": None}  # for the master only; may not be picklable
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
+        options = ", ".join(f"{name}={value!r}" for name, value in self.get_options().items())
         return f"{type(self).__name__}({options})"
 
-    def options(self) -> dict[str, Any]:
+    def get_options(self) -> dict[str, Any]:
         """Return the constructor's arguments by name, without None and callables, for records and checkpoints."""
         options = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
         return {name: value for name, value in options.items() if value is not None and not callable(value)}
 
     # -- methods for subclasses to override ------------------------------------------------------------------
 
-    def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def describe_shared_arrays(
+        self, n_ranks: int, size: int, dtype: np.dtype
+    ) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shapes and dtypes of the rule's arrays in shared memory, by name.
 
         The arrays are initially zero.  A rank reads and writes them in ``shared`` of its `State`, under a
         `synkhronos.tasks.Worker.lock`.  With several hosts each host has a copy, which the lock updates: its methods
-        take entries of ``rows`` of the `State`.
+        take entries of ``shared_rows`` of the `State`.
 
         Parameters
         ----------
@@ -124,29 +126,29 @@ class Rule(LaunchableRule):
         """
         return reduce_by_rows(state, state.vector, worker.all_reduce)
 
-    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Convert the states of a checkpoint to another number of ranks.
 
         By default all ranks start from the means of the parameters and of the optimizer's variables.
 
         Parameters
         ----------
-        ranks : list of dict
+        states : list of dict
             Saved state of each rank: ``params``, ``optimizer``, ``excluded``, ``own``, ``shared``, ``step``, ``since``.
-        size : int
+        n_ranks : int
             New number of ranks.
 
         Returns
         -------
         list of dict
-            State of each of the ``size`` ranks.
+            State of each of the ``n_ranks`` ranks.
         """
-        first = ranks[0]
+        first = states[0]
         means = {
-            name: np.mean([saved[name] for saved in ranks], axis=0) for name in ("params", "optimizer", "excluded")
+            name: np.mean([state[name] for state in states], axis=0) for name in ("params", "optimizer", "excluded")
         }
         means = {name: mean.astype(first[name].dtype) for name, mean in means.items()}
-        return [{**first, **means} for _ in range(size)]
+        return [{**first, **means} for _ in range(n_ranks)]
 
     # -- for trainers and subclasses -------------------------------------------------------------------------
 
@@ -155,7 +157,7 @@ class Rule(LaunchableRule):
         period = self.period(state.step) if callable(self.period) else self.period
         return max(1, period - state.steps_since_exchange)
 
-    def mean(self, worker: Worker, state: State, factor: float = 1.0) -> Array:
+    def compute_mean(self, worker: Worker, state: State, relative_weight: float = 1.0) -> Array:
         """Return the mean of the parameters over all ranks.  A collective.
 
         Ranks' running averages are weighted by their numbers of rows since the last exchange.
@@ -164,7 +166,7 @@ class Rule(LaunchableRule):
         ----------
         worker : Worker
         state : State
-        factor : float
+        relative_weight : float
             Weight of this rank's parameters divided by the mean weight of all ranks.
 
         Returns
@@ -179,27 +181,29 @@ class Rule(LaunchableRule):
         """
 
         def reduce(vector: Array) -> Array:
-            return average(worker, vector, self.precision)
+            return all_reduce_mean(worker, vector, self.precision)
 
         if self.precision in (None, "float32"):
-            return reduce_by_rows(state, _scale_parameters(state, state.vector, factor), reduce, self.precision)
+            return reduce_by_rows(
+                state, _scale_parameters(state, state.vector, relative_weight), reduce, self.precision
+            )
         anchor = state.own.get("anchor")
         if anchor is None:
             raise RuntimeError("setup() of a rule with 16-bit precision has to call super().setup()")
         mean = anchor + reduce_by_rows(
-            state, _scale_parameters(state, state.vector - anchor, factor), reduce, self.precision
+            state, _scale_parameters(state, state.vector - anchor, relative_weight), reduce, self.precision
         )
         state.own["anchor"] = mean
         return mean
 
 
-def _scale_parameters(state: State, vector: Array, factor: float) -> Array:
-    """Return a vector with its parameters multiplied by a factor, but not its running averages."""
-    return vector if factor == 1 else state.with_averages(vector * vector.dtype.type(factor), vector)
+def _scale_parameters(state: State, vector: Array, relative_weight: float) -> Array:
+    """Return a vector with its parameters multiplied by a weight, but not its running averages."""
+    return vector if relative_weight == 1 else state.with_averages(vector * vector.dtype.type(relative_weight), vector)
 
 
 def allocate_shared_arrays(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
-    """Allocate the arrays of `Rule.memory`, as zeros, for a program of `synkhronos.run`.
+    """Allocate the arrays of `Rule.describe_shared_arrays`, as zeros, for a program of `synkhronos.run`.
 
     Parameters
     ----------
@@ -227,11 +231,11 @@ def allocate_shared_arrays(rule: Rule, n_ranks: int, size: int, dtype: np.dtype)
         shared = rules.allocate_shared_arrays(rule, n_ranks=2, size=1000, dtype=np.dtype("float32"))
         synk.run(program, rule, params, shared)
     """
-    layout = rule.memory(n_ranks, size, dtype)
+    layout = rule.describe_shared_arrays(n_ranks, size, dtype)
     return {name: create_unpublished(shape, item_dtype) for name, (shape, item_dtype) in layout.items()}
 
 
-def lock_rank(worker: Worker, rank: int) -> Lock:
+def get_rank_lock(worker: Worker, rank: int) -> Lock:
     """Return the lock of a rank's rows in shared memory, such as its mailbox: the one on that rank's host."""
     return worker.lock(1 + rank)
 
@@ -257,7 +261,7 @@ def reduce_by_rows(
     return concatenate(reduced[: -n - 1], reduced[-n - 1 : -1] / reduced[-1])
 
 
-def average(worker: Worker, vector: Array, precision: str | None) -> Array:
+def all_reduce_mean(worker: Worker, vector: Array, precision: str | None) -> Array:
     """Return the mean of a vector over all ranks, in the vector's dtype.  A collective, which may overwrite the vector.
 
     Sums cannot overflow: vectors are divided before they are added, or are added in a wider dtype.  With ``precision``

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import HOST, Device, find_device, get_array_device
-from synkhronos.graphs import Array, SharedVariable, library_of
+from synkhronos.graphs import Array, SharedVariable, get_library
 from synkhronos.tasks import LocalRows
 
 #: Size of a block in bytes; a few blocks fit into the processor's caches.
@@ -21,7 +21,7 @@ BLOCK_NBYTES = 1 << 20
 
 
 class FlatVariables:
-    """Access to shared variables of floats as one flat vector, their concatenation.
+    """Shared variables of floats, read and written as one flat vector.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class FlatVariables:
 
     def __init__(self, shareds: Sequence[SharedVariable]):
         self.shareds = list(shareds)
-        values = self._values()
+        values = self._borrow_values()
         self.shapes = [tuple(int(length) for length in value.shape) for value in values]
         self._dtypes = [np.dtype(shared.type.dtype) for shared in self.shareds]
         self.dtype = np.result_type(*self._dtypes) if self._dtypes else np.dtype(np.float32)
@@ -47,18 +47,18 @@ class FlatVariables:
         self._bounds = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
         self.size = int(ends[-1])
 
-    def _values(self) -> list[Array]:
-        return [library_of(shared).borrow_value(shared) for shared in self.shareds]
+    def _borrow_values(self) -> list[Array]:
+        return [get_library(shared).borrow_value(shared) for shared in self.shareds]
 
     @property
     def device(self) -> Device:
         """Device of the vector: the common device of the variables if its arrays have arithmetic, else host memory."""
-        return _common_device(self._values())
+        return _find_common_device(self._borrow_values())
 
     def get(self) -> Array:
         """Return the vector as a new array of `device`, of shape ``(size,)``."""
-        values = self._values()
-        device = _common_device(values)
+        values = self._borrow_values()
+        device = _find_common_device(values)
         if device is not HOST:
             return device.flatten(values, self.dtype)
         flat = [np.ravel(get_array_device(value).to_host(value)) for value in values]
@@ -74,53 +74,53 @@ class FlatVariables:
         """Set the variables from a vector of shape ``(size,)``; raise ValueError for another shape."""
         if tuple(vector.shape) != (self.size,):
             raise ValueError(f"expected a vector of {self.size} elements, got shape {tuple(vector.shape)}")
-        values = self._values()
+        values = self._borrow_values()
         device = find_device(vector)
         # Variables that no function has moved to the device may still hold NumPy arrays, such as vels2 of Theano-MPI's
         # classes.  In host memory they would be copied to the device at each call.
         moves = device.must_move_shared_values and all(isinstance(value, np.ndarray) for value in values)
-        if device is not HOST and (moves or device is _common_device(values)):
+        if device is not HOST and (moves or device is _find_common_device(values)):
             for shared, piece in zip(self.shareds, device.split(vector, self.shapes, self._dtypes), strict=True):
-                library_of(shared).store_value(shared, piece)
+                get_library(shared).store_value(shared, piece)
             return
         vector = device.to_host(vector)
         for shared, value, (start, stop), shape in zip(self.shareds, values, self._bounds, self.shapes, strict=True):
-            library, device = library_of(shared), get_array_device(value)
+            library, device = get_library(shared), get_array_device(value)
             piece = vector[start:stop].reshape(shape)
             if device is HOST and library.is_array(shared):
-                array = HOST.as_writable(value, is_referenced=False)
+                array = HOST.as_writable(value, has_other_references=False)
                 array[...] = piece
                 if array is not value:
                     library.store_value(shared, array)
             else:
                 library.store_value(shared, device.from_host(piece.astype(value.dtype)))
 
-    def view_memory(self) -> list[np.ndarray] | None:
+    def get_writable_views(self) -> list[np.ndarray] | None:
         """Return flat, writable views of the variables' memory; None if one has another dtype or no such memory."""
-        pieces = []
-        for value, dtype in zip(self._values(), self._dtypes, strict=True):
+        views = []
+        for value, dtype in zip(self._borrow_values(), self._dtypes, strict=True):
             if not isinstance(value, np.ndarray) or not value.flags.c_contiguous or not value.flags.writeable:
                 return None
             if dtype != self.dtype:
                 return None
-            pieces.append(value.reshape(-1))
-        return pieces
+            views.append(value.reshape(-1))
+        return views
 
-    def iterate_blocks(self, runs: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, slice]]:
+    def iterate_blocks(self, views: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, slice]]:
         """Yield blocks of at most `BLOCK_NBYTES` bytes of the vector, and the range of each block in it.
 
         Parameters
         ----------
-        runs : sequence of ndarray
-            Consecutive parts of the vector, as from `State.open_memory`.
+        views : sequence of ndarray
+            Consecutive parts of the vector, as from `State.get_writable_params`.
         """
         step = max(1, BLOCK_NBYTES // self.dtype.itemsize)
         offset = 0
-        for run in runs:
-            for start in range(0, run.size, step):
-                block = run[start : start + step]
+        for view in views:
+            for start in range(0, view.size, step):
+                block = view[start : start + step]
                 yield block, slice(offset + start, offset + start + block.size)
-            offset += run.size
+            offset += view.size
 
 
 def concatenate(*vectors: Array) -> Array:
@@ -129,7 +129,7 @@ def concatenate(*vectors: Array) -> Array:
     return device.concatenate([device.as_array(vector) for vector in vectors])
 
 
-def _common_device(values: Sequence[Array]) -> Device:
+def _find_common_device(values: Sequence[Array]) -> Device:
     """Return the common device of all values if its arrays have arithmetic, else that of host memory."""
     devices = {find_device(value) for value in values}
     device = devices.pop() if len(devices) == 1 else HOST
@@ -166,8 +166,8 @@ class State:
     own : dict
         Arrays and numbers that the rule stores on this rank, and checkpoints save.
     shared : dict of str to ndarray
-        Arrays of `Rule.memory`, in shared memory.
-    rows : dict of str to LocalRows
+        Arrays of `Rule.describe_shared_arrays`, in shared memory.
+    shared_rows : dict of str to LocalRows
         The arrays of ``shared``, as arguments of the methods of `synkhronos.tasks.Worker.lock`.
     """
 
@@ -182,8 +182,8 @@ class State:
         shapes = self.params.shapes[len(self.params.shapes) - n_averages :]
         self.average_size = sum(int(np.prod(shape)) for shape in shapes)
         self.optimizer = FlatVariables([s for s in optimizer if np.dtype(s.type.dtype).kind == "f"])
-        self.rows = dict(shared or {})
-        self.shared = {name: rows.array for name, rows in self.rows.items()}
+        self.shared_rows = dict(shared or {})
+        self.shared = {name: rows.array for name, rows in self.shared_rows.items()}
         self.step = self.steps_since_exchange = 0
         self.learning_rate = 1.0
         self.count_items: Callable[[], float] | None = None
@@ -205,20 +205,20 @@ class State:
             return vector
         return concatenate(vector[: -self.average_size], averages[-self.average_size :])
 
-    def open_memory(self) -> tuple[list[np.ndarray] | None, Array | None]:
-        """Return the parameters in host memory, to be changed in place.
+    def get_writable_params(self) -> tuple[list[np.ndarray] | None, Array | None]:
+        """Return views of the parameters in host memory, to be changed in place.
 
         Returns
         -------
-        runs : list of ndarray, or None
+        views : list of ndarray, or None
             Consecutive parts of the vector; None if the vector is not in host memory.
         vector : array, or None
-            Array to assign to `vector` afterwards: the memory of ``runs``, or the device's array.  None if ``runs``
+            Array to assign to `vector` afterwards: the memory of ``views``, or the device's array.  None if ``views``
             are the memory of the variables themselves.
         """
-        runs = self.params.view_memory()
-        if runs is not None:
-            return runs, None
+        views = self.params.get_writable_views()
+        if views is not None:
+            return views, None
         vector = self.vector
         return [vector] if find_device(vector) is HOST else None, vector
 

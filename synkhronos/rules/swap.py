@@ -9,7 +9,7 @@ import numpy as np
 
 from synkhronos.checks import check_at_least, check_flag
 from synkhronos.graphs import Array, SharedVariable
-from synkhronos.rules.rule import Rule, lock_rank
+from synkhronos.rules.rule import Rule, get_rank_lock
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
@@ -49,7 +49,9 @@ class Swap(Rule):
         super().__init__(period, exclude)
         self.replace, self.seed = check_flag(replace, "replace"), check_at_least(seed, "seed", 0)
 
-    def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def describe_shared_arrays(
+        self, n_ranks: int, size: int, dtype: np.dtype
+    ) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shape and dtype of an array with the parameters of all ranks."""
         return {"all": ((n_ranks, size), dtype)}
 
@@ -60,8 +62,8 @@ class Swap(Rule):
         vectors[worker.number] = state.params.get_on_host()
         worker.barrier("all vectors are written")
         if source != worker.number:
-            with lock_rank(worker, source) as lock:
-                lock.read(state.rows["all"][source : source + 1])
+            with get_rank_lock(worker, source) as lock:
+                lock.read(state.shared_rows["all"][source : source + 1])
                 state.vector = vectors[source].copy()
         worker.barrier("all vectors are read")
         return source
@@ -80,6 +82,6 @@ class Swap(Rule):
         """Return the parameters of rank 0; a mean of different models would be meaningless."""
         return worker.broadcast(state.params.get_on_host())
 
-    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Keep the models of the first ranks; additional ranks get copies of them."""
-        return [ranks[r % len(ranks)] for r in range(size)]
+        return [states[r % len(states)] for r in range(n_ranks)]

@@ -45,7 +45,7 @@ class LocalRows:
     @property
     def array(self) -> np.ndarray:
         """NumPy array of all rows, a view of the shared memory, which all ranks may read and write."""
-        self._check_local(None)
+        self._check_rows_are_local(None)
         return self._array
 
     @property
@@ -73,14 +73,14 @@ class LocalRows:
             rows = range(start, stop, selected.step * rows.step)
         elif selected is not None:
             rows = np.asarray(selected)[np.asarray(rows)]
-        self._check_local(rows)
+        self._check_rows_are_local(rows)
         # Without __init__, which would map the memory again: a training step selects rows of each array.
         result = LocalRows.__new__(LocalRows)
         result.__dict__.update(self.__dict__)
         result._selection = rows
         return result
 
-    def _check_local(self, rows: Selection | None) -> None:
+    def _check_rows_are_local(self, rows: Selection | None) -> None:
         """Raise IndexError if any of the rows is not on this rank's host.  None stands for all rows."""
         if self._is_partial:
             local = self.local_rows
@@ -99,7 +99,7 @@ class LocalRows:
     def _get_selection(self) -> Selection | None:
         """Return the selected rows, None for all; raise IndexError if any of them is not on this rank's host."""
         if self._selection is None:
-            self._check_local(None)
+            self._check_rows_are_local(None)
         return self._selection
 
     def write(self, value: Any) -> None:
@@ -131,7 +131,7 @@ class LocalRows:
 @find_byte_range.register
 def _(rows: LocalRows) -> ByteRange:
     selected, location = rows._selection, rows._location
-    if rows._rank.segments[location.key].is_file:
+    if rows._rank.segments[location.key].is_user_file:
         raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
     if selected is None:
         return location.key, location.offset, rows._array.nbytes
@@ -172,7 +172,7 @@ class LocalFunction:
     def launch(self, *inputs: Any) -> list[Any]:
         """Launch the function on this rank and return pending outputs; `read` waits for them."""
         self._task.report_progress()
-        return self._launch(self._compile(), inputs)
+        return self._launch(self._get_runner(), inputs)
 
     def launch_many(self, n_repeats: int, *inputs: Any) -> list[Any] | None:
         """Run the function ``n_repeats`` times in one launch, each time on another of equal blocks of the inputs' rows.
@@ -184,7 +184,7 @@ class LocalFunction:
             if the function is not compiled by XLA, or if an output is not a scalar.
         """
         self._task.report_progress()
-        repeated = self._compile().repeat(n_repeats)
+        repeated = self._get_runner().repeat(n_repeats)
         return None if repeated is None else self._launch(repeated, inputs)
 
     @property
@@ -196,8 +196,8 @@ class LocalFunction:
         """Wait for outputs of `launch` or `launch_many` and return them as NumPy arrays."""
         return [np.asarray(value) for value in self._computation.engine.fetch(values)]
 
-    def _compile(self) -> Runner:
-        """Compile the function at the first call; return its runner."""
+    def _get_runner(self) -> Runner:
+        """Return the function's runner; the first call compiles the function."""
         compiled = self._computation.compile(DEFAULT_VARIANT)
         if compiled.n_rank_means:
             # Raised before the launch: after an error in a callback, JAX on a GPU fails in all later launches.

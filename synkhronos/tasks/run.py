@@ -164,7 +164,7 @@ class RunProgram(_RunProgramFields, Command):
 def _pickle_program(session: Session, value: Any, functions: list[Any], arrays: list[ArrayLocation]) -> bytes:
     """Pickle the program and its arguments, and append the functions and Data objects among them to the lists."""
     stream = io.BytesIO()
-    pickler_class = _ProgramPickler if session.has_forked_workers else _ValuePickler
+    pickler_class = _ProgramPickler if session.has_forked_workers else _ByValuePickler
     pickler = pickler_class(stream, pickle.HIGHEST_PROTOCOL)
     pickler.session, pickler.functions, pickler.arrays = session, functions, arrays
     try:
@@ -193,10 +193,10 @@ class _ProgramPickler(pickle.Pickler):
             return "function", dispatcher.key
         if isinstance(value, Data):
             check_session(value, self.session, "an argument")
-            description = get_array_location(value)
+            location = get_array_location(value)
             if is_published(value):
-                self.arrays.append(description)
-            return "data", description
+                self.arrays.append(location)
+            return "data", location
         if getattr(value, "container", None) is not None and any(
             lib.is_shared(value) for lib in list_loaded_libraries()
         ):
@@ -204,7 +204,7 @@ class _ProgramPickler(pickle.Pickler):
         return None
 
 
-class _ValuePickler(cloudpickle.Pickler, _ProgramPickler):
+class _ByValuePickler(cloudpickle.Pickler, _ProgramPickler):
     """Pickler for spawned workers, which also pickles functions and classes of the script by value."""
 
 
@@ -215,9 +215,9 @@ class _ProgramUnpickler(pickle.Unpickler):
     task: RankTask
 
     def persistent_load(self, reference: Any) -> Any:
-        kind, key = reference
-        if kind == "function":
+        reference_type, key = reference
+        if reference_type == "function":
             return LocalFunction(self.rank, self.task, self.rank.get_object(key))
-        if kind == "data":
+        if reference_type == "data":
             return LocalRows(self.rank, key)
         return self.rank.get_object(key)

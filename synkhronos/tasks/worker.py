@@ -3,10 +3,10 @@
 All ranks together synchronise at steps of the command (`RankTask.barrier`).  The members of a `Group` synchronise by
 messages between two ranks.
 
-A message is a pickled head, ``(content, kind)``, and for some kinds a body in chunks:
+A message is a pickled head, ``(content, type)``, and for some types a body in chunks:
 
 =========  ========================  =======================================================
-kind       content of the head       body
+type       content of the head       body
 =========  ========================  =======================================================
 None       the value                 none
 "pickle"   number of bytes           the pickled value
@@ -29,13 +29,13 @@ from synkhronos.checks import check_index, check_integer
 from synkhronos.collectives.arguments import check_op_dtype, check_op_name
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, Device, get_array_device
-from synkhronos.devices.host_communicator import reduce_share
+from synkhronos.devices.host_communicator import reduce_arrays
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.rank_task import Lock, RankTask
 
 #: Size in bytes up to which an array is pickled.  A larger array is sent as a body.
-_SMALL_NBYTES = 2048
+_MAX_PICKLED_NBYTES = 2048
 
 
 class Worker:
@@ -70,7 +70,7 @@ class Worker:
     def __init__(self, rank: Rank, task: RankTask):
         self._rank, self._task = rank, task
         self.number, self.size, self.is_master = rank.number, rank.size, rank.is_master
-        self.send_buffer = task.capacity
+        self.send_buffer = task.memory.capacity
 
     def __repr__(self) -> str:
         return f"<synkhronos.Worker {self.number} of {self.size}>"
@@ -152,9 +152,9 @@ class Worker:
         device = _choose_transport(self._rank, array, check_op_name(op))
         value = array
         if device is HOST:
-            on_host = get_array_device(array).to_host(array)
-            can_overwrite = overwrite and HOST.as_writable(on_host, False) is on_host
-            value = on_host if can_overwrite else np.array(on_host, order="C")
+            host_array = get_array_device(array).to_host(array)
+            can_overwrite = overwrite and HOST.as_writable(host_array, False) is host_array
+            value = host_array if can_overwrite else np.array(host_array, order="C")
         reduction = _describe_reduction(value, op, device)
         reductions = self._task.barrier("all_reduce()", reduction)
         if any(other != reduction for other in reductions):
@@ -166,9 +166,9 @@ class Worker:
         communicator = device.get_communicator(self._rank)
         if device is not HOST:
             communicator.connect(self._rank.all_gather_cached(communicator.generation))
-            value = device.as_writable(value, is_referenced=False) if overwrite else _copy_array(device, value)
+            value = device.as_writable(value, has_other_references=False) if overwrite else _copy_array(device, value)
         value = device.rewrap(value, communicator.all_reduce(value, op))
-        communicator.wait_started()
+        communicator.wait_until_started()
         return value
 
     # -- some ranks ------------------------------------------------------------------------------------------
@@ -207,11 +207,11 @@ class Worker:
         self._check_peer(dest, "dest")
         device = _choose_transport(self._rank, value)
         if device is not HOST and value.size * value.dtype.itemsize > self.send_buffer:
-            pair = device.get_group(self._rank, (self.number, dest))
-            if pair is not None:
+            pair_communicator = device.get_group_communicator(self._rank, (self.number, dest))
+            if pair_communicator is not None:
                 array = device.as_contiguous(value)
                 device.wait([array])
-                self._send_between_gpus(pair, array, dest)
+                self._send_between_gpus(pair_communicator, array, dest)
                 return
         head, body = _pack_message(value, self._task.max_chunk)
         self._task.send(dest, head, "a message")
@@ -227,51 +227,51 @@ class Worker:
             Rank of the sender.
         """
         self._check_peer(source, "source")
-        value, kind = pickle.loads(self._task.receive(source, "a message"))
-        if kind is None:
+        value, message_type = pickle.loads(self._task.receive(source, "a message"))
+        if message_type is None:
             return value
-        if kind == "barrier":
+        if message_type == "barrier":
             raise RuntimeError(f"this rank waits for a message of rank {source}, which is at {value[0]}")
-        if kind == "gpu":
+        if message_type == "gpu":
             return self._receive_between_gpus(source, *value)
-        if kind == "pickle":
+        if message_type == "pickle":
             body = np.empty(value, np.uint8)
         else:
             body = np.empty(*value)
         view = _as_bytes(body.reshape(-1))
         for start in range(0, len(view), self._task.max_chunk):
             self._task.receive(source, "a message", view[start : start + self._task.max_chunk])
-        return pickle.loads(body.data) if kind == "pickle" else body
+        return pickle.loads(body.data) if message_type == "pickle" else body
 
-    def _send_between_gpus(self, pair: Any, array: Any, dest: int) -> None:
+    def _send_between_gpus(self, pair_communicator: Any, array: Any, dest: int) -> None:
         """Send an array by NCCL, after the other rank has received the head of the message.
 
         NCCL's send blocks until the receiver has called its counterpart.
         """
 
         def send_head(connection_id: Any = None) -> list[Any]:
-            head = (array.shape, np.dtype(array.dtype), pair.generation, connection_id), "gpu"
+            head = (array.shape, np.dtype(array.dtype), pair_communicator.generation, connection_id), "gpu"
             self._task.send(dest, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), "a message")
             self._task.wait_until_received(dest, "a message")
             return [connection_id]
 
-        if pair.generation:
+        if pair_communicator.generation:
             send_head()
         else:
-            pair.connect_members((self.number, dest), [0], send_head)
-        pair.send(array, dest)
+            pair_communicator.connect_members((self.number, dest), [0], send_head)
+        pair_communicator.send(array, dest)
 
     def _receive_between_gpus(
         self, source: int, shape: tuple[int, ...], dtype: np.dtype, generation: int, connection_id: Any
     ) -> Any:
         device: Device = self._rank.device
-        pair = device.get_group(self._rank, (source, self.number))
+        pair_communicator = device.get_group_communicator(self._rank, (source, self.number))
         if connection_id is not None:
-            pair.connect_members((source, self.number), [0], lambda _: [connection_id])
-        elif generation != pair.generation:
+            pair_communicator.connect_members((source, self.number), [0], lambda _: [connection_id])
+        elif generation != pair_communicator.generation:
             raise RuntimeError(f"rank {self.number} has closed the connection of its GPU with that of rank {source}")
         array = device.empty(shape, dtype)
-        pair.receive(array, source)
+        pair_communicator.receive(array, source)
         return device.rewrap(array, is_complete=True)
 
     def _check_peer(self, peer: int, name: str) -> None:
@@ -373,7 +373,7 @@ class Group:
         """Return the reduction of all members' arrays on each member; see `Worker.all_reduce`."""
         check_dense(array, "array")
         device = _choose_transport(self._rank, array, check_op_name(op))
-        communicator = device.get_group(self._rank, self.ranks)
+        communicator = device.get_group_communicator(self._rank, self.ranks)
         result = np.array(array, order="C") if communicator is None else _copy_array(device, array)
         reduction = _describe_reduction(result, op, HOST if communicator is None else device)
         generation = 0 if communicator is None else communicator.generation
@@ -407,7 +407,7 @@ class Group:
                 self._task.receive(r, "a share", _as_bytes(values))
             contributions.append(values)
         total = np.empty(high - low, flat.dtype)
-        reduce_share(contributions, REDUCE_OPS[op], total)
+        reduce_arrays(contributions, REDUCE_OPS[op], total)
         flat[low:high] = total
         for r in self._others:
             self._task.send(r, _as_bytes(flat[low:high]), "a result")
@@ -427,10 +427,10 @@ class Group:
             self._task.send(r, payload, description)
         by_member = []
         for r in self.ranks:
-            content, kind = (description, value), "barrier"
+            content, message_type = (description, value), "barrier"
             if r in self._others:
-                content, kind = pickle.loads(self._task.receive(r, description))
-            by_member.append(content if kind == "barrier" else ("send()", None))
+                content, message_type = pickle.loads(self._task.receive(r, description))
+            by_member.append(content if message_type == "barrier" else ("send()", None))
         if any(other != description for other, _ in by_member):
             # Not `Rank.raise_on_all_ranks`, since the master may not be a member.
             positions = (f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, by_member, strict=True))
@@ -448,7 +448,7 @@ def _choose_transport(rank: Rank, value: Any, op: str = "sum") -> Device:
     device: Device = rank.device
     if device is HOST or not device.owns(value) or not device.can_communicate(value.dtype):
         return HOST
-    return HOST if REDUCE_OPS[op].nccl_op is None else device
+    return device if REDUCE_OPS[op].is_supported_by_nccl(value.dtype) else HOST
 
 
 def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:
@@ -468,7 +468,7 @@ def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:
 
 def _copy_array(device: Device, array: Any) -> Any:
     """Return a copy of an array on a GPU."""
-    copy = device.as_writable(array, is_referenced=True)
+    copy = device.as_writable(array, has_other_references=True)
     return array.copy() if copy is array else copy
 
 
@@ -478,7 +478,7 @@ def _as_bytes(array: np.ndarray) -> memoryview:
 
 def _pack_message(value: Any, max_chunk: int) -> tuple[bytes, memoryview]:
     """Return the head and the body of a message."""
-    if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.nbytes > _SMALL_NBYTES:
+    if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.nbytes > _MAX_PICKLED_NBYTES:
         head = pickle.dumps(((value.shape, value.dtype), "array"), pickle.HIGHEST_PROTOCOL)
         return head, _as_bytes(np.ascontiguousarray(value).reshape(-1))
     message = pickle.dumps((value, None), pickle.HIGHEST_PROTOCOL)

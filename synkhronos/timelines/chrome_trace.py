@@ -28,7 +28,7 @@ class RankSpans:
     offset : int
         Nanoseconds by which the master's clock is ahead of the rank's.
     spans : list of Span
-    compute : list of Operation
+    xla_operations : list of Operation
         XLA's operations.
     """
 
@@ -37,7 +37,7 @@ class RankSpans:
     main_thread: int
     offset: int
     spans: list[Span]
-    compute: list[Operation]
+    xla_operations: list[Operation]
 
 
 def write_trace(path: str, ranks: Sequence[RankSpans]) -> None:
@@ -70,6 +70,7 @@ def _open(path: str, mode: str) -> IO[str]:
 
 
 def _make_events(ranks: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
+    """Yield the events of all ranks: names of processes and threads, and a complete event for each span."""
     starts = [start + rank_spans.offset for rank_spans in ranks for _, _, start, _, _ in rank_spans.spans]
     origin = min(starts, default=0)
     for rank_spans in ranks:
@@ -91,7 +92,7 @@ def _make_events(ranks: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
 
         for label, category, start, end, thread in rank_spans.spans:
             yield make_event(label, category, start, end, number_thread(thread))
-        for lane, label, start, end in rank_spans.compute:
+        for lane, label, start, end in rank_spans.xla_operations:
             is_new = lane not in threads
             number = number_thread(lane)
             if is_new:

@@ -1,4 +1,4 @@
-"""The spans that a rank records, and the methods whose calls are spans.
+"""The recorder of a rank's spans, and the registry of the methods that it traces.
 
 A span is a tuple of name, category, start and end in nanoseconds of the monotonic clock, and thread.  All processes of
 a machine read the same monotonic clock.
@@ -26,9 +26,10 @@ from synkhronos.ranks.mailbox import Mailbox
 #: Name, category, start, end, thread.
 Span = tuple[str, str, int, int, int]
 
+#: Category of the spans in which a rank waits.
 WAIT = "wait"
-#: Names of spans that `timeline_report` uses.
-CALL, IDLE, JOIN = "call", "wait for a command", "wait for the ranks"
+#: Names of the spans of a call in the master, and of a worker's wait between two commands.
+CALL, IDLE = "call", "wait for a command"
 
 #: Function that maps a method's arguments to the name of a span.
 SpanNamer = Callable[..., str]
@@ -52,14 +53,14 @@ def _name_command(command: Command, rank: Rank) -> str:
 
 
 def _name_wait(control: ControlMemory, rank: int, is_ready: Any, reason: int, *_: Any) -> str:
-    return {AWAITS_COMMAND: IDLE, AWAITS_COMPLETION: JOIN}.get(reason, "wait for a peer")
+    return {AWAITS_COMMAND: IDLE, AWAITS_COMPLETION: "wait for the ranks"}.get(reason, "wait for a peer")
 
 
 _traced_methods: list[TracedMethod] = []
 
 
 def trace_method(owner: type, method: str, category: str, name: str | SpanNamer) -> None:
-    """Add a method to those whose calls are spans in a timeline; see `TracedMethod`.
+    """Register a method whose calls become spans of a timeline; see `TracedMethod`.
 
     Raises
     ------

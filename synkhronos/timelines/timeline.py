@@ -26,7 +26,7 @@ _MAX_SPANS = 250_000
 
 class _StartFields(NamedTuple):
     max_spans: int
-    compute: bool
+    records_xla: bool
 
 
 class StartRecording(_StartFields, Command):
@@ -37,14 +37,14 @@ class StartRecording(_StartFields, Command):
     def run(self, rank: Rank) -> None:
         """Start the recorder and, if requested, XLA's profiler."""
         recorder = rank.registry.get_or_create(SpanRecorder)
-        if self.compute:
+        if self.records_xla:
             rank.registry.get_or_create(XlaProfile).start()
         rank.barrier()  # so that no rank records another's start
         recorder.install(self.max_spans)
 
 
 class _StopFields(NamedTuple):
-    compute: bool
+    records_xla: bool
 
 
 class StopRecording(_StopFields, Command):
@@ -59,13 +59,15 @@ class StopRecording(_StopFields, Command):
         spans = list(recorder.spans)
         recorder.spans.clear()
         offset = _estimate_clock_offset(rank)
-        compute = rank.registry.get_or_create(XlaProfile).stop() if self.compute else []
-        return _gather_spans(rank, _to_rank_spans(rank, spans, offset, compute))
+        xla_operations = rank.registry.get_or_create(XlaProfile).stop() if self.records_xla else []
+        return _gather_spans(rank, _make_rank_spans(rank, spans, offset, xla_operations))
 
 
-def _to_rank_spans(rank: Rank, spans: Sequence[Span], offset: int = 0, compute: Sequence[Operation] = ()) -> RankSpans:
+def _make_rank_spans(
+    rank: Rank, spans: Sequence[Span], offset: int = 0, xla_operations: Sequence[Operation] = ()
+) -> RankSpans:
     thread = threading.main_thread().ident or 0
-    return RankSpans(rank.number, os.uname().nodename, thread, offset, list(spans), list(compute))
+    return RankSpans(rank.number, os.uname().nodename, thread, offset, list(spans), list(xla_operations))
 
 
 def _estimate_clock_offset(rank: Rank) -> int:
@@ -113,7 +115,7 @@ class _Recording(PendingOperation):
         if session is not None:
             recorder = session.rank.registry.get_or_create(SpanRecorder)
             recorder.uninstall()
-            write_trace(self._path, [_to_rank_spans(session.rank, recorder.spans)])
+            write_trace(self._path, [_make_rank_spans(session.rank, recorder.spans)])
 
 
 class Timeline:
@@ -128,7 +130,10 @@ class Timeline:
     def __init__(self, path: str | os.PathLike[str], compute: bool, max_spans: int):
         self.path = os.fspath(path)
         session = ranks.get_session()
-        if any(isinstance(pending, _Recording) and pending.session is not None for pending in session.rank.pending):
+        if any(
+            isinstance(pending, _Recording) and pending.session is not None
+            for pending in session.rank.pending_operations
+        ):
             raise RuntimeError("timeline: another one is being recorded; stop() it first")
         with open(self.path, "a"):  # report a path that can't be written before the run
             pass
@@ -136,7 +141,7 @@ class Timeline:
             session.wait_until_idle()
             session.run(StartRecording(max_spans, compute))
             self._recording = _Recording(self.path, compute, session)
-            session.rank.pending.append(self._recording)  # `synkhronos.close` calls finish()
+            session.rank.pending_operations.append(self._recording)  # `synkhronos.close` calls finish()
 
     def __enter__(self) -> Timeline:
         return self
@@ -158,7 +163,7 @@ class Timeline:
         with session.call_lock:
             session.wait_until_idle()
             self._recording.finish()
-            session.rank.pending.remove(self._recording)
+            session.rank.pending_operations.remove(self._recording)
 
 
 def timeline(path: str | os.PathLike[str], compute: bool = False, max_spans: int = _MAX_SPANS) -> Timeline:

@@ -60,7 +60,7 @@ class RankTimeline:
         The rank and its host.
     activities : list of Activity
         Activities of the main thread, in order and without overlap.
-    compute : list of Activity
+    xla_operations : list of Activity
         XLA's operations, of all threads.
     calls : list of Activity
         The master's calls; empty for workers.
@@ -68,7 +68,7 @@ class RankTimeline:
 
     name: str = ""
     activities: list[Activity] = field(default_factory=list)
-    compute: list[Activity] = field(default_factory=list)
+    xla_operations: list[Activity] = field(default_factory=list)
     calls: list[Activity] = field(default_factory=list)
 
 
@@ -90,23 +90,23 @@ def read_timelines(path: str) -> dict[int, RankTimeline]:
         If the file is not a trace of `synkhronos.timeline`.
     """
     spans: dict[int, list[Activity]] = defaultdict(list)
-    ranks: dict[int, RankTimeline] = defaultdict(RankTimeline)
+    timelines: dict[int, RankTimeline] = defaultdict(RankTimeline)
     for event in read_trace(path):
         if event.get("name") == "process_name":
-            ranks[event["pid"]].name = event["args"]["name"]
+            timelines[event["pid"]].name = event["args"]["name"]
         if event.get("ph") != "X":
             continue
         span = Activity(event["ts"], event["ts"] + event["dur"], event["name"], event["cat"])
         if span.category == "compute":
-            ranks[event["pid"]].compute.append(span)
+            timelines[event["pid"]].xla_operations.append(span)
         elif event["tid"] == 0:
             spans[event["pid"]].append(span)
-    for rank, timeline in ranks.items():
+    for rank, timeline in timelines.items():
         timeline.activities = split_nested(spans[rank])
         timeline.calls = sorted(span for span in spans[rank] if span.name == CALL)
-    if not any(timeline.calls for timeline in ranks.values()):
+    if not any(timeline.calls for timeline in timelines.values()):
         raise ValueError(f"{path} has no call of a function, a collective or a task")
-    return dict(sorted(ranks.items()))
+    return dict(sorted(timelines.items()))
 
 
 def split_nested(spans: Iterable[Activity]) -> list[Activity]:
@@ -141,13 +141,13 @@ def sum_by_name(activities: Iterable[Activity]) -> dict[str, float]:
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def find_critical_path(ranks: dict[int, RankTimeline]) -> list[PathActivity]:
+def find_critical_path(timelines: dict[int, RankTimeline]) -> list[PathActivity]:
     """Return the critical path from the start of the first call to the end of the last, in order."""
-    master = next(rank for rank, timeline in ranks.items() if timeline.calls)
-    work = {rank: [s for s in timeline.activities if s.category != WAIT] for rank, timeline in ranks.items()}
+    master = next(rank for rank, timeline in timelines.items() if timeline.calls)
+    work = {rank: [s for s in timeline.activities if s.category != WAIT] for rank, timeline in timelines.items()}
     ends = {rank: [s.end for s in activities] for rank, activities in work.items()}
-    starts = {rank: [s.start for s in timeline.activities] for rank, timeline in ranks.items()}
-    start_of_run, time = ranks[master].calls[0].start, ranks[master].calls[-1].end
+    starts = {rank: [s.start for s in timeline.activities] for rank, timeline in timelines.items()}
+    start_of_run, time = timelines[master].calls[0].start, timelines[master].calls[-1].end
     rank, path = master, []
 
     def find_last_work(worker: int) -> float:
@@ -159,7 +159,7 @@ def find_critical_path(ranks: dict[int, RankTimeline]) -> list[PathActivity]:
 
     while time > start_of_run:
         i = bisect.bisect_left(starts[rank], time) - 1
-        activity = ranks[rank].activities[i] if i >= 0 else None
+        activity = timelines[rank].activities[i] if i >= 0 else None
         if activity is None or activity.end < time:  # between two spans
             name = SCRIPT if rank == master else "other"
             start = max(start_of_run, activity.end if activity is not None else start_of_run)
@@ -171,7 +171,7 @@ def find_critical_path(ranks: dict[int, RankTimeline]) -> list[PathActivity]:
             time = start
         else:
             # A wait for a command ends with the master's work, any other wait with the last peer's work.
-            peers = [master] if activity.name == IDLE else [peer for peer in ranks if peer != rank]
+            peers = [master] if activity.name == IDLE else [peer for peer in timelines if peer != rank]
             last_peer = max(peers, key=find_last_work, default=rank)
             work_end = max(find_last_work(last_peer), activity.start, start_of_run)
             if work_end < time:
@@ -182,20 +182,20 @@ def find_critical_path(ranks: dict[int, RankTimeline]) -> list[PathActivity]:
     return path[::-1]
 
 
-def _get_calls(ranks: dict[int, RankTimeline]) -> list[Activity]:
+def _get_calls(timelines: dict[int, RankTimeline]) -> list[Activity]:
     """Return the master's calls."""
-    return next(timeline.calls for timeline in ranks.values() if timeline.calls)
+    return next(timeline.calls for timeline in timelines.values() if timeline.calls)
 
 
-def format_report(path: str, ranks: dict[int, RankTimeline], critical_path: Sequence[PathActivity]) -> str:
+def format_report(path: str, timelines: dict[int, RankTimeline], critical_path: Sequence[PathActivity]) -> str:
     """Return the tables that ``python -m synkhronos show`` prints."""
-    calls = _get_calls(ranks)
+    calls = _get_calls(timelines)
     start, end = calls[0].start, calls[-1].end
     total = end - start
-    lines = [f"{path}: {len(calls)} calls on {len(ranks)} ranks in {_format_time(total)}"]
+    lines = [f"{path}: {len(calls)} calls on {len(timelines)} ranks in {_format_time(total)}"]
     totals: dict[str, float] = defaultdict(float)
     shares: dict[int, dict[str, float]] = {}
-    for rank, timeline in ranks.items():
+    for rank, timeline in timelines.items():
         clipped = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in timeline.activities]
         shares[rank] = sum_by_name(s for s in clipped if s.end > s.start)
         unnamed = total - sum(shares[rank].values())
@@ -204,12 +204,12 @@ def format_report(path: str, ranks: dict[int, RankTimeline], critical_path: Sequ
             totals[name] += time
     names_shown = sorted(totals, key=lambda name: -totals[name])[:_MAX_LINES]
     width = max(len(name) for name in names_shown)
-    lines += ["", "time of each rank, % of the whole", " " * width + "".join(f"{f'rank {r}':>9}" for r in ranks)]
+    lines += ["", "time of each rank, % of the whole", " " * width + "".join(f"{f'rank {r}':>9}" for r in timelines)]
     for name in names_shown:
-        cells = (100 * shares[rank].get(name, 0.0) / total for rank in ranks)
+        cells = (100 * shares[rank].get(name, 0.0) / total for rank in timelines)
         lines.append(f"{name:<{width}}" + "".join(f"{cell:9.1f}" for cell in cells))
-    if any(timeline.compute for timeline in ranks.values()):
-        cells = (100 * _measure_union(timeline.compute) / total for timeline in ranks.values())
+    if any(timeline.xla_operations for timeline in timelines.values()):
+        cells = (100 * _measure_union(timeline.xla_operations) / total for timeline in timelines.values())
         lines.append(f"{'XLA computes':<{width}}" + "".join(f"{cell:9.1f}" for cell in cells))
     path_times: dict[tuple[str, int], float] = defaultdict(float)
     for step in critical_path:
@@ -237,7 +237,7 @@ def _format_time(microseconds: float) -> str:
 
 
 def draw_timelines(
-    ranks: dict[int, RankTimeline], critical_path: Sequence[PathActivity], picture: str | Path, n_calls: int = 4
+    timelines: dict[int, RankTimeline], critical_path: Sequence[PathActivity], picture: str | Path, n_calls: int = 4
 ) -> None:
     """Draw the activities of the ranks during some calls from the middle of the run, and the critical path."""
     try:
@@ -248,16 +248,16 @@ def draw_timelines(
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    calls = _get_calls(ranks)
+    calls = _get_calls(timelines)
     drawn_calls = calls[max(0, len(calls) // 2 - n_calls // 2) :][:n_calls]
     start, end = drawn_calls[0].start, drawn_calls[-1].end
     scale, unit = (1e-3, "ms") if end - start > 2e3 else (1.0, "us")
     rows: list[tuple[str, list[Activity]]] = []
-    for rank, timeline in ranks.items():
+    for rank, timeline in timelines.items():
         rows.append((f"rank {rank}", timeline.activities))
-        if timeline.compute:
-            rows.append((f"rank {rank}, XLA", timeline.compute))
-    categories = {s.name: s.category for timeline in ranks.values() for s in timeline.activities}
+        if timeline.xla_operations:
+            rows.append((f"rank {rank}, XLA", timeline.xla_operations))
+    categories = {s.name: s.category for timeline in timelines.values() for s in timeline.activities}
     path = [Activity(s.start, s.end, s.name, categories.get(s.name, "call")) for s in critical_path]
     rows.append(("critical path", path))
     figure, axis = pyplot.subplots(figsize=(11, 1.2 + 0.55 * len(rows)), layout="constrained")

@@ -88,7 +88,7 @@ def test_safe_cast_reads_no_values(monkeypatch):
     def refuse(values, dtype):
         raise AssertionError
 
-    monkeypatch.setattr(casts, "_is_changed", refuse)
+    monkeypatch.setattr(casts, "_find_changed", refuse)
     for source_dtype in DTYPES:
         array = np.ones(3, source_dtype)
         assert casts.cast(array, source_dtype, "y") is array

@@ -18,7 +18,7 @@ from synkhronos import devices, ranks
 from synkhronos.data.shared_memory import get_array_location
 from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
-from synkhronos.devices.cuda.nccl_group import NcclGroup
+from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
 from synkhronos.engines.xla.fused_runner import GradientReducer
 from synkhronos.ranks import Cancelled
@@ -107,7 +107,7 @@ class Gpu:
         self.has_room = threading.Event()
         self.has_room.set()
         self.command_number, self.is_master, self.size, self.number = 0, is_master, 2, 0
-        self.pending = []
+        self.pending_operations = []
         self.stream = self.stream_handle = 7
         self.next_step, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
         self.arrays = self
@@ -123,7 +123,7 @@ class Gpu:
             self.state = self.seen.pop(0)
         return (self.state,)
 
-    def set_current(self):
+    def set_current_gpu(self):
         self.entered += 1
 
     def has_failed(self, command):
@@ -198,9 +198,9 @@ def start_all_reduce(communicator, gpu, command=5):
 def test_all_reduce_returns_before_the_stream_ends(connected):
     communicator, gpu = connected()
     start_all_reduce(communicator, gpu)
-    assert gpu.state == NOT_READY and gpu.pending[0].is_unfinished()
+    assert gpu.state == NOT_READY and gpu.pending_operations[0].is_unfinished()
     gpu.state = DONE
-    assert not gpu.pending[0].is_unfinished()
+    assert not gpu.pending_operations[0].is_unfinished()
 
 
 def test_all_reduce_of_few_bytes_is_waited_for(connected):
@@ -208,7 +208,7 @@ def test_all_reduce_of_few_bytes_is_waited_for(connected):
     gpu.command_number = 5
     gpu.seen = [DONE, NOT_READY, NOT_READY, DONE]
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is True
-    assert not gpu.seen and not gpu.pending[0].is_unfinished()
+    assert not gpu.seen and not gpu.pending_operations[0].is_unfinished()
     assert communicator.all_reduce(np.ones(0, "float32"), "sum") is True  # of an empty array
 
 
@@ -239,7 +239,7 @@ def test_all_reduce_fails_when_aborted_meanwhile(connected, monkeypatch):
 def test_failed_command_aborts_its_collectives(connected):
     communicator, gpu = connected(is_master=False)
     start_all_reduce(communicator, gpu, command=5)
-    cancel = gpu.pending[0].cancel
+    cancel = gpu.pending_operations[0].cancel
     cancel(4)
     assert not gpu.aborted and communicator.generation == 1
     cancel(5)
@@ -259,7 +259,7 @@ def test_master_aborts_nccl_after_a_worker_died(connected):
         time.sleep(0.01)
     assert gpu.aborted == 1
     # The outputs are invalid: reading them raises an error that the collective did not finish.
-    assert gpu.pending[0].is_unfinished()
+    assert gpu.pending_operations[0].is_unfinished()
 
 
 @pytest.mark.parametrize("has_died", [True, False])
@@ -301,13 +301,13 @@ def test_idle_worker_death_aborts_nothing(connected):
     time.sleep(0.1)
     gpu.is_dead = True
     time.sleep(0.1)
-    assert not gpu.aborted and not gpu.pending[0].is_unfinished()
+    assert not gpu.aborted and not gpu.pending_operations[0].is_unfinished()
 
 
 def test_close_waits_for_pending_collectives(connected):
     communicator, gpu = connected()
     start_all_reduce(communicator, gpu)
-    finish = gpu.pending[0].finish
+    finish = gpu.pending_operations[0].finish
     # The failure of a later command does not concern this collective.
     gpu.failed = 6
     timer = threading.Timer(0.1, lambda: setattr(gpu, "state", DONE))
@@ -338,15 +338,15 @@ def test_failure_after_the_last_barrier_aborts_nothing(connected):
     communicator, gpu = connected()
     met = []
     gpu.barrier = lambda look: (met.append(1), setattr(gpu, "arrived", 3))
-    communicator.wait_started()
+    communicator.wait_until_started()
     assert met == []  # nothing has been started
     start_all_reduce(communicator, gpu, command=5)
-    communicator.wait_started()
+    communicator.wait_until_started()
     assert met == [1]
     gpu.failed = 5
     time.sleep(0.1)
-    gpu.pending[0].cancel(5)
-    assert not gpu.aborted and gpu.pending[0].is_unfinished()
+    gpu.pending_operations[0].cancel(5)
+    assert not gpu.aborted and gpu.pending_operations[0].is_unfinished()
 
 
 def all_reduce_in_launch(communicator, gpu, count=3):
@@ -355,7 +355,7 @@ def all_reduce_in_launch(communicator, gpu, count=3):
     gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
     communicator._connection.valid_flag = np.ones(1, np.int32)
     gpu.command_number = 5
-    communicator.finish_in_launch([(64, 64, count, "float32")], "sum", 96, 7)
+    communicator.launch_on_xla_stream([(64, 64, count, "float32")], "sum", 96, 7)
     return copied
 
 
@@ -366,9 +366,9 @@ def test_launch_all_reduce_is_valid_unless_aborted(connected):
     flag = communicator._connection.valid_flag
     assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
     # After an abort no wrong value is visible, unless the collective writes in place.
-    assert not gpu.pending[0].is_unfinished()
+    assert not gpu.pending_operations[0].is_unfinished()
     communicator._watchdog.writes_in_place = True
-    assert gpu.pending[0].is_unfinished()
+    assert gpu.pending_operations[0].is_unfinished()
     gpu.abort = lambda: events.append(int(flag[0]))  # a kernel that waits for a peer continues from here
     events = []
     gpu.failed = 5
@@ -402,13 +402,13 @@ def streams(connected):
 
 def test_launch_all_reduce_of_chunks_overlaps_and_is_joined(streams):
     communicator, events = streams
-    communicator.start_in_launch([(64, 64, 3, "float32")], "sum", 7)
+    communicator.launch_on_side_stream([(64, 64, 3, "float32")], "sum", 7)
     assert events == ["record 7", "8 waits", "3 items of 7 on 8"]
     events.clear()
-    communicator.finish_in_launch([(96, 96, 2, "bfloat16"), (98, 98, 1, "float32")], "sum", 128, 7)
+    communicator.launch_on_xla_stream([(96, 96, 2, "bfloat16"), (98, 98, 1, "float32")], "sum", 128, 7)
     assert events == ["record 8", "7 waits", "2 items of 9 on 7", "1 items of 7 on 7", "flag 7"]
     events.clear()
-    communicator.finish_in_launch([(96, 96, 2, "float32")], "sum", 128, 7)
+    communicator.launch_on_xla_stream([(96, 96, 2, "float32")], "sum", 128, 7)
     assert events == ["2 items of 7 on 7", "flag 7"]  # nothing was started since
 
 
@@ -434,13 +434,13 @@ def test_rank_past_the_barrier_aborts_no_peer(connected):
     communicator.notify_started()
     assert gpu.has_come
     gpu.arrived = 2
-    gpu.pending[0].cancel(5)  # another rank failed before it arrived
+    gpu.pending_operations[0].cancel(5)  # another rank failed before it arrived
     assert gpu.aborted == 1
     communicator, gpu = connected()
     gpu.arrive = lambda: setattr(gpu, "arrived", 3)
     start_all_reduce(communicator, gpu, command=5)
     communicator.notify_started()
-    gpu.pending[0].cancel(5)  # after all ranks arrived
+    gpu.pending_operations[0].cancel(5)  # after all ranks arrived
     assert not gpu.aborted
 
 
@@ -469,8 +469,8 @@ def test_abort_spares_collectives_that_all_ranks_reached(connected):
         assert not gpu.aborted
 
     gpu.arrived = 3
-    communicator.wait_started(fails)
-    gpu.pending[0].cancel(5)
+    communicator.wait_until_started(fails)
+    gpu.pending_operations[0].cancel(5)
     assert not gpu.aborted
 
 
@@ -485,11 +485,11 @@ def test_abort_of_started_collectives_is_collective(connected, error, have_all_c
 
     gpu.arrived = 3 if have_all_come else 2
     if have_all_come and error is Cancelled:
-        communicator.wait_started(fails)
+        communicator.wait_until_started(fails)
     else:
         with pytest.raises(error):
-            communicator.wait_started(fails)
-    gpu.pending[0].cancel(5)
+            communicator.wait_until_started(fails)
+    gpu.pending_operations[0].cancel(5)
     assert gpu.aborted == (0 if have_all_come else 1)
 
 
@@ -497,7 +497,7 @@ def test_failed_command_ends_all_waits(connected, monkeypatch):
     monkeypatch.setattr("synkhronos.devices.cuda.watchdog.CONNECT_TIMEOUT", 1.0)
     communicator, gpu = connected()
     start_all_reduce(communicator, gpu, command=5)
-    communicator.wait_started()
+    communicator.wait_until_started()
     gpu.failed = 5
     time.sleep(0.1)
     assert not gpu.aborted
@@ -560,7 +560,7 @@ def test_late_connection_is_discarded(connected, monkeypatch):
 
 def connect_group(communicator, gpu):
     """Connect a group besides all ranks; return it, and the list that records later aborts."""
-    group, events = NcclGroup(communicator), []
+    group, events = NcclGroupCommunicator(communicator), []
 
     def abort(name):
         events.append(name)
@@ -621,7 +621,7 @@ def test_group_collective_result_is_invalid_after_abort(connected):
 def test_failure_ends_group_connections_only(connected):
     communicator, gpu = connected()
     group, events = connect_group(communicator, gpu)
-    gpu.pending[0].cancel(5)
+    gpu.pending_operations[0].cancel(5)
     assert events == ["group"] and (communicator.generation, group.generation) == (1, 0)
 
 
@@ -657,7 +657,7 @@ def staging(monkeypatch):
         "synkhronos.devices.cuda.staging.check_result", lambda results: pytest.fail() if results[0] else None
     )
     staging = object.__new__(Staging)
-    staging.driver, staging._pinned, staging.set_current = Driver(), {}, lambda: None
+    staging.driver, staging._pinned, staging.set_current_gpu = Driver(), {}, lambda: None
     return staging
 
 
@@ -668,7 +668,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     keys = [get_array_location(array).key for array in arrays]
     for key in keys:
         assert staging.pin_segment(rank, key) == staging.pin_segment(rank, key)
-    assert len(staging.driver.locked) == len(rank.segments.drop_callbacks) + 2 == 3
+    assert len(staging.driver.locked) == len(rank.segments.before_unmap_callbacks) + 2 == 3
     del arrays[1]
     ranks.get_session().send_releases()
     assert len(staging.driver.locked) == len(staging._pinned) == 2

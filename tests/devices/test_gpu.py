@@ -27,7 +27,7 @@ class GetGpu(Command):
     def run(self, rank):
         from cuda.core import Device
 
-        ARRAYS.staging.set_current()
+        ARRAYS.staging.set_current_gpu()
         return rank.all_gather((ARRAYS.owns(ARRAYS.empty((1,), np.dtype("float32"))), str(Device(0).pci_bus_id)))
 
 

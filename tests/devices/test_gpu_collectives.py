@@ -172,3 +172,40 @@ def test_collectives_reuse_gpu_memory_safely(fork):
     borrowed = w.get_value(borrow=True)
     synk.all_reduce(w, "sum")
     assert np.asarray(borrowed).shape == (3, 5)
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+@pytest.mark.parametrize("op", ["sum", "prod", "max", "min", "avg"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_gpu_collectives_keep_nan(fork, dtype, op, nccl):
+    # The C functions fmax and fmin, and NCCL's kernels, return the other operand.
+    fork(2)
+    w, values = make_filled_variable(dtype, (1001,))
+    values[0][[3, 500]], values[1][[7, 500]] = np.nan, np.nan
+    expected = np.zeros(1001, bool)
+    expected[[3, 7, 500]] = True
+
+    def assign():
+        for rank, value in enumerate(values):
+            synk.set_value(rank, w, value)
+
+    assign()
+    np.testing.assert_array_equal(np.isnan(np.asarray(synk.reduce(w, op, in_place=False, nccl=nccl))), expected)
+    synk.all_reduce(w, op, nccl=nccl)
+    for rank in range(2):
+        np.testing.assert_array_equal(np.isnan(synk.get_value(rank, w)), expected)
+    assign()
+    synk.reduce_scatter(w, op, nccl=nccl)
+    for rank, part in enumerate((expected[:501], expected[501:])):
+        np.testing.assert_array_equal(np.isnan(synk.get_value(rank, w)), part)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_outputs_on_gpus_keep_nan(fork, op):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], [(T.sqrt(x).max(), op), (x.sum(), op)])
+    for value in (np.array([-1.0, -1.0, 4.0, 9.0]), np.array([4.0, 9.0, -1.0, -1.0])):
+        outputs = f(value)
+        assert np.isnan(float(outputs[0]))
+        assert float(outputs[1]) == {"max": 13, "min": -2}[op]

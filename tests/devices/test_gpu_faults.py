@@ -12,7 +12,7 @@ from gpu_commands import (
     PROMPT,
     FailBeforeCollectives,
     SkipAllReduce,
-    check_works,
+    check_ranks_work,
     make_filled_variable,
     of_real_gpus,
 )
@@ -82,26 +82,26 @@ class FailInBlocking(SkipAllReduce):
 )
 def test_death_inside_a_collective_is_noticed(fork, action, words):
     fork(2)
-    check_works()
+    check_ranks_work()
     with time_limit(PROMPT), pytest.raises(synk.WorkerError, match=words):
         ranks.get_session().run(SkipAllReduce(action, 1))
     with pytest.raises(RuntimeError, match="fork"):
         synk.distribute()
     fork(2)
-    check_works()
+    check_ranks_work()
 
 
 @of_real_gpus  # pretended GPUs have no pending collectives at the end of a command
 @pytest.mark.new_ranks
 def test_death_is_noticed_while_the_master_waits_for_its_gpu(fork):
     fork(2)
-    check_works()
+    check_ranks_work()
     array = ranks.get_session().run(ExitWithPending("SIGKILL", 1))
     with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         np.asarray(array)
     del array
     fork(2)
-    check_works()
+    check_ranks_work()
 
 
 @of_real_gpus
@@ -119,64 +119,64 @@ def test_close_completes_pending_collectives(fork):
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_collectives_reconnect_after_an_exception(fork, failing_rank):
     fork(2)
-    check_works()
+    check_ranks_work()
     for _ in range(2):
         with time_limit(PROMPT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
             ranks.get_session().run(SkipAllReduce("raise", failing_rank))
-        check_works()
+        check_ranks_work()
 
 
 @pytest.mark.parametrize("action", ["raise", "wait"])
 @pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather"])
 def test_exception_aborts_a_pending_collective(fork, collective, action):
     fork(2)
-    check_works()
+    check_ranks_work()
     with time_limit(PROMPT), pytest.raises(KeyboardInterrupt if action == "wait" else synk.WorkerError):
         ranks.get_session().run(FailInBlocking(collective, action))
-    check_works()
+    check_ranks_work()
 
 
 @pytest.mark.parametrize("collective", ["sent", "given"])
 def test_failed_collective_leaves_no_messages_for_later_ones(fork, collective):
     fork(2)
-    check_works()
+    check_ranks_work()
     with pytest.raises(synk.WorkerError):
         ranks.get_session().run(FailInBlocking(collective, "raise"))
-    check_works()
+    check_ranks_work()
 
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather", "sent", "given"])
 def test_death_in_a_pending_collective_is_noticed(fork, collective):
     fork(2)
-    check_works()
+    check_ranks_work()
     with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         ranks.get_session().run(FailInBlocking(collective, "SIGKILL"))
 
 
 def test_exception_before_a_collective_keeps_connections(fork):
     fork(2)
-    check_works()
+    check_ranks_work()
     with pytest.raises(synk.WorkerError, match="the sum is odd"):
         ranks.get_session().run(FailBeforeCollectives())
-    check_works()
+    check_ranks_work()
     with pytest.raises(ValueError, match="same shape on all ranks"):
         w, _ = make_filled_variable("float32")
         synk.set_value(1, w, np.ones((1, 5), "float32"))
         synk.all_reduce(w)
-    check_works()
+    check_ranks_work()
 
 
 @pytest.mark.new_ranks
 def test_fork_timeout_ends_a_hanging_rank(fork):
     fork(2, timeout=60.0)
-    check_works()
+    check_ranks_work()
     session = ranks.get_session()
     session.timeout = 1.0
     with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="did not finish within the 1 seconds"):
         session.run(StartLate())
     fork(2)
-    check_works()
+    check_ranks_work()
 
 
 class StartLate(SkipAllReduce):

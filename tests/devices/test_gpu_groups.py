@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from gpu_commands import FAULTS, ON_GPUS, PROMPT, FailBeforeCollectives, check_works, is_on_gpu, of_jax
+from gpu_commands import FAULTS, ON_GPUS, PROMPT, FailBeforeCollectives, check_ranks_work, is_on_gpu, of_jax
 from library import ARRAYS
 from system import time_limit
 
@@ -125,7 +125,7 @@ def fail_in_group_or_pair(worker, action, place, failing_rank):
     for where in ("group", "send", "receive"):
         communicate(where)
     if worker.number == failing_rank:
-        over_nccl = ARRAYS.get_group(worker._rank, (0, 1))
+        over_nccl = ARRAYS.get_group_communicator(worker._rank, (0, 1))
         over_nccl.all_reduce = over_nccl.send = over_nccl.receive = leave
     elif action == "wait":
         threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
@@ -137,7 +137,7 @@ def fail_in_group_or_pair(worker, action, place, failing_rank):
 
 
 def check_groups_work():
-    check_works()
+    check_ranks_work()
     assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 2
     assert synk.run(send_around, 100_000, "float32") == [[]] * 2
 
@@ -199,7 +199,7 @@ def test_group_notices_failures_of_other_ranks(fork, action):
 def abort_pair(worker, aborting_rank):
     """Abort the pair's connection on one rank; then rank 0 sends."""
     if worker.number == aborting_rank:
-        ARRAYS.get_group(worker._rank, (0, 1))._connection.abort()
+        ARRAYS.get_group_communicator(worker._rank, (0, 1))._connection.abort()
     array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
     if worker.number == 0:
         worker.send(array, 1)

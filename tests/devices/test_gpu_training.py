@@ -175,16 +175,16 @@ class FailNthAllReduce(Command):
         if JAX.nccl_caller != "python":
             self.replace_nccl(rank)
             return
-        reduce, left = NcclCommunicator.finish_in_launch, [self.count]
+        reduce, left = NcclCommunicator.launch_on_xla_stream, [self.count]
 
         def fail_nth(*arguments):
             left[0] -= 1
             if left[0]:
                 return reduce(*arguments)
-            NcclCommunicator.finish_in_launch = reduce
+            NcclCommunicator.launch_on_xla_stream = reduce
             raise ArithmeticError("the sum is odd")
 
-        NcclCommunicator.finish_in_launch = fail_nth
+        NcclCommunicator.launch_on_xla_stream = fail_nth
 
     def replace_nccl(self, rank):
         state, left = JAX.get_communicator(rank)._connection.launch_state, [self.count]

@@ -70,7 +70,9 @@ def test_several_processes_compile_once(tmp_path):
     compiler, log = tmp_path / "compiler", tmp_path / "log"
     compiler.write_text(f'#!/bin/sh\necho "$0" >> {log}\nsleep 0.3\nfor last; do :; done\necho library > "$last"\n')
     compiler.chmod(0o755)
-    code = "from synkhronos.devices.jax import nccl_handlers; print(nccl_handlers.build_library().read_text().strip())"
+    code = (
+        "from synkhronos.devices.jax import nccl_handlers; print(nccl_handlers.compile_handlers().read_text().strip())"
+    )
     environment = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     processes = [
         subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment}, stdout=subprocess.PIPE)

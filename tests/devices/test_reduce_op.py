@@ -144,3 +144,10 @@ def test_reductions_exist_in_jax_numpy():
 
 def scale_by_power(x, y):
     return x
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "uint64"])
+def test_nccl_reduces_only_what_it_reduces_as_numpy(dtype):
+    # tests/devices/test_gpu_collectives.py shows NaNs on GPUs.
+    supported = {name for name, op in REDUCE_OPS.items() if op.is_supported_by_nccl(np.dtype(dtype))}
+    assert supported == {"avg", "sum", "prod"} | ({"min", "max"} if dtype[0] in "iu" else set())

@@ -12,7 +12,7 @@ from paths import SUPPORT
 import synkhronos as synk
 from synkhronos import engines, ranks
 from synkhronos.engines.lazy import Result
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.graphs.library import AT_FIRST_CALL
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import adam
@@ -34,12 +34,12 @@ def toy(monkeypatch):
     assert [type(engine).__name__ for engine in engines.list_engines()] == [
         "PygpuEngine",
         "XlaEngine",
-        "Toy",
+        "ToyEngine",
         "HostEngine",
     ]
     module = sys.modules["synkhronos.engines.toy"]
-    monkeypatch.setattr(module.ENGINE, "is_on", True)
-    monkeypatch.setattr(module.Launch, "count", 0)
+    monkeypatch.setattr(module.ENGINE, "runs_functions", True)
+    monkeypatch.setattr(module.Launch, "n_launches", 0)
     yield module
     synk.close()
     engines.list_engines.cache_clear()
@@ -53,7 +53,7 @@ def test_toy_engine_runs_functions_with_lazy_outputs(toy, fork, n):
     data = synk.data(X)
     results = [f(data), f(data, num_slices=3), f(data, batch=[5, 1, 1])]
     assert all(type(result) is Result for results_of_call in results for result in results_of_call)
-    assert toy.Launch.count == 2  # accumulation over slices needs arrays
+    assert toy.Launch.n_launches == 2  # accumulation over slices needs arrays
     for rows, (total, squares, _) in zip((X, X, X[[5, 1, 1]]), results, strict=True):
         np.testing.assert_allclose(total, rows.sum(axis=0))
         np.testing.assert_allclose(squares, rows**2)
@@ -91,9 +91,9 @@ def test_toy_engine_fuses_training_steps(toy, fork, n):
     y = X @ np.array([1.0, 2.0, 3.0])
     batches = [[0, 1], [2, 3], [4, 5], [1, 6]]
     losses = [float(train(X, y, rows)) for rows in ([0, 1, 2], [3, 4])]
-    assert toy.Launch.count == 2
+    assert toy.Launch.n_launches == 2
     losses += map(float, train.steps(X, y, batches))
-    assert toy.Launch.count == 3
+    assert toy.Launch.n_launches == 3
     losses.append(float(train(X, y, num_slices=2)))
     expected = [alone(X, y, rows) for rows in ([0, 1, 2], [3, 4], *batches, None)]
     np.testing.assert_allclose(losses, expected)
@@ -102,7 +102,7 @@ def test_toy_engine_fuses_training_steps(toy, fork, n):
 
 def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeypatch):
     # The master compiles first; it cannot wait for the other ranks in that launch.
-    library = type(library_of(tensor.dmatrix()))
+    library = type(get_library(tensor.dmatrix()))
     monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: AT_FIRST_CALL)
     monkeypatch.setattr(library, "has_disk_cache", lambda self, function: True)
     monkeypatch.setattr(library, "compile_now", lambda self, function: None)
@@ -113,7 +113,7 @@ def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeyp
     )
     for _ in range(3):
         np.testing.assert_allclose(float(train(X, X[:, 0])), alone(X, X[:, 0]))
-    assert toy.Launch.count == 2 + 1 + 1
+    assert toy.Launch.n_launches == 2 + 1 + 1
     np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2)
 
 

@@ -14,7 +14,7 @@ import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines.xla.exchange import AllReduceSpec, ShardSpec
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.training.updates import momentum, sgd
 from synkhronos.training.updates.sharded_updates import ShardedUpdates
@@ -49,7 +49,7 @@ def launch_and_wait(launch, shareds, combine):
     """Launch, wait, and return the outputs."""
     with defer_signals(), launch.ffi_all_reduce.use_reducer(combine):
         (total,) = launch(JAX.from_host(np.arange(3.0)))
-        JAX.wait([library_of(s).borrow_value(s) for s in shareds])
+        JAX.wait([get_library(s).borrow_value(s) for s in shareds])
     return [float(JAX.fetch([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
 
 
@@ -75,7 +75,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, counts):
             w, n = w - g, n + 1
         with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls, counts), 4):
             totals = launch(JAX.from_host(rows))
-            JAX.wait([library_of(s).borrow_value(s) for s in shareds])
+            JAX.wait([get_library(s).borrow_value(s) for s in shareds])
         assert [float(total) for total in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
         for variable, expected in zip(shareds[not counts :], [g, w, n][not counts :], strict=True):
             np.testing.assert_array_equal(variable.get_value(), expected)
@@ -124,7 +124,7 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     launch, calls = runs[0].fuse(AllReduceSpec(g.container.storage), [runs[1]], n_repeats=4), []
     with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls), 4):
         totals = launch()
-        JAX.wait([library_of(w).borrow_value(w)])
+        JAX.wait([get_library(w).borrow_value(w)])
     assert [float(total) for total in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
     np.testing.assert_array_equal(w.get_value(), [1.0, -7.0, -15.0])
     assert calls == [3] * 4
@@ -157,7 +157,7 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
     standing_in = DoublingReducer()
     with defer_signals(), launch.ffi_all_reduce.use_reducer(standing_in, times):
         launch(JAX.from_host(rows))
-        JAX.wait([library_of(w).borrow_value(w)])
+        JAX.wait([get_library(w).borrow_value(w)])
     expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
     for row in rows:
         total = scale * np.append(row[:-1] * expected, row[-1])
@@ -211,7 +211,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
     ranks, row = TwoEqualShards(valid), np.arange(1.0, 5.0)
     with defer_signals(), launch.ffi_all_reduce.use_reducer(ranks, 2):
         launch(JAX.from_host(row))
-        JAX.wait([library_of(p).borrow_value(p) for p in (*params, *parts)])
+        JAX.wait([get_library(p).borrow_value(p) for p in (*params, *parts)])
     assert ranks.calls == calls
     w, b = starts
     for param, part, start, grad in zip(params, parts, starts, (np.outer(row, b), row @ w), strict=True):
@@ -386,7 +386,7 @@ def test_callbacks_find_their_reducer(fuse_pair, pair):
         with other.ffi_all_reduce.use_reducer(DoublingReducer(other_calls), 2):
             other(JAX.from_host(np.arange(6.0)))
         launch(JAX.from_host(np.arange(3.0)))
-        JAX.wait([library_of(s).borrow_value(s) for s in shareds])
+        JAX.wait([get_library(s).borrow_value(s) for s in shareds])
     assert len(other_calls) == 2 and len(calls) == 1
     g, w = np.zeros(3), np.ones(3)
     for row in (np.arange(3.0), np.arange(3.0, 6.0), np.arange(3.0)):

@@ -10,7 +10,7 @@ import synkhronos as synk
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
 from synkhronos.engines.xla import XlaEngine
 from synkhronos.engines.xla.executable import Executable
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import adam, momentum, sgd
 
@@ -38,7 +38,7 @@ def test_shared_variables_keep_their_memory_between_launches(fork):
     variables = [*ws, *train.optimizer_state, train.grad_shared]
 
     def list_addresses():
-        return [library_of(variable).borrow_value(variable).unsafe_buffer_pointer() for variable in variables]
+        return [get_library(variable).borrow_value(variable).unsafe_buffer_pointer() for variable in variables]
 
     for _ in range(2):
         train(np.ones((5, 64)), [])

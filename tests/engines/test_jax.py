@@ -16,7 +16,7 @@ from xla_launches import Alarm, get_runner
 import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.launch.model_class.model_variables import group_variables
 
 pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
@@ -57,7 +57,7 @@ def test_references_to_a_containers_array_are_detected(fork):
     w = shared(np.arange(3.0), "w")
     f = synk.function([], updates=[(w, w + 1)])
     f()
-    library = library_of(w)
+    library = get_library(w)
     assert not library.has_other_references(w)
     borrowed = w.get_value(borrow=True)
     assert JAX.owns(borrowed) and library.has_other_references(w)
@@ -253,7 +253,7 @@ def test_random_streams_of_own_functions_are_seeded_and_saved():
     plain, model = Draws(), Draws()
     groups = group_variables(model)
     assert groups.generators == [model.rng]
-    library = library_of(model.rng)
+    library = get_library(model.rng)
     library.set_generator(model.rng, library.jump_generator(library.copy_generator(model.rng), 1))
     first, again = model.train(), model.again()
     assert not np.intersect1d(plain.train(), [first, again]).size

@@ -15,7 +15,7 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.engines.lazy import _MAX_CALLS, Result, ResultTable, _get_unread
+from synkhronos.engines.lazy import _MAX_CALLS, Result, ResultTable, _get_unread_outputs
 from synkhronos.ranks import Command
 
 pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
@@ -175,7 +175,7 @@ class CountUnread(Command):
     """Command that returns the number of calls whose outputs each rank caches."""
 
     def run(self, rank):
-        return rank.all_gather(len(_get_unread(rank)))
+        return rank.all_gather(len(_get_unread_outputs(rank)))
 
 
 def count_unread():

@@ -54,21 +54,21 @@ def test_spmd_program_takes_jax_settings_of_the_master(fork):
 
 
 def test_interrupt_ends_an_spmd_program(fork):
-    from xla_programs import Add, Multiply
+    from xla_programs import AllReduceNumbers, Multiply
 
     fork(2)
     with pytest.raises(KeyboardInterrupt):
         run_command(Multiply(10**9, event="interrupt", victim=0))
-    assert run_command(Add()) == 1
+    assert run_command(AllReduceNumbers()) == 1
 
 
 def test_error_ends_an_spmd_program(fork):
-    from xla_programs import Add, Multiply
+    from xla_programs import AllReduceNumbers, Multiply
 
     fork(2)
     with pytest.raises(synk.WorkerError, match="ValueError: no more memory"):
         run_command(Multiply(10**9, event="fail"))
-    assert run_command(Add()) == 1
+    assert run_command(AllReduceNumbers()) == 1
 
 
 def test_exit_of_a_rank_ends_an_spmd_program(fork):
@@ -82,12 +82,12 @@ def test_exit_of_a_rank_ends_an_spmd_program(fork):
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("event", ["change", "end"])
 def test_diverged_spmd_program_raises(fork, event, victim):
-    from xla_programs import Add, Multiply
+    from xla_programs import AllReduceNumbers, Multiply
 
     fork(2)
     with pytest.raises((RuntimeError, synk.WorkerError), match="diverged"):
         run_command(Multiply(30, event=event, victim=victim))
-    assert run_command(Add()) == 1
+    assert run_command(AllReduceNumbers()) == 1
 
 
 def test_rank_program_compiles_without_autotuning(monkeypatch):

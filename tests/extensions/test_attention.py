@@ -148,7 +148,7 @@ def test_attention_calls_cudnn_only_for_supported_arguments(
     query, key = (jax.ShapeDtypeStruct((2, n, 3, width), jnp.dtype(dtype)) for n in lengths)
     masks = [jax.ShapeDtypeStruct((1, 1, *lengths), bool)] * has_mask
     jax.eval_shape(
-        lambda *inputs: attention_ops._differentiate(Attention(None, True), *inputs)[0], query, key, key, *masks
+        lambda *inputs: attention_ops._compute_attention_vjp(Attention(None, True), *inputs)[0], query, key, key, *masks
     )
     assert chosen == ["cudnn" if expected else None]
 

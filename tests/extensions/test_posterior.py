@@ -243,7 +243,7 @@ def test_posterior_failure_ends_all_processes(event):
         "interrupt": (KeyboardInterrupt, None),
     }[event]
     pids = []
-    counts = posterior._fork_writers(write, 2)
+    counts = posterior._run_forked_writers(write, 2)
     with pytest.raises(error, match=message):
         for pid in counts:
             pids.append(pid)
@@ -266,6 +266,6 @@ def test_error_names_a_process_that_exits_after_another_has_finished():
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(synk.WorkerError) as caught:
-        list(posterior._fork_writers(write, 2))
+        list(posterior._run_forked_writers(write, 2))
     os.close(pid_reader), os.close(pid_writer)
     assert caught.value.rank == 1

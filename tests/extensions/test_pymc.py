@@ -40,6 +40,7 @@ RNG = np.random.default_rng(3)
 X, GROUP = RNG.normal(size=(N, 3)), RNG.integers(0, 4, N)
 SUCCESS = RNG.integers(0, 2, N)
 COUNTS = RNG.poisson(3, N)
+MORE_ROWS = np.random.default_rng(4).normal(size=(2 * N, 3))
 KIND, HOURS = RNG.integers(0, 3, N), RNG.uniform(0.5, 3, N)
 COMPILE_KWARGS = {"mode": INTERPRETED}  # PyTensor's default mode is JAX when ranks are tested in JAX mode
 
@@ -356,6 +357,23 @@ def slices_of_rows():
     pm.Normal("next", eta[1:] + rho * X[:-1, 0], 1, observed=X[1:, 0])
 
 
+def rows_picked_twice():
+    longer = pm.Data("longer", MORE_ROWS)
+    first, second = np.arange(2 * N)[::-2], np.arange(N)[::-1]
+    b = pm.Normal("b", shape=3)
+    pm.Normal("constant", (MORE_ROWS @ b)[first][second], 1, observed=X[:, 0])
+    pm.Normal("data", (longer @ b)[first][5:], 1, observed=X[5:, 0])
+    picked = pm.Normal("x", 0, 1, observed=np.ma.masked_where(np.arange(N) % 9 == 0, X[:, 0]))
+    pm.Normal("y", b[GROUP - 1] * picked[second], 1, observed=X[:, 1])
+
+
+def missing_beside_data():
+    """Add rows of data that an index picks, and missing observations."""
+    missing = np.ma.masked_where(np.arange(N) % 9 == 0, X[:, 0])
+    eta = pm.Data("longer", MORE_ROWS) @ pm.Normal("b", shape=3)
+    pm.Normal("y", eta[np.arange(2 * N)[::-2]] + pm.Data("offset", HOURS), pm.HalfNormal("s"), observed=missing)
+
+
 def numbers_from_sums():
     b, weight = pm.Normal("b", shape=3), pm.HalfNormal("weight")
     squares = (HOURS - X @ b) ** 2
@@ -364,6 +382,11 @@ def numbers_from_sums():
     pm.Potential("profile", -N / 2 * pt.log(squares.sum()))
     counts = pm.logp(pm.Poisson.dist(pm.math.exp(b[0])), COUNTS[:40])
     pm.Potential("several", 2 * pm.logp(pm.Normal.dist(X @ b), HOURS).sum() + counts.sum() / 3 - (b**2).sum())
+
+
+def constant_trials():
+    """Add a likelihood whose check of a constant reads rows that no term needs: PyTensor folds their terms."""
+    pm.Binomial("y", n=GROUP + 3, logit_p=pm.Normal("a"), observed=GROUP)
 
 
 def marginalize(build_terms):
@@ -394,6 +417,9 @@ def marginalized_twice():
 
 
 MODELS = [
+    rows_picked_twice,
+    missing_beside_data,
+    constant_trials,
     marginalized_categories,
     marginalized_twice,
     several_groupings_of_data,
@@ -428,7 +454,7 @@ def test_data_parallel_splits_pymcs_documented_models(two_reused_ranks, build):
     check_equal(parallel, model)
     assert set(parallel.split_RVs) == {*model.observed_RVs, *model.potentials} - {model.named_vars.get("prior")}
     for param in list_rank_inputs(parallel):
-        assert not {N, N // 2, (np.arange(N) % 9 != 0).sum()} & set(param.type.shape)
+        assert not {N, N // 2, 2 * N, (np.arange(N) % 9 != 0).sum()} & set(param.type.shape)
 
 
 def test_data_parallel_model_copy_has_its_own_data(two_reused_ranks):
@@ -463,6 +489,26 @@ def test_logp_out_of_bounds_is_minus_infinity(two_reused_ranks):
     np.testing.assert_allclose(density({"s": 1.0}), model.compile_logp(**COMPILE_KWARGS)({"s": 1.0}))
     model.check_bounds = False
     assert np.isnan(data_parallel(model).compile_logp(**COMPILE_KWARGS)({"s": -1.0}))
+
+
+@pytest.mark.parametrize("is_first_rank", [True, False])
+def test_check_that_raises_names_the_check_for_rows_of_any_rank(two_reused_ranks, is_first_rank):
+    """PyMC raises an error for bounds that exclude each other, rather than return minus infinity."""
+    sign = 1 if is_first_rank else -1
+    results = []
+    for check_bounds in (True, False):
+        with pm.Model(check_bounds=check_bounds) as model:
+            upper = 1 + sign * pm.Flat("slope") * np.linspace(-1, 1, N)
+            pm.Censored("y", pm.Normal.dist(), -1, upper, observed=np.zeros(N))
+        for variant in (data_parallel(model), model):
+            with variant:  # PyMC asks the model of the context whether to check
+                function = variant.logp_dlogp_function(ravel_inputs=True, **COMPILE_KWARGS)
+            function.set_extra_values({})
+            if check_bounds:
+                with pytest.raises(pm.logprob.utils.ParameterValueError, match="lower_bound <= upper_bound"):
+                    function(np.array([4.0]))
+            results.append(function(np.array([0.5 if check_bounds else 4.0]))[0])
+    np.testing.assert_allclose(results[::2], results[1::2])
 
 
 def test_gradient_out_of_bounds_equals_pymcs(two_reused_ranks):
@@ -588,6 +634,23 @@ def test_set_data_reaches_the_ranks(two_reused_ranks):
         pm.set_data({"x": X[:21] + 1, "observed": X[:21, 1]})
     check_equal(parallel, model)
     assert abs(model.compile_logp(**COMPILE_KWARGS)(make_points(model)[0]) - before) > 1
+
+
+def test_set_data_reaches_rows_that_an_index_picks(two_reused_ranks):
+    with pm.Model() as model:
+        x, b = pm.Data("x", MORE_ROWS), pm.Normal("b", shape=3)
+        pm.Normal("y", (x @ b)[np.arange(-1, -N - 1, -1)] + x[:N, 0] * b[0], 1, observed=X[:, 0])
+    parallel, point = data_parallel(model), make_points(model)[0]
+    parallel_f, serial_f = (variant.compile_logp(**COMPILE_KWARGS) for variant in (parallel, model))
+    values = []
+    for rows in (MORE_ROWS, MORE_ROWS + 1, MORE_ROWS[:-10]):
+        with model:
+            pm.set_data({"x": rows})
+        values.append(serial_f(point))
+        np.testing.assert_allclose(parallel_f(point), values[-1], rtol=1e-9)
+    model["x"].get_value(borrow=True)[:] = 1  # without `pm.set_data`
+    np.testing.assert_allclose(parallel_f(point), serial_f(point), rtol=1e-9)
+    assert len(set(map(float, [*values, serial_f(point)]))) == 4
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -893,8 +956,8 @@ def test_nutpie_returns_draws_after_a_death(fork):
 def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatch):
     """Otherwise nutpie's threads would record wrong draws, and a second interrupt would lose all draws."""
     fork(2)
-    (rows,) = data_parallel(build_small_model()).rows_sums
-    rows.value([np.zeros(3)])
+    (rows,) = data_parallel(build_small_model()).distributed_sums
+    rows.compute_value([np.zeros(3)])
     waits, interrupts, errors = [], [], queue.SimpleQueue()
     monkeypatch.setattr(sampler_threads, "time", types.SimpleNamespace(sleep=waits.append))
     monkeypatch.setattr(sampler_threads, "_thread", types.SimpleNamespace(interrupt_main=lambda: interrupts.append(1)))
@@ -902,7 +965,7 @@ def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatc
     def evaluate():
         for number in range(3):
             try:
-                rows.value([np.full(3, 1.0 + number)])
+                rows.compute_value([np.full(3, 1.0 + number)])
             except BaseException as error:
                 errors.put(error)
 

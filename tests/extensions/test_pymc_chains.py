@@ -39,7 +39,7 @@ def build_model():
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
-        pm.Poisson("z", pm.math.exp(b[0]), observed=np.arange(50) % 4)
+        pm.Poisson("z", pm.math.exp(b[0] * pm.Data("longer", X[:, 1])[10:]), observed=np.arange(50) % 4)
     return model
 
 
@@ -62,10 +62,10 @@ def started(monkeypatch):
     """Give a function that returns the worker process IDs of each chain so far."""
     read, write = os.pipe()
     os.set_blocking(read, False)
-    start_ranks = chains_module.fork
+    start_chain_ranks = chains_module.fork
 
     def start(*args, **kwargs):
-        start_ranks(*args, **kwargs)
+        start_chain_ranks(*args, **kwargs)
         pids = list(synk.ranks.get_session().worker_pids.values())
         os.write(write, (" ".join(map(str, [os.getpid(), *pids])) + "\n").encode())
 
@@ -267,12 +267,16 @@ class Threads:
 
         def evaluate(number):
             try:
-                results.put([rows_sum.value_and_gradients([np.full(3, 0.1 * number)]) for rows_sum in self.sums])
+                results.put(
+                    [rows_sum.compute_value_and_gradients([np.full(3, 0.1 * number)]) for rows_sum in self.sums]
+                )
             except BaseException as error:
                 results.put(error)
 
         results = queue.SimpleQueue()
-        self.monkeypatch.setattr(type(self.sums[0]), "_evaluate_here", refuse)  # not in the servers, which run already
+        self.monkeypatch.setattr(
+            type(self.sums[0]), "_evaluate_in_this_process", refuse
+        )  # not in the servers, which run already
         for number in range(chains):
             _thread.start_new_thread(evaluate, (number,))
         return [results.get(timeout=100) for _ in range(chains)]
@@ -281,8 +285,8 @@ class Threads:
 def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, started, monkeypatch):
     fork(5)
     parallel = data_parallel(build_small_model())
-    sums = parallel.rows_sums
-    expected = [sums[0].value_and_gradients([np.full(3, 0.1 * number)]) for number in range(2)]
+    sums = parallel.distributed_sums
+    expected = [sums[0].compute_value_and_gradients([np.full(3, 0.1 * number)]) for number in range(2)]
     Threads(sums, monkeypatch)
     arguments = {"sampler": "nutpie", "model": parallel, "chains": 2, "cores": 2}
     chains = sorted(mcmc._sample_external_nuts(**arguments), key=lambda chain: -chain[0][0])
@@ -296,11 +300,11 @@ def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, started, monke
 @pytest.mark.parametrize("index", [0, 1], ids=["server", "rank"])
 def test_evaluate_after_an_exit_raises_a_worker_error(fork, started, index):
     fork(4)
-    (rows,) = data_parallel(build_small_model()).rows_sums
+    (rows,) = data_parallel(build_small_model()).distributed_sums
     servers = chain_servers.ChainServers(1)
     try:
         value = servers.evaluate(rows, [np.zeros(3)], False)
-        np.testing.assert_allclose(value[0], rows.value([np.zeros(3)]))
+        np.testing.assert_allclose(value[0], rows.compute_value([np.zeros(3)]))
         (group,) = started()
         os.kill(group[index], signal.SIGKILL)
         assert has_exited(group[index])
@@ -345,7 +349,7 @@ def test_ranks_auto_takes_the_fastest_number_of_ranks(fork, started, monkeypatch
     """The rates are those of PyMC alone, of one rank, and of two ranks of five."""
     fork(5)
     monkeypatch.setattr(
-        "synkhronos.extensions.pymc.data_parallel_model.measure_rate", lambda evaluate, chains: rates.pop(0)
+        "synkhronos.extensions.pymc.data_parallel_model.measure_evaluation_rate", lambda evaluate, chains: rates.pop(0)
     )
     with caplog.at_level("INFO"):
         parallel = data_parallel(build_model(), ranks="auto", chains=2)
@@ -372,7 +376,7 @@ def test_ranks_auto_avoids_slower_ranks(fork, monkeypatch, chains):
 
 def test_ranks_auto_raises_errors_of_the_measurement():
     with pytest.raises(ZeroDivisionError):
-        chains_module.measure_rate(lambda: 1 / 0, 2)
+        chains_module.measure_evaluation_rate(lambda: 1 / 0, 2)
 
 
 @pytest.mark.parametrize(

@@ -186,8 +186,8 @@ def test_rows_sum_caches_value_and_gradient_of_a_point(simple, calls):
 
 def test_rows_sum_value_and_gradient_are_one_evaluation(two, monkeypatch):
     evaluations = []
-    original = rows_sum.RowsSum.evaluate
-    monkeypatch.setattr(rows_sum.RowsSum, "evaluate", lambda *a, **k: evaluations.append(1) or original(*a, **k))
+    original = rows_sum.DistributedSum.evaluate
+    monkeypatch.setattr(rows_sum.DistributedSum, "evaluate", lambda *a, **k: evaluations.append(1) or original(*a, **k))
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     f = function([a], [total, pytensor.grad(total, a)], mode="FAST_COMPILE")  # the tests' default rewrites nothing
@@ -198,7 +198,7 @@ def test_rows_sum_value_and_gradient_are_one_evaluation(two, monkeypatch):
 def test_rows_sum_value_beside_gradients_has_derivatives(two):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 3, {y: Y})
-    value, gradient = total.owner.op.rows.gradient(a)
+    value, gradient = total.owner.op.sum.gradient_op(a)
     f = function([a], [value, gradient, pytensor.grad(value * gradient, a)])
     terms = Y - 0.5
     first, second, third = (terms**3).sum(), -3 * (terms**2).sum(), 6 * terms.sum()
@@ -207,7 +207,7 @@ def test_rows_sum_value_beside_gradients_has_derivatives(two):
 
 def test_rows_sum_gradient_leaves_the_graph_of_the_value_as_it_was(two):
     a = pt.dscalar("a")
-    rows = sum_over_rows((pt.log(pt.exp(a)) * y + 0) ** 2, {y: Y}).owner.op.rows
+    rows = sum_over_rows((pt.log(pt.exp(a)) * y + 0) ** 2, {y: Y}).owner.op.sum
     graph = pytensor.dprint(rows.total, file="str")
     assert rows._value_and_gradients and pytensor.dprint(rows.total, file="str") == graph
 
@@ -406,7 +406,7 @@ def test_rows_sum_copies_share_rows(two):
     total = sum_over_rows((y - a) ** 2, {y: Y})
     op = total.owner.op
     for other in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
-        assert isinstance(other, SumOverRows) and other.rows is op.rows
+        assert isinstance(other, SumOverRows) and other.sum is op.sum
         np.testing.assert_allclose(function([a], other(a))(1.0), ((Y - 1) ** 2).sum())
 
 

@@ -13,7 +13,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.function.outputs import SMALL_NBYTES
+from synkhronos.function.outputs import MAX_SMALL_NBYTES
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 pytestmark = pytest.mark.usefixtures("rewrites")
@@ -297,7 +297,8 @@ def test_gather_mixes_streamed_and_small_parts(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x, "gather"))
-    for length in (SMALL_NBYTES // 4 - 1, SMALL_NBYTES // 4, SMALL_NBYTES // 4 + 1):  # 8 bytes each, half on each rank
+    limit = MAX_SMALL_NBYTES // 4  # 8 bytes each, half on each rank
+    for length in (limit - 1, limit, limit + 1):
         value = RNG.normal(size=length)
         np.testing.assert_array_equal(f(value), value)
 

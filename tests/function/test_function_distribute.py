@@ -13,7 +13,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.ranks.memory import MemoryTable
+from synkhronos.ranks.memory_table import MemoryTable
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 

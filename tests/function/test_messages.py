@@ -174,7 +174,7 @@ def fork_with_gpus(count, lacking=(), cuda=False, **kwargs):
             for device in (devices.JAX, devices.PYGPU):
                 patch.setattr(device, "list_missing_requirements", lambda: list(lacking))
                 patch.setattr(type(device), "is_on_gpu", False)
-            patch.setattr(devices.cuda, "is_started", lambda: cuda)
+            patch.setattr(devices.cuda, "has_context", lambda: cuda)
             synk.fork(**kwargs)
 
     return provoke

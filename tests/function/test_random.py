@@ -10,7 +10,7 @@ from library import NAME, XLA, package, shared
 from library import tensor as T
 
 import synkhronos as synk
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -189,13 +189,13 @@ def test_random_streams_repeat_over_several_forks(fork, kind):
 
 def get_generator(draws):
     """Return the shared variable from which numbers are drawn."""
-    (generator,) = [s for s in library_of(draws).find_shareds([draws]) if library_of(s).is_generator(s)]
+    (generator,) = [s for s in get_library(draws).find_shareds([draws]) if get_library(s).is_generator(s)]
     return generator
 
 
 def get_initial_generator(kind, seed):
     """Return the initial generator of `stream`'s variable."""
-    return library_of(draws := stream(kind, seed)[0]).copy_generator(get_generator(draws))
+    return get_library(draws := stream(kind, seed)[0]).copy_generator(get_generator(draws))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -330,7 +330,7 @@ else:
 
         @pytest.mark.parametrize("exponent", [72, 134])
         def test_mrg_matrix_powers_equal_theanos(self, library, theano_mrg, exponent):
-            for number, matrix, modulus in ((1, library._A1, library._M1), (2, library._A2, library._M2)):
+            for number, (matrix, modulus) in enumerate(library._MRG_RECURRENCES, 1):
                 power = library._matrix_power(matrix, 2**exponent, modulus)
                 np.testing.assert_array_equal(power.astype("int64"), getattr(theano_mrg, f"A{number}p{exponent}"))
 

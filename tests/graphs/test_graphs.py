@@ -10,9 +10,9 @@ from library import tensor as T
 from messages import raises
 
 import synkhronos as synk
-from synkhronos.graphs import library_of, list_loaded_libraries
+from synkhronos.graphs import get_library, list_loaded_libraries
 
-LIBRARY = library_of(T.dscalar())
+LIBRARY = get_library(T.dscalar())
 
 
 class Half:
@@ -46,13 +46,13 @@ def test_c_module_keys_are_written_atomically(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["key.pkl"]
 
 
-# -- library_of ------------------------------------------------------------------------------------------------
+# -- get_library ------------------------------------------------------------------------------------------------
 
 
 def test_library_of_returns_the_library_of_variables():
     for variable in (T.matrix("x"), T.matrix("x").sum(), shared(1.0), T.constant(1.0)):
-        assert library_of(variable) is LIBRARY
-    assert library_of(T.matrix("x"), shared(1.0)) is LIBRARY
+        assert get_library(variable) is LIBRARY
+    assert get_library(T.matrix("x"), shared(1.0)) is LIBRARY
     assert LIBRARY.name == NAME
 
 
@@ -63,14 +63,14 @@ def test_only_the_imported_library_is_loaded():
 @pytest.mark.parametrize("value", [1.0, np.ones(2), "x", None, object()])
 def test_library_of_refuses_non_variables(value):
     with raises(TypeError):
-        library_of(value)
+        get_library(value)
     with raises(TypeError):
-        library_of(T.vector(), value)
+        get_library(T.vector(), value)
 
 
 def test_library_of_needs_a_variable():
     with raises(TypeError):
-        library_of()
+        get_library()
 
 
 def test_library_is_pickled_by_its_name():

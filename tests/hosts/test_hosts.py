@@ -27,7 +27,7 @@ from synkhronos.hosts.agent import Agent
 from synkhronos.hosts.host_list import Host, parse_hosts
 from synkhronos.hosts.messenger import CHANNEL_UPDATE
 from synkhronos.hosts.mpi_link import MpiLink
-from synkhronos.hosts.mpirun import _check_names, find_lost_hosts
+from synkhronos.hosts.mpirun import _check_addresses, find_lost_hosts
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, SegmentAccess, find_pages, read_pages, write_pages
 from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, N_FRAMES, PipeLayout
 from synkhronos.hosts.task_agent import TaskAgent
@@ -271,14 +271,14 @@ def test_fork_on_one_host_needs_no_mpirun(monkeypatch):
 
 
 def test_fork_refuses_processes_without_mpi(monkeypatch):
-    reports = [{"name": "a", "cores": 2, "gpus": 0, "machine": 2, "versions": {"Python": "3.11"}}]
+    reports = [{"name": "a", "n_cores": 2, "n_gpus": 0, "n_host_cores": 2, "versions": {"Python": "3.11"}}]
     for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in (("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_ID", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(mpi_link, "_has_started", False)
     monkeypatch.setattr(mpirun, "make_agent_command", lambda address: ["sleep", "60"])
-    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: reports)
+    monkeypatch.setattr(mpi_link.MpiLink, "_accept_agent", lambda self, listener: reports)
     with pytest.raises(RuntimeError, match="2 processes were started, and MPI connects 1 of them.*srun --ntasks-per"):
         synk.fork(use_gpu=False)
 
@@ -333,9 +333,9 @@ def start_hosts_interrupted(press):
 def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # these are children of this process, too
     children = set(list_children(os.getpid()))
-    reports = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
+    reports = [{"name": name, "n_cores": 1, "n_gpus": 0, "n_host_cores": 1, "versions": {}} for name in "ab"]
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
-    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: reports)
+    monkeypatch.setattr(mpi_link.MpiLink, "_accept_agent", lambda self, listener: reports)
     for press in range(1, 1 + start_hosts_interrupted(-1)):
         with pytest.raises(KeyboardInterrupt):
             start_hosts_interrupted(press)
@@ -344,11 +344,13 @@ def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
 
 def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):
     versions = iter([{"Python": "3.11"}, {"Python": "3.12"}])
-    reports = [{"name": name, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for name in "ab"]
+    reports = [
+        {"name": name, "n_cores": 1, "n_gpus": 0, "n_host_cores": 4, "versions": next(versions)} for name in "ab"
+    ]
     monkeypatch.setattr(processes, "read_mpi_rank_and_size", lambda: (0, 2))
     monkeypatch.setattr(mpi_link, "_has_started", False)
     monkeypatch.setattr(mpirun, "make_agent_command", lambda address: ["sleep", "60"])
-    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: reports)
+    monkeypatch.setattr(mpi_link.MpiLink, "_accept_agent", lambda self, listener: reports)
     with (
         pytest.warns(UserWarning, match="may use 1 of 4 cores") as caught,
         pytest.raises(RuntimeError, match="3.12 on b"),
@@ -362,7 +364,9 @@ def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: "/opt/mpi/bin/mpirun")
     # The process on the first host, which sees no other MPI process.
-    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: [{"name": "a", "cores": 4, "gpus": 0}])
+    monkeypatch.setattr(
+        mpi_link.MpiLink, "_accept_agent", lambda self, listener: [{"name": "a", "n_cores": 4, "n_gpus": 0}]
+    )
     with pytest.raises(RuntimeError, match=r"^/opt/mpi/bin/mpirun started 2 processes, and MPI connects 1 of them"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
     assert list_children(os.getpid()) == []
@@ -401,11 +405,11 @@ def test_fork_refuses_unknown_hosts(monkeypatch, tmp_path):
         time_limit(),
         pytest.raises(RuntimeError, match=r"localhost, nowhere\.invalid could not .* no address of nowhere\.invalid$"),
     ):
-        _check_names(["localhost", "nowhere.invalid"])
+        _check_addresses(["localhost", "nowhere.invalid"])
     (tmp_path / "ssh").write_text("#!/bin/sh\necho user me\necho hostname localhost\n")  # named in ~/.ssh/config
     (tmp_path / "ssh").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    _check_names(["nowhere.invalid"])
+    _check_addresses(["nowhere.invalid"])
 
 
 def test_mpirun_output_names_the_lost_host():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from faults.harness import check_delay
 from hosts import are_simulated
-from hosts.tree import Tree
+from hosts.tree import SimulatedHosts
 from system import LIMIT
 
 pytestmark = [pytest.mark.hosts, pytest.mark.faults, pytest.mark.any_library]
@@ -23,10 +23,10 @@ needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces
 SILENCE = 1
 PLACES = ["idle", "computing", "step", "collective", "lock", "exchange"]
 #: Places, and the ranks that block there: rank 0 is the master, ranks 0 and 1 are on the first host, rank 2 is remote.
-HOLDING = {"idle": [0], "computing": [0, 2], "step": [2], "collective": [2], "lock": [2], "exchange": [2]}
+BLOCKING_RANKS = {"idle": [0], "computing": [0, 2], "step": [2], "collective": [2], "lock": [2], "exchange": [2]}
 
 
-class Hosts:
+class SharedHosts:
     """Context with the hosts of all tests here, which are replaced after a failed test.
 
     `other` is a remote host that is alive.
@@ -38,7 +38,7 @@ class Hosts:
     def __enter__(self):
         if not self._is_sound:
             self.end()
-            self._tree = Tree(list("abcdefgh"))  # hosts that die in the two places, and one that stays alive
+            self._tree = SimulatedHosts(list("abcdefgh"))  # hosts that die in the two places, and one that stays alive
             self.other = "b"
         self._is_sound = False
         return self._tree
@@ -46,8 +46,8 @@ class Hosts:
     def __exit__(self, kind, *_):
         self._is_sound = kind is None
 
-    def is_dead(self):
-        """Use the next remote host from now on."""
+    def replace_remote_host(self):
+        """Use the next remote host from now on, as the present one is dead."""
         self.other = chr(ord(self.other) + 1)
 
     def end(self):
@@ -58,7 +58,7 @@ class Hosts:
 @pytest.fixture(scope="module")
 def hosts():
     """Start the hosts' programs that the tests share; end them after the last test."""
-    hosts = Hosts()
+    hosts = SharedHosts()
     yield hosts
     hosts.end()
 
@@ -70,15 +70,15 @@ def fork(hosts, tree, **settings):
     return tree.list_ranks()
 
 
-def move_ranks_to(tree, place, action="hold", fault_ranks=None):
+def block_ranks_at(tree, place, action="hold", fault_ranks=None):
     """Order ranks to block at a place, and wait until they have reached it."""
-    fault_ranks = fault_ranks or HOLDING[place]
+    fault_ranks = fault_ranks or BLOCKING_RANKS[place]
     tree.send_order("run_faulty_command", place=place, fault_ranks=fault_ranks, action=action)
     for _ in fault_ranks:
         tree.wait_event("inside")
 
 
-def check_works(tree):
+def check_ranks_work(tree):
     """Check that the ranks reduce arrays."""
     outcome = tree.run_order("run_faulty_command", place="step", fault_ranks=[], action="")
     assert outcome.get("value") is True, outcome
@@ -104,19 +104,19 @@ def test_exceptions_and_interrupts_leave_hosts_usable(hosts):
         fork(hosts, tree)
         for place in PLACES[1:]:
             fault_time = time.monotonic()
-            move_ranks_to(tree, place, "raise", fault_ranks=[2])
+            block_ranks_at(tree, place, "raise", fault_ranks=[2])
             words = [f"rank 2 on host {hosts.other} raised KeyError", "a fault", "fault_target.py"]
             check_error(tree.wait_event("outcome"), fault_time, rank=2, words=words)
         fault_time = time.monotonic()
-        move_ranks_to(tree, "computing", "raise", fault_ranks=[0])
+        block_ranks_at(tree, "computing", "raise", fault_ranks=[0])
         check_error(tree.wait_event("outcome"), fault_time, error="KeyError")
         for place in PLACES:
-            move_ranks_to(tree, place)
+            block_ranks_at(tree, place)
             fault_time = time.monotonic()
             os.kill(tree.pid, signal.SIGINT)
             check_error(tree.wait_event("outcome"), fault_time, error="KeyboardInterrupt")
             tree.release()
-            check_works(tree)
+            check_ranks_work(tree)
         outcome = tree.run_order("check_results")
         assert outcome.get("value") is True, outcome
         tree.run_order("close")
@@ -147,7 +147,7 @@ def test_killed_process_on_a_host_is_named(hosts, target, place):
     kind, number, rank, words = KILLED[target]
     with hosts as tree:
         pids = fork(hosts, tree)[kind]
-        move_ranks_to(tree, place)
+        block_ranks_at(tree, place)
         fault_time = time.monotonic()
         os.kill(pids if number is None else pids[number], signal.SIGKILL)
         tree.release() if place == "idle" else None
@@ -164,7 +164,7 @@ def test_killed_process_on_a_host_is_named(hosts, target, place):
 def test_death_of_a_lock_holder_is_named_to_a_remote_waiter(hosts):
     with hosts as tree:
         pids = fork(hosts, tree)["ranks"]
-        move_ranks_to(tree, "lock", fault_ranks=[1])
+        block_ranks_at(tree, "lock", fault_ranks=[1])
         time.sleep(0.3)  # the others do not check the holder before
         fault_time = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
@@ -185,16 +185,16 @@ def test_lost_host_is_named(hosts, fault, place):
     with hosts as tree:
         settings = {} if fault == "kill" else {"host_timeout": SILENCE}
         fork(hosts, tree, **settings)
-        move_ranks_to(tree, place)
+        block_ranks_at(tree, place)
         fault_time = tree.inject_fault(fault, hosts.other)
         tree.release() if place == "idle" else None
         words = [f"host {hosts.other} (rank 2)", "lost" if fault == "kill" else "has arrived for 1 seconds"]
         check_error(tree.wait_event("outcome"), fault_time, rank=2, words=words)
         assert tree.run_order("fork", hosts=2, environment={}, settings={})["value"] == 2
-        check_works(tree)
+        check_ranks_work(tree)
         tree.run_order("close")
         if fault == "kill":
-            hosts.is_dead()
+            hosts.replace_remote_host()
         elif fault == "freeze":
             tree.inject_fault("thaw", hosts.other)
         tree.check_no_leaks()
@@ -219,7 +219,7 @@ def test_full_memory_on_a_host_is_named(hosts):
         check_error(
             tree.run_order("sum_shared_bytes", nbytes=1 << 23), fault_time, error="MemoryError", words=["/dev/shm"]
         )
-        check_works(tree)
+        check_ranks_work(tree)
         tree.run_order("close")
         full.unlink()
         tree.check_no_leaks()
@@ -265,7 +265,7 @@ def test_wrong_hosts_are_named(hosts, named, words):
         tree.run_order("close")
 
 
-def test_killed_agent_leaves_no_shared_memory(hosts):
+def test_agents_map_no_shared_memory_by_name(hosts):
     with hosts as tree:
         for agent in fork(hosts, tree)["agents"]:
             segments = re.findall(r"ucx_shm\S+|SYSV\S+", Path(f"/proc/{agent}/maps").read_text())
@@ -280,13 +280,13 @@ def test_killed_agent_leaves_no_shared_memory(hosts):
 def test_master_death_ends_all_processes(hosts, place):
     with hosts as tree:
         fork(hosts, tree)
-        move_ranks_to(tree, place)
+        block_ranks_at(tree, place)
         os.kill(tree.pid, signal.SIGKILL)
         tree.wait_until_started()
         tree.check_no_leaks(is_fresh=True)
 
 
-def test_exit_of_the_master_ends_hosts(hosts):
+def test_exit_and_close_in_a_handler_end_hosts(hosts):
     with hosts as tree:
         fork(hosts, tree)
         tree.send_order("exit")
@@ -308,7 +308,7 @@ def test_exit_of_the_master_ends_hosts(hosts):
 def test_idle_hosts_use_no_cores(hosts):
     with hosts as tree:
         processes = fork(hosts, tree)
-        check_works(tree)
+        check_ranks_work(tree)
         pids = [tree.pid, *processes["agents"], *processes["ranks"]]
         time.sleep(0.3)
         before, began = [read_cpu_seconds(pid) for pid in pids], time.monotonic()

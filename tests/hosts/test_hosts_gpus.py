@@ -128,8 +128,8 @@ def test_all_reduce_accepts_theano_gpu_arrays_on_hosts():
 
 @pytest.mark.any_library
 def test_fork_refuses_hosts_without_pygpu(monkeypatch):
-    versions = agent._find_versions()
+    versions = agent._list_package_versions()
     assert "pygpu" not in versions
     monkeypatch.syspath_prepend(GPUS / "pretended")
     with pytest.raises(RuntimeError, match="hosts need the same versions: pygpu is installed on a and missing on b"):
-        mpi_link.check_versions(["a", "b"], [agent._find_versions(), versions])
+        mpi_link.check_versions(["a", "b"], [agent._list_package_versions(), versions])

@@ -182,9 +182,9 @@ def test_scatter_add_into_copies_equals_scatter_add(places, rest, rows, n_copies
     index = rng.integers(-places, places, rows).astype(rng.choice(["int8", "int32", "int64"]))
     expected = x.copy()
     np.add.at(expected, index, y)
-    np.testing.assert_allclose(scatter.add_rows(x, y, index, n_copies), expected, atol=1e-9)
+    np.testing.assert_allclose(scatter.scatter_add_rows(x, y, index, n_copies), expected, atol=1e-9)
     # As in JAX, additions out of bounds are dropped.
-    np.testing.assert_array_equal(scatter.add_rows(x, y, np.full(rows, places), n_copies), x)
+    np.testing.assert_array_equal(scatter.scatter_add_rows(x, y, np.full(rows, places), n_copies), x)
 
 
 def test_scatter_add_to_few_effects_uses_copies_on_gpus(fork, monkeypatch):
@@ -194,10 +194,12 @@ def test_scatter_add_to_few_effects_uses_copies_on_gpus(fork, monkeypatch):
     gradient = grad((T.exp(effects[index]) * weights).sum(), effects)
     inputs = [rng.normal(size=5), rng.integers(-5, 5, 20_000), rng.normal(size=20_000)]
     expected = function([effects, index, weights], gradient)(*inputs)
-    add_rows, numbers_of_copies = scatter.add_rows, []
+    scatter_add_rows, numbers_of_copies = scatter.scatter_add_rows, []
     monkeypatch.setattr(scatter, "JAX", SimpleNamespace(is_on_gpu=True))
     monkeypatch.setattr(
-        scatter, "add_rows", lambda *arguments: (numbers_of_copies.append(arguments[-1]), add_rows(*arguments))[1]
+        scatter,
+        "scatter_add_rows",
+        lambda *arguments: (numbers_of_copies.append(arguments[-1]), scatter_add_rows(*arguments))[1],
     )
     result = synk.function([index, weights], (gradient, "sum"), bcast_inputs=[effects])(*inputs[1:], inputs[0])
     np.testing.assert_allclose(result, expected, rtol=1e-9)

@@ -270,7 +270,7 @@ def list_documented_members():
     """Yield the dotted names in the reference: each class, and its members that are listed; "*" stands for all."""
     text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.rst")))
     for match in re.finditer(r"^\.\. auto(?:class|exception):: ([\w.]+)((?:\n   .*)*)", text, re.MULTILINE):
-        members = re.search(r":members:(.*)", match[2])
+        members = re.search(r":members:(.*(?:\n {6}.*)*)", match[2])
         name = match[1].rpartition(".")[2]
         yield name
         for member in re.findall(r"\w+", members[1]) or ["*"] if members else []:

@@ -82,7 +82,7 @@ def make_watchdog(rank):
     watchdog = object.__new__(CollectiveWatchdog)
     watchdog._rank, watchdog.active_connection = rank, Connection()
     watchdog.connections, watchdog._completed_command_number = [watchdog.active_connection], 0
-    watchdog.clear()
+    watchdog.mark_idle()
     return watchdog
 
 
@@ -101,7 +101,7 @@ class World:
         self.ranks = [Rank(r, 0, self.memories[self.host_of[r]], lambda: None, threads) for r in range(self.size)]
         self.watchdogs = [make_watchdog(rank) for rank in self.ranks]
         for rank, watchdog in zip(self.ranks, self.watchdogs, strict=True):
-            rank.pending.append(watchdog)
+            rank.pending_operations.append(watchdog)
             rank.begin_command(FIRST)
         for memory in self.memories:
             memory.words[ControlMemory.POSTED] = FIRST
@@ -241,7 +241,7 @@ class World:
         rank = self.ranks[r]
         if self.pcs[r] == FAILED:
             rank.fail_command()  # on one host, records the last common step
-        elif self.waits:  # as `CollectiveWatchdog.wait_started`: continue if all ranks have arrived
+        elif self.waits:  # as `CollectiveWatchdog.wait_until_started`: continue if all ranks have arrived
             has_arrived = self.watchdogs[r]._started_step == rank._step
             self.passed[r] = 1 if has_arrived and rank.wait_and_check_reached(rank._step) else -1
         self.pcs[r] = DONE - 1
@@ -305,7 +305,7 @@ class World:
         self.is_idle = self.is_unchanged(h, failed(), step())
         pair = (self.seen[h], second()) if self.reads_failed_first else (second(), self.seen[h])
         self.seen[h] = None
-        sends_step, sends_failed = self.tallies[h].update(*pair)
+        sends_step, sends_failed = self.tallies[h].record_own_state(*pair)
         for other in range(len(self.hosts)):
             if other != h:
                 more = ((("step", pair[1]),) if sends_step else ()) + ((("failed", pair[0]),) if sends_failed else ())
@@ -479,8 +479,8 @@ def test_model_finds_a_host_that_forwards_no_failures(monkeypatch):
     def update(self, failed, step):
         return original(self, failed, step)[0], False
 
-    original = StepTally.update
-    monkeypatch.setattr(StepTally, "update", update)
+    original = StepTally.record_own_state
+    monkeypatch.setattr(StepTally, "record_own_state", update)
     with pytest.raises(AssertionError, match="never ends"):
         explore(World((1, 1)))
 
@@ -491,8 +491,8 @@ def test_agent_counts_steps_of_other_hosts():
     agent = object.__new__(Agent)
     agent._control, agent._tally, agent._ranks_by_host = Memory(range(1), 2), StepTally(2, 0), [range(1), range(1, 2)]
     agent._on_step(1, step, [])
-    agent._tally.update(0, step)
-    agent._tally.update(FIRST, step)
+    agent._tally.record_own_state(0, step)
+    agent._tally.record_own_state(FIRST, step)
     agent._on_failed(1, FIRST)
     assert read_common_step(agent._control.words, FIRST) == step
 

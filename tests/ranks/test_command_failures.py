@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from rank_commands import CollectRecords, Exchange, Number, RecordRun, RunBoth, Sleep
+from rank_commands import CollectRecords, GatherMessages, GetIdentity, RecordRun, RunBoth, Sleep
 from system import time_limit
 
 from synkhronos import ranks
@@ -85,7 +85,7 @@ def test_exception_in_a_command_leaves_ranks_usable(session, then_barrier):
             assert caught.value.rank == failing_rank
             assert "KeyError" in caught.value.worker_traceback
             assert "Raise" in str(caught.value) or "raise KeyError" in str(caught.value)
-        assert session.run(Exchange((10,))) == session.size
+        assert session.run(GatherMessages((10,))) == session.size
 
 
 def test_command_names_all_failed_ranks():
@@ -105,7 +105,7 @@ def test_failure_between_barriers_frees_other_ranks(session):
     for failing_rank in range(session.size):
         with pytest.raises(OSError if failing_rank == session.rank.number else ranks.WorkerError):
             session.run(RaiseLate(failing_rank))
-    assert session.run(Exchange((10,))) == session.size
+    assert session.run(GatherMessages((10,))) == session.size
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])
@@ -120,7 +120,7 @@ def test_killed_worker_is_named(number, at_barrier):
     with pytest.raises(ChildProcessError):  # no child is left, nor a zombie
         os.waitpid(-1, os.WNOHANG)
     session = ranks.fork(2, 0, False)
-    assert session.run(Exchange((3,))) == 2
+    assert session.run(GatherMessages((3,))) == 2
     ranks.close()
 
 
@@ -185,7 +185,7 @@ def test_death_of_an_idle_worker_is_noticed_by_the_next_command(two):
     pid = next(iter(two.worker_pids.values()))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ranks.WorkerError, match="SIGKILL"):
-        two.run(Number())
+        two.run(GetIdentity())
 
 
 def test_stopped_worker_is_waited_for(two):
@@ -195,7 +195,7 @@ def test_stopped_worker_is_waited_for(two):
         time.sleep(0.3)
         os.kill(pid, signal.SIGCONT)
         os._exit(0)
-    assert two.run(Exchange((3,))) == 2
+    assert two.run(GatherMessages((3,))) == 2
     os.wait()
 
 
@@ -247,7 +247,7 @@ def test_timeout_ends_a_hanging_worker():
 def test_worker_that_calls_exit_raises(two):
     with pytest.raises(ranks.WorkerError, match="SystemExit"):
         two.run(CallExit())
-    assert two.run(Exchange((3,))) == 2
+    assert two.run(GatherMessages((3,))) == 2
 
 
 class CallExit(Command):

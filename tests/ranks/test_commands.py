@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from rank_commands import CollectRecords, CountSegments, Exchange, Number, RecordRun, RunBoth
+from rank_commands import CollectRecords, CountSegments, GatherMessages, GetIdentity, RecordRun, RunBoth
 from system import time_limit
 
 from synkhronos import ranks
@@ -44,12 +44,12 @@ class GatherPayloadLength(Command):
 
 
 def test_command_runs_on_every_rank(session):
-    number, size, is_master, pid = session.run(Number())
+    number, size, is_master, pid = session.run(GetIdentity())
     assert (number, size, is_master, pid) == (session.size // 2, session.size, True, os.getpid())
 
 
 def test_all_gather_accepts_values_of_any_length(session):
-    assert session.run(Exchange((0, 1, SLOT_NBYTES // 2, SLOT_NBYTES, 3 * SLOT_NBYTES))) == session.size
+    assert session.run(GatherMessages((0, 1, SLOT_NBYTES // 2, SLOT_NBYTES, 3 * SLOT_NBYTES))) == session.size
 
 
 def test_command_may_mix_steps(session):
@@ -71,7 +71,7 @@ def test_cache_of_commands_is_bounded(two):
     lengths = []
     for i in range(2 * MAX_CACHED_COMMANDS):
         assert two.run(GatherPayloadLength(bytes(i))) == (i, [i, i])
-        lengths.append(len(two._mailbox._pickled))
+        lengths.append(len(two._mailbox._pickle_cache))
     assert max(lengths) == MAX_CACHED_COMMANDS
 
 
@@ -141,7 +141,7 @@ def test_close_ends_a_waiting_call(two, monkeypatch, awaited, by):
 def test_command_refuses_a_nested_command(two):
     with pytest.raises(RuntimeError, match="from inside another call"):
         two.run(Nested())
-    assert two.run(Exchange((3,))) == 2
+    assert two.run(GatherMessages((3,))) == 2
 
 
 class Nested(Command):
@@ -149,7 +149,7 @@ class Nested(Command):
 
     def run(self, rank):
         if rank.is_master:
-            ranks.get_session().run(Number())
+            ranks.get_session().run(GetIdentity())
 
 
 def test_forked_copy_of_the_master_has_no_ranks(two):
@@ -161,12 +161,12 @@ def test_forked_copy_of_the_master_has_no_ranks(two):
             os._exit(0 if "copy" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert two.run(Exchange((3,))) == 2
+    assert two.run(GatherMessages((3,))) == 2
 
 
 @pytest.mark.slow
 def test_idle_workers_use_no_processor(session):
-    session.run(Number())
+    session.run(GetIdentity())
 
     def ticks():
         used = 0

@@ -30,7 +30,7 @@ STREAMED = ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "reduce
 def start_held_program(place, fault_ranks):
     """Start a program in which the ranks `on` block at `place`, and the others wait for them."""
     where, how = ("call", "compiled") if place == "compiled" else (place, "python")
-    return Program("at_a_point", where=where, action=f"hold:{how}", fault_ranks=fault_ranks)
+    return Program("run_planned_action", where=where, action=f"hold:{how}", fault_ranks=fault_ranks)
 
 
 def wait_until_inside(program, place, n):
@@ -149,7 +149,7 @@ def test_master_death_ends_all_processes(name, place, target):
     ("place", "how"), [("call", "python"), ("call", "sleep"), ("build", "python"), ("collective", "python")]
 )
 def test_busy_master_notices_a_workers_death(place, how):
-    with Program("at_a_point", where=place, action=f"hold:{how}", fault_ranks=[0]) as program:
+    with Program("run_planned_action", where=place, action=f"hold:{how}", fault_ranks=[0]) as program:
         pids = wait_until_inside(program, place, 1)
         fault_time = program.send_signal(pids[2], signal.SIGKILL)
         outcome = program.wait_for_event("outcome")  # the fault's point is not released
@@ -159,7 +159,7 @@ def test_busy_master_notices_a_workers_death(place, how):
 
 @pytest.mark.any_library
 def test_death_is_noticed_with_a_replaced_sigchld_handler():
-    with Program("at_a_point", where="call", action="hold:python", fault_ranks=[0, 2], urgent=True) as program:
+    with Program("run_planned_action", where="call", action="hold:python", fault_ranks=[0, 2], urgent=True) as program:
         pids = wait_until_inside(program, "call", 2)
         program.send_signal(pids[2], signal.SIGKILL)
         assert program.is_silent(0.2)
@@ -171,7 +171,7 @@ def test_death_is_noticed_with_a_replaced_sigchld_handler():
 @pytest.mark.any_library
 @pytest.mark.parametrize("reaper", ["system", "master"])
 def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
-    with Program("at_a_point", where="call", action="hold:python", fault_ranks=[2], reaper=reaper) as program:
+    with Program("run_planned_action", where="call", action="hold:python", fault_ranks=[2], reaper=reaper) as program:
         pids = wait_until_inside(program, "call", 1)
         fault_time = program.send_signal(pids[2], signal.SIGKILL)
         outcome = program.wait_for_event("outcome")
@@ -181,7 +181,7 @@ def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
 
 @pytest.mark.parametrize("action", ["raise:ValueError", "hold:python", "kill:SIGKILL"])
 def test_faults_of_spawned_workers_are_reported(action):
-    with Program("at_a_point", where="call", action=action, fault_ranks=[2], spawn=True) as program:
+    with Program("run_planned_action", where="call", action=action, fault_ranks=[2], spawn=True) as program:
         pids = wait_until_inside(program, "call", 1)
         if action == "hold:python":
             program.send_signal(program.pid, signal.SIGKILL)
@@ -211,7 +211,7 @@ def test_stopped_worker_ends_with_the_master(place):
 @pytest.mark.any_library
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM"])
 def test_worker_that_dies_during_fork_is_named(name):
-    with Program("at_fork", how="worker") as program:
+    with Program("fork_with_fault", how="worker") as program:
         pid = program.wait_for_event("inside")["pids"]["2"]
         fault_time = program.send_signal(pid, signal.Signals[name])
         check_error(program.wait_for_event("outcome"), fault_time, words=["rank 2", str(pid), name], worker=2)
@@ -220,7 +220,7 @@ def test_worker_that_dies_during_fork_is_named(name):
 
 @pytest.mark.any_library
 def test_worker_stopped_during_fork_is_waited_for():
-    with Program("at_fork", how="worker") as program:
+    with Program("fork_with_fault", how="worker") as program:
         pid = program.wait_for_event("inside")["pids"]["2"]
         program.send_signal(pid, signal.SIGSTOP)
         wait_for_state(pid, "T")
@@ -237,7 +237,7 @@ def test_worker_stopped_during_fork_is_waited_for():
     [("SIGKILL", "master", False), ("SIGTERM", "all", False), ("SIGKILL", "master", True)],
 )
 def test_master_death_during_fork_ends_all_processes(name, target, spawn):
-    with Program("at_fork", how="master", spawn=spawn) as program:
+    with Program("fork_with_fault", how="master", spawn=spawn) as program:
         program.wait_for_event("inside")
         program.send_signal(program.pid if target == "master" else None, signal.Signals[name])
         program.check_no_leaks()
@@ -245,7 +245,7 @@ def test_master_death_during_fork_ends_all_processes(name, target, spawn):
 
 @pytest.mark.any_library
 def test_worker_ends_if_the_master_died_before_it_started():
-    with Program("at_fork", how="child") as program:
+    with Program("fork_with_fault", how="child") as program:
         program.wait_for_event("inside")
         program.send_signal(program.pid, signal.SIGKILL)
         program.process.wait()
@@ -258,7 +258,7 @@ def test_fork_that_fails_half_way_leaves_nothing(how, spawn):
     if how == "limit" and os.geteuid() != 0:
         pytest.skip("needs a user who has no other processes")
     # OpenBLAS raises SIGINT when it can't start a thread.
-    with Program("at_fork", "env", "OPENBLAS_NUM_THREADS=1", how=how, spawn=spawn) as program:
+    with Program("fork_with_fault", "env", "OPENBLAS_NUM_THREADS=1", how=how, spawn=spawn) as program:
         outcome = program.wait_for_event("outcome")
         assert outcome["error"] == "BlockingIOError", outcome
         check_next_calls(program, survived=False)
@@ -269,7 +269,7 @@ def test_fork_that_fails_half_way_leaves_nothing(how, spawn):
 
 def run(where, action, fault_ranks=(2,), **kwargs):
     """Start a program in which ranks cause the fault themselves."""
-    return Program("at_a_point", where=where, action=action, fault_ranks=list(fault_ranks), **kwargs)
+    return Program("run_planned_action", where=where, action=action, fault_ranks=list(fault_ranks), **kwargs)
 
 
 @pytest.mark.any_library
@@ -393,7 +393,7 @@ def test_collective_reports_deaths_between_chunks(name):
 
 
 def test_distribute_refuses_unpicklable_graphs():
-    with Program("unpicklable") as program:
+    with Program("distribute_unpicklable_graph") as program:
         outcome = program.wait_for_event("outcome")
         check_error(outcome, time.monotonic(), "TypeError", words=["g", "can't be pickled", "lock"])
         again = program.wait_for_event("again")
@@ -403,7 +403,7 @@ def test_distribute_refuses_unpicklable_graphs():
 
 @pytest.mark.any_library
 def test_fork_timeout_ends_a_hanging_worker():
-    with Program("never_returns", timeout=0.5) as program:
+    with Program("wait_for_missing_rank", timeout=0.5) as program:
         outcome = program.wait_for_event("outcome")
         check_error(outcome, outcome["began"] + 0.5, words=["rank 1", "0.5 seconds", "timeout"], worker=1)
         check_next_calls(program, survived=False)
@@ -425,7 +425,7 @@ def test_full_dev_shm_raises_memory_error():
     command = _find_mount_command()
     if command is None:
         pytest.skip("needs the right to mount")
-    with Program("full_shared_memory", *command) as program:
+    with Program("fill_shared_memory", *command) as program:
         for event in ("data", "grow"):
             outcome = program.wait_for_event(event)
             assert outcome.get("error") == "MemoryError", outcome
@@ -445,7 +445,7 @@ def test_full_dev_shm_raises_memory_error():
 @pytest.mark.any_library
 @pytest.mark.parametrize("spare", [0, 1, 3, 5])
 def test_fork_names_the_limit_of_open_files(spare):
-    with Program("few_file_descriptors", where="fork", spare=spare) as program:
+    with Program("exhaust_file_descriptors", where="fork", spare=spare) as program:
         outcome = program.wait_for_event("outcome")
         assert outcome["error"] == "OSError" and "open files" in outcome["message"], outcome
         check_next_calls(program, survived=False)
@@ -453,7 +453,7 @@ def test_fork_names_the_limit_of_open_files(spare):
 
 @pytest.mark.any_library
 def test_data_need_few_open_files():
-    with Program("few_file_descriptors", where="master", spare=8) as program:
+    with Program("exhaust_file_descriptors", where="master", spare=8) as program:
         assert program.wait_for_event("outcome").get("value") is True, program.events
         works = program.wait_for_event("works")
         assert works.get("value") == works["right"], works
@@ -463,7 +463,7 @@ def test_data_need_few_open_files():
 
 @pytest.mark.any_library
 def test_worker_at_the_limit_of_open_files_continues():
-    with Program("few_file_descriptors", where="worker", spare=0) as program:
+    with Program("exhaust_file_descriptors", where="worker", spare=0) as program:
         assert program.wait_for_event("outcome").get("value") == 15.0, (
             program.events
         )  # the worker keeps a spare descriptor
@@ -475,7 +475,7 @@ def test_worker_at_the_limit_of_open_files_continues():
 
 @pytest.mark.any_library
 def test_worker_at_the_limit_of_address_space_continues():
-    with Program("unmappable") as program:
+    with Program("create_unmappable_segment") as program:
         outcome = program.wait_for_event("outcome")
         assert outcome["error"] == "WorkerError" and "can't be mapped" in outcome["message"], outcome
         assert program.wait_for_event("again").get("value") == 15.0, program.events  # the segment is mapped now
@@ -490,7 +490,7 @@ def test_worker_at_the_limit_of_address_space_continues():
 
 @pytest.mark.any_library
 def test_segment_creation_reports_an_unnoticed_death():
-    with Program("segment_after_death") as program:
+    with Program("create_segment_after_death") as program:
         pids = program.wait_for_event("ready")["pids"]
         program.send_signal(pids["1"], signal.SIGKILL)
         wait_for_state(pids["1"], "Z")
@@ -503,7 +503,7 @@ def test_segment_creation_reports_an_unnoticed_death():
 
 @pytest.mark.any_library
 def test_ranks_outlive_the_thread_that_forked_them():
-    with Program("from_a_thread") as program:
+    with Program("fork_in_thread") as program:
         assert program.wait_for_event("fork")["value"] == 3
         assert program.wait_for_event("outcome").get("value") == 15.0, program.events
         works = program.wait_for_event("works")
@@ -514,7 +514,7 @@ def test_ranks_outlive_the_thread_that_forked_them():
 
 @pytest.mark.any_library
 def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
-    with Program("from_a_thread", busy=True) as program:
+    with Program("fork_in_thread", busy=True) as program:
         program.wait_for_event("inside")
         program.wait_for_event("inside")
         program.send_signal(program.pid, signal.SIGKILL)
@@ -523,7 +523,7 @@ def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
 
 @pytest.mark.any_library
 def test_failure_in_the_first_command_is_reported():
-    with Program("first_command") as program:
+    with Program("fail_in_first_command") as program:
         outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["ValueError"], worker=1)
         works = program.wait_for_event("works")
@@ -533,7 +533,7 @@ def test_failure_in_the_first_command_is_reported():
 
 
 def test_ranks_need_no_standard_streams():
-    with Program("closed_standard_files", "sh", "-c", '"$@" <&- >&- 2>&-', "sh") as program:
+    with Program("call_without_standard_files", "sh", "-c", '"$@" <&- >&- 2>&-', "sh") as program:
         works = program.wait_for_event("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait_for_event("closed"))

@@ -41,7 +41,7 @@ def check_next_calls(program):
     ],
 )
 def test_interrupt_is_raised_and_the_next_call_works(where, fault_ranks, how, times):
-    with Program("at_a_place", where=where, fault_ranks=fault_ranks, how=how) as program:
+    with Program("interrupt_blocked_ranks", where=where, fault_ranks=fault_ranks, how=how) as program:
         for _ in fault_ranks:
             program.wait_for_event("inside")
         for _ in range(times):
@@ -55,7 +55,7 @@ def test_interrupt_is_raised_and_the_next_call_works(where, fault_ranks, how, ti
 
 @pytest.mark.any_library
 def test_interrupt_lists_ranks_with_applied_updates():
-    with Program("at_a_place", where="call", fault_ranks=[0], how="python") as program:
+    with Program("interrupt_blocked_ranks", where="call", fault_ranks=[0], how="python") as program:
         program.wait_for_event("inside")
         program.send_signal(None, signal.SIGINT)
         notes = program.wait_for_event("outcome")["notes"]
@@ -69,7 +69,7 @@ def test_interrupt_lists_ranks_with_applied_updates():
     ("fault_ranks", "applied", "busy"), [([0, 2], "ranks [1]", [2]), ([0, 1, 2], "no rank", [1, 2])]
 )
 def test_interrupt_lists_busy_ranks_as_unknown(fault_ranks, applied, busy):
-    with Program("at_a_place", where="call", fault_ranks=fault_ranks, how="compiled") as program:
+    with Program("interrupt_blocked_ranks", where="call", fault_ranks=fault_ranks, how="compiled") as program:
         for _ in fault_ranks:
             program.wait_for_event("inside")
         program.send_signal(program.pid, signal.SIGINT)
@@ -84,7 +84,7 @@ def test_interrupt_lists_busy_ranks_as_unknown(fault_ranks, applied, busy):
 
 @pytest.mark.parametrize("where", ["call" if NAME == "pytensor" else "collective"])
 def test_interrupted_program_ends_its_workers(where):
-    with Program("at_a_place", where=where, fault_ranks=[2], how="compiled", unhandled=True) as program:
+    with Program("interrupt_blocked_ranks", where=where, fault_ranks=[2], how="compiled", unhandled=True) as program:
         program.wait_for_event("inside")
         program.send_signal(None, signal.SIGINT)
         program.check_no_leaks()
@@ -95,7 +95,7 @@ def test_interrupted_program_ends_its_workers(where):
 @pytest.mark.any_library
 @pytest.mark.parametrize("where", ["master", "child", "worker"])
 def test_interrupt_during_fork_leaves_no_worker(where):
-    with Program("while_forking", where=where) as program:
+    with Program("interrupt_fork", where=where) as program:
         program.wait_for_event("inside")
         signal_time = program.send_signal(None, signal.SIGINT)
         if where != "worker":
@@ -111,7 +111,7 @@ def test_interrupt_during_fork_leaves_no_worker(where):
 @pytest.mark.any_library
 @pytest.mark.parametrize("where", ["waiting", "busy"])
 def test_interrupt_during_close_ends_workers(where):
-    with Program("while_closing", where=where) as program:
+    with Program("interrupt_close", where=where) as program:
         program.wait_for_event("inside")
         if where == "busy":
             program.send_signal(None, signal.SIGINT)
@@ -152,7 +152,7 @@ WITHOUT_LIBRARY = ("collective", "collective again", "data", "fork", "close")
 )
 def test_interrupt_at_any_line_leaves_ranks_usable(operation, limit):
     step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[operation]
-    with Program("at_every_moment", operation=operation, first=step // 2, step=step, limit=limit) as program:
+    with Program("interrupt_at_every_moment", operation=operation, first=step // 2, step=step, limit=limit) as program:
         outcome = program.wait_for_event("outcome", 600)
         assert not outcome["lost"] and not outcome["wrong"], program.read_output()
         assert outcome["presses"] > 4  # at least twice as many, depending on how long ranks wait
@@ -186,7 +186,7 @@ def test_finalizers_swallow_no_interrupt(fork):
 
 @pytest.mark.parametrize("seed", [0 if NAME == "pytensor" else 1])
 def test_interrupts_at_random_moments_leave_ranks_usable(seed):
-    with Program("at_random", seed=seed, times=40) as program:
+    with Program("interrupt_at_random_moments", seed=seed, times=40) as program:
         outcome = program.wait_for_event("outcome", 60)
         assert outcome["wrong"] == 0
         assert outcome["interrupted"] > 20, outcome
@@ -199,7 +199,7 @@ def test_interrupts_at_random_moments_leave_ranks_usable(seed):
 def test_workers_ignore_signals_that_the_master_handles(name, how):
     if name != "SIGUSR1" and how == "handled since":
         how = "handled"
-    with Program("signalled", name=name, how=how) as program:
+    with Program("receive_signal", name=name, how=how) as program:
         program.wait_for_event("ready")
         program.send_signal(None, signal.Signals[name])  # to all processes, as a scheduler sends it
         program.release()
@@ -209,7 +209,7 @@ def test_workers_ignore_signals_that_the_master_handles(name, how):
 
 @pytest.mark.any_library
 def test_workers_end_by_signals_that_end_the_master():
-    with Program("signalled", name="SIGTERM", how="nothing") as program:
+    with Program("receive_signal", name="SIGTERM", how="nothing") as program:
         program.wait_for_event("ready")
         program.send_signal(None, signal.SIGTERM)
         assert program.wait_for_exit() == -signal.SIGTERM

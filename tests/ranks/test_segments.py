@@ -5,7 +5,7 @@ import warnings
 from dataclasses import dataclass
 
 import pytest
-from rank_commands import CountSegments, Exchange
+from rank_commands import CountSegments, GatherMessages
 
 from synkhronos import ranks
 from synkhronos.ranks import Command, segments
@@ -97,4 +97,4 @@ def test_segments_leave_no_open_files(size):
 def test_segment_without_memory_raises_memory_error(two):
     with pytest.raises(MemoryError, match="/dev/shm"):
         two.memory.create_segment(1 << 50)
-    assert two.run(Exchange((3,))) == 2
+    assert two.run(GatherMessages((3,))) == 2

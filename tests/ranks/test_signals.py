@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from rank_commands import Exchange, Hold, Sleep
+from rank_commands import GatherMessages, Hold, Sleep
 from system import time_limit
 
 from synkhronos import ranks
@@ -50,7 +50,7 @@ def test_command_after_an_interrupt_works(two, held_ranks):
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         two.run(Hold(held_ranks))
     Hold.release()
-    assert two.run(Exchange((3,))) == 2
+    assert two.run(GatherMessages((3,))) == 2
 
 
 @pytest.mark.slow

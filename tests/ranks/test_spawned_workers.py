@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from library import INTERPRETED, XLA, shared
 from library import tensor as T
-from rank_commands import Number
+from rank_commands import GetIdentity
 from system import LIMIT, is_alive, time_limit
 
 import synkhronos as synk
@@ -165,5 +165,5 @@ def test_death_of_a_spawned_worker_is_reported(fork, started_xla, how):
     (_, pid), *_ = ranks.get_session().worker_pids.items()
     os.kill(pid, getattr(signal, how))
     with pytest.raises(synk.WorkerError, match=rf"process {pid}\) was killed by {how}"):
-        ranks.get_session().run(Number())
+        ranks.get_session().run(GetIdentity())
     assert not is_alive(pid)

@@ -11,7 +11,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import Command
 from synkhronos.replication.replicator import Replicator
 
@@ -31,7 +31,7 @@ class Describe(Command):
 
     def run(self, rank):
         shareds = [rank.get_object(key) for key in self.keys]
-        return rank.all_gather([(shared.name, library_of(shared).borrow_value(shared).tolist()) for shared in shareds])
+        return rank.all_gather([(shared.name, get_library(shared).borrow_value(shared).tolist()) for shared in shareds])
 
 
 def get_replicator():

@@ -156,7 +156,7 @@ def test_diloco_and_slowmo_have_other_rules_as_special_cases(n_ranks):
 
 
 def test_own_exchange_rule_is_accepted(n_ranks):
-    expected = oracle.run(
+    expected = oracle.train(
         *make_oracle_arguments(n_ranks),
         lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs],
         oracle.make_schedule(5),
@@ -169,8 +169,8 @@ def test_optimizer_state_is_averaged_or_reset_at_an_exchange(n_ranks, state):
     x, v = [X0.copy() for _ in range(n_ranks)], [0 * X0 for _ in range(n_ranks)]
     for step in range(STEPS):
         for r in range(n_ranks):
-            x[r], v[r] = programs.local_step(
-                "momentum", x[r], v[r], programs.gradient(make_problem(), r, step, x[r]), ETA
+            x[r], v[r] = programs.take_local_step(
+                "momentum", x[r], v[r], programs.compute_gradient(make_problem(), r, step, x[r]), ETA
             )
         if step % 3 == 2:
             x = [np.mean(x, axis=0)] * n_ranks
@@ -184,7 +184,7 @@ def test_optimizer_state_is_averaged_or_reset_at_an_exchange(n_ranks, state):
 def exchange_elastic(n, alpha, vectors, centre):
     rule = rules.EASGD(alpha=alpha)
     memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
-    results = synk.run(programs.elastic_once, rule, make_variables(), memory, vectors, centre)
+    results = synk.run(programs.exchange_in_turn, rule, make_variables(), memory, vectors, centre)
     return np.array([x for x, _ in results]), results[0][1]
 
 
@@ -229,8 +229,8 @@ def test_easgd_exchanges_equal_a_replay(n_ranks, rule, on_device):
     assert [number for number, _, _ in order] == list(range(n_ranks * (STEPS // 3)))
     for _, step, r in order:
         while steps_of_rank[r] <= step:
-            g = programs.gradient(make_problem(), r, steps_of_rank[r], x[r])
-            x[r], v[r] = programs.local_step(optimizer, x[r], v[r], g, ETA)
+            g = programs.compute_gradient(make_problem(), r, steps_of_rank[r], x[r])
+            x[r], v[r] = programs.take_local_step(optimizer, x[r], v[r], g, ETA)
             steps_of_rank[r] += 1
             if steps_of_rank[r] <= step:
                 np.testing.assert_array_equal(trace[r][steps_of_rank[r]], x[r])
@@ -249,8 +249,8 @@ def test_downpour_exchanges_equal_a_replay(n_ranks, on_device):
     x, base, steps_of_rank = [X0.copy() for _ in range(n_ranks)], [X0.copy() for _ in range(n_ranks)], [0] * n_ranks
     for _, step, r in sorted((number, step, r) for r, exchanges in enumerate(numbers) for number, step in exchanges):
         while steps_of_rank[r] <= step:
-            x[r], _ = programs.local_step(
-                "sgd", x[r], 0, programs.gradient(make_problem(), r, steps_of_rank[r], x[r]), ETA / n_ranks
+            x[r], _ = programs.take_local_step(
+                "sgd", x[r], 0, programs.compute_gradient(make_problem(), r, steps_of_rank[r], x[r]), ETA / n_ranks
             )
             steps_of_rank[r] += 1
         centre = x[r].copy() if wrote in (-1, r) else centre + (x[r] - base[r])
@@ -262,7 +262,7 @@ def test_downpour_exchanges_equal_a_replay(n_ranks, on_device):
 def test_base_rule_keeps_ranks_independent(n_ranks):
     trace = train(rules.Rule())[0]
     np.testing.assert_array_equal(
-        trace, oracle.run(*make_oracle_arguments(n_ranks), lambda xs: xs, oracle.make_schedule(1))
+        trace, oracle.train(*make_oracle_arguments(n_ranks), lambda xs: xs, oracle.make_schedule(1))
     )
 
 
@@ -270,7 +270,7 @@ def test_asgd_of_one_rank_is_serial(n_ranks):
     if n_ranks > 1:
         pytest.skip("one rank")
     np.testing.assert_array_equal(
-        train(rules.ASGD())[0], oracle.run(*make_oracle_arguments(1), lambda xs: xs, oracle.make_schedule(1))
+        train(rules.ASGD())[0], oracle.train(*make_oracle_arguments(1), lambda xs: xs, oracle.make_schedule(1))
     )
 
 
@@ -281,7 +281,7 @@ def test_downpour_loses_no_push(n_ranks):
 def check_pushes(n, pushes):
     rule = rules.Downpour()
     memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
-    for report in synk.run(programs.count, rule, make_variables(0 * X0), memory, pushes):
+    for report in synk.run(programs.add_and_exchange, rule, make_variables(0 * X0), memory, pushes):
         assert report.tolist() == [float(n * pushes)] * D
 
 
@@ -290,7 +290,7 @@ def check_pushes(n, pushes):
 def test_downpour_keeps_unpushed_gradients(n_ranks, push, fetch, on_device):
     rule = rules.Downpour(push, fetch)
     memory = rules.allocate_shared_arrays(rule, n_ranks, D, np.dtype("float64"))
-    for report in synk.run(programs.count, rule, make_variables(0 * X0), memory, 13, on_device):
+    for report in synk.run(programs.add_and_exchange, rule, make_variables(0 * X0), memory, 13, on_device):
         np.testing.assert_allclose(report, 13.0 * n_ranks, rtol=1e-12)
 
 
@@ -306,7 +306,7 @@ def test_gosgd_keeps_weights_and_weighted_mean(n_ranks, on_device):
     sends = [tuple(rng.permutation(n_ranks)[:2].tolist()) for _ in range(9)]
     rule = rules.GoSGD(1.0)
     memory = rules.allocate_shared_arrays(rule, n_ranks, D, np.dtype("float64"))
-    results = synk.run(programs.gossip, rule, make_variables(), memory, vectors, sends, on_device)
+    results = synk.run(programs.send_gossip, rule, make_variables(), memory, vectors, sends, on_device)
     plain = []
     for i in range(len(sends)):
         records = [results[r][0][i] for r in range(n_ranks)]
@@ -342,7 +342,7 @@ def test_swap_exchanges_parameters(n_ranks, replace):
         else:
             assert len(swapped) == n_ranks // 2 * 2 and all(sources[sources[r]] == r for r in range(n_ranks))
         x = [
-            programs.local_step("sgd", x[r], 0, programs.gradient(make_problem(), r, step, x[r]), ETA)[0]
+            programs.take_local_step("sgd", x[r], 0, programs.compute_gradient(make_problem(), r, step, x[r]), ETA)[0]
             for r in range(n_ranks)
         ]
         x = [x[source] for source in sources]
@@ -392,7 +392,7 @@ def test_bfloat16_rounds_to_nearest(value):
 
 
 def test_flatten_variables_can_be_inverted(n_ranks):
-    for before, after, kind in synk.run(programs.vector_there_and_back, make_variables(), XLA):
+    for before, after, kind in synk.run(programs.double_vector, make_variables(), XLA):
         np.testing.assert_array_equal(before, X0)
         np.testing.assert_array_equal(after[0], 2 * X0[:3])
         np.testing.assert_array_equal(after[1], 2 * X0[3:].reshape(2, -1))
@@ -467,7 +467,7 @@ def test_rule_repr_makes_an_equal_rule():
     ]  # fmt: skip
     for rule in rules_with_options:
         again = eval(repr(rule), {**vars(rules), "Halfway": programs.Halfway})
-        assert again.options() == rule.options() and repr(again) == repr(rule)
+        assert again.get_options() == rule.get_options() and repr(again) == repr(rule)
     assert repr(rules_with_options[0]) == "ASGD(period=3)"
 
 

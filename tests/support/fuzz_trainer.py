@@ -75,7 +75,7 @@ class Case:
             f"weight {self.has_weight}, {self.epochs} epochs, every {self.every}"
         )
 
-    def make(self, shards: bool) -> Trainer:
+    def make_trainer(self, shards: bool) -> Trainer:
         """Return a trainer of the model with its initial values."""
         x = [tensor.dmatrix(f"x{i}") for i in range(self.n_inputs)]
         y = tensor.dvector("y")
@@ -113,7 +113,7 @@ class Case:
         """
         faulthandler.dump_traceback_later(STUCK, exit=True)
         synk.fork(n_ranks, use_gpu=False)
-        trainer = self.make(shards)
+        trainer = self.make_trainer(shards)
         epochs = trainer.epochs(
             self.x, [self.y], STEP // n_ranks, self.epochs, valid=(self.x, [self.y]),
             every=self.every, checkpoint=Checkpoint(folder, keep=99) if folder else None, resume=resume,

@@ -64,7 +64,7 @@ def make_filled_variable(dtype, shape=(3, 5)):
     return w, values
 
 
-def check_works():
+def check_ranks_work():
     """Check the results of calls and collectives."""
     x = T.dvector("x")
     w = shared(np.ones(3), "w")

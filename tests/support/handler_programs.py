@@ -11,7 +11,7 @@ import numpy as np
 
 from synkhronos.devices.cuda import nccl
 from synkhronos.devices.jax import nccl_handlers
-from synkhronos.devices.jax.ffi import FfiAllReduce
+from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 
 STREAM, SIDE, EVENT, COMM = None, 8, 9, 1234  # XLA has no stream on the CPU
 calls = []
@@ -69,9 +69,9 @@ def connect():
     staging = types.SimpleNamespace(
         arrays=arrays, driver=driver, side_stream=SIDE, event=EVENT, host_flags=np.zeros(1, np.int32)
     )
-    staging.set_current = lambda: None
+    staging.set_current_gpu = lambda: None
     rank = types.SimpleNamespace(
-        pending=[],
+        pending_operations=[],
         command_number=5,
         has_peer_died=lambda: False,
         has_failed=lambda command: False,
@@ -82,7 +82,7 @@ def connect():
     communicator = nccl.NcclCommunicator(rank, staging)
     comm = types.SimpleNamespace(abort=lambda: calls.append("abort"), _comm=COMM)
     connection = communicator._connection
-    connection._adopt(connection._attempt, comm)
+    connection._set_current_comm(connection._attempt, comm)
     connection.generation = 1
     return communicator
 
@@ -172,14 +172,14 @@ def reduce_in_loop():
 
 def read_traits():
     """Print the handlers' declarations as XLA reads them."""
-    from synkhronos.devices.jax.ffi import _METADATA, _Api, _CallFrame, _Extension, _Metadata
+    from synkhronos.devices.jax.xla_ffi import _METADATA, CallFrame, _Api, _Extension, _Metadata
 
     library = nccl_handlers.load_handlers()
-    for name in (nccl_handlers.START, nccl_handlers.FINISH, nccl_handlers.RECORDABLE_FINISH):
+    for name in (nccl_handlers.START_TARGET, nccl_handlers.FINISH_TARGET, nccl_handlers.RECORDABLE_FINISH_TARGET):
         metadata = _Metadata(struct_size=ctypes.sizeof(_Metadata))
         extension = _Extension(ctypes.sizeof(_Extension), _METADATA, None, ctypes.pointer(metadata))
         api = _Api(struct_size=ctypes.sizeof(_Api))
-        frame = _CallFrame(struct_size=ctypes.sizeof(_CallFrame), api=ctypes.pointer(api))
+        frame = CallFrame(struct_size=ctypes.sizeof(CallFrame), api=ctypes.pointer(api))
         frame.extension = ctypes.addressof(extension)
         handler = getattr(library, name)
         handler.restype = ctypes.c_void_p

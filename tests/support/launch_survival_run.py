@@ -42,7 +42,7 @@ def start(folder: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, cwd=SUPPORT, env=environment, stdout=subprocess.DEVNULL)
 
 
-def kill_some(folder: Path, process: subprocess.Popen[bytes], options: argparse.Namespace) -> int:
+def kill_random_ranks(folder: Path, process: subprocess.Popen[bytes], options: argparse.Namespace) -> int:
     """Kill ranks for ``options.seconds``; return the number of kills."""
     chosen, n_killed, record = random.Random(options.seed), 0, folder / "rank-1.jsonl"
     end = float("inf")
@@ -91,7 +91,7 @@ def main() -> int:
             began = time.monotonic()
             process = start(folder, options)
             if folder is parts:
-                n_killed = kill_some(folder, process, options)
+                n_killed = kill_random_ranks(folder, process, options)
             status = process.wait(options.limit)
             seconds[folder.name] = time.monotonic() - began
             if status:

@@ -28,5 +28,6 @@ class MaskedModel:
             self.train = make_train(*inputs, learning_rate=0.1, **weight, **kwargs)
 
 
-def select_rows(rows, dtype="float64"):
+def take_rows(rows, dtype="float64"):
+    """Return some rows of inputs, targets and mask."""
     return [a[rows].astype(dtype) for a in (X, TARGETS, MASK)]

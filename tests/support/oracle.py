@@ -1,21 +1,21 @@
 """Formulas of the exchange rules in NumPy, with all ranks in one process; references are arXiv numbers.
 
-Every formula takes ``n`` ranks, the ``problem`` (see `rule_programs.gradient`), the first parameters ``x0``, the name of
-the ``optimizer`` (see `rule_programs.local_step`), its learning rate ``eta``, and a number of ``steps``.  The result is
-the parameters after each step, for each rank if these differ.
+Every formula takes ``n`` ranks, the ``problem`` (see `rule_programs.compute_gradient`), the first parameters ``x0``, the
+name of the ``optimizer`` (see `rule_programs.take_local_step`), its learning rate ``eta``, and a number of ``steps``.  The
+result is the parameters after each step, for each rank if these differ.
 """
 
 import numpy as np
-from rule_programs import gradient, local_step
+from rule_programs import compute_gradient, take_local_step
 
 
-def run(n, problem, x0, optimizer, eta, steps, exchange, is_due):
+def train(n, problem, x0, optimizer, eta, steps, exchange, is_due):
     """Train with exchanges: ``exchange(xs)`` returns the ranks' new parameters if ``is_due`` of the step's number."""
     xs, vs = [x0.copy() for _ in range(n)], [np.zeros_like(x0) for _ in range(n)]
     trace = [list(xs)]
     for step in range(steps):
         for r in range(n):
-            xs[r], vs[r] = local_step(optimizer, xs[r], vs[r], gradient(problem, r, step, xs[r]), eta)
+            xs[r], vs[r] = take_local_step(optimizer, xs[r], vs[r], compute_gradient(problem, r, step, xs[r]), eta)
         if is_due(step + 1):
             xs = list(exchange(xs))
         trace.append(list(xs))
@@ -32,14 +32,16 @@ def bsp(n, problem, x0, optimizer, eta, steps):
     x, v = x0.copy(), np.zeros_like(x0)
     trace = [x]
     for step in range(steps):
-        x, v = local_step(optimizer, x, v, np.mean([gradient(problem, r, step, x) for r in range(n)], axis=0), eta)
+        x, v = take_local_step(
+            optimizer, x, v, np.mean([compute_gradient(problem, r, step, x) for r in range(n)], axis=0), eta
+        )
         trace.append(x)
     return np.array(trace)
 
 
 def averaging(n, problem, x0, optimizer, eta, steps, is_due):
     """Local SGD: 1805.09767, algorithm 1."""
-    return run(n, problem, x0, optimizer, eta, steps, lambda xs: [np.mean(xs, axis=0)] * n, is_due)
+    return train(n, problem, x0, optimizer, eta, steps, lambda xs: [np.mean(xs, axis=0)] * n, is_due)
 
 
 def elastic(n, problem, x0, optimizer, eta, steps, period, beta):
@@ -51,7 +53,7 @@ def elastic(n, problem, x0, optimizer, eta, steps, period, beta):
         centre[0] = (1 - beta) * old + beta * np.mean(xs, axis=0)
         return [x - alpha * (x - old) for x in xs]
 
-    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period)), centre[0]
+    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period)), centre[0]
 
 
 def downpour(n, problem, x0, optimizer, eta, steps, period):
@@ -62,7 +64,7 @@ def downpour(n, problem, x0, optimizer, eta, steps, period):
         centre[0] = centre[0] + sum(x - centre[0] for x in xs)
         return [centre[0]] * n
 
-    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
+    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
 
 
 def slow_momentum(n, problem, x0, optimizer, eta, steps, period, alpha, beta):
@@ -74,7 +76,7 @@ def slow_momentum(n, problem, x0, optimizer, eta, steps, period, alpha, beta):
         start[0] = start[0] - alpha * eta * u[0]
         return [start[0]] * n
 
-    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
+    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
 
 
 def outer_nesterov(n, problem, x0, optimizer, eta, steps, period, lr, momentum):
@@ -87,7 +89,7 @@ def outer_nesterov(n, problem, x0, optimizer, eta, steps, period, lr, momentum):
         start[0] = start[0] - lr * (delta + momentum * v[0])
         return [start[0]] * n
 
-    return run(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
+    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
 
 
 def serial_nesterov(n, problem, x0, eta, steps, momentum):
@@ -95,7 +97,7 @@ def serial_nesterov(n, problem, x0, eta, steps, momentum):
     x, v = x0.copy(), np.zeros_like(x0)
     trace = [x]
     for step in range(steps):
-        g = np.mean([gradient(problem, r, step, x) for r in range(n)], axis=0)
+        g = np.mean([compute_gradient(problem, r, step, x) for r in range(n)], axis=0)
         v = momentum * v + g
         x = x - eta * (g + momentum * v)
         trace.append(x)

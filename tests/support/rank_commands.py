@@ -9,7 +9,7 @@ from synkhronos.ranks import Command
 
 
 @dataclass(frozen=True)
-class Number(Command):
+class GetIdentity(Command):
     """Command that returns the rank's number, the number of ranks, whether it is the master, and its process ID."""
 
     def run(self, rank):
@@ -17,7 +17,7 @@ class Number(Command):
 
 
 @dataclass(frozen=True)
-class Exchange(Command):
+class GatherMessages(Command):
     """Command that gathers messages of these sizes, and checks them on each rank."""
 
     sizes: tuple

@@ -4,12 +4,12 @@ import numpy as np
 
 from synkhronos import rules
 from synkhronos.devices import JAX
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.rules import State
 from synkhronos.rules.elastic import read_centre
 
 
-def gradient(problem, rank, step, x):
+def compute_gradient(problem, rank, step, x):
     """Return the gradient of ½ (x - b)ᵀ diag(h) (x - b).
 
     ``problem`` is the pair of h and b, each an array of shape (ranks, steps, items): a rank's step has its own.
@@ -18,7 +18,7 @@ def gradient(problem, rank, step, x):
     return h[rank % len(h), step % h.shape[1]] * (x - b[rank % len(b), step % b.shape[1]])
 
 
-def local_step(optimizer, x, v, g, eta):
+def take_local_step(optimizer, x, v, g, eta):
     """Return x and the velocity after one step of the optimizer "sgd", "momentum", or "scaled", which resembles Adam."""
     if optimizer == "sgd":
         return x - eta * g, v
@@ -33,8 +33,8 @@ def local_step(optimizer, x, v, g, eta):
 def make_state(w, v, shared, on_device):
     if on_device:  # as functions in JAX mode do
         for variable in (*w, *v):
-            library_of(variable).store_value(
-                variable, JAX.from_host(np.asarray(library_of(variable).borrow_value(variable)))
+            get_library(variable).store_value(
+                variable, JAX.from_host(np.asarray(get_library(variable).borrow_value(variable)))
             )
     return State(w, v, shared)
 
@@ -46,9 +46,9 @@ def train(worker, rule, w, v, shared, problem, optimizer, eta, steps, on_device=
     rule.setup(worker, state)
     trace, numbers = [np.asarray(state.vector)], []
     for step in range(steps):
-        x, velocity = local_step(
+        x, velocity = take_local_step(
             optimizer, np.asarray(state.vector), np.asarray(state.optimizer.get()),
-            gradient(problem, worker.number, step, np.asarray(state.vector)), eta,
+            compute_gradient(problem, worker.number, step, np.asarray(state.vector)), eta,
         )  # fmt: skip
         state.vector = x
         state.optimizer.set(velocity)
@@ -68,7 +68,7 @@ class Averaged(rules.Rule):
     """Rule without `setup` that moves each rank to the mean."""
 
     def exchange(self, worker, state):
-        state.vector = self.mean(worker, state)
+        state.vector = self.compute_mean(worker, state)
 
 
 # rule begins
@@ -84,7 +84,7 @@ class Halfway(rules.Rule):
 # rule ends
 
 
-def count(worker, rule, w, shared, pushes, on_device=False):
+def add_and_exchange(worker, rule, w, shared, pushes, on_device=False):
     """Add 1 and exchange `pushes` times; return the report."""
     state = make_state(w, [], shared, on_device)
     rule.setup(worker, state)
@@ -95,7 +95,7 @@ def count(worker, rule, w, shared, pushes, on_device=False):
     return np.asarray(rule.compute_consensus(worker, state))
 
 
-def gossip(worker, rule, w, shared, vectors, sends, on_device=False):
+def send_gossip(worker, rule, w, shared, vectors, sends, on_device=False):
     """Send by a list of (source, target), in this order.
 
     Returns a list of (weight, vector, weight in flight, mailbox) after each send, the report, and the final weight.
@@ -114,7 +114,7 @@ def gossip(worker, rule, w, shared, vectors, sends, on_device=False):
     return records, np.asarray(rule.compute_consensus(worker, state)), state.own["weight"]
 
 
-def elastic_once(worker, rule, w, shared, vectors, centre):
+def exchange_in_turn(worker, rule, w, shared, vectors, centre):
     """Let each rank in turn make one elastic exchange; return its vector and the centre."""
     state = State(w, [], shared)
     rule.setup(worker, state)
@@ -129,20 +129,20 @@ def elastic_once(worker, rule, w, shared, vectors, centre):
     return np.array(state.vector), read_centre(worker, state)
 
 
-def vector_there_and_back(worker, w, on_device):
+def double_vector(worker, w, on_device):
     """Double the vector; return its old value, the new values of the variables, and the module of the vector's type."""
     state = make_state(w, [], {}, on_device)
     before = np.asarray(state.vector)
     state.vector = 2 * state.vector
     return (
         before,
-        [np.asarray(library_of(variable).borrow_value(variable)) for variable in w],
+        [np.asarray(get_library(variable).borrow_value(variable)) for variable in w],
         type(state.vector).__module__,
     )
 
 
 def average_vectors(worker, w, vectors, precision):
     """Return the average of ``vectors[rank]`` that is computed in a precision."""
-    from synkhronos.rules.rule import average
+    from synkhronos.rules.rule import all_reduce_mean
 
-    return np.asarray(average(worker, vectors[worker.number], precision))
+    return np.asarray(all_reduce_mean(worker, vectors[worker.number], precision))

@@ -400,20 +400,20 @@ class Soak:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.slowest_death = 0.0
         self.interruptible = False
-        signal.signal(signal.SIGINT, self._interrupted)
+        signal.signal(signal.SIGINT, self._record_interrupt)
         self.watchdog = Watchdog(self.explain)
         self.rng = np.random.default_rng((seed, 0))
         self.variables = self._make_variables()
-        self.recipes: list[FunctionModel] = []
+        self.models: list[FunctionModel] = []
         self.declarations: list[Any] = []
         self.fork(min(2, max_ranks), 0)
         for _ in range(8):
-            self.recipes.append(self._new_recipe())
+            self.models.append(self._draw_function())
 
     def explain(self) -> str:
         return f"{self.doing} (step {self.step}, seed {self.seed}, ranks {self.max_ranks})"
 
-    def _interrupted(self, *_: Any) -> None:
+    def _record_interrupt(self, *_: Any) -> None:
         if self.interruptible or self.step < 0:
             raise KeyboardInterrupt
 
@@ -434,18 +434,18 @@ class Soak:
         self.s = Variable("s", draw_values(rng, (9, 3)), fixed=True)
         return [*variables, self.w, self.c, self.t, self.s]
 
-    def _new_recipe(self) -> FunctionModel:
+    def _draw_function(self) -> FunctionModel:
         kind = str(self.rng.choice(["plain", "plain", "update", "update", "update", "sliceable", "both"]))
-        recipe = getattr(self, f"_{kind}")()
-        recipe.function = recipe.make()
-        return recipe
+        model = getattr(self, f"_make_{kind}_function")()
+        model.function = model.make()
+        return model
 
     def _draw_op(self, integer: bool = False, gather: bool = False) -> str | None:
         names: list[Any] = ["sum", "prod", "min", "max", None] + ([] if integer else ["avg", "mean"]) * 2
         op = self.rng.choice(names + ["gather"] * (3 if gather else 0))
         return f"c_{op}" if op is not None and self.rng.random() < 0.3 else op
 
-    def _plain(self) -> FunctionModel:
+    def _make_plain_function(self) -> FunctionModel:
         rng = self.rng
         dtype = str(rng.choice(["float64", "float32", "int64"]))
         integer, n_columns = dtype == "int64", int(rng.choice([1, 4, 60]))
@@ -472,7 +472,7 @@ class Soak:
 
         return FunctionModel("plain", make, ops, [], compute, dtype, n_columns, [(outer,)])
 
-    def _update(self) -> FunctionModel:
+    def _make_update_function(self) -> FunctionModel:
         x, b, orders = tensor.dmatrix("x"), tensor.dvector("b"), tensor.lmatrix("orders")
         x_after_orders = RunOrders()(x, orders)
         w, c = self.w, self.c
@@ -499,7 +499,7 @@ class Soak:
         pairs = list(zip([w, c], update_ops, strict=True))
         return FunctionModel("update", make, ops, pairs, compute, "float64", 4, [(4,)], takes_orders=True)
 
-    def _sliceable(self) -> FunctionModel:
+    def _make_sliceable_function(self) -> FunctionModel:
         s, t = self.s, self.t
         ops = [self._draw_op(), "gather", self._draw_op(gather=True)]
         update_op = self._draw_op()
@@ -518,7 +518,7 @@ class Soak:
 
         return FunctionModel("sliceable", make, ops, [(t, update_op)], compute, sliceable=s)
 
-    def _both(self) -> FunctionModel:
+    def _make_both_function(self) -> FunctionModel:
         s, w = self.s, self.w
         x = tensor.dmatrix("x")
         ops = [self._draw_op(), self._draw_op(), "gather"]
@@ -552,10 +552,10 @@ class Soak:
             variable.values, variable.sent = [value] * size, False
         # Collectives accept only variables that a function of these ranks uses.
         self.declarations = [synk.function([], [], updates=[(v.shared, v.shared)]) for v in self.variables]
-        for recipe in self.recipes:
-            recipe.data = recipe.content = None
+        for model in self.models:
+            model.data = model.content = None
             if self.rng.random() < 0.3:
-                recipe.function = recipe.make()
+                model.function = model.make()
 
     def pids(self) -> dict[int, int]:
         """Return the process ID of each worker by rank."""
@@ -593,33 +593,33 @@ class Soak:
             return (batch.tolist() if rng.random() < 0.5 else batch), all_rows[batch]
         return batch, all_rows[batch]
 
-    def _draw_input(self, recipe: FunctionModel) -> tuple[Any, np.ndarray]:
+    def _draw_input(self, model: FunctionModel) -> tuple[Any, np.ndarray]:
         """Return a scattered input, which is an array or a reused Data object, and its content."""
         rng = self.rng
         rows = int(rng.choice([0, 1, 2, 3, 5, 8, 13, 40]))
-        value = draw_values(rng, (rows, recipe.n_columns), recipe.dtype)
+        value = draw_values(rng, (rows, model.n_columns), model.dtype)
         choice = rng.random()
         if choice < 0.3:
             return value, value
-        if recipe.data is None or choice < 0.4:
-            recipe.data = synk.data(value, oversize=float(rng.uniform(1, 2)))
-            recipe.content = value
+        if model.data is None or choice < 0.4:
+            model.data = synk.data(value, oversize=float(rng.uniform(1, 2)))
+            model.content = value
         elif choice < 0.6:
-            recipe.data.set_value(value, oversize=float(rng.uniform(1, 2)))
-            recipe.content = value
-        return recipe.data, recipe.content
+            model.data.set_value(value, oversize=float(rng.uniform(1, 2)))
+            model.content = value
+        return model.data, model.content
 
-    def call(self, faults: Faults) -> Step:
+    def make_call_step(self, faults: Faults) -> Step:
         rng = self.rng
-        eligible = [r for r in self.recipes if r.takes_orders] if faults.orders else self.recipes
-        recipe = eligible[rng.integers(len(eligible))]
+        eligible = [r for r in self.models if r.takes_orders] if faults.orders else self.models
+        model = eligible[rng.integers(len(eligible))]
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        words = [recipe.function.name]
+        words = [model.function.name]
         parts: list[np.ndarray] | None = None
         refused = None
-        if recipe.dtype is not None:
-            x, content = self._draw_input(recipe)
+        if model.dtype is not None:
+            x, content = self._draw_input(model)
             batch, selection = self._draw_batch(len(content))
             if isinstance(x, synk.Data) and rng.random() < 0.2 and 0 < len(selection) <= len(content):
                 # Row k of a minibatch goes with the k-th index.
@@ -633,38 +633,38 @@ class Soak:
                 kwargs["batch"] = batch
             parts = [content[index] for index in np.array_split(selection, self.size)]
             words.append(f"{len(content)} rows, batch={batch!r}")
-        whole = [draw_values(rng, shape, recipe.dtype or np.float64) for shape in recipe.whole]
+        whole = [draw_values(rng, shape, model.dtype or np.float64) for shape in model.whole]
         args += [synk.data(value) if rng.random() < 0.2 else value for value in whole]
-        if recipe.takes_orders:
+        if model.takes_orders:
             pids = {**self.pids(), self.root: os.getpid()}
             orders = [(pids[r], action) for r, action in faults.orders]
             args.append(np.array(orders, np.int64).reshape(-1, 2))
         slices = int(rng.integers(2, 6)) if rng.random() < 0.4 else 1
         if slices > 1:
             kwargs["num_slices"] = slices
-            if any(op in ("avg", "c_avg", "mean", "c_mean") and v.dtype.kind == "i" for v, op in recipe.updates):
+            if any(op in ("avg", "c_avg", "mean", "c_mean") and v.dtype.kind == "i" for v, op in model.updates):
                 refused = ValueError
         chosen: list[np.ndarray] | None = None
-        if recipe.sliceable is not None:
-            chosen = [np.arange(len(value)) for value in recipe.sliceable.values]
+        if model.sliceable is not None:
+            chosen = [np.arange(len(value)) for value in model.sliceable.values]
             if rng.random() < 0.6:
                 kwargs["batch_s"], chosen = self._draw_batch_s(chosen)
         subset = None
         if rng.random() < 0.15:
-            subset = rng.permutation(len(recipe.ops))[: rng.integers(1, len(recipe.ops) + 1)].tolist()
+            subset = rng.permutation(len(model.ops))[: rng.integers(1, len(model.ops) + 1)].tolist()
             kwargs["output_subset"] = subset
         words.append(" ".join(f"{key}={value!r}" for key, value in kwargs.items() if key != "batch"))
-        expected, new, empty = self._compute_expected(recipe, parts, whole, chosen, slices)
-        if empty and recipe.dtype is None:
-            return self.collective(faults)  # no rank has rows
+        expected, new, empty = self._compute_expected(model, parts, whole, chosen, slices)
+        if empty and model.dtype is None:
+            return self.make_collective_step(faults)  # no rank has rows
         expected = expected if subset is None else [expected[i] for i in subset]
         step = Step(
-            "call " + ", ".join(words), lambda: recipe.function(*args, **kwargs), expected, new, refused,
-            recipe.variables(),
+            "call " + ", ".join(words), lambda: model.function(*args, **kwargs), expected, new, refused,
+            model.variables(),
         )  # fmt: skip
         if empty:  # without rows an op returns the same as the serial library, scalars included
             step.run = lambda: [None if v is None else np.reshape(v, e.shape) for v, e in
-                                zip(recipe.function(*args, **kwargs), expected, strict=True)]  # fmt: skip
+                                zip(model.function(*args, **kwargs), expected, strict=True)]  # fmt: skip
         if faults.get_actions():
             step.description += f" fault {faults}"
         return step
@@ -687,7 +687,7 @@ class Soak:
 
     def _compute_expected(
         self,
-        recipe: FunctionModel,
+        model: FunctionModel,
         parts: list[np.ndarray] | None,
         whole: list[np.ndarray],
         chosen: list[np.ndarray] | None,
@@ -698,16 +698,16 @@ class Soak:
         weights = [len(part) for part in parts] if parts is not None else [len(index) for index in chosen or []]
         active = [r for r in range(n) if weights[r]]
         empty = not active
-        new = {v: list(v.values) for v, _ in recipe.updates}
+        new = {v: list(v.values) for v, _ in model.updates}
         outputs = {}
         for r in [root] if empty else active:
-            outputs[r], updated = self._compute_on_rank(recipe, r, parts, whole, chosen, slices)
-            for (variable, _), value in zip(recipe.updates, [] if empty else updated, strict=not empty):
+            outputs[r], updated = self._compute_on_rank(model, r, parts, whole, chosen, slices)
+            for (variable, _), value in zip(model.updates, [] if empty else updated, strict=not empty):
                 new[variable][r] = value
         if empty:
             return outputs[root], new, True
         results: list[Any] = []
-        for i, op in enumerate(recipe.ops):
+        for i, op in enumerate(model.ops):
             if op is None:
                 results.append(outputs[root][i] if root in outputs else None)
             else:
@@ -716,14 +716,14 @@ class Soak:
 
     def _compute_on_rank(
         self,
-        recipe: FunctionModel,
+        model: FunctionModel,
         r: int,
         parts: list[np.ndarray] | None,
         whole: list[np.ndarray],
         chosen: list[np.ndarray] | None,
         slices: int,
     ) -> tuple[list[Any], list[Any]]:
-        state = {v: v.values[r] for v in recipe.variables()}
+        state = {v: v.values[r] for v in model.variables()}
         rows = None if parts is None else parts[r]
         index = None if chosen is None else chosen[r]
         lengths = [len(array) for array in (rows, index) if array is not None]
@@ -731,22 +731,22 @@ class Soak:
         results, weights = [], []
         for piece in range(count):
             rank_rows = [] if rows is None else [np.array_split(rows, count)[piece]]
-            if recipe.sliceable is not None and index is not None:
-                state[recipe.sliceable] = recipe.sliceable.values[r][np.array_split(index, count)[piece]]
-            outputs, updated = recipe.compute(rank_rows, whole, state)
+            if model.sliceable is not None and index is not None:
+                state[model.sliceable] = model.sliceable.values[r][np.array_split(index, count)[piece]]
+            outputs, updated = model.compute(rank_rows, whole, state)
             results.append([np.asarray(value) for value in (*outputs, *updated)])
             weights.append(max(1, len(rank_rows[0]) if rank_rows else len(np.array_split(index, count)[piece])))
         if slices == 1:
             rank_outputs = results[0]
         else:
-            ops = [*recipe.ops, *(op for _, op in recipe.updates)]
+            ops = [*model.ops, *(op for _, op in model.updates)]
             ops = [
                 "sum" if op in ("avg", "mean") and results[0][i].dtype.kind == "i" else op for i, op in enumerate(ops)
             ]
             rank_outputs = [reduce_values(op, [result[i] for result in results], weights) for i, op in enumerate(ops)]
-        return rank_outputs[: len(recipe.ops)], rank_outputs[len(recipe.ops) :]
+        return rank_outputs[: len(model.ops)], rank_outputs[len(model.ops) :]
 
-    def collective(self, faults: Faults) -> Step:
+    def make_collective_step(self, faults: Faults) -> Step:
         rng = self.rng
         name = str(
             rng.choice("broadcast scatter gather all_gather reduce all_reduce set_value get_value shapes".split())
@@ -920,30 +920,30 @@ class Soak:
             return Step("", lambda: synk.get_lengths(shareds[0]), lengths[0])
         return Step("", lambda: synk.get_lengths(shareds), lengths)
 
-    def data(self, faults: Faults) -> Step:
-        """Grow, shrink, write, free a recipe's Data."""
+    def make_data_step(self, faults: Faults) -> Step:
+        """Grow, shrink, write, free a model's Data."""
         rng = self.rng
-        recipe = [r for r in self.recipes if r.dtype is not None][0]
-        if recipe.data is None:
-            recipe.content = draw_values(rng, (5, recipe.n_columns), recipe.dtype)
-            recipe.data = synk.data(recipe.content, name="x")
-        d, old = recipe.data, recipe.content
+        model = [r for r in self.models if r.dtype is not None][0]
+        if model.data is None:
+            model.content = draw_values(rng, (5, model.n_columns), model.dtype)
+            model.data = synk.data(model.content, name="x")
+        d, old = model.data, model.content
         kind = str(rng.choice(["set_value", "set_length", "set_shape", "write", "free", "refused"]))
         rows = int(rng.choice([0, 1, 7, 50, 5000]))
         oversize = float(rng.uniform(1, 2))
-        value = draw_values(rng, (rows, recipe.n_columns), recipe.dtype)
+        value = draw_values(rng, (rows, model.n_columns), model.dtype)
 
         def run():
             if kind == "set_value":
                 d.set_value(value, oversize=oversize)
-                recipe.content = value
+                model.content = value
             elif kind in ("set_length", "set_shape"):
                 d.set_length(rows, oversize) if kind == "set_length" else d.set_shape(value.shape, oversize)
-                recipe.content = np.zeros_like(value)
-                recipe.content[: len(old)] = old[:rows]
+                model.content = np.zeros_like(value)
+                model.content[: len(old)] = old[:rows]
             elif kind == "write" and len(old):
-                recipe.content = old.copy()
-                recipe.content[::2] = d[::2] = 1
+                model.content = old.copy()
+                model.content[::2] = d[::2] = 1
             elif kind == "refused":
                 for bad in (lambda: d.set_value([[1j]]), lambda: d.set_length(-1), lambda: d.set_shape((1, 2, 3))):
                     with contextlib.suppress(TypeError, ValueError):
@@ -952,24 +952,24 @@ class Soak:
             elif kind == "free":
                 d.free_memory()
                 expect(d.size == 0 and d.alloc_size == 0, "memory was not freed")
-                recipe.data = recipe.content = None
+                model.data = model.content = None
                 return
-            expect_equal(np.array(recipe.data), recipe.content, f"Data after {kind}")
+            expect_equal(np.array(model.data), model.content, f"Data after {kind}")
 
         return Step(f"data {kind} {rows}", run)
 
-    def functions(self, faults: Faults) -> Step:
+    def make_function_step(self, faults: Faults) -> Step:
         """Make, drop, distribute, or call in the master alone."""
         rng = self.rng
         kind = rng.integers(0, 4)
-        if kind == 0 or len(self.recipes) > 12:
+        if kind == 0 or len(self.models) > 12:
 
             def replace():
-                self.recipes[rng.integers(len(self.recipes))] = self._new_recipe()
+                self.models[rng.integers(len(self.models))] = self._draw_function()
 
             return Step("a new function for an old one", replace)
         if kind == 1:
-            new = [v for r in self.recipes for v in r.variables()]
+            new = [v for r in self.models for v in r.variables()]
             return Step("distribute", synk.distribute, touches=list(dict.fromkeys([*self.variables, *new])))
         if kind == 2:
             variable = [self.w, self.t, self.variables[0]][rng.integers(3)]
@@ -977,13 +977,13 @@ class Soak:
             values = [value if r == self.root or not variable.sent else v for r, v in enumerate(variable.values)]
             return Step(f"set {variable.name} in the master", lambda: variable.shared.set_value(value), None,
                         {variable: values}, check=False)  # fmt: skip
-        recipe = next((r for r in self.recipes if r.kind == "plain"), None)
-        if recipe is None:
-            return self.data(faults)
-        rows = draw_values(rng, (6, recipe.n_columns), recipe.dtype)
-        whole = draw_values(rng, recipe.whole[0], recipe.dtype)
-        return Step("as_theano", lambda: [np.asarray(v) for v in recipe.function.as_theano(rows, whole)],
-                    recipe.compute([rows], [whole], {})[0])  # fmt: skip
+        model = next((r for r in self.models if r.kind == "plain"), None)
+        if model is None:
+            return self.make_data_step(faults)
+        rows = draw_values(rng, (6, model.n_columns), model.dtype)
+        whole = draw_values(rng, model.whole[0], model.dtype)
+        return Step("as_theano", lambda: [np.asarray(v) for v in model.function.as_theano(rows, whole)],
+                    model.compute([rows], [whole], {})[0])  # fmt: skip
 
     # -- running them ----------------------------------------------------------------------------------------
 
@@ -1050,17 +1050,17 @@ class Soak:
             self._change_ranks()
         else:
             faults = self._choose_faults()
-            if faults.orders and any(r.takes_orders for r in self.recipes):
-                step = self.call(faults)
+            if faults.orders and any(r.takes_orders for r in self.models):
+                step = self.make_call_step(faults)
             elif choice < 0.52:
-                step = self.call(Faults() if faults.orders else faults)
+                step = self.make_call_step(Faults() if faults.orders else faults)
                 faults = Faults() if faults.orders else faults
             elif choice < 0.84:
-                step, faults = self.collective(faults), Faults() if faults.orders else faults
+                step, faults = self.make_collective_step(faults), Faults() if faults.orders else faults
             elif choice < 0.92:
-                step, faults = self.data(faults), Faults()
+                step, faults = self.make_data_step(faults), Faults()
             else:
-                step, faults = self.functions(faults), Faults()
+                step, faults = self.make_function_step(faults), Faults()
             self.doing = step.description
             self.counts[step.description.split(" ")[0]] += 1
             self.faults[faults.kind] += faults.kind != "none"
@@ -1119,16 +1119,19 @@ class Soak:
             for _, r, number in faults.outside:
                 os.kill(before[r], number)
             time.sleep(float(self.rng.choice([0.0, 0.01])))
-        over, signalled = threading.Event(), {r for _, r, _ in faults.outside} if faults.kind == "kill idle" else set()
+        is_over, signalled = (
+            threading.Event(),
+            {r for _, r, _ in faults.outside} if faults.kind == "kill idle" else set(),
+        )
         threads = [
-            threading.Thread(target=self._send_signal_later, args=(before, event, over, signalled))
+            threading.Thread(target=self._send_signal_later, args=(before, event, is_over, signalled))
             for event in ([] if faults.kind == "kill idle" else faults.outside)
         ]
         stopped = [r for r, get_actions in may.items() if STOP in get_actions]
-        threads += [threading.Thread(target=self._continue_process, args=(before[r], over)) for r in stopped]
+        threads += [threading.Thread(target=self._continue_process, args=(before[r], is_over)) for r in stopped]
         for thread in threads:
             thread.start()
-        compiled, start, error, result = self._compiled(), time.monotonic(), None, None
+        compiled, start, error, result = self._count_compiled(), time.monotonic(), None, None
         try:
             try:
                 self.interruptible = True
@@ -1140,22 +1143,22 @@ class Soak:
         except BaseException as caught:
             error = caught
         # The master notices no death while it compiles itself.
-        duration = time.monotonic() - start if self._compiled() == compiled else 0.0
-        over.set()
+        duration = time.monotonic() - start if self._count_compiled() == compiled else 0.0
+        is_over.set()
         for thread in threads:
             thread.join()
         self._check_outcome(step, faults, may, error, result, duration, before, signalled)
 
-    def _compiled(self) -> int:
-        return sum(len(recipe.function._computation.compiled) for recipe in self.recipes)
+    def _count_compiled(self) -> int:
+        return sum(len(model.function._computation.compiled) for model in self.models)
 
     @staticmethod
     def _send_signal_later(
-        pids: dict[int, int], event: tuple[float, int, int], over: threading.Event, signalled: set[int]
+        pids: dict[int, int], event: tuple[float, int, int], is_over: threading.Event, signalled: set[int]
     ) -> None:
         seconds, r, number = event
-        over.wait(seconds)
-        if over.is_set():
+        is_over.wait(seconds)
+        if is_over.is_set():
             return
         if r in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -1165,9 +1168,9 @@ class Soak:
             os.kill(os.getpid(), number)  # any thread may receive it
 
     @staticmethod
-    def _continue_process(pid: int, over: threading.Event) -> None:
+    def _continue_process(pid: int, is_over: threading.Event) -> None:
         while True:
-            ended = over.wait(0.1)
+            ended = is_over.wait(0.1)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
             if ended:
@@ -1236,11 +1239,11 @@ class Soak:
             for variable, values in step.new.items():
                 variable.values = list(values)
             if faults.kind != "none" or (step.new and step.check and self.rng.random() < 0.3):
-                self._verify(list(step.new), None)
+                self._check_variables(list(step.new), None)
         elif outcome == "refused":
-            self._verify(step.touches[:2], None)
+            self._check_variables(step.touches[:2], None)
         else:
-            self._verify(list(dict.fromkeys([*step.new, *step.touches])), step)
+            self._check_variables(list(dict.fromkeys([*step.new, *step.touches])), step)
             self._check_reported_updates(step, error)
         self._bound_values(step)
 
@@ -1276,7 +1279,7 @@ class Soak:
         text = "\nor\n".join(map(str, candidates))
         expect(agree and functools.reduce(np.logical_or, agree).all(), f"{description}:\n{actual}\nshould be\n{text}")
 
-    def _verify(self, variables: list[Variable], failed: Step | None) -> None:
+    def _check_variables(self, variables: list[Variable], failed: Step | None) -> None:
         """Compare variables on all ranks with the model, and update the model to their values."""
         for v in variables:
             if self.rng.random() < 0.5:

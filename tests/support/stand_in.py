@@ -17,7 +17,7 @@ from synkhronos import processes
 from synkhronos.devices import HOST, JAX
 from synkhronos.devices.cuda import nccl
 from synkhronos.devices.jax import JaxDevice
-from synkhronos.devices.jax.ffi import ComputeStream
+from synkhronos.devices.jax.compute_stream import ComputeStream
 from synkhronos.engines.xla.executable import Executable
 
 _DTYPES = {number: np.dtype(getattr(ml_dtypes, name, name)) for name, number in nccl.NCCL_DTYPES.items()}
@@ -52,7 +52,7 @@ class _StagingStandIn:
         self.arrays = self.driver = self
         self.host_flags = np.zeros(1, np.int32)
 
-    def set_current(self):
+    def set_current_gpu(self):
         pass
 
     def get_pointer(self, array):
@@ -76,7 +76,7 @@ class _CommunicatorStandIn(nccl.NcclCommunicator):
         connection = self._connection
         if len(set(generations)) > 1 or not self.generation:
             comm = types.SimpleNamespace(abort=lambda: None, _comm=1)
-            connection._adopt(connection._attempt, comm)
+            connection._set_current_comm(connection._attempt, comm)
             connection.generation = max(generations) + 1
 
 

@@ -53,7 +53,7 @@ def read_process_state(pid: int) -> str:
 
     R, S, D, T for stopped, Z for a zombie, X for a process that is being removed; "" if it does not exist.
     """
-    return (_status(pid) or [""])[0]
+    return (_read_status(pid) or [""])[0]
 
 
 def is_alive(pid: int) -> bool:
@@ -71,11 +71,11 @@ def wait_for_state(pid: int, state: str) -> None:
 
 def list_session_members(session: int) -> dict[int, str]:
     """Return the states of a session's live processes by process ID, without zombies."""
-    statuses = {int(name): _status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
+    statuses = {int(name): _read_status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
     return {pid: s[0] for pid, s in statuses.items() if s and int(s[3]) == session and s[0] not in _ENDED}
 
 
-def _status(pid: int) -> list[str]:
+def _read_status(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name: state, parent, group, session, ..."""
     try:
         with open(f"/proc/{pid}/stat") as stat:

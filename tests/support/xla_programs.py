@@ -116,7 +116,7 @@ class Multiply(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class Add(Command):
+class AllReduceNumbers(Command):
     """Command that all-reduces the rank numbers without a program."""
 
     def run(self, rank):

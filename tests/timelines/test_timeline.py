@@ -147,9 +147,9 @@ def test_timeline_records_xla_computations(fork, tmp_path):
     ranks = timeline_report.read_timelines(str(tmp_path / "run.json"))
     for spans in ranks.values():
         begin, end = min(s.start for s in spans.activities), max(s.end for s in spans.activities)
-        assert spans.compute
+        assert spans.xla_operations
         # The two clocks agree: XLA copies the rows and computes between the start of the call and the read of the result.
-        outside = [s for s in spans.compute if s.start < begin or s.end > end]
+        outside = [s for s in spans.xla_operations if s.start < begin or s.end > end]
         assert not outside, (begin, end, outside)
 
 

@@ -59,7 +59,7 @@ class Killer:
 
         def kill_and_send(mailbox, *args):
             session = ranks.get_session()
-            if not self.is_armed or waits and not session._n_keepers:
+            if not self.is_armed or waits and not session._n_keep_memory_contexts:
                 return send(mailbox, *args)
             rank, is_late = self.moments.get(self.count, (None, False))
             self.count += 1

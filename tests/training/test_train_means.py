@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from library import function, grad, limit_examples, shared, tensor
-from masked_model import MASK, STEPS, MaskedModel, N, X, select_rows
+from masked_model import MASK, STEPS, MaskedModel, N, X, take_rows
 
 import synkhronos as synk
 from synkhronos import rules
@@ -43,7 +43,7 @@ def test_train_masked_mean_equals_one_process(masked_models, rows, slices):
     for model in (data_parallel, oracle):
         model.w.set_value(np.ones(STEPS))
     synk.broadcast(data_parallel.w)
-    x, y, m = select_rows(rows)
+    x, y, m = take_rows(rows)
     for _ in range(2):
         loss = data_parallel.train(x, [y, m], num_slices=slices)
         np.testing.assert_allclose(loss, oracle.step(x, y, m), rtol=1e-9)
@@ -56,7 +56,7 @@ def test_train_masked_mean_needs_a_weight(masked_models):
         plain = MaskedModel(make_train_function, with_weight=False)
     oracle.w.set_value(np.ones(STEPS))
     rows = [7, 8, 3, 1, 4, 2, 5]
-    x, y, m = select_rows(rows)
+    x, y, m = take_rows(rows)
     losses = float(plain.train(x, [y, m])), float(oracle.step(x, y, m))
     assert (n_ranks == 1) == (abs(losses[0] - losses[1]) < 1e-9)
 
@@ -68,7 +68,7 @@ def test_train_steps_accept_a_weight_and_other_dtypes(n_ranks):
             MaskedModel(make_train_function, adam, dtype),
             MaskedModel(make_train_function_serial, adam, dtype),
         )
-        x, y, m = select_rows(slice(None), dtype)
+        x, y, m = take_rows(slice(None), dtype)
         losses, expected = (model.train.steps(x, [y, m], batches) for model in (data_parallel, serial))
         assert all(np.asarray(loss).dtype == dtype for loss in losses)
         np.testing.assert_allclose(np.array(losses, float), np.array(expected, float), rtol=1e-5)
@@ -78,7 +78,7 @@ def test_train_steps_accept_a_weight_and_other_dtypes(n_ranks):
 def test_train_rows_of_zero_weight_change_nothing(n_ranks):
     for make in (make_train_function, make_train_function_serial):
         model = MaskedModel(make)
-        x, y, m = select_rows([1, 4, 5, 11])
+        x, y, m = take_rows([1, 4, 5, 11])
         assert np.isnan(float(model.train(x, [y, m]))) and np.isnan(float(model.train(x, [y, m], num_slices=2)))
         np.testing.assert_array_equal(model.w.get_value(), np.ones(STEPS))
 

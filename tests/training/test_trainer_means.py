@@ -5,12 +5,12 @@ import warnings
 import numpy as np
 import pytest
 from library import NAME, XLA, shared, tensor
-from masked_model import MaskedModel, N, select_rows
+from masked_model import MaskedModel, N, take_rows
 from trainer_model import ALL
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 from synkhronos.training import Checkpoint, make_train_function_serial, make_trainer
 from synkhronos.training.updates import nesterov_momentum, sgd
@@ -32,7 +32,7 @@ def test_trainer_reports_the_weighted_mean_loss(fork, tmp_path, name):
         **kwargs,
     )  # fmt: skip
     rows = np.tile(np.arange(N), 2)[:-1]
-    x, y, m = select_rows(rows)
+    x, y, m = take_rows(rows)
     errors = (x - y) ** 2
     expected = (m * errors).sum() / m.sum()
     for report in trainer.epochs(x, [y, m], batch_size=2, epochs=2, valid=(x, [y, m])):
@@ -52,7 +52,7 @@ def test_trainer_bsp_with_weight_equals_one_process(fork, average, precision):
         weight=model.weight,
     )  # fmt: skip
     rows = np.arange(3, N)  # in the last step some ranks have none
-    x, y, m = select_rows(rows)
+    x, y, m = take_rows(rows)
     for epoch, _ in enumerate(trainer.epochs(x, [y, m], batch_size=2, epochs=2)):
         order = np.random.default_rng((0, epoch)).permutation(len(rows))
         for first in range(0, len(rows), 2 * n):
@@ -67,7 +67,7 @@ def test_trainer_rows_of_zero_weight_change_nothing(fork):
     trainer = make_trainer(
         model.loss, [model.w], model.x, [model.y, model.mask], sgd, rules.LocalSGD(1), 0.1, weight=model.weight
     )
-    x, y, m = select_rows([1, 4, 5, 11, 1, 4, 5, 0])
+    x, y, m = take_rows([1, 4, 5, 11, 1, 4, 5, 0])
     (report,) = trainer.epochs(x, [y, m], batch_size=1, epochs=1)
     np.testing.assert_allclose(report.loss, ((m * (x - y) ** 2).sum() / m.sum()), rtol=1e-9)
     assert np.isfinite(model.w.get_value()).all()
@@ -118,7 +118,7 @@ def build_losses():
 
 def test_trainer_finds_value_dependent_denominators():
     inputs, depend, do_not = build_losses()
-    analysis = DependenceAnalysis(library_of(inputs[0]), [*depend, *do_not], inputs)
+    analysis = DependenceAnalysis(get_library(inputs[0]), [*depend, *do_not], inputs)
     assert [i for i, expression in enumerate(depend) if not analysis.find_denominators(expression)] == []
     assert [i for i, expression in enumerate(do_not) if analysis.find_denominators(expression)] == []
 

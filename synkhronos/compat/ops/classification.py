@@ -86,7 +86,7 @@ def _multiply_and_cancel(g: Any, p: Any) -> Any:
     if g.owner is not None and g.type.ndim == p.type.ndim:
         op, inputs = g.owner.op, g.owner.inputs
         if isinstance(op, OneHotCrossentropyGrad) and inputs[1] is p:
-            return _minus_at_classes(*inputs)
+            return _compute_log_crossentropy_grad(*inputs)
         if isinstance(op, Elemwise):
             if op == pt.true_div and inputs[1] is p:
                 return inputs[0] + pt.zeros_like(p) if inputs[0].type.ndim != p.type.ndim else inputs[0]
@@ -107,7 +107,7 @@ class OneHot(NumpyOp):
         classes, like = pt.as_tensor_variable(classes), pt.as_tensor_variable(like)
         return Apply(self, [classes, like], [TensorType("bool", shape=like.type.shape)()])
 
-    def output_shape(self, classes: Any, like: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, classes: Any, like: Any) -> tuple[Any, ...]:
         """Return the shape of ``like``."""
         return tuple(like)
 
@@ -127,7 +127,7 @@ class OneHot(NumpyOp):
 _one_hot = OneHot()
 
 
-def _minus_at_classes(g: Any, p: Any, classes: Any) -> Any:
+def _compute_log_crossentropy_grad(g: Any, p: Any, classes: Any) -> Any:
     """Return ``-g`` at each row's class, else 0: the gradient of the crossentropy by logarithms of probabilities."""
     return pt.switch(_one_hot(classes, p), -g[:, None], np.zeros((), p.dtype))
 
@@ -155,7 +155,7 @@ class OneHotCrossentropy(NumpyOp):
             raise TypeError(f"classes: expected integers, got {classes.dtype}")
         return Apply(self, [p, classes], [TensorType(p.dtype, shape=classes.type.shape)()])
 
-    def output_shape(self, p: Any, classes: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, p: Any, classes: Any) -> tuple[Any, ...]:
         """Return the shape of a vector with an element for each row."""
         return (p[0],)
 
@@ -175,7 +175,7 @@ class OneHotCrossentropy(NumpyOp):
         """Return the gradient by the probabilities."""
         p, classes = inputs
         (g,) = output_grads
-        gradient = _minus_at_classes if self.takes_logarithms else OneHotCrossentropyGrad()
+        gradient = _compute_log_crossentropy_grad if self.takes_logarithms else OneHotCrossentropyGrad()
         return [gradient(g, p, classes), disconnected_type()]
 
 
@@ -189,7 +189,7 @@ class OneHotCrossentropyGrad(NumpyOp):
         inputs = [pt.as_tensor_variable(v) for v in (g, p, classes)]
         return Apply(self, inputs, [TensorType(inputs[1].dtype, shape=inputs[1].type.shape)()])
 
-    def output_shape(self, g: Any, p: Any, classes: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, g: Any, p: Any, classes: Any) -> tuple[Any, ...]:
         """Return the shape of the probabilities."""
         return tuple(p)
 
@@ -230,7 +230,7 @@ def crossentropy_of_softmax(fgraph: Any, node: Any) -> Any:
 
 
 @register_lowering(OneHotCrossentropy)
-def _crossentropy_xla(op: OneHotCrossentropy, p: Any, classes: Any) -> Any:
+def _lower_one_hot_crossentropy(op: OneHotCrossentropy, p: Any, classes: Any) -> Any:
     import jax.numpy as jnp
 
     picked = jnp.take_along_axis(p, classes[:, None], axis=1)[:, 0]
@@ -238,14 +238,14 @@ def _crossentropy_xla(op: OneHotCrossentropy, p: Any, classes: Any) -> Any:
 
 
 @register_lowering(OneHot)
-def _one_hot_xla(op: OneHot, classes: Any, like: Any) -> Any:
+def _lower_one_hot(op: OneHot, classes: Any, like: Any) -> Any:
     import jax.numpy as jnp
 
     return jnp.arange(like.shape[1]) == classes[:, None]
 
 
 @register_lowering(OneHotCrossentropyGrad)
-def _crossentropy_grad_xla(op: OneHotCrossentropyGrad, g: Any, p: Any, classes: Any) -> Any:
+def _lower_one_hot_crossentropy_grad(op: OneHotCrossentropyGrad, g: Any, p: Any, classes: Any) -> Any:
     import jax.numpy as jnp
 
     is_class = jnp.arange(p.shape[1]) == classes[:, None]

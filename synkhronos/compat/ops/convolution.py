@@ -19,15 +19,15 @@ from pytensor.tensor.type import TensorType
 from synkhronos.compat.ops.windows import fold, pad_zeros, unfold
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding", "output_length", "compute_padding"]
+__all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding", "compute_output_length", "compute_padding"]
 
 #: "valid", "full", "half", or the padding before and after each axis.
 Padding = str | tuple[tuple[int, int], ...]
 
 #: Maximal bytes of columns in memory at a time.
 _COLUMN_BYTES = 2**25
-#: Maximal number of input channels for which `_conv_or_blocks` combines positions to channels.
-_MAX_FEW_CHANNELS = 4
+#: Maximal number of input channels for which `_convolve_with_space_to_depth` combines positions to channels.
+_MAX_SPACE_TO_DEPTH_CHANNELS = 4
 
 
 def compute_padding(padding: Padding, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[Any, Any]]:
@@ -50,12 +50,12 @@ def compute_padding(padding: Padding, kernel: Sequence[int], dilation: Sequence[
     return list(padding)
 
 
-def output_length(length: Any, kernel: Any, pad: tuple[Any, Any], stride: int, dilation: int) -> Any:
+def compute_output_length(length: Any, kernel: Any, pad: tuple[Any, Any], stride: int, dilation: int) -> Any:
     """Return the number of windows on an axis.
 
     Examples
     --------
-    >>> output_length(7, 3, (1, 1), 2, 1)
+    >>> compute_output_length(7, 3, (1, 1), 2, 1)
     4
     """
     return (length + pad[0] + pad[1] - (kernel - 1) * dilation - 1) // stride + 1
@@ -66,7 +66,7 @@ class _ConvolutionOp(NumpyOp):
 
     Parameters
     ----------
-    n : int
+    n_spatial : int
         Number of spatial axes.
     padding : Padding
     stride, dilation : tuple of int
@@ -77,54 +77,56 @@ class _ConvolutionOp(NumpyOp):
         Number of groups of channels; an output channel depends on the input channels of one group.
     """
 
-    __props__ = ("n", "padding", "stride", "dilation", "flip", "groups")
+    __props__ = ("n_spatial", "padding", "stride", "dilation", "flip", "groups")
     #: The Op sums products of its first two inputs; read by `synkhronos.lowering.precision`.
     is_product = True
 
     def __init__(
         self,
-        n: int,
+        n_spatial: int,
         padding: Padding = "valid",
         stride: Sequence[int] | None = None,
         dilation: Sequence[int] | None = None,
         flip: bool = True,
         groups: int = 1,
     ):
-        self.n = n
+        self.n_spatial = n_spatial
         self.padding = padding
-        self.stride = tuple(int(s) for s in stride or (1,) * n)
-        self.dilation = tuple(int(d) for d in dilation or (1,) * n)
+        self.stride = tuple(int(s) for s in stride or (1,) * n_spatial)
+        self.dilation = tuple(int(d) for d in dilation or (1,) * n_spatial)
         self.flip = bool(flip)
         self.groups = int(groups)
-        if len(self.stride) != n or len(self.dilation) != n:
-            raise ValueError(f"stride, dilation: expected {n} numbers each, got {self.stride} and {self.dilation}")
+        if len(self.stride) != n_spatial or len(self.dilation) != n_spatial:
+            raise ValueError(
+                f"stride, dilation: expected {n_spatial} numbers each, got {self.stride} and {self.dilation}"
+            )
 
-    def _with_class(self, op: type[_ConvolutionOp]) -> Any:
-        return op(self.n, self.padding, self.stride, self.dilation, self.flip, self.groups)
+    def _convert_to(self, op_class: type[_ConvolutionOp]) -> Any:
+        return op_class(self.n_spatial, self.padding, self.stride, self.dilation, self.flip, self.groups)
 
-    def _as_arguments(self, *variables: Any) -> list[Any]:
+    def _as_inputs(self, *variables: Any) -> list[Any]:
         """Return the inputs as variables of one dtype and of the right number of dimensions."""
         tensors = [pt.as_tensor_variable(v) for v in variables]
         for tensor in tensors:
-            if tensor.ndim != self.n + 2:
-                raise TypeError(f"{type(self).__name__}: expected {self.n + 2} dimensions, got {tensor.type}")
+            if tensor.ndim != self.n_spatial + 2:
+                raise TypeError(f"{type(self).__name__}: expected {self.n_spatial + 2} dimensions, got {tensor.type}")
         dtype = np.result_type(*(t.dtype for t in tensors[:2]))
         if not np.issubdtype(dtype, np.floating):
             dtype = np.dtype("float64")
         return [t.astype(dtype.name) for t in tensors[:2]] + tensors[2:]
 
-    def _make_output(self, tensor: Any, *shape: Any) -> Any:
+    def _make_output_variable(self, tensor: Any, *shape: Any) -> Any:
         return TensorType(tensor.dtype, shape=tuple(s if isinstance(s, int) else None for s in shape))()
 
     def get_padding(self, kernel: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return the padding before and after each axis."""
         return compute_padding(self.padding, kernel, self.dilation)
 
-    def compute_output_spatial(self, image: Sequence[Any], kernel: Sequence[Any]) -> list[Any]:
+    def compute_output_lengths(self, image: Sequence[Any], kernel: Sequence[Any]) -> list[Any]:
         """Return the output's spatial lengths, of numbers or variables; None if a length is None."""
         around = self.get_padding([1 if k is None else k for k in kernel])
         sizes = zip(image, kernel, around, self.stride, self.dilation, strict=True)
-        return [None if s is None or k is None else output_length(s, k, a, n, d) for s, k, a, n, d in sizes]
+        return [None if s is None or k is None else compute_output_length(s, k, a, n, d) for s, k, a, n, d in sizes]
 
     def _to_columns(self, padded: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> np.ndarray:
         """Return (batch, groups, channels of a group * kernel, *out)."""
@@ -132,13 +134,13 @@ class _ConvolutionOp(NumpyOp):
         batch, channels = columns.shape[:2]
         return columns.reshape(batch, self.groups, channels // self.groups * int(np.prod(kernel)), int(np.prod(out)))
 
-    def _flip(self, weights: np.ndarray) -> np.ndarray:
+    def _flip_filters(self, weights: np.ndarray) -> np.ndarray:
         """Return filters flipped if the Op flips them: from Theano's order to that of the product, or back."""
-        return np.flip(weights, tuple(range(2, self.n + 2))) if self.flip else weights
+        return np.flip(weights, tuple(range(2, self.n_spatial + 2))) if self.flip else weights
 
     def _to_matrix(self, weights: np.ndarray) -> np.ndarray:
         """Return the filters as (groups, outputs of a group, channels of a group * kernel)."""
-        weights = self._flip(weights)
+        weights = self._flip_filters(weights)
         return weights.reshape(self.groups, weights.shape[0] // self.groups, -1)
 
     def _split_batch(self, images: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> list[slice]:
@@ -147,7 +149,7 @@ class _ConvolutionOp(NumpyOp):
         step = max(1, _COLUMN_BYTES // max(1, row))
         return [slice(i, i + step) for i in range(0, images.shape[0], step)]
 
-    def _pad(self, images: np.ndarray, kernel: Sequence[int]) -> np.ndarray:
+    def _pad_images(self, images: np.ndarray, kernel: Sequence[int]) -> np.ndarray:
         around = self.get_padding(kernel)
         return np.pad(images, [(0, 0), (0, 0), *around]) if any(map(any, around)) else images
 
@@ -170,25 +172,25 @@ class Conv(_ConvolutionOp):
 
     def make_node(self, images: Any, weights: Any) -> Apply:
         """Return the node of images and filters."""
-        x, w = self._as_arguments(images, weights)
-        spatial = self.compute_output_spatial(x.type.shape[2:], w.type.shape[2:])
-        return Apply(self, [x, w], [self._make_output(x, x.type.shape[0], w.type.shape[0], *spatial)])
+        x, w = self._as_inputs(images, weights)
+        spatial = self.compute_output_lengths(x.type.shape[2:], w.type.shape[2:])
+        return Apply(self, [x, w], [self._make_output_variable(x, x.type.shape[0], w.type.shape[0], *spatial)])
 
-    def output_shape(self, x: Any, w: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, x: Any, w: Any) -> tuple[Any, ...]:
         """Return the output's shape."""
-        return (x[0], w[0], *self.compute_output_spatial(x[2:], w[2:]))
+        return (x[0], w[0], *self.compute_output_lengths(x[2:], w[2:]))
 
     def compute(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
         """Multiply the filters by the columns of all windows."""
         self._check_channels(x.shape, w.shape)
         kernel = w.shape[2:]
-        out = self.compute_output_spatial(x.shape[2:], kernel)
+        out = self.compute_output_lengths(x.shape[2:], kernel)
         if min(out) < 1:
             raise ValueError(f"filters of shape {w.shape} are larger than images of shape {x.shape}")
         result = np.empty((x.shape[0], w.shape[0], *out), x.dtype)
         matrix = self._to_matrix(w)
         for part in self._split_batch(x, kernel, out):
-            columns = self._to_columns(self._pad(x[part], kernel), kernel, out)
+            columns = self._to_columns(self._pad_images(x[part], kernel), kernel, out)
             result[part] = np.matmul(matrix, columns).reshape(result[part].shape)
         return result
 
@@ -196,22 +198,22 @@ class Conv(_ConvolutionOp):
         """Return the gradients by images and by filters."""
         x, w = inputs
         (g,) = output_grads
-        return [self._with_class(ConvGradInputs)(w, g, x), self._with_class(ConvGradWeights)(x, g, w)]
+        return [self._convert_to(ConvGradInputs)(w, g, x), self._convert_to(ConvGradWeights)(x, g, w)]
 
 
 class _ConvGrad(_ConvolutionOp):
     """Base class of the two gradients; their output has the shape of the third input, whose values are not used."""
 
-    def make_node(self, factor: Any, output_grad: Any, like: Any) -> Apply:
+    def make_node(self, operand: Any, output_grad: Any, like: Any) -> Apply:
         """Return the node of images or filters, the output's gradient, and an array of the result's shape."""
-        factor, g, like = self._as_arguments(factor, output_grad, like)
-        return Apply(self, [factor, g, like], [self._make_output(factor, *like.type.shape)])
+        operand, g, like = self._as_inputs(operand, output_grad, like)
+        return Apply(self, [operand, g, like], [self._make_output_variable(operand, *like.type.shape)])
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Mark the third input as disconnected."""
         return [[True], [True], [False]]
 
-    def output_shape(self, factor: Any, g: Any, like: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, operand: Any, g: Any, like: Any) -> tuple[Any, ...]:
         """Return the third input's shape."""
         return tuple(like)
 
@@ -225,19 +227,19 @@ class ConvGradWeights(_ConvGrad):
         kernel, out = like.shape[2:], g.shape[2:]
         matrix = np.zeros((self.groups, like.shape[0] // self.groups, like[0].size), x.dtype)
         for part in self._split_batch(x, kernel, out):
-            columns = self._to_columns(self._pad(x[part], kernel), kernel, out)
+            columns = self._to_columns(self._pad_images(x[part], kernel), kernel, out)
             rows = g[part].reshape(-1, self.groups, g.shape[1] // self.groups, int(np.prod(out)))
             # One product for each group, over batch and positions, instead of a sum of many small ones.
             by_filter = rows.transpose(1, 2, 0, 3).reshape(*matrix.shape[:2], -1)
             by_weight = columns.transpose(1, 2, 0, 3).reshape(self.groups, matrix.shape[2], -1)
             matrix += np.matmul(by_filter, by_weight.swapaxes(-1, -2))
-        return self._flip(matrix.reshape(like.shape))
+        return self._flip_filters(matrix.reshape(like.shape))
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradients by images and by the output's gradient."""
         x, g, _ = inputs
         (d,) = output_grads
-        return [self._with_class(ConvGradInputs)(d, g, x), self._with_class(Conv)(x, d), disconnected_type()]
+        return [self._convert_to(ConvGradInputs)(d, g, x), self._convert_to(Conv)(x, d), disconnected_type()]
 
 
 class ConvGradInputs(_ConvGrad):
@@ -247,7 +249,7 @@ class ConvGradInputs(_ConvGrad):
         """Multiply the filters, transposed, by the gradient, and add up the windows."""
         self._check_channels(like.shape, w.shape)
         kernel, out = w.shape[2:], g.shape[2:]
-        if tuple(out) != tuple(self.compute_output_spatial(like.shape[2:], kernel)):
+        if tuple(out) != tuple(self.compute_output_lengths(like.shape[2:], kernel)):
             raise ValueError(f"images of shape {like.shape} have no output of shape {g.shape}")
         around = self.get_padding(kernel)
         padded = [s + a + b for s, (a, b) in zip(like.shape[2:], around, strict=True)]
@@ -264,17 +266,17 @@ class ConvGradInputs(_ConvGrad):
         """Return the gradients by filters and by the output's gradient."""
         w, g, _ = inputs
         (d,) = output_grads
-        return [self._with_class(ConvGradWeights)(d, g, w), self._with_class(Conv)(d, w), disconnected_type()]
+        return [self._convert_to(ConvGradWeights)(d, g, w), self._convert_to(Conv)(d, w), disconnected_type()]
 
 
 # -- XLA -----------------------------------------------------------------------------------------------------------
 
 
-def _xla_conv(op: _ConvolutionOp, x: Any, w: Any) -> Any:
-    """Return XLA's convolution."""
+def _convolve_with_xla(op: _ConvolutionOp, x: Any, w: Any) -> Any:
+    """Return XLA's convolution of images with filters in XLA's order, with the padding and strides of an Op."""
     from jax import lax
 
-    letters = "DHW"[-op.n :]
+    letters = "DHW"[-op.n_spatial :]
     return lax.conv_general_dilated(
         x,
         w,
@@ -286,7 +288,7 @@ def _xla_conv(op: _ConvolutionOp, x: Any, w: Any) -> Any:
     )
 
 
-def _conv_or_blocks(op: _ConvolutionOp, x: Any, w: Any) -> Any:
+def _convolve_with_space_to_depth(op: _ConvolutionOp, x: Any, w: Any) -> Any:
     """Return the convolution; on GPUs, replace strides over few channels by more channels (space to depth).
 
     A block of an image as large as the stride becomes one position with a channel for each of its numbers, and filters
@@ -296,18 +298,18 @@ def _conv_or_blocks(op: _ConvolutionOp, x: Any, w: Any) -> Any:
 
     kernel = w.shape[2:]
     by_strides = min(op.stride) > 1 and all(k >= s for k, s in zip(kernel, op.stride, strict=True))
-    is_other = not by_strides or w.shape[1] > _MAX_FEW_CHANNELS or op.groups > 1 or max(op.dilation) > 1
+    is_other = not by_strides or w.shape[1] > _MAX_SPACE_TO_DEPTH_CHANNELS or op.groups > 1 or max(op.dilation) > 1
     if is_other or jax.default_backend() != "gpu":
-        return _xla_conv(op, x, w)
+        return _convolve_with_xla(op, x, w)
     places = [-(-k // s) for k, s in zip(kernel, op.stride, strict=True)]
-    out = op.compute_output_spatial(x.shape[2:], kernel)
+    out = op.compute_output_lengths(x.shape[2:], kernel)
     before = [a for a, _ in op.get_padding(kernel)]
-    images = _to_blocks(x, before, [n + p - 1 for n, p in zip(out, places, strict=True)], op.stride)
-    return _xla_conv(Conv(op.n), images, _to_blocks(w, [0] * op.n, places, op.stride))
+    images = _space_to_depth(x, before, [n + p - 1 for n, p in zip(out, places, strict=True)], op.stride)
+    return _convolve_with_xla(Conv(op.n_spatial), images, _space_to_depth(w, [0] * op.n_spatial, places, op.stride))
 
 
-def _to_blocks(array: Any, before: Sequence[int], counts: Sequence[int], block: Sequence[int]) -> Any:
-    """Return images or filters in ``counts`` blocks on each axis, padded with zeros; channels are a multiple of 8."""
+def _space_to_depth(array: Any, before: Sequence[int], counts: Sequence[int], block: Sequence[int]) -> Any:
+    """Move each block of positions into channels: ``counts`` blocks on each axis, and a multiple of 8 channels."""
     array = pad_zeros(array, before, [n * b for n, b in zip(counts, block, strict=True)])
     array = array.reshape(*array.shape[:2], *itertools.chain(*zip(counts, block, strict=True)))
     counted, within = range(2, array.ndim, 2), range(3, array.ndim, 2)
@@ -316,36 +318,36 @@ def _to_blocks(array: Any, before: Sequence[int], counts: Sequence[int], block: 
     return pad_zeros(array, [0] * array.ndim, [array.shape[0], channels + -channels % 8, *counts])
 
 
-def _flip(op: _ConvolutionOp, w: Any) -> Any:
+def _flip_filters(op: _ConvolutionOp, w: Any) -> Any:
     """Return filters flipped if the Op flips them: from Theano's order to XLA's, or back."""
     from jax import lax
 
-    return lax.rev(w, tuple(range(2, op.n + 2))) if op.flip else w
+    return lax.rev(w, tuple(range(2, op.n_spatial + 2))) if op.flip else w
 
 
 @register_lowering(Conv)
-def _conv_xla(op: Conv, x: Any, w: Any) -> Any:
-    return _conv_or_blocks(op, x, _flip(op, w))
+def _lower_conv(op: Conv, x: Any, w: Any) -> Any:
+    return _convolve_with_space_to_depth(op, x, _flip_filters(op, w))
 
 
 @register_lowering(ConvGradWeights)
-def _grad_weights_xla(op: ConvGradWeights, x: Any, g: Any, like: Any) -> Any:
+def _lower_conv_grad_weights(op: ConvGradWeights, x: Any, g: Any, like: Any) -> Any:
     import jax
 
     shape = jax.ShapeDtypeStruct(like.shape, x.dtype)
-    (result,) = jax.linear_transpose(lambda w: _conv_or_blocks(op, x, w), shape)(g)
-    return _flip(op, result)
+    (result,) = jax.linear_transpose(lambda w: _convolve_with_space_to_depth(op, x, w), shape)(g)
+    return _flip_filters(op, result)
 
 
 @register_lowering(ConvGradInputs)
-def _grad_inputs_xla(op: ConvGradInputs, w: Any, g: Any, like: Any) -> Any:
+def _lower_conv_grad_inputs(op: ConvGradInputs, w: Any, g: Any, like: Any) -> Any:
     import jax
 
-    w = _flip(op, w)
+    w = _flip_filters(op, w)
     if op.flip and max(op.stride) > 1:
         # XLA recognises this gradient by its flipped filters.  Two flips would cancel, and XLA would insert zeros
         # between the gradient's elements and multiply with them.
         w = jax.lax.optimization_barrier(w)
     shape = jax.ShapeDtypeStruct(like.shape, w.dtype)
-    (result,) = jax.linear_transpose(lambda x: _xla_conv(op, x, w), shape)(g)
+    (result,) = jax.linear_transpose(lambda x: _convolve_with_xla(op, x, w), shape)(g)
     return result

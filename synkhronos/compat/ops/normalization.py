@@ -31,28 +31,28 @@ class _BatchNorm(NumpyOp):
     bfloat16_inputs: tuple[int, ...]
     axes: tuple[int, ...]
 
-    def statistics_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+    def get_statistics_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of statistics: 1 on the axes that are reduced."""
         return tuple(1 if axis in self.axes else length for axis, length in enumerate(shape))
 
-    def count(self, shape: Sequence[int]) -> int:
+    def count_elements(self, shape: Sequence[int]) -> int:
         """Return the number of elements of a sum."""
         return math.prod(shape[axis] for axis in self.axes)
 
-    def get_reference(self, x: Any, module: Any = np) -> Any:
+    def get_reference(self, x: Any, array_module: Any = np) -> Any:
         """Return one element of each sum, which is subtracted from all; zeros for empty sums.
 
         Sums of numbers far from zero have large rounding errors, and so has the difference of the mean square and the
         squared mean.
         """
         if 0 in x.shape:
-            return module.zeros(self.statistics_shape(x.shape), x.dtype)
+            return array_module.zeros(self.get_statistics_shape(x.shape), x.dtype)
         return x[tuple(slice(0, 1) if axis in self.axes else slice(None) for axis in range(x.ndim))]
 
     def infer_shape(self, *args: Any) -> Any:
         """Return the outputs' shapes: one like the first input's, and two of statistics."""
         shape = args[-1][0]
-        return [tuple(shape), self.statistics_shape(shape), self.statistics_shape(shape)]
+        return [tuple(shape), self.get_statistics_shape(shape), self.get_statistics_shape(shape)]
 
 
 class BatchNormTrain(_BatchNorm):
@@ -87,36 +87,33 @@ class BatchNormTrain(_BatchNorm):
             x = x.astype("float64")
         dtype = upcast(x.dtype, scale.dtype, shift.dtype)
         scale, shift = (self._broadcast_factor(x, v).astype(dtype) for v in (scale, shift))
-        statistics = [TensorType(x.dtype, shape=self.statistics_shape(x.type.shape))() for _ in range(2)]
+        statistics = [TensorType(x.dtype, shape=self.get_statistics_shape(x.type.shape))() for _ in range(2)]
         return Apply(self, [x, scale, shift], [TensorType(dtype, shape=x.type.shape)(), *statistics])
 
     def _broadcast_factor(self, x: Any, factor: Any) -> Any:
         """Return scale or shift in the statistics' shape."""
         if factor.ndim != x.ndim or not all(factor.type.broadcastable[a] for a in self.axes):
             raise TypeError(f"scale, shift: expected {x.ndim} dimensions, length 1 on {self.axes}, got {factor.type}")
-        if any(f and not k for f, k in zip(factor.type.broadcastable, self._broadcastable(x), strict=True)):
-            return pt.alloc(factor, *self.statistics_shape(tuple(x.shape)))
+        lengths = self.get_statistics_shape(x.type.shape)
+        if any(f and n != 1 for f, n in zip(factor.type.broadcastable, lengths, strict=True)):
+            return pt.alloc(factor, *self.get_statistics_shape(tuple(x.shape)))
         return factor
-
-    def _broadcastable(self, x: Any) -> tuple[bool, ...]:
-        return tuple(length == 1 for length in self.statistics_shape(x.type.shape))
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Mark statistics as independent of scale and shift."""
         return [[True, True, True], [True, False, False], [True, False, False]]
 
-    def check(self, x: Any, *factors: Any) -> None:
+    def check_factor_shapes(self, x: Any, *factors: Any) -> None:
         """Raise ValueError for factors of other shapes, which would be broadcast, with a wrong gradient."""
+        expected = self.get_statistics_shape(x.shape)
         for factor in factors:
-            if factor.shape != self.statistics_shape(x.shape):
-                raise ValueError(
-                    f"scale, shift: expected shape {self.statistics_shape(x.shape)} for {x.shape}, got {factor.shape}"
-                )
+            if factor.shape != expected:
+                raise ValueError(f"scale, shift: expected shape {expected} for {x.shape}, got {factor.shape}")
 
     def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
         """Compute with NumPy; the variance from centred values."""
         x, scale, shift = inputs
-        self.check(*inputs)
+        self.check_factor_shapes(*inputs)
         wide = x.astype(np.result_type(x, np.float32), copy=False)
         reference = self.get_reference(wide)
         distance = wide - reference
@@ -124,7 +121,7 @@ class BatchNormTrain(_BatchNorm):
         centred = distance - offset
         var = np.square(centred).mean(axis=self.axes, keepdims=True)
         invstd = 1 / np.sqrt(var + self.epsilon)
-        _store(node, output_storage, centred * (scale * invstd) + shift, reference + offset, invstd)
+        _store_outputs(node, output_storage, centred * (scale * invstd) + shift, reference + offset, invstd)
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradients."""
@@ -160,10 +157,12 @@ class BatchNormTrainGrad(_BatchNorm):
         """Return the node of the array, the output's gradient, the scale and the statistics."""
         inputs = [pt.as_tensor_variable(v) for v in (x, dy, scale, mean, invstd)]
         x, _, scale = inputs[:3]
-        sums = [TensorType(scale.dtype, shape=self.statistics_shape(x.type.shape))() for _ in range(2)]
+        sums = [TensorType(scale.dtype, shape=self.get_statistics_shape(x.type.shape))() for _ in range(2)]
         return Apply(self, inputs, [x.type(), *sums])
 
-    def gradients(self, count: Any, x: Any, dy: Any, scale: Any, mean: Any, invstd: Any) -> tuple[Any, Any, Any]:
+    def compute_gradients(
+        self, count: Any, x: Any, dy: Any, scale: Any, mean: Any, invstd: Any
+    ) -> tuple[Any, Any, Any]:
         """Return the gradients by array, scale and shift, of NumPy arrays or of variables."""
         xhat = (x - mean) * invstd
         dshift = dy.sum(axis=self.axes, keepdims=True)
@@ -174,13 +173,13 @@ class BatchNormTrainGrad(_BatchNorm):
         """Compute with NumPy."""
         wide = np.result_type(*inputs, np.float32)
         x, *arguments = (v.astype(wide, copy=False) for v in inputs)
-        _store(node, output_storage, *self.gradients(self.count(x.shape), x, *arguments))
+        _store_outputs(node, output_storage, *self.compute_gradients(self.count_elements(x.shape), x, *arguments))
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradients of the expression of `gradients`."""
+        """Return the gradients of the expression of `compute_gradients`."""
         # Copies, since one input may depend on another.
         copies = x, *arguments = [v.copy() for v in inputs]
-        pairs = zip(self.gradients(_count_elements(x, self.axes), x, *arguments), output_grads, strict=True)
+        pairs = zip(self.compute_gradients(_count_elements(x, self.axes), x, *arguments), output_grads, strict=True)
         # Copies again: the gradient stops at variables in known_grads, but that of the array passes through both sums.
         known_grads = {v.copy(): g for v, g in pairs if not isinstance(g.type, DisconnectedType)}
         return list(grad(None, copies, known_grads=known_grads, disconnected_inputs="ignore"))
@@ -190,7 +189,7 @@ def _count_elements(x: Any, axes: Sequence[int]) -> Any:
     return pt.cast(pt.prod([x.shape[axis] for axis in axes]), x.dtype)
 
 
-def _store(node: Any, output_storage: Any, *values: np.ndarray) -> None:
+def _store_outputs(node: Any, output_storage: Any, *values: np.ndarray) -> None:
     for storage, output, value in zip(output_storage, node.outputs, values, strict=True):
         storage[0] = np.ascontiguousarray(value, dtype=output.type.dtype)
 
@@ -213,10 +212,10 @@ def _get_graph_dtype(array: Any) -> Any:
 
 
 @register_lowering(BatchNormTrain)
-def _batch_norm_xla(op: BatchNormTrain, x: Any, scale: Any, shift: Any) -> Any:
+def _lower_batch_norm_train(op: BatchNormTrain, x: Any, scale: Any, shift: Any) -> Any:
     import jax.numpy as jnp
 
-    op.check(x, scale, shift)
+    op.check_factor_shapes(x, scale, shift)
     x_wide = x.astype(_choose_sum_dtype(x))
     # Both sums are computed in one pass.
     reference = op.get_reference(x_wide, jnp)
@@ -229,7 +228,7 @@ def _batch_norm_xla(op: BatchNormTrain, x: Any, scale: Any, shift: Any) -> Any:
 
 
 @register_lowering(BatchNormTrainGrad)
-def _batch_norm_grad_xla(op: BatchNormTrainGrad, *inputs: Any) -> Any:
+def _lower_batch_norm_train_grad(op: BatchNormTrainGrad, *inputs: Any) -> Any:
     wide = _choose_sum_dtype(*inputs)
     x, dy, scale, mean, invstd = (v.astype(wide) for v in inputs)
     centred = x - mean
@@ -237,7 +236,7 @@ def _batch_norm_grad_xla(op: BatchNormTrainGrad, *inputs: Any) -> Any:
     dscale = (dy * centred).sum(axis=op.axes, keepdims=True) * invstd
     # Factors of each channel are combined first, so that two products for each element remain.
     of_dy = scale * invstd
-    of_centred = -of_dy * invstd * dscale / op.count(x.shape)
-    constant = -of_dy * dshift / op.count(x.shape)
+    of_centred = -of_dy * invstd * dscale / op.count_elements(x.shape)
+    constant = -of_dy * dshift / op.count_elements(x.shape)
     dx = of_dy * dy + of_centred * centred + constant
     return dx.astype(_get_graph_dtype(inputs[0])), dscale.astype(inputs[2].dtype), dshift.astype(inputs[2].dtype)

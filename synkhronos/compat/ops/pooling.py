@@ -19,7 +19,7 @@ from pytensor.tensor.type import TensorType
 from synkhronos.compat.ops.windows import iterate_window_slices, pad_zeros
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = ["MODES", "MaxPoolGrad", "MaxPoolPick", "Pool", "SumPoolGrad"]
+__all__ = ["MODES", "MaxPoolGrad", "MaxPoolGradGrad", "Pool", "SumPoolGrad"]
 
 MODES = ("max", "sum", "average_inc_pad", "average_exc_pad")
 
@@ -46,23 +46,23 @@ class _PoolingOp(NumpyOp):
         self.pad = tuple(int(n) for n in pad)
         self.mode = mode
         self.ignore_border = bool(ignore_border)
-        self.n = len(self.window)
+        self.n_spatial = len(self.window)
         if mode not in MODES:
             raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-        if min(self.window + self.stride) < 1 or len(self.stride) != self.n or len(self.pad) != self.n:
-            raise ValueError(f"expected {self.n} windows, strides and pads, got {window}, {stride} and {pad}")
+        if min(self.window + self.stride) < 1 or len(self.stride) != self.n_spatial or len(self.pad) != self.n_spatial:
+            raise ValueError(f"expected {self.n_spatial} windows, strides and pads, got {window}, {stride} and {pad}")
         if any(self.pad) and not ignore_border:
             raise NotImplementedError("pad: expected no padding without ignore_border=True")
         if any(p >= w for p, w in zip(self.pad, self.window, strict=True)):
             raise NotImplementedError("pad: expected less than the window")
 
-    def _with_class(self, op: type[_PoolingOp]) -> Any:
-        return op(self.window, self.stride, self.pad, self.mode, self.ignore_border)
+    def _convert_to(self, op_class: type[_PoolingOp]) -> Any:
+        return op_class(self.window, self.stride, self.pad, self.mode, self.ignore_border)
 
     def _as_inputs(self, *variables: Any) -> list[Any]:
         tensors = [pt.as_tensor_variable(v) for v in variables]
-        if tensors[0].ndim < self.n:
-            raise TypeError(f"pooling: expected at least {self.n} dimensions, got {tensors[0].type}")
+        if tensors[0].ndim < self.n_spatial:
+            raise TypeError(f"pooling: expected at least {self.n_spatial} dimensions, got {tensors[0].type}")
         return tensors
 
     def compute_output_length(self, axis: int, length: Any) -> Any:
@@ -76,22 +76,22 @@ class _PoolingOp(NumpyOp):
             return (length - 1) // stride + 1
         return largest((length - 1 - window) // stride + 1, 0) + 1
 
-    def compute_output_spatial(self, spatial: Sequence[Any]) -> tuple[Any, ...]:
+    def compute_output_lengths(self, spatial: Sequence[Any]) -> tuple[Any, ...]:
         """Return the number of windows on each axis."""
         return tuple(self.compute_output_length(axis, length) for axis, length in enumerate(spatial))
 
     def compute_padding(self, spatial: Sequence[int]) -> list[tuple[int, int]]:
         """Return the padding before and after each axis with which all windows are complete."""
         pairs = []
-        for axis, out in enumerate(self.compute_output_spatial(spatial)):
+        for axis, out in enumerate(self.compute_output_lengths(spatial)):
             padding_after = (out - 1) * self.stride[axis] + self.window[axis] - self.pad[axis] - spatial[axis]
             pairs.append((self.pad[axis], max(padding_after, self.pad[axis] if self.ignore_border else 0)))
         return pairs
 
-    def count_elements(self, spatial: Sequence[int], dtype: Any) -> np.ndarray:
+    def count_window_elements(self, spatial: Sequence[int], dtype: Any) -> np.ndarray:
         """Return the number of elements by which each window's sum is divided for its mean."""
         per_axis = []
-        for axis, (length, out) in enumerate(zip(spatial, self.compute_output_spatial(spatial), strict=True)):
+        for axis, (length, out) in enumerate(zip(spatial, self.compute_output_lengths(spatial), strict=True)):
             pad = self.pad[axis]
             low, high = (-pad, length + pad) if self.mode == "average_inc_pad" else (0, length)
             starts = np.arange(out) * self.stride[axis] - pad
@@ -101,16 +101,16 @@ class _PoolingOp(NumpyOp):
     def iterate_windows(self, spatial: Sequence[int]) -> Any:
         """Yield the slices that select each position of all windows in the padded array."""
         for _, window in iterate_window_slices(
-            self.window, self.compute_output_spatial(spatial), self.stride, (1,) * self.n
+            self.window, self.compute_output_lengths(spatial), self.stride, (1,) * self.n_spatial
         ):
             yield (Ellipsis, *window)
 
     def add_padding(self, x: np.ndarray, value: Any) -> np.ndarray:
         """Return the array padded with a value."""
-        padding = self.compute_padding(x.shape[-self.n :])
+        padding = self.compute_padding(x.shape[-self.n_spatial :])
         if not any(map(any, padding)):
             return x
-        return np.pad(x, [(0, 0)] * (x.ndim - self.n) + padding, constant_values=value)
+        return np.pad(x, [(0, 0)] * (x.ndim - self.n_spatial) + padding, constant_values=value)
 
     def get_crop(self, spatial: Sequence[int]) -> tuple[Any, ...]:
         """Return the slices that remove the padding."""
@@ -134,31 +134,31 @@ class Pool(_PoolingOp):
     def make_node(self, x: Any) -> Apply:
         """Return the node of an array."""
         (x,) = self._as_inputs(x)
-        lead, spatial = x.type.shape[: -self.n], x.type.shape[-self.n :]
+        lead, spatial = x.type.shape[: -self.n_spatial], x.type.shape[-self.n_spatial :]
         out = [None if s is None else int(self.compute_output_length(axis, s)) for axis, s in enumerate(spatial)]
         return Apply(self, [x], [TensorType(x.dtype, shape=(*lead, *out))()])
 
-    def output_shape(self, x: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, x: Any) -> tuple[Any, ...]:
         """Return the output's shape."""
-        return (*x[: -self.n], *self.compute_output_spatial(x[-self.n :]))
+        return (*x[: -self.n_spatial], *self.compute_output_lengths(x[-self.n_spatial :]))
 
     def compute(self, x: np.ndarray) -> np.ndarray:
         """Reduce over the positions in a window."""
-        spatial = x.shape[-self.n :]
+        spatial = x.shape[-self.n_spatial :]
         combine = np.maximum if self.mode == "max" else np.add
-        padded = self.add_padding(x, _get_lowest(x.dtype) if self.mode == "max" else 0)
+        padded = self.add_padding(x, _get_lowest_value(x.dtype) if self.mode == "max" else 0)
         result: Any = None
         for window in self.iterate_windows(spatial):
             result = padded[window].copy() if result is None else combine(result, padded[window], out=result)
-        return result / self.count_elements(spatial, x.dtype) if self.mode.startswith("average") else result
+        return result / self.count_window_elements(spatial, x.dtype) if self.mode.startswith("average") else result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradient by the array."""
         (x,), (g,) = inputs, output_grads
         return [
-            self._with_class(MaxPoolGrad)(x, outputs[0], g)
+            self._convert_to(MaxPoolGrad)(x, outputs[0], g)
             if self.mode == "max"
-            else self._with_class(SumPoolGrad)(g, x)
+            else self._convert_to(SumPoolGrad)(g, x)
         ]
 
 
@@ -174,23 +174,23 @@ class SumPoolGrad(_PoolingOp):
         """Mark the second input as disconnected."""
         return [[True], [False]]
 
-    def output_shape(self, g: Any, like: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, g: Any, like: Any) -> tuple[Any, ...]:
         """Return the array's shape."""
         return tuple(like)
 
     def compute(self, g: np.ndarray, like: np.ndarray) -> np.ndarray:
         """Add each window's share to all of its elements."""
-        spatial = like.shape[-self.n :]
-        share = g / self.count_elements(spatial, g.dtype) if self.mode.startswith("average") else g
+        spatial = like.shape[-self.n_spatial :]
+        share = g / self.count_window_elements(spatial, g.dtype) if self.mode.startswith("average") else g
         lengths = [a + s + b for s, (a, b) in zip(spatial, self.compute_padding(spatial), strict=True)]
-        result = np.zeros((*like.shape[: -self.n], *lengths), g.dtype)
+        result = np.zeros((*like.shape[: -self.n_spatial], *lengths), g.dtype)
         for window in self.iterate_windows(spatial):
             result[window] += share
         return result[self.get_crop(spatial)]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradient by the output's gradient: pooling."""
-        return [self._with_class(Pool)(output_grads[0]), disconnected_type()]
+        return [self._convert_to(Pool)(output_grads[0]), disconnected_type()]
 
 
 class MaxPoolGrad(_PoolingOp):
@@ -204,92 +204,92 @@ class MaxPoolGrad(_PoolingOp):
         x, y, g = self._as_inputs(x, y, g)
         return Apply(self, [x, y, g], [TensorType(g.dtype, shape=x.type.shape)()])
 
-    def output_shape(self, x: Any, y: Any, g: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, x: Any, y: Any, g: Any) -> tuple[Any, ...]:
         """Return the array's shape."""
         return tuple(x)
 
     def compute(self, x: np.ndarray, y: np.ndarray, g: np.ndarray) -> np.ndarray:
         """Compare each position of the windows with the maxima."""
-        padded = self.add_padding(x, _get_lowest(x.dtype))
+        padded = self.add_padding(x, _get_lowest_value(x.dtype))
         result = np.zeros(padded.shape, g.dtype)
-        for window in self.iterate_windows(x.shape[-self.n :]):
+        for window in self.iterate_windows(x.shape[-self.n_spatial :]):
             result[window] += np.where(padded[window] == y, g, 0)
-        return result[self.get_crop(x.shape[-self.n :])]
+        return result[self.get_crop(x.shape[-self.n_spatial :])]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradient by the maxima's gradient; array and maxima have none."""
         x, y, _ = inputs
-        return [pt.zeros_like(x), pt.zeros_like(y), self._with_class(MaxPoolPick)(x, y, output_grads[0])]
+        return [pt.zeros_like(x), pt.zeros_like(y), self._convert_to(MaxPoolGradGrad)(x, y, output_grads[0])]
 
 
-class MaxPoolPick(_PoolingOp):
-    """Sums of one array's elements at the positions of another array's maxima, by window."""
+class MaxPoolGradGrad(_PoolingOp):
+    """The gradient of `MaxPoolGrad` by its third input: each window's sum of values where another array is maximal."""
 
-    def make_node(self, x: Any, y: Any, d: Any) -> Apply:
+    def make_node(self, x: Any, y: Any, values: Any) -> Apply:
         """Return the node of the array, its maxima, and the array that is summed."""
-        x, y, d = self._as_inputs(x, y, d)
-        return Apply(self, [x, y, d], [TensorType(d.dtype, shape=y.type.shape)()])
+        x, y, values = self._as_inputs(x, y, values)
+        return Apply(self, [x, y, values], [TensorType(values.dtype, shape=y.type.shape)()])
 
-    def output_shape(self, x: Any, y: Any, d: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, x: Any, y: Any, values: Any) -> tuple[Any, ...]:
         """Return the maxima's shape."""
         return tuple(y)
 
-    def compute(self, x: np.ndarray, y: np.ndarray, d: np.ndarray) -> np.ndarray:
+    def compute(self, x: np.ndarray, y: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Compare each position of the windows with the maxima."""
-        padded, picked = self.add_padding(x, _get_lowest(x.dtype)), self.add_padding(d, 0)
-        result = np.zeros(y.shape, d.dtype)
-        for window in self.iterate_windows(x.shape[-self.n :]):
+        padded, picked = self.add_padding(x, _get_lowest_value(x.dtype)), self.add_padding(values, 0)
+        result = np.zeros(y.shape, values.dtype)
+        for window in self.iterate_windows(x.shape[-self.n_spatial :]):
             result += np.where(padded[window] == y, picked[window], 0)
         return result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradient by the array that is summed."""
         x, y, _ = inputs
-        return [pt.zeros_like(x), pt.zeros_like(y), self._with_class(MaxPoolGrad)(x, y, output_grads[0])]
+        return [pt.zeros_like(x), pt.zeros_like(y), self._convert_to(MaxPoolGrad)(x, y, output_grads[0])]
 
 
-def _get_lowest(dtype: Any) -> Any:
+def _get_lowest_value(dtype: Any) -> Any:
     return np.iinfo(dtype).min if np.dtype(dtype).kind in "iub" else -np.inf  # of JAX's bfloat16 the kind is V
 
 
 # -- XLA -----------------------------------------------------------------------------------------------------------
 
 
-def _reduce(op: _PoolingOp, x: Any, start: Any, combine: Any) -> Any:
+def _reduce_windows(op: _PoolingOp, x: Any, init_value: Any, computation: Any) -> Any:
     from jax import lax
 
-    lead = x.ndim - op.n
+    lead = x.ndim - op.n_spatial
     padding = [(0, 0)] * lead + op.compute_padding(x.shape[lead:])
     ones = (1,) * lead
-    return lax.reduce_window(x, start, combine, (*ones, *op.window), (*ones, *op.stride), padding)
+    return lax.reduce_window(x, init_value, computation, (*ones, *op.window), (*ones, *op.stride), padding)
 
 
-def _xla_max(op: _PoolingOp, x: Any) -> Any:
+def _max_pool_with_xla(op: _PoolingOp, x: Any) -> Any:
     from jax import lax
 
-    return _reduce(op, x, np.asarray(_get_lowest(x.dtype), x.dtype), lax.max)
+    return _reduce_windows(op, x, np.asarray(_get_lowest_value(x.dtype), x.dtype), lax.max)
 
 
 @register_lowering(Pool)
-def _pool_xla(op: Pool, x: Any) -> Any:
+def _lower_pool(op: Pool, x: Any) -> Any:
     from jax import lax
 
     if op.mode == "max":
-        return _xla_max(op, x)
-    sums = _reduce(op, x, np.zeros((), x.dtype), lax.add)
-    return sums / op.count_elements(x.shape[-op.n :], x.dtype) if op.mode.startswith("average") else sums
+        return _max_pool_with_xla(op, x)
+    sums = _reduce_windows(op, x, np.zeros((), x.dtype), lax.add)
+    return sums / op.count_window_elements(x.shape[-op.n_spatial :], x.dtype) if op.mode.startswith("average") else sums
 
 
 @register_lowering(SumPoolGrad)
-def _sum_grad_xla(op: SumPoolGrad, g: Any, like: Any) -> Any:
+def _lower_sum_pool_grad(op: SumPoolGrad, g: Any, like: Any) -> Any:
     import jax
     from jax import lax
 
     if op.mode.startswith("average"):
-        g = g / op.count_elements(like.shape[-op.n :], g.dtype)
+        g = g / op.count_window_elements(like.shape[-op.n_spatial :], g.dtype)
     shape = jax.ShapeDtypeStruct(like.shape, g.dtype)
     # JAX can transpose reduce_window for lax.add only.
-    (result,) = jax.linear_transpose(lambda x: _reduce(op, x, 0.0, lax.add), shape)(g)
+    (result,) = jax.linear_transpose(lambda x: _reduce_windows(op, x, 0.0, lax.add), shape)(g)
     return result
 
 
@@ -302,15 +302,15 @@ def _recompute_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
     from jax import lax
 
     x = lax.optimization_barrier(x)
-    return x, _xla_max(op, x)
+    return x, _max_pool_with_xla(op, x)
 
 
 @register_lowering(MaxPoolGrad)
-def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
+def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
     import jax.numpy as jnp
 
-    spatial = x.shape[-op.n :]
-    lead = x.ndim - op.n
+    spatial = x.shape[-op.n_spatial :]
+    lead = x.ndim - op.n_spatial
     x, top = _recompute_maxima(op, x)
     g = g.astype(jnp.promote_types(g.dtype, jnp.float32))  # an element's sum is rounded once
     # The array is divided into blocks as long as a stride.  All elements at one position of their blocks are in equally
@@ -324,7 +324,7 @@ def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
     def gather_position(position: tuple[int, ...]) -> Any:
         """Return the gradient at one position of all blocks, and at all positions on further axes."""
         axis = len(position)
-        if axis < op.n:
+        if axis < op.n_spatial:
             parts = jnp.stack([gather_position((*position, i)) for i in range(op.stride[axis])], lead + axis + 1)
             return parts.reshape(*parts.shape[: lead + axis], -1, *parts.shape[lead + axis + 2 :])
         values = x[(Ellipsis, *(slice(i, None, s) for i, s in zip(position, op.stride, strict=True)))]
@@ -338,11 +338,13 @@ def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
     return gather_position(())[(Ellipsis, *(slice(p, p + n) for p, n in zip(op.pad, spatial, strict=True)))]
 
 
-@register_lowering(MaxPoolPick)
-def _max_pick_xla(op: MaxPoolPick, x: Any, y: Any, d: Any) -> Any:
+@register_lowering(MaxPoolGradGrad)
+def _lower_max_pool_grad_grad(op: MaxPoolGradGrad, x: Any, y: Any, values: Any) -> Any:
     import jax.numpy as jnp
 
     x, top = _recompute_maxima(op, x)
-    padding = [(0, 0)] * (x.ndim - op.n) + op.compute_padding(x.shape[-op.n :])
-    padded, picked = jnp.pad(x, padding, constant_values=_get_lowest(x.dtype)), jnp.pad(d, padding)
-    return sum(jnp.where(padded[window] == top, picked[window], 0) for window in op.iterate_windows(x.shape[-op.n :]))
+    padding = [(0, 0)] * (x.ndim - op.n_spatial) + op.compute_padding(x.shape[-op.n_spatial :])
+    padded, picked = jnp.pad(x, padding, constant_values=_get_lowest_value(x.dtype)), jnp.pad(values, padding)
+    return sum(
+        jnp.where(padded[window] == top, picked[window], 0) for window in op.iterate_windows(x.shape[-op.n_spatial :])
+    )

@@ -18,7 +18,7 @@ def fetch_devices_for_host(host: str) -> list[str]:
     KeyError
         If neither ``PLATOON_DEVICES`` nor an entry of the section ``devices`` names them.
     """
-    return _fetch("PLATOON_DEVICES", "devices", host)
+    return _fetch_names("PLATOON_DEVICES", "devices", host)
 
 
 def fetch_hosts() -> list[str]:
@@ -29,10 +29,10 @@ def fetch_hosts() -> list[str]:
     KeyError
         If neither ``PLATOON_HOSTS`` nor the entry ``hosts`` of the section ``platoon`` names them.
     """
-    return _fetch("PLATOON_HOSTS", "platoon", "hosts")
+    return _fetch_names("PLATOON_HOSTS", "platoon", "hosts")
 
 
-def _fetch(variable: str, section: str, key: str) -> list[str]:
+def _fetch_names(variable: str, section: str, key: str) -> list[str]:
     names = os.environ.get(variable, "")
     if not names:
         parser = configparser.RawConfigParser()

@@ -25,7 +25,7 @@ _GRACE_SECONDS = 10.0
 _MAX_PRINTED_BYTES = 8000
 
 
-def script() -> None:
+def run_platoon_launcher() -> None:
     """Run the command ``platoon-launcher``."""
     sys.exit(main(sys.argv[1:]))
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _make_parser().parse_args(arguments)
     name = options.experiment_name
-    _print(f"### Launching experiment: {name}")
+    _print_line(f"### Launching experiment: {name}")
     if not Path(f"{name}_worker.py").is_file():
         return _report_error(f"there is no {name}_worker.py in {os.getcwd()}", WRONG_ARGUMENTS)
     hostname = socket.gethostname()
@@ -53,10 +53,10 @@ def main(arguments: Sequence[str]) -> int:
         return _report_error(str(error), WRONG_ARGUMENTS)
     try:
         logs = _make_logs_folder(name)
-        process = _start(options, logs, devices)
+        process = _start_controller(options, logs, devices)
     except OSError as error:
         return _report_error(str(error), SYSTEM_ERROR)
-    _print(f"### Logs folder: {logs}\n### Waiting for the experiment to finish ...")
+    _print_line(f"### Logs folder: {logs}\n### Waiting for the experiment to finish ...")
     try:
         status = process.wait()
     except KeyboardInterrupt:
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
             process.kill()
         return _report_error("interrupted", SYSTEM_ERROR)
     if status == 0:
-        _print("SUCCESS! The experiment has finished.")
+        _print_line("SUCCESS! The experiment has finished.")
         return 0
     errors = (logs / "controller_cpu.err").read_bytes()[-_MAX_PRINTED_BYTES:].decode(errors="replace")
     if status < 0:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     return _report_error(f"{errors}the controller exited with status {status}; see {logs}", FAILED)
 
 
-def _start(
+def _start_controller(
     options: argparse.Namespace, logs: Path, devices_by_host: dict[str, list[str]] | None
 ) -> subprocess.Popen[bytes]:
     """Start the controller of this host."""
@@ -87,14 +87,14 @@ def _start(
     user_file = Path(f"{name}_controller.py")
     file = user_file if user_file.is_file() else Path(__file__).parent / "channel" / "controller.py"
     command = [str(file), *arguments]
-    launch = {
+    controller_arguments = {
         "experiment_name": name,
         "log_directory": str(logs),
         "devices": devices,
         "worker_args": options.worker_args or "",
     }
     hosts = None if devices_by_host is None else Hosts(devices_by_host, command)
-    return start_controller(command, str(logs / "controller_cpu"), launch, hosts)
+    return start_controller(command, str(logs / "controller_cpu"), controller_arguments, hosts)
 
 
 def _find_devices(hosts: Sequence[str]) -> dict[str, list[str]]:
@@ -167,6 +167,6 @@ def _report_error(text: str, status: int) -> int:
     return status
 
 
-def _print(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

@@ -75,25 +75,9 @@ def AllReduceMin(src: Any, dest: Any = None, inplace: bool = False, worker: Work
     return AllReduce("min", worker)(src, dest)
 
 
-def _register_with_jax() -> None:
-    """Lower the Op in JAX mode to an ordered callback of `Worker.all_reduce`."""
-    try:
-        import jax
-        from jax.experimental import io_callback
-        from pytensor.link.jax.dispatch import jax_funcify
-    except ImportError:
-        return
-
-    @jax_funcify.register(AllReduce)
-    def funcify(op: AllReduce, **_: Any) -> Any:
-        def reduce(array: Any) -> np.ndarray:
-            return np.asarray(op.worker.all_reduce(np.asarray(array), op.op))
-
-        def call(array: Any) -> Any:
-            return io_callback(reduce, jax.ShapeDtypeStruct(array.shape, array.dtype), array, ordered=True)
-
-        return call
-
-
 if library == "pytensor":
-    _register_with_jax()
+    from synkhronos.lowering.numpy_op import call_ordered_callback, register_lowering
+
+    @register_lowering(AllReduce)
+    def _lower_all_reduce(op: AllReduce, src: Any) -> Any:
+        return call_ordered_callback(lambda array: np.asarray(op.worker.all_reduce(array, op.op)), src)

@@ -33,7 +33,7 @@ class ScriptError(Exception):
 def main() -> None:
     """Fork the ranks of a `WorkerSettings`, as the process of worker 0, and run the worker's file on each."""
     settings = WorkerSettings(**json.loads(sys.argv[1]))
-    exit_with_parent(settings.controller_pid, in_main_thread=True)
+    exit_with_parent(settings.controller_pid, from_main_thread=True)
     on_gpu = settings.devices[0] != "cpu"
     hosts = (
         []
@@ -53,12 +53,12 @@ def main() -> None:
         sys.stderr.write(f"{error}\n")
         text, _, _ = str(error).splitlines()[0].partition("; the other workers")
         # A worker of another host has reported to its own controller alone.
-        _, is_own, message = text.partition(f" raised {ScriptError.__name__}: ")
+        _, is_self_reported, message = text.partition(f" raised {ScriptError.__name__}: ")
         message = message or text.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
-        _report(error.rank, message, bool(is_own))
+        _report_failure(error.rank, message, bool(is_self_reported))
         sys.exit(1)
     except RuntimeError as error:  # others wait for a worker that has ended
-        _report(0, str(error))
+        _report_failure(0, str(error))
         raise
     finally:
         close()
@@ -76,7 +76,7 @@ def _watch_other_hosts() -> Iterator[None]:
         while not has_ended.wait(POLL_SECONDS * 4):
             rank = None if controller_connection.current is None else get_rank(controller_connection.current.worker)
             if rank is not None and rank.has_failed(rank.command_number):
-                _report(0, "a worker of another host has failed; see the logs of all workers")
+                _report_failure(0, "a worker of another host has failed; see the logs of all workers")
                 return
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -88,10 +88,10 @@ def _watch_other_hosts() -> Iterator[None]:
         thread.join()
 
 
-def _report(rank: int, message: str, is_own: bool = False) -> None:
+def _report_failure(rank: int, message: str, is_self_reported: bool = False) -> None:
     """Report a failure to the first controller."""
     if controller_connection.current is not None:
-        controller_connection.current.report(Failure(rank, 2, message, is_own))
+        controller_connection.current.report_failure(Failure(rank, 2, message, is_self_reported))
 
 
 def _to_visible_device(device: str) -> str:
@@ -112,7 +112,7 @@ def run_script(worker: Worker, settings: WorkerSettings) -> None:
             os.dup2(log, file)
             os.close(log)
     with _connect_to_controller(worker, settings):
-        _run_file(worker, settings)
+        _run_worker_file(worker, settings)
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator
         yield
         return
     hosts, address, controller = Hosts(**settings.hosts), f"{settings.address}-{first_rank}", None
-    index = hosts.find_host(first_rank)
+    index = hosts.find_host_index(first_rank)
     name = list(hosts.devices)[index]
     log = f"{folder}/controller_{name}"
     if worker.number == first_rank:
@@ -147,7 +147,7 @@ def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator
     try:
         yield
     finally:
-        controller_connection.current.send_end()
+        controller_connection.current.report_end()
     if controller is not None:
         while controller.poll() is None:
             worker.progress()
@@ -156,7 +156,7 @@ def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator
             raise ScriptError(f"the controller of host {name} {describe_exit(controller.returncode)}; see {log}.err")
 
 
-def _run_file(worker: Worker, settings: WorkerSettings) -> None:
+def _run_worker_file(worker: Worker, settings: WorkerSettings) -> None:
     assert controller_connection.current is not None
     # Every worker is connected before one of them may end.
     worker.barrier("the workers are connected")
@@ -182,7 +182,7 @@ def _run_file(worker: Worker, settings: WorkerSettings) -> None:
         status, outcome = 1, f"raised {type(error).__name__}: {error}"
     description = f"worker {worker.number} ({settings.devices[worker.number]}, process {os.getpid()})"
     log = f"{settings.logs[worker.number]}.err"
-    controller_connection.current.report(
-        Failure(worker.number, status, f"{description} {outcome}; see {log}", is_own=True)
+    controller_connection.current.report_failure(
+        Failure(worker.number, status, f"{description} {outcome}; see {log}", is_self_reported=True)
     )
     raise ScriptError(f"{description} {outcome.splitlines()[0]}; see {log}")

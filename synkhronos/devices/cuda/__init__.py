@@ -30,7 +30,7 @@ def restrict_visible_gpu(gpu: str) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = old_value
 
 
-def is_started() -> bool:
+def has_context() -> bool:
     """Whether this process has a CUDA context, and so has opened the device file of CUDA's unified memory."""
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -12,18 +12,18 @@ import numpy as np
 
 from synkhronos.devices import cuda
 from synkhronos.devices.cuda.nccl import NcclCommunicator, to_nccl_dtype
-from synkhronos.devices.cuda.nccl_group import NcclGroup
-from synkhronos.devices.cuda.staging import GpuArrays, ItemRange, Staging
+from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator
+from synkhronos.devices.cuda.staging import GpuArrayLibrary, ItemRange, Staging
 from synkhronos.devices.device import Device
 from synkhronos.devices.selection import Selection
 from synkhronos.ranks import ArrayLocation, Rank
 
 
-class _NcclGroups(dict[frozenset[int], NcclGroup]):
-    """A rank's groups, by their members."""
+class _GroupCommunicatorCache(dict[frozenset[int], NcclGroupCommunicator]):
+    """A rank's communicators of groups, by the groups' members."""
 
 
-class CudaDevice(Device, GpuArrays):
+class CudaDevice(Device, GpuArrayLibrary):
     """Arrays of one library on the only GPU that is visible to this process.
 
     A process without a GPU uses the methods of `Device` in place of staging and NCCL.
@@ -57,13 +57,13 @@ class CudaDevice(Device, GpuArrays):
         """Return the names of the packages that are needed to compute on GPUs and not installed."""
         return cuda.find_missing_packages({**self.requirements, **cuda.GPU_REQUIREMENTS})
 
-    def assign_gpus(self, n_local_ranks: int, local_master: int) -> list[str]:
+    def assign_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
         """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [*map(str, range(n_local_ranks))] if visible is None else [name.strip() for name in visible.split(",")]
         if self._gpu in names:  # CUDA can't change the GPU on which it was started
             names.remove(self._gpu)
-            names.insert(local_master, self._gpu)
+            names.insert(local_master_index, self._gpu)
         return names[:n_local_ranks]
 
     def initialize(self, gpu: str) -> None:
@@ -83,13 +83,13 @@ class CudaDevice(Device, GpuArrays):
         """Return a rank's communicator between GPUs, always the same object."""
         return rank.registry.get_or_create(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
 
-    def get_group(self, rank: Rank, members: Iterable[int]) -> NcclGroup:
+    def get_group_communicator(self, rank: Rank, members: Iterable[int]) -> NcclGroupCommunicator:
         """Return the communicator of a group of ranks, always the same object for the same members."""
-        groups = rank.registry.get_or_create(_NcclGroups)
+        communicators = rank.registry.get_or_create(_GroupCommunicatorCache)
         members = frozenset(members)
-        if members not in groups:
-            groups[members] = NcclGroup(self.get_communicator(rank))
-        return groups[members]
+        if members not in communicators:
+            communicators[members] = NcclGroupCommunicator(self.get_communicator(rank))
+        return communicators[members]
 
     def can_communicate(self, dtype: np.dtype) -> bool:
         """Whether NCCL supports this dtype; arrays of other dtypes are sent through host memory."""

@@ -91,13 +91,13 @@ class NcclCommunicator(Communicator):
         if watchdog is None:
             watchdog = CollectiveWatchdog(rank, staging, self._connection, self._stream)
             # A collective that waits for a missing rank occupies the GPU, and calls that free GPU memory would block.
-            rank.pending.append(watchdog)
+            rank.pending_operations.append(watchdog)
         else:
             watchdog.connections.append(self._connection)
         self._watchdog = watchdog
         #: Whether the side stream has work for which XLA's stream does not wait yet.
         self._has_side_work = False
-        self._functions: dict[str, int] | None = None
+        self._function_addresses: dict[str, int] | None = None
 
     @property
     def communicator_number(self) -> int:
@@ -119,13 +119,13 @@ class NcclCommunicator(Communicator):
         if self.generation and set(generations) == {self.generation}:
             return
         self._watchdog.abort(self._connection)
-        self._staging.set_current()
+        self._staging.set_current_gpu()
         self._wait_stream()  # earlier work must not count against the timeout of the connection
         self._connection.connect(max(generations) + 1, members, exchange)
 
-    def wait_started(self, check: Callable[[], None] | None = None) -> None:
+    def wait_until_started(self, check: Callable[[], None] | None = None) -> None:
         """Wait until all ranks have started their pending collectives; ``check`` is polled, and may raise."""
-        self._watchdog.wait_started(check)
+        self._watchdog.wait_until_started(check)
 
     def notify_started(self) -> None:
         """Notify the other ranks that this rank has started its collectives; sufficient at the end of a command."""
@@ -141,23 +141,23 @@ class NcclCommunicator(Communicator):
         bool
             Whether the result is complete already.
         """
-        address, count, dtype = self._describe_array(array)
+        address, count, dtype = self._get_nccl_buffer(array)
         if not count:
             return True
-        self._staging.set_current()
+        self._staging.set_current_gpu()
         # On an idle stream a small all-reduce takes less time than the launch that `rewrap` needs without its result.
         is_quick = count * array.dtype.itemsize <= _QUICK_BYTES and self._watchdog.is_stream_idle()
         self._watchdog.writes_in_place = True
         self._watchdog.mark_started(self._connection)
         with self._call_lock:
-            handle = self._connection.handle
+            handle = self._connection.get_handle()
             self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
         if self._arrays.stream is None:
             self._wait_stream()
-        return is_quick and self._completes_quickly()
+        return is_quick and self._wait_briefly()
 
-    def _completes_quickly(self) -> bool:
-        """Wait up to `_QUICK_SECONDS` for the stream; return True if its work has completed."""
+    def _wait_briefly(self) -> bool:
+        """Wait at most `_QUICK_SECONDS` for the work on the stream; return True if it has completed."""
         driver, deadline = self._staging.driver, perf_counter() + _QUICK_SECONDS
         while (result := driver.cuStreamQuery(self._stream)[0]) != driver.CUresult.CUDA_SUCCESS:
             if result != driver.CUresult.CUDA_ERROR_NOT_READY or perf_counter() > deadline:
@@ -170,7 +170,7 @@ class NcclCommunicator(Communicator):
     # -- collectives within a launch of XLA ------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def use_in_launch(self, is_recordable: bool) -> Iterator[LaunchState]:
+    def enable_native_calls(self, is_recordable: bool) -> Iterator[LaunchState]:
         """Let the handlers of the launch in the ``with`` block call NCCL without Python.
 
         Parameters
@@ -190,12 +190,12 @@ class NcclCommunicator(Communicator):
         """
         connection = self._connection
         state = connection.launch_state
-        if self._functions is None:
-            self._functions = find_function_addresses()
-            for name, address in self._functions.items():
+        if self._function_addresses is None:
+            self._function_addresses = find_function_addresses()
+            for name, address in self._function_addresses.items():
                 setattr(state, name, address)
             state.side_stream, state.event = self._staging.side_stream, int(self._staging.event)
-        self._mark_launch()
+        self._mark_started()
         connection.is_recordable = connection.is_recordable or is_recordable
         with self._call_lock:
             state.reset()
@@ -204,10 +204,10 @@ class NcclCommunicator(Communicator):
             finally:
                 state.is_active = 0
         if state.failed_function or is_recordable:
-            _ = connection.handle  # raises if the connection was aborted, which a recorded launch can't detect
+            connection.check_connected()  # a recorded launch can't detect an abort
         state.check()
 
-    def start_in_launch(
+    def launch_on_side_stream(
         self, spans: Sequence[BufferSpan], op: str, stream: int, collective: str = "all_reduce"
     ) -> None:
         """Launch collectives on the side stream, ordered after the work launched so far on XLA's stream.
@@ -225,9 +225,9 @@ class NcclCommunicator(Communicator):
         """
         self._order_after(self._staging.side_stream, stream)
         self._has_side_work = True
-        self._launch_spans(spans, op, self._staging.side_stream, collective)
+        self._launch_collectives(spans, op, self._staging.side_stream, collective)
 
-    def finish_in_launch(
+    def launch_on_xla_stream(
         self,
         spans: Sequence[BufferSpan],
         op: str,
@@ -240,27 +240,27 @@ class NcclCommunicator(Communicator):
         Parameters
         ----------
         spans, op, stream, collective
-            As in `start_in_launch`.
+            As in `launch_on_side_stream`.
         valid_flag_address : int
             Address of an int32 on the GPU.  It becomes 1, or 0 if the connection was aborted, so that all targets are
             undefined.
         """
-        self.wait_in_launch(stream)
-        self._launch_spans(spans, op, stream, collective)
+        self.join_side_stream(stream)
+        self._launch_collectives(spans, op, stream, collective)
         host_flag = self._connection.valid_flag.ctypes.data
         check_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag, 4, stream))
 
-    def wait_in_launch(self, stream: int) -> None:
-        """Make a stream wait for the reductions on the side stream."""
+    def join_side_stream(self, stream: int) -> None:
+        """Make a stream wait for the all-reduces on the side stream."""
         if self._has_side_work:
             self._has_side_work = False
             self._order_after(stream, self._staging.side_stream)
 
-    def _launch_spans(self, spans: Sequence[BufferSpan], op: str, stream: int, collective: str) -> None:
-        self._mark_launch()
+    def _launch_collectives(self, spans: Sequence[BufferSpan], op: str, stream: int, collective: str) -> None:
+        self._mark_started()
         nccl = self._nccl
         with self._call_lock:
-            handle = self._connection.handle  # XLA has made the GPU current in this thread
+            handle = self._connection.get_handle()  # XLA has made the GPU current in this thread
             for source, target, count, dtype in spans:
                 number = NCCL_DTYPES[dtype]
                 if collective == "all_reduce":
@@ -271,7 +271,8 @@ class NcclCommunicator(Communicator):
                     part = count // self._rank.size
                     nccl.reduce_scatter(source, target, part, number, NCCL_OPS[op], handle, stream)
 
-    def _mark_launch(self) -> None:
+    def _mark_started(self) -> None:
+        """Tell the watchdog that collectives are launched now, and whether earlier writes in place are complete."""
         watchdog = self._watchdog
         if watchdog.writes_in_place and not watchdog.has_lost_peer and watchdog.is_stream_idle():
             watchdog.writes_in_place = False
@@ -287,7 +288,7 @@ class NcclCommunicator(Communicator):
 
     def broadcast(self, array: Any, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
-        address, count, dtype = self._describe_array(array)
+        address, count, dtype = self._get_nccl_buffer(array)
         if count:
             self._run_blocking(
                 lambda handle: self._nccl.broadcast(address, address, count, dtype, root, handle, self._stream)
@@ -298,9 +299,9 @@ class NcclCommunicator(Communicator):
     ) -> None:
         """Write the reduction of all ranks' arrays into the root's ``out``; the contributors are all ranks."""
         assert len(contributors) == self._rank.size
-        address, count, dtype = self._describe_array(array)
+        address, count, dtype = self._get_nccl_buffer(array)
         if count:
-            target = address if out is None else self._describe_array(out)[0]
+            target = address if out is None else self._get_nccl_buffer(out)[0]
             self._run_blocking(
                 lambda handle: self._nccl.reduce(
                     address, target, count, dtype, NCCL_OPS[op], root, handle, self._stream
@@ -309,7 +310,7 @@ class NcclCommunicator(Communicator):
 
     def reduce_scatter(self, array: Any, op: str, bounds: Sequence[int], out: Any) -> None:
         """Write this rank's items of the reduction over all ranks into ``out``."""
-        address, count, dtype = self._describe_array(array)
+        address, count, dtype = self._get_nccl_buffer(array)
         nccl_op, itemsize = NCCL_OPS[op], array.dtype.itemsize
         target = self._arrays.get_pointer(out) if out.size else 0
         counts = [stop - start for start, stop in pairwise(bounds)]
@@ -335,16 +336,16 @@ class NcclCommunicator(Communicator):
         self, array: Any, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
     ) -> None:
         """Copy rank r's array into the root's ``out[r]``."""
-        self._send_to([root], array, out)
+        self._gather_on([root], array, out)
 
     def all_gather(self, array: Any, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
         """Copy rank r's array into ``out[r]`` on every rank."""
-        self._send_to(range(self._rank.size), array, out)
+        self._gather_on(range(self._rank.size), array, out)
 
-    def _send_to(self, receivers: Sequence[int], array: Any, out: Sequence[Any | None] | None) -> None:
-        """Send this rank's array to the receivers; receive rank r's into ``out[r]``."""
+    def _gather_on(self, receivers: Sequence[int], array: Any, out: Sequence[Any | None] | None) -> None:
+        """Copy rank r's array into ``out[r]`` on the receivers."""
         number = self._rank.number
-        address, count, _ = self._describe_array(array)
+        address, count, _ = self._get_nccl_buffer(array)
         size = count * array.dtype.itemsize
         targets: list[ItemRange | None] = list(out) if out is not None else [None] * self._rank.size
         own_target = targets[number]
@@ -373,25 +374,25 @@ class NcclCommunicator(Communicator):
         launch : callable
             Launches the operation; takes the communicator's handle.
         """
-        self._wait_idle()
+        self._wait_for_earlier_work()
         try:
             self._watchdog.mark_started(self._connection)
             with self._call_lock:
-                launch(self._connection.handle)
+                launch(self._connection.get_handle())
             self._wait_stream()
-            _ = self._connection.handle  # raises if the connection was aborted, so that the result is undefined
+            self._connection.check_connected()  # an abort leaves the result undefined
         except BaseException:
             self._watchdog.abort(self._connection)
             raise
         self._watchdog.mark_completed(self._connection)
 
-    def _wait_idle(self) -> None:
+    def _wait_for_earlier_work(self) -> None:
         """Wait until earlier work on the stream is done, without aborting it if a peer has failed."""
-        self._staging.set_current()
+        self._staging.set_current_gpu()
         self._wait_stream(self._rank.check_cancelled)
 
-    def _describe_array(self, array: Any) -> tuple[int, int, int | None]:
-        """Return an array's address, its number of items, and NCCL's number of its dtype."""
+    def _get_nccl_buffer(self, array: Any) -> tuple[int, int, int | None]:
+        """Return NCCL's arguments for an array: address, number of items, and NCCL's number of the dtype."""
         if self._arrays.stream is None:
             self._arrays.sync(array)
         return self._arrays.get_pointer(array), array.size, to_nccl_dtype(array.dtype)

@@ -153,12 +153,12 @@ class NcclConnection:
             self.members.index(self._rank.number),
         )
         try:
-            self._staging.set_current()
+            self._staging.set_current_gpu()
             comm = Communicator.init(size, nccl_rank, UniqueId.from_bytes(unique_id))
             handle = comm._comm  # used with the bindings: methods of the class inspect their arrays at each call
             scratch = self._staging.allocate_scratch(size)
             with self.call_lock:
-                if not self._adopt(attempt, comm):
+                if not self._set_current_comm(attempt, comm):
                     comm.abort()
                     return
                 # NCCL sets up transports at the first collective of each kind: here, where a failure is handled.
@@ -177,7 +177,7 @@ class NcclConnection:
         except BaseException as error:
             errors.append(error)
 
-    def _adopt(self, attempt: int, comm: Any) -> bool:
+    def _set_current_comm(self, attempt: int, comm: Any) -> bool:
         """Store an attempt's communicator as the current one; return False if the attempt was aborted."""
         with self._comm_lock:
             if attempt != self._attempt:
@@ -200,7 +200,7 @@ class NcclConnection:
                 self.valid_flag[0] = 0
                 self.launch_state.comm = 0
             if comm is not None:
-                self._staging.set_current()
+                self._staging.set_current_gpu()
                 is_locked = self.call_lock.acquire(timeout=STUCK_TIMEOUT)
                 try:
                     self._abort(comm)
@@ -217,18 +217,15 @@ class NcclConnection:
         thread.start()
         thread.join(STUCK_TIMEOUT)
 
-    @property
-    def handle(self) -> Any:
-        """Handle of the communicator, for NCCL's functions.
-
-        Raises
-        ------
-        RuntimeError
-            If the connection was aborted after the ranks compared their generations.
-        """
+    def check_connected(self) -> None:
+        """Raise RuntimeError if the connection was aborted after the ranks compared their generations."""
         if self._comm is None:
             self._rank.check_cancelled()
             raise RuntimeError("the connection between the ranks' GPUs was aborted")
+
+    def get_handle(self) -> Any:
+        """Return the communicator's handle, for NCCL's functions; raise the errors of `check_connected`."""
+        self.check_connected()
         return self._handle
 
     def get_async_error(self) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 from synkhronos.devices.cuda.nccl import NCCL_OPS, NcclCommunicator
 
 
-class NcclGroup(NcclCommunicator):
+class NcclGroupCommunicator(NcclCommunicator):
     """Communicator of a group of ranks: all-reduces, and messages between two members.
 
     Every operation starts on an idle stream and waits for completion.  The group connects at its first use, and again
@@ -44,12 +44,12 @@ class NcclGroup(NcclCommunicator):
         exchange : callable
             As in `NcclConnection.connect`.
         """
-        self._wait_idle()
+        self._wait_for_earlier_work()
         self._connect_ranks(generations, members, exchange)
 
     def all_reduce(self, array: Any, op: str) -> bool:
         """Replace every member's array by the reduction over all members, in place, and wait for completion."""
-        address, count, dtype = self._describe_array(array)
+        address, count, dtype = self._get_nccl_buffer(array)
         if count:
             self._run_blocking(
                 lambda handle: self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
@@ -58,12 +58,12 @@ class NcclGroup(NcclCommunicator):
 
     def send(self, array: Any, target: int) -> None:
         """Send an array to a rank, and wait until the rank has received it."""
-        address, count, dtype = self._describe_array(array)
+        address, count, dtype = self._get_nccl_buffer(array)
         target = self._connection.members.index(target)
         self._run_blocking(lambda handle: self._nccl.send(address, count, dtype, target, handle, self._stream))
 
     def receive(self, array: Any, source: int) -> None:
         """Receive an array from a rank, in place, and wait for completion."""
-        address, count, dtype = self._describe_array(array)
+        address, count, dtype = self._get_nccl_buffer(array)
         source = self._connection.members.index(source)
         self._run_blocking(lambda handle: self._nccl.recv(address, count, dtype, source, handle, self._stream))

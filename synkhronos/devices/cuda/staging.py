@@ -31,7 +31,7 @@ from synkhronos.ranks import ArrayLocation, Rank, Segment
 
 _log = logging.getLogger("synkhronos")
 
-#: Maximal number of shapes for which an input has buffers: two of the slices of a call, and two of those of the last,
+#: Maximal number of shapes for which an input has buffers: two for the slices of a call, and two for the last,
 #: smaller batch of an epoch.
 _MAX_SHAPES = 4
 #: Number of blocks, threads of a block, and concurrent loads of a thread of the gather kernel: enough loads to fill the
@@ -69,8 +69,8 @@ __global__ void gather(const Item* source, const long long* rows, Item* target, 
 _ITEM_TYPES = {16: "uint4", 8: "unsigned long long", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
-class GpuArrays(Protocol):
-    """Arrays of one library on the GPU, as `Staging` uses them."""
+class GpuArrayLibrary(Protocol):
+    """A library with arrays on the GPU, as `Staging` uses it."""
 
     @property
     def stream(self) -> int | None:
@@ -170,7 +170,7 @@ class Staging:
 
     Parameters
     ----------
-    arrays : GpuArrays
+    arrays : GpuArrayLibrary
         Library of the arrays on the GPU.
 
     Attributes
@@ -186,7 +186,7 @@ class Staging:
         Page-locked memory that the GPU can read.
     """
 
-    def __init__(self, arrays: GpuArrays):
+    def __init__(self, arrays: GpuArrayLibrary):
         from cuda.bindings import driver
         from cuda.core import Device, Stream, StreamOptions, launch
 
@@ -195,13 +195,13 @@ class Staging:
         self.driver = driver
         self._device = Device(0)
         self._thread = threading.local()
-        self.set_current()
+        self.set_current_gpu()
         self.stream = self._device.create_stream(options=StreamOptions(priority=-1))
         self.stream_handle = int(self.stream.handle)
         self._compute_stream = None if arrays.stream is None else Stream.from_handle(arrays.stream)
         self.event = check_result(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._kernels: dict[int, Any] = {}
-        self._configs: dict[int, Any] = {}
+        self._launch_configs: dict[int, Any] = {}
         #: Locked segments: address of the mapping, and of its first locked page.
         self._pinned: dict[Segment, tuple[int, int]] = {}
         #: Buffers filled since the last launch.
@@ -229,7 +229,7 @@ class Staging:
         self._side_stream = self._device.create_stream(options=StreamOptions(priority=-1))
         return int(self._side_stream.handle)
 
-    def set_current(self) -> None:
+    def set_current_gpu(self) -> None:
         """Make the GPU current in this thread; CUDA requires it once per thread."""
         if not hasattr(self._thread, "is_set"):
             self._device.set_current()
@@ -251,7 +251,7 @@ class Staging:
     def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
         """Start a copy of a vector of indexes to a reused buffer; return the buffer's array."""
         self._rank = rank
-        self.set_current()
+        self.set_current_gpu()
         self._mark_pending(rank)
         buffer = self._get_double_buffer(buffers, key, values.shape, values.dtype.str).acquire()
         if values.size:
@@ -268,7 +268,7 @@ class Staging:
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
         self._copy_rows(rank, location, rows, self.arrays.get_pointer(array))
-        self._finish_copies()
+        self._wait_for_copies()
         return array
 
     # -- to host memory --------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Staging:
     def store(self, rank: Rank, key: int, offset: int, array: Any) -> None:
         """Copy an array into a segment of shared memory, at a byte offset, and wait for the copy."""
         self.arrays.sync(array)
-        self.set_current()
+        self.set_current_gpu()
         target = self.pin_segment(rank, key) + offset
         nbytes = array.size * array.dtype.itemsize
         check_result(self.driver.cuMemcpyAsync(target, self.arrays.get_pointer(array), nbytes, self.stream_handle))
@@ -296,7 +296,7 @@ class Staging:
         """
         if sum(array.nbytes for array in arrays) > _MAX_FETCH_BYTES:
             return None
-        self.set_current()
+        self.set_current_gpu()
         if self._fetch_memory.used:  # an interrupt has ended the last call before its copies were complete
             check_result(self.driver.cuStreamSynchronize(self.arrays.stream))
             self._fetch_memory.used = 0
@@ -317,7 +317,7 @@ class Staging:
         """Make the next launch wait for all pending copies."""
         if self._has_pending_copies:
             if self.arrays.stream is None:
-                self._finish_copies()
+                self._wait_for_copies()
             else:
                 check_result(self.driver.cuEventRecord(self.event, self.stream_handle))
                 check_result(self.driver.cuStreamWaitEvent(self.arrays.stream, self.event, 0))
@@ -334,7 +334,7 @@ class Staging:
                 buffer.last_read = event
         self._filled.clear()
         if self._rank is None or self._last_command_number == self._rank.command_number:
-            self._finish_copies()
+            self._wait_for_copies()
         else:
             self._last_command_number = self._rank.command_number
 
@@ -342,9 +342,9 @@ class Staging:
         """Record that copies have been started, so that the command waits for them at its end, even if it fails."""
         if not self._has_pending_copies:
             self._has_pending_copies = True
-            rank.finish_callbacks.append(self._finish_copies)
+            rank.finish_callbacks.append(self._wait_for_copies)
 
-    def _finish_copies(self) -> None:
+    def _wait_for_copies(self) -> None:
         if self._has_pending_copies:
             self.stream.sync()
             self._has_pending_copies = False
@@ -372,7 +372,7 @@ class Staging:
 
     def _allocate(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Return a new array; copies into it wait for earlier launches, which may still read memory that it reuses."""
-        self.set_current()
+        self.set_current_gpu()
         array = self.arrays.empty(shape, np.dtype(dtype))
         if self.arrays.stream is not None:
             check_result(self.driver.cuEventRecord(self.event, self.arrays.stream))
@@ -383,7 +383,7 @@ class Staging:
 
     def _copy_rows(self, rank: Rank, location: ArrayLocation, rows: Selection | None, target: int) -> None:
         """Start a copy of rows to an address on the GPU."""
-        self.set_current()
+        self.set_current_gpu()
         n_rows = 1 if not location.shape else location.shape[0] if rows is None else len(rows)
         row_bytes = math.prod(location.shape[1:]) * int(location.dtype[2:])
         if not n_rows * row_bytes:
@@ -401,18 +401,18 @@ class Staging:
         width = row_bytes // itemsize
         self._gather_rows(itemsize, source, self._pinned_rows[1], target, n_rows * width, width)
 
-    def _gather_rows(self, itemsize: int, source: int, index: int, target: int, count: int, width: int) -> None:
-        """Launch the gather kernel: ``count`` items in total, ``width`` items per row."""
+    def _gather_rows(self, itemsize: int, source: int, row_numbers: int, target: int, count: int, width: int) -> None:
+        """Launch the gather kernel for ``count`` items, ``width`` per row; the other arguments are addresses."""
         kernel = self._kernels.get(itemsize)
         if kernel is None:
             kernel = self._kernels[itemsize] = self._compile_gather(_ITEM_TYPES[itemsize])
         blocks = min(_BLOCKS, -(-count // _THREADS))
-        config = self._configs.get(blocks)
+        config = self._launch_configs.get(blocks)
         if config is None:
             from cuda.core import LaunchConfig
 
-            config = self._configs[blocks] = LaunchConfig(grid=blocks, block=_THREADS)
-        self._launch(self.stream, config, kernel, source, index, target, np.uint64(count), np.uint32(width))
+            config = self._launch_configs[blocks] = LaunchConfig(grid=blocks, block=_THREADS)
+        self._launch(self.stream, config, kernel, source, row_numbers, target, np.uint64(count), np.uint32(width))
 
     def _compile_gather(self, item_type: str) -> Any:
         from cuda.core import Program, ProgramOptions
@@ -429,10 +429,13 @@ class Staging:
         segment = rank.segments[key]
         address, _ = self._pinned.get(segment, (None, 0))
         if address is None:
-            if self._unpin_segment not in rank.segments.drop_callbacks:
-                rank.segments.drop_callbacks.append(self._unpin_segment)
+            if self._unpin_segment not in rank.segments.before_unmap_callbacks:
+                rank.segments.before_unmap_callbacks.append(self._unpin_segment)
             address = segment.view_array((0,), np.uint8).ctypes.data
-            first_page, end = segment.backed_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.backed_bytes.stop
+            first_page, end = (
+                segment.allocated_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE,
+                segment.allocated_bytes.stop,
+            )
             try:
                 self._pinned[segment] = address, address + first_page
                 self.pin_pages(address + first_page, end - first_page)
@@ -460,7 +463,7 @@ class Staging:
     def unpin_pages(self, address: int) -> None:
         """Unlock pages before they are unmapped.  Errors are only logged, as memory may be freed at any point."""
         try:
-            self.set_current()
+            self.set_current_gpu()
             (error,) = self.driver.cuMemHostUnregister(address)
         except Exception as raised:
             error = raised

@@ -8,7 +8,7 @@ them::
          mark_started:       │  a rank may fail before it starts       │  all ranks      the GPU
          launched on the     │  the collective                         │  have started   is done
          stream              │                                         │
-                             │  wait_started: wait until all have ─────>
+                             │  wait_until_started: wait for all ─────>
                              │  notify_started: arrive without waiting │
                              │                                         │
        a rank fails before   │                                         │  a peer exits
@@ -17,8 +17,8 @@ them::
                          (also `CONNECT_TIMEOUT` after a failure, for any reason)
 
 The ranks agree on whether all have started (`synkhronos.ranks.agreement`), so either all abort a collective or none
-does.  There are three checks: in `wait_started`, at the end of a failed command (`cancel`), and in a thread, since a
-rank that waits for its GPU does not notice a failure.
+does.  There are three checks: in `wait_until_started`, at the end of a failed command (`cancel`), and in a thread,
+since a rank that waits for its GPU does not notice a failure.
 
 Invariant: at most one of a rank's connections has work on the stream.  Blocking operations (all but ``all_reduce`` of
 all ranks) start on an idle stream.  The active connection is aborted first: the abort of another one frees memory on
@@ -79,9 +79,9 @@ class CollectiveWatchdog(PendingOperation):
         self._stop = threading.Event()
         #: Last command in which this rank completed a blocking collective that others may not have started.
         self._completed_command_number = 0
-        self.clear()
+        self.mark_idle()
 
-    def clear(self) -> None:
+    def mark_idle(self) -> None:
         """Record that nothing is pending."""
         #: Command that has started the pending collectives; 0 without pending ones.
         self._pending_command_number = 0
@@ -91,7 +91,7 @@ class CollectiveWatchdog(PendingOperation):
     def abort(self, connection: NcclConnection | None = None) -> None:
         """Abort a connection, by default the active one."""
         with defer_signals():
-            self.clear()
+            self.mark_idle()
             (connection or self.active_connection).abort()
 
     # -- calls from a command --------------------------------------------------------------------------------
@@ -112,11 +112,11 @@ class CollectiveWatchdog(PendingOperation):
         have started.  If a receiver then fails before it starts, its next collective would receive the message.  So
         `cancel` aborts the connection.
         """
-        self.clear()
+        self.mark_idle()
         if connection is self.connections[0]:
             self._completed_command_number = self._rank.command_number
 
-    def wait_started(self, check: Callable[[], None] | None = None) -> None:
+    def wait_until_started(self, check: Callable[[], None] | None = None) -> None:
         """Wait until all ranks have started the pending collectives, which then complete unless a peer exits.
 
         Parameters
@@ -136,7 +136,7 @@ class CollectiveWatchdog(PendingOperation):
     def notify_started(self) -> None:
         """Notify the other ranks, without waiting, that this rank has started its collectives.
 
-        It is sufficient in place of `wait_started` at the end of a command, as the master waits for the end of all
+        It is sufficient in place of `wait_until_started` at the end of a command: the master waits for the end of all
         ranks.
         """
         if self._started_step == math.inf:
@@ -171,13 +171,13 @@ class CollectiveWatchdog(PendingOperation):
     def is_unfinished(self) -> bool:
         """Whether a collective that writes in place is pending, or was aborted by a peer's exit."""
         if self._pending_command_number and not self.has_lost_peer:
-            self._staging.set_current()
+            self._staging.set_current_gpu()
             return self.writes_in_place and not self.is_stream_idle()
         return self.has_lost_peer and self.writes_in_place
 
     def finish(self) -> None:
         """Wait until the stream is idle, or a peer has exited."""
-        self._staging.set_current()
+        self._staging.set_current_gpu()
         while self._pending_command_number and not self.is_stream_idle() and not self._rank.has_peer_died():
             time.sleep(GPU_POLL_SECONDS)
 
@@ -194,16 +194,16 @@ class CollectiveWatchdog(PendingOperation):
 
     def _watch_peers(self) -> None:
         """Abort pending collectives when a peer has exited, or has failed in the command that started them."""
-        self._staging.set_current()
-        failed, since, pause = 0, 0.0, PEER_POLL_SECONDS
+        self._staging.set_current_gpu()
+        failed_command, failed_since, pause = 0, 0.0, PEER_POLL_SECONDS
         while not self._stop.wait(pause):
             command_number, pause = self._pending_command_number, PEER_POLL_SECONDS
             has_peer_died = bool(command_number) and self._rank.has_peer_died()
             if not (has_peer_died or (command_number and self._rank.has_failed(command_number))):
-                failed = 0
+                failed_command = 0
                 continue
             if self._query_idle():
-                failed, pause = 0, _IDLE_POLL_SECONDS
+                failed_command, pause = 0, _IDLE_POLL_SECONDS
                 continue
             if has_peer_died:
                 self.has_lost_peer = True
@@ -213,9 +213,9 @@ class CollectiveWatchdog(PendingOperation):
                 return
             self._abort_unless_started_by_all(command_number)
             # No wait is unbounded, even if a peer neither starts its collective nor exits.
-            if failed != command_number:
-                failed, since = command_number, perf_counter()
-            elif perf_counter() > since + CONNECT_TIMEOUT:
+            if failed_command != command_number:
+                failed_command, failed_since = command_number, perf_counter()
+            elif perf_counter() > failed_since + CONNECT_TIMEOUT:
                 self.abort()
 
     def _query_idle(self) -> bool:
@@ -227,7 +227,7 @@ class CollectiveWatchdog(PendingOperation):
         answers: list[bool] = []
 
         def query() -> None:
-            self._staging.set_current()
+            self._staging.set_current_gpu()
             answers.append(self.is_stream_idle())
 
         if self._query_thread is not None and self._query_thread.is_alive():

@@ -15,7 +15,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.jax import nccl_handlers
-from synkhronos.devices.jax.ffi import ComputeStream, find_compute_stream
+from synkhronos.devices.jax.compute_stream import ComputeStream, find_compute_stream
 from synkhronos.devices.jax.scalar_log import LogEntry
 from synkhronos.devices.reduce_op import ReduceOp
 
@@ -108,9 +108,9 @@ class JaxDevice(CudaDevice):
         """Return the value itself: an update copies arrays with other references before it donates their memory."""
         return value
 
-    def as_writable(self, value: Any, is_referenced: bool) -> Any:
+    def as_writable(self, value: Any, has_other_references: bool) -> Any:
         """Return a container's value if only the container references it, else a copy."""
-        return self._copy_and_rewrap[0](value) if is_referenced else value
+        return self._copy_and_rewrap[0](value) if has_other_references else value
 
     def rewrap(self, value: Any, is_complete: bool = False) -> Any:
         """Return a new array object for memory that is written in place; the old object becomes invalid.

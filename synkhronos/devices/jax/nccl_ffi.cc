@@ -1,7 +1,8 @@
 // All-reduce within an XLA program: handlers of XLA's foreign function interface that call NCCL.
 //
-// `native.py` compiles this file and registers the handlers; `ffi.py` describes the calls.  The file links to neither
-// CUDA nor NCCL: the process has loaded both already, and passes the addresses of their functions in `LaunchState`.
+// `nccl_handlers.py` compiles this file and registers the handlers; `ffi_all_reduce.py` describes the calls.  The file
+// links to neither CUDA nor NCCL: the process has loaded both already, and passes the addresses of their functions in
+// `LaunchState`.
 //
 // XLA calls a handler in the launching thread.  It launches NCCL's work on the stream without waiting.  The handler
 // with the trait kCmdBufferCompatible may also be called while XLA records the stream as a CUDA graph; replays of the

@@ -1,6 +1,6 @@
 """Compilation of the handlers in C++ by which XLA calls NCCL, at their first use; the result is cached on disk.
 
-Without a compiler, XLA calls NCCL through Python (`ffi`).
+Without a compiler, XLA calls NCCL through Python (`ffi_all_reduce`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos.devices.cuda.launch_state import LaunchState
+from synkhronos.devices.jax.xla_ffi import register_target
 
 _log = logging.getLogger("synkhronos")
 
 _SOURCE = Path(__file__).with_name("nccl_ffi.cc")
 _OPTIONS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC")
 #: Names under which the handlers are registered with XLA.
-START, FINISH, RECORDABLE_FINISH = "synkhronos_native_start", "synkhronos_native_finish", "synkhronos_recordable_finish"
+START_TARGET, FINISH_TARGET = "synkhronos_native_start", "synkhronos_native_finish"
+RECORDABLE_FINISH_TARGET = "synkhronos_recordable_finish"
 
 #: Values of the environment variable ``SYNKHRONOS_NCCL_CALLS``.
 NCCL_CALLERS = ("python", "native", "graph")
@@ -45,14 +47,6 @@ def read_nccl_caller() -> str:
     return caller
 
 
-def get_platform() -> str:
-    """Return XLA's name of the platform on which JAX computes."""
-    import jax
-
-    backend: str = jax.default_backend()
-    return {"gpu": "CUDA"}.get(backend, backend)
-
-
 @cache
 def load_handlers() -> Any:
     """Load the handlers and register them with XLA; compile them first if they are not in the cache.
@@ -62,12 +56,10 @@ def load_handlers() -> Any:
     ctypes.CDLL or None
         None if the handlers can't be compiled or loaded; the reason is logged.
     """
-    import jax
-
     try:
-        library = ctypes.CDLL(str(build_library()))
-        for name in (START, FINISH, RECORDABLE_FINISH):
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform=get_platform())
+        library = ctypes.CDLL(str(compile_handlers()))
+        for name in (START_TARGET, FINISH_TARGET, RECORDABLE_FINISH_TARGET):
+            register_target(name, getattr(library, name))
         library.synkhronos_set_launch_state.argtypes = [ctypes.POINTER(LaunchState)]
         library.synkhronos_set_launch_state.restype = None
     except Exception as error:
@@ -77,7 +69,7 @@ def load_handlers() -> Any:
     return library
 
 
-def build_library() -> Path:
+def compile_handlers() -> Path:
     """Return the path of the compiled handlers; compile them unless another process has.
 
     Raises

@@ -39,7 +39,7 @@ DIVERGED_MESSAGE = (
 )
 
 
-class InterruptPoll:
+class InterruptDetector:
     """Detects SIGINT while compiled code runs in the main thread, where Python cannot call the handler.
 
     The part of Python's handler that is written in C writes the signal's number into a pipe, in any thread.
@@ -79,17 +79,17 @@ class InterruptPoll:
 
 
 class ProgramReducer:
-    """Base class of the reducers of one program (`synkhronos.devices.jax.ffi.Reducer`).
+    """Base class of the reducers of one program (`synkhronos.devices.jax.ffi_all_reduce.Reducer`).
 
     Attributes
     ----------
-    count : int
+    n_sums : int
         Number of sums so far.
     """
 
-    def __init__(self, rank: Rank, poll: InterruptPoll):
-        self._rank, self._poll = rank, poll
-        self.count = 0
+    def __init__(self, rank: Rank, detector: InterruptDetector):
+        self._rank, self._interrupt_detector = rank, detector
+        self.n_sums = 0
         local_ranks = rank.local_ranks
         self._headers = [
             [rank.get_scratch(r, half)[:_HEADER_NBYTES].cast("Q") for r in local_ranks] for half in range(2)
@@ -101,9 +101,9 @@ class ProgramReducer:
 
     def begin_sum(self) -> None:
         """Count a sum, and raise KeyboardInterrupt if SIGINT has arrived."""
-        self._poll.check()
-        self.count += 1
-        self._headers[0][self._local_index][_N_BEGUN] = self.count
+        self._interrupt_detector.check()
+        self.n_sums += 1
+        self._headers[0][self._local_index][_N_BEGUN] = self.n_sums
 
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
         """Raise NotImplementedError: these programs do not start chunks."""
@@ -116,7 +116,7 @@ class ProgramReducer:
     def wait(self, stream: int | None) -> None:
         """Do nothing: an error ends the launch."""
 
-    def complete(self) -> None:
+    def wait_until_ended(self) -> None:
         """Wait until the programs of all ranks have ended.
 
         Raises
@@ -126,10 +126,10 @@ class ProgramReducer:
         """
 
         def check() -> None:
-            if any(header[_N_BEGUN] > self.count for header in self._headers[0]):
+            if any(header[_N_BEGUN] > self.n_sums for header in self._headers[0]):
                 raise RuntimeError(DIVERGED_MESSAGE)
 
-        self._headers[0][self._local_index][_N_FINAL] = self.count + 1
+        self._headers[0][self._local_index][_N_FINAL] = self.n_sums + 1
         self._rank.wake_local_ranks()
         self._rank.wait(lambda: all(header[_N_FINAL] for header in self._headers[0]), check)
 
@@ -147,11 +147,11 @@ class HostReducer(ProgramReducer):
     ----------
     rank : Rank
         A rank of a session on one host.
-    poll : InterruptPoll
+    detector : InterruptDetector
     """
 
-    def __init__(self, rank: Rank, poll: InterruptPoll):
-        super().__init__(rank, poll)
+    def __init__(self, rank: Rank, detector: InterruptDetector):
+        super().__init__(rank, detector)
         assert not rank.spans_hosts
         self._data = [
             [np.frombuffer(rank.get_scratch(r, half), np.uint8)[_HEADER_NBYTES:] for r in rank.local_ranks]
@@ -163,7 +163,7 @@ class HostReducer(ProgramReducer):
         """Sum arrays over the ranks in rank order, and set the int32 at the address ``valid_flag_address``."""
         self.begin_sum()
         for span in spans:
-            self._sum(view_items(span.source, span), view_items(span.target, span))
+            self._sum(view_span(span.source, span), view_span(span.target, span))
         ctypes.c_int32.from_address(valid_flag_address).value = 1
 
     def _sum(self, source: np.ndarray, target: np.ndarray) -> None:
@@ -177,7 +177,7 @@ class HostReducer(ProgramReducer):
             inputs[rank.number][:] = chunk
             headers[rank.number][_EXCHANGE_NUMBER] = number
             rank.wake_local_ranks()
-            rank.wait(partial(_have_reached, headers, number))
+            rank.wait(partial(_have_all_written, headers, number))
             result = target[offset : offset + n_items]
             np.add(inputs[0], inputs[1], out=result)
             for array in inputs[2:]:
@@ -190,33 +190,33 @@ class GpuReducer(ProgramReducer):
     Parameters
     ----------
     rank : Rank
-    poll : InterruptPoll
+    detector : InterruptDetector
     communicator : NcclCommunicator
         A connected communicator.
     """
 
-    def __init__(self, rank: Rank, poll: InterruptPoll, communicator: Any):
-        super().__init__(rank, poll)
+    def __init__(self, rank: Rank, detector: InterruptDetector, communicator: Any):
+        super().__init__(rank, detector)
         self._communicator = communicator
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
         """Launch the sums of arrays over the ranks, and then set the int32 at the address ``valid_flag_address``."""
         self.begin_sum()
         self._rank.check_cancelled()
-        self._communicator.finish_in_launch(spans, "sum", valid_flag_address, stream)
+        self._communicator.launch_on_xla_stream(spans, "sum", valid_flag_address, stream)
 
-    def complete(self) -> None:
+    def wait_until_ended(self) -> None:
         """Wait until the programs of all ranks have ended."""
-        super().complete()
-        self._communicator.wait_started()
+        super().wait_until_ended()
+        self._communicator.wait_until_started()
 
 
-def _have_reached(headers: Sequence[Any], number: int) -> bool:
+def _have_all_written(headers: Sequence[Any], number: int) -> bool:
     """Whether all ranks have written the data of an exchange."""
     return all(header[_EXCHANGE_NUMBER] >= number for header in headers)
 
 
-def view_items(address: int, span: BufferSpan) -> np.ndarray:
+def view_span(address: int, span: BufferSpan) -> np.ndarray:
     """Return a view of memory at an address as an array, with the number of items and dtype of a span."""
     dtype = np.dtype(span.dtype)
     memory = (ctypes.c_char * (span.n_items * dtype.itemsize)).from_address(address)

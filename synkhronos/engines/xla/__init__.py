@@ -9,8 +9,8 @@ shared variables, and returns the outputs and the variables' new values::
     (donated) ──────> └────────────────────────────────────────────────────────────────┘
 
 With a sharded optimizer there are two update functions, and collectives after the gradient and between these
-(`ShardedExchange`).  A `FusedRunner` launches an executable with an all-reduce.  A `SpmdProgram` is a program of another library, such as a
-sampler, that all ranks run at the same time.
+(`ShardedExchange`).  A `FusedRunner` launches an executable with collectives.  A `SpmdProgram` is a program of another
+library, such as a sampler, that all ranks run at the same time.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices.jax.ffi import FfiAllReduce
+from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.lowering.jax_function import JaxFunction
 
@@ -133,7 +133,9 @@ class Exchange:
         own_dtype = parts[0].aval.dtype
         dtype = spec.wire_dtype if parts[0].aval.ndim == 1 else None
         n_tail = spec.n_tail if dtype is not None else 0
-        chunks = [parts] if self._iterations else _group_parts(parts, jnp.dtype(dtype or own_dtype).itemsize, n_tail)
+        chunks = (
+            [parts] if self._iterations else _group_into_chunks(parts, jnp.dtype(dtype or own_dtype).itemsize, n_tail)
+        )
 
         def compute_chunk(chunk: list[Any]) -> Any:
             """Return the values of a chunk without the tail, as one array in the dtype in which it is sent."""
@@ -270,7 +272,7 @@ class ShardedExchange(Exchange):
             _find(function.result_storages, self._shards.row),
             delayed_arguments=range(start, stop),
         )
-        chunks = _group_parts(evaluator.parts, n_ranks * self._rows[0].dtype.itemsize)
+        chunks = _group_into_chunks(evaluator.parts, n_ranks * self._rows[0].dtype.itemsize)
 
         def compute_chunk(chunk: list[Any]) -> Any:
             values = evaluator.compute(chunk)
@@ -290,7 +292,7 @@ def _find(storages: Sequence[list[Any]], wanted: list[Any]) -> int:
     return next(i for i, storage in enumerate(storages) if storage is wanted)
 
 
-def _group_parts(parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:
+def _group_into_chunks(parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:
     """Group consecutive parts of a vector into chunks, from the end of the vector to its start.
 
     Each chunk except the last has at least `MIN_CHUNK_BYTES`.  The first one has more than ``n_tail`` items.

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import JAX
-from synkhronos.devices.jax.ffi import FfiAllReduce
+from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
 from synkhronos.engines.xla.exchange import AllReduceSpec
 from synkhronos.engines.xla.trace import trace_functions, trace_loop
 from synkhronos.graphs.library import has_other_references
 from synkhronos.lowering.jax_function import JaxFunction
-from synkhronos.lowering.precision import COMPILER_OPTIONS, computes_in_bfloat16
+from synkhronos.lowering.precision import COMPILER_OPTIONS, is_bfloat16_requested
 from synkhronos.ranks.interrupts import defer_signals
 
 #: Fused executables that a function caches, the most recently used ones.
-_MAX_FUSED = 16
+_MAX_FUSED_EXECUTABLES = 16
 
 
 class Executable(Runner):
@@ -94,9 +94,9 @@ class Executable(Runner):
         )
         self._has_lengths = any(function.length_graph is not None for function in functions)
         assert len(functions) == 1 or not self._has_lengths
-        types = [kind for function in functions for kind in function.types]
+        types = [t for function in functions for t in function.types]
         #: Positions and dtypes of the outputs that are logged, and storages of the other outputs of a launch.
-        self._logged = [i for i, kind in enumerate(types) if logs_scalars and getattr(kind, "ndim", None) == 0]
+        self._logged = [i for i, t in enumerate(types) if logs_scalars and getattr(t, "ndim", None) == 0]
         self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
         result_storages = [
             storage for function in functions for storage in function.result_storages[: function.n_outputs]
@@ -104,11 +104,11 @@ class Executable(Runner):
         self._outputs = [storage for i, storage in enumerate(result_storages) if i not in self._logged]
         self._log = ScalarLog(self._dtypes) if self._logged or n_repeats > 1 else None
         self._is_interrupted = False
-        self._jit = self._prepare_jit(spec)
-        self._run, self._communicator_number = self._jit(), 0
+        self._make_program = self._get_program_factory(spec)
+        self._run, self._communicator_number = self._make_program(), 0
 
-    def _prepare_jit(self, spec: AllReduceSpec | None) -> Callable[[], Callable[..., Any]]:
-        """Return a function that makes the program: a jitted function of the result of `_get_arguments`."""
+    def _get_program_factory(self, spec: AllReduceSpec | None) -> Callable[[], Callable[..., Any]]:
+        """Return a function that makes the program: a jitted function of the arguments of `_get_arguments`."""
         import jax
 
         donated = {id(storage) for storage in self._donated}
@@ -131,7 +131,7 @@ class Executable(Runner):
             logs = range(len(index), len(index) + 1 + len(self._logged))
             changed = [*(index[id(storage)] for storage in self._updated), *logs]
             run = partial(trace_loop, run, self.n_repeats, self._n_inputs, changed)
-        options["compiler_options"] = COMPILER_OPTIONS if computes_in_bfloat16() else None
+        options["compiler_options"] = COMPILER_OPTIONS if is_bfloat16_requested() else None
         # keep_unused: old values that no computation reads donate their memory, too, so that addresses stay the same
         # and XLA can replay recorded launches.
         options |= {"donate_argnums": tuple(positions), "keep_unused": True}
@@ -167,7 +167,7 @@ class Executable(Runner):
                 return None
             functions = [function for executable in executables for function in executable._functions]
             assert len(functions) == len(executables)  # a fused executable would lose its all-reduce
-            while len(self._fused) >= _MAX_FUSED:
+            while len(self._fused) >= _MAX_FUSED_EXECUTABLES:
                 del self._fused[next(iter(self._fused))]
             fused = Executable(functions, spec, self._logs_scalars, n_repeats)
         self._fused[key] = fused  # the most recently used one is last
@@ -189,7 +189,7 @@ class Executable(Runner):
         """Drop the CUDA graphs that XLA has recorded with another NCCL communicator, if there is one."""
         if communicator_number != self._communicator_number:
             if self._communicator_number:
-                self._run = self._jit()
+                self._run = self._make_program()
                 self._signatures.clear()
             self._communicator_number = communicator_number
 

@@ -1,7 +1,7 @@
 """Launches of executables that contain an all-reduce.
 
-XLA calls the all-reduce during the launch (`devices.jax.ffi`).  `FusedRunner` passes a `GradientReducer`, or the
-NCCL communicator itself, to the program's `FfiAllReduce`.
+XLA calls the all-reduce during the launch (`devices.jax.ffi_all_reduce`).  `FusedRunner` passes a `GradientReducer`, or
+the NCCL communicator itself, to the program's `FfiAllReduce`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class FusedRunner(Runner):
         # No signal handler may raise within XLA's callbacks, nor before the other ranks have launched: the updates have
         # to be valid on all ranks, or, if one fails, on none.
         with defer_signals() as signals:
-            launch = self._launch if self._ffi_all_reduce.nccl_caller == "python" else self._launch_native
+            launch = self._launch_python if self._ffi_all_reduce.nccl_caller == "python" else self._launch_native
             results = launch(inputs, communicator, shape)
             signals.restart_time_limit()
-            communicator.wait_started(signals.stop_deferring_if_late)
+            communicator.wait_until_started(signals.stop_deferring_if_late)
             self._rank.commit()
         return results
 
-    def _launch(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
+    def _launch_python(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
         op, collectives = self._ffi_all_reduce.op, self._executable.collectives
         reducer = GradientReducer(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
         with self._ffi_all_reduce.use_reducer(reducer, self.n_repeats * len(collectives)):
@@ -61,7 +61,7 @@ class FusedRunner(Runner):
 
 
 class GradientReducer:
-    """The reducer of the ranks' gradients in one launch (`devices.jax.ffi.Reducer`).
+    """The reducer of the ranks' gradients in one launch (`devices.jax.ffi_all_reduce.Reducer`).
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class GradientReducer:
 
     def start(self, spans: Sequence[Any], stream: int | None) -> None:
         """Start the collective on a chunk of the gradient, which overlaps the stream's next work."""
-        self._communicator.start_in_launch(spans, self._op, stream, self._collective)
+        self._communicator.launch_on_side_stream(spans, self._op, stream, self._collective)
         self._n_started_items += sum(span.n_items for span in spans)
 
     def finish(self, spans: Sequence[Any], valid_flag_address: int, stream: int | None) -> None:
@@ -119,9 +119,9 @@ class GradientReducer:
         if n_items != math.prod(self._shape):
             self.wait(stream)
             raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {n_items} items")
-        self._communicator.finish_in_launch(spans, self._op, valid_flag_address, stream, self._collective)
+        self._communicator.launch_on_xla_stream(spans, self._op, valid_flag_address, stream, self._collective)
         self._collective = next(self._collectives)
 
     def wait(self, stream: int | None) -> None:
         """Make the stream wait for the chunks that were started, after an error."""
-        self._communicator.wait_in_launch(stream)
+        self._communicator.join_side_stream(stream)

@@ -25,7 +25,7 @@ class JaxprEvaluator:
     n_forward : int
         Number of results at the start, such as the loss, that belong to the forward pass.  Values that they need are
         never delayed, as XLA may compute them again where they are used.
-    vector : int
+    position : int
         Position of the result that is computed in parts.
     delayed_arguments : sequence of int
         Positions of arguments that `delay_until` delays, like values that were computed from the arguments.
@@ -41,7 +41,7 @@ class JaxprEvaluator:
         function: Callable[..., Sequence[Any]],
         arguments: Sequence[Any],
         n_forward: int,
-        vector: int,
+        position: int,
         delayed_arguments: Sequence[int] = (),
     ):
         import jax
@@ -55,31 +55,31 @@ class JaxprEvaluator:
         self._source = {variable: i for i, equation in enumerate(jaxpr.eqns) for variable in equation.outvars}
         self._computed: set[int] = set()
         self._delayed_arguments = [jaxpr.invars[i] for i in delayed_arguments]
-        self._forward = self._find_missing(jaxpr.outvars[:n_forward])
-        self.parts = self._find_parts(jaxpr.outvars[vector])
-        self._results = [*jaxpr.outvars[:vector], None, *jaxpr.outvars[vector + 1 :]]
+        self._forward = self._find_untraced_equations(jaxpr.outvars[:n_forward])
+        self.parts = self._find_parts(jaxpr.outvars[position])
+        self._results = [*jaxpr.outvars[:position], None, *jaxpr.outvars[position + 1 :]]
 
     def compute(self, variables: Sequence[Any]) -> list[Any]:
         """Return the values of variables; trace the equations that were not traced before."""
         from jax.extend import core
 
-        missing_equations = sorted(self._find_missing(variables))
-        equations = [self._jaxpr.eqns[i] for i in missing_equations]
+        untraced_equations = sorted(self._find_untraced_equations(variables))
+        equations = [self._jaxpr.eqns[i] for i in untraced_equations]
         outputs = [v for equation in equations for v in equation.outvars if not isinstance(v, core.DropVar)]
         used = dict.fromkeys(v for equation in equations for v in equation.invars if not isinstance(v, core.Literal))
         inputs = [v for v in used if v in self._values]
         jaxpr = self._jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=equations)
         computed = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*[self._values[v] for v in inputs])
         self._values.update(zip(outputs, computed, strict=True))
-        self._computed.update(missing_equations)
+        self._computed.update(untraced_equations)
         return [v.val if isinstance(v, core.Literal) else self._values[v] for v in variables]
 
     def delay_until(self, token: Any) -> Any:
         """Make the rest of the computation wait for a token; return a token of the same value."""
         import jax
 
-        missing_equations = self._find_missing([*self.parts, *filter(None, self._results)])
-        used = {id(v) for i in missing_equations for v in self._jaxpr.eqns[i].invars}
+        untraced_equations = self._find_untraced_equations([*self.parts, *filter(None, self._results)])
+        used = {id(v) for i in untraced_equations for v in self._jaxpr.eqns[i].invars}
         flows = [
             v
             for v, i in self._source.items()
@@ -91,24 +91,24 @@ class JaxprEvaluator:
         return token
 
     def finish(self, vector: Any) -> list[Any]:
-        """Trace the rest, and return the function's results, with ``vector`` for the result in parts."""
+        """Trace the remaining equations, and return the function's results, with ``vector`` for the one in parts."""
         position = self._results.index(None)
         other_results = self.compute([v for v in self._results if v is not None])
         return [*other_results[:position], vector, *other_results[position:]]
 
-    def _find_missing(self, variables: Sequence[Any]) -> set[int]:
+    def _find_untraced_equations(self, variables: Sequence[Any]) -> set[int]:
         """Return the indexes of the equations that must still be traced for variables."""
         from jax.extend import core
 
-        missing_equations: set[int] = set()
+        untraced_equations: set[int] = set()
         remaining = list(variables)
         while remaining:
             variable = remaining.pop()
             i = None if isinstance(variable, core.Literal) else self._source.get(variable)
-            if i is not None and i not in missing_equations and i not in self._computed:
-                missing_equations.add(i)
+            if i is not None and i not in untraced_equations and i not in self._computed:
+                untraced_equations.add(i)
                 remaining += self._jaxpr.eqns[i].invars
-        return missing_equations
+        return untraced_equations
 
     def _find_parts(self, variable: Any) -> list[Any]:
         """Return the arrays whose concatenation along the last axis a variable is."""

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import HOST, JAX
-from synkhronos.devices.jax.ffi import FfiAllReduce
+from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.devices.jax.program_reducer import (
     DIVERGED_MESSAGE,
     GpuReducer,
     HostReducer,
-    InterruptPoll,
+    InterruptDetector,
     ProgramReducer,
 )
 from synkhronos.lowering.jax_function import JaxFunction
@@ -31,11 +31,16 @@ from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
 #: JAX's settings that change numbers, which all ranks take from the master.
-_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+_JAX_FLAGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
 
 
 class SpmdProgram:
-    """One rank's part of a program.
+    """A program that all ranks run at the same time, on one of the ranks.
 
     Parameters
     ----------
@@ -54,7 +59,7 @@ class SpmdProgram:
     def __init__(self, rank: Rank, is_vectorized: bool = True):
         self.rank = rank
         self._is_vectorized = is_vectorized
-        self._ffi_all_reduce = FfiAllReduce(aborts=True)
+        self._ffi_all_reduce = FfiAllReduce(aborts_on_error=True)
 
     def all_reduce(self, vector: Any) -> Any:
         """Return the sum of the ranks' vectors; traced by JAX."""
@@ -82,32 +87,32 @@ class SpmdProgram:
         NotImplementedError
             If this device can't all-reduce within a program.
         """
-        rank, poll = self.rank, InterruptPoll()
+        rank, detector = self.rank, InterruptDetector()
         # No signal handler may raise within XLA's callbacks.  SIGINT ends the launch at the next all-reduce.
         with (
             defer_signals(),
-            poll.watch(),
+            detector.watch(),
             _limit_xla_threads(rank),
             _use_jax_settings(settings),
             contextlib.nullcontext() if rank.size == 1 or rank.device is HOST else _compile_without_autotuning(),
             contextlib.nullcontext() if rank.is_master else _discard_output(),
         ):
-            reducer = _make_reducer(rank, poll)
+            reducer = _make_reducer(rank, detector)
             SpmdProgram.current = self
             try:
                 with self._ffi_all_reduce.use_reducer(reducer, n_reductions=None):
                     results = function()
             finally:
                 SpmdProgram.current = None
-            reducer.complete()
-        digest = hashlib.blake2b(reducer.count.to_bytes(8, "little"), digest_size=16)
+            reducer.wait_until_ended()
+        digest = hashlib.blake2b(reducer.n_sums.to_bytes(8, "little"), digest_size=16)
         for array in results:
             digest.update(np.ascontiguousarray(array).tobytes())
         if not rank.all_equal(digest.digest()):
             raise RuntimeError(DIVERGED_MESSAGE)
         return results
 
-    def compile_local(
+    def compile_for_local_rows(
         self, compile_function: Callable[..., Any], inputs: Sequence[Any], output: Any, rows: Sequence[np.ndarray]
     ) -> Callable[..., Any]:
         """Return a function of JAX arrays that computes a variable on this rank's rows.
@@ -150,7 +155,7 @@ def get_jax_settings() -> dict[str, Any]:
     """Return this process's settings of JAX that change numbers."""
     import jax
 
-    return {name: getattr(jax.config, name) for name in _SETTINGS if hasattr(jax.config, name)}
+    return {name: getattr(jax.config, name) for name in _JAX_FLAGS if hasattr(jax.config, name)}
 
 
 def map_sequentially(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,18 +175,18 @@ def map_sequentially(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _make_reducer(rank: Rank, poll: InterruptPoll) -> ProgramReducer:
+def _make_reducer(rank: Rank, detector: InterruptDetector) -> ProgramReducer:
     if rank.device is HOST:
         if rank.spans_hosts:
             raise NotImplementedError(
                 "XLA's programs run on CPU ranks of one host, and these are on several: call fork() without hosts"
             )
-        return HostReducer(rank, poll)
+        return HostReducer(rank, detector)
     if not JAX.can_reduce_in_launch(np.dtype(np.float64)):
         raise NotImplementedError("this JAX does not call foreign functions in the thread that launches")
     communicator = JAX.get_communicator(rank)
     communicator.connect(rank.all_gather(communicator.generation))
-    return GpuReducer(rank, poll, communicator)
+    return GpuReducer(rank, detector, communicator)
 
 
 @contextlib.contextmanager

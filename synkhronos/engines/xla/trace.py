@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from synkhronos.devices.jax.ffi import FfiAllReduce
+from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines.xla.exchange import AllReduceSpec, Exchange, ShardedExchange
 from synkhronos.lowering.jax_function import JaxFunction
@@ -20,8 +20,8 @@ def trace_functions(
     spec: AllReduceSpec | None,
     ffi_all_reduce: FfiAllReduce | None,
     storages: Sequence[list[Any]],
-    updated: Sequence[list[Any]],
-    logged: Sequence[int],
+    updated_storages: Sequence[list[Any]],
+    logged_positions: Sequence[int],
     in_loop: bool,
     lengths: tuple[int, ...],
     *arguments: Any,
@@ -32,9 +32,9 @@ def trace_functions(
     ----------
     functions, spec, ffi_all_reduce
         As in `Executable`.
-    storages, updated : list of storages
+    storages, updated_storages : list of storages
         Storages of all shared variables, and of the updated ones.
-    logged : list of int
+    logged_positions : list of int
         Positions of the outputs that are appended to the log instead of being returned.
     in_loop : bool
         Whether this is the body of a loop.
@@ -46,7 +46,7 @@ def trace_functions(
     Returns
     -------
     tuple of jax.Array
-        Outputs that are not logged, new values of ``updated``, arrays of the log.
+        Outputs that are not logged, new values of ``updated_storages``, arrays of the log.
     """
     n_inputs = sum(function.n_inputs for function in functions)
     n_arguments = n_inputs + len(storages)
@@ -74,23 +74,23 @@ def trace_functions(
     if exchange is not None:
         current = {key: exchange.keep_old_if_invalid(key, value, old_values[key]) for key, value in current.items()}
     # Logged outputs are not returned: each would be a new array at a new address.
-    unlogged = [output for i, output in enumerate(outputs) if i not in logged]
-    new_logs = ScalarLog.append(logs, [outputs[i] for i in logged]) if logs else []
-    return (*unlogged, *(current[id(storage)] for storage in updated), *new_logs)
+    unlogged = [output for i, output in enumerate(outputs) if i not in logged_positions]
+    new_logs = ScalarLog.append(logs, [outputs[i] for i in logged_positions]) if logs else []
+    return (*unlogged, *(current[id(storage)] for storage in updated_storages), *new_logs)
 
 
 def trace_loop(
-    compute_once: Callable[..., tuple[Any, ...]], n_repeats: int, n_inputs: int, changed: Sequence[int], *arguments: Any
+    compute_once: Callable[..., Any], n_repeats: int, n_inputs: int, changed_positions: Sequence[int], *arguments: Any
 ) -> tuple[Any, ...]:
     """Trace a loop over equal parts of the inputs.
 
     Parameters
     ----------
     compute_once : callable
-        Takes inputs and the state; returns new values of the items ``changed`` of the state.
+        Takes inputs and the state; returns new values of the items at ``changed_positions`` of the state.
     n_repeats : int
     n_inputs : int
-    changed : list of int
+    changed_positions : list of int
         Positions in the state.
     *arguments : jax.Array
         The inputs, then the state.
@@ -98,7 +98,7 @@ def trace_loop(
     Returns
     -------
     tuple of jax.Array
-        Final values of the items ``changed``.
+        Final values of the items at ``changed_positions``.
     """
     from jax import lax
 
@@ -106,7 +106,7 @@ def trace_loop(
     state = list(arguments[n_inputs:])
 
     def body(carry: list[Any], rows: list[Any]) -> tuple[list[Any], None]:
-        for position, value in zip(changed, carry, strict=True):
+        for position, value in zip(changed_positions, carry, strict=True):
             state[position] = value
         new_state = list(compute_once(*rows, *state))
         for old_value, new_value in zip(carry, new_state, strict=True):
@@ -117,5 +117,5 @@ def trace_loop(
                 )
         return new_state, None
 
-    final, _ = lax.scan(body, [state[position] for position in changed], parts, length=n_repeats)
+    final, _ = lax.scan(body, [state[position] for position in changed_positions], parts, length=n_repeats)
     return tuple(final)

@@ -39,26 +39,28 @@ class ChainServers:
 
     Parameters
     ----------
-    count : int
+    n_servers : int
         Number of servers.  Each inherits this process's objects, and has its share of the ranks.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, n_servers: int):
         context = multiprocessing.get_context("fork")
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        for number in range(count):
+        for number in range(n_servers):
             parent_end, server_end = context.Pipe()
             self._pipes.append(parent_end)
-            process = context.Process(target=_serve, args=(server_end, list(self._pipes), number, count), daemon=True)
+            process = context.Process(
+                target=_run_server, args=(server_end, list(self._pipes), number, n_servers), daemon=True
+            )
             process.start()
             server_end.close()
             self._processes.append(process)
             self._idle.put(parent_end)
 
-    def evaluate(self, rows_sum: Any, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
-        """Return the value and, if asked for, the gradients of a `RowsSum`, computed by an idle server.
+    def evaluate(self, distributed_sum: Any, params: Sequence[np.ndarray], with_gradients: bool) -> list[np.ndarray]:
+        """Return the value of a sum and, optionally, its gradients, computed by an idle server.
 
         Raises
         ------
@@ -69,7 +71,7 @@ class ChainServers:
         """
         pipe = self._idle.get()
         try:
-            pipe.send((rows_sum, list(params), gradient))
+            pipe.send((distributed_sum, list(params), with_gradients))
             results = pipe.recv()
         except BaseException as error:
             # After an interrupt, the result would be read as that of the next evaluation.
@@ -93,35 +95,35 @@ class ChainServers:
             process.join()
 
 
-def _serve(pipe: Connection, inherited: list[Connection], number: int, count: int) -> None:
-    """Evaluate sums until the master closes the pipe."""
+def _run_server(pipe: Connection, inherited_pipes: list[Connection], chain_number: int, n_chains: int) -> None:
+    """Run a server: evaluate the sums that the master sends, until it closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the sampler, which stops its threads
-    for connection in inherited:
+    for connection in inherited_pipes:
         connection.close()
-    chains.set_chain(number, count)
+    chains.set_chain(chain_number, n_chains)
     while True:
         try:
-            rows_sum, params, gradient = pipe.recv()
+            distributed_sum, params, with_gradients = pipe.recv()
         except EOFError:
             return
         try:
-            results: Any = rows_sum.evaluate(params, gradient)
+            results: Any = distributed_sum.evaluate(params, with_gradients)
         except Exception as error:
             results = error
         pipe.send(results)
 
 
 @contextlib.contextmanager
-def _serve_chains(sums: Sequence[Any], count: int) -> Iterator[None]:
+def _evaluate_on_servers(sums: Sequence[Any], n_servers: int) -> Iterator[None]:
     """Context in which threads of a sampler evaluate these sums on servers."""
-    servers = ChainServers(count)
-    for rows_sum in sums:
-        rows_sum.remote_evaluator = servers
+    servers = ChainServers(n_servers)
+    for distributed_sum in sums:
+        distributed_sum.remote_evaluator = servers
     try:
         yield
     finally:
-        for rows_sum in sums:
-            rows_sum.remote_evaluator = None
+        for distributed_sum in sums:
+            distributed_sum.remote_evaluator = None
         servers.close()
 
 
@@ -135,15 +137,15 @@ def wrap_nutpie() -> None:
 
     @functools.wraps(original)
     def sample(*args: Any, **kwargs: Any) -> Any:
-        sums = getattr(kwargs.get("model"), "rows_sums", [])
+        sums = getattr(kwargs.get("model"), "distributed_sums", [])
         if kwargs.get("sampler") != "nutpie" or not sums:
             return original(*args, **kwargs)
         session = ranks.get_session()
         cores = (kwargs.get("nuts_sampler_kwargs") or {}).get("cores") or kwargs.get("cores") or count_available_cores()
-        count = min(kwargs["chains"], cores)
-        if count < 2 or not chains.can_start_ranks(session):
+        n_servers = min(kwargs["chains"], cores)
+        if n_servers < 2 or not chains.can_chains_start_ranks(session):
             return original(*args, **kwargs)
-        with _serve_chains(sums, count):
+        with _evaluate_on_servers(sums, n_servers):
             return original(*args, **kwargs)
 
     mcmc._sample_external_nuts = sample

@@ -32,13 +32,13 @@ from pytensor.tensor.math import Sum
 
 from synkhronos import ranks
 from synkhronos.devices import HOST
-from synkhronos.extensions.chains import measure_rate
+from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.extensions.pymc import chain_servers
 from synkhronos.extensions.pymc.rowwise import NotRowwiseError, RowSearch, make_rowwise
 from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
-from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, sum_over_rows
+from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows, sum_over_rows
 from synkhronos.extensions.rows_sum_graph import replace_variables
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 
 #: PyMC prints the messages of its own logger and of those below it.
 _log = logging.getLogger("pymc.synkhronos")
@@ -59,7 +59,7 @@ class DataParallelModel(pm.Model):
     ----------
     reasons : dict of str to str
         Reasons why observed variables and potentials are not split, by name.
-    rows_sums : list of RowsSum
+    distributed_sums : list of DistributedSum
         The sums over rows that the log-density contains.
     """
 
@@ -70,11 +70,11 @@ class DataParallelModel(pm.Model):
         self.reasons: dict[str, str] = {}
         for variable in [*model.observed_RVs, *filter(_reads_data, model.potentials)]:
             try:
-                self._sums[variable] = _make_sum(model, variable)
+                self._sums[variable] = _make_distributed_logp(model, variable)
             except NotRowwiseError as error:
                 self.reasons[variable.name] = str(error)
-        self.rows_sums: list[RowsSum] = [
-            variable.owner.op.rows
+        self.distributed_sums: list[DistributedSum] = [
+            variable.owner.op.sum
             for variable in ancestors(self._sums.values())
             if variable.owner is not None and isinstance(variable.owner.op, SumOverRows)
         ]
@@ -116,8 +116,8 @@ class DataParallelModel(pm.Model):
             return super().logp(vars, jacobian, sum)
         _check_pathfinder()
         wrap_samplers()
-        for rows_sum in self.rows_sums:
-            rows_sum.ensure_session()
+        for distributed_sum in self.distributed_sums:
+            distributed_sum.ensure_session()
         unsplit = [variable for variable in variables if variable not in self._sums]
         return reduce(operator.add, sums if not unsplit else [super().logp(unsplit, jacobian), *sums])
 
@@ -145,26 +145,26 @@ class DataParallelModel(pm.Model):
             rank_counts = [*(1 << i for i in range(share.bit_length()) if 1 << i < share), share]
         evaluate_alone, evaluate_parallel = _make_evaluator(model), _make_evaluator(self)
         evaluate_alone(), evaluate_parallel()  # compiled here once, and not by each chain
-        rates = {"PyMC alone": measure_rate(evaluate_alone, chains)}
+        rates = {"PyMC alone": measure_evaluation_rate(evaluate_alone, chains)}
         chosen, best = "PyMC alone", rates["PyMC alone"] * _MIN_GAIN
         for count in rank_counts:
             self._limit_chain_ranks(count)
             name = f"{count} rank{'s' if count > 1 else ''}"
-            rates[name] = measure_rate(evaluate_parallel, chains)
+            rates[name] = measure_evaluation_rate(evaluate_parallel, chains)
             if rates[name] > best:
                 chosen, best = name, rates[name]
         times = ", ".join(f"{name} {1e3 * chains / rate:.3g} ms" for name, rate in rates.items())
         _log.info("Each of %s chains is computed by %s. Times of a gradient: %s", chains, chosen, times)
         if chosen == "PyMC alone":
             self.reasons.update((variable.name, f"PyMC alone is as quick: {times}") for variable in self._sums)
-            self._sums, self.rows_sums = {}, []
+            self._sums, self.distributed_sums = {}, []
         else:  # the largest number is a share, and chains may divide the remainder
             count = int(chosen.split()[0])
             self._limit_chain_ranks(None if count == rank_counts[-1] else count)
 
     def _limit_chain_ranks(self, count: int | None) -> None:
-        for rows_sum in self.rows_sums:
-            rows_sum.max_chain_ranks = count
+        for distributed_sum in self.distributed_sums:
+            distributed_sum.max_chain_ranks = count
 
 
 def _check_pathfinder() -> None:
@@ -195,11 +195,7 @@ def _make_evaluator(model: pm.Model) -> Callable[[], Any]:
     return lambda: function(center + generator.normal(scale=1e-3, size=center.shape))
 
 
-def _format_time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
-
-
-def _make_sum(model: pm.Model, variable: Any) -> Any:
+def _make_distributed_logp(model: pm.Model, variable: Any) -> Any:
     """Return the log-density of an observed variable or a potential as an expression that the ranks compute.
 
     Raises
@@ -212,29 +208,29 @@ def _make_sum(model: pm.Model, variable: Any) -> Any:
     except NotImplementedError as error:
         raise NotRowwiseError(f"PyMC has no log-density of it: {error}") from error
     if variable not in model.potentials:
-        return _sum_terms(model, terms, model.rvs_to_values[variable].shape.eval(), variable.name)
+        return _sum_terms_on_ranks(model, terms, model.rvs_to_values[variable].shape.eval(), variable.name)
     if terms.type.ndim:
-        return _sum_terms(model, terms, _evaluate_shape(model, terms), variable.name)
-    sums = [total for total in _find_sums(terms) if _reads_data(total)]
+        return _sum_terms_on_ranks(model, terms, _evaluate_shape(model, terms), variable.name)
+    sums = [total for total in _find_full_sums(terms) if _reads_data(total)]
     if not sums:
         raise NotRowwiseError("it is one number, and not computed from sums of an element for each row")
     replaced = {}
     for total in sums:
         (addends,) = total.owner.inputs
-        replaced[total] = _sum_terms(model, addends, _evaluate_shape(model, addends), variable.name)
-    return replace_variables(terms, library_of(terms).sort_nodes([terms]), replaced)
+        replaced[total] = _sum_terms_on_ranks(model, addends, _evaluate_shape(model, addends), variable.name)
+    return replace_variables(terms, get_library(terms).sort_nodes([terms]), replaced)
 
 
-def _find_sums(number: Any) -> list[Any]:
-    """Return the full sums that a number is computed from, such as both in ``a.sum() - b.sum()``."""
-    node = number.owner
-    if node is None or number.type.ndim:
+def _find_full_sums(scalar: Any) -> list[Any]:
+    """Return the full sums that a scalar is computed from, such as both in ``a.sum() - b.sum()``."""
+    node = scalar.owner
+    if node is None or scalar.type.ndim:
         return []
     if isinstance(node.op, Sum):
-        return [number]
+        return [scalar]
     if not isinstance(node.op, Elemwise):
         return []
-    return list(dict.fromkeys(total for variable in node.inputs for total in _find_sums(variable)))
+    return list(dict.fromkeys(total for variable in node.inputs for total in _find_full_sums(variable)))
 
 
 def _evaluate_shape(model: pm.Model, terms: Any) -> Any:
@@ -242,24 +238,26 @@ def _evaluate_shape(model: pm.Model, terms: Any) -> Any:
     return function(**model.initial_point())
 
 
-def _sum_terms(model: pm.Model, terms: Any, shape: Any, name: str) -> Any:
-    """Return the sum of all terms, whose first axis has the rows, as an expression that the ranks compute."""
+def _sum_terms_on_ranks(model: pm.Model, terms: Any, shape: Any, name: str) -> Any:
+    """Return the sum of all terms, whose axis 0 runs along the rows, as an expression that the ranks compute."""
     if not len(shape) or shape[0] < 2:
         raise NotRowwiseError(f"it has shape {tuple(map(int, shape))}, and so no rows to share out")
 
     def restrict_check(search: RowSearch, node: Any, axis: int) -> Any:
         value, *conditions = node.inputs
         value = search.restrict(value, axis)
-        if node.op.can_be_replaced_by_ninf and not model.check_bounds:
+        if not model.check_bounds:
             return value
         return node.op(value, *[search.restrict_condition(condition) for condition in conditions])
 
-    terms, rows = make_rowwise(terms, int(shape[0]), {CheckParameterValue: restrict_check, MinibatchOp: _refuse_draws})
+    terms, rows = make_rowwise(
+        terms, int(shape[0]), {CheckParameterValue: restrict_check, MinibatchOp: _reject_minibatch}
+    )
     total = sum_over_rows(terms, rows, name=name)
-    rows_sum = total.owner.op.rows
+    distributed_sum = total.owner.op.sum
     # PyMC's samplers return the draws so far, as after Ctrl-C.
-    rows_sum.interrupts_on_exit = True
-    rows_sum.rewrite_before_gradient = rewrite_pregrad
+    distributed_sum.interrupts_on_exit = True
+    distributed_sum.rewrite_before_gradient = rewrite_pregrad
     return total
 
 
@@ -275,7 +273,7 @@ def _reads_data(potential: Any) -> bool:
     )
 
 
-def _refuse_draws(search: RowSearch, node: Any, axis: int) -> Any:
+def _reject_minibatch(search: RowSearch, node: Any, axis: int) -> Any:
     raise NotRowwiseError(
         "pm.Minibatch draws other rows at each evaluation; give all rows to a model that is to be split"
     )

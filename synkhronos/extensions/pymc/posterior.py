@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.extensions.chains import can_start_ranks
+from synkhronos.extensions.chains import can_chains_start_ranks
 from synkhronos.patching import replace_attribute
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import describe_exit
@@ -297,7 +297,7 @@ def _get_posterior(idata: Any, argument: str) -> Any:
 
 
 def _replace_posterior(idata: Any, posterior: Any) -> Any:
-    """Return inference data with this posterior, and with the data that PyMC compares with the model's."""
+    """Return inference data of this posterior, and of the data groups that PyMC compares with the model's."""
     groups = {name: idata[name] for name in ("constant_data", "observed_data") if _has_group(idata, name)}
     groups["posterior"] = posterior
     return type(idata)(**groups) if hasattr(idata, "add_groups") else type(idata).from_dict(groups)
@@ -321,16 +321,16 @@ def _add_group(idata: Any, name: str, dataset: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some draws of one chain.
+    """A range of draws of one chain.
 
     Parameters
     ----------
     chain : int
         Position of the chain.
     start, stop : int
-        Positions of the draws.
+        Positions of the first draw and after the last draw.
     seed : int
-        Seed of predictions.
+        Seed of the draws' predictions.
     """
 
     chain: int
@@ -347,7 +347,7 @@ def _count_processes(function: Any) -> int:
     """Return the number of processes that may compute a compiled function; 1 for this process alone."""
     session = ranks.get_session()
     is_xla = type(function.maker.linker).__name__ == "JAXLinker"  # its threads do not outlive a fork
-    return 1 if is_xla or not can_start_ranks(session) else len(session.rank.local_ranks)
+    return 1 if is_xla or not can_chains_start_ranks(session) else len(session.rank.local_ranks)
 
 
 def _compute_draws(
@@ -459,19 +459,21 @@ def _compute_blocks(
     progress = create_simple_progress(progressbar=progressbar)
     with progress:
         task = progress.add_task("Computing ...", completed=0, total=sum(block.stop - block.start for block in blocks))
-        with contextlib.closing(write(0) if num_processes == 1 else _fork_writers(write, num_processes)) as counts:
+        with contextlib.closing(
+            write(0) if num_processes == 1 else _run_forked_writers(write, num_processes)
+        ) as counts:
             for count in counts:
                 progress.advance(task, count)
 
 
-def _fork_writers(write: Callable[[int], Iterator[int]], num_processes: int) -> Generator[int, None, None]:
-    """Yield the numbers of draws that ``write(i)`` yields in process ``i``, in the order in which they arrive."""
+def _run_forked_writers(write: Callable[[int], Iterator[int]], num_processes: int) -> Generator[int, None, None]:
+    """Run ``write(i)`` in forked process ``i``; yield the numbers of draws that it yields, in order of arrival."""
     context = multiprocessing.get_context("fork")
     processes: dict[Connection, Any] = {}
     try:
         for number in range(num_processes):
             parent_end, child_end = context.Pipe(duplex=False)
-            process = context.Process(target=_send_counts, args=(write, number, child_end), daemon=True)
+            process = context.Process(target=_send_written_counts, args=(write, number, child_end), daemon=True)
             process.start()
             child_end.close()
             processes[parent_end] = process
@@ -500,7 +502,7 @@ def _fork_writers(write: Callable[[int], Iterator[int]], num_processes: int) -> 
             pipe.close()
 
 
-def _send_counts(write: Callable[[int], Iterator[int]], number: int, pipe: Connection) -> None:
+def _send_written_counts(write: Callable[[int], Iterator[int]], number: int, pipe: Connection) -> None:
     """Send the numbers that `write` yields, then None; or send an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the master, which ends this process
     try:

@@ -42,8 +42,9 @@ from pytensor.tensor.subtensor import (
 )
 from pytensor.tensor.type_other import MakeSlice
 
+from synkhronos.extensions.rows_sum import PickedRows, get_rows
 from synkhronos.extensions.rows_sum_graph import replace_variables
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 
 __all__ = ["NotRowwiseError", "make_rowwise"]
 
@@ -57,7 +58,7 @@ _MAX_PADDING = 4
 
 
 class NotRowwiseError(ValueError):
-    """An expression that cannot be computed row by row; the message names the reason."""
+    """An expression cannot be computed row by row; the message names the reason."""
 
 
 def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None = None) -> tuple[Any, dict[Any, Any]]:
@@ -88,13 +89,13 @@ def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None 
         raise NotRowwiseError("its log-density is one number for all rows, as where these depend on each other")
     search = RowSearch(length, {**_RULES, **(rules or {})})
     restricted = search.restrict(terms, 0)
-    nodes = library_of(restricted).sort_nodes([restricted])
+    nodes = get_library(restricted).sort_nodes([restricted])
     read = {restricted, *(variable for node in nodes for variable in node.inputs)}
     rows = {placeholder: values for placeholder, values in search.rows_by_placeholder.items() if placeholder in read}
     if not rows:
         raise NotRowwiseError("no data run along its rows")
     for values in rows.values():
-        n_rows = len(values.get_value(borrow=True) if isinstance(values, SharedVariable) else values)
+        n_rows = len(get_rows(values))
         if n_rows != length:
             raise NotRowwiseError(f"it has {length} rows, and data along them have {n_rows}")
     restricted = replace_variables(restricted, nodes, {search.n_rows_variable: next(iter(rows)).shape[0]})
@@ -103,7 +104,7 @@ def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None 
 
 
 class RowSearch:
-    """Search for the data of one expression.
+    """Restricts an expression to any number of rows, by a search from its output to its data.
 
     Parameters
     ----------
@@ -111,14 +112,14 @@ class RowSearch:
         Number of rows of the data.
     rules : dict of class to callable
         Rules by the class of the Op.
-    picked_rows : ndarray, optional
-        Indexes of the data's rows from which the expression is computed.  Default: all rows.
+    selections : tuple of ndarray or slice, optional
+        Indexes by which rows of the data are selected, one after another, before the expression is computed from them.
 
     Attributes
     ----------
     length : int
-        Number of rows of the data; with ``picked_rows`` the expression has another number of rows.
-    rows_by_placeholder : dict of variable to ndarray or shared variable
+        Number of rows of the data; with ``selections`` the expression has another number of rows.
+    rows_by_placeholder : dict of variable to ndarray, shared variable or `PickedRows`
         The data found so far, by the input that replaces them.
     n_rows_variable : variable
         Integer scalar: the number of rows that are computed.
@@ -129,12 +130,12 @@ class RowSearch:
     until the search has reached it.
     """
 
-    def __init__(self, length: int, rules: dict[type, RowwiseRule], picked_rows: np.ndarray | None = None):
+    def __init__(self, length: int, rules: dict[type, RowwiseRule], selections: tuple[Any, ...] = ()):
         self.length = length
         self.rows_by_placeholder: dict[Any, Any] = {}
         self.n_rows_variable = pt.lscalar("n_rows")
         self._rules = rules
-        self._picked_rows = picked_rows
+        self._selections = selections
         self._subsearches: dict[Any, RowSearch] = {}
         self._restricted: dict[tuple[Any, int], Any] = {}
         self._values: dict[Any, Any] = {}
@@ -162,30 +163,45 @@ class RowSearch:
         return self.restrict_or_broadcast(variable, axis)
 
     def restrict_picked(self, values: Any, axis: int, index: Any) -> Any:
-        """Return the restriction of ``values[index]`` for a constant index into longer data; None if impossible.
+        """Return the restriction of ``values[index]`` for a fixed index into longer data; None if impossible.
 
         The data are indexed once, so that everything that is computed from them has these rows only.
+
+        Parameters
+        ----------
+        values : variable
+        axis : int
+            Axis that is indexed.
+        index : variable or slice
 
         Raises
         ------
         NotRowwiseError
             If `index` is a mask: without this restriction, a mask mixes rows.
         """
-        length = values.type.shape[axis]
-        if not isinstance(index, Constant) or index.type.ndim != 1 or length is None or length < self.length:
-            return None
-        picked_rows = np.arange(length)[index.data]
-        subsearch = self._subsearches.get((index, length))
-        if subsearch is None:
-            subsearch = self._subsearches[index, length] = RowSearch(length, self._rules, picked_rows)
-            subsearch.rows_by_placeholder = self.rows_by_placeholder
-            subsearch.n_rows_variable = self.n_rows_variable
-        try:
-            return subsearch.restrict(values, axis)
-        except NotRowwiseError:
-            if index.type.dtype == "bool":
-                raise
-            return None
+        selection = index
+        if not isinstance(index, slice):
+            index = self.fold_constants(index)
+            if not isinstance(index, Constant) or index.type.ndim != 1:
+                return None
+            selection = index.data
+        for length in _list_lengths(values, axis):
+            if length < self.length:
+                continue
+            key = str(index) if isinstance(index, slice) else index, length
+            subsearch = self._subsearches.get(key)
+            if subsearch is None:
+                # The expression is the same for another selection of rows, so that theirs come first.
+                subsearch = RowSearch(length, self._rules, (selection, *self._selections))
+                subsearch.rows_by_placeholder = self.rows_by_placeholder
+                subsearch.n_rows_variable = self.n_rows_variable
+                self._subsearches[key] = subsearch
+            try:
+                return subsearch.restrict(values, axis)
+            except NotRowwiseError:
+                if getattr(selection, "dtype", None) == "bool":
+                    raise
+        return None
 
     def find_row_axis(self, variable: Any) -> int | None:
         """Return the axis of `variable` that runs along the rows; None if the search has not found one so far."""
@@ -203,6 +219,8 @@ class RowSearch:
 
     def restrict_condition(self, variable: Any) -> Any:
         """Return a condition ``all(...)`` over the computed rows only."""
+        if isinstance(variable.type, TensorType):
+            variable = self.fold_constants(variable)
         node = variable.owner
         if node is None:
             return variable
@@ -222,7 +240,7 @@ class RowSearch:
 
         The master would compute all rows at each evaluation.
         """
-        library = library_of(terms)
+        library = get_library(terms)
         nodes = library.sort_nodes([terms])
         from_rows = set(self.rows_by_placeholder)
         for node in nodes:
@@ -273,13 +291,10 @@ class RowSearch:
             raise NotRowwiseError(f"{_describe(variable)} has shape {shape}, but there are {self.length} rows")
         if axis and isinstance(variable, SharedVariable):
             raise NotRowwiseError(f"{_describe(variable)} has its rows on axis {axis}: put them on axis 0")
-        if self._picked_rows is not None:
-            if isinstance(variable, SharedVariable):
-                raise NotRowwiseError(f"{_describe(variable)} may change, and some of its rows are picked")
-            values = np.take(values, self._picked_rows, axis)
         lengths = [None, *(length for i, length in enumerate(variable.type.shape) if i != axis)]
         placeholder = TensorType(variable.type.dtype, tuple(lengths))(variable.name)
-        self.rows_by_placeholder[placeholder] = np.moveaxis(values, axis, 0) if axis else values
+        values = np.moveaxis(values, axis, 0) if axis else values
+        self.rows_by_placeholder[placeholder] = PickedRows(values, self._selections) if self._selections else values
         return pt.moveaxis(placeholder, 0, axis) if axis else placeholder
 
     def _restrict_computed(self, variable: Any, axis: int) -> Any:
@@ -292,6 +307,14 @@ class RowSearch:
                 restricted.name = variable.name
                 return restricted
         raise NotRowwiseError(f"{_describe(variable)} is computed by {node.op}, which is not known to work row by row")
+
+
+def _list_lengths(values: Any, axis: int) -> list[int]:
+    """Return the lengths that an axis may have: the static one, or those of the data from which it is computed."""
+    if values.type.shape[axis] is not None:
+        return [values.type.shape[axis]]
+    data = [leaf for leaf in walk([values], _list_value_inputs) if _is_shared_array(leaf)]
+    return sorted({length for shared in data for length in _get_shape(shared)[:1]})
 
 
 def _describe(variable: Any) -> str:
@@ -471,20 +494,20 @@ def _restrict_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
     axes = [i for i, selector in enumerate(index) if isinstance(selector, slice)]
     values_axis = axes[axis]
     if index[values_axis] != slice(None):
-        picked_rows = _get_constant_index(index[values_axis], values.type.shape[values_axis])
-        picked = None if picked_rows is None else search.restrict_picked(values, values_axis, picked_rows)
+        selection = _get_fixed_slice(index[values_axis])
+        picked = None if selection is None else search.restrict_picked(values, values_axis, selection)
         if picked is None:
             raise NotRowwiseError(f"{node.op} of {_describe(values)} picks rows")
         return picked[tuple(slice(None) if i == values_axis else selector for i, selector in enumerate(index))]
     return node.op(search.restrict(values, values_axis), *operands)
 
 
-def _get_constant_index(selection: slice, length: int | None) -> Any:
-    """Return the indexes that a slice selects from an axis, as a constant; None if they may change."""
+def _get_fixed_slice(selection: slice) -> slice | None:
+    """Return a slice with integers as ends; None if they may change."""
     ends = [selection.start, selection.stop, selection.step]
-    if length is None or not all(end is None or isinstance(end, Constant) for end in ends):
+    if not all(end is None or isinstance(end, Constant) for end in ends):
         return None
-    return pt.constant(np.arange(length)[slice(*[None if end is None else end.data for end in ends])])
+    return slice(*[None if end is None else int(end.data) for end in ends])
 
 
 def _restrict_inc_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
@@ -636,7 +659,7 @@ def _restrict_op_from_graph(search: RowSearch, node: Any, axis: int) -> Any:
     if other_outputs:
         raise NotRowwiseError(f"{node.op} has several outputs")
     replaced = dict(zip(graph.inputs, node.inputs, strict=True))
-    return search.restrict(replace_variables(output, library_of(output).sort_nodes([output]), replaced), axis)
+    return search.restrict(replace_variables(output, get_library(output).sort_nodes([output]), replaced), axis)
 
 
 _RULES: dict[type, RowwiseRule] = {

@@ -30,31 +30,31 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.engines.xla.spmd_program import SpmdProgram, get_jax_settings, map_sequentially
-from synkhronos.extensions.pymc.xla_sums import LocalGraph, register_conversions, replace_sums
-from synkhronos.extensions.rows_sum import RowsSum
+from synkhronos.extensions.pymc.xla_sums import RankSumGraph, register_conversions, replace_sums
+from synkhronos.extensions.rows_sum import DistributedSum
 from synkhronos.patching import replace_attribute
 from synkhronos.ranks import Command, Rank
 from synkhronos.replication.replicator import Replicator
 
-_MODULE = "pymc.sampling.jax"
+_PYMC_JAX_MODULE = "pymc.sampling.jax"
 #: Samplers, and the sign of the log-density in the function that PyMC passes to each.
-_SIGNS = {"numpyro": -1, "blackjax": 1}
-_numbers = itertools.count()
+_LOGP_SIGNS = {"numpyro": -1, "blackjax": 1}
+_key_numbers = itertools.count()
 
 
 def wrap_samplers() -> None:
     """Wrap PyMC's functions that run samplers in JAX, if PyMC's module for them is imported."""
-    module = sys.modules.get(_MODULE)
+    module = sys.modules.get(_PYMC_JAX_MODULE)
     if module is None or hasattr(module, "__synkhronos__"):
         return
     register_conversions()
-    for name in _SIGNS:
+    for name in _LOGP_SIGNS:
         original = getattr(module, f"_sample_{name}_nuts")
-        setattr(module, f"_sample_{name}_nuts", _wrap(name, original))
+        setattr(module, f"_sample_{name}_nuts", _wrap_sampler(name, original))
     module.__dict__["__synkhronos__"] = True
 
 
-def _wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_sampler(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sample(**kwargs: Any) -> Any:
         if not getattr(kwargs["model"], "split_RVs", None):
@@ -75,7 +75,7 @@ class SamplerProgram:
     inputs : list of variable
         The model's value variables.
     potential : variable
-        The log-density with the sampler's sign; its sums over rows are `RankSums`.
+        The log-density with the sampler's sign; its sums over rows are `SpmdSums`.
     arguments : dict
         Further arguments of PyMC's function.
     settings : dict
@@ -94,16 +94,16 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
     model = arguments["model"]
     session = ranks.get_session()
 
-    def make_graph(rows: RowsSum) -> LocalGraph:
-        rows.scatter_rows()
-        inputs, total, shareds = rows.make_local_graph()
-        return LocalGraph(inputs, total, rows.floats, distribute_variables(session, shareds))
+    def make_graph(distributed_sum: DistributedSum) -> RankSumGraph:
+        distributed_sum.scatter_rows()
+        inputs, total, shareds = distributed_sum.make_local_graph()
+        return RankSumGraph(inputs, total, distributed_sum.float_positions, distribute_variables(session, shareds))
 
-    (logp,) = sys.modules[_MODULE]._replace_shared_variables([model.logp()])
-    potential = replace_sums(_SIGNS[name] * logp, make_graph)
+    (logp,) = sys.modules[_PYMC_JAX_MODULE]._replace_shared_variables([model.logp()])
+    potential = replace_sums(_LOGP_SIGNS[name] * logp, make_graph)
     other_arguments = {key: value for key, value in arguments.items() if key not in ("model", "logp_fn")}
     program = SamplerProgram(name, list(model.value_vars), potential, other_arguments, get_jax_settings())
-    key = "sampler", next(_numbers)
+    key = "sampler", next(_key_numbers)
     with session.call_lock:
         session.wait_until_idle()
         try:
@@ -133,7 +133,7 @@ class RunSampler(Command):
         names: list[str] = []
 
         def sample() -> list[np.ndarray]:
-            draws, stats = _sample(program)
+            draws, stats = _sample_on_this_rank(program)
             names[:] = stats
             return [np.asarray(array) for array in (*draws, *stats.values())]
 
@@ -143,9 +143,9 @@ class RunSampler(Command):
         return arrays[:count], dict(zip(names, arrays[count:], strict=True))
 
 
-def _sample(program: SamplerProgram) -> tuple[Any, dict[str, Any]]:
+def _sample_on_this_rank(program: SamplerProgram) -> tuple[Any, dict[str, Any]]:
     """Run PyMC's function on this rank; return draws and statistics."""
-    module = importlib.import_module(_MODULE)
+    module = importlib.import_module(_PYMC_JAX_MODULE)
     register_conversions()
     potential = module.get_jaxified_graph(inputs=program.inputs, outputs=[program.potential])
     arguments = dict(program.arguments)

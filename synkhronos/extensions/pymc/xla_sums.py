@@ -2,7 +2,7 @@
 
 There are two conversions of a sum to JAX::
 
-    in a program of all ranks    `RankSums`     each rank adds its rows, and the program makes the all-reduce
+    in a program of all ranks    `SpmdSums`     each rank adds its rows, and the program makes the all-reduce
     in this process              `SumOverRows`  XLA calls Python, which calls the ranks
 """
 
@@ -15,23 +15,23 @@ from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.op import Op
 
 from synkhronos.engines.xla.spmd_program import SpmdProgram
-from synkhronos.extensions.rows_sum import RowsSum, SumOverRows
+from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
 from synkhronos.extensions.rows_sum_graph import replace_variables
-from synkhronos.graphs import library_of
-from synkhronos.lowering.differentiable_sums import fuse_sums, make_numpy_sum
+from synkhronos.graphs import get_library
+from synkhronos.lowering.differentiable_sums import fuse_sums, make_callback_sum
 
-__all__ = ["LocalGraph", "RankSums", "register_conversions", "replace_sums"]
+__all__ = ["RankSumGraph", "SpmdSums", "register_conversions", "replace_sums"]
 
 
-class LocalGraph(NamedTuple):
-    """The graph of one sum of one rank's rows.
+class RankSumGraph(NamedTuple):
+    """The graph of a sum over one rank's rows.
 
     Attributes
     ----------
     inputs : list of variable
         The parameters, then the rows.
     total : variable
-    floats : list of int
+    float_positions : list of int
         Positions of the parameters that the sum can be differentiated by.
     keys : tuple
         Keys of the shared variables with the rows among a rank's objects.
@@ -39,20 +39,20 @@ class LocalGraph(NamedTuple):
 
     inputs: list[Variable]
     total: Variable
-    floats: list[int]
+    float_positions: list[int]
     keys: tuple[Any, ...]
 
 
-class RankSums(Op):
-    """Several sums over rows, in a program that all ranks run.
+class SpmdSums(Op):
+    """Several sums over rows, in an SPMD program: each rank adds its rows, and one all-reduce adds the ranks' sums.
 
     Parameters
     ----------
-    graphs : list of LocalGraph
+    graphs : list of RankSumGraph
         The Op takes the parameters of all, one after the other, and returns one sum for each.
     """
 
-    def __init__(self, graphs: Sequence[LocalGraph]):
+    def __init__(self, graphs: Sequence[RankSumGraph]):
         self.graphs = list(graphs)
 
     def make_node(self, *params: Any) -> Apply:
@@ -61,21 +61,21 @@ class RankSums(Op):
 
     def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
         """Raise NotImplementedError: the Op has a conversion to JAX only."""
-        raise NotImplementedError("RankSums is computed by XLA only")
+        raise NotImplementedError("SpmdSums is computed by XLA only")
 
     def do_constant_folding(self, fgraph: Any, node: Any) -> bool:
         """Return False: only the ranks' programs can compute it."""
         return False
 
 
-def replace_sums(variable: Any, make_graph: Callable[[RowsSum], LocalGraph]) -> Any:
-    """Replace each `SumOverRows` in a graph by a `RankSums`.
+def replace_sums(variable: Any, make_graph: Callable[[DistributedSum], RankSumGraph]) -> Any:
+    """Replace each `SumOverRows` in a graph by a `SpmdSums`.
 
     Sums that do not depend on each other are one node, so that they make one all-reduce, and the order of several
     all-reduces follows from the data.
     """
     while True:
-        nodes = library_of(variable).sort_nodes([variable])
+        nodes = get_library(variable).sort_nodes([variable])
         sums: list[Apply] = []
         dependent: set[Variable] = set()
         for node in nodes:
@@ -86,7 +86,7 @@ def replace_sums(variable: Any, make_graph: Callable[[RowsSum], LocalGraph]) -> 
             dependent.update(node.outputs)
         if not sums:
             return variable
-        op = RankSums([make_graph(node.op.rows) for node in sums])
+        op = SpmdSums([make_graph(node.op.sum) for node in sums])
         results = op(*[value for node in sums for value in node.inputs], return_list=True)
         replaced = {node.outputs[0]: result for node, result in zip(sums, results, strict=True)}
         variable = replace_variables(variable, nodes, replaced)
@@ -96,25 +96,30 @@ def register_conversions() -> None:
     """Register the conversions to JAX with PyTensor, whose module for them imports JAX."""
     from pytensor.link.jax.dispatch import jax_funcify
 
-    jax_funcify.register(RankSums)(_convert_rank_sums)
+    jax_funcify.register(SpmdSums)(_convert_spmd_sums)
     jax_funcify.register(SumOverRows)(_convert_sum_over_rows)
 
 
-def _convert_rank_sums(op: RankSums, **_: Any) -> Callable[..., Any]:
+def _convert_spmd_sums(op: SpmdSums, **_: Any) -> Callable[..., Any]:
     """Return the sums as a function of JAX arrays."""
     program = SpmdProgram.current
     if program is None:
-        raise RuntimeError("RankSums can be converted to JAX only in a program of the ranks")
+        raise RuntimeError("SpmdSums can be converted to JAX only in a program of the ranks")
     functions = []
     for graph in op.graphs:
         rows = [program.rank.get_object(key).container.storage[0] for key in graph.keys]
-        compile_function = library_of(graph.total).function
-        functions.append(program.compile_local(compile_function, graph.inputs, graph.total, rows))
+        compile_function = get_library(graph.total).function
+        functions.append(program.compile_for_local_rows(compile_function, graph.inputs, graph.total, rows))
     counts = [len(graph.inputs) - len(graph.keys) for graph in op.graphs]
-    return fuse_sums(functions, counts, [graph.floats for graph in op.graphs], program.all_reduce)
+    return fuse_sums(functions, counts, [graph.float_positions for graph in op.graphs], program.all_reduce)
 
 
 def _convert_sum_over_rows(op: SumOverRows, **_: Any) -> Callable[..., Any]:
     """Return a sum as a function of JAX arrays that calls the ranks from this process."""
-    rows = op.rows
-    return make_numpy_sum(rows.value, rows.value_and_gradients, rows.total.type.dtype, rows.floats)
+    distributed_sum = op.sum
+    return make_callback_sum(
+        distributed_sum.compute_value,
+        distributed_sum.compute_value_and_gradients,
+        distributed_sum.total.type.dtype,
+        distributed_sum.float_positions,
+    )

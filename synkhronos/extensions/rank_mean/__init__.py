@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 
 __all__ = ["rank_mean"]
 
@@ -38,12 +38,12 @@ def rank_mean(values: Any, rows: Any) -> Any:
     rows.  Each mean is one exchange of a few numbers, and so is its gradient.  A rank without rows takes part.  In JAX
     mode XLA waits for the host at each mean, and the step is not fused with the all-reduce of the gradient.
     """
-    library = library_of(values)
+    library = get_library(values)
     rows = library.tensor.cast(rows, values.dtype)
-    return _get_op(library.name)(values, rows)
+    return _make_op(library.name)(values, rows)
 
 
-def _get_op(name: str) -> Any:
+def _make_op(name: str) -> Any:
     if name == "theano":
         from synkhronos.extensions.rank_mean.theano import TheanoRankMean
 

@@ -8,7 +8,7 @@ from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Apply
 
 from synkhronos.function.rank_mean import RankMeanOp, average_over_ranks
-from synkhronos.lowering.numpy_op import NumpyOp, call_in_order, register_lowering
+from synkhronos.lowering.numpy_op import NumpyOp, call_ordered_callback, register_lowering
 
 
 class PytensorRankMean(RankMeanOp, NumpyOp):
@@ -19,4 +19,4 @@ class PytensorRankMean(RankMeanOp, NumpyOp):
 
 @register_lowering(PytensorRankMean)
 def _lower(op: PytensorRankMean, values: Any, rows: Any) -> Any:
-    return call_in_order(average_over_ranks, values, rows)
+    return call_ordered_callback(average_over_ranks, values, rows)

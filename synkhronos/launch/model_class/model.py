@@ -13,7 +13,7 @@ from synkhronos.casts import cast
 from synkhronos.checks import check_at_least, describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import get_array_device
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.launch.configuration.settings import MODEL_OPTIONS, check_model_options
 from synkhronos.loading import Loader
 from synkhronos.training import updates
@@ -45,7 +45,7 @@ def _as_dict(updates: Any) -> dict[Any, Any]:
 
 def _copy_value(shared: Any) -> Any:
     """Return a snapshot of a variable's value; on a GPU it may not be computed yet."""
-    value = library_of(shared).borrow_value(shared)
+    value = get_library(shared).borrow_value(shared)
     return get_array_device(value).snapshot(value)
 
 
@@ -199,7 +199,7 @@ class Model:
         With the sync type "cdd", or options of the step, it is compiled in two parts: `train_iter` computes the
         gradient, and `apply_gradients` updates the parameters.
         """
-        library = library_of(self.loss)
+        library = get_library(self.loss)
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
         outputs = [self.loss] if self.error is None else [self.loss, self.error]
         tested, is_sliced = list(self.tested or outputs), self.num_slices > 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.launch.model_class.model_interface import ModelInterfaceError
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 
@@ -64,7 +64,7 @@ def _group_function(function: Any, groups: VariablesByRole, seen: set[int]) -> N
         shared = entry.variable
         if not getattr(entry, "implicit", False):
             continue
-        library = library_of(shared)
+        library = get_library(shared)
         if library.is_generator(shared):
             library.track_generators(function)
         if id(shared) in seen:

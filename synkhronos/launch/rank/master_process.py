@@ -36,7 +36,7 @@ from synkhronos.training.loops.stop_signals import StopSignals, get_requested_st
 
 def main(folder: str, arguments: MasterArguments) -> int:
     """Train with the settings in a run's folder, and return the exit status."""
-    exit_with_parent(arguments.supervisor_pid, in_main_thread=True)
+    exit_with_parent(arguments.supervisor_pid, from_main_thread=True)
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     settings = Settings.load(folder)

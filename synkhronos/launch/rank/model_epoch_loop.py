@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from synkhronos.devices import get_array_device
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.launch.model_class.model import Model
 from synkhronos.launch.model_class.model_interface import (
     ModelInterfaceError,
@@ -308,7 +308,7 @@ class ModelEpochLoop(EpochLoop):
             params = self.model.params
             if isinstance(self.model, Model) and self.model.ema_params is not None and self.model.validate_ema:
                 params = [*self.model.ema_params, *self.model.averages]
-            values = [get_array_device(v).to_host(v) for v in (library_of(p).borrow_value(p) for p in params)]
+            values = [get_array_device(v).to_host(v) for v in (get_library(p).borrow_value(p) for p in params)]
             np.savez(self.state.folder / name, *values)
 
     def _save_best(self) -> None:

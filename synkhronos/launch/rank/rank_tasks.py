@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from synkhronos.graphs import library_of, register_loaded_libraries
+from synkhronos.graphs import get_library, register_loaded_libraries
 from synkhronos.launch import core_binding
 from synkhronos.launch.configuration.settings import Settings
 from synkhronos.launch.model_class.model_compilation import compile_model, set_model_options
@@ -110,7 +110,7 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
     vector.set(worker.broadcast(np.asarray(vector.get()) if worker.number == 0 else None))
     groups = group_variables(model, exclude_normalization=exchanged_values == "params")
     for variable in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
-        library = library_of(variable)
+        library = get_library(variable)
         generator = library.copy_generator(variable)
         if worker.number:
             generator = library.jump_generator(generator, worker.number)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.rules import Rule, State
-from synkhronos.rules.rule import average
+from synkhronos.rules.rule import all_reduce_mean
 from synkhronos.rules.state import FlatVariables
 from synkhronos.tasks import Worker
 
@@ -44,7 +44,7 @@ class SummedGradients(Rule):
         if self.precision is None or np.dtype(vector.dtype).name == self.precision:
             total = worker.all_reduce(vector, "sum", overwrite=True)
         else:
-            total = average(worker, vector, self.precision) * vector.dtype.type(worker.size)
+            total = all_reduce_mean(worker, vector, self.precision) * vector.dtype.type(worker.size)
         self.vels2.set(total)
 
     def compute_consensus(self, worker: Worker, state: State) -> Any:
@@ -61,10 +61,11 @@ class SummedGradients(Rule):
         if pending is not None and np.size(pending) == self.vels2.size:
             self.vels2.set(np.asarray(pending))
 
-    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Scale the pending sum to the new number of ranks, by which the class divides it."""
-        states = super().resize_states(ranks, size)
-        if _PENDING not in ranks[0]["own"]:
-            return states
-        pending = ranks[0]["own"][_PENDING] * (size / len(ranks))
-        return [{**state, "own": {**state["own"], _PENDING: pending.astype(state["params"].dtype)}} for state in states]
+        resized = super().resize_states(states, n_ranks)
+        if _PENDING not in states[0]["own"]:
+            return resized
+        pending = states[0]["own"][_PENDING] * (n_ranks / len(states))
+        pending = pending.astype(states[0]["params"].dtype)
+        return [{**state, "own": {**state["own"], _PENDING: pending}} for state in resized]

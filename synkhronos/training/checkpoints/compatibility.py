@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.rules import Rule
 from synkhronos.training.checkpoints.checkpoint import CheckedDict, CheckpointError
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
@@ -56,7 +56,7 @@ def describe_training(
         "kind": kind,
         "rule": type(rule).__name__,
         "asynchronous": rule.asynchronous,
-        "rule_options": _to_json_options(rule.options()),
+        "rule_options": _to_json_options(rule.get_options()),
         "update_rule": name,
         "update_rule_options": _to_json_options(options),
         "variables": {
@@ -135,7 +135,7 @@ def _describe_variable(shared: Any, role: str) -> list[Any]:
 
 def _describe_generator(shared: Any) -> list[Any]:
     """Return the type of a generator, and the shape of its state if that is an array."""
-    value = library_of(shared).copy_generator(shared)
+    value = get_library(shared).copy_generator(shared)
     state = value.bit_generator if isinstance(value, np.random.Generator) else value
     return [type(state).__name__, list(np.shape(value))]
 

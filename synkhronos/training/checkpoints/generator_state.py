@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.tasks import Worker
 
 
@@ -24,7 +24,7 @@ def restore_states(worker: Worker, generators: Sequence[Any], by_rank: Sequence[
 
 def get_state(shared: Any) -> Any:
     """Return the state of a generator in types that JSON can represent."""
-    value = library_of(shared).copy_generator(shared)
+    value = get_library(shared).copy_generator(shared)
     if isinstance(value, np.random.Generator):
         return to_json(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
@@ -34,7 +34,7 @@ def get_state(shared: Any) -> Any:
 
 def set_state(shared: Any, state: Any) -> None:
     """Set the state of a generator to a result of `get_state`."""
-    library, state = library_of(shared), from_json(state)
+    library, state = get_library(shared), from_json(state)
     value = library.copy_generator(shared)
     if isinstance(value, np.random.Generator):
         value.bit_generator.state = state

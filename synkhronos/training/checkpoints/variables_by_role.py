@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import get_array_device
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.rules import Rule
 from synkhronos.rules.state import FlatVariables
 from synkhronos.training.train_function.training_graph import TrainingGraph
@@ -60,7 +60,7 @@ class VariablesByRole:
         others = [s for s in [*graph.optimizer_state, *(u.shared for u in graph.extra_updates)] if id(s) not in grouped]
         others = [s for s in others if hasattr(s.type, "dtype")]
         variables = [*graph.x, *graph.y, graph.loss, *(u.expression for u in graph.extra_updates)]
-        library = library_of(graph.loss)
+        library = get_library(graph.loss)
         generators = [s for s in library.find_shareds(variables) if library.is_generator(s)]
         return cls([*exchanged_params, *averages], optimizer, excluded, others, generators, len(averages))
 
@@ -101,9 +101,9 @@ class VariablesByRole:
             FlatVariables(self.optimizer).set(values["optimizer"])
         for shared, value in zip(self.others, values["others"], strict=True):
             device = get_array_device(_borrow_value(shared))
-            library_of(shared).store_value(shared, device.from_host(np.array(value)))
+            get_library(shared).store_value(shared, device.from_host(np.array(value)))
 
 
 def _borrow_value(shared: Any) -> Any:
     """Return the value of a shared variable, an array of any device, without a copy."""
-    return library_of(shared).borrow_value(shared)
+    return get_library(shared).borrow_value(shared)

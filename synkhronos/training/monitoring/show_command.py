@@ -66,11 +66,11 @@ def main(arguments: list[str]) -> None:
 
 def _show_timeline(name: str, picture: str | None) -> None:
     """Print the times of a recorded timeline, and draw some of its calls."""
-    ranks = timeline_report.read_timelines(name)
-    critical_path = timeline_report.find_critical_path(ranks)
-    sys.stdout.write(timeline_report.format_report(name, ranks, critical_path))
+    timelines = timeline_report.read_timelines(name)
+    critical_path = timeline_report.find_critical_path(timelines)
+    sys.stdout.write(timeline_report.format_report(name, timelines, critical_path))
     picture = picture or f"{name.removesuffix('.gz').removesuffix('.json')}.png"
-    timeline_report.draw_timelines(ranks, critical_path, picture)
+    timeline_report.draw_timelines(timelines, critical_path, picture)
     sys.stdout.write(f"picture: {picture}; the file can be opened at https://ui.perfetto.dev\n")
 
 

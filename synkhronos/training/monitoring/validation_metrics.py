@@ -15,7 +15,7 @@ import numpy as np
 
 from synkhronos.devices.reduce_op import list_metric_ops
 from synkhronos.function.output_op import Accumulator, OutputOp
-from synkhronos.graphs import is_variable, library_of
+from synkhronos.graphs import get_library, is_variable
 from synkhronos.training.train_function.weighted_mean import make_weighted_outputs, warn_of_varying_denominators
 
 
@@ -98,7 +98,7 @@ def _parse_metric(name: str, entry: Any) -> Metric:
         raise ValueError(f"{expected}; an op {metric.op!r} has no weight")
     variables = [metric.expression] if metric.weight is None else [metric.expression, metric.weight]
     try:
-        library_of(*variables)
+        get_library(*variables)
     except TypeError as error:
         raise TypeError(f"{expected}; {error}") from None
     for variable in variables:

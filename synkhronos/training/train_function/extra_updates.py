@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.graphs import SharedVariable, Variable, library_of
+from synkhronos.graphs import SharedVariable, Variable, get_library
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import get_shape
@@ -105,14 +105,14 @@ def _choose_ops(entries: list[Any], inputs: list[Variable]) -> list[ExtraUpdate]
     expressions = [entry[1] for entry in entries if hasattr(entry[1], "owner")]
     if not expressions:
         return [ExtraUpdate(entry[0], entry[1], entry[2] if len(entry) == 3 else None, False) for entry in entries]
-    library = library_of(*expressions)
+    library = get_library(*expressions)
     random = [shared for shared in library.find_shareds(expressions) if library.is_generator(shared)]
     differing = [*inputs, *random]
     while True:
         dependence = DependenceAnalysis(library, expressions, differing)
         extra_updates = []
         for shared, expression, *op in entries:
-            differs = bool(hasattr(expression, "owner") and dependence.list_sources(expression))
+            differs = bool(hasattr(expression, "owner") and dependence.list_source_names(expression))
             if not op:
                 if differs and not _is_float(shared) and not library.is_generator(shared):
                     raise TypeError(
@@ -152,7 +152,7 @@ def append_averaged_updates(rule: RuleUpdates, extra_updates: Sequence[ExtraUpda
     averaged = [u for u in extra_updates if u.op == "mean" and u.differs]
     if not averaged:
         return rule, 1
-    library, gradients = library_of(rule.grad_shared), rule.grad_shared
+    library, gradients = get_library(rule.grad_shared), rule.grad_shared
     tensor = library.tensor
     (size,) = get_shape(gradients)
     dtype = str(np.result_type(gradients.dtype, *(u.shared.dtype for u in averaged)))

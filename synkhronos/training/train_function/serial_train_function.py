@@ -11,7 +11,7 @@ from synkhronos.casts import as_numbers
 from synkhronos.checks import check_at_least
 from synkhronos.data.rows import select_rows
 from synkhronos.devices import take_rows
-from synkhronos.graphs import SharedVariable, Variable, library_of
+from synkhronos.graphs import SharedVariable, Variable, get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import (
@@ -39,7 +39,7 @@ class SerialTrainFunction:
     """
 
     def __init__(self, graph: TrainingGraph):
-        library = library_of(graph.loss)
+        library = get_library(graph.loss)
         self.grad_shared = graph.rule.grad_shared
         self.optimizer_state = graph.optimizer_state
         self.ema = graph.ema

@@ -10,7 +10,7 @@ from synkhronos.collectives.commands import VariableCopy, prepare_copies
 from synkhronos.devices import get_array_device
 from synkhronos.engines import StepShards
 from synkhronos.function.call import Call
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.ranks import Command, Rank
 from synkhronos.training.train_function.step_command import fuse_calls
 
@@ -102,7 +102,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         if key in numbered:
             return
         shared = rank.get_object(key)
-        library = library_of(shared)
+        library = get_library(shared)
         library.store_value(shared, get_array_device(library.borrow_value(shared)).from_host(np.asarray(rank.number)))
         numbered.add(key)
 

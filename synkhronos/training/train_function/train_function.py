@@ -26,10 +26,10 @@ from synkhronos.casts import check_cast
 from synkhronos.checks import check_list
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import get_all_reduce_command
-from synkhronos.collectives.commands import GetShapes
+from synkhronos.collectives.commands import GetLayouts
 from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
-from synkhronos.graphs import SharedVariable, Variable, library_of
+from synkhronos.graphs import SharedVariable, Variable, get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
 from synkhronos.training.train_function.launch_groups import StepRows, assign_rows, collect_sliceable_rows, group_steps
 from synkhronos.training.train_function.optimizer_state import OptimizerState
@@ -112,7 +112,7 @@ class TrainFunction:
         self._updates = [self.update]
         if shards is not None:
             self._updates.append(function([], updates=shards.whole_updates, name="train_gather"))
-        zeros = library_of(grad_shared).tensor.zeros_like(grad_shared)
+        zeros = get_library(grad_shared).tensor.zeros_like(grad_shared)
         self._clear = function([], updates=[(grad_shared, zeros)], name="train_clear")
         # Assigned after the functions: deepcopy copies attributes in order, and functions have to copy the variables.
         self.grad_shared = grad_shared
@@ -434,7 +434,7 @@ class TrainFunction:
         chosen = gradient.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
         if any(isinstance(selection, slice) for selection in chosen):  # only the ranks know the lengths of their data
-            layouts = session.run(GetShapes(distribute_variables(session, self._graph.sliceable)))
+            layouts = session.run(GetLayouts(distribute_variables(session, self._graph.sliceable)))
             lengths = [min(shape[0] for shape, _ in shapes) for shapes in zip(*layouts, strict=True)]
         counts = [
             len(range(length)[selection]) if isinstance(selection, slice) else selection.shape[0]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from synkhronos.checks import check_list
 from synkhronos.data import Data
 from synkhronos.function.rank_mean import RankMeanOp
-from synkhronos.graphs import SharedVariable, Variable, library_of
+from synkhronos.graphs import SharedVariable, Variable, get_library
 from synkhronos.training.train_function.extra_updates import ExtraUpdate, UpdatesArgument, parse_extra_updates
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.weighted_mean import (
@@ -117,7 +117,7 @@ class TrainingGraph:
         sliceable = _check_sliceable(sliceable_shareds, [*xs, *ys])
         if weight is not None:
             check_weight(weight, loss, params)
-            if any(isinstance(node.op, RankMeanOp) for node in library_of(loss).sort_nodes([loss])):
+            if any(isinstance(node.op, RankMeanOp) for node in get_library(loss).sort_nodes([loss])):
                 raise ValueError("weight: expected None for a loss with means over ranks (rank_mean, sync=True)")
         loss_or_grads, scale = loss, None
         if options.loss_scale is not None:
@@ -226,7 +226,7 @@ def _check_variables(argument: str, value: Any) -> list[Any]:
     for i, variable in enumerate(variables):
         expected = f"{argument}: expected a variable or a list of variables"
         try:
-            library_of(variable)
+            get_library(variable)
         except TypeError as error:
             raise TypeError(f"{expected}; {error}") from None
         if not getattr(variable, "ndim", 0):
@@ -259,7 +259,7 @@ def _check_sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> lis
 def build_local_updates(rule: RuleUpdates) -> dict[Any, Any]:
     """Return the updates of a step by the rank's own gradient, without an all-reduce: new values by shared variable."""
     expression = rule.grad_updates[rule.grad_shared]
-    library = library_of(expression)
+    library = get_library(expression)
     new_values = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})
     return {
         shared: library.convert_to_type_of(shared, new)
@@ -269,7 +269,7 @@ def build_local_updates(rule: RuleUpdates) -> dict[Any, Any]:
 
 def replace_params(expressions: Sequence[Any], params: Sequence[Any], averages: Any) -> list[Any]:
     """Return expressions that read moving averages instead of parameters."""
-    library = library_of(*params)
+    library = get_library(*params)
     replacements = {
         p: library.convert_to_type_of(p, library.tensor.cast(average, p.dtype))
         for p, average in zip(params, averages, strict=True)

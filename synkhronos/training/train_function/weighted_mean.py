@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.graphs import Variable, library_of
+from synkhronos.graphs import Variable, get_library
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 
 
@@ -22,7 +22,7 @@ def make_weighted_outputs(expression: Any, weight: Any) -> list[tuple[Any, str]]
 
     A mean of weight 0 counts as 0, even if it is NaN.  Both outputs have the dtype of the mean, at least float32.
     """
-    tensor = library_of(expression).tensor
+    tensor = get_library(expression).tensor
     dtype = str(np.result_type(expression.dtype, np.float32))
     weight = tensor.cast(weight, dtype)
     product = tensor.switch(tensor.eq(weight, 0), np.asarray(0, dtype), weight * expression)
@@ -56,12 +56,12 @@ def warn_of_varying_denominators(means: Mapping[str, Any], inputs: Sequence[Vari
     """
     if not means:
         return
-    library, expressions = library_of(*means.values()), list(means.values())
+    library, expressions = get_library(*means.values()), list(means.values())
     random = [shared for shared in library.find_shareds(expressions) if library.is_generator(shared)]
     dependence = DependenceAnalysis(library, expressions, [*inputs, *random])
     for name, expression in means.items():
         for denominator in dependence.find_denominators(expression)[:1]:
-            names = ", ".join(dependence.list_sources(denominator))
+            names = ", ".join(dependence.list_source_names(denominator))
             warnings.warn(
                 f"{name}: the denominator of a mean depends on the values of {names}, but ranks average by rows, so "
                 "that the result depends on the number of ranks. Give the denominator as the mean's weight: weight=... "
@@ -78,7 +78,7 @@ def check_weight(weight: Any, loss: Any, params: Sequence[Any]) -> None:
     """
     expected = "weight: expected a symbolic scalar, the number of items that the loss is a mean over"
     try:
-        library = library_of(weight, loss)
+        library = get_library(weight, loss)
     except TypeError as error:
         raise TypeError(f"{expected}; {error}") from None
     if getattr(weight, "ndim", None) != 0 or np.dtype(weight.dtype).kind not in "biuf":

@@ -21,7 +21,7 @@ from synkhronos.checks import check_at_least, check_choice, check_flag, check_nu
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
 from synkhronos.data.parts import PartsData
-from synkhronos.graphs import SharedVariable, Variable, library_of
+from synkhronos.graphs import SharedVariable, Variable, get_library
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import cast_rows
 from synkhronos.rules import BSP, EAMSGD, Rule
@@ -433,7 +433,7 @@ def make_trainer(
             raise ValueError(f"{name}: needs the exchange rule BSP() on gradients, got {rule!r}")
     schedule = as_schedule(learning_rate)
     try:
-        library = library_of(loss)
+        library = get_library(loss)
     except TypeError as error:
         raise TypeError(f"loss: {error}") from None
     first = params[0] if isinstance(params, list | tuple) and params else None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import GraphLibrary, is_variable, library_of
+from synkhronos.graphs import GraphLibrary, get_library, is_variable
 
 
 def check_params(params: Iterable[Any]) -> list[Any]:
@@ -71,7 +71,7 @@ def check_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
 def _find_library(expected: str, *variables: Any) -> GraphLibrary:
     """Return the graph library of the variables; raise TypeError, with a message that begins with `expected`."""
     try:
-        return library_of(*variables)
+        return get_library(*variables)
     except TypeError as error:
         raise TypeError(f"{expected}; {error}") from None
 

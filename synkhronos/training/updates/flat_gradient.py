@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import GraphLibrary, Scalar, SharedVariable, Variable, library_of
+from synkhronos.graphs import GraphLibrary, Scalar, SharedVariable, Variable, get_library
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
 
@@ -75,7 +75,7 @@ class FlatGradient:
         grads = check_gradients(loss_or_grads, self.params)
         self._is_weighted = weight is not None
         self._may_be_zero = False
-        library = library_of(*self.params)
+        library = get_library(*self.params)
         self.tensor = library.tensor
         # At least float32: float16 can't count above 2048 rows, and would round sums over many ranks.
         dtype = str(np.result_type(*(p.dtype for p in self.params), np.float32))
@@ -113,7 +113,7 @@ def split_vector(vector: Variable, params: Sequence[SharedVariable], may_be_zero
     is_weighted = get_shape(vector)[0] > sum(sizes)
     total = vector[-1]
     if is_weighted and may_be_zero:
-        tensor = library_of(vector).tensor
+        tensor = get_library(vector).tensor
         total = tensor.switch(tensor.eq(total, 0), np.asarray(1, vector.dtype), total)
     start = 0
     for p, size in zip(params, sizes, strict=True):
@@ -134,7 +134,7 @@ def _depends_on_shapes_only(library: GraphLibrary, weight: Variable) -> bool:
 
 def as_scalar(value: Scalar, like: Variable) -> Variable:
     """Convert a number or symbolic scalar to a symbolic scalar in the dtype of the variable `like`."""
-    tensor = library_of(like).tensor
+    tensor = get_library(like).tensor
     if is_number(value):
         # The graph libraries convert a Python float to floatX, which may be wider than the parameter.
         return tensor.constant(np.asarray(value, like.dtype))

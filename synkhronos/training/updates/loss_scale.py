@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.training.updates.argument_checks import check_gradients, check_params
 from synkhronos.training.updates.flat_gradient import RuleUpdates
 
@@ -37,7 +37,7 @@ def scale_gradients(loss: Any, params: Any) -> tuple[Any, list[Any]]:
     """
     params = check_params(params)
     check_gradients(loss, params)
-    library = library_of(*params)
+    library = get_library(*params)
     scale = library.shared(np.asarray(_INITIAL_SCALE, "float32"), name="loss_scale")
     grads = check_gradients(loss * library.tensor.cast(scale, loss.dtype), params)
     return scale, [library.tensor.cast(g, str(np.result_type(g.dtype, np.float32))) / scale for g in grads]
@@ -48,7 +48,7 @@ def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
 
     The scale is halved after a skipped step, and doubled after 2,000 successive other steps.
     """
-    library, vector = library_of(scale), updates.grad_shared
+    library, vector = get_library(scale), updates.grad_shared
     tensor = library.tensor
     zero, one, two = (np.asarray(value, "float32") for value in (0, 1, 2))
     count = library.shared(zero, name="loss_scale_steps")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.training.updates.argument_checks import check_gradients, check_params
 from synkhronos.training.updates.flat_gradient import RuleUpdates, make_zero_state
 
@@ -62,7 +62,7 @@ def master_weights(rule: Any) -> Any:
     ) -> Any:
         params = check_params(params)
         grads = check_gradients(loss_or_grads, params)
-        library = library_of(*params)
+        library = get_library(*params)
         tensor = library.tensor
         # While the rule is built, masters have the parameters' names, which predicates of parameters may read.
         masters = [p if p.dtype != "float16" else _make_master(p) for p in params]

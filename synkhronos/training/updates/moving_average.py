@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar
 
 
@@ -25,7 +25,7 @@ def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[
 
     where :math:`e_0 = p_0` are the parameters before the first step, even if they have changed since the rule was made.
     """
-    library = library_of(*params)
+    library = get_library(*params)
     tensor = library.tensor
     has_begun = library.shared(np.zeros((), "float32"), name="ema_has_begun")
     new_values, averages = updates.param_updates.copy(), []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import Scalar, SharedVariable, Variable, library_of
+from synkhronos.graphs import Scalar, SharedVariable, Variable, get_library
 from synkhronos.training.updates.argument_checks import check_params, check_scalars
 from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar, make_zero_state
 from synkhronos.training.updates.update_rule import (
@@ -381,7 +381,7 @@ def one_minus_power(beta: Scalar, t: Variable, name: str = "beta1 and beta2") ->
 
     Written out, it would lose four digits of float32 to cancellation at beta = 0.999 and t = 1.
     """
-    tensor = library_of(t).tensor
+    tensor = get_library(t).tensor
     if is_number(beta):
         if not 0 <= beta < 1:
             raise ValueError(f"{name}: expected from 0 up to but not including 1, got {beta!r}")

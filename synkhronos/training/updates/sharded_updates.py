@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.graphs import GraphLibrary, library_of
+from synkhronos.graphs import GraphLibrary, get_library
 from synkhronos.training.updates.flat_gradient import RuleUpdates, get_shape
 
 #: Operations that change shapes or types, but neither the elements nor their order.
@@ -150,7 +150,7 @@ class ShardedUpdates:
     """
 
     def __init__(self, updates: RuleUpdates, params: Sequence[Any], size: int, rule_name: str):
-        self._library = library_of(*params)
+        self._library = get_library(*params)
         self._tensor = self._library.tensor
         self._params, self._size, self._rule_name = list(params), size, rule_name
         self._shapes = [get_shape(p) for p in params]

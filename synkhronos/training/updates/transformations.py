@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_positive, is_number
-from synkhronos.graphs import Scalar, SharedVariable, Variable, library_of
+from synkhronos.graphs import Scalar, SharedVariable, Variable, get_library
 from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, get_shape, split_vector
 from synkhronos.training.updates.update_rule import UpdateRule
@@ -214,7 +214,7 @@ def clip_by_global_norm(max_norm: Scalar) -> Transformation:
     def transform(grads: list[Variable], params: list[SharedVariable]) -> list[Variable]:
         norm = global_norm(grads)
         limit = _to_scalar("max_norm", max_norm, norm)
-        factor = library_of(norm).tensor.switch(norm < limit, as_scalar(1, norm), limit / norm)
+        factor = get_library(norm).tensor.switch(norm < limit, as_scalar(1, norm), limit / norm)
         return [g * as_scalar(factor, g) for g in grads]
 
     return _set_name(f"clip_by_global_norm({_format_option(max_norm)})", transform)
@@ -236,7 +236,7 @@ def clip(max_delta: Scalar) -> Transformation:
 
     def transform(grads: list[Variable], params: list[SharedVariable]) -> list[Variable]:
         limits = [_to_scalar("max_delta", max_delta, g) for g in grads]
-        return [library_of(g).tensor.clip(g, -limit, limit) for g, limit in zip(grads, limits, strict=True)]
+        return [get_library(g).tensor.clip(g, -limit, limit) for g, limit in zip(grads, limits, strict=True)]
 
     return _set_name(f"clip({_format_option(max_delta)})", transform)
 
@@ -267,7 +267,7 @@ def add_decayed_weights(weight_decay: Scalar, mask: Callable[[SharedVariable], b
 
     def transform(grads: list[Variable], params: list[SharedVariable]) -> list[Variable]:
         return [
-            g + _to_scalar("weight_decay", weight_decay, g) * library_of(g).tensor.cast(p, g.dtype)
+            g + _to_scalar("weight_decay", weight_decay, g) * get_library(g).tensor.cast(p, g.dtype)
             if mask is None or mask(p)
             else g
             for g, p in zip(grads, params, strict=True)
@@ -332,7 +332,7 @@ def total_norm_constraint(
     """
     _check_limit("max_norm", max_norm)
     norm = global_norm(tensor_vars)
-    tensor = library_of(norm).tensor
+    tensor = get_library(norm).tensor
     limit = _to_scalar("max_norm", max_norm, norm)
     factor = tensor.minimum(norm, limit) / (norm + as_scalar(epsilon, norm))
     scaled = [g * as_scalar(factor, g) for g in tensor_vars]
@@ -365,7 +365,7 @@ def norm_constraint(
     Each part is multiplied by :math:`\min(n, c) / (n + \epsilon)`, where n is its norm.
     """
     _check_limit("max_norm", max_norm)
-    tensor, n_axes = library_of(tensor_var).tensor, tensor_var.ndim
+    tensor, n_axes = get_library(tensor_var).tensor, tensor_var.ndim
     if norm_axes is not None:
         axes = tuple(norm_axes)
     elif n_axes == 2:
@@ -381,7 +381,7 @@ def norm_constraint(
 
 def global_norm(variables: Sequence[Variable]) -> Variable:
     """Return the Euclidean norm of all elements of all variables, in the widest of their dtypes."""
-    tensor = library_of(*variables).tensor
+    tensor = get_library(*variables).tensor
     dtype = str(np.result_type(*(v.dtype for v in variables), np.float32))
     return tensor.sqrt(functools.reduce(lambda a, b: a + b, [(tensor.cast(v, dtype) ** 2).sum() for v in variables]))
 
@@ -398,7 +398,7 @@ def _is_weighted(updates: RuleUpdates, params: list[Any]) -> bool:
 def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any]) -> RuleUpdates:
     """Return updates that read these gradients instead of those in `grad_shared`."""
     vector = updates.grad_shared
-    library = library_of(vector)
+    library = get_library(vector)
     tensor = library.tensor
     parts = [tensor.cast(g, vector.dtype).flatten() for g in grads]
     if _is_weighted(updates, params):
@@ -413,7 +413,7 @@ def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any])
 def _transform_step(updates: RuleUpdates, params: list[Any], transforms: Sequence[Transformation]) -> RuleUpdates:
     """Return updates whose steps are transformed."""
     steps = _apply(transforms, [p - updates.param_updates[p] for p in params], params)
-    library = library_of(*params)
+    library = get_library(*params)
     new_values = OrderedDict(updates.param_updates)
     for p, step in zip(params, steps, strict=True):
         new_values[p] = library.convert_to_type_of(p, p - library.tensor.cast(step, p.dtype))
@@ -457,7 +457,7 @@ def _check_limit(name: str, value: Any) -> None:
         check_positive(value, name)
         return
     try:
-        library_of(value)
+        get_library(value)
     except TypeError:
         raise TypeError(f"{name}: expected a positive number or a symbolic scalar, got {value!r}") from None
 

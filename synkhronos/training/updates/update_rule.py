@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from synkhronos.graphs import Scalar, SharedVariable, Variable, library_of
+from synkhronos.graphs import Scalar, SharedVariable, Variable, get_library
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, make_zero_state
 
 #: Takes a loss, parameters and hyperparameters, ``weight`` among them.
@@ -74,7 +74,7 @@ class FormulaContext:
         """Number of this step, from 1: a symbolic scalar in the dtype of the flat gradient."""
         if not self._common_updates:
             # In float32 the counter stops at 2**24, long after Adam's corrections have become 1.
-            counter = library_of(self._flat.shared).shared(np.zeros((), self._flat.shared.dtype), name="t")
+            counter = get_library(self._flat.shared).shared(np.zeros((), self._flat.shared.dtype), name="t")
             self._common_updates[counter] = counter + as_scalar(1, counter)
         return next(iter(self._common_updates.values()))
 

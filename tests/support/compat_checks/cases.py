@@ -21,19 +21,19 @@ class Case:
         Takes variables and returns one, or a list.
     inputs : list of array
         Floats have gradients, integers don't.
-    second : bool
+    has_second_derivatives : bool
         Whether gradients of gradients are compared too.
-    grads : bool
-    of : int, optional
+    has_gradients : bool
+    n_differentiated : int, optional
         Number of the first outputs whose gradients are taken; all by default.
     """
 
     name: str
     build: object
     inputs: list
-    second: bool = False
-    grads: bool = True
-    of: int = None
+    has_second_derivatives: bool = False
+    has_gradients: bool = True
+    n_differentiated: int = None
 
     def compute(self, mode=None):
         """Return outputs, gradients and second derivatives as this process's ``theano`` computes them."""
@@ -44,12 +44,14 @@ class Case:
         outputs = self.build(*variables)
         outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         outputs_by_name = {"out": outputs}
-        if self.grads:
+        if self.has_gradients:
             rng = np.random.RandomState(1)
             floats = [v for v in variables if v.dtype.startswith("float")]
-            grads = T.grad(sum_with_weights(outputs[: self.of], rng), floats, disconnected_inputs="ignore")
+            grads = T.grad(
+                sum_with_weights(outputs[: self.n_differentiated], rng), floats, disconnected_inputs="ignore"
+            )
             outputs_by_name["grad"] = grads
-            if self.second:
+            if self.has_second_derivatives:
                 outputs_by_name["second"] = T.grad(sum_with_weights(grads, rng), floats, disconnected_inputs="ignore")
         flat = [v for values in outputs_by_name.values() for v in values]
         computed = iter(theano.function(variables, flat, mode=mode, on_unused_input="ignore")(*self.inputs))
@@ -102,7 +104,7 @@ def format_call(function, **kwargs):
 BORDERS = ["valid", "full", "half", 1, (2, 0), ((1, 2), (0, 1))]
 
 
-def conv_cases():
+def make_conv_cases():
     rng = np.random.RandomState(7)
     choices = list(itertools.product(BORDERS, [(1, 1), (2, 1), (3, 2)], [(1, 1), (1, 2)], [True, False], [1, 2]))
     for index in rng.permutation(len(choices))[:44]:
@@ -117,16 +119,16 @@ def conv_cases():
             name,
             lambda x, w, options=options: import_nnet().conv2d(x, w, **options),
             make_inputs(name, *shapes),
-            second=True,
+            has_second_derivatives=True,
         )
 
 
-def conv_gradient_cases():
+def make_conv_gradient_cases():
     for border, stride in [("valid", (1, 1)), ("half", (2, 2)), ("full", (2, 1)), ((1, 0), (1, 2))]:
         for flip in (True, False):
             options = {"border_mode": border, "subsample": stride, "filter_flip": flip}
             height = 6
-            from_shape = conv_output((height, 7), (3, 2), border, stride)
+            from_shape = compute_conv_output_length((height, 7), (3, 2), border, stride)
             name = format_call("conv2d_grad_wrt_inputs", **options)
             yield Case(
                 name,
@@ -153,13 +155,13 @@ def conv_gradient_cases():
     )
 
 
-def conv_output(image, kernel, border, stride):
+def compute_conv_output_length(image, kernel, border, stride):
     pads = {"valid": (0, 0), "full": (kernel[0] - 1, kernel[1] - 1), "half": (kernel[0] // 2, kernel[1] // 2)}
     pad = pads[border] if isinstance(border, str) else border
     return tuple((i + 2 * p - k) // s + 1 for i, k, p, s in zip(image, kernel, pad, stride, strict=True))
 
 
-def other_conv_cases():
+def make_other_conv_cases():
     for border, stride, flip in [("valid", (1, 1, 1), True), ("half", (2, 1, 2), False), ((1, 0, 1), (1, 2, 1), True)]:
         options = {"border_mode": border, "subsample": stride, "filter_flip": flip}
         name = format_call("conv3d", **options)
@@ -195,7 +197,7 @@ def other_conv_cases():
 # -- pooling ---------------------------------------------------------------------------------------------------------
 
 
-def pool_cases():
+def make_pool_cases():
     for mode in ("max", "sum", "average_inc_pad", "average_exc_pad"):
         for window, stride, pad, ignore in [
             ((2, 2), None, (0, 0), True),
@@ -215,7 +217,9 @@ def pool_cases():
 
             # Theano has no gradient of means that exclude the padding.
             grads = not (mode == "average_exc_pad" and any(pad))
-            yield Case(name, build, make_distinct(name, (2, 1, 7, 6)), second=grads, grads=grads)
+            yield Case(
+                name, build, make_distinct(name, (2, 1, 7, 6)), has_second_derivatives=grads, has_gradients=grads
+            )
         name = format_call("pool_3d", mode=mode)
 
         def build3(x, mode=mode):
@@ -223,7 +227,7 @@ def pool_cases():
 
             return pool.pool_3d(x, (2, 2, 3), True, stride=(1, 2, 2), pad=(0, 1, 1), mode=mode)
 
-        yield Case(name, build3, make_distinct(name, (2, 1, 4, 5, 6)), grads=mode != "average_exc_pad")
+        yield Case(name, build3, make_distinct(name, (2, 1, 4, 5, 6)), has_gradients=mode != "average_exc_pad")
     name = "pool_2d of equal elements"
 
     def ties(x):
@@ -239,13 +243,13 @@ def pool_cases():
 
         return pool.max_pool_2d_same_size(x, (2, 2))
 
-    yield Case(name, pool_same_size, make_distinct(name, (1, 2, 4, 6)), grads=False)
+    yield Case(name, pool_same_size, make_distinct(name, (1, 2, 4, 6)), has_gradients=False)
 
 
 # -- normalisation ---------------------------------------------------------------------------------------------------
 
 
-def bn_cases():
+def make_batch_norm_cases():
     from itertools import product
 
     for axes, running in product(["per-activation", "spatial", (0, 2)], [False, True]):
@@ -261,7 +265,7 @@ def bn_cases():
             return bn.batch_normalization_train(x, gamma, beta, axes, 1e-3, 0.2, **old)
 
         count = 5 if running else 3
-        yield Case(name, build, make_inputs(name, shape, *[layout] * (count - 1)), of=1)
+        yield Case(name, build, make_inputs(name, shape, *[layout] * (count - 1)), n_differentiated=1)
         name = format_call("batch_normalization_test", axes=axes, running=running)
         if running:
 
@@ -284,7 +288,7 @@ def bn_cases():
 # -- nonlinearities and losses ---------------------------------------------------------------------------------------
 
 
-def elementwise_cases():
+def make_elementwise_cases():
     functions = {
         "sigmoid": lambda x: import_nnet().sigmoid(x),
         "softplus": lambda x: import_nnet().softplus(x * 20),
@@ -301,7 +305,7 @@ def elementwise_cases():
     }
     for name, function in functions.items():
         # Theano's approximations have no gradients.
-        yield Case(name, function, make_inputs(name, (4, 5)), grads=name != "ultra_fast_sigmoid")
+        yield Case(name, function, make_inputs(name, (4, 5)), has_gradients=name != "ultra_fast_sigmoid")
     yield Case("softmax of a vector", lambda x: import_nnet().softmax(x), make_inputs("softmax of a vector", (5,)))
     name = "softmax_with_bias"
     yield Case(name, lambda x, b: import_nnet().softmax_with_bias(x, b), make_inputs(name, (4, 5), (5,)))
@@ -315,7 +319,7 @@ def import_tensor():
     return T
 
 
-def loss_cases():
+def make_loss_cases():
     T = import_tensor
     name = "categorical_crossentropy of classes"
     build = lambda x, y: import_nnet().categorical_crossentropy(import_nnet().softmax(x), y)  # noqa: E731
@@ -346,7 +350,7 @@ def loss_cases():
 # -- others ----------------------------------------------------------------------------------------------------------
 
 
-def other_cases():
+def make_other_cases():
     for mode, shape, window, step in [
         ("valid", (2, 2, 4, 6), (2, 3), None),
         ("valid", (1, 2, 5, 6), (3, 2), (2, 2)),
@@ -363,7 +367,7 @@ def other_cases():
             return images2neibs(x, window, step, mode=mode)
 
         # Theano has gradients of neighbourhoods side by side only.
-        yield Case(name, build, make_inputs(name, shape), grads=step is None)
+        yield Case(name, build, make_inputs(name, shape), has_gradients=step is None)
     for mode, shape in [("valid", (2, 2, 4, 6)), ("ignore_borders", (1, 2, 5, 7))]:
         name = format_call("neibs2images", mode=mode)
         rows = shape[0] * shape[1] * (shape[2] // 2) * (shape[3] // 3)
@@ -373,13 +377,13 @@ def other_cases():
 
             return neibs2images(x, (2, 3), shape, mode=mode)
 
-        yield Case(name, back, make_inputs(name, (rows, 6)), grads=mode == "valid")
+        yield Case(name, back, make_inputs(name, (rows, 6)), has_gradients=mode == "valid")
     name = "confusion_matrix"
     yield Case(
         name,
         lambda a, p: import_nnet().confusion_matrix(a, p),
         [np.array([2, 0, 2, 2, 0, 1, 4]), np.array([0, 0, 2, 2, 0, 2, 1])],
-        grads=False,
+        has_gradients=False,
     )
     for x_shape, w_shape, border in [
         ((6, 5), (3, 2), "valid"),
@@ -394,10 +398,10 @@ def other_cases():
             return conv.conv2d(x, w, border_mode=border)
 
         yield Case(name, signal, make_inputs(name, x_shape, w_shape))
-    yield from tensor_cases()
+    yield from make_tensor_cases()
 
 
-def tensor_cases():
+def make_tensor_cases():
     T = import_tensor
     table = {
         "batched_dot 33": (lambda a, b: T().batched_dot(a, b), (2, 3, 4), (2, 4, 5)),
@@ -445,12 +449,12 @@ def tensor_cases():
 
 
 CASES = [
-    *conv_cases(),
-    *conv_gradient_cases(),
-    *other_conv_cases(),
-    *pool_cases(),
-    *bn_cases(),
-    *elementwise_cases(),
-    *loss_cases(),
-    *other_cases(),
+    *make_conv_cases(),
+    *make_conv_gradient_cases(),
+    *make_other_conv_cases(),
+    *make_pool_cases(),
+    *make_batch_norm_cases(),
+    *make_elementwise_cases(),
+    *make_loss_cases(),
+    *make_other_cases(),
 ]

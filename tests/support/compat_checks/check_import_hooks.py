@@ -21,7 +21,7 @@ import synkhronos.compat
 from synkhronos.compat import startup
 from synkhronos.compat.flags import Config, to_pytensor_flags
 from synkhronos.compat.import_hooks import TheanoFinder
-from synkhronos.graphs import library_of, list_loaded_libraries
+from synkhronos.graphs import get_library, list_loaded_libraries
 
 NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 
@@ -180,11 +180,11 @@ def test_theano_modules_can_be_imported_first():
 
 
 def list_theano_modules():
-    from synkhronos.compat.import_hooks import _THEANO
+    from synkhronos.compat.import_hooks import _THEANO_FOLDER
     from synkhronos.compat.re_exports import RE_EXPORTS
 
-    files = sorted(_THEANO.rglob("*.py"))
-    names = [".".join(["theano", *file.relative_to(_THEANO).with_suffix("").parts]) for file in files]
+    files = sorted(_THEANO_FOLDER.rglob("*.py"))
+    names = [".".join(["theano", *file.relative_to(_THEANO_FOLDER).with_suffix("").parts]) for file in files]
     return [*(name.removesuffix(".__init__") for name in names), *RE_EXPORTS]
 
 
@@ -193,7 +193,7 @@ def test_graphs_are_pytensors_for_the_library():
 
     x = T.nnet.softmax(T.nnet.conv2d(T.tensor4(), T.tensor4(), border_mode="half").flatten(2))
     assert [library.name for library in list_loaded_libraries()] == ["pytensor"]
-    assert library_of(x).name == "pytensor"
+    assert get_library(x).name == "pytensor"
 
 
 def test_losses_return_the_likeliest_class():

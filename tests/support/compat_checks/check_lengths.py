@@ -20,7 +20,7 @@ def compile_function(inputs, outputs, **kwargs):
     return theano.function(inputs, outputs, mode="JAX", **kwargs)
 
 
-def check(inputs, output, *calls, **kwargs):
+def compare_modes(inputs, output, *calls, **kwargs):
     """Compare a graph in JAX mode with the same in another."""
     graph, expected = (
         compile_function(inputs, output, **kwargs),
@@ -49,7 +49,7 @@ def i():
 
 
 def test_full_batches_share_one_compilation(x, i):
-    f = check([i], T.exp(x[i * 10 : (i + 1) * 10]).sum(axis=0), (0,), (1,))
+    f = compare_modes([i], T.exp(x[i * 10 : (i + 1) * 10]).sum(axis=0), (0,), (1,))
     assert count_compilations(f) == 1
     assert f(2).shape == (6,)  # the last batch is smaller
     assert count_compilations(f) == 2
@@ -92,15 +92,15 @@ SLICES = {
 @pytest.mark.parametrize("name", SLICES)
 def test_slices(name, x, i):
     j = T.lscalar("j")
-    check([i, j], SLICES[name](x, i, j), (1, 3), (0, 1), (2, 2), (3, 30), on_unused_input="ignore")
+    compare_modes([i, j], SLICES[name](x, i, j), (1, 3), (0, 1), (2, 2), (3, 30), on_unused_input="ignore")
 
 
 @pytest.mark.parametrize("bounds", [(-3, 2), (-30, 3), (24, 40), (30, 40), (-3, -1), (3, 1)])
 def test_slices_beyond_either_end(bounds, x, i):
     j = T.lscalar("j")
-    check([i, j], x[i:j], bounds)
-    check([i, j], x[i:j:-1], bounds)
-    check([i, j], T.set_subtensor(x[i:j], -1.0), bounds)
+    compare_modes([i, j], x[i:j], bounds)
+    compare_modes([i, j], x[i:j:-1], bounds)
+    compare_modes([i, j], T.set_subtensor(x[i:j], -1.0), bounds)
 
 
 CONDITIONS = {
@@ -114,17 +114,17 @@ CONDITIONS = {
 def test_lengths_by_conditions(name, x, i):
     v = T.dvector("v")
     for n, inputs, values in ((i, [i], range(6)), (v.shape[0], [v], [np.ones(k) for k in range(6)])):
-        check(inputs, x[: T.switch(CONDITIONS[name](n), 2, 5)], *[(value,) for value in values])
+        compare_modes(inputs, x[: T.switch(CONDITIONS[name](n), 2, 5)], *[(value,) for value in values])
 
 
 @pytest.mark.parametrize("update", [T.set_subtensor, T.inc_subtensor])
 def test_updates_by_slices(update, x, i):
     j = T.lscalar("j")
     values = theano.shared(np.arange(12.0).reshape(2, 6))
-    check([i], update(x[i * 2 : (i + 1) * 2], values), (0,), (5,))
-    check([i, j], update(x[i:j:2, 1:j], 3.0), (0, 4), (1, 3))
-    check([i, j], update(x[i:j, [0, 2]], 3.0), (0, 4), (1, 3))
-    check([i, j], T.grad((x[i:j] ** 2).sum() + x[j:].sum(), x), (0, 4), (1, 3))
+    compare_modes([i], update(x[i * 2 : (i + 1) * 2], values), (0,), (5,))
+    compare_modes([i, j], update(x[i:j:2, 1:j], 3.0), (0, 4), (1, 3))
+    compare_modes([i, j], update(x[i:j, [0, 2]], 3.0), (0, 4), (1, 3))
+    compare_modes([i, j], T.grad((x[i:j] ** 2).sum() + x[j:].sum(), x), (0, 4), (1, 3))
 
 
 LENGTHS = {
@@ -147,13 +147,13 @@ LENGTHS = {
 @pytest.mark.parametrize("name", LENGTHS)
 def test_lengths(name):
     n = T.iscalar("n")
-    check([n], LENGTHS[name](n), (3,), (4,), (1,))
+    compare_modes([n], LENGTHS[name](n), (3,), (4,), (1,))
 
 
 def test_gradient_through_a_scan_of_symbolic_length():
     a, k = T.dvector("a"), T.iscalar("k")
     result, updates = theano.scan(lambda p, a: p * a, outputs_info=T.ones_like(a), non_sequences=a, n_steps=k)
-    check([a, k], T.grad(result[-1].sum(), a), ([1.0, 2], 3), ([2.0, 3, 4], 5), updates=updates)
+    compare_modes([a, k], T.grad(result[-1].sum(), a), ([1.0, 2], 3), ([2.0, 3, 4], 5), updates=updates)
 
 
 def test_draws_of_as_many_as_there_are_rows(x, i):
@@ -254,8 +254,8 @@ def test_rows_by_an_index_of_a_scan(x):
         (places - 1, [places], [[3, 1, 5]]),
     ):
         sums, _ = theano.scan(window, sequence, non_sequences=x)
-        check(inputs, sums, values)
-        check(inputs, T.grad((sums**2).sum(), x), values)
+        compare_modes(inputs, sums, values)
+        compare_modes(inputs, T.grad((sums**2).sum(), x), values)
     sums, _ = theano.scan(window, T.arange(14), non_sequences=x)
     beyond = compile_function([], sums)()
     assert np.isfinite(beyond[:12]).all() and np.isnan(beyond[12:]).all()

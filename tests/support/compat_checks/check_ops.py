@@ -21,9 +21,15 @@ from pytensor.gradient import verify_grad
 
 from synkhronos.compat.ops import convolution
 from synkhronos.compat.ops.classification import OneHotCrossentropy, Softmax, crossentropy, log_softmax, softmax
-from synkhronos.compat.ops.convolution import Conv, ConvGradInputs, ConvGradWeights, compute_padding, output_length
+from synkhronos.compat.ops.convolution import (
+    Conv,
+    ConvGradInputs,
+    ConvGradWeights,
+    compute_output_length,
+    compute_padding,
+)
 from synkhronos.compat.ops.normalization import BatchNormTrain, BatchNormTrainGrad
-from synkhronos.compat.ops.pooling import MODES, MaxPoolGrad, MaxPoolPick, Pool, SumPoolGrad
+from synkhronos.compat.ops.pooling import MODES, MaxPoolGrad, MaxPoolGradGrad, Pool, SumPoolGrad
 from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.compat.ops.windows import fold, unfold
 
@@ -93,8 +99,8 @@ def test_gradients_of_convolutions_have_gradients(op, x, w):
     images, weights = draw_normal(*x), draw_normal(*w)
     output = op(images, weights).eval(mode="FAST_COMPILE")
     like_x, like_w = np.zeros(x), np.zeros(w)
-    verify_gradient(lambda a, g: op._with_class(ConvGradWeights)(a, g, like_w), images, draw_normal(*output.shape))
-    verify_gradient(lambda b, g: op._with_class(ConvGradInputs)(b, g, like_x), weights, draw_normal(*output.shape))
+    verify_gradient(lambda a, g: op._convert_to(ConvGradWeights)(a, g, like_w), images, draw_normal(*output.shape))
+    verify_gradient(lambda b, g: op._convert_to(ConvGradInputs)(b, g, like_x), weights, draw_normal(*output.shape))
 
 
 @settings(max_examples=25)
@@ -111,7 +117,7 @@ def test_convolutions_are_their_definition(data):
     ((before, behind),) = compute_padding(padding, (kernel,), (dilation,))
     padded = np.pad(x, [(0, 0), (0, 0), (before, behind)])
     filters = w[:, :, ::-1] if op.flip else w
-    out = output_length(length, kernel, (before, behind), stride, dilation)
+    out = compute_output_length(length, kernel, (before, behind), stride, dilation)
     expected = np.zeros((2, 3, out))
     for t in range(out):
         for k in range(kernel):
@@ -121,9 +127,9 @@ def test_convolutions_are_their_definition(data):
 
 def test_conv_of_a_long_batch_in_parts(monkeypatch):
     op, x, w = Conv(2), draw_normal(5, 2, 6, 6), draw_normal(3, 2, 3, 3)
-    whole = [op.compute(x, w), op._with_class(ConvGradWeights).compute(x, draw_normal(5, 3, 4, 4) * 0 + 1, w)]
+    whole = [op.compute(x, w), op._convert_to(ConvGradWeights).compute(x, draw_normal(5, 3, 4, 4) * 0 + 1, w)]
     monkeypatch.setattr("synkhronos.compat.ops.convolution._COLUMN_BYTES", 1)
-    parts = [op.compute(x, w), op._with_class(ConvGradWeights).compute(x, np.ones((5, 3, 4, 4)), w)]
+    parts = [op.compute(x, w), op._convert_to(ConvGradWeights).compute(x, np.ones((5, 3, 4, 4)), w)]
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a, b)
 
@@ -147,7 +153,9 @@ def test_conv_type_has_known_lengths():
     assert Conv(2, "half", (2, 1))(x, w).type.shape == (None, 4, 4, None)
     empty = np.zeros((1, 3, 0, 1), "float32")
     assert (
-        Conv(2, "full")(empty, w).type.shape == (1, 4, 2, 3) == Conv(2, "full").output_shape(empty.shape, (4, 3, 3, 3))
+        Conv(2, "full")(empty, w).type.shape
+        == (1, 4, 2, 3)
+        == Conv(2, "full").compute_output_shape(empty.shape, (4, 3, 3, 3))
     )
     assert Pool((2, 2), (2, 2), (0, 0), "max", False)(x).type.shape == (None, 3, 4, None)
     scale = pt.tensor("scale", dtype="float32", shape=(1, None, 1, 1))
@@ -178,10 +186,10 @@ def test_pool_gradients_equal_finite_differences(mode, settings):
     y = op.compute(x)
     g = draw_normal(*y.shape)
     if mode == "max":
-        verify_gradient(lambda d: op._with_class(MaxPoolGrad)(x, y, d), g)
-        verify_gradient(lambda d: op._with_class(MaxPoolPick)(x, y, d), draw_normal(*x.shape))
+        verify_gradient(lambda d: op._convert_to(MaxPoolGrad)(x, y, d), g)
+        verify_gradient(lambda d: op._convert_to(MaxPoolGradGrad)(x, y, d), draw_normal(*x.shape))
     else:
-        verify_gradient(lambda d: op._with_class(SumPoolGrad)(d, x), g)
+        verify_gradient(lambda d: op._convert_to(SumPoolGrad)(d, x), g)
 
 
 def test_integers_are_pooled():
@@ -216,64 +224,66 @@ def make_batch(axes, dtype="float64"):
     return [a.astype(dtype) for a in (draw_normal(*SHAPE), draw_normal(*shape), draw_normal(*shape))]
 
 
-def normalise(x, scale, shift, axes):
+def normalise_in_numpy(x, scale, shift, axes):
     """Return the normalised array, its mean and its inverse standard deviation, as Theano's Op does."""
     mean, invstd = x.mean(axes, keepdims=True), 1 / np.sqrt(x.var(axes, keepdims=True) + EPSILON)
     return [(x - mean) * invstd * scale + shift, mean, invstd]
 
 
-def together(variables):
+def sum_nonlinearly(variables):
     """Return a scalar that depends on each element of each variable, each in another way."""
     rng = np.random.default_rng(2)
     terms = [(v * rng.normal(size=SHAPE).astype(v.dtype)).sum() for v in variables]
     return sum(terms[1:], terms[0])
 
 
-def batch_norm_graph(axes, dtype):
+def build_batch_norm_graph(axes, dtype):
     """Return the inputs, and the outputs with first and second derivatives."""
     inputs = [
         pt.TensorType(dtype, [1 if axis in axes and i else None for axis in range(4)])(n) for i, n in enumerate("xst")
     ]
     outputs = BatchNormTrain(axes, EPSILON)(*inputs)
-    first = pytensor.grad(together([v**2 for v in outputs]), inputs)
-    return inputs, [*outputs, *first, *pytensor.grad(together([v**2 for v in first]), inputs)]
+    first = pytensor.grad(sum_nonlinearly([v**2 for v in outputs]), inputs)
+    return inputs, [*outputs, *first, *pytensor.grad(sum_nonlinearly([v**2 for v in first]), inputs)]
 
 
 @pytest.mark.parametrize("axes", AXES)
 def test_batch_normalization_values_and_gradients(axes):
     op, values = BatchNormTrain(axes, EPSILON), make_batch(axes)
     for output, expected in zip(
-        compute_in_mode("FAST_COMPILE", [], op(*values)), normalise(*values, axes), strict=True
+        compute_in_mode("FAST_COMPILE", [], op(*values)), normalise_in_numpy(*values, axes), strict=True
     ):
         np.testing.assert_allclose(output, expected, atol=1e-12)
     verify_gradient(lambda *v: op(*v)[0], *values)
     for position in (1, 2):
         verify_gradient(lambda x, p=position: op(x, *values[1:])[p], values[0])
-        verify_gradient(lambda *v, p=position: together([v[1], op(*v)[0], op(*v)[p] ** 2]), *values)
-    verify_gradient(lambda *v: together([output**2 for output in op(*v)]), *values)
+        verify_gradient(lambda *v, p=position: sum_nonlinearly([v[1], op(*v)[0], op(*v)[p] ** 2]), *values)
+    verify_gradient(lambda *v: sum_nonlinearly([output**2 for output in op(*v)]), *values)
 
 
 @pytest.mark.parametrize("axes", AXES)
 def test_batch_normalization_second_derivatives(axes):
     (x, scale, shift), dy = make_batch(axes), draw_normal(*SHAPE)
-    _, mean, invstd = normalise(x, scale, shift, axes)
+    _, mean, invstd = normalise_in_numpy(x, scale, shift, axes)
     for position in range(3):
         verify_gradient(lambda *v, p=position: BatchNormTrainGrad(axes)(*v)[p], x, dy, scale, mean, invstd)
-    verify_closely(lambda *v: together([g**2 for g in BatchNormTrainGrad(axes)(*v)]), x, dy, scale, mean, invstd)
+    verify_closely(lambda *v: sum_nonlinearly([g**2 for g in BatchNormTrainGrad(axes)(*v)]), x, dy, scale, mean, invstd)
 
     def gradients(x, scale, shift):  # here what comes back depends on what went in
         outputs = BatchNormTrain(axes, EPSILON)(x, scale, shift)
-        return together([g**2 for g in pytensor.grad(together([v**2 for v in outputs]), [x, scale, shift])])
+        return sum_nonlinearly(
+            [g**2 for g in pytensor.grad(sum_nonlinearly([v**2 for v in outputs]), [x, scale, shift])]
+        )
 
     verify_closely(gradients, x, scale, shift)
 
 
 @functools.cache
-def batch_norm_values(axes, dtype):
+def compute_batch_norm_values(axes, dtype):
     """Return inputs, and the expected outputs of all modes: computed in float64 by FAST_COMPILE."""
     values = make_batch(axes, dtype)
     wide = [v.astype("float64") for v in values]
-    return values, compute_in_mode("FAST_COMPILE", *batch_norm_graph(axes, "float64"), *wide)
+    return values, compute_in_mode("FAST_COMPILE", *build_batch_norm_graph(axes, "float64"), *wide)
 
 
 @pytest.mark.parametrize(
@@ -286,10 +296,10 @@ def batch_norm_values(axes, dtype):
     ],
 )
 def test_batch_normalization_in_all_modes(mode, axes, dtype):
-    values, wide = batch_norm_values(axes, dtype)
+    values, wide = compute_batch_norm_values(axes, dtype)
     tolerance = {"float32": 1e-3, "float64": 1e-9}[dtype]
     for i, (value, expected) in enumerate(
-        zip(compute_in_mode(mode, *batch_norm_graph(axes, dtype), *values), wide, strict=True)
+        zip(compute_in_mode(mode, *build_batch_norm_graph(axes, dtype), *values), wide, strict=True)
     ):
         # Outside of the Ops, JAX has a float32 times a length be a float64.
         assert np.asarray(value).dtype == dtype or (mode == "JAX" and i > 2)
@@ -308,7 +318,7 @@ def test_batch_normalization_far_from_zero(mode):
             draw_normal(64, 2, 8, 8).astype("float32"),
         )
         y, mean, invstd, gradient = f(x, output_gradient)
-        xhat, exact, factor = normalise(x.astype("float64"), 1, 0, (0, 2, 3))
+        xhat, exact, factor = normalise_in_numpy(x.astype("float64"), 1, 0, (0, 2, 3))
         # The mean is a multiple of 2**-10 there, and XLA normalises with this mean.
         np.testing.assert_allclose(y, xhat, rtol=0, atol=1e-3)
         np.testing.assert_allclose(mean, exact, rtol=0, atol=1e-3)
@@ -324,7 +334,7 @@ def test_half_precision_is_summed_in_single(mode):
     y, mean, invstd = BatchNormTrain((0, 2), EPSILON)(v, ones, 0 * ones)
     outputs = [y, mean, invstd, pytensor.grad((y**2).sum(), v)]
     *values, gradient = compute_in_mode(mode, [v], outputs, x)
-    for value, expected in zip(values, normalise(x.astype("float64"), 1, 0, (0, 2)), strict=True):
+    for value, expected in zip(values, normalise_in_numpy(x.astype("float64"), 1, 0, (0, 2)), strict=True):
         assert np.asarray(value).dtype == "float16"
         np.testing.assert_allclose(value, expected, rtol=2e-3, atol=2e-3)
     assert np.asarray(gradient).dtype == "float16"
@@ -339,7 +349,7 @@ def test_batch_normalization_of_mixed_dtypes(mode):
     outputs = [y, mean, invstd, *first, *pytensor.grad((first[0] ** 2).sum(), kinds)]
     assert [v.dtype for v in outputs[:5]] == ["float64", "float32", "float32", "float32", "float64"]
     values = compute_in_mode(mode, kinds, outputs, x.astype("float32"), scale)
-    for value, expected in zip(values, normalise(x, scale, shift, (0,)), strict=False):
+    for value, expected in zip(values, normalise_in_numpy(x, scale, shift, (0,)), strict=False):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
     # Whole numbers become floating-point ones.
     y, mean, _ = BatchNormTrain((0,), EPSILON)(pt.imatrix(), np.ones((1, 2), "int8"), np.ones((1, 2), "float32"))
@@ -354,7 +364,7 @@ def test_batch_norm_with_one_scale_for_all_channels(mode):
     value, gradient = compute_in_mode(
         mode, [v, scale], [y, pytensor.grad((y**2).sum(), scale)], x, np.full((1, 1), 2.0)
     )
-    expected = normalise(x, 2, 0, (0,))[0]
+    expected = normalise_in_numpy(x, 2, 0, (0,))[0]
     np.testing.assert_allclose(value, expected)
     np.testing.assert_allclose(gradient, [[(expected**2).sum()]])
 
@@ -555,9 +565,11 @@ def test_conv_of_few_channels_with_strides_on_gpus(op, x, w, monkeypatch):
     values = draw_normal(*x), draw_normal(*w)
     expected = compute_in_mode("FAST_COMPILE", kinds, outputs, *values)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    given_to_xla, convolve = [], convolution._xla_conv
+    given_to_xla, convolve = [], convolution._convolve_with_xla
     monkeypatch.setattr(
-        convolution, "_xla_conv", lambda op, x, w: given_to_xla.append((op.stride, x.shape[1])) or convolve(op, x, w)
+        convolution,
+        "_convolve_with_xla",
+        lambda op, x, w: given_to_xla.append((op.stride, x.shape[1])) or convolve(op, x, w),
     )
     for actual, value in zip(compute_in_mode("JAX", kinds, outputs, *values), expected, strict=True):
         np.testing.assert_allclose(actual, value, atol=1e-10)
@@ -577,15 +589,15 @@ def test_numba_calls_the_ops_without_a_warning(recwarn):
 def test_numba_compiles_an_op_once_for_all_its_nodes():
     from pytensor.link.numba.dispatch.basic import numba_funcify
 
-    def function_of(op, x):
+    def compile_op(op, x):
         w = pt.TensorType(x.dtype, (None,) * 4)()
         pytensor.function([x, w], op(x, w), mode="NUMBA")  # which tells Numba of the Ops
         return numba_funcify(op, node=op(x, w).owner)
 
-    first = function_of(Conv(2), pt.dtensor4())
-    assert function_of(Conv(2), pt.TensorType("float64", (None, 2, 7, None))()) is first
-    assert function_of(Conv(2), pt.ftensor4()) is not first
-    assert function_of(Conv(2, "half"), pt.dtensor4()) is not first
+    first = compile_op(Conv(2), pt.dtensor4())
+    assert compile_op(Conv(2), pt.TensorType("float64", (None, 2, 7, None))()) is first
+    assert compile_op(Conv(2), pt.ftensor4()) is not first
+    assert compile_op(Conv(2, "half"), pt.dtensor4()) is not first
 
 
 CONVOLVE = """

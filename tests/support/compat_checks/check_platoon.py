@@ -190,13 +190,13 @@ def test_this_host_alone_may_be_named(tmp_path, monkeypatch, capsys):
 # -- mini-batches ------------------------------------------------------------------------------------------------
 
 
-class Queue:
+class QueueWithReaders:
     """A sender, and readers in threads."""
 
-    def __init__(self, limit=3):
+    def __init__(self):
         self.is_over = False
         self.address = f"synkhronos-test-{os.getpid()}-{random.random()}"
-        self.sender = batch_queue.BatchSender(self.address, limit, lambda: self.is_over)
+        self.sender = batch_queue.BatchSender(self.address, 3, lambda: self.is_over)
 
     def read_batches(self, received, pause=0.0):
         connection = sockets.connect(self.address, lambda: None, LIMIT)
@@ -212,7 +212,7 @@ class Queue:
 @pytest.fixture
 def queue():
     """Return a queue of the module's messages, closed after the test."""
-    queue = Queue()
+    queue = QueueWithReaders()
     yield queue
     queue.sender.close()
     queue.is_over = True
@@ -297,7 +297,7 @@ def wait_until(condition):
 # -- requests and reports ----------------------------------------------------------------------------------------
 
 
-class Group:
+class GroupOfPipes:
     """A group whose workers are pipes of this process, and whose master is a process that does nothing."""
 
     def __init__(self, folder, n):
@@ -318,8 +318,8 @@ class Group:
 
 def test_worker_report_counts_when_late(tmp_path):
     """A peer's word of its end may arrive first, and blames whom it has seen end."""
-    group = Group(tmp_path, 3)
-    send_failure(group.workers[0], Failure(2, 2, "rank 2 has ended", is_own=False))
+    group = GroupOfPipes(tmp_path, 3)
+    send_failure(group.workers[0], Failure(2, 2, "rank 2 has ended", is_self_reported=False))
     threading.Timer(0.1, send_failure, (group.workers[1], Failure(1, 3, "worker 1 exited with status 3", True))).start()
     threading.Timer(0.3, group.end, (1,)).start()
     failure = group.group.serve(lambda *_: "train")
@@ -327,22 +327,22 @@ def test_worker_report_counts_when_late(tmp_path):
 
 
 def test_worker_report_is_read_after_exit(tmp_path):
-    group = Group(tmp_path, 2)
-    send_failure(group.workers[0], Failure(1, 2, "rank 1 has ended", is_own=False))
+    group = GroupOfPipes(tmp_path, 2)
+    send_failure(group.workers[0], Failure(1, 2, "rank 1 has ended", is_self_reported=False))
     send_failure(group.workers[1], Failure(1, 7, "worker 1 exited with status 7", True))
     group.end(1)
     assert group.group.serve(lambda *_: "train").status == 7
 
 
 def test_many_requests_of_many_workers(tmp_path):
-    group, n_requests, answered, failed = Group(tmp_path, 4), 60, [], []
+    group, n_requests, answered, failed = GroupOfPipes(tmp_path, 4), 60, [], []
 
     def work(rank, connection):
         try:
             for i in range(n_requests):
                 text = "x" * random.choice([0, 10, 100_000])
                 connection.send_bytes(encode_json({"req": [rank, i], "worker_id": rank, "req_info": {"text": text}}))
-                assert decode_json(connection.recv_bytes()) == [rank, i, len(text)]
+                assert json.loads(connection.recv_bytes()) == [rank, i, len(text)]
                 time.sleep(random.random() * 2e-3)
             connection.close()
         except BaseException as error:
@@ -369,10 +369,6 @@ def send_failure(connection, failure):
 
 def encode_json(message):
     return json.dumps(message).encode()
-
-
-def decode_json(message):
-    return json.loads(message)
 
 
 # -- names -------------------------------------------------------------------------------------------------------

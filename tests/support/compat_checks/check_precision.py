@@ -26,7 +26,7 @@ from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.devices import JAX
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.lowering.jax_function import JaxFunction
-from synkhronos.lowering.linker import use_length_linker
+from synkhronos.lowering.linker import with_static_length_linker
 
 RNG = np.random.default_rng(0)
 #: Relative tolerance of a sum of products: bfloat16 has 8 bits.
@@ -51,7 +51,7 @@ def set_precision(name):
 def make_executable(inputs, outputs, updates=()):
     with pytensor.config.change_flags(floatX="float32"):
         function = pytensor.function(
-            inputs, outputs, updates=list(updates), mode=use_length_linker("JAX"), on_unused_input="ignore"
+            inputs, outputs, updates=list(updates), mode=with_static_length_linker("JAX"), on_unused_input="ignore"
         )
     return Executable([JaxFunction(function, len(inputs), JAX)])
 
@@ -61,10 +61,10 @@ def compute_in_precision(name, inputs, outputs, values):
         return [np.asarray(v) for v in make_executable(inputs, outputs)(*map(jax.numpy.asarray, values))]
 
 
-def lower_to_text(inputs, outputs, values, updates=()):
+def lower_to_text(inputs, outputs, values):
     """Return the program that XLA is given for bfloat16."""
     with set_precision("bfloat16"):
-        run = make_executable(inputs, outputs, updates)
+        run = make_executable(inputs, outputs)
         return run._run.lower(*values, *[s[0] for s in run._storages]).as_text()
 
 
@@ -172,15 +172,15 @@ def test_bfloat16_batch_normalization_rounds_its_output():
     outputs = [*pytensor.grad((y**2).mean(), inputs), mean, invstd]
     definitions = dict(re.findall(r"(%\w+) = (.*)", lower_to_text(inputs, outputs, values)))
 
-    def source(name):
+    def find_origin(name):
         """Return the origin of a number, through conversions and transpositions."""
         line = definitions.get(name, "")
         same = re.match(r"stablehlo\.(?:convert|reverse|transpose|optimization_barrier) (%\w+)", line)
-        return source(same[1]) if same else name
+        return find_origin(same[1]) if same else name
 
     convolutions = [line for line in definitions.values() if line.startswith("stablehlo.convolution")]
     assert len(convolutions) == 6  # two forward, and the gradients of the images and the filters of each
-    factors = {source(name) for line in convolutions for name in re.findall(r"%\w+", line)}
+    factors = {find_origin(name) for line in convolutions for name in re.findall(r"%\w+", line)}
     added = [name for name in factors if definitions.get(name, "").startswith("stablehlo.add")]
     assert len(added) == 2  # the normalised values and their gradient, each for two convolutions
     for name in added:
@@ -267,7 +267,7 @@ PROGRAM = """
 
 
 def test_bfloat16_setting_from_environment_on_all_ranks():
-    def result(name):
+    def compute_in_environment(name):
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": name}
@@ -275,7 +275,7 @@ def test_bfloat16_setting_from_environment_on_all_ranks():
         printed = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, timeout=100, check=True)
         return np.array(json.loads(printed.stdout.splitlines()[-1]), "float32")
 
-    exact, coarse = result("highest"), result("bfloat16")
+    exact, coarse = compute_in_environment("highest"), compute_in_environment("bfloat16")
     for rows in (slice(0, 2), slice(2, 4)):  # those of one rank, and of the other
         check_close(coarse[rows], exact[rows])
 

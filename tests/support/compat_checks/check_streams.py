@@ -9,7 +9,7 @@ import pytensor
 import pytensor.tensor as pt
 
 from synkhronos.compat.random_streams import RandomStreams
-from synkhronos.graphs import library_of
+from synkhronos.graphs import get_library
 
 N = 20_000
 
@@ -126,7 +126,7 @@ def test_random_size_from_another_shape(mode):
 def test_ranks_can_move_the_generators():
     streams = RandomStreams(1)
     variable = streams.uniform((2,))
-    library = library_of(variable)
+    library = get_library(variable)
     (generator,) = library.find_shareds([variable])
     assert library.is_generator(generator)
     library.check_generator(generator, library.copy_generator(generator), must_jump=True)

@@ -98,10 +98,10 @@ def run(selection=(), timeout=1500):
             finally:
                 output.seek(0)
                 sys.stderr.write(output.read())
-        return dict(outcomes(report))
+        return dict(read_outcomes(report))
 
 
-def outcomes(report):
+def read_outcomes(report):
     """Yield names and outcomes from pytest's report."""
     for test in xml.etree.ElementTree.parse(report).getroot().iter("testcase"):
         name = f"{test.get('classname').removeprefix('lasagne.tests.')}::{test.get('name')}"

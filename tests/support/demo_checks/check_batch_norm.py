@@ -129,22 +129,22 @@ def test_batch_norm_gradient_through_the_statistics(array):
     loss = (weights * layer.get_output_for(x) ** 2).sum()
     f = theano.function([x], theano.grad(loss, [x, beta, gamma]))
 
-    def loss_of(array, beta=BETA, gamma=GAMMA):
+    def compute_loss(array, beta=BETA, gamma=GAMMA):
         return (weights * normalise_array(array, *compute_statistics(array), beta, gamma) ** 2).sum()
 
-    def numerical(position, values):
+    def differentiate_numerically(position, values):
         gradient = np.zeros_like(values[position])
         for index in np.ndindex(gradient.shape):
             step = np.zeros_like(gradient)
             step[index] = 1e-5
             above, below = list(values), list(values)
             above[position], below[position] = values[position] + step, values[position] - step
-            gradient[index] = (loss_of(*above) - loss_of(*below)) / 2e-5
+            gradient[index] = (compute_loss(*above) - compute_loss(*below)) / 2e-5
         return gradient
 
     gradients = f(array)
     for position in range(3):
-        expected = numerical(position, [array, BETA, GAMMA])
+        expected = differentiate_numerically(position, [array, BETA, GAMMA])
         np.testing.assert_allclose(gradients[position], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 

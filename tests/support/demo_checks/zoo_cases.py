@@ -56,7 +56,7 @@ class Recorder:
         self.losses += [float(value) for value in values]
 
 
-class Plain(np.random.RandomState):
+class ZeroRandomState(np.random.RandomState):
     """Makes weights at once that nobody looks at."""
 
     def normal(self, loc=0, scale=1, size=None):
@@ -66,7 +66,7 @@ class Plain(np.random.RandomState):
         return np.zeros(size, np.float32)
 
 
-def make(name, random=None, **config):
+def make_network(name, random=None, **config):
     """Return an instance."""
     module = importlib.import_module(NETWORKS[name][0])
     np.random.seed(3)
@@ -80,12 +80,12 @@ def without_dropout():
     lasagne.layers.DropoutLayer.get_output_for = lambda self, input, **kwargs: input
 
 
-def make_for_table(name):
+def make_network_for_table(name):
     """Return an instance, of the size that the table is of."""
-    return make(name, **NETWORKS[name][2])
+    return make_network(name, **NETWORKS[name][2])
 
 
-def run(model, recorder):
+def train_and_validate(model, recorder):
     """Take a few steps, and validate."""
     model.compile_iter_fns()
     model.reset_iter("val")

@@ -84,7 +84,7 @@ class Program:
         self.output = tempfile.TemporaryFile("w+")
         self._names = list_shared_names()
         scenario_arguments = [scenario, json.dumps(arguments)]
-        self.process: subprocess.Popen[bytes] | Copy
+        self.process: subprocess.Popen[bytes] | ForkedProgram
         if command or pass_on or os.environ.get("FAULTS") == "all":
             self.process = _start(
                 [*command, *_SCENARIOS, *scenario_arguments],
@@ -93,7 +93,7 @@ class Program:
                 **{"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": self.output, **(pass_on or {})},
             )
         else:
-            self.process = Template.get().copy(scenario_arguments, [self.output.fileno(), events, release])
+            self.process = Template.get_instance().copy(scenario_arguments, [self.output.fileno(), events, release])
         os.close(events)
         os.close(release)
 
@@ -171,12 +171,12 @@ class Program:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def wait_for_exit(self, limit: float = LIMIT) -> int:
+    def wait_for_exit(self) -> int:
         """Wait until the master exits; return its exit code."""
         try:
-            return self.process.wait(limit)
+            return self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {limit} s; events {self.events}\n{self.read_output()}") from None
+            raise AssertionError(f"still there after {LIMIT} s; events {self.events}\n{self.read_output()}") from None
 
     def check_no_leaks(self) -> None:
         """Check that all processes have exited and that no name is left in /dev/shm."""
@@ -198,7 +198,7 @@ class Program:
 class Template:
     """A process that has imported all modules, and forks for each program, one at a time."""
 
-    _only: Template | None = None
+    _instance: Template | None = None
 
     def __init__(self) -> None:
         self.channel, template_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -209,27 +209,27 @@ class Template:
             )
 
     @classmethod
-    def get(cls) -> Template:
+    def get_instance(cls) -> Template:
         """Return this process' only template; it exits with this process."""
-        if cls._only is None:
-            cls._only = cls()
-        return cls._only
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
 
     @classmethod
     def end(cls) -> None:
         """End the template, for tests that list all child processes."""
-        if cls._only is not None:
-            cls._only.channel.close()
-            cls._only.process.wait()
-            cls._only = None
+        if cls._instance is not None:
+            cls._instance.channel.close()
+            cls._instance.process.wait()
+            cls._instance = None
 
-    def copy(self, words: list[str], files: list[int]) -> Copy:
+    def copy(self, words: list[str], files: list[int]) -> ForkedProgram:
         """Start a copy with these arguments; `files` are its output and the pipes of its events and of its release."""
         socket.send_fds(self.channel, [json.dumps(words).encode()], files)
-        return Copy(self.channel, int(_receive_message(self.channel, LIMIT)))
+        return ForkedProgram(self.channel, int(_receive_message(self.channel, LIMIT)))
 
 
-class Copy:
+class ForkedProgram:
     """A program that a template has forked; `wait` is that of `subprocess.Popen`."""
 
     def __init__(self, channel: socket.socket, pid: int):

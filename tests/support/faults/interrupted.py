@@ -18,15 +18,15 @@ from system import LIMIT, list_children
 import synkhronos as synk
 from faults import probes
 from faults.probes import (
-    Work,
+    Workload,
     attempt,
     block,
+    fork_and_close_once,
     gather_pids,
     make_expected,
     measure_footprint,
-    plant,
+    plan_action,
     report_event,
-    start,
 )
 from synkhronos import ranks
 from synkhronos.ranks import worker_main, worker_processes
@@ -35,17 +35,17 @@ from synkhronos.ranks.command_runner import CommandRunner
 N = 3
 
 
-def at_a_place(where: str, fault_ranks: Any, how: str = "python", unhandled: bool = False) -> None:
+def interrupt_blocked_ranks(where: str, fault_ranks: Any, how: str = "python", unhandled: bool = False) -> None:
     """Block on some ranks, in a call, in a collective, or while distributing or compiling; then run further calls."""
-    probes.instrument()
-    before = start()
+    probes.insert_points()
+    before = fork_and_close_once()
     synk.fork(N, use_gpu=False)
     gather_pids()
-    work = Work()
+    work = Workload()
     if where in ("call", "collective"):
         assert work.call() == 15.0
     point = {"call": "perform", "collective": "chunk", "distribute": "unpickle", "pickle": "pickle", "build": "build"}
-    plant(point[where], f"hold:{how}", fault_ranks)
+    plan_action(point[where], f"hold:{how}", fault_ranks)
     if not unhandled:
         signal.signal(signal.SIGINT, _interrupt_the_library)
     calls = {"collective": lambda: synk.all_reduce(work.big, "sum"), "distribute": synk.distribute}
@@ -68,10 +68,10 @@ def _interrupt_the_library(number: int, frame: Any) -> None:
         frame = frame.f_back
 
 
-def while_forking(where: str) -> None:
+def interrupt_fork(where: str) -> None:
     """Block in the master between the forks of two workers, or in a worker that starts."""
     signal.signal(signal.SIGINT, _interrupt_the_library)
-    before = start()
+    before = fork_and_close_once()
     real_fork, real_leave = os.fork, worker_main._detach_from_master
     forked: list[int] = []
 
@@ -99,22 +99,22 @@ def while_forking(where: str) -> None:
     report_event("outcome", **outcome)
     report_event("dead", before=before, after=measure_footprint())
     synk.fork(N, use_gpu=False)
-    work = Work()
+    work = Workload()
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
     report_event("closed", before=before, after=measure_footprint())
 
 
-def while_closing(where: str) -> None:
+def interrupt_close(where: str) -> None:
     """Block in the master while it waits for workers to end, or close with a busy worker."""
     signal.signal(signal.SIGINT, _interrupt_the_library)
     grace_seconds, ranks.process_group.GRACE_SECONDS = ranks.process_group.GRACE_SECONDS, 10 * LIMIT
-    before = start()
+    before = fork_and_close_once()
     exit_code = worker_processes._get_exit_code
     synk.fork(N, use_gpu=False)
     gather_pids()
-    work = Work()
+    work = Workload()
     assert work.call() == 15.0
     if where == "waiting":
         looks: list[int] = []
@@ -127,7 +127,7 @@ def while_closing(where: str) -> None:
 
         worker_processes._get_exit_code = not_yet
     else:
-        plant("perform", "hold:compiled", (2,))
+        plan_action("perform", "hold:compiled", (2,))
         report_event("first", **attempt(work.call))
         join = CommandRunner._wait_for_completion
 
@@ -142,21 +142,21 @@ def while_closing(where: str) -> None:
     vars(work).clear()
     report_event("dead", before=before, after=measure_footprint())
     synk.fork(N, use_gpu=False)
-    work = Work()
+    work = Workload()
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
     report_event("closed", before=before, after=measure_footprint())
 
 
-class Press:
+class SignalInjector:
     """Raises SIGINT when the interpreter checks for signals in the library's code for the ``at``-th time from now on.
 
     It checks at the start of a function, after a call of a C function, and at backward jumps, but not after a call
     of a Python function, on which the exception tables of ``with`` statements rely.
     """
 
-    LOOKS = ("RESUME", "CALL", "JUMP_BACKWARD")
+    CHECKING_INSTRUCTIONS = ("RESUME", "CALL", "JUMP_BACKWARD")
 
     def __init__(self, at: int, number: int = signal.SIGINT):
         self.at = self.left = at
@@ -169,32 +169,32 @@ class Press:
         """Start tracing, even in the middle of a call of the library."""
         frame: Any = sys._getframe()
         while frame is not None:
-            if (trace := self._called(frame, "call", None)) is not None:
+            if (trace := self._trace_call(frame, "call", None)) is not None:
                 frame.f_trace = trace
             frame = frame.f_back
-        sys.settrace(self._called)
+        sys.settrace(self._trace_call)
 
-    def _called(self, frame: Any, event: str, argument: Any) -> Any:
+    def _trace_call(self, frame: Any, event: str, argument: Any) -> Any:
         if frame.f_back is not None and frame.f_code.co_name not in ("__init__", "__new__"):  # these are called from C
             self._last[id(frame.f_back)] = ""
         if not frame.f_code.co_filename.startswith(os.path.dirname(synk.__file__)):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self._last[id(frame)] = ""
-        return self._traced
+        return self._trace_instruction
 
-    def _traced(self, frame: Any, event: str, argument: Any) -> Any:
+    def _trace_instruction(self, frame: Any, event: str, argument: Any) -> Any:
         if event == "opcode":
             before, now = self._last[id(frame)], dis.opname[frame.f_code.co_code[frame.f_lasti]]
             if now in ("CACHE", "PRECALL"):
-                return self._traced
+                return self._trace_instruction
             self._last[id(frame)] = now
-            if before.startswith(self.LOOKS):
+            if before.startswith(self.CHECKING_INSTRUCTIONS):
                 self.left -= 1
                 if self.left == -1 and os.getpid() == self.pid:  # workers inherit the trace function
                     self.place = f"{frame.f_code.co_qualname}:{frame.f_lineno}, {frame.f_code.co_filename}"
                     signal.raise_signal(self.number)
-        return self._traced
+        return self._trace_instruction
 
 
 class TimeLimit(Exception):
@@ -205,14 +205,14 @@ def _raise_time_limit(number: int, frame: Any) -> None:
     raise TimeLimit
 
 
-def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool = False) -> None:
+def interrupt_at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool = False) -> None:
     """Interrupt an action once at each moment at which Python handles signals; check all ranks after each interrupt.
 
     With ``limit`` a time limit expires instead, which raises another exception from another signal.
     """
-    probes.instrument()
+    probes.insert_points()
     signal.signal(signal.SIGALRM, _raise_time_limit)
-    before = start()
+    before = fork_and_close_once()
     lost, wrong, presses = [], [], 0
     state: dict[str, Any] = {}
 
@@ -221,14 +221,14 @@ def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool =
             state.clear()
             synk.fork(2, use_gpu=False)
         if not state:  # or a fork that was interrupted at its end
-            state["work"] = Work()
+            state["work"] = Workload()
             state["work"].check()
 
     actions = {
         "call": lambda: state["work"].call(),
         "slices": lambda: state["work"].call(num_slices=2),
         "rows": lambda: state["work"].f(np.arange(9.0), batch=[0, 3, 5]),
-        "first call": lambda: Work().call(),
+        "first call": lambda: Workload().call(),
         "collective": lambda: synk.all_reduce(state["work"].big, "sum"),
         "data": lambda: synk.data(np.ones(9)).set_length(5000),
         "free": lambda: synk.data(np.ones(5000)).free_memory(),
@@ -245,35 +245,35 @@ def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool =
         else:
             forked()
         error = None
-        press = Press(k, signal.SIGALRM if limit else signal.SIGINT)
+        injector = SignalInjector(k, signal.SIGALRM if limit else signal.SIGINT)
         if operation.endswith("again"):  # first in the master's part, then at each later moment
             probes.PLANS["perform" if operation.startswith("call") else "chunk"] = 0, "interrupt"
-            probes.INTERRUPTED = press.begin
+            probes.INTERRUPTED = injector.begin
         else:
-            press.begin()
+            injector.begin()
         try:
             actions[operation]()
         except BaseException as caught:
             error = repr(caught)
         finally:
             sys.settrace(None)
-        if not press.place:  # no signal was sent any more
+        if not injector.place:  # no signal was sent any more
             break
         presses += 1
         if error is None:
-            lost.append(press.place)
+            lost.append(injector.place)
         elif error != ("TimeLimit()" if limit else "KeyboardInterrupt()"):
-            wrong.append((error, press.place))
+            wrong.append((error, injector.place))
         if operation == "fork" and _get_session_or_none() is not None:
-            wrong.append(("ranks run after a fork that was interrupted", press.place))
+            wrong.append(("ranks run after a fork that was interrupted", injector.place))
         forked()
-        if not _others_may_call():
-            wrong.append(("the turn was kept", press.place))
+        if not _can_other_threads_call():
+            wrong.append(("the turn was kept", injector.place))
             synk.close()
             forked()
         works = attempt(state["work"].check)
         if works.get("value") != make_expected(2):
-            wrong.append((str(works), press.place))
+            wrong.append((str(works), injector.place))
     state.clear()
     gc.collect()
     synk.close()
@@ -283,7 +283,7 @@ def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool =
     report_event("closed", before=before, after=measure_footprint())
 
 
-def _others_may_call() -> bool:
+def _can_other_threads_call() -> bool:
     """Return whether another thread could run a command now."""
     turn, acquired = ranks.get_session().call_lock, []
 
@@ -305,9 +305,9 @@ def _get_session_or_none() -> Any:
         return None
 
 
-def at_random(seed: int, times: int) -> None:
+def interrupt_at_random_moments(seed: int, times: int) -> None:
     """Interrupt calls of several steps at random moments, and check each result."""
-    before = start()
+    before = fork_and_close_once()
     chance = random.Random(seed)
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     interrupted = wrong = 0
@@ -342,7 +342,7 @@ def at_random(seed: int, times: int) -> None:
         synk.close()
         assert not list_children(os.getpid())
     synk.fork(2, use_gpu=False)
-    work = Work()
+    work = Workload()
     work.check()
     data = [synk.data(np.ones(10))]
     seconds = duration(work.call)
@@ -365,17 +365,17 @@ def at_random(seed: int, times: int) -> None:
     report_event("closed", before=before, after=measure_footprint())
 
 
-def signalled(name: str, how: str) -> None:
+def receive_signal(name: str, how: str) -> None:
     """Receive a signal, as all processes of this program do, in a loop of collectives; the handler sets a flag."""
     number, received = signal.Signals[name], []
     handler: Any = signal.SIG_IGN if how == "ignored" else lambda *_: received.append(1)
     if how in ("handled", "ignored"):
         signal.signal(number, handler)
-    before = start()
+    before = fork_and_close_once()
     synk.fork(N, use_gpu=False)
     if how == "handled since":
         signal.signal(number, handler)
-    work = Work()
+    work = Workload()
     work.check()
     report_event("ready")
     block("python")

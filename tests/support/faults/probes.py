@@ -1,6 +1,6 @@
 """Points in programs at which the harness injects faults, and the events that programs report to it.
 
-A program plants an action at a point with `plant`; the master and the workers run it when they `reach` the point.
+A program plants an action at a point with `plan_action`; the master and the workers run it when they `reach` the point.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _print_holders(lines: list[str]) -> None:
             print(f"{object_!r:.100} is held by", *(f"{type(h).__name__} {h!r:.150}" for h in holders), flush=True)
 
 
-def start() -> dict[str, Any]:
+def fork_and_close_once() -> dict[str, Any]:
     """Fork and close once, since the first fork allocates for good; return the footprint after it."""
     synk.fork(1, use_gpu=False)
     synk.close()
@@ -161,7 +161,7 @@ def _perform_action(action: str, point: str) -> None:
     if kind == "raise":
         raise getattr(builtins, argument)(f"{point} on {RANK}")
     if kind == "raise-silent":
-        raise Silent
+        raise UnprintableError
     if kind == "raise-long":
         raise ValueError("\N{SNOWMAN}" * 1_000_000)
     if kind == "kill":
@@ -183,7 +183,7 @@ def _perform_action(action: str, point: str) -> None:
         raise AssertionError(action)
 
 
-class Silent(Exception):
+class UnprintableError(Exception):
     """An exception whose ``str`` raises an error."""
 
     def __str__(self) -> str:
@@ -232,7 +232,7 @@ class GatherPids(Command):
 
 
 @dataclass(frozen=True)
-class Plant(Command):
+class PlanAction(Command):
     """Plan an action at a point, on some ranks."""
 
     point: str
@@ -251,14 +251,14 @@ def gather_pids() -> dict[int, int]:
     return dict(enumerate(ranks.get_session().run(GatherPids())))
 
 
-def plant(point: str, action: str, fault_ranks: Any, skip: int = 0) -> None:
+def plan_action(point: str, action: str, fault_ranks: Any, skip: int = 0) -> None:
     """Plan an action at a point, on some ranks."""
-    ranks.get_session().run(Plant(point, action, tuple(fault_ranks), skip))
+    ranks.get_session().run(PlanAction(point, action, tuple(fault_ranks), skip))
 
 
-def instrument() -> None:
+def insert_points() -> None:
     """Insert points into the library: where collectives look up variables, and before each further chunk."""
-    real_get_object, real_halves = ranks.Rank.get_object, HostCommunicator._next_halves
+    real_get_object, real_halves = ranks.Rank.get_object, HostCommunicator._switch_scratch_halves
 
     def get_object(self: ranks.Rank, key: Any) -> Any:
         if sys._getframe(1).f_globals is vars(commands):
@@ -270,7 +270,7 @@ def instrument() -> None:
         return real_halves(self)
 
     ranks.Rank.get_object = get_object
-    HostCommunicator._next_halves = halves
+    HostCommunicator._switch_scratch_halves = halves
 
 
 class Point(Op):
@@ -298,7 +298,7 @@ def _unpickle_point() -> Point:
     return Point()
 
 
-class Arguments(Command):
+class ReachOnUnpickling(Command):
     """Command whose unpickling runs a planned action."""
 
     def __reduce__(self) -> Any:
@@ -308,15 +308,15 @@ class Arguments(Command):
         return "done"
 
 
-def _unpickle_command() -> Arguments:
+def _unpickle_command() -> ReachOnUnpickling:
     reach("arguments")
-    return Arguments()
+    return ReachOnUnpickling()
 
 
 # -- the work ------------------------------------------------------------------------------------------------
 
 
-class Work:
+class Workload:
     """A function and shared variables, used before and after a fault."""
 
     def __init__(self) -> None:
@@ -342,5 +342,5 @@ class Work:
 
 
 def make_expected(n: int) -> list[Any]:
-    """Return the expected result of `Work.check` on n ranks."""
+    """Return the expected result of `Workload.check` on n ranks."""
     return [15.0, [[2.0 * n] * 2] * n, True, n]

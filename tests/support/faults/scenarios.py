@@ -26,17 +26,17 @@ from system import list_children
 import synkhronos as synk
 from faults import probes
 from faults.probes import (
-    Arguments,
-    Work,
+    ReachOnUnpickling,
+    Workload,
     attempt,
     block,
+    fork_and_close_once,
     gather_pids,
     make_expected,
     measure_footprint,
-    plant,
+    plan_action,
     reach,
     report_event,
-    start,
 )
 from synkhronos import processes, ranks
 from synkhronos.ranks import Command, worker_main
@@ -61,13 +61,13 @@ def _reap(*_: Any) -> None:
             pass
 
 
-def _choose_operation(where: str, work: Work, name: str) -> Any:
+def _choose_operation(where: str, work: Workload, name: str) -> Any:
     if where in ("idle", "call", "distribute", "build", "fork"):
         return work.call
     if where == "slice":
         return lambda: work.call(num_slices=2)
     if where == "arguments":
-        return lambda: ranks.get_session().run(Arguments())
+        return lambda: ranks.get_session().run(ReachOnUnpickling())
     return lambda: _call_collective(name, work.big)
 
 
@@ -83,7 +83,7 @@ def _call_collective(name: str, variable: Any) -> Any:
     return np.asarray(result).ravel()[:3].tolist() if result is not None else None
 
 
-def at_a_point(
+def run_planned_action(
     where: str,
     action: str = "hold:python",
     fault_ranks: Any = (2,),
@@ -99,7 +99,7 @@ def at_a_point(
     Options: the program handles SIGURG itself (`urgent`), reaps the workers itself (`reaper`), or its workers are new
     processes (`spawn`).
     """
-    probes.instrument()
+    probes.insert_points()
     if spawn:
         _need_fresh_processes()
     if urgent:
@@ -108,10 +108,10 @@ def at_a_point(
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     elif reaper == "master":
         signal.signal(signal.SIGCHLD, _reap)
-    before = start()
+    before = fork_and_close_once()
     synk.fork(N, use_gpu=False)
     pids = gather_pids()
-    work = Work()
+    work = Workload()
     if where not in ("distribute", "build"):
         assert work.call() == 15.0
     if where == "slice":
@@ -122,13 +122,13 @@ def at_a_point(
         report_event("ready", pids=pids)
         block("python")
     else:
-        plant(point or POINTS[where], action, fault_ranks, skip)
+        plan_action(point or POINTS[where], action, fault_ranks, skip)
         report_event("ready", pids=pids)
     report_event("outcome", **attempt(_choose_operation(where, work, name)))
-    after(before, work)
+    report_survival(before, work)
 
 
-def after(before: dict[str, Any], work: Work | None) -> None:
+def report_survival(before: dict[str, Any], work: Workload | None) -> None:
     """Report whether the ranks survived, whether their results are right, and the footprint after a close."""
     if _is_session_closed():
         if work is not None:
@@ -136,10 +136,10 @@ def after(before: dict[str, Any], work: Work | None) -> None:
         report_event("dead", before=before, after=measure_footprint())
         synk.fork(N, use_gpu=False)
         gather_pids()
-        work = Work()
+        work = Workload()
     else:
         assert work is not None
-        plant("none", "none", ())
+        plan_action("none", "none", ())
         report_event(
             "alive", w=[float(w[0]) for w in synk.gather(work.w)] if work.f._dispatcher.session is not None else None
         )
@@ -157,11 +157,11 @@ def _is_session_closed() -> bool:
     return False
 
 
-def at_fork(how: str, fault_rank: int = 2, spawn: bool = False) -> None:
+def fork_with_fault(how: str, fault_rank: int = 2, spawn: bool = False) -> None:
     """Fork, with a fault in the master or in a worker."""
     if how == "limit":
         _become_nobody()
-    before = start()
+    before = fork_and_close_once()
     real_fork, real_leave, real_start = os.fork, worker_main._detach_from_master, worker_main.spawn_worker
     limits = resource.getrlimit(resource.RLIMIT_NPROC)
     forked: list[int] = []
@@ -208,7 +208,7 @@ def at_fork(how: str, fault_rank: int = 2, spawn: bool = False) -> None:
     report_event("dead", before=before, after=measure_footprint())
     if "error" in outcome:
         synk.fork(N, use_gpu=False)
-        report_event("works", right=make_expected(N), **attempt(Work().check))
+        report_event("works", right=make_expected(N), **attempt(Workload().check))
     synk.close()
     report_event("closed", before=before, after=measure_footprint())
 
@@ -232,30 +232,30 @@ def _become_nobody() -> None:
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: otherwise root owns /proc/self
 
 
-def never_returns(timeout: float) -> None:
+def wait_for_missing_rank(timeout: float) -> None:
     """Wait for a rank that never reaches the barrier, until the timeout."""
-    before = start()
+    before = fork_and_close_once()
     synk.fork(N, use_gpu=False, timeout=1e6)
     session = ranks.get_session()
     assert session.timeout == 1e6
     gather_pids()
-    work = Work()
+    work = Workload()
     assert work.call() == 15.0
     session.timeout = timeout
     del session
-    plant("perform", "hold:compiled", (1,))
+    plan_action("perform", "hold:compiled", (1,))
     began = time.monotonic()
     outcome = attempt(work.call)
     report_event("outcome", began=began, **outcome)
-    after(before, work)
+    report_survival(before, work)
 
 
-def full_shared_memory() -> None:
+def fill_shared_memory() -> None:
     """Use the library with /dev/shm full: it has 8 MB, which the program fills."""
-    before = start()
+    before = fork_and_close_once()
     synk.fork(N, use_gpu=False)
     gather_pids()
-    work = Work()
+    work = Workload()
     data = synk.data(np.arange(1000.0))
     hog = []
     while True:
@@ -276,18 +276,18 @@ def full_shared_memory() -> None:
     report_event("fork", **other)
     hog.clear()
     del data
-    work = Work()
+    work = Workload()
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     report_event("closed", before=before, after=measure_footprint())
 
 
-def few_file_descriptors(where: str, spare: int) -> None:
+def exhaust_file_descriptors(where: str, spare: int) -> None:
     """Run out of file descriptors: in the master at fork or when it makes segments, or in a worker."""
-    before = start()
+    before = fork_and_close_once()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if where == "fork":
-        few = _limit(spare), limits[1]
+        few = _compute_file_limit(spare), limits[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, few)
         report_event("outcome", **attempt(lambda: synk.fork(8, use_gpu=False)))
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -297,26 +297,26 @@ def few_file_descriptors(where: str, spare: int) -> None:
         synk.fork(N, use_gpu=False)
         gather_pids()
         if where == "master":
-            few = _limit(spare), limits[1]
+            few = _compute_file_limit(spare), limits[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, few)
             arrays = [synk.data(np.full(10, i)) for i in range(60)]
             report_event("outcome", value=all(int(d[0]) == i for i, d in enumerate(arrays)), ended=time.monotonic())
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         else:
-            work = Work()
+            work = Workload()
             assert work.call() == 15.0
-            ranks.get_session().run(Limit(2, 0))
+            ranks.get_session().run(LimitOpenFiles(2, 0))
             unsent = synk.data(np.arange(6.0))
             report_event("outcome", **attempt(lambda: float(work.f(unsent)[0])))
-            ranks.get_session().run(Limit(2, limits[0]))
+            ranks.get_session().run(LimitOpenFiles(2, limits[0]))
             del unsent
             vars(work).clear()
-    report_event("works", right=make_expected(N), **attempt(Work().check))
+    report_event("works", right=make_expected(N), **attempt(Workload().check))
     synk.close()
     report_event("closed", before=before, after=measure_footprint())
 
 
-def _limit(spare: int) -> int:
+def _compute_file_limit(spare: int) -> int:
     """Return the limit of open files that leaves `spare` more."""
     opened = [os.dup(1) for _ in range(spare + 1)]
     for fd in opened:
@@ -324,7 +324,7 @@ def _limit(spare: int) -> int:
     return max(opened)
 
 
-class Limit(Command):
+class LimitOpenFiles(Command):
     """Limit the open files of a rank."""
 
     def __init__(self, limited_rank: int, n_files: int):
@@ -332,28 +332,28 @@ class Limit(Command):
 
     def run(self, rank: ranks.Rank) -> None:
         if rank.number == self.limited_rank:
-            n_files = self.n_files or _limit(0)
+            n_files = self.n_files or _compute_file_limit(0)
             resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
-def unmappable() -> None:
+def create_unmappable_segment() -> None:
     """Create a segment larger than the free address space of a worker."""
-    before = start()
+    before = fork_and_close_once()
     synk.fork(N, use_gpu=False)
     gather_pids()
-    work = Work()
+    work = Workload()
     synk.distribute()
-    ranks.get_session().run(LimitSpace(2, 32 << 20))
+    ranks.get_session().run(LimitAddressSpace(2, 32 << 20))
     rows = np.ones(12_000_000)
     report_event("outcome", **attempt(lambda: work.f(rows)))
-    ranks.get_session().run(LimitSpace(2, -1))
+    ranks.get_session().run(LimitAddressSpace(2, -1))
     report_event("again", **attempt(work.call))
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     report_event("closed", before=before, after=measure_footprint())
 
 
-class LimitSpace(Command):
+class LimitAddressSpace(Command):
     """Limit the address space of a rank to `spare` more bytes."""
 
     def __init__(self, limited_rank: int, spare: int):
@@ -365,12 +365,12 @@ class LimitSpace(Command):
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
-def unpicklable() -> None:
+def distribute_unpicklable_graph() -> None:
     """Distribute a graph that can't be pickled."""
-    before = start()
+    before = fork_and_close_once()
     synk.fork(N, use_gpu=False)
     gather_pids()
-    work = Work()
+    work = Workload()
     assert work.call() == 15.0
 
     class Locked(probes.Point):
@@ -382,27 +382,27 @@ def unpicklable() -> None:
     report_event("outcome", **attempt(synk.distribute))
     report_event("again", **attempt(functools.partial(g, np.ones(3))))
     del g
-    after(before, work)
+    report_survival(before, work)
 
 
-def segment_after_death() -> None:
+def create_segment_after_death() -> None:
     """Create a segment after a worker has died, before its death is detected."""
-    before = start()
+    before = fork_and_close_once()
     synk.fork(N, use_gpu=False)
     pids = gather_pids()
-    work = Work()
+    work = Workload()
     assert work.call() == 15.0
     report_event("ready", pids=pids)
     block("python")
     data = synk.data(np.arange(6.0))
     report_event("outcome", **attempt(functools.partial(work.f, data)))
     del data
-    after(before, work)
+    report_survival(before, work)
 
 
-def from_a_thread(busy: bool = False) -> None:
+def fork_in_thread(busy: bool = False) -> None:
     """Fork in a thread that ends, and continue in another."""
-    before = start()
+    before = fork_and_close_once()
     results: list[Any] = []
 
     def in_a_thread(call: Any) -> Any:
@@ -413,41 +413,41 @@ def from_a_thread(busy: bool = False) -> None:
 
     report_event("fork", **in_a_thread(lambda: synk.fork(N, use_gpu=False)))
     pids = gather_pids()
-    work = Work()
+    work = Workload()
     assert work.call() == 15.0
     report_event("outcome", **in_a_thread(work.call))
     report_event("ready", pids=pids)
     if busy:
-        plant("perform", "hold:python", (1, 2))
+        plan_action("perform", "hold:python", (1, 2))
     report_event("works", right=make_expected(N), **attempt(work.check))
     in_a_thread(synk.close)
     report_event("closed", before=before, after=measure_footprint())
 
 
-def first_command() -> None:
+def fail_in_first_command() -> None:
     """Fail in the first command."""
-    before = start()
+    before = fork_and_close_once()
     probes.PLANS["arguments"] = 0, "raise:ValueError"
     session = ranks.fork(N, 0, False)
-    report_event("outcome", **attempt(lambda: session.run(Arguments())))
-    report_event("works", right="done", **attempt(lambda: session.run(Arguments())))
+    report_event("outcome", **attempt(lambda: session.run(ReachOnUnpickling())))
+    report_event("works", right="done", **attempt(lambda: session.run(ReachOnUnpickling())))
     del session
     synk.close()
     report_event("closed", before=before, after=measure_footprint())
 
 
-def closed_standard_files() -> None:
+def call_without_standard_files() -> None:
     """Run calls with closed standard input, output and error."""
-    before = start()
+    before = fork_and_close_once()
     synk.fork(N, use_gpu=False)
     gather_pids()
-    work = Work()
+    work = Workload()
     report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     report_event("closed", before=before, after=measure_footprint())
 
 
-class Print(Command):
+class PrintOnWorkers(Command):
     """Print on every worker into a pipe without a reader."""
 
     def __init__(self, text: str):
@@ -460,16 +460,16 @@ class Print(Command):
 
 def print_without_reader() -> None:
     """Print in a worker when the reader of the pipe has gone, as in ``python script.py | head -1``."""
-    before = start()
+    before = fork_and_close_once()
     synk.fork(N, use_gpu=False)
     gather_pids()
-    work = Work()
+    work = Workload()
     report_event("ready")
     block("python")
     # Buffered output is lost silently when the command ends; an immediate write is an error.
-    report_event("buffered", **attempt(lambda: ranks.get_session().run(Print("x"))))
-    report_event("outcome", **attempt(lambda: ranks.get_session().run(Print("x" * 100_000))))
-    after(before, work)
+    report_event("buffered", **attempt(lambda: ranks.get_session().run(PrintOnWorkers("x"))))
+    report_event("outcome", **attempt(lambda: ranks.get_session().run(PrintOnWorkers("x" * 100_000))))
+    report_survival(before, work)
     sys.stdout = None  # otherwise the flush of its buffer fails at exit
 
 
@@ -479,7 +479,7 @@ def main() -> None:
     scenarios = {**globals(), **_import_interrupted_scenarios()}
     words = sys.argv[1:]
     if words == ["template"]:
-        words = _copied()
+        words = _fork_for_requests()
     name, arguments = words[0], json.loads(words[1])
     scenarios[name](**arguments)
 
@@ -490,7 +490,7 @@ def _import_interrupted_scenarios() -> dict[str, Any]:
     return vars(interrupted)
 
 
-def _copied() -> list[str]:
+def _fork_for_requests() -> list[str]:
     """Fork this process for each program that the harness requests; return its command line in each copy.
 
     Does not return in the template itself.

@@ -29,7 +29,7 @@ class FailInAllReduce(Command):
             raise ArithmeticError("the sum is odd")
         communicator.all_reduce(array, "sum")
         if self.waits_started:
-            communicator.wait_started()
+            communicator.wait_until_started()
         else:
             communicator.notify_started()
         if rank.number == self.failing_rank:
@@ -50,13 +50,13 @@ class AllReduceRows(Command):
         rows = device.to_host(device.load(rank, self.rows, None))
         array = device.from_host(rows * (rank.number + 1))
         communicator.all_reduce(array, self.op)
-        communicator.wait_started()
+        communicator.wait_until_started()
         result = device.to_host(array)
         return rank.all_gather((float(result[1]), float(result[-1])))
 
 
 def run_in_groups(worker):
-    """Run collectives in a group, and send exchange_arrays two ranks; return digests of the results."""
+    """Run collectives in a group, and send between two ranks; return digests of the results."""
     device, n = worker._rank.device, worker.size
     array = device.from_host(np.random.default_rng(worker.number).integers(-9, 9, 50_000).astype("float32"))
     results = []
@@ -76,7 +76,7 @@ def run_in_groups(worker):
 
 
 def compute_digest(*arrays):
-    """Return a compute_digest of arrays."""
+    """Return a digest of arrays."""
     return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
 
 

@@ -32,7 +32,7 @@ def fork():
 
 
 def train():
-    """Train a small network by steps of one launch with an all-reduce; print a compute_digest."""
+    """Train a small network by steps of one launch with an all-reduce; print a digest."""
     import pytensor
     import pytensor.tensor as T
 
@@ -81,7 +81,7 @@ def collectives():
 
 
 def groups():
-    """Run collectives in groups, and send arrays exchange_arrays two ranks; print digests of the results."""
+    """Run collectives in groups, and send arrays between two ranks; print digests of the results."""
     fork()
     for results in synk.run(run_in_groups):
         print(*results)

@@ -202,10 +202,10 @@ class Orders:
 
     def check_results(self) -> bool:
         """Return whether a function and the collectives return correct results."""
-        from faults.probes import Work, make_expected
+        from faults.probes import Workload, make_expected
 
         n = ranks.get_session().size
-        return Work().check() == make_expected(n)
+        return Workload().check() == make_expected(n)
 
     def close(self) -> None:
         """End the ranks."""

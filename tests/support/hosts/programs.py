@@ -42,7 +42,7 @@ def fork() -> int:
     return synk.fork(hosts=HOSTS, use_gpu=False)
 
 
-def digest(*arrays: Any) -> str:
+def compute_digest(*arrays: Any) -> str:
     """Return a digest of arrays."""
     return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
 
@@ -71,7 +71,7 @@ def train() -> None:
         np.asarray(x_data)[order[k]] *= 1.5  # without a message to the ranks
     copies = [np.asarray(synk.get_value(r, weights[1])) for r in range(n)]
     assert all(np.array_equal(copy, copies[0]) for copy in copies)
-    print(digest(*(w.get_value() for w in weights), *losses))
+    print(compute_digest(*(w.get_value() for w in weights), *losses))
 
 
 def set_values(s: Any, values: list[np.ndarray]) -> None:
@@ -97,15 +97,15 @@ def collectives() -> None:
                 synk.all_reduce(s, op)
                 results = synk.gather(s, nd_up=1)
                 assert all(np.array_equal(result, results[0]) for result in results)
-                print(dtype, size, op, digest(results[0]))
+                print(dtype, size, op, compute_digest(results[0]))
             set_values(s, values)
             gathered = synk.gather(s, nd_up=1)
             assert all(np.array_equal(gathered[r], values[r]) for r in range(n))
             synk.reduce(s, "prod")
-            print("reduce", digest(s.get_value()))
+            print("reduce", compute_digest(s.get_value()))
             set_values(s, values)
             synk.reduce_scatter(s, "sum")
-            print("reduce_scatter", synk.get_lengths(s), digest(synk.gather(s, nd_up=0)))
+            print("reduce_scatter", synk.get_lengths(s), compute_digest(synk.gather(s, nd_up=0)))
             set_values(s, values)
             synk.broadcast(s)
             results = synk.gather(s, nd_up=1)
@@ -173,7 +173,7 @@ def files(path: str, other: str) -> None:
         print("error names the host")
 
 
-def triples(start: int, stop: int) -> np.ndarray:
+def load_triples(start: int, stop: int) -> np.ndarray:
     """Load rows of three numbers."""
     return np.arange(3.0 * start, 3.0 * stop).reshape(-1, 3)
 
@@ -196,10 +196,10 @@ def parts() -> None:
     f = synk.function([x], [(x * 2, "gather"), (x.sum(), "sum")])
     s = shared(np.zeros((1, 3)), "s")
     g = synk.function([], s.sum())
-    f(synk.data(triples(0, n)))
+    f(synk.data(load_triples(0, n)))
     g()
     for length in [*range(1, 3 * n), 1001]:
-        data, whole = synk.data_parts(lambda start, stop: triples(start, stop), length), triples(0, length)
+        data, whole = synk.data_parts(lambda start, stop: load_triples(start, stop), length), load_triples(0, length)
         before = synk.bytes_sent()
         double, total = f(data)
         np.testing.assert_array_equal(double, 2 * whole)
@@ -229,7 +229,7 @@ def parts() -> None:
         def load(start: int, stop: int) -> np.ndarray:
             if stop == 1001:
                 raise OSError("the disk is on fire")
-            return triples(start, stop)
+            return load_triples(start, stop)
 
         start = 1001 - 1001 // n
         words = f"rank {n - 1} on host b raised RuntimeError: load({start}, 1001), for rank {n - 1}: OSError: the disk"
@@ -256,7 +256,7 @@ def parts_tasks() -> None:
 
     x = tensor.dmatrix("x")
     f = synk.function([x], x.sum())
-    data, whole = synk.data_parts(lambda start, stop: triples(start, stop), 101), triples(0, 101)
+    data, whole = synk.data_parts(lambda start, stop: load_triples(start, stop), 101), load_triples(0, 101)
     f(synk.data(whole))
     before = synk.bytes_sent()
     results = synk.run(programs.use_local_rows, data, f)
@@ -320,7 +320,7 @@ def parts_trainer(counts: str) -> None:
                 resumed_reports = list(again.trainer.epochs(x, y, 3, 2, valid=(x, y), resume=within))
                 assert np.array_equal(again.values(), model.values()), name
                 numbers = [(r.loss, r.validation["mse"]) for r in [*reports, *resumed_reports]]
-                print(name, digest(model.values(), numbers))
+                print(name, compute_digest(model.values(), numbers))
                 check_error(
                     CheckpointError,
                     f"within an epoch over data_parts, of {sizes} ranks on the hosts and 3 rows",
@@ -482,7 +482,7 @@ def trainer() -> None:
             losses = [r.loss for r in model.epochs(5, 2, valid=None, checkpoint=Checkpoint(folder))]
             again = Model(name)
             resumed_losses = [r.loss for r in again.epochs(5, 3, checkpoint=Checkpoint(folder), resume="latest")]
-        print(name, digest(model.values(), losses, again.values(), resumed_losses))
+        print(name, compute_digest(model.values(), losses, again.values(), resumed_losses))
 
 
 def options() -> None:
@@ -504,7 +504,7 @@ def options() -> None:
                 r.loss for r in again.epochs(5, 4, rows=47, checkpoint=Checkpoint(folder), resume="latest")
             ]
         averages = [average.get_value() for average in again.trainer.ema]
-        print(rule.__name__, digest(model.values(), losses, again.values(), resumed_losses, *averages))
+        print(rule.__name__, compute_digest(model.values(), losses, again.values(), resumed_losses, *averages))
 
 
 def train_asynchronously() -> None:
@@ -605,7 +605,7 @@ class Killer:
     def send(self, mailbox: Mailbox, number: int, command: ranks.Command) -> None:
         """Post a command."""
         session = ranks.get_session()
-        if self.is_armed and session._n_keepers:
+        if self.is_armed and session._n_keep_memory_contexts:
             self.count += 1
             if self.count in self.moments and session.size > self.moments[self.count][0]:
                 command = self.command(command, *self.moments[self.count])

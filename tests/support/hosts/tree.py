@@ -29,7 +29,7 @@ while os.getppid() == parent:
 """
 
 
-class Tree:
+class SimulatedHosts:
     """Some hosts, and `fault_target.py` on the first.
 
     If hosts cannot be simulated, this machine stands in for all of them.
@@ -96,10 +96,10 @@ class Tree:
         self.program.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
         self.program.stdin.flush()
 
-    def run_order(self, name: str, limit: float = LIMIT, **arguments: Any) -> dict[str, Any]:
+    def run_order(self, name: str, **arguments: Any) -> dict[str, Any]:
         """Send an order to the program; return its outcome."""
         self.send_order(name, **arguments)
-        return self.wait_event("outcome", limit)
+        return self.wait_event("outcome")
 
     def wait_event(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
         """Return the next event, and check its name."""
@@ -128,10 +128,10 @@ class Tree:
         return {
             "ranks": ranks,
             "mpirun": _find_outer_pid(spaces, spaces[self.pid][0], pids["mpirun"]),
-            "agents": self._agents(spaces, ranks[-1]),
+            "agents": self._find_agents(spaces, ranks[-1]),
         }
 
-    def _agents(self, processes: dict[int, tuple[str, str]], last: int) -> list[int]:
+    def _find_agents(self, processes: dict[int, tuple[str, str]], last: int) -> list[int]:
         """Return the agents' process IDs; the second agent is the parent of the last rank."""
         other = int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{last}/status").read_text())[1])
         agents = [p for p, (_, line) in processes.items() if "hosts.agent" in line and "python" in line.split()[0]]

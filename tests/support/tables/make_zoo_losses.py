@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "demo_checks"))
 
-from zoo_cases import NETWORKS, Recorder, make_for_table, run, without_dropout  # noqa: E402
+from zoo_cases import NETWORKS, Recorder, make_network_for_table, train_and_validate, without_dropout  # noqa: E402
 
 import synkhronos.compat  # noqa: E402
 
@@ -28,7 +28,7 @@ def main():
     table = {}
     for name in NETWORKS:
         recorder = Recorder()
-        run(make_for_table(name), recorder)
+        train_and_validate(make_network_for_table(name), recorder)
         table[name] = [float(f"{loss:.8g}") for loss in recorder.losses]
         print(name, table[name], flush=True)
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(losses)}" for name, losses in table.items())

@@ -99,8 +99,8 @@ class Island(Device):
     def get_communicator(self, rank):
         return rank.registry.get_or_create(Bridge, lambda: Bridge(rank))
 
-    def as_writable(self, value, is_referenced):
-        return value * 1 if is_referenced else value
+    def as_writable(self, value, has_other_references):
+        return value * 1 if has_other_references else value
 
     def rewrap(self, value, is_complete=False):
         """Return another object for memory that was written: the old one is invalid, as on a GPU."""

@@ -6,7 +6,7 @@ from synkhronos.devices import Device
 from synkhronos.devices.host_communicator import HostCommunicator
 
 
-class Wrapped:
+class WrappedArray:
     """An array of the toy's."""
 
     def __init__(self, array):
@@ -20,13 +20,13 @@ class Toy(Device):
     name = "toy"
 
     def owns(self, value):
-        return isinstance(value, Wrapped)
+        return isinstance(value, WrappedArray)
 
     def to_host(self, value):
         return value.inside
 
     def from_host(self, array):
-        return Wrapped(np.array(array, order="C"))
+        return WrappedArray(np.array(array, order="C"))
 
     # Without these two, arrays would be combined through the host.
 
@@ -37,7 +37,7 @@ class Toy(Device):
         return rank.registry.get_or_create(CountingCommunicator, lambda: CountingCommunicator(rank))
 
     def slice_items(self, array, start, shape):
-        return Wrapped(array.inside.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape))
+        return WrappedArray(array.inside.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape))
 
 
 class CountingCommunicator(HostCommunicator):

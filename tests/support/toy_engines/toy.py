@@ -17,43 +17,43 @@ class Launch(Runner):
     """Some functions, one after the other, many times: the first takes inputs and returns outputs."""
 
     #: Number of launches in this process; tests read it.
-    count = 0
+    n_launches = 0
 
-    def __init__(self, first, behind=(), n_repeats=1):
+    def __init__(self, first, further_functions=(), n_repeats=1):
         super().__init__(first)
-        self.first, self.behind, self.n_repeats = first, behind, n_repeats
+        self.first, self.further_functions, self.n_repeats = first, further_functions, n_repeats
 
     def __call__(self, *inputs):
-        Launch.count += 1
+        Launch.n_launches += 1
         results = []
         for k in range(self.n_repeats):
             results.append(super().__call__(*(np.split(array, self.n_repeats)[k] for array in inputs)))
-            for function in self.behind:
+            for function in self.further_functions:
                 function()
         return [Handle(value) for output in zip(*results, strict=True) for value in output]
 
     def repeat(self, n_repeats):
-        return Launch(self.first, self.behind, n_repeats)
+        return Launch(self.first, self.further_functions, n_repeats)
 
 
-class Toy(LazyEngine):
-    """The engine."""
+class ToyEngine(LazyEngine):
+    """Runs functions when they are called, and hands out handles of their outputs."""
 
-    #: Whether it runs anything: the tests say so before they fork.
-    is_on = False
+    #: Whether it runs functions rather than the default engine: tests set it before they fork.
+    runs_functions = False
 
     def can_run(self, library, mode):
-        return self.is_on and not library.is_xla_mode(mode)
+        return self.runs_functions and not library.is_xla_mode(mode)
 
     def make_runner(self, library, function, n_inputs, allows_opaque_outputs):
         return Launch(function) if allows_opaque_outputs else Runner(function)
 
     def fuse_step(self, rank, first, all_reduce, others, n_repeats):
-        def combine():
+        def all_reduce_shared():
             communicator, _ = all_reduce.prepare_all_reduce(rank)
             communicator.all_reduce(all_reduce.get_shared(rank).container.storage[0], all_reduce.op)
 
-        return Launch(first.first, (combine, *(other.first for other in others)), n_repeats)
+        return Launch(first.first, (all_reduce_shared, *(other.first for other in others)), n_repeats)
 
     def get_max_repeats(self, dtype=None):
         return 8
@@ -62,4 +62,4 @@ class Toy(LazyEngine):
         return [value.value if isinstance(value, Handle) else value for value in values]
 
 
-ENGINE = Toy()
+ENGINE = ToyEngine()

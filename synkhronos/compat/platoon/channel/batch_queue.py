@@ -3,7 +3,7 @@
 The sender has a bounded queue, filled by ``send_mb`` and emptied by a thread for each worker.  Workers request each
 mini-batch, so that a fast worker gets more of them::
 
-    send_mb ──▶ queue of at most `limit` mini-batches ──▶ thread ◀── request ─── recv_mb of worker 0
+    send_mb ──▶ queue of at most `max_batches` mini-batches ──▶ thread ◀── request ─── recv_mb of worker 0
                                                       └─▶ thread ◀── request ─── recv_mb of worker 1
 """
 
@@ -24,7 +24,7 @@ from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.util import PlatoonError
 
 #: Header that ends the stream.
-_END = b"null"
+_END_HEADER = b"null"
 
 
 class BatchSender:
@@ -33,22 +33,22 @@ class BatchSender:
     Parameters
     ----------
     address : str
-    limit : int
+    max_batches : int
         Maximal number of mini-batches in the queue.
-    is_over : callable
+    have_workers_ended : callable
         Returns True once the workers have ended.
     """
 
-    def __init__(self, address: str, limit: int, is_over: Callable[[], bool]):
+    def __init__(self, address: str, max_batches: int, have_workers_ended: Callable[[], bool]):
         self._listener = sockets.listen(address)
-        self._limit, self._is_over = max(1, limit), is_over
+        self._max_batches, self._have_workers_ended = max(1, max_batches), have_workers_ended
         self._changed = threading.Condition()
         self._queue: deque[list[np.ndarray]] = deque()
         self._connections: list[Connection] = []
         self._is_closed = False
         #: Number of mini-batches that threads have taken from the queue and not sent yet.
         self._sending = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._accept_workers, daemon=True).start()
         threading.Thread(target=self._keep_process_alive).start()
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
@@ -65,8 +65,8 @@ class BatchSender:
             if array.dtype.kind not in "biufcSUmM":
                 raise TypeError(f"arrays: expected arrays of numbers or strings, got one of {array.dtype}")
         with self._changed:
-            self._wait(lambda: len(self._queue) < self._limit or self._is_closed)
-            if self._is_closed or self._is_over():
+            self._wait_until(lambda: len(self._queue) < self._max_batches or self._is_closed)
+            if self._is_closed or self._have_workers_ended():
                 reason = "the sender is closed" if self._is_closed else "the workers have ended"
                 raise PlatoonError(f"send_mb: {reason}")
             self._queue.append(batch)
@@ -78,9 +78,9 @@ class BatchSender:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait, with the lock held, until ``ready()``, or until the workers have ended."""
-        while not (ready() or self._is_over()):
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait, with the lock held, until ``condition()``, or until the workers have ended."""
+        while not (condition() or self._have_workers_ended()):
             self._changed.wait(POLL_SECONDS)
 
     def _keep_process_alive(self) -> None:
@@ -88,30 +88,30 @@ class BatchSender:
         threading.main_thread().join()
         self.close()
         with self._changed:
-            self._wait(lambda: not self._queue and not self._sending)
+            self._wait_until(lambda: not self._queue and not self._sending)
         for connection in self._connections:  # for requests to come
             with contextlib.suppress(OSError):
-                connection.send_bytes(_END)
+                connection.send_bytes(_END_HEADER)
 
-    def _accept(self) -> None:
+    def _accept_workers(self) -> None:
         while True:
             connection = sockets.accept(self._listener)
             if connection is not None:
                 self._connections.append(connection)
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                threading.Thread(target=self._serve_worker, args=(connection,), daemon=True).start()
 
-    def _serve(self, connection: Connection) -> None:
-        """Answer one worker."""
+    def _serve_worker(self, connection: Connection) -> None:
+        """Send mini-batches to one worker, one for each of its requests."""
         try:
             while True:
                 connection.recv_bytes()
                 with self._changed:
-                    self._wait(lambda: bool(self._queue) or self._is_closed)
+                    self._wait_until(lambda: bool(self._queue) or self._is_closed)
                     batch = self._queue.popleft() if self._queue else None
                     self._sending += batch is not None
                     self._changed.notify_all()
                 if batch is None:
-                    connection.send_bytes(_END)
+                    connection.send_bytes(_END_HEADER)
                     continue
                 try:
                     send_arrays(connection, batch)

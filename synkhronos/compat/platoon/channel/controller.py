@@ -82,16 +82,16 @@ class Controller:
         if hosts is not None:
             self._global_size = sum(map(len, hosts.devices.values()))
         self._multinode = hosts is not None
-        self._process = os.getpid()
+        self._pid = os.getpid()
         #: A byte shared with processes forked by this one: 1 after the end of the workers.
-        self._over = mmap.mmap(-1, 1)
+        self._workers_ended = mmap.mmap(-1, 1)
         self._address = (hosts and hosts.address) or f"synkhronos-platoon-{secrets.token_hex(8)}"
         self._group: WorkerGroup | None = None
         self._workers: set[int] = set()
         # Runs before multiprocessing waits for its processes, which may wait for workers to receive mini-batches.
         atexit.register(self._close)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle_force_close)
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_number, self._handle_force_close)
         if data_port:
             self.init_data(data_port, data_hwm)
         if experiment_name:
@@ -134,7 +134,7 @@ class Controller:
         """
         raise NotImplementedError(f"{type(self).__name__} has no handle_control(), to answer the request {req!r}")
 
-    def _answer(self, req: Any, worker_id: int, req_info: Any) -> Any:
+    def _answer_request(self, req: Any, worker_id: int, req_info: Any) -> Any:
         return self.handle_control(req, worker_id, req_info)
 
     def worker_is_done(self, worker_id: int) -> None:
@@ -153,7 +153,7 @@ class Controller:
         if self._group is None:
             return FAILED
         try:
-            failure = self._group.serve(self._answer)
+            failure = self._group.serve(self._answer_request)
         except Exception:
             sys.stderr.write(f"{PlatoonError('the controller has failed')}\n{traceback.format_exc()}")
             return FAILED
@@ -166,16 +166,16 @@ class Controller:
 
     def _close(self) -> None:
         """End the workers and the senders of mini-batches; do nothing in a process forked by this one."""
-        if os.getpid() != self._process:
+        if os.getpid() != self._pid:
             return
-        self._over[0] = 1
+        self._workers_ended[0] = 1
         if self._group is not None:
             self._group.kill_workers()
         self._workers.clear()
 
-    def _handle_force_close(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._process:
-            sys.stderr.write(f"ended by {signal.Signals(number).name}\n")
+    def _handle_force_close(self, signal_number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            sys.stderr.write(f"ended by {signal.Signals(signal_number).name}\n")
             self._close()
             sys.exit(1)
         os._exit(1)  # a process that sends mini-batches
@@ -198,12 +198,12 @@ class Controller:
             If the experiment has a queue of this name.
         """
         try:
-            self.asocket = BatchSender(f"{self._address}-{port}", data_hwm, self._is_over)
+            self.asocket = BatchSender(f"{self._address}-{port}", data_hwm, self._have_workers_ended)
         except OSError as error:
             raise PlatoonError(f"port: the queue {port} exists already", error) from error
 
-    def _is_over(self) -> bool:
-        return bool(self._over[0]) or self._process not in (os.getpid(), os.getppid())
+    def _have_workers_ended(self) -> bool:
+        return bool(self._workers_ended[0]) or self._pid not in (os.getpid(), os.getppid())
 
     def send_mb(self, arrays: Sequence[np.ndarray]) -> None:
         """Put a mini-batch into the queue; wait while it is full.
@@ -251,7 +251,7 @@ class Controller:
         hosts.add_argument("--multi", action="store_true", help="workers are on several machines")
         parser.add_argument("-D", "--devices", nargs="+", default=[], metavar="DEVICE", help="one for each worker")
         parser.add_argument("-w", "--worker-args", help="arguments of the workers, in one string")
-        add_ports(parser)
+        add_port_arguments(parser)
         return parser
 
     @staticmethod
@@ -261,7 +261,7 @@ class Controller:
         return {name: value for name, value in vars(args).items() if name in (*names, "worker_args", "multi")}
 
 
-def add_ports(parser: argparse.ArgumentParser) -> None:
+def add_port_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that controllers and workers share."""
     parser.add_argument("--control-port", type=int, default=5567, help="of Platoon's network; not needed here")
     parser.add_argument("--data-port", type=int, help="name of the queue of mini-batches")

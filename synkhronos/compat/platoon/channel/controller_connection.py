@@ -33,7 +33,7 @@ class ControllerConnection:
         The rank of this process.
     address : str
         Address of the controller.
-    log : str
+    log_path : str
         Path of the controller's standard error, for messages.
     progress : callable
         Called while this process waits for the controller; may raise.
@@ -46,11 +46,11 @@ class ControllerConnection:
         Rank of this process among the workers of its host, and their number.
     """
 
-    def __init__(self, worker: RankWorker, address: str, log: str, progress: Callable[[], None]):
-        self.worker, self.address, self._log = worker, address, log
+    def __init__(self, worker: RankWorker, address: str, log_path: str, progress: Callable[[], None]):
+        self.worker, self.address, self._log_path = worker, address, log_path
         local_ranks = get_rank(worker).local_ranks
         self.local_rank, self.local_size = worker.number - local_ranks.start, len(local_ranks)
-        self._sending = threading.Lock()
+        self._send_lock = threading.Lock()
         connection = sockets.connect(address, progress, _CONNECT_SECONDS)
         if connection is None:
             raise PlatoonError("the controller can't be reached")
@@ -60,10 +60,10 @@ class ControllerConnection:
     def _send(self, message: Any) -> None:
         text = json.dumps(message)
         try:
-            with self._sending:
+            with self._send_lock:
                 self._connection.send_bytes(text.encode())
         except OSError as error:
-            raise PlatoonError(f"the controller has ended; see {self._log}", error) from error
+            raise PlatoonError(f"the controller has ended; see {self._log_path}", error) from error
 
     def request(self, query: dict[str, Any], seconds: float) -> Any:
         """Send a query to the controller, and return its answer.
@@ -89,7 +89,7 @@ class ControllerConnection:
                     raise PlatoonError(f"timeout: no {description} in {seconds:g} seconds")
             message: bytes = connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise PlatoonError(f"no {description}: its process has ended; see {self._log}", error) from error
+            raise PlatoonError(f"no {description}: its process has ended; see {self._log_path}", error) from error
         self.worker.progress()
         return message
 
@@ -104,12 +104,12 @@ class ControllerConnection:
         finally:
             os.close(file)
 
-    def report(self, failure: Failure) -> None:
+    def report_failure(self, failure: Failure) -> None:
         """Send a failure to the controller, if that has not ended."""
         with contextlib.suppress(PlatoonError):
             self._send({"failure": dataclasses.asdict(failure)})
 
-    def send_end(self) -> None:
+    def report_end(self) -> None:
         """Send the end of this worker to the controller."""
         with contextlib.suppress(PlatoonError):
             self._send({"end": True})

@@ -15,9 +15,9 @@ from pathlib import Path
 from synkhronos.compat import import_hooks
 
 #: Environment variable with the arguments of `Controller` as JSON, for programs that parse no command line.
-LAUNCH = "SYNKHRONOS_PLATOON"
+LAUNCH_VARIABLE = "SYNKHRONOS_PLATOON"
 #: Environment variable with the `Hosts` of an experiment on several hosts, as JSON.
-_HOSTS = "SYNKHRONOS_PLATOON_HOSTS"
+_HOSTS_VARIABLE = "SYNKHRONOS_PLATOON_HOSTS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +44,16 @@ class Hosts:
     @classmethod
     def from_environment(cls) -> Hosts | None:
         """Return the hosts of this controller's experiment; None on one machine."""
-        text = os.environ.get(_HOSTS)
+        text = os.environ.get(_HOSTS_VARIABLE)
         return None if text is None else cls(**json.loads(text))
 
-    def find_host(self, worker: int) -> int:
-        """Return the position of a worker's host."""
-        return [i for i, devices in enumerate(self.devices.values()) for _ in devices][worker]
+    def find_host_index(self, worker_rank: int) -> int:
+        """Return the position of a worker's host among the hosts."""
+        return [i for i, devices in enumerate(self.devices.values()) for _ in devices][worker_rank]
 
 
 def start_controller(
-    command: Sequence[str], log: str, launch: dict[str, object] | None, hosts: Hosts | None
+    command: Sequence[str], output_path: str, controller_arguments: dict[str, object] | None, hosts: Hosts | None
 ) -> subprocess.Popen[bytes]:
     """Start a controller, which ends with this process.
 
@@ -63,10 +63,10 @@ def start_controller(
     ----------
     command : list of str
         The controller's file and arguments.
-    log : str
+    output_path : str
         Path of its output, without ``.out`` and ``.err``.
-    launch : dict or None
-        Arguments of `Controller`, for the variable `LAUNCH`; None to pass on this process's.
+    controller_arguments : dict or None
+        Arguments of `Controller`, for the variable `LAUNCH_VARIABLE`; None to pass on this process's.
     hosts : Hosts or None
     """
     code = (
@@ -77,12 +77,12 @@ def start_controller(
     package = str(Path(__file__).resolve().parents[4])  # the child imports this very library
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path}
-    if launch is not None:
-        environment[LAUNCH] = json.dumps(launch)
-    environment.pop(_HOSTS, None)
+    if controller_arguments is not None:
+        environment[LAUNCH_VARIABLE] = json.dumps(controller_arguments)
+    environment.pop(_HOSTS_VARIABLE, None)
     if hosts is not None:
-        environment[_HOSTS] = json.dumps(dataclasses.asdict(hosts))
-    with open(f"{log}.out", "wb") as out, open(f"{log}.err", "wb") as err:
+        environment[_HOSTS_VARIABLE] = json.dumps(dataclasses.asdict(hosts))
+    with open(f"{output_path}.out", "wb") as out, open(f"{output_path}.err", "wb") as err:
         return subprocess.Popen(
             [sys.executable, "-u", "-c", code, *command],
             stdin=subprocess.DEVNULL,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from synkhronos.compat.platoon.channel.controller import Controller
-from synkhronos.compat.platoon.channel.controller_process import LAUNCH
+from synkhronos.compat.platoon.channel.controller_process import LAUNCH_VARIABLE
 from synkhronos.compat.platoon.channel.worker import Worker
 from synkhronos.compat.platoon.param_sync import ParamSyncRule
 
@@ -29,7 +29,7 @@ class Lieutenant(Controller):
     """
 
     def __init__(self, port: int | None = None, cport: int | None = None, hwm: int = 10):
-        super().__init__(data_port=port, data_hwm=hwm, **json.loads(os.environ.get(LAUNCH, "{}")))
+        super().__init__(data_port=port, data_hwm=hwm, **json.loads(os.environ.get(LAUNCH_VARIABLE, "{}")))
 
     def init_control(self, port: int) -> None:
         """Do nothing: workers find their controller by themselves."""
@@ -41,7 +41,7 @@ class Lieutenant(Controller):
             sys.exit(status)
         return status
 
-    def _answer(self, req: Any, worker_id: int, req_info: Any) -> Any:
+    def _answer_request(self, req: Any, worker_id: int, req_info: Any) -> Any:
         """Call ``handle_control(req)`` or ``handle_control(req, worker_id)``."""
         handle: Any = self.handle_control
         return handle(req, worker_id) if len(inspect.signature(handle).parameters) > 1 else handle(req)

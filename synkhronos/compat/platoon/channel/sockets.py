@@ -34,7 +34,7 @@ def listen(address: str) -> socket.socket:
 
 def accept(listener: socket.socket) -> Connection | None:
     """Accept a connection; None if it is another user's."""
-    return _check_user(listener.accept()[0])
+    return _connect_to_same_user(listener.accept()[0])
 
 
 def connect(address: str, progress: Callable[[], None], seconds: float) -> Connection | None:
@@ -47,7 +47,7 @@ def connect(address: str, progress: Callable[[], None], seconds: float) -> Conne
         client = socket.socket(socket.AF_UNIX)
         try:
             client.connect(f"\0{address}")
-            return _check_user(client)
+            return _connect_to_same_user(client)
         except (ConnectionRefusedError, BlockingIOError):
             client.close()
             progress()
@@ -56,10 +56,10 @@ def connect(address: str, progress: Callable[[], None], seconds: float) -> Conne
             time.sleep(POLL_SECONDS / 5)
 
 
-def _check_user(end: socket.socket) -> Connection | None:
-    """Return a connection over a socket; None if its other end belongs to another user."""
-    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+def _connect_to_same_user(client: socket.socket) -> Connection | None:
+    """Return a connection over a connected socket; None if its peer is another user's process."""
+    _, user, _ = _CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.getuid():
-        end.close()
+        client.close()
         return None
-    return Connection(end.detach())
+    return Connection(client.detach())

@@ -14,12 +14,12 @@ import numpy as np
 import posix_ipc
 
 from synkhronos.compat.platoon.channel import batch_queue, controller_connection, sockets
-from synkhronos.compat.platoon.channel.controller import add_ports
+from synkhronos.compat.platoon.channel.controller import add_port_arguments
 from synkhronos.compat.platoon.param_sync import ParamSyncRule
 from synkhronos.compat.platoon.util import EndOfBatches, PlatoonError, SingletonType
 
 #: Platoon's names of reductions, and the library's.
-_OPS = {
+_OP_NAMES = {
     **dict.fromkeys(("+", "sum", "add"), "sum"),
     **dict.fromkeys(("*", "prod", "product", "mul"), "prod"),
     **dict.fromkeys(("max", "maximum"), "max"),
@@ -79,9 +79,9 @@ class Worker(metaclass=SingletonType):
         if controller_connection.current is None:
             raise PlatoonError("this process has no controller: start NAME_worker.py with `synkhronos platoon NAME`")
         self._controller = controller_connection.current
-        self._seconds = socket_timeout / 1000
+        self._timeout = socket_timeout / 1000
         self._lock = self._controller.worker.lock(1 + self.global_rank - self.local_rank)  # of this host's first worker
-        self._is_holder = False
+        self._holds_lock = False
         self._multinode = self.local_size < self.global_size
         self._batches: Connection | None = None
         self._is_idle = True
@@ -112,7 +112,7 @@ class Worker(metaclass=SingletonType):
         """
         self._is_idle = True
         query = {"worker_id": os.getpid(), "req": req, "req_info": info}
-        return self._controller.request(query, self._seconds)
+        return self._controller.request(query, self._timeout)
 
     def lock(self, timeout: float | None = None) -> None:
         """Take the lock of this host's workers.
@@ -129,11 +129,11 @@ class Worker(metaclass=SingletonType):
         PlatoonError
             If this worker holds it already.
         """
-        if self._is_holder:
+        if self._holds_lock:
             raise PlatoonError("lock: this worker holds the lock already")
         if not self._lock.acquire(timeout):
             raise posix_ipc.BusyError("another worker holds the lock")
-        self._is_holder = True
+        self._holds_lock = True
 
     def unlock(self) -> None:
         """Release the lock.
@@ -143,9 +143,9 @@ class Worker(metaclass=SingletonType):
         PlatoonError
             If this worker does not hold it.
         """
-        if not self._is_holder:
+        if not self._holds_lock:
             raise PlatoonError("unlock: this worker does not hold the lock")
-        self._is_holder = False
+        self._holds_lock = False
         self._lock.release()
 
     @property
@@ -193,9 +193,9 @@ class Worker(metaclass=SingletonType):
         ndarray, array of a GPU, or None
             The result, the same on all workers; None if ``dest`` has it.
         """
-        name = _OPS.get(str(op).lower())
+        name = _OP_NAMES.get(str(op).lower())
         if name is None:
-            raise ValueError(f"op: expected one of {', '.join(_OPS)}, got {op!r}")
+            raise ValueError(f"op: expected one of {', '.join(_OP_NAMES)}, got {op!r}")
         src = np.asarray(src) if isinstance(src, np.generic) else src
         if dest is not None and (dest.shape, dest.dtype) != (src.shape, src.dtype):
             raise TypeError(
@@ -223,7 +223,7 @@ class Worker(metaclass=SingletonType):
         """
         nbytes = int(np.dtype(array.dtype).itemsize * np.prod(array.shape, dtype=int))
         if nbytes not in self.shared_arrays:
-            memory, _ = self._controller.map_memory(f"shared arrays of {nbytes:,} bytes", nbytes, self._seconds)
+            memory, _ = self._controller.map_memory(f"shared arrays of {nbytes:,} bytes", nbytes, self._timeout)
             self.shared_arrays[nbytes] = np.ndarray(array.shape, array.dtype, memory)
         return self.shared_arrays[nbytes]
 
@@ -252,7 +252,7 @@ class Worker(metaclass=SingletonType):
         starts = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
         self.lock()
         try:
-            memory, is_first = self._controller.map_memory("the shared parameters", starts[-1], self._seconds)
+            memory, is_first = self._controller.map_memory("the shared parameters", starts[-1], self._timeout)
             self.shared_params = [
                 np.ndarray(shape, dtype, memory, start)
                 for (dtype, shape), start in zip(kinds, starts[:-1], strict=True)
@@ -270,35 +270,35 @@ class Worker(metaclass=SingletonType):
         synchronous : bool
             Whether to hold the lock during the exchange.
         """
-        self._run_locked(lambda: self.update_fn(self.shared_params), synchronous)
+        self._run_with_lock(lambda: self.update_fn(self.shared_params), synchronous)
 
     def copy_to_local(self, synchronous: bool = True) -> None:
         """Copy the shared parameters to this worker's; arguments as in `sync_params`."""
 
-        def copy() -> None:
+        def copy_params() -> None:
             for param, value in zip(self.local_params, self.shared_params, strict=True):
                 param.set_value(value)
 
-        self._run_locked(copy, synchronous)
+        self._run_with_lock(copy_params, synchronous)
 
     def copy_to_global(self, synchronous: bool = True) -> None:
         """Copy this worker's parameters to the shared ones; arguments as in `sync_params`."""
 
-        def copy() -> None:
+        def copy_params() -> None:
             for param, value in zip(self.local_params, self.shared_params, strict=True):
                 value[...] = param.get_value(borrow=True)
 
-        self._run_locked(copy, synchronous)
+        self._run_with_lock(copy_params, synchronous)
 
-    def _run_locked(self, change: Any, synchronous: bool) -> None:
+    def _run_with_lock(self, function: Any, synchronous: bool) -> None:
         if not self.shared_params:
             raise PlatoonError("sync_params: call init_shared_params() first")
         if not synchronous:
-            change()
+            function()
             return
         self.lock()
         try:
-            change()
+            function()
         finally:
             self.unlock()
 
@@ -315,7 +315,7 @@ class Worker(metaclass=SingletonType):
             Ignored: the controller bounds the queue.
         """
         self._batches = sockets.connect(
-            f"{self._controller.address}-{port}", self._controller.worker.progress, self._seconds
+            f"{self._controller.address}-{port}", self._controller.worker.progress, self._timeout
         )
         if self._batches is None:
             raise PlatoonError(f"port: the controller has opened no queue {port}")
@@ -341,7 +341,7 @@ class Worker(metaclass=SingletonType):
         with contextlib.suppress(OSError):  # the sender has ended; its last messages can be read
             self._batches.send_bytes(b"")
         connection = self._batches
-        arrays = batch_queue.receive_arrays(lambda: self._controller.receive(connection, self._seconds, "mini-batch"))
+        arrays = batch_queue.receive_arrays(lambda: self._controller.receive(connection, self._timeout, "mini-batch"))
         if arrays is None:
             raise EndOfBatches(self._is_idle)
         self._is_idle = False
@@ -353,7 +353,7 @@ class Worker(metaclass=SingletonType):
     def default_parser() -> argparse.ArgumentParser:
         """Return a parser of a worker's arguments, to which a program may add its own."""
         parser = argparse.ArgumentParser(description="A worker of Platoon's interface.")
-        add_ports(parser)
+        add_port_arguments(parser)
         return parser
 
     @staticmethod

@@ -61,14 +61,14 @@ class Failure:
         Exit status of the experiment.
     message : str
         Description of the failure, with the worker.
-    is_own : bool
+    is_self_reported : bool
         Whether the worker itself has reported it.
     """
 
     worker: int
     status: int
     message: str
-    is_own: bool
+    is_self_reported: bool
 
 
 class WorkerGroup:
@@ -102,7 +102,7 @@ class WorkerGroup:
         folder = Path(log_directory or ".")
         folder.mkdir(parents=True, exist_ok=True)
         n_local = len(devices)
-        self._is_first = hosts is None or not hosts.index
+        self._is_first_host = hosts is None or not hosts.index
         if hosts is not None:
             devices = [device for host_devices in hosts.devices.values() for device in host_devices]
         is_unique = len(set(devices)) == len(devices)
@@ -127,7 +127,7 @@ class WorkerGroup:
 
     def start(self) -> list[int]:
         """Start the workers, and return their process IDs in rank order; raise PlatoonError if that fails."""
-        if self._is_first:
+        if self._is_first_host:
             self._start_master()
         while not all(self._processes):
             ready = wait([self._listener, *self._exit_fds])
@@ -153,26 +153,20 @@ class WorkerGroup:
 
     def serve(self, answer: Callable[[Any, int, Any], Any]) -> Failure | None:
         """Answer requests by ``answer(request, process, info)`` until all workers end; return the first failure."""
-        while self._is_first or self._connections:
-            ready = wait([*self._connections, *self._exit_fds], self._compute_poll_seconds())
+        while self._is_first_host or self._connections:
+            timeout = max(POLL_SECONDS, min(1.0, self._deadline - time.monotonic()))
+            ready = wait([*self._connections, *self._exit_fds], timeout)
             if set(self._exit_fds) & set(ready):
                 break
-            if self._is_past_deadline():
+            if time.monotonic() >= self._deadline:
                 self.kill_workers()
             for connection in self._connections.keys() & set(ready):
-                query = self._receive(connection)
+                query = self._receive_request(connection)
                 if query is not None and not self._failures:
-                    self._reply(connection, query, answer)
+                    self._process_request(connection, query, answer)
         return self._wait_for_first_failure()
 
-    def _compute_poll_seconds(self) -> float:
-        """Return the timeout of the next wait for messages: up to the deadline, but at most a second."""
-        return max(POLL_SECONDS, min(1.0, self._deadline - time.monotonic()))
-
-    def _is_past_deadline(self) -> bool:
-        return time.monotonic() >= self._deadline
-
-    def _receive(self, connection: Connection) -> Any:
+    def _receive_request(self, connection: Connection) -> Any:
         """Return a worker's next request; None for a report or the end of the worker."""
         try:
             query = json.loads(connection.recv_bytes())
@@ -188,7 +182,7 @@ class WorkerGroup:
         self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
         return None
 
-    def _reply(self, connection: Connection, query: Any, answer: Callable[[Any, int, Any], Any]) -> None:
+    def _process_request(self, connection: Connection, query: Any, answer: Callable[[Any, int, Any], Any]) -> None:
         if "memory" in query:
             self._send_memory(connection, **query["memory"])
             return
@@ -218,9 +212,9 @@ class WorkerGroup:
         for connection in list(self._connections):
             # Not to the end of the stream: a process forked by a worker may hold its socket open.
             while connection in self._connections and connection.poll():
-                self._receive(connection)
+                self._receive_request(connection)
         status = 0 if self._master is None else self._master.wait()
-        own_failures = [failure for failure in self._failures if failure.is_own]
+        own_failures = [failure for failure in self._failures if failure.is_self_reported]
         if own_failures:
             return own_failures[0]
         if self._failures:

@@ -63,7 +63,7 @@ class GlobalDynamics:
         """Set up the rule for shared variables."""
         raise NotImplementedError(f"{type(self).__name__} has no make_rule()")
 
-    def _reduce(self, vector: Any, average: bool = False) -> Any:
+    def _all_reduce(self, vector: Any, average: bool = False) -> Any:
         """Return the sum, or the mean, of the workers' vectors."""
         if average and vector.dtype.kind not in "fc":
             raise TypeError(f"the mean of {vector.dtype} values is no {vector.dtype}: use SumSGD, or float variables")
@@ -103,7 +103,7 @@ class SGD(_RuleDynamics):
 
         def exchange() -> None:
             for (vector,) in vectors:
-                vector.set(self._reduce(vector.get(), self.average))
+                vector.set(self._all_reduce(vector.get(), self.average))
 
         self._fn = exchange
 
@@ -139,7 +139,7 @@ class EASGD(_RuleDynamics):
                 value, center = local.get(), central.get()
                 force = local.dtype.type(alpha) * (value - center)
                 local.set(value - force)
-                central.set(center + self._reduce(force))
+                central.set(center + self._all_reduce(force))
 
         self._fn = exchange
 
@@ -172,7 +172,7 @@ class Downpour(_RuleDynamics):
         def exchange() -> None:
             for local, updates, center in vectors:
                 value = updates.get()
-                new_value = center.get() + self._reduce(value, self.average)
+                new_value = center.get() + self._all_reduce(value, self.average)
                 center.set(new_value)
                 local.set(new_value)
                 updates.set(np.zeros(value.shape, value.dtype))

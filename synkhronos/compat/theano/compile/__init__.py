@@ -30,10 +30,10 @@ from pytensor.compile import (
 )
 from pytensor.compile.builders import OpFromGraph
 
-from synkhronos.compat.functions import In, install, use_compat_linker, wrap_function
+from synkhronos.compat.functions import In, add_theano_semantics, patch_pytensor, with_numpy_output_linker
 from synkhronos.lowering import bounded_canonizer
 
-install()
+patch_pytensor()
 
 from theano.compile import io, ops, sharedvalue
 from theano.compile.mode import FAST_RUN
@@ -71,7 +71,7 @@ def function(
         function = pytensor.function(
             inputs,
             outputs if keys is None else [outputs[key] for key in keys],
-            mode=use_compat_linker(mode),
+            mode=with_numpy_output_linker(mode),
             updates=updates,
             givens=givens,
             accept_inplace=accept_inplace,
@@ -82,7 +82,7 @@ def function(
             on_unused_input=on_unused_input,
             **kwargs,
         )
-    return wrap_function(function, keys)
+    return add_theano_semantics(function, keys)
 
 
 def shared(value: Any, name: str | None = None, strict: bool = False, allow_downcast: Any = None, **kwargs: Any) -> Any:

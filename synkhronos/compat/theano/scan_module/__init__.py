@@ -9,7 +9,7 @@ from pytensor.scan.utils import until
 from theano.updates import OrderedUpdates
 
 
-def _with_updates(function: Callable[..., Any]) -> Callable[..., Any]:
+def _return_updates(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a loop that returns its outputs and its updates, as Theano's loops do."""
 
     def loop(*args: Any, **kwargs: Any) -> Any:
@@ -24,10 +24,10 @@ def _with_updates(function: Callable[..., Any]) -> Callable[..., Any]:
     return loop
 
 
-scan = _with_updates(basic.scan)
-map = _with_updates(views.map)
-reduce = _with_updates(views.reduce)
-foldl = _with_updates(views.foldl)
-foldr = _with_updates(views.foldr)
+scan = _return_updates(basic.scan)
+map = _return_updates(views.map)
+reduce = _return_updates(views.reduce)
+foldl = _return_updates(views.foldl)
+foldr = _return_updates(views.foldr)
 
 from theano.scan_module import scan_utils

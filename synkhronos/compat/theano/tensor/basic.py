@@ -98,15 +98,15 @@ def alloc(value: Any, *shape: Any) -> Any:
 
 def zeros(shape: Any, dtype: Any = None) -> Any:
     """Fill an array with zeros of a dtype, floatX by default."""
-    return _filled(0, shape, dtype)
+    return _fill(0, shape, dtype)
 
 
 def ones(shape: Any, dtype: Any = None) -> Any:
     """Fill an array with ones of a dtype, floatX by default."""
-    return _filled(1, shape, dtype)
+    return _fill(1, shape, dtype)
 
 
-def _filled(value: int, shape: Any, dtype: Any) -> Any:
+def _fill(value: int, shape: Any, dtype: Any) -> Any:
     if isinstance(shape, Variable) and shape.type.ndim:
         shape = tuple(shape)
     elif not isinstance(shape, list | tuple | np.ndarray):
@@ -139,7 +139,7 @@ def makeKeepDims(x: Any, y: Any, axis: Any) -> Any:  # noqa: N802 - Theano's nam
 # -- symbolic variables ----------------------------------------------------------------------------------------------
 
 
-def _constructor(name: str) -> Callable[..., Any]:
+def _make_constructor(name: str) -> Callable[..., Any]:
     """Return a constructor of variables that takes the dtype as a positional argument, unlike PyTensor's."""
     make = getattr(pt, name)
 
@@ -151,8 +151,8 @@ def _constructor(name: str) -> Callable[..., Any]:
     return construct
 
 
-scalar, vector, matrix, row, col = map(_constructor, ("scalar", "vector", "matrix", "row", "col"))
-tensor3, tensor4, tensor5, tensor6, tensor7 = (_constructor(f"tensor{n}") for n in range(3, 8))
+scalar, vector, matrix, row, col = map(_make_constructor, ("scalar", "vector", "matrix", "row", "col"))
+tensor3, tensor4, tensor5, tensor6, tensor7 = (_make_constructor(f"tensor{n}") for n in range(3, 8))
 
 
 def tensor(dtype: Any = None, broadcastable: Iterable[bool] | None = None, name: Any = None, **kwargs: Any) -> Any:

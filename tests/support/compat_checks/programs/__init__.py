@@ -54,7 +54,7 @@ def prepare_theano():
     BaseCorrMM.make_thunk = Pool.make_thunk = PoolGrad.make_thunk = make_thunk
 
 
-def images(n, side, channels=1, classes=4, seed=1):
+def make_images(n, side, channels=1, classes=4, seed=1):
     """Return images with pixels between 0 and 1, as an array (n, channels, side, side), and their classes."""
     rng = np.random.RandomState(seed)
     patterns = rng.uniform(size=(classes, channels, side, side))
@@ -63,9 +63,9 @@ def images(n, side, channels=1, classes=4, seed=1):
     return (0.6 * patterns[labels] + 0.4 * noise).astype(theano.config.floatX), labels.astype("int32")
 
 
-def shared_images(n, side, **kwargs):
-    """Return `images` as shared variables, each a row, and their classes cast to integers."""
-    pixels, labels = images(n, side, **kwargs)
+def make_shared_images(n, side, **kwargs):
+    """Return the result of `make_images` as shared variables, each a row, and their classes cast to integers."""
+    pixels, labels = make_images(n, side, **kwargs)
     rows = theano.shared(pixels.reshape(n, -1), name="pixels", borrow=True)
     # On GPUs of Theano's time only floats could be kept.
     classes = theano.shared(labels.astype(theano.config.floatX), name="labels", borrow=True)

@@ -5,7 +5,7 @@ import theano
 import theano.tensor as T
 from theano.tensor.shared_randomstreams import RandomStreams
 
-from programs import shared_images
+from programs import make_shared_images
 
 ROWS, BATCH, SIDE, HIDDEN = 60, 20, 6, 12
 
@@ -37,13 +37,13 @@ class DenoisingAutoencoder:
         return cost, [(p, p - learning_rate * g) for p, g in zip(self.params, gparams, strict=True)]
 
 
-def shared_noise(rows, columns):
+def make_shared_noise(rows, columns):
     noise = np.random.RandomState(99).uniform(size=(rows, columns))
     return theano.shared(noise.astype(theano.config.floatX), name="noise", borrow=True)
 
 
 def run(steps):
-    pixels, _ = shared_images(ROWS, SIDE)
+    pixels, _ = make_shared_images(ROWS, SIDE)
     index, x, noise = T.lscalar("index"), T.matrix("x"), T.matrix("noise")
     rows = slice(index * BATCH, (index + 1) * BATCH)
 
@@ -57,6 +57,6 @@ def run(steps):
 
     model = DenoisingAutoencoder(np.random.RandomState(123), x, noise, SIDE * SIDE, HIDDEN)
     cost, updates = model.get_cost_updates(corruption_level=0.3, learning_rate=0.1)
-    givens = {x: pixels[rows], noise: shared_noise(ROWS, SIDE * SIDE)[rows]}
+    givens = {x: pixels[rows], noise: make_shared_noise(ROWS, SIDE * SIDE)[rows]}
     train = theano.function([index], cost, updates=updates, givens=givens)
     return [train(step % (ROWS // BATCH)) for step in range(steps)]

@@ -4,8 +4,8 @@ import numpy as np
 import theano
 import theano.tensor as T
 
-from programs import shared_images
-from programs.boltzmann import BATCH, RBM, noises
+from programs import make_shared_images
+from programs.boltzmann import BATCH, RBM, draw_noise
 from programs.logistic_regression import LogisticRegression
 from programs.perceptron import HiddenLayer
 
@@ -48,11 +48,11 @@ class DBN:
 
 
 def run(steps):
-    pixels, labels = shared_images(ROWS, SIDE, classes=CLASSES)
+    pixels, labels = make_shared_images(ROWS, SIDE, classes=CLASSES)
     network = DBN(np.random.RandomState(123), SIDE * SIDE, SIZES, CLASSES)
     losses = []
     for rbm, pretrain in zip(network.rbm_layers, network.pretraining_functions(pixels, k=1), strict=True):
-        for step, noise in enumerate(noises(steps, rbm.n_visible, rbm.n_hidden, 1)):
+        for step, noise in enumerate(draw_noise(steps, rbm.n_visible, rbm.n_hidden, 1)):
             losses.append(pretrain(step % (ROWS // BATCH), *noise, 0.1))
 
     index = T.lscalar("index")

@@ -9,7 +9,7 @@ import theano
 import theano.tensor as T
 from theano.tensor.shared_randomstreams import RandomStreams
 
-from programs import shared_images
+from programs import make_shared_images
 
 ROWS, BATCH, SIDE, HIDDEN, K = 60, 20, 5, 10, 3
 
@@ -94,7 +94,7 @@ class RBM:
         return T.mean(T.sum(self.input * T.log(likely) + (1 - self.input) * T.log(1 - likely), axis=1))
 
 
-def noises(steps, n_visible, n_hidden, k):
+def draw_noise(steps, n_visible, n_hidden, k):
     """Return uniform numbers for each step."""
     rng = np.random.RandomState(7)
     shapes = [(BATCH, n_hidden), (k, BATCH, n_visible), (k, BATCH, n_hidden)]
@@ -123,7 +123,7 @@ def draw(rbm, persistent_value):
 
 
 def run(steps):
-    pixels, _ = shared_images(ROWS, SIDE)
+    pixels, _ = make_shared_images(ROWS, SIDE)
     losses = []
     for is_persistent in (False, True):
         index, x = T.lscalar("index"), T.matrix("x")
@@ -141,7 +141,7 @@ def run(steps):
             on_unused_input="ignore",  # a persistent chain needs no first hidden units
             name="train",
         )
-        for step, noise in enumerate(noises(steps, SIDE * SIDE, HIDDEN, K)):
+        for step, noise in enumerate(draw_noise(steps, SIDE * SIDE, HIDDEN, K)):
             losses.append(train(step % (ROWS // BATCH), *noise))
     draw(rbm, np.round(pixels.get_value()[:BATCH]))
     return losses

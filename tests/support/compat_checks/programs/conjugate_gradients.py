@@ -5,13 +5,13 @@ import scipy.optimize
 import theano
 import theano.tensor as T
 
-from programs import shared_images
+from programs import make_shared_images
 
 ROWS, BATCH, SIDE, CLASSES = 80, 20, 6, 4
 
 
 def run(steps):
-    pixels, labels = shared_images(ROWS, SIDE, classes=CLASSES)
+    pixels, labels = make_shared_images(ROWS, SIDE, classes=CLASSES)
     n_in, n_out = SIDE * SIDE, CLASSES
     theta = theano.shared(np.zeros((n_in + 1) * n_out, dtype=theano.config.floatX), name="theta", borrow=True)
     offset, x, y = T.lscalar("offset"), T.matrix("x"), T.ivector("y")

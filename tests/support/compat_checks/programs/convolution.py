@@ -6,7 +6,7 @@ import theano.tensor as T
 from theano.tensor.nnet import conv2d
 from theano.tensor.signal import pool
 
-from programs import shared_images
+from programs import make_shared_images
 from programs.logistic_regression import LogisticRegression
 from programs.perceptron import HiddenLayer
 
@@ -32,7 +32,7 @@ class ConvPoolLayer:
 
 def run(steps):
     rng = np.random.RandomState(23455)
-    pixels, labels = shared_images(ROWS, SIDE, classes=CLASSES)
+    pixels, labels = make_shared_images(ROWS, SIDE, classes=CLASSES)
     index, x, y = T.lscalar(), T.matrix("x"), T.ivector("y")
     first = ConvPoolLayer(
         rng, x.reshape((BATCH, 1, SIDE, SIDE)), (KERNELS[0], 1, 5, 5), (BATCH, 1, SIDE, SIDE)

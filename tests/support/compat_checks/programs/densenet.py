@@ -16,7 +16,7 @@ from lasagne.layers import (
     get_output,
 )
 
-from programs import images
+from programs import make_images
 
 BATCH, SIDE, CLASSES = 4, 8, 3
 GROWTH, LAYERS, BLOCKS = 3, 2, 2
@@ -80,7 +80,7 @@ def run(steps, layers=LAYERS):
     updates = lasagne.updates.momentum(loss, params, learning_rate=0.1, momentum=0.9)
     train = theano.function([x, y], loss, updates=updates)
     test = theano.function([x], get_output(net, deterministic=True).argmax(axis=1))
-    pixels, labels = images(BATCH, SIDE, classes=CLASSES)
+    pixels, labels = make_images(BATCH, SIDE, classes=CLASSES)
     losses = [train(pixels, labels) for _ in range(steps)]
     assert test(pixels).shape == (BATCH,)
     running = get_all_params(net, trainable=False)

@@ -16,7 +16,7 @@ from lasagne.layers import (
     get_output,
 )
 
-from programs import images
+from programs import make_images
 
 BATCH, SIDE, CLASSES = 2, 32, 3
 
@@ -58,5 +58,5 @@ def run(steps, modules=range(9)):
     loss = lasagne.objectives.categorical_crossentropy(get_output(net), y).mean()
     updates = lasagne.updates.nesterov_momentum(loss, get_all_params(net), learning_rate=0.01, momentum=0.9)
     train = theano.function([x, y], loss, updates=updates)
-    pixels, labels = images(BATCH, SIDE, channels=3, classes=CLASSES)
+    pixels, labels = make_images(BATCH, SIDE, channels=3, classes=CLASSES)
     return [train(pixels - 0.5, labels) for _ in range(steps)]

@@ -4,7 +4,7 @@ import numpy as np
 import theano
 import theano.tensor as T
 
-from programs import shared_images
+from programs import make_shared_images
 
 ROWS, BATCH, SIDE, CLASSES = 80, 20, 6, 4
 
@@ -27,7 +27,7 @@ class LogisticRegression:
 
 
 def run(steps):
-    pixels, labels = shared_images(ROWS, SIDE, classes=CLASSES)
+    pixels, labels = make_shared_images(ROWS, SIDE, classes=CLASSES)
     index, x, y = T.lscalar("index"), T.matrix("x"), T.ivector("y")
     classifier = LogisticRegression(x, SIDE * SIDE, CLASSES)
     cost = classifier.negative_log_likelihood(y)

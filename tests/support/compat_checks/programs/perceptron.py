@@ -4,7 +4,7 @@ import numpy as np
 import theano
 import theano.tensor as T
 
-from programs import shared_images
+from programs import make_shared_images
 from programs.logistic_regression import LogisticRegression
 
 ROWS, BATCH, SIDE, HIDDEN, CLASSES = 80, 20, 6, 15, 4
@@ -37,7 +37,7 @@ class MLP:
 
 
 def run(steps):
-    pixels, labels = shared_images(ROWS, SIDE, classes=CLASSES)
+    pixels, labels = make_shared_images(ROWS, SIDE, classes=CLASSES)
     index, x, y = T.lscalar("index"), T.matrix("x"), T.ivector("y")
     network = MLP(np.random.RandomState(1234), x, SIDE * SIDE, HIDDEN, CLASSES)
     cost = network.top.negative_log_likelihood(y) + 0.001 * network.L1 + 0.0001 * network.L2_sqr

@@ -51,7 +51,7 @@ class Elman:
         )
 
 
-def elman(steps):
+def train_elman(steps):
     rng = np.random.RandomState(345)
     model = Elman(rng)
     losses = []
@@ -64,7 +64,7 @@ def elman(steps):
     return losses
 
 
-def sequences(steps):
+def train_on_sequences(steps):
     """A net whose hidden state of the last two steps is fed back, on sequences of shared rows."""
     rng = np.random.RandomState(3)
     count, length, n_in, n_out = 4, 5, 2, 1
@@ -101,4 +101,4 @@ def sequences(steps):
 
 
 def run(steps):
-    return elman(steps) + sequences(steps)
+    return train_elman(steps) + train_on_sequences(steps)

@@ -4,8 +4,8 @@ import numpy as np
 import theano
 import theano.tensor as T
 
-from programs import shared_images
-from programs.autoencoder import DenoisingAutoencoder, shared_noise
+from programs import make_shared_images
+from programs.autoencoder import DenoisingAutoencoder, make_shared_noise
 from programs.logistic_regression import LogisticRegression
 from programs.perceptron import HiddenLayer
 
@@ -51,7 +51,7 @@ class StackedAutoencoders:
                     updates=updates,
                     givens={
                         self.x: pixels[begin : begin + BATCH],
-                        noise: shared_noise(ROWS, columns)[begin : begin + BATCH],
+                        noise: make_shared_noise(ROWS, columns)[begin : begin + BATCH],
                     },
                 )
             )
@@ -74,7 +74,7 @@ class StackedAutoencoders:
 
 
 def run(steps):
-    pixels, labels = shared_images(ROWS, SIDE, classes=CLASSES)
+    pixels, labels = make_shared_images(ROWS, SIDE, classes=CLASSES)
     network = StackedAutoencoders(np.random.RandomState(89677), SIDE * SIDE, SIZES, CLASSES)
     losses = []
     for i, pretrain in enumerate(network.pretraining_functions(pixels)):

@@ -9,7 +9,7 @@ import theano
 import theano.tensor as T
 from lasagne.layers import ConcatLayer, Conv2DLayer, InputLayer, MaxPool2DLayer, get_all_params, get_output
 
-from programs import images
+from programs import make_images
 
 BATCH, SIDE, FILTERS, CLASSES = 2, 16, 3, 2
 
@@ -68,6 +68,6 @@ def run(steps, depths=2):
     params = get_all_params(net, trainable=True)
     updates = lasagne.updates.nesterov_momentum(loss, params, learning_rate=0.1, momentum=0.9)
     train = theano.function([x, y], loss, updates=updates)
-    pixels, _ = images(BATCH, SIDE)
+    pixels, _ = make_images(BATCH, SIDE)
     masks = (pixels[:, 0] > 0.5).astype("int32")
     return [train(pixels, masks) for _ in range(steps)]

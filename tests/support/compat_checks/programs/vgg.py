@@ -9,7 +9,7 @@ import theano.tensor as T
 from lasagne.layers import Conv2DLayer, DenseLayer, DropoutLayer, InputLayer, NonlinearityLayer, Pool2DLayer
 from lasagne.nonlinearities import softmax
 
-from programs import images
+from programs import make_images
 
 BATCH, SIDE, CLASSES = 2, 32, 4
 #: Convolutions and filters of each block.
@@ -47,7 +47,7 @@ def run(steps, blocks=BLOCKS):
     # Dropout draws by streams, whose numbers differ by library; the compared loss has no dropout.
     noisy = lasagne.layers.get_output(net["prob"])
     predict = theano.function([x], noisy)
-    pixels, labels = images(BATCH, SIDE, channels=3, classes=CLASSES)
+    pixels, labels = make_images(BATCH, SIDE, channels=3, classes=CLASSES)
     np.testing.assert_allclose(predict(pixels).sum(axis=1), 1, rtol=1e-5)
     assert not np.array_equal(predict(pixels), predict(pixels))
 

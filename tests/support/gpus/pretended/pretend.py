@@ -58,7 +58,7 @@ def install():
 
     import synkhronos.devices.cuda
     from synkhronos.devices.jax import JaxDevice
-    from synkhronos.devices.jax.ffi import ComputeStream
+    from synkhronos.devices.jax.compute_stream import ComputeStream
     from synkhronos.devices.pygpu import PygpuDevice
 
     def start(self, place):
@@ -75,7 +75,7 @@ def install():
         theano.gpuarray.type.reg_context(None, GpuContext())
         theano.compile.shared_constructor(theano.gpuarray.type.gpuarray_shared_constructor)
 
-    synkhronos.devices.cuda.is_started = lambda: cuda.core.Device.is_started
+    synkhronos.devices.cuda.has_context = lambda: cuda.core.Device.is_started
 
     PygpuDevice.requirements = {}
     PygpuDevice.open_gpu = start_pygpu

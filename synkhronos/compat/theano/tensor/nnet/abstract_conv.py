@@ -41,7 +41,7 @@ def to_padding(border_mode: Any, n: int) -> Padding:
 
 
 def _make_op(
-    op: Any,
+    op_class: Any,
     n: int,
     border_mode: Any = "valid",
     subsample: Any = None,
@@ -54,7 +54,7 @@ def _make_op(
     if unshared:
         raise NotImplementedError("unshared: separate filters for each position are not supported")
     stride, dilation = ((1,) * n if s is None else [to_integer(k) for k in s] for s in (subsample, filter_dilation))
-    return op(n, to_padding(border_mode, n), stride, dilation, filter_flip, to_integer(num_groups))
+    return op_class(n, to_padding(border_mode, n), stride, dilation, filter_flip, to_integer(num_groups))
 
 
 def _make_placeholder(shape: Sequence[Any], default_lengths: Sequence[Any], dtype: str) -> Any:
@@ -119,7 +119,7 @@ def _conv(
 
 
 def _conv_grad_wrt_inputs(
-    n: int, output_grad: Any, filters: Any, input_shape: Any, filter_shape: Any = None, *settings: Any, **named: Any
+    n: int, output_grad: Any, filters: Any, input_shape: Any, filter_shape: Any = None, *settings: Any, **kwargs: Any
 ) -> Any:
     """Return the gradient of a convolution by its input, whose spatial shape is required; settings as in `conv2d`.
 
@@ -129,25 +129,25 @@ def _conv_grad_wrt_inputs(
     array([[1., 1.],
            [1., 1.]])
     """
-    return _grad_inputs(_make_op(ConvGradInputs, n, *settings, **named), output_grad, filters, input_shape)
+    return _compute_input_grad(_make_op(ConvGradInputs, n, *settings, **kwargs), output_grad, filters, input_shape)
 
 
-def _grad_inputs(op: Any, output_grad: Any, filters: Any, input_shape: Any) -> Any:
+def _compute_input_grad(op: Any, output_grad: Any, filters: Any, input_shape: Any) -> Any:
     g, w = pt.as_tensor_variable(output_grad), pt.as_tensor_variable(filters)
-    default_lengths = [g.shape[0], w.shape[1] * op.groups, *[None] * op.n]
+    default_lengths = [g.shape[0], w.shape[1] * op.groups, *[None] * op.n_spatial]
     return op(w, g, _make_placeholder(input_shape, default_lengths, w.dtype))
 
 
 def _conv_grad_wrt_weights(
-    n: int, input: Any, output_grad: Any, filter_shape: Any, input_shape: Any = None, *settings: Any, **named: Any
+    n: int, input: Any, output_grad: Any, filter_shape: Any, input_shape: Any = None, *settings: Any, **kwargs: Any
 ) -> Any:
     """Return the gradient of a convolution by its filters, whose spatial shape is required; settings as in `conv2d`."""
-    return _grad_weights(_make_op(ConvGradWeights, n, *settings, **named), input, output_grad, filter_shape)
+    return _compute_filter_grad(_make_op(ConvGradWeights, n, *settings, **kwargs), input, output_grad, filter_shape)
 
 
-def _grad_weights(op: Any, input: Any, output_grad: Any, filter_shape: Any) -> Any:
+def _compute_filter_grad(op: Any, input: Any, output_grad: Any, filter_shape: Any) -> Any:
     x, g = pt.as_tensor_variable(input), pt.as_tensor_variable(output_grad)
-    default_lengths = [g.shape[1], x.shape[1] // op.groups, *[None] * op.n]
+    default_lengths = [g.shape[1], x.shape[1] // op.groups, *[None] * op.n_spatial]
     return op(x, g, _make_placeholder(filter_shape, default_lengths, x.dtype))
 
 
@@ -184,11 +184,11 @@ def conv2d_transpose(
     border_mode: Any = "valid",
     input_dilation: Any = None,
     *settings: Any,
-    **named: Any,
+    **kwargs: Any,
 ) -> Any:
     """Return the transposed convolution: the gradient of a `conv2d` with strides ``input_dilation``."""
-    op = _make_op(ConvGradInputs, 2, border_mode, input_dilation, *settings, **named)
-    return _grad_inputs(op, input, filters, output_shape)
+    op = _make_op(ConvGradInputs, 2, border_mode, input_dilation, *settings, **kwargs)
+    return _compute_input_grad(op, input, filters, output_shape)
 
 
 def causal_conv1d(
@@ -220,7 +220,7 @@ class AbstractConv:
         2 or 3.
     imshp, kshp : optional
         Ignored.
-    *settings, **named
+    *settings, **kwargs
         As in `conv2d`, from ``border_mode`` on.
 
     Examples
@@ -233,9 +233,9 @@ class AbstractConv:
 
     _op: Any = Conv
 
-    def __init__(self, convdim: int, imshp: Any = None, kshp: Any = None, *settings: Any, **named: Any):
+    def __init__(self, convdim: int, imshp: Any = None, kshp: Any = None, *settings: Any, **kwargs: Any):
         self.convdim, self.imshp, self.kshp = convdim, imshp, kshp
-        self.op = _make_op(self._op, convdim, *settings, **named)
+        self.op = _make_op(self._op, convdim, *settings, **kwargs)
 
     def __call__(self, img: Any, kern: Any) -> Any:
         """Convolve images with filters."""
@@ -256,7 +256,7 @@ class AbstractConv_gradInputs(AbstractConv):  # noqa: N801 - Theano's name
 
     def __call__(self, kern: Any, topgrad: Any, shape: Any, add_assert_shape: bool = True) -> Any:  # type: ignore[override]
         """Return the gradient of the given spatial shape."""
-        return _grad_inputs(self.op, topgrad, kern, (None, None, *(shape[i] for i in range(self.convdim))))
+        return _compute_input_grad(self.op, topgrad, kern, (None, None, *(shape[i] for i in range(self.convdim))))
 
 
 class AbstractConv_gradWeights(AbstractConv):  # noqa: N801 - Theano's name
@@ -266,15 +266,15 @@ class AbstractConv_gradWeights(AbstractConv):  # noqa: N801 - Theano's name
 
     def __call__(self, img: Any, topgrad: Any, shape: Any, add_assert_shape: bool = True) -> Any:  # type: ignore[override]
         """Return the gradient of the given spatial shape."""
-        return _grad_weights(self.op, img, topgrad, (None, None, *(shape[i] for i in range(self.convdim))))
+        return _compute_filter_grad(self.op, img, topgrad, (None, None, *(shape[i] for i in range(self.convdim))))
 
 
 def _fix_convdim(base: type, n: int) -> type:
     """Return a subclass for ``n`` spatial axes, under Theano's name: ``AbstractConv2d_gradInputs``."""
     name = base.__name__.replace("AbstractConv", f"AbstractConv{n}d")
 
-    def __init__(self: Any, *settings: Any, **named: Any) -> None:  # noqa: N807
-        base.__init__(self, n, *settings, **named)  # type: ignore[misc]
+    def __init__(self: Any, *settings: Any, **kwargs: Any) -> None:  # noqa: N807
+        base.__init__(self, n, *settings, **kwargs)  # type: ignore[misc]
 
     return type(name, (base,), {"__init__": __init__, "__doc__": base.__doc__, "__module__": __name__})
 
@@ -303,7 +303,7 @@ def get_conv_output_shape(
     """
     n = len(image_shape) - 2
     op = Conv(n, to_padding(border_mode, n), subsample, filter_dilation)
-    return (image_shape[0], kernel_shape[0], *op.compute_output_spatial(image_shape[2:], kernel_shape[-n:]))
+    return (image_shape[0], kernel_shape[0], *op.compute_output_lengths(image_shape[2:], kernel_shape[-n:]))
 
 
 # -- upsampling ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ def batch_normalization(inputs: Any, gamma: Any, beta: Any, mean: Any, std: Any,
     return (inputs - mean) * (gamma / std) + beta
 
 
-def _axes(axes: Any, ndim: int) -> tuple[int, ...]:
+def _resolve_axes(axes: Any, ndim: int) -> tuple[int, ...]:
     if axes == "per-activation":
         return (0,)
     if axes == "spatial":
@@ -30,8 +30,8 @@ def _axes(axes: Any, ndim: int) -> tuple[int, ...]:
     return result
 
 
-class _Layout:
-    """Layout of the parameters, as that of ``gamma``: all dimensions, or only those that are not normalised."""
+class _ParameterLayout:
+    """Layout of the parameters, that of ``gamma``: all dimensions, or only those that are not normalised."""
 
     def __init__(self, inputs: Any, axes: tuple[int, ...], gamma: Any):
         self.axes = axes
@@ -40,7 +40,7 @@ class _Layout:
         self.is_full = gamma.ndim == inputs.ndim
         self.pattern = [self.remaining_axes.index(a) if a in self.remaining_axes else "x" for a in range(inputs.ndim)]
 
-    def spread(self, name: str, parameter: Any) -> Any:
+    def expand(self, name: str, parameter: Any) -> Any:
         """Return a parameter that broadcasts against the inputs."""
         ndim = self.ndim if self.is_full else len(self.remaining_axes)
         parameter = pt.as_tensor_variable(parameter)
@@ -51,12 +51,12 @@ class _Layout:
             )
         return pt.specify_broadcastable(parameter, *self.axes) if self.is_full else parameter.dimshuffle(*self.pattern)
 
-    def collect(self, statistic: Any) -> Any:
+    def squeeze(self, statistic: Any) -> Any:
         """Return a statistic in the parameters' layout."""
         return statistic if self.is_full else statistic.dimshuffle(*self.remaining_axes)
 
 
-def _epsilon(value: float, dtype: str) -> Any:
+def _check_epsilon(value: float, dtype: str) -> Any:
     rounded = np.asarray(value, pytensor.config.floatX)
     if rounded < 1e-5:
         raise ValueError(f"epsilon must be at least 1e-5, got {rounded}")
@@ -104,21 +104,24 @@ def batch_normalization_train(
     array([1.])
     """
     inputs, gamma = pt.as_tensor_variable(inputs), pt.as_tensor_variable(gamma)
-    layout = _Layout(inputs, _axes(axes, inputs.ndim), gamma)
-    scale, shift = layout.spread("gamma", gamma), layout.spread("beta", beta)
+    layout = _ParameterLayout(inputs, _resolve_axes(axes, inputs.ndim), gamma)
+    scale, shift = layout.expand("gamma", gamma), layout.expand("beta", beta)
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean, running_var: expected both or neither")
-    output, mean, invstd = BatchNormTrain(layout.axes, _epsilon(epsilon, "float64"))(inputs, scale, shift)
+    output, mean, invstd = BatchNormTrain(layout.axes, _check_epsilon(epsilon, "float64"))(inputs, scale, shift)
     results = [mean, invstd]
     if running_mean is not None:
         # The rounding error of this difference is small compared with var + epsilon, as which it is used.
-        var = pt.maximum(1 / invstd**2 - _epsilon(epsilon, invstd.dtype), 0)
+        var = pt.maximum(1 / invstd**2 - _check_epsilon(epsilon, invstd.dtype), 0)
         factor = running_average_factor
         count = pt.cast(pt.prod([inputs.shape[a] for a in layout.axes]), inputs.dtype)
-        old_mean, old_var = layout.spread("running_mean", running_mean), layout.spread("running_var", running_var)
+        old_mean, old_var = (
+            layout.expand("running_mean", running_mean),
+            layout.expand("running_var", running_var),
+        )
         results.append(old_mean * (1.0 - factor) + mean * factor)
         results.append(old_var * (1.0 - factor) + (count / (count - 1)) * var * factor)
-    return (output, *(layout.collect(result) for result in results))
+    return (output, *(layout.squeeze(result) for result in results))
 
 
 def batch_normalization_test(
@@ -139,7 +142,7 @@ def batch_normalization_test(
            [0.5]])
     """
     inputs, gamma = pt.as_tensor_variable(inputs), pt.as_tensor_variable(gamma)
-    layout = _Layout(inputs, _axes(axes, inputs.ndim), gamma)
-    scale, shift = layout.spread("gamma", gamma), layout.spread("beta", beta)
-    mean_value, spread = layout.spread("mean", mean), layout.spread("var", var)
-    return (inputs - mean_value) * (scale / pt.sqrt(spread + _epsilon(epsilon, inputs.dtype))) + shift
+    layout = _ParameterLayout(inputs, _resolve_axes(axes, inputs.ndim), gamma)
+    scale, shift = layout.expand("gamma", gamma), layout.expand("beta", beta)
+    mean_value, spread = layout.expand("mean", mean), layout.expand("var", var)
+    return (inputs - mean_value) * (scale / pt.sqrt(spread + _check_epsilon(epsilon, inputs.dtype))) + shift

@@ -32,8 +32,8 @@ def images2neibs(ten4: Any, neib_shape: Any, neib_step: Any = None, mode: str = 
            [2., 3.]])
     """
     x = pt.as_tensor_variable(ten4)
-    shape = _numbers(neib_shape)
-    step = shape if neib_step is None else _numbers(neib_step)
+    shape = _to_integers(neib_shape)
+    step = shape if neib_step is None else _to_integers(neib_step)
     if mode in ("half", "full"):
         pad = [n // 2 if mode == "half" else n - 1 for n in shape]
         x = pt.pad(x, [(0, 0), (0, 0), (pad[0], pad[0]), (pad[1], pad[1])])
@@ -72,7 +72,7 @@ def neibs2images(neibs: Any, neib_shape: Any, original_shape: Any, mode: str = "
     """
     if mode not in ("valid", "ignore_borders"):
         raise NotImplementedError(f"neibs2images: unknown mode {mode!r}")
-    h, w = _numbers(neib_shape)
+    h, w = _to_integers(neib_shape)
     a, b, rows, columns = (original_shape[i] for i in range(4))
     neibs = pt.as_tensor_variable(neibs)
     parts = neibs.reshape((a, b, rows // h, columns // w, h, w)).dimshuffle(0, 1, 2, 4, 3, 5)
@@ -83,5 +83,5 @@ def neibs2images(neibs: Any, neib_shape: Any, original_shape: Any, mode: str = "
     return pt.set_subtensor(result[:, :, : rows // h * h, : columns // w * w], images)
 
 
-def _numbers(pair: Any) -> tuple[int, int]:
+def _to_integers(pair: Any) -> tuple[int, int]:
     return to_integer(pair[0]), to_integer(pair[1])

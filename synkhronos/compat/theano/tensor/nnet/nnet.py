@@ -15,7 +15,7 @@ from synkhronos.compat.ops.rectifier import rectifier
 # -- nonlinearities --------------------------------------------------------------------------------------------------
 
 
-def _rows(c: Any) -> Any:
+def _as_matrix(c: Any) -> Any:
     c = pt.as_tensor_variable(c)
     return c.dimshuffle("x", 0) if c.ndim == 1 else c
 
@@ -28,7 +28,7 @@ def softmax(c: Any) -> Any:
     >>> T.nnet.softmax(np.zeros((1, 2))).eval()
     array([[0.5, 0.5]])
     """
-    return _softmax(_rows(c))
+    return _softmax(_as_matrix(c))
 
 
 softmax_graph = softmax
@@ -36,7 +36,7 @@ softmax_graph = softmax
 
 def logsoftmax(c: Any) -> Any:
     """Return the logarithm of softmax of each row."""
-    return log_softmax(_rows(c))
+    return log_softmax(_as_matrix(c))
 
 
 def softmax_with_bias(x: Any, b: Any) -> Any:
@@ -202,16 +202,16 @@ def h_softmax(
     return classes[rows, its_class] * softmax(scores)[rows, inside]
 
 
-def _prepend(value: float, x: Any) -> Any:
+def _prepend_column(value: float, x: Any) -> Any:
     column = pt.full((x.shape[0], 1), np.asarray(value, x.dtype))
     return pt.concatenate([column, x], axis=1)
 
 
 def prepend_0_to_each_row(x: Any) -> Any:
     """Put a zero before each row."""
-    return _prepend(0, x)
+    return _prepend_column(0, x)
 
 
 def prepend_1_to_each_row(x: Any) -> Any:
     """Put a one before each row."""
-    return _prepend(1, x)
+    return _prepend_column(1, x)

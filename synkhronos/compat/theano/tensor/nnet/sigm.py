@@ -7,7 +7,7 @@ import pytensor.tensor as pt
 from pytensor.tensor import sigmoid, softplus
 
 
-def _float(x: Any) -> Any:
+def _as_float(x: Any) -> Any:
     """Return a variable of floats, in the dtype to which Theano converted it."""
     x = pt.as_tensor_variable(x)
     if x.dtype.startswith("float"):
@@ -23,7 +23,7 @@ def ultra_fast_sigmoid(x: Any) -> Any:
     >>> float(ultra_fast_sigmoid(2.0).eval().round(3))
     0.875
     """
-    x = _float(x) * np.asarray(0.5, _float(x).dtype)
+    x = _as_float(x) * np.asarray(0.5, _as_float(x).dtype)
     size = pt.abs(x)
     slope = 0.935409070603099 + 0.0458812946797165 * (size - 1.7)
     z = pt.switch(size < 1.7, 1.5 * size / (1 + size), pt.switch(size < 3, slope, 0.99505475368673))
@@ -38,6 +38,6 @@ def hard_sigmoid(x: Any) -> Any:
     >>> hard_sigmoid(np.array([-3.0, 0.0, 1.0])).eval()
     array([0. , 0.5, 0.7])
     """
-    x = _float(x)
+    x = _as_float(x)
     zero, slope, half, upper = (np.asarray(value, x.dtype) for value in (0, 0.2, 0.5, 1))
     return pt.clip(x * slope + half, zero, upper)

@@ -46,7 +46,7 @@ def _pool(
     >>> pool_2d(np.arange(4.0).reshape(1, 1, 2, 2), (2, 2), ignore_border=True).eval()[0, 0]
     array([[3.]])
     """
-    ws, stride = _either("ws", ws, "ds", ds), _either("stride", stride, "st", st)
+    ws, stride = _resolve_old_name("ws", ws, "ds", ds), _resolve_old_name("stride", stride, "st", st)
     pad = pad if padding is None else padding
     if ws is None:
         raise ValueError("You must provide a tuple value for the window size.")
@@ -61,7 +61,7 @@ def _pool(
     return Pool(window, step, padding_lengths, mode.replace("max_deterministic", "max"), ignore_border)(x)
 
 
-def _either(name: str, value: Any, old_name: str, old_value: Any) -> Any:
+def _resolve_old_name(name: str, value: Any, old_name: str, old_value: Any) -> Any:
     if value is not None and old_value is not None:
         raise ValueError(f"You can't provide a tuple value to both '{name}' and '{old_name}'.")
     return old_value if value is None else value

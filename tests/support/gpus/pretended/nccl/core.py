@@ -24,7 +24,7 @@ def get_unique_id():
 class Communicator:
     def __init__(self, link):
         self._link = link
-        self._comm = nccl.handle_of(link)
+        self._comm = nccl.get_handle(link)
 
     @classmethod
     def init(cls, size, rank, unique_id):

@@ -38,14 +38,14 @@ def is_busy():
     return _busy[0] > 0
 
 
-def say(text):
+def write_log(text):
     """Write into the log, where there is one, as NCCL does."""
     if os.environ.get("NCCL_DEBUG") == "INFO" and "NCCL_DEBUG_FILE" in os.environ:
         with open(os.environ["NCCL_DEBUG_FILE"], "a") as file:
             file.write(f"{socket.gethostname()}:{os.getpid()}:{threading.get_native_id()} [0] {text}\n")
 
 
-def interface():
+def find_interface():
     """Return the name and the address: of NCCL_SOCKET_IFNAME, or else of the first that is not the loopback."""
     names = [name for _, name in socket.if_nameindex()]
     prefix = os.environ.get("NCCL_SOCKET_IFNAME")
@@ -57,9 +57,9 @@ def interface():
             except OSError:  # it has no address
                 continue
             address = socket.inet_ntoa(reply[20:24])
-            say(f"NCCL INFO Bootstrap: Using {name}:{address}<0>")
+            write_log(f"NCCL INFO Bootstrap: Using {name}:{address}<0>")
             return address
-    say("NCCL WARN Bootstrap : no socket interface found")
+    write_log("NCCL WARN Bootstrap : no socket interface found")
     raise RuntimeError("ncclInternalError")
 
 
@@ -69,7 +69,7 @@ def _send(connection, value):
 
 
 def _receive(connection):
-    def exactly(n):
+    def receive_exactly(n):
         content = bytearray(n)
         buffer = memoryview(content)
         while buffer:
@@ -79,7 +79,7 @@ def _receive(connection):
             buffer = buffer[n_received:]
         return content
 
-    return pickle.loads(exactly(_HEAD.unpack(exactly(_HEAD.size))[0]))
+    return pickle.loads(receive_exactly(_HEAD.unpack(receive_exactly(_HEAD.size))[0]))
 
 
 class Server(threading.Thread):
@@ -87,7 +87,7 @@ class Server(threading.Thread):
 
     def __init__(self):
         super().__init__(daemon=True)
-        self.address = interface()
+        self.address = find_interface()
         self._listener = socket.create_server(("", 0))
         self.port = self._listener.getsockname()[1]
         self.start()
@@ -113,12 +113,12 @@ class Server(threading.Thread):
         else:
             shown = [_receive(connection) for connection in connections]
             assert len({kind for kind, *_ in shown}) == 1, "the ranks call NCCL in different orders"
-            answers = _answers(*shown[0][:2], [content for *_, content in shown])
+            answers = _compute_answers(*shown[0][:2], [content for *_, content in shown])
         for connection, answer in zip(connections, answers, strict=True):
             _send(connection, answer)
 
 
-def _answers(kind, how, contents):
+def _compute_answers(kind, how, contents):
     """Return the answer to each rank."""
     if kind == "broadcast":  # the root waits for nobody, and its unread data may exceed its socket's buffer
         return [None if r == how else contents[how] for r in range(len(contents))]
@@ -147,7 +147,7 @@ class Link:
         #: Number of answers for which this rank has not waited.
         self._unread = 0
         if rank:
-            interface()
+            find_interface()
         deadline = time.monotonic() + _TRIES
         while True:
             try:
@@ -155,14 +155,14 @@ class Link:
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    say(f"NCCL WARN socketStartConnect: Connect to {address}<{port}> failed : {error.strerror}")
+                    write_log(f"NCCL WARN socketStartConnect: Connect to {address}<{port}> failed : {error.strerror}")
                     raise RuntimeError("ncclSystemError") from None
                 time.sleep(0.05)
         self._socket.settimeout(None)
         _send(self._socket, (size, rank))
         _receive(self._socket)
 
-    def ask(self, kind, how, content, gets_something=True):
+    def exchange(self, kind, how, content, gets_something=True):
         """Send this rank's data; return the received data, or nothing if the communicator was aborted.
 
         A rank that only sends does not wait for the others, since NCCL buffers small messages.

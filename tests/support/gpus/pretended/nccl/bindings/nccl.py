@@ -12,7 +12,7 @@ _links = []
 _group = None
 
 
-def handle_of(link):
+def get_handle(link):
     _links.append(link)
     return len(_links)
 
@@ -25,7 +25,7 @@ def _collective(kind, how, source, target, count, dtype, handle, takers=None):
     """Call a collective; ``takers`` says who gets something, None for everyone."""
     nbytes, link = _nbytes(count, dtype), _links[handle - 1]
     content = ctypes.string_at(source, nbytes)
-    result = link.ask(kind, how, content, takers is None or link.rank in takers)
+    result = link.exchange(kind, how, content, takers is None or link.rank in takers)
     if result is not None:
         ctypes.memmove(target, result, nbytes)
 
@@ -60,7 +60,7 @@ def group_start():
     _group = {"handle": None, "send": [], "recv": {}}
 
 
-def _alone(call):
+def _run_in_group(call):
     """Wrap a call outside of a group in a group of its own, as NCCL does."""
 
     @functools.wraps(call)
@@ -74,13 +74,13 @@ def _alone(call):
     return called
 
 
-@_alone
+@_run_in_group
 def send(source, count, dtype, peer, handle, stream):
     _group["handle"] = handle
     _group["send"].append((peer, ctypes.string_at(source, _nbytes(count, dtype))))
 
 
-@_alone
+@_run_in_group
 def recv(target, count, dtype, peer, handle, stream):
     _group["handle"] = handle
     _group["recv"][peer] = target, _nbytes(count, dtype)
@@ -91,7 +91,7 @@ def group_end():
     global _group
     group, _group = _group, None
     handle = group["handle"] or len(_links)
-    for peer, content in _links[handle - 1].ask("group", None, group["send"]) or []:
+    for peer, content in _links[handle - 1].exchange("group", None, group["send"]) or []:
         target, nbytes = group["recv"][peer]
         assert nbytes == len(content)
         ctypes.memmove(target, content, nbytes)

@@ -9,7 +9,7 @@ import threadpoolctl
 from synkhronos.ranks.interrupts import defer_signals
 
 #: Environment variables that libraries read when they are loaded.
-_VARIABLES = (
+_THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -17,7 +17,7 @@ _VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 #: Environment variables that limit a process to a single thread.
-ONE_THREAD = dict.fromkeys(_VARIABLES, "1")
+ONE_THREAD = dict.fromkeys(_THREAD_VARIABLES, "1")
 
 
 def count_available_cores() -> int:
@@ -30,8 +30,8 @@ class ThreadLimit:
 
     Parameters
     ----------
-    size : int
-        Number of ranks of this machine.
+    n_local_ranks : int
+        Number of ranks of this host.
     sets_environment : bool
         Whether to also set environment variables, for libraries that are loaded later.  True in workers only: the
         master's environment belongs to the user.
@@ -42,11 +42,11 @@ class ThreadLimit:
         Maximal number of threads of each pool.
     """
 
-    def __init__(self, size: int, sets_environment: bool):
-        self.n_threads = max(1, count_available_cores() // size)
+    def __init__(self, n_local_ranks: int, sets_environment: bool):
+        self.n_threads = max(1, count_available_cores() // n_local_ranks)
         self._limits: list[threadpoolctl.threadpool_limits] = []
         if sets_environment:
-            for variable in _VARIABLES:
+            for variable in _THREAD_VARIABLES:
                 os.environ[variable] = str(
                     min(self.n_threads, _parse_positive(os.environ.get(variable), self.n_threads))
                 )

@@ -1,16 +1,14 @@
-"""All-reduces within XLA programs, through XLA's foreign function interface (FFI).
+"""All-reduces within XLA programs, by foreign functions that XLA calls while it launches a program.
 
-XLA calls foreign functions (``xla/ffi/api/c_api.h``, part of jaxlib) while it launches a program, in the launching
-thread, and passes the stream and the addresses of the arrays.  Work that a foreign function launches on that stream is
-ordered between XLA's earlier and later work, and no thread waits.  The calls of an all-reduce in a program::
+The calls of an all-reduce in a program::
 
-    traced        trace_start(chunk 0)   trace_start(chunk 1)   trace_finish(rest)          `FfiAllReduce`
-                        |                      |                      |
-    launched      _start_callback        _start_callback        _finish_callback            called by XLA
-                        |                      |                      |
-                  GradientReducer.start  GradientReducer.start  GradientReducer.finish      given to `use_reducer`
-                        |                      |                      |
-    NCCL          start_in_launch        start_in_launch        finish_in_launch            `NcclCommunicator`
+    traced      trace_start(chunk 0)    trace_start(chunk 1)    trace_finish(rest)      `FfiAllReduce`
+                      |                       |                       |
+    launched    _start_callback         _start_callback         _finish_callback        called by XLA
+                      |                       |                       |
+                GradientReducer.start   GradientReducer.start   GradientReducer.finish  given to `use_reducer`
+                      |                       |                       |
+    NCCL        launch_on_side_stream   launch_on_side_stream   launch_on_xla_stream    `NcclCommunicator`
 
 Each call has an attribute, the number of its program's `FfiAllReduce`, by which the callbacks find the object.
 """
@@ -18,221 +16,22 @@ Each call has an attribute, the number of its program's `FfiAllReduce`, by which
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from synkhronos.devices.cuda.nccl import NCCL_OPS, BufferSpan
 from synkhronos.devices.jax import nccl_handlers
-from synkhronos.ranks.interrupts import defer_signals
+from synkhronos.devices.jax.xla_ffi import Callback, CallFrame, create_error, get_stream, is_execution, register_target
 
 _log = logging.getLogger("synkhronos")
 
-_METADATA = 1  # XLA_FFI_Extension_Metadata
-_EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
-_ABORTED = 10  # XLA_FFI_Error_Code_ABORTED
-
-
-class _Struct(ctypes.Structure):
-    """Header of most of XLA's structures."""
-
-    _fields_ = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)]
-
-
-class _Version(_Struct):
-    _fields_ = [("major", ctypes.c_int), ("minor", ctypes.c_int)]
-
-
-class _Metadata(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("version", _Version), ("traits", ctypes.c_uint32)]
-
-
-class _Extension(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("type", ctypes.c_int),
-        ("next", ctypes.c_void_p),
-        ("metadata", ctypes.POINTER(_Metadata)),  # if the type is _METADATA
-    ]
-
-
-class _StreamGet(_Struct):
-    _fields_ = [("context", ctypes.c_void_p), ("stream", ctypes.c_void_p)]
-
-
-_Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-
-
-class _Api(_Struct):
-    _fields_ = [
-        ("version", _Version),
-        ("internal", ctypes.c_void_p),
-        ("error_create", ctypes.c_void_p),
-        ("error_get_message", ctypes.c_void_p),
-        ("error_destroy", _Callback),
-        ("handler_register", ctypes.c_void_p),
-        ("stream_get", _Callback),
-    ]
-
-
-class _FfiBuffer(_Struct):
-    _fields_ = [
-        ("dtype", ctypes.c_int),
-        ("data", ctypes.c_void_p),
-        ("rank", ctypes.c_int64),
-        ("dims", ctypes.POINTER(ctypes.c_int64)),
-    ]
-
-
-class _FfiBuffers(_Struct):
-    """Arguments (XLA_FFI_Args) or results (XLA_FFI_Rets), which have the same layout."""
-
-    _fields_ = [
-        ("size", ctypes.c_int64),
-        ("types", ctypes.c_void_p),
-        ("buffers", ctypes.POINTER(ctypes.POINTER(_FfiBuffer))),
-    ]
-
-
-class _NumberAttribute(ctypes.Structure):
-    """A scalar attribute (XLA_FFI_Scalar) of dtype int64."""
-
-    _fields_ = [("dtype", ctypes.c_int), ("value", ctypes.POINTER(ctypes.c_int64))]
-
-
-class _Attributes(_Struct):
-    """Attributes of a call (XLA_FFI_Attrs); the calls here have none, or one number."""
-
-    _fields_ = [
-        ("size", ctypes.c_int64),
-        ("types", ctypes.c_void_p),
-        ("names", ctypes.c_void_p),
-        ("numbers", ctypes.POINTER(ctypes.POINTER(_NumberAttribute))),
-    ]
-
-
-class _CallFrame(_Struct):
-    _fields_ = [
-        ("api", ctypes.POINTER(_Api)),
-        ("context", ctypes.c_void_p),
-        ("stage", ctypes.c_int),
-        ("arguments", _FfiBuffers),
-        ("results", _FfiBuffers),
-        ("attributes", _Attributes),
-    ]
-
-
-class _ErrorDestroy(_Struct):
-    _fields_ = [("error", ctypes.c_void_p)]
-
-
-class _ErrorCreate(_Struct):
-    _fields_ = [("message", ctypes.c_char_p), ("code", ctypes.c_int)]
-
-
-def _create_error(frame: Any) -> int:
-    """Return the address of a new error.  A callback returns it to XLA to end the launch."""
-    request = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, b"an all-reduce failed", _ABORTED)
-    address: int = _Callback(frame.api.contents.error_create)(ctypes.addressof(request))
-    return address
-
-
-def _is_execution(frame: Any) -> bool:
-    """Whether a call executes the function; answers XLA's call for the version of the interface."""
-    extension = _Extension.from_address(frame.extension) if frame.extension else None
-    if extension is not None and extension.type == _METADATA:
-        metadata, version = extension.metadata.contents, frame.api.contents.version
-        metadata.version.major, metadata.version.minor = version.major, version.minor
-        metadata.traits = 0
-        return False
-    return bool(frame.stage == _EXECUTE)
-
-
-def _get_stream(frame: Any) -> int | None:
-    """Return the handle of the stream of a call; None if XLA has no stream, as on the CPU."""
-    api = frame.api.contents
-    request = _StreamGet(ctypes.sizeof(_StreamGet), None, frame.context, None)
-    error = api.stream_get(ctypes.addressof(request))
-    if error:
-        destroy = _ErrorDestroy(ctypes.sizeof(_ErrorDestroy), None, error)
-        api.error_destroy(ctypes.addressof(destroy))
-        return None
-    return int(request.stream or 0) or None
-
-
-def _register(name: str, callback: Any, platform: str) -> None:
-    import jax
-
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(callback), platform=platform)
-
-
-# -- XLA's stream ----------------------------------------------------------------------------------------------
-
-
-class ComputeStream(NamedTuple):
-    """The stream on which XLA computes.
-
-    Attributes
-    ----------
-    handle : int
-    is_inline : bool
-        Whether XLA calls foreign functions in the launching thread, before the launch returns.
-    """
-
-    handle: int
-    is_inline: bool
-
-
-_STREAM_TARGET = "synkhronos_compute_stream"
-#: Thread that launches the program that calls `_stream_callback`.
-_probing_thread: list[threading.Thread] = []
-#: Streams that `_stream_callback` has found.
-_found_streams: list[ComputeStream] = []
-
-
-@_Callback
-def _stream_callback(address: int) -> None:
-    """Record the stream of a call, as a callback can't return it."""
-    try:
-        frame = _CallFrame.from_address(address)
-        if _is_execution(frame):
-            handle = _get_stream(frame)
-            if handle is not None:
-                _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_thread[0]))
-    except BaseException as error:  # as in `FfiAllReduce.dispatch`
-        _log.info("XLA's stream can't be found: %r", error)
-
-
-def find_compute_stream() -> ComputeStream | None:
-    """Return the stream on which XLA computes on a GPU; None if it can't be found."""
-    import jax
-
-    try:
-        _register(_STREAM_TARGET, _stream_callback, "CUDA")
-        _found_streams.clear()
-        _probing_thread[:] = [threading.current_thread()]
-        result = jax.ShapeDtypeStruct((), np.int8)
-        probe: Any = jax.jit(lambda x: jax.ffi.ffi_call(_STREAM_TARGET, result, has_side_effect=True)(x))
-        with defer_signals():
-            # An explicit device: within JAX's callbacks the default device is the CPU.
-            probe(jax.device_put(np.int8(0), jax.local_devices()[0])).block_until_ready()
-    except Exception as error:
-        _log.info("XLA's stream can't be found, and ranks wait where it would order their work: %s", error)
-        return None
-    return _found_streams[-1] if _found_streams else None
-
-
-# -- all-reduce within a launch --------------------------------------------------------------------------------
-
 _START_TARGET, _FINISH_TARGET = "synkhronos_start", "synkhronos_all_reduce"
-_registered: set[str] = set()
 
 #: Dtypes that NCCL can reduce, by XLA's numbers (XLA_FFI_DataType).
 _DTYPES = {
@@ -272,7 +71,7 @@ class FfiAllReduce:
 
     Parameters
     ----------
-    aborts : bool
+    aborts_on_error : bool
         Whether an error ends the launch.  If not, the launch continues with undefined reductions that are marked as
         invalid, so that the program can return the old values of donated arrays.
     nccl_caller : {"python", "native", "graph"}
@@ -293,9 +92,9 @@ class FfiAllReduce:
     _numbers = itertools.count()
     _by_number: WeakValueDictionary[int, FfiAllReduce] = WeakValueDictionary()
 
-    def __init__(self, aborts: bool = False, nccl_caller: str = "python", op: str = "sum") -> None:
-        assert nccl_caller == "python" or not aborts
-        self._aborts, self.nccl_caller, self.op = aborts, nccl_caller, op
+    def __init__(self, aborts_on_error: bool = False, nccl_caller: str = "python", op: str = "sum") -> None:
+        assert nccl_caller == "python" or not aborts_on_error
+        self._aborts_on_error, self.nccl_caller, self.op = aborts_on_error, nccl_caller, op
         #: Shape of the array that the next launch reduces.
         self._expected_shape: tuple[int, ...] = ()
         #: Attribute of the program's calls.  It is a count and not an address, so that JAX's compilation cache finds
@@ -330,7 +129,7 @@ class FfiAllReduce:
             try:
                 yield
             except Exception:  # possibly XLA's own, for a launch that this all-reduce's error has ended
-                if self._aborts:
+                if self._aborts_on_error:
                     self._raise_error()
                 raise
             self._raise_error()
@@ -360,7 +159,7 @@ class FfiAllReduce:
         """
         self._expected_shape = shape
         library, is_recordable = nccl_handlers.load_handlers(), self.nccl_caller == "graph"
-        with communicator.use_in_launch(is_recordable) as state:
+        with communicator.enable_native_calls(is_recordable) as state:
             library.synkhronos_set_launch_state(state)
             yield
         if not is_recordable and state.n_finished != n_reductions:
@@ -396,10 +195,13 @@ class FfiAllReduce:
 
         results = [_to_shape_struct(array, shape), jax.ShapeDtypeStruct((), np.int32)]
         if self.nccl_caller == "python":
-            _register_once(_START_TARGET, _start_callback)
+            register_target(_START_TARGET, _start_callback)
             target, attributes = _START_TARGET, {"number": self._number}
         else:
-            target, attributes = nccl_handlers.START, {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)}
+            target, attributes = (
+                nccl_handlers.START_TARGET,
+                {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)},
+            )
         call = jax.ffi.ffi_call(target, results, input_output_aliases={0: 0, 1: 1} if shape is None else {1: 1})
         started, token = call(array, token, **attributes)
         return started, token
@@ -439,7 +241,7 @@ class FfiAllReduce:
 
         operands, shapes = [*started, *arrays], shapes or [None] * len(arrays)
         if self.nccl_caller == "python":
-            _register_once(_FINISH_TARGET, _finish_callback)
+            register_target(_FINISH_TARGET, _finish_callback)
             target, attributes = _FINISH_TARGET, {"number": self._number}
         else:
             n_items = sum(math.prod(array.shape) for array in operands)
@@ -448,9 +250,8 @@ class FfiAllReduce:
                     f"all_reduce: expected shape {self._expected_shape}, as before the launch, got {n_items} items"
                 )
             # A CUDA graph can't wait for the side stream, on which chunks are reduced outside of the graph.
-            target = (
-                nccl_handlers.RECORDABLE_FINISH if self.nccl_caller == "graph" and not started else nccl_handlers.FINISH
-            )
+            is_recordable = self.nccl_caller == "graph" and not started
+            target = nccl_handlers.RECORDABLE_FINISH_TARGET if is_recordable else nccl_handlers.FINISH_TARGET
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
         results = [
             *map(_to_shape_struct, started),
@@ -496,18 +297,18 @@ class FfiAllReduce:
     # -- called by XLA ---------------------------------------------------------------------------------------
 
     @classmethod
-    def dispatch(cls, address: int, handle_call: Callable[[FfiAllReduce, Any, Reducer], None]) -> int | None:
+    def dispatch(cls, frame_address: int, handle_call: Callable[[FfiAllReduce, Any, Reducer], None]) -> int | None:
         """Pass a call by XLA to its program's object; return None, or the address of an error to end the launch."""
         all_reduce = None
         try:
-            frame = _CallFrame.from_address(address)
-            if not _is_execution(frame):
+            frame = CallFrame.from_address(frame_address)
+            if not is_execution(frame):
                 return None
             all_reduce = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
             if all_reduce._reducer is None:
                 _log.error("XLA called an all-reduce outside a launch; the call is ignored")
-            elif all_reduce._aborts and all_reduce._error is not None:
-                return _create_error(frame)
+            elif all_reduce._aborts_on_error and all_reduce._error is not None:
+                return create_error(frame)
             else:
                 handle_call(all_reduce, frame, all_reduce._reducer)
         # An exception can't pass through XLA.  Only the first error is stored, as it may be the cause of later ones.
@@ -516,8 +317,8 @@ class FfiAllReduce:
                 _log.error("XLA's call of an all-reduce can't be read: %r", error)
             else:
                 all_reduce._error = all_reduce._error or error
-                if all_reduce._aborts:
-                    return _create_error(frame)
+                if all_reduce._aborts_on_error:
+                    return create_error(frame)
         return None
 
     def start(self, frame: Any, reducer: Reducer) -> None:
@@ -525,7 +326,7 @@ class FfiAllReduce:
         spans = _read_spans(frame, 0, frame.results.size - 1)
         self._n_started += len(spans)
         if self._error is None:
-            reducer.start(spans, _get_stream(frame))
+            reducer.start(spans, get_stream(frame))
 
     def finish(self, frame: Any, reducer: Reducer) -> None:
         """Reduce the arrays of a call, and make the stream wait for the started reductions."""
@@ -536,17 +337,17 @@ class FfiAllReduce:
         spans = _read_spans(frame, n_started, n_arrays)
         valid_flag_address = frame.results.buffers[n_arrays].contents.data
         if self._error is None:
-            reducer.finish(spans, valid_flag_address, _get_stream(frame))
+            reducer.finish(spans, valid_flag_address, get_stream(frame))
         else:
-            reducer.wait(_get_stream(frame))
+            reducer.wait(get_stream(frame))
 
 
-@_Callback
+@Callback
 def _start_callback(address: int) -> int | None:
     return FfiAllReduce.dispatch(address, FfiAllReduce.start)
 
 
-@_Callback
+@Callback
 def _finish_callback(address: int) -> int | None:
     return FfiAllReduce.dispatch(address, FfiAllReduce.finish)
 
@@ -567,9 +368,3 @@ def _to_shape_struct(array: Any, shape: tuple[int, ...] | None = None) -> Any:
     import jax
 
     return jax.ShapeDtypeStruct(array.shape if shape is None else shape, array.dtype)
-
-
-def _register_once(name: str, callback: Any) -> None:
-    if name not in _registered:
-        _register(name, callback, nccl_handlers.get_platform())
-        _registered.add(name)

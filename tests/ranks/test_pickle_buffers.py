@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
+from synkhronos.ranks.pickle_buffers import measure_buffers, read_buffers, write_buffers
 
 pytestmark = pytest.mark.any_library
 
@@ -13,9 +13,9 @@ pytestmark = pytest.mark.any_library
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=20))
 def test_pickle_parts_round_trip_is_aligned(parts):
     views = [memoryview(part) for part in parts]
-    memory = np.zeros(measure_parts(views), np.uint8)
-    write_parts(views, memory.data)
-    read = read_parts(memory.data.toreadonly())
+    memory = np.zeros(measure_buffers(views), np.uint8)
+    write_buffers(views, memory.data)
+    read = read_buffers(memory.data.toreadonly())
     assert list(map(bytes, read)) == parts
     for view in read:
         if len(view):

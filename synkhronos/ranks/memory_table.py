@@ -47,7 +47,7 @@ class Release(Command):
 
 
 class MemoryTable:
-    """The master's table of segments and objects, with their release.  Used under the session's lock.
+    """The master's table of segments and replicated objects; used under the session's lock.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ class MemoryTable:
         self._is_freed = False
         self._unsent_segments: list[tuple[Segment, io.FileIO, set[int]]] = []
         self._unsent_releases: list[tuple[EntryKind, Any]] = []
-        self._users: dict[tuple[EntryKind, Any], weakref.ref[Any]] = {}
+        self._owners: dict[tuple[EntryKind, Any], weakref.ref[Any]] = {}
         self._unused: list[Any] = []
 
     def create_segment(self, nbytes: int, in_command: bool = False) -> Segment:
@@ -139,7 +139,7 @@ class MemoryTable:
         with defer_signals():
             file = io.FileIO(path)
         nbytes = os.fstat(file.fileno()).st_size
-        return self._add(Segment(self.last_key + 1, file.fileno(), nbytes, is_file=True), file, False)
+        return self._add(Segment(self.last_key + 1, file.fileno(), nbytes, is_user_file=True), file, False)
 
     def reserve_key(self) -> int:
         """Return a key for memory that the ranks of each host create themselves within a command."""
@@ -157,7 +157,7 @@ class MemoryTable:
         return segment
 
     def _queue_segment(self, segment: Segment, file: io.FileIO) -> None:
-        """Have a segment sent before the next command; without workers, close its file."""
+        """Queue a segment that the next command sends to the workers; without workers, close its file."""
         if self._channels:
             self._unsent_segments.append((segment, file, set(self._channels)))
         else:
@@ -180,22 +180,22 @@ class MemoryTable:
         """Release a segment or an object: in this process at once, on the other ranks with the next command."""
         if self._is_freed:
             return
-        self._users.pop((kind, key), None)
+        self._owners.pop((kind, key), None)
         if kind == "segment":
             self.segments.drop(key)
         else:
             self._rank.objects.pop(key, None)
         self._unsent_releases.append((kind, key))
 
-    def release_when_deleted(self, user: object, kind: EntryKind, key: Any) -> None:
-        """Release a segment or an object after its user is deleted: at the next command or creation of memory.
+    def release_when_deleted(self, owner: object, kind: EntryKind, key: Any) -> None:
+        """Release a segment or an object after its owner is deleted: at the next command or creation of memory.
 
         No Python code runs at the deletion itself: an interrupt in the middle of it would be swallowed.
         """
-        self._users[kind, key] = weakref.KeyedRef(user, self._unused.append, (kind, key))
+        self._owners[kind, key] = weakref.KeyedRef(owner, self._unused.append, (kind, key))
 
     def release_unused(self) -> None:
-        """Release the segments and objects whose users have been deleted."""
+        """Release the segments and objects whose owners have been deleted."""
         while self._unused:
             self.release(*self._unused[0].key)
             del self._unused[0]
@@ -213,7 +213,7 @@ class MemoryTable:
 
     def resend_segments(self) -> None:
         """Send all segments to new workers that were started as new processes."""
-        for segment, file in self.segments.replace_files():
+        for segment, file in self.segments.reopen_files():
             self._queue_segment(segment, file)
             if len(self._unsent_segments) > _MAX_UNSENT:
                 self.send_releases(force=True)
@@ -232,7 +232,7 @@ class MemoryTable:
         self._discard_unsent_segments()
         self.segments.clear()
         self._rank.objects.clear()
-        self._users.clear()
+        self._owners.clear()
 
     def _discard_unsent_segments(self) -> None:
         for _, file, _ in self._unsent_segments:

@@ -1,0 +1,67 @@
+"""Search for the stream on which XLA computes, by a program with a foreign function that is called with the stream."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos.devices.jax.xla_ffi import Callback, CallFrame, get_stream, is_execution, register_target
+from synkhronos.ranks.interrupts import defer_signals
+
+_log = logging.getLogger("synkhronos")
+
+
+class ComputeStream(NamedTuple):
+    """The stream on which XLA computes.
+
+    Attributes
+    ----------
+    handle : int
+    is_inline : bool
+        Whether XLA calls foreign functions in the launching thread, before the launch returns.
+    """
+
+    handle: int
+    is_inline: bool
+
+
+_STREAM_TARGET = "synkhronos_compute_stream"
+#: Thread that launches the program that calls `_stream_callback`.
+_probing_thread: list[threading.Thread] = []
+#: Streams that `_stream_callback` has found.
+_found_streams: list[ComputeStream] = []
+
+
+@Callback
+def _stream_callback(address: int) -> None:
+    """Record the stream of a call, as a callback can't return it."""
+    try:
+        frame = CallFrame.from_address(address)
+        if is_execution(frame):
+            handle = get_stream(frame)
+            if handle is not None:
+                _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_thread[0]))
+    except BaseException as error:  # as in `ffi_all_reduce.FfiAllReduce.dispatch`
+        _log.info("XLA's stream can't be found: %r", error)
+
+
+def find_compute_stream() -> ComputeStream | None:
+    """Return the stream on which XLA computes on a GPU; None if it can't be found."""
+    import jax
+
+    try:
+        register_target(_STREAM_TARGET, _stream_callback, "CUDA")
+        _found_streams.clear()
+        _probing_thread[:] = [threading.current_thread()]
+        result = jax.ShapeDtypeStruct((), np.int8)
+        probe: Any = jax.jit(lambda x: jax.ffi.ffi_call(_STREAM_TARGET, result, has_side_effect=True)(x))
+        with defer_signals():
+            # An explicit device: within JAX's callbacks the default device is the CPU.
+            probe(jax.device_put(np.int8(0), jax.local_devices()[0])).block_until_ready()
+    except Exception as error:
+        _log.info("XLA's stream can't be found, and ranks wait where it would order their work: %s", error)
+        return None
+    return _found_streams[-1] if _found_streams else None

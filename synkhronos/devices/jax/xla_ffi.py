@@ -1,0 +1,159 @@
+"""XLA's foreign function interface (FFI), by which XLA calls functions of this process while it launches a program.
+
+The structures are those of ``xla/ffi/api/c_api.h``, which is part of jaxlib.  XLA passes the stream and the addresses
+of the arrays.  Work that a foreign function launches on that stream is ordered between XLA's earlier and later work,
+and no thread waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+_METADATA = 1  # XLA_FFI_Extension_Metadata
+_EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+_ABORTED = 10  # XLA_FFI_Error_Code_ABORTED
+
+
+class _Struct(ctypes.Structure):
+    """Header of most of XLA's structures."""
+
+    _fields_ = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)]
+
+
+class _Version(_Struct):
+    _fields_ = [("major", ctypes.c_int), ("minor", ctypes.c_int)]
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("version", _Version), ("traits", ctypes.c_uint32)]
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("metadata", ctypes.POINTER(_Metadata)),  # if the type is _METADATA
+    ]
+
+
+class _StreamGet(_Struct):
+    _fields_ = [("context", ctypes.c_void_p), ("stream", ctypes.c_void_p)]
+
+
+#: A foreign function: takes the address of a `CallFrame`; returns the address of an error, or None.
+Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+
+
+class _Api(_Struct):
+    _fields_ = [
+        ("version", _Version),
+        ("internal", ctypes.c_void_p),
+        ("error_create", ctypes.c_void_p),
+        ("error_get_message", ctypes.c_void_p),
+        ("error_destroy", Callback),
+        ("handler_register", ctypes.c_void_p),
+        ("stream_get", Callback),
+    ]
+
+
+class _FfiBuffer(_Struct):
+    _fields_ = [
+        ("dtype", ctypes.c_int),
+        ("data", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("dims", ctypes.POINTER(ctypes.c_int64)),
+    ]
+
+
+class _FfiBuffers(_Struct):
+    """Arguments (XLA_FFI_Args) or results (XLA_FFI_Rets), which have the same layout."""
+
+    _fields_ = [
+        ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("buffers", ctypes.POINTER(ctypes.POINTER(_FfiBuffer))),
+    ]
+
+
+class _NumberAttribute(ctypes.Structure):
+    """A scalar attribute (XLA_FFI_Scalar) of dtype int64."""
+
+    _fields_ = [("dtype", ctypes.c_int), ("value", ctypes.POINTER(ctypes.c_int64))]
+
+
+class _Attributes(_Struct):
+    """Attributes of a call (XLA_FFI_Attrs); the calls here have none, or one number."""
+
+    _fields_ = [
+        ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("names", ctypes.c_void_p),
+        ("numbers", ctypes.POINTER(ctypes.POINTER(_NumberAttribute))),
+    ]
+
+
+class CallFrame(_Struct):
+    """A call of a foreign function (XLA_FFI_CallFrame); XLA passes its address."""
+
+    _fields_ = [
+        ("api", ctypes.POINTER(_Api)),
+        ("context", ctypes.c_void_p),
+        ("stage", ctypes.c_int),
+        ("arguments", _FfiBuffers),
+        ("results", _FfiBuffers),
+        ("attributes", _Attributes),
+    ]
+
+
+class _ErrorDestroy(_Struct):
+    _fields_ = [("error", ctypes.c_void_p)]
+
+
+class _ErrorCreate(_Struct):
+    _fields_ = [("message", ctypes.c_char_p), ("code", ctypes.c_int)]
+
+
+def create_error(frame: Any) -> int:
+    """Return the address of a new error.  A callback returns it to XLA to end the launch."""
+    request = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, b"an all-reduce failed", _ABORTED)
+    address: int = Callback(frame.api.contents.error_create)(ctypes.addressof(request))
+    return address
+
+
+def is_execution(frame: Any) -> bool:
+    """Whether a call executes the function; answers XLA's call for the version of the interface."""
+    extension = _Extension.from_address(frame.extension) if frame.extension else None
+    if extension is not None and extension.type == _METADATA:
+        metadata, version = extension.metadata.contents, frame.api.contents.version
+        metadata.version.major, metadata.version.minor = version.major, version.minor
+        metadata.traits = 0
+        return False
+    return bool(frame.stage == _EXECUTE)
+
+
+def get_stream(frame: Any) -> int | None:
+    """Return the handle of the stream of a call; None if XLA has no stream, as on the CPU."""
+    api = frame.api.contents
+    request = _StreamGet(ctypes.sizeof(_StreamGet), None, frame.context, None)
+    error = api.stream_get(ctypes.addressof(request))
+    if error:
+        destroy = _ErrorDestroy(ctypes.sizeof(_ErrorDestroy), None, error)
+        api.error_destroy(ctypes.addressof(destroy))
+        return None
+    return int(request.stream or 0) or None
+
+
+_registered: set[str] = set()
+
+
+def register_target(name: str, callback: Any, platform: str | None = None) -> None:
+    """Register a foreign function with XLA, once, on a platform; by default on that on which JAX computes."""
+    import jax
+
+    if name not in _registered:
+        backend: str = jax.default_backend()
+        platform = platform or ("CUDA" if backend == "gpu" else backend)
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(callback), platform=platform)
+        _registered.add(name)
