@@ -366,6 +366,12 @@ def list_test_files(*names: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for name in names for path in ROOT.glob(f"tests/*/test_{name}.py")]
 
 
+def list_marked_files(marker: str) -> list[str]:
+    """Return the paths of test files with this marker: pytest would import all files to find a few of them."""
+    files = ROOT.glob("tests/*/test_*.py")
+    return sorted(str(path.relative_to(ROOT)) for path in files if f"mark.{marker}" in path.read_text())
+
+
 #: Parts of the tests of packages, by folders of tests/.  Each is a job; the other folders are one more job.  Tests that
 #: load large libraries, such as Numba, are apart from tests that fork: the larger a process, the longer a fork takes.
 PARTS = {
@@ -563,8 +569,8 @@ def list_library_jobs(environment: Environment, with_all: bool, is_second: bool)
         jobs.append(Job(environment, "programs", [*marker_options, *PROGRAMS]))
     if with_all:
         jobs += [] if is_second else list_lasagne_jobs(environment)
-        jobs.append(Job(environment, "faults", ["-m", f"faults{without}"]))
-        jobs.append(Job(environment, "hosts", ["-m", f"hosts and not faults{without}"]))
+        jobs.append(Job(environment, "faults", ["-m", f"faults{without}", *list_marked_files("faults")]))
+        jobs.append(Job(environment, "hosts", ["-m", f"hosts and not faults{without}", *list_marked_files("hosts")]))
     return jobs
 
 

@@ -63,7 +63,7 @@ def test_launch_runs_the_seed_examples(tmp_path):
     (tmp_path / "launch_session.cfg").write_text(
         "# launch_session.cfg\nRULE=BSP\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\nDEVICES=cpu,cpu\n"
     )
-    done = run("train", "launch_session.cfg", "--folder=one", cwd=tmp_path)
+    done = run("train", "launch_session.cfg", "--folder=one", cwd=tmp_path, new=True)
     assert "[rank 1] epoch 3, iteration 27, cost" in done.stdout
     script = tmp_path / "launch_session.py"
     script.write_text(
