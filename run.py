@@ -14,8 +14,8 @@ On a machine with Python 3.11 nothing needs to be installed before:
     python3 run.py test --device gpu --here   # the tests on GPUs, with this Python and the packages that it has
 
 There are three environments, because PyTensor needs NumPy 2 and Theano 1.0.5 needs NumPy 1.23, and because PyMC
-says which PyTensor it takes. They are made at the first use and kept; pip runs again only when pyproject.toml changes
-or a command needs more packages.
+says which PyTensor it takes; `test --all` makes one more if it finds a newer Python. They are made at the first use and
+kept; pip runs again only when pyproject.toml changes or a command needs more packages.
 """
 
 from __future__ import annotations
@@ -392,11 +392,11 @@ QUICK = list_test_files(
     *("layers", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
     *("user_code", "seed_example"),
 )
-#: Tests that `test --all` runs with a newer Python: processes, signals, threads, pickles, and training as a whole.
+#: Tests that `test --all` runs with a newer Python, in a minute: processes, signals, threads, pickles, data, training.
 NEWER = list_test_files(
     *("commands", "processes", "signals", "threads", "unpicklable", "replacement", "inherited_settings"),
-    *("data", "data_file", "copies", "graphs", "function_inputs", "tasks", "task_faults", "seed_example"),
-    *("train", "checkpoint", "trainer_runs", "loading", "launch", "launch_messages"),
+    *("data", "copies", "graphs", "tasks", "task_faults", "seed_example", "checkpoint", "trainer_runs"),
+    "launch_messages",
 )
 #: Tests that start programs of their own and wait for them; a job of their own.
 PROGRAMS = list_test_files("demos", "docs")
