@@ -146,7 +146,7 @@ class SynkhronosTrainer:
             vars=[self._net.x, self._net.y],
         )
         step = self._make_step()
-        batches = (rows for epoch in itertools.count() for rows in loader.epoch(epoch, n * batch_size, whole=True))
+        batches = (rows for epoch in itertools.count() for rows in loader.epoch(epoch, n * batch_size, drop_last=True))
 
         def take_step() -> Any:
             start = perf_counter()

@@ -327,7 +327,7 @@ class Model:
         if isinstance(self.train_data, Loader):
             yield from _copy_batches(
                 self.train_data.arrays(
-                    self.epoch, self.batch_size, self.seed, whole=True, rank=self.rank, size=self.size
+                    self.epoch, self.batch_size, self.seed, drop_last=True, rank=self.rank, size=self.size
                 )
             )
             return
