@@ -140,19 +140,19 @@ def test_loader_arrays_returns_whole_batches(load):
     row=st.integers(0, 200),
     drop_last=st.booleans(),
 )
-def test_loader_plan_assigns_each_position_to_one_rank(count, unit, size, row, whole):
+def test_loader_plan_assigns_each_position_to_one_rank(count, unit, size, row, drop_last):
     row = min(row, count)
-    plans = [ReadPlan(0, row, 0, rank, size, int(whole)) for rank in range(size)]
+    plans = [ReadPlan(0, row, 0, rank, size, int(drop_last)) for rank in range(size)]
     places = sorted(
         place
         for plan in plans
         for start in plan.list_unit_starts(count, unit)
         for place in range(start, min(count, start + unit))
     )
-    if whole:
+    if drop_last:
         assert len({len(plan.list_unit_starts(count, unit)) for plan in plans}) == 1
         assert count - row - len(places) < size * unit
-    assert places == list(range(row, row + len(places) if whole else count))
+    assert places == list(range(row, row + len(places) if drop_last else count))
 
 
 # -- going on ------------------------------------------------------------------------------------------------
@@ -458,7 +458,7 @@ def test_image_folder_has_rows_and_labels(tmp_path, load):
     image.new("RGB", (4, 4)).save(tmp_path / ".thumbnails" / "0.png")
     pictures = loading.image_folder(tmp_path, size=16)
     assert pictures.classes == ["cat", "dog", "eel"] and len(pictures) == 9
-    assert pictures.name(3).endswith("dog/0.png")
+    assert pictures.describe_row(3).endswith("dog/0.png")
     names = []
     for batch, labels in load(pictures, processes=2).arrays(0, 4):
         assert batch.dtype == np.uint8 and batch.shape[1:] == (3, 16, 16) and labels.dtype == np.int32
@@ -466,7 +466,7 @@ def test_image_folder_has_rows_and_labels(tmp_path, load):
             assert image.mean(axis=(1, 2)).argmax() == label and np.ptp(image[label]) < 4
             names.append(int(label))
     assert sorted(names) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    grey = loading.Images([pictures.name(0)], 8, mode="L")
+    grey = loading.Images([pictures.describe_row(0)], 8, mode="L")
     (image,) = grey[0]
     assert image.shape == (1, 8, 8)
 

@@ -151,7 +151,7 @@ CALLS = {
     "batch_size of a whole batch": (ValueError, "batch_size", lambda: open_epoch(batch_size=11, drop_last=True)),
     "epoch": (ValueError, "epoch", lambda: open_epoch(epoch=-1)),
     "seed": (ValueError, "seed", lambda: open_epoch(seed=1 << 63)),
-    "row": (ValueError, "row", lambda: open_epoch(start_row=11)),
+    "start_row": (ValueError, "start_row", lambda: open_epoch(start_row=11)),
     "rank": (ValueError, "rank", lambda: open_epoch(rank=2, size=2)),
     "no ranks": (RuntimeError, "", lambda: (synk.fork(1, use_gpu=False), synk.close(), make_loader().epoch(0, 2))),
     "data outside of a loop": (RuntimeError, "data", lambda: make_loader().data),

@@ -95,7 +95,7 @@ class TrainerEpochLoop(EpochLoop):
             resume = next(reversed(checkpoint.paths()), None)
         if resume is not None:
             seen = state.restore(resume, self.data, model.schedule)
-            self._cut_records(seen)
+            self._remove_later_records(seen)
         elif self.progress.row and self.progress.order != (self.data.n_epoch_rows, self.data.seed):
             count, seed = self.progress.order
             raise ValueError(
@@ -110,7 +110,7 @@ class TrainerEpochLoop(EpochLoop):
         if self.early_stopping.set_metric(metric):
             schedules.reset_best(model.schedule)
 
-    def _cut_records(self, seen: int) -> None:
+    def _remove_later_records(self, seen: int) -> None:
         """Remove the records after ``seen`` rows, since those steps are repeated."""
         for recorder in self.recorders:
             if isinstance(recorder, Recorder):
@@ -165,7 +165,7 @@ class TrainerEpochLoop(EpochLoop):
 
         def attempt() -> tuple[int, list[RankTotals]]:
             if next(attempts):
-                self._cut_records(progress.seen)
+                self._remove_later_records(progress.seen)
             return self._train_interval(stop)
 
         return attempt
