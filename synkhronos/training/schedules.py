@@ -54,8 +54,10 @@ def compute_rate(schedule: Schedule, epoch: float) -> float:
     """Return a schedule's learning rate at an epoch; raise TypeError or ValueError if it is no finite number."""
     rate = schedule(epoch)
     if not is_number(rate) or not math.isfinite(rate):
-        kind = ValueError if is_number(rate) else TypeError
-        raise kind(f"learning_rate: expected a schedule that returns a finite number, got {rate!r} for epoch {epoch:g}")
+        error_type = ValueError if is_number(rate) else TypeError
+        raise error_type(
+            f"learning_rate: expected a schedule that returns a finite number, got {rate!r} for epoch {epoch:g}"
+        )
     return float(rate)
 
 
@@ -98,11 +100,11 @@ class steps:  # noqa: N801
         self.rate = check_positive(self.rate, "rate")
         if not isinstance(self.factors, Mapping):
             raise TypeError(f"factors: expected a dict from an epoch to a factor, got {self.factors!r}")
-        self.factors = {float(at): check_positive(factor, "factors") for at, factor in dict(self.factors).items()}
+        self.factors = {float(epoch): check_positive(factor, "factors") for epoch, factor in dict(self.factors).items()}
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
-        return self.rate * math.prod(factor for at, factor in self.factors.items() if epoch >= at)
+        return self.rate * math.prod(factor for start, factor in self.factors.items() if epoch >= start)
 
 
 @dataclass
@@ -126,8 +128,8 @@ class cosine:  # noqa: N801
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
-        done = min(1.0, epoch / self.epochs)
-        return self.least + (self.rate - self.least) * (1 + math.cos(math.pi * done)) / 2
+        fraction = min(1.0, epoch / self.epochs)
+        return self.least + (self.rate - self.least) * (1 + math.cos(math.pi * fraction)) / 2
 
 
 @dataclass
@@ -165,8 +167,8 @@ class warmup(_Wrapper):  # noqa: N801 - as above
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
-        part = min(1.0, self.start + (1 - self.start) * epoch / self.epochs)
-        return part * float(self.schedule(epoch))
+        factor = min(1.0, self.start + (1 - self.start) * epoch / self.epochs)
+        return factor * float(self.schedule(epoch))
 
 
 @dataclass

@@ -138,7 +138,7 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
     again, expected = make_least_squares_trainer(rule), make_least_squares_trainer(rule)
     loader, arrays = load([ROWS, TARGETS], processes=2), (ROWS, TARGETS)
     folders = [Checkpoint(tmp_path), Checkpoint(tmp_path)]
-    stored = folders[0].paths()[0]
+    stored = folders[0].list_paths()[0]
     for resumed, data in ((again, (loader, None)), (expected, arrays)):
         reports = list(resumed.epochs(*data, 5, 2, seed=3, every=3, resume=stored))
         records.append((resumed.params[0].get_value(), reports[-1].seen, sum(r.steps for r in reports)))

@@ -186,7 +186,7 @@ class Model:
     @property
     def step_options(self) -> dict[str, Any]:
         """The options of the step that differ from their defaults."""
-        return StepOptions(**self._read_options()).changed
+        return StepOptions(**self._read_options()).non_defaults
 
     def _read_options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in MODEL_OPTIONS}
@@ -247,7 +247,7 @@ class Model:
             is_serial=True,
         )
         rule, _ = append_averaged_updates(training.rule, training.extra_updates, training.x[0])
-        equal = {u.shared: u.expression for u in training.extra_updates if not u.differs}
+        equal = {u.shared: u.expression for u in training.extra_updates if not u.may_differ}
         self.ema_params, vector = training.ema, rule.grad_shared
         self.vels = self.vels2 = [vector]
         self._apply_fn = library.function([], [], updates=list({**rule.param_updates, **equal}.items()))

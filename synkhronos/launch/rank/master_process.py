@@ -31,7 +31,7 @@ from synkhronos.rules import allocate_shared_arrays
 from synkhronos.tasks import run
 from synkhronos.timelines import timeline
 from synkhronos.training.loops.epoch_loop import Outcome
-from synkhronos.training.loops.stop_signals import StopSignals, get_requested_stop
+from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
 
 
 def main(folder: str, arguments: MasterArguments) -> int:
@@ -96,7 +96,7 @@ def _train(settings: Settings, arguments: MasterArguments) -> int:
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
-    with recording, StopSignals(None, stop_flag.data) if settings.saves_on_signal else contextlib.nullcontext():
+    with recording, StopSignalHandler(None, stop_flag.data) if settings.saves_on_signal else contextlib.nullcontext():
         outcome = run(rank_tasks.train_model, settings, rule, shared_arrays, arguments, stop_flag)[0]
         return 128 + get_requested_stop() if outcome is Outcome.STOPPED else 0
 

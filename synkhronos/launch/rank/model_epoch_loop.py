@@ -313,7 +313,7 @@ class ModelEpochLoop(EpochLoop):
 
     def _save_best(self) -> None:
         """Write the parameters of the best checkpoint, if there is one.  A collective."""
-        best = self.worker.broadcast(self.state.open_checkpoints().best() if self.worker.number == 0 else None)
+        best = self.worker.broadcast(self.state.open_checkpoints().find_best() if self.worker.number == 0 else None)
         if best is not None:
             self.state.restore(str(best))
             self.state.use_consensus_params()

@@ -34,14 +34,14 @@ class ExtraUpdate(NamedTuple):
         New value of ``shared``.
     op : {"mean", None}
         With "mean", ranks average the new values by rows.  With None, each rank has its own value.
-    differs : bool
+    may_differ : bool
         Whether ranks may compute different new values in one step, even if their variables are equal before it.
     """
 
     shared: SharedVariable
     expression: Variable
     op: str | None
-    differs: bool
+    may_differ: bool
 
     @property
     def slice_op(self) -> str | None:
@@ -112,22 +112,24 @@ def _choose_ops(entries: list[Any], inputs: list[Variable]) -> list[ExtraUpdate]
         dependence = DependenceAnalysis(library, expressions, differing)
         extra_updates = []
         for shared, expression, *op in entries:
-            differs = bool(hasattr(expression, "owner") and dependence.list_source_names(expression))
+            may_differ = bool(hasattr(expression, "owner") and dependence.list_source_names(expression))
             if not op:
-                if differs and not _is_float(shared) and not library.is_generator(shared):
+                if may_differ and not _is_float(shared) and not library.is_generator(shared):
                     raise TypeError(
                         f"extra_updates: {shared.name!r} of {shared.type} has no mean, and ranks compute different "
                         "values: give (variable, expression, None) to let each rank keep its own"
                     )
                 op = ["mean" if _is_float(shared) else None]
-            extra_updates.append(ExtraUpdate(shared, expression, op[0], differs))
+            extra_updates.append(ExtraUpdate(shared, expression, op[0], may_differ))
         # Expressions that read these variables may differ between ranks as well.
-        own = [
-            u.shared for u in extra_updates if u.differs and u.op is None and not any(u.shared is d for d in differing)
+        kept_per_rank = [
+            u.shared
+            for u in extra_updates
+            if u.may_differ and u.op is None and not any(u.shared is d for d in differing)
         ]
-        if not own:
+        if not kept_per_rank:
             return extra_updates
-        differing += own
+        differing += kept_per_rank
 
 
 def _is_float(shared: Any) -> bool:
@@ -149,7 +151,7 @@ def append_averaged_updates(rule: RuleUpdates, extra_updates: Sequence[ExtraUpda
     n_tail : int
         Number of items at the vector's end that are not gradients.
     """
-    averaged = [u for u in extra_updates if u.op == "mean" and u.differs]
+    averaged = [u for u in extra_updates if u.op == "mean" and u.may_differ]
     if not averaged:
         return rule, 1
     library, gradients = get_library(rule.grad_shared), rule.grad_shared

@@ -25,7 +25,7 @@ class StepOptions:
 
     Examples
     --------
-    >>> StepOptions(clip_norm=1.0).changed
+    >>> StepOptions(clip_norm=1.0).non_defaults
     {'clip_norm': 1.0}
     >>> StepOptions(clip_norm=0)
     Traceback (most recent call last):
@@ -45,7 +45,7 @@ class StepOptions:
             raise ValueError("validate_ema: needs ema, the decay of the averages")
 
     @property
-    def changed(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """Options that differ from their defaults, by name."""
         return {name: value for name, value in asdict(self).items() if value != _DEFAULTS[name]}
 

@@ -26,8 +26,8 @@ from synkhronos.training.train_function.weighted_mean import (
     warn_of_varying_denominators,
 )
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
-from synkhronos.training.updates.loss_scale import scale_gradients, skip_overflows
-from synkhronos.training.updates.moving_average import add_average
+from synkhronos.training.updates.loss_scale import compute_gradients_with_loss_scale, skip_overflows
+from synkhronos.training.updates.moving_average import add_moving_averages
 from synkhronos.training.updates.update_rule import UpdateRule
 
 #: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
@@ -121,7 +121,7 @@ class TrainingGraph:
                 raise ValueError("weight: expected None for a loss with means over ranks (rank_mean, sync=True)")
         loss_or_grads, scale = loss, None
         if options.loss_scale is not None:
-            scale, loss_or_grads = scale_gradients(loss, params)
+            scale, loss_or_grads = compute_gradients_with_loss_scale(loss, params)
         rule = update_rule(loss_or_grads, params, weight=xs[0].shape[0] if weight is None else weight, **rule_kwargs)
         if not isinstance(rule, tuple) or len(rule) != 3:
             raise TypeError(
@@ -130,13 +130,13 @@ class TrainingGraph:
             )
         rule, averages = RuleUpdates(*rule), None
         if options.ema is not None:
-            rule, averages = add_average(rule, list(params), options.ema)
+            rule, averages = add_moving_averages(rule, list(params), options.ema)
         if scale is not None:
             rule = skip_overflows(rule, scale)
         state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
         extra = parse_extra_updates(extra_updates, rule, [*xs, *ys, *sliceable])
         if not is_serial:
-            means = {f"extra_updates: {u.shared.name}": u.expression for u in extra if u.op == "mean" and u.differs}
+            means = {f"extra_updates: {u.shared.name}": u.expression for u in extra if u.op == "mean" and u.may_differ}
             warn_of_varying_denominators(
                 means if weight is not None else {"loss": loss, **means}, [*xs, *ys, *sliceable]
             )

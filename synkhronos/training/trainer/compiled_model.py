@@ -39,8 +39,8 @@ class CompiledModel:
         Computes the metrics, if there are any.
     optimizer : list of shared variables
         Variables of the update rule.
-    launch_kinds : set
-        Kinds of joint launches so far; see `Meter`.
+    launch_shapes : set
+        Shapes of joint launches so far; see `Meter`.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class CompiledModel:
         name = f"trainer {next(_names)}"
         spec = RankStateSpec(name, variables, rule, {}, is_joint=is_joint)
         self.state = TrainerState(spec, (update_rule, rule_options), sharded)
-        self.launch_kinds: set[Any] = set()
+        self.launch_shapes: set[Any] = set()
 
     def make_recovering_runner(self, max_deaths: int, has_loader: bool, has_parts: bool) -> RecoveringRunner:
         """Make the runner of operations for ``on_death="continue"``."""
         ranks_differ = bool(self.state.variables.generators) or any(
-            update.differs and update.op != "mean" for update in self.graph.extra_updates
+            update.may_differ and update.op != "mean" for update in self.graph.extra_updates
         )
         step = self.local_step if self.joint_step is None else self.joint_step.gradient
         assert step is not None

@@ -23,7 +23,7 @@ class JointStepLoop(LaunchLoop):
     def __init__(self, plan: IntervalPlan, source: RowSource, model: CompiledModel, operation_runner: OperationRunner):
         state, graph = model.state, model.graph
         read = make_loss_reader(list, plan.has_weight)
-        meter = Meter(0, plan.recorders, read, model.launch_kinds, state.progress.steps)
+        meter = Meter(0, plan.recorders, read, model.launch_shapes, state.progress.steps)
         super().__init__(plan, source, meter, plan.batch_size * ranks.get_session().size, True, state.rate)
         assert model.joint_step is not None
         self._step, self._learning_rate = model.joint_step, model.learning_rate
@@ -84,6 +84,6 @@ def take_joint_steps(
         loop.run()
     finally:
         state.rate = loop.rate
-    loop.write_lines(last=True)
+    loop.write_lines(flush=True)
     state.progress.steps = loop.meter.step
     return loop.end, loop.meter.get_totals(loop.rate)

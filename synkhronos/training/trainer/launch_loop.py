@@ -82,10 +82,10 @@ class LaunchLoop(BatchLoop):
         if self._bar is not None:
             self._bar.update(self.end - self._bar.n)
 
-    def write_lines(self, last: bool = False) -> None:
-        """Write the recorders' lines that are due; with ``last``, also lines of fewer steps than ``every``."""
+    def write_lines(self, flush: bool = False) -> None:
+        """Write the recorders' lines that are due; with ``flush``, also lines of fewer steps than ``every``."""
         plan = self.plan
-        self.meter.write_lines(plan.epoch, plan.rows_before + self.end, self.rate, last)
+        self.meter.write_lines(plan.epoch, plan.rows_before + self.end, self.rate, flush)
 
     @abstractmethod
     def set_rate(self, rate: float) -> None:
@@ -117,13 +117,13 @@ class LaunchLoop(BatchLoop):
         if not rows:  # no batch is left for this rank, or no row could be read
             self.free(spans)
             return len(batches.starts)
-        with self.meter.time("compute") as launch:
+        with self.meter.time_activity("compute") as launch:
             losses = self.launch(rows)
             for (loss, weight), indexes in zip(losses, rows, strict=True):
                 self.meter.add_loss(loss, len(indexes) if weight is None else weight)
                 self.meter.count_step(len(indexes))
             self.free_after_launch(spans, len(losses))
-        self.meter.record_launch(len(rows), len(rows[0]), launch.spent)
+        self.meter.record_launch(len(rows), len(rows[0]), launch.seconds_without_wait)
         return len(batches.starts)
 
     def wait_for_row_indexes(self, spans: list[tuple[int, int]]) -> list[Any]:
@@ -132,12 +132,12 @@ class LaunchLoop(BatchLoop):
         if isinstance(source, Feed) and not all(source.is_ready(*span) for span in spans):
             # The loader processes may need the slots of this rank's rows to read rows for other ranks.
             self.finish_steps()
-        with self.meter.time("load"):
+        with self.meter.time_activity("load"):
             return [source.wait_for_row_indexes(*span, self.on_poll) for span in spans]
 
     def finish_steps(self) -> None:
         """Wait for the launched steps, and free their rows."""
-        with self.meter.time("compute"):
+        with self.meter.time_activity("compute"):
             self.meter.read_losses()
             self.free(self.spans_in_use)
             self.spans_in_use = []

@@ -52,9 +52,9 @@ class LocalStepLoop(LaunchLoop):
     ):
         storage = worker.get_storage(spec.name)
         state: State = storage["state"]
-        launch_kinds = storage.setdefault("launch_kinds", set())
+        launch_shapes = storage.setdefault("launch_shapes", set())
         read = make_loss_reader(step.read, plan.has_weight)
-        meter = Meter(worker.number, plan.recorders, read, launch_kinds, state.step, lambda: worker.wait_seconds)
+        meter = Meter(worker.number, plan.recorders, read, launch_shapes, state.step, lambda: worker.wait_seconds)
         super().__init__(plan, source, meter, plan.batch_size, worker.is_master)
         self.worker, self.rule, self.state, self.on_poll = worker, spec.rule, state, worker.progress
         self._step, self._rate, self._batches_taken = step, rate, batches_taken
@@ -91,7 +91,7 @@ class LocalStepLoop(LaunchLoop):
         pool = next(pool for pool in plan.pools if self.worker.number in pool)
         while True:
             n_batches = min(self.exchanger.count_steps_left(), self.max_steps_per_launch)
-            with self.meter.time("load"), self.worker.lock(counts_lock) as lock:
+            with self.meter.time_activity("load"), self.worker.lock(counts_lock) as lock:
                 lock.read(shared_counts)
                 first = int(shared_counts.array[pool.start])
                 if plan.can_stop and get_requested_stop() and not shared_counts.array[-1]:
@@ -204,7 +204,7 @@ def take_local_steps(
     loop = LocalStepLoop(worker, plan, step, rate, spec, source, batches_taken)
     loop.run()
     loop.finish_steps()
-    with loop.meter.time("exchange"):
+    with loop.meter.time_activity("exchange"):
         use_consensus_params(worker, spec.name, rule)
-    loop.write_lines(last=True)
+    loop.write_lines(flush=True)
     return loop.end, loop.meter.get_totals(loop.rate)

@@ -26,7 +26,7 @@ from synkhronos.loading import Loader
 from synkhronos.loading.loader import cast_rows
 from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError
-from synkhronos.training.loops.stop_signals import StopSignals, get_requested_stop
+from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
 from synkhronos.training.monitoring.report import Report
 from synkhronos.training.monitoring.validation_metrics import parse_metrics
 from synkhronos.training.schedules import Schedule, as_schedule, compute_rate
@@ -260,7 +260,7 @@ class Trainer:
             if checkpoint is not None:
                 checkpoint.lock()
                 stack.callback(checkpoint.unlock)
-                stack.enter_context(StopSignals(grace))
+                stack.enter_context(StopSignalHandler(grace))
             self._loop = loop
             loop.begin(resume)
             stack.enter_context(loop.operation_runner.enable_recovery())
@@ -277,7 +277,7 @@ class Trainer:
         Returns
         -------
         Path
-            The checkpoint, as `Checkpoint.best` finds it.
+            The checkpoint, as `Checkpoint.find_best` finds it.
 
         Raises
         ------
@@ -292,7 +292,7 @@ class Trainer:
             raise RuntimeError(
                 "restore_best(): expected a call of epochs(..., checkpoint=Checkpoint(folder, keep_best=...)) before it"
             )
-        path = checkpoint.best()
+        path = checkpoint.find_best()
         if path is None:
             raise CheckpointError(
                 f"{checkpoint.folder}: expected a checkpoint with {checkpoint.keep_best[0]}, found none"
@@ -429,7 +429,7 @@ def make_trainer(
             raise ValueError(f"momentum: EAMSGD has {rule.momentum}, got {rule_kwargs['momentum']!r}")
     options = StepOptions(clip_norm, num_slices, ema, validate_ema, loss_scale, shard_optimizer)
     if not (isinstance(rule, BSP) and rule.average == "gradient"):
-        for name in options.changed:
+        for name in options.non_defaults:
             raise ValueError(f"{name}: needs the exchange rule BSP() on gradients, got {rule!r}")
     schedule = as_schedule(learning_rate)
     try:

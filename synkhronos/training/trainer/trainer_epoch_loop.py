@@ -92,7 +92,7 @@ class TrainerEpochLoop(EpochLoop):
         self.data.allocate_order()
         if resume == "latest":
             assert checkpoint is not None
-            resume = next(reversed(checkpoint.paths()), None)
+            resume = next(reversed(checkpoint.list_paths()), None)
         if resume is not None:
             seen = state.restore(resume, self.data, model.schedule)
             self._remove_later_records(seen)
@@ -349,6 +349,6 @@ class TrainerEpochLoop(EpochLoop):
         assert checkpoint is not None
         if all(math.isfinite(total.loss) for total in progress.totals):
             self._save(progress.seen)
-            message += f"; go on with resume={str(checkpoint.path(progress.seen))!r}"
+            message += f"; go on with resume={str(checkpoint.get_path(progress.seen))!r}"
         sys.stderr.write(f"{message}\n")
         raise SystemExit(128 + number)

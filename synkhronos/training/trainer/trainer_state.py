@@ -24,7 +24,7 @@ from synkhronos.training.train_function.optimizer_state import OptimizerState
 from synkhronos.training.trainer.epoch_data import EpochData
 
 #: Entries of a trainer's checkpoint, besides those of `describe_training`.
-_TYPES: dict[str, Any] = {
+_METADATA_TYPES: dict[str, Any] = {
     **dict.fromkeys(("seen", "epoch", "row", "start", "seed", "count", "steps_taken"), int),
     "outcomes": list,
     **dict.fromkeys(("stop", "schedule", "metrics"), dict),
@@ -167,7 +167,7 @@ class TrainerState:
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
         """Restore all ranks and the progress from a checkpoint; return the number of rows trained on so far."""
         meta = read_metadata(path)
-        check_same_training(path, meta, self._describe(), _TYPES)
+        check_same_training(path, meta, self._describe(), _METADATA_TYPES)
         is_grown = not meta["row"] and meta["count"] < data.n_rows  # rows were appended after an epoch
         if meta["count"] != data.n_rows and not is_grown or meta["seed"] != data.seed:
             raise CheckpointError(
