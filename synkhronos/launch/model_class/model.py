@@ -246,7 +246,7 @@ class Model:
             weight=self.weight,
             is_serial=True,
         )
-        rule, _ = append_averaged_updates(training.rule, training.extra_updates, training.x[0])
+        rule, _ = append_averaged_updates(training.rule_updates, training.extra_updates, training.x[0])
         equal = {u.shared: u.expression for u in training.extra_updates if not u.may_differ}
         self.ema_params, vector = training.ema, rule.grad_shared
         self.vels = self.vels2 = [vector]

@@ -50,7 +50,8 @@ class TrainingGraph:
         Whether the user passed a list, and so has to pass lists of data.
     sliceable : list of shared variable
         Variables that hold the data, one for each of `x` and `y`; empty if the data are arguments of the calls.
-    rule : RuleUpdates
+    rule_updates : RuleUpdates
+        Result of the update rule.
     optimizer_state : list of shared variable
         Variables that the rule updates besides the parameters.
     extra_updates : list of ExtraUpdate
@@ -60,7 +61,7 @@ class TrainingGraph:
         Moving averages of the parameters, in their order; None without the option `ema`.
     params : list of shared variable
     update_rule : callable
-        The update rule that made `rule`, with clipping if the options have it.
+        The update rule that made `rule_updates`, with clipping if the options have it.
     rule_kwargs : dict
         Its options.
     options : StepOptions
@@ -72,7 +73,7 @@ class TrainingGraph:
     x_is_list: bool
     y_is_list: bool
     sliceable: list[SharedVariable]
-    rule: RuleUpdates
+    rule_updates: RuleUpdates
     optimizer_state: list[SharedVariable]
     extra_updates: list[ExtraUpdate]
     weight: Variable | None
@@ -147,7 +148,7 @@ class TrainingGraph:
             x_is_list=isinstance(x, list | tuple),
             y_is_list=isinstance(y, list | tuple),
             sliceable=sliceable,
-            rule=rule,
+            rule_updates=rule,
             optimizer_state=state,
             extra_updates=extra,
             weight=weight,

@@ -42,7 +42,7 @@ class IntervalPlan:
     #: Whether the master shows a progress bar.
     shows_progress_bar: bool
     #: Groups of ranks that share rows: one group of all ranks, or one per host if the hosts have different rows.
-    pools: list[range]
+    rank_groups: list[range]
     #: Whether a signal may end the training before `stop`.
     can_stop: bool = False
     #: Totals between the last report and `start`: one per rank, or a single one for joint steps; empty at a report.
@@ -103,7 +103,7 @@ class EpochData:
 
     def __post_init__(self) -> None:
         self.ranks_by_host = get_ranks_by_host(self.data)
-        self.n_epoch_rows = self.n_rows if self.ranks_by_host is None else sum(map(len, self._iterate_part_rows(0)))
+        self.n_epoch_rows = self.n_rows if self.ranks_by_host is None else sum(map(len, self._iterate_host_rows(0)))
 
     def count_rows(self) -> int:
         """Count the rows that the data have now; the number may change between epochs.
@@ -136,23 +136,23 @@ class EpochData:
             if self.ranks_by_host is None:
                 order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.n_epoch_rows)
             else:
-                order[...] = np.concatenate(list(self._iterate_part_rows(epoch)))
+                order[...] = np.concatenate(list(self._iterate_host_rows(epoch)))
             self._ordered_epoch = epoch
         return InMemoryRows(self.data, order)
 
-    def _iterate_part_rows(self, epoch: int) -> Iterator[np.ndarray]:
+    def _iterate_host_rows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the row indexes of each step of an epoch, where ranks use only rows of their own host."""
         assert self.ranks_by_host is not None
         return iterate_shuffled_batches(
             self.n_rows, self.batch_size * self.ranks_by_host[-1].stop, self.ranks_by_host, (self.seed, epoch)
         )
 
-    def describe_parts(self) -> list[int] | None:
+    def describe_data_parts(self) -> list[int] | None:
         """Describe the division of rows among hosts, for checkpoints: rows per step, then ranks per host; else None."""
         return None if self.ranks_by_host is None else [self.batch_size, *map(len, self.ranks_by_host)]
 
 
-def check_rows(count: int, batch_size: int) -> None:
+def check_enough_rows(count: int, batch_size: int) -> None:
     """Raise ValueError if the data have too few rows for one step of all ranks."""
     size = ranks.get_session().size
     if batch_size * size > count:

@@ -39,8 +39,7 @@ class LaunchLoop(BatchLoop):
     plan : IntervalPlan
     source : RowSource
     meter : Meter
-    rows : int
-        Number of rows per step.
+    rows_per_step : int
     is_master : bool
         Whether this process may show the progress bar.
     rate : float
@@ -50,9 +49,15 @@ class LaunchLoop(BatchLoop):
     on_poll: Any = None  # called repeatedly while this rank waits for a loader
 
     def __init__(
-        self, plan: IntervalPlan, source: RowSource, meter: Meter, rows: int, is_master: bool, rate: float = math.nan
+        self,
+        plan: IntervalPlan,
+        source: RowSource,
+        meter: Meter,
+        rows_per_step: int,
+        is_master: bool,
+        rate: float = math.nan,
     ):
-        self.plan, self.source, self.meter, self.rows_per_step, self.rate = plan, source, meter, rows, rate
+        self.plan, self.source, self.meter, self.rows_per_step, self.rate = plan, source, meter, rows_per_step, rate
         if plan.earlier_totals:
             meter.begin_interval(plan.earlier_totals[meter.rank])
         #: Position up to which rows have been trained on.

@@ -31,12 +31,12 @@ class LocalStepLoop(LaunchLoop):
     plan : IntervalPlan
     step : LocalFunction
         Takes a step, and returns the loss, followed by the weight if there is one.
-    rate : shared variable
-        Learning rate's variable of this rank.
+    learning_rate : shared variable
+        This rank's copy of the learning rate.
     spec : RankStateSpec
     source : RowSource
-    batches_taken : LocalRows
-        Number of batches that each pool's ranks have taken, under asynchronous rules.  The last element is the number
+    n_batches_taken : LocalRows
+        Number of batches that each group of ranks has taken, under asynchronous rules.  The last element is the number
         of rounds of one batch per rank after which a signal stops the training; 0 without a signal.
     """
 
@@ -45,10 +45,10 @@ class LocalStepLoop(LaunchLoop):
         worker: Worker,
         plan: IntervalPlan,
         step: LocalFunction,
-        rate: Any,
+        learning_rate: Any,
         spec: RankStateSpec,
         source: RowSource,
-        batches_taken: LocalRows,
+        n_batches_taken: LocalRows,
     ):
         storage = worker.get_storage(spec.name)
         state: State = storage["state"]
@@ -57,7 +57,7 @@ class LocalStepLoop(LaunchLoop):
         meter = Meter(worker.number, plan.recorders, read, launch_shapes, state.step, lambda: worker.wait_seconds)
         super().__init__(plan, source, meter, plan.batch_size, worker.is_master)
         self.worker, self.rule, self.state, self.on_poll = worker, spec.rule, state, worker.progress
-        self._step, self._rate, self._batches_taken = step, rate, batches_taken
+        self._step, self._learning_rate, self._n_batches_taken = step, learning_rate, n_batches_taken
         self.exchanger = Exchanger(worker, spec.rule, state, meter.seconds)
         #: Weights of the steps since the last exchange.
         self._unexchanged_weights: list[Any] = []
@@ -86,27 +86,27 @@ class LocalStepLoop(LaunchLoop):
 
     def _take_batches(self) -> Iterator[LaunchBatches]:
         """Take the next batches from a counter that the ranks share."""
-        plan, n, shared_counts = self.plan, self.worker.size, self._batches_taken
+        plan, n, shared_counts = self.plan, self.worker.size, self._n_batches_taken
         counts_lock = n + 1  # the first lock after those of the ranks
-        pool = next(pool for pool in plan.pools if self.worker.number in pool)
+        group = next(group for group in plan.rank_groups if self.worker.number in group)
         while True:
             n_batches = min(self.exchanger.count_steps_left(), self.max_steps_per_launch)
             with self.meter.time_activity("load"), self.worker.lock(counts_lock) as lock:
                 lock.read(shared_counts)
-                first = int(shared_counts.array[pool.start])
+                first = int(shared_counts.array[group.start])
                 if plan.can_stop and get_requested_stop() and not shared_counts.array[-1]:
-                    begun = (-(-int(shared_counts.array[peers.start]) // len(peers)) for peers in plan.pools)
+                    begun = (-(-int(shared_counts.array[peers.start]) // len(peers)) for peers in plan.rank_groups)
                     shared_counts.array[-1] = max(1, *begun)
                 rounds = int(shared_counts.array[-1])
-                if rounds:  # all pools stop after the same round, so that the rows trained on are one range
-                    n_batches = min(n_batches, rounds * len(pool) - first)
-                # Of every n successive batches a pool takes those numbered as its ranks; a single pool takes all.
+                if rounds:  # all groups stop after the same round, so that the rows trained on are one range
+                    n_batches = min(n_batches, rounds * len(group) - first)
+                # Of every n successive batches a group takes those numbered as its ranks; a single group takes all.
                 starts = [
-                    plan.start + (k // len(pool) * n + pool[k % len(pool)]) * plan.batch_size
+                    plan.start + (k // len(group) * n + group[k % len(group)]) * plan.batch_size
                     for k in range(first, first + n_batches)
                 ]
                 starts = [start for start in starts if start + plan.batch_size <= plan.stop] or starts[:1]
-                shared_counts.array[pool.start] += len(starts)
+                shared_counts.array[group.start] += len(starts)
                 lock.write(shared_counts)
             if not starts or starts[0] >= plan.stop:
                 self.end = min(plan.stop, plan.start + rounds * n * plan.batch_size) if rounds else plan.stop
@@ -119,7 +119,7 @@ class LocalStepLoop(LaunchLoop):
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate's variable on this rank."""
-        self._rate.set_value(np.asarray(rate, self._rate.type.dtype))
+        self._learning_rate.set_value(np.asarray(rate, self._learning_rate.type.dtype))
 
     def _sum_weights(self) -> float:
         """Return the sum of the weights of this rank's steps since the last exchange."""
@@ -173,10 +173,10 @@ def take_local_steps(
     worker: Worker,
     plan: IntervalPlan,
     step: LocalFunction,
-    rate: Any,
+    learning_rate: Any,
     spec: RankStateSpec,
     source: RowSource,
-    batches_taken: LocalRows,
+    n_batches_taken: LocalRows,
 ) -> tuple[int, RankTotals]:
     """Train this rank on its rows of an interval, then set the parameters to the rule's consensus.
 
@@ -201,7 +201,7 @@ def take_local_steps(
             state.vector = worker.all_reduce(state.vector)
         rule.setup(worker, state)
         storage["state"] = state
-    loop = LocalStepLoop(worker, plan, step, rate, spec, source, batches_taken)
+    loop = LocalStepLoop(worker, plan, step, learning_rate, spec, source, n_batches_taken)
     loop.run()
     loop.finish_steps()
     with loop.meter.time_activity("exchange"):

@@ -38,7 +38,7 @@ from synkhronos.training.train_function.training_graph import (
 )
 from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import OperationRunner
-from synkhronos.training.trainer.epoch_data import EpochData, check_rows
+from synkhronos.training.trainer.epoch_data import EpochData, check_enough_rows
 from synkhronos.training.trainer.trainer_epoch_loop import TrainerEpochLoop
 from synkhronos.training.updates import nesterov_momentum
 from synkhronos.training.updates.update_rule import UpdateRule
@@ -77,14 +77,9 @@ class Trainer:
         """Set the schedule, or a constant rate."""
         self._model.schedule = as_schedule(schedule)
 
-    @property
-    def ema(self) -> list[SharedVariable] | None:
-        """Moving averages of the parameters, in their order; None without the option `ema`.
-
-        With `shard_optimizer` each rank has a part of them, and reading this attribute is a collective, which gathers
-        the averages of that moment into the variables on all ranks.
-        """
-        return None if self._model.joint_step is None else self._model.joint_step.ema
+    def get_ema(self) -> list[SharedVariable] | None:
+        """Return the moving averages of the parameters: see `TrainFunction.get_ema`."""
+        return None if self._model.joint_step is None else self._model.joint_step.get_ema()
 
     # -- epochs --------------------------------------------------------------------------------
 
@@ -196,7 +191,7 @@ class Trainer:
         for name, value in (("every", every), ("patience", patience)):
             if value is not None:
                 check_at_least(value, name, 1)
-        check_rows(count, batch_size)
+        check_enough_rows(count, batch_size)
         valid_data = self._make_validation_data(valid)
         self._check_metric(valid is not None, patience, checkpoint)
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
@@ -381,7 +376,7 @@ def make_trainer(
         the rows of `x`.  Losses in reports and records are means with this weight, under all rules.
     clip_norm, num_slices, ema, loss_scale
         As for `synkhronos.training.make_train_function`.  They need a `rule` that averages gradients, which
-        is the default.  The averages are in ``trainer.ema`` and in checkpoints.
+        is the default.  `Trainer.get_ema` returns the averages; checkpoints have them.
     validate_ema : bool, optional
         Whether `validate` is computed with the averages of `ema` instead of the parameters.
     shard_optimizer : bool, optional

@@ -52,7 +52,7 @@ class TrainerProgress:
         Number of joint steps; ranks that take their own steps count them in their `State`.
     rows_before : int
         Number of rows of all epochs before ``epoch``.
-    order : (int, int)
+    order_key : (int, int)
         Number of rows of ``epoch``, and the seed of their order.
     """
 
@@ -64,7 +64,7 @@ class TrainerProgress:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     steps: int = 0
     rows_before: int = 0
-    order: tuple[int, int] = (0, 0)
+    order_key: tuple[int, int] = (0, 0)
 
     @property
     def seen(self) -> int:
@@ -154,7 +154,7 @@ class TrainerState:
             "stop": progress.early_stopping.to_json(),
             "seed": data.seed,
             "count": data.n_rows,
-            "parts": data.describe_parts(),
+            "parts": data.describe_data_parts(),
             "batch_size": data.batch_size,
             "schedule": schedules.get_state(schedule),
             "steps_taken": progress.steps,
@@ -174,10 +174,10 @@ class TrainerState:
                 f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.n_rows} and "
                 f"{data.seed}: the order of rows would be another"
             )
-        if meta["row"] and meta["parts"] != data.describe_parts():
+        if meta["row"] and meta["parts"] != data.describe_data_parts():
             raise CheckpointError(
-                f"{path} was written within an epoch over data_parts, of {_format_parts(meta['parts'])}, got "
-                f"{_format_parts(data.describe_parts())}: the order of rows would be another; use a "
+                f"{path} was written within an epoch over data_parts, of {_format_data_parts(meta['parts'])}, got "
+                f"{_format_data_parts(data.describe_data_parts())}: the order of rows would be another; use a "
                 "checkpoint from the end of an epoch"
             )
         n_outcomes = 1 if self.spec.is_joint else ranks.get_session().size
@@ -190,7 +190,7 @@ class TrainerState:
             early_stopping=EarlyStopping.from_json(meta["stop"]),
             steps=meta["steps_taken"],
             rows_before=meta["seen"] - meta["row"],
-            order=(data.n_epoch_rows, data.seed),
+            order_key=(data.n_epoch_rows, data.seed),
         )
         if self.spec.memory:
             self.allocate_memory()  # zeros on every host
@@ -204,5 +204,5 @@ class TrainerState:
         return int(meta["seen"])
 
 
-def _format_parts(parts: list[int] | None) -> str:
+def _format_data_parts(parts: list[int] | None) -> str:
     return "other data" if parts is None else f"{parts[1:]} ranks on the hosts and {parts[0]} rows in a step of each"

@@ -503,7 +503,7 @@ def options() -> None:
             resumed_losses = [
                 r.loss for r in again.epochs(5, 4, rows=47, checkpoint=Checkpoint(folder), resume="latest")
             ]
-        averages = [average.get_value() for average in again.trainer.ema]
+        averages = [average.get_value() for average in again.trainer.get_ema()]
         print(rule.__name__, compute_digest(model.values(), losses, again.values(), resumed_losses, *averages))
 
 
