@@ -298,11 +298,11 @@ def test_signal_stops_all_ranks_after_the_same_round():
     """Two hosts' pools of ranks count their batches separately."""
     from synkhronos.training.trainer.local_step_loop import LocalStepLoop
 
-    plan = SimpleNamespace(pools=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
+    plan = SimpleNamespace(rank_groups=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
     taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
     loop = LocalStepLoop.__new__(LocalStepLoop)
-    loop.plan, loop._batches_taken, loop.max_steps_per_launch = plan, taken, 2
+    loop.plan, loop._n_batches_taken, loop.max_steps_per_launch = plan, taken, 2
     loop.exchanger = SimpleNamespace(count_steps_left=lambda: 64)
     loop.meter = SimpleNamespace(time=lambda _: threading.Lock())
     seen = {0: [], 2: []}
