@@ -304,7 +304,7 @@ def test_signal_stops_all_ranks_after_the_same_round():
     loop = LocalStepLoop.__new__(LocalStepLoop)
     loop.plan, loop._n_batches_taken, loop.max_steps_per_launch = plan, taken, 2
     loop.exchanger = SimpleNamespace(count_steps_left=lambda: 64)
-    loop.meter = SimpleNamespace(time=lambda _: threading.Lock())
+    loop.meter = SimpleNamespace(time_activity=lambda _: threading.Lock())
     seen = {0: [], 2: []}
     try:
         stop_signals._requested_stop = signal.SIGTERM
