@@ -378,8 +378,6 @@ class Feed:
     ----------
     data : list of Data, or in a task of LocalRows
         The ring's arrays, one for each array of a row.
-    layout : RingLayout
-    plan : ReadPlan
     max_steps_per_launch : int
         Maximal number of units that a consumer may hold at a time, and thus of steps in a launch.
     """
@@ -449,7 +447,6 @@ class _LoaderPool:
 
     Parameters
     ----------
-    config : LoaderConfig
     in_session : bool
         Whether the ring's arrays are Data, which all ranks map; else this process and the loader processes map them.
     """

@@ -50,11 +50,8 @@ class LoaderConfig:
     ----------
     source
         Result of `synkhronos.loading.sources.as_source`.
-    augment : callable or None
-    shuffle : bool
     skips_unreadable : bool
         Whether rows that can't be read are skipped.
-    layout : RingLayout
     array_specs : list of (shape, dtype)
         Shape and dtype string of each array of a row.
     """
@@ -113,7 +110,6 @@ def start_loader_process(
     ----------
     number : int
         Number of the process among the processes of the loader.
-    layout : RingLayout
     packed_config : (file, int)
         Result of `pack_config`.
     ring_files : list of file

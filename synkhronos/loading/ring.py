@@ -161,7 +161,6 @@ class Ring:
 
     Parameters
     ----------
-    layout : RingLayout
     memory : ndarray of uint8
         The ring's shared memory.
     index : int
@@ -215,7 +214,6 @@ class Ring:
 
         Parameters
         ----------
-        is_ready : callable
         check : callable
             Called about every ``poll_seconds`` seconds; raises an exception to end the wait.
         poll_seconds : float
@@ -279,7 +277,6 @@ class Ring:
 
         Parameters
         ----------
-        unit : int
         position : (int, int)
             Epoch and row at which the unit starts, for errors.
         on_poll : callable, optional

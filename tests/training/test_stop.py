@@ -303,7 +303,7 @@ def test_signal_stops_all_ranks_after_the_same_round():
     lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
     loop = LocalStepLoop.__new__(LocalStepLoop)
     loop.plan, loop._n_batches_taken, loop.max_steps_per_launch = plan, taken, 2
-    loop.exchanger = SimpleNamespace(count_steps_left=lambda: 64)
+    loop.exchanger = SimpleNamespace(update_steps_left=lambda: 64)
     loop.meter = SimpleNamespace(time_activity=lambda _: threading.Lock())
     seen = {0: [], 2: []}
     try:

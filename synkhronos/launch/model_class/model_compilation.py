@@ -60,9 +60,6 @@ def compile_model(model: Any, settings: Settings, rule: Rule, size: int, needs_g
 
     Parameters
     ----------
-    model : instance
-    settings : Settings
-    rule : Rule
     size : int
         Number of ranks.
     needs_gradients : bool

@@ -89,7 +89,7 @@ class ModelBatchLoop(BatchLoop):
         if self.sanity_check.is_comparison_due and not self.rule.asynchronous:
             self.sanity_check.compare_ranks(self.worker)
         self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=False)
-        self._exchanger.count_steps_left()
+        self._exchanger.update_steps_left()
         if self._exchanger.count_steps(steps):
             # If the model has a ``weight``, the exchange weights this rank's parameters by the weight of the last cost.
             has_weight = getattr(self.model, "weight", None) is not None

@@ -49,8 +49,6 @@ class ModelEpochLoop(EpochLoop):
     ----------
     n_epochs : int
         Number of epochs to train in total, of which `n_reports` are complete.
-    sanity_check : SanityCheck
-    memory_checkpoints : MemoryCheckpointWriter or None
     batch_loop : ModelBatchLoop
         Loop over the batches of an epoch.
     totals : list of RankTotals

@@ -54,7 +54,6 @@ class Supervisor:
 
     Parameters
     ----------
-    settings : Settings
     parent_pid : int, optional
         ID of a process; the run is stopped when this process exits.
 

@@ -33,8 +33,6 @@ class RankStateSpec:
     ----------
     name : str
         Key under which a rank stores the state.
-    variables : VariablesByRole
-    rule : Rule
     memory : dict of str to Data, or in a task to LocalRows
         Shared memory of the rule.
     is_joint : bool
@@ -133,7 +131,6 @@ def write_states(
 
     Parameters
     ----------
-    checkpoint : Checkpoint
     seen : int
         Number of rows trained on so far; the launcher passes a number of steps.
     description : dict
@@ -146,7 +143,6 @@ def write_states(
         As in `RankStateSpec`.
     meta : dict
         Further entries of the checkpoint's ``meta``.
-    metrics : dict of str to float
     """
     arrays = _pack_states(states_by_rank) | {f"shared.{name}": np.array(array) for name, array in memory.items()}
     own = {"ranks": len(states_by_rank), "alike": is_joint, "streams": [state["streams"] for state in states_by_rank]}

@@ -128,7 +128,6 @@ class StopPoll:
 
     Parameters
     ----------
-    worker : Worker
     flag : LocalRows
         The flag of `StopSignalHandler`; 0 before a signal.
     """

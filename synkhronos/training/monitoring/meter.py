@@ -146,8 +146,6 @@ class Meter:
 
     Parameters
     ----------
-    rank : int
-    recorders : sequence of RankRecorder
     loss_reader : callable
         A `LossReader`.
     launch_shapes : set of (int, int), optional
@@ -161,12 +159,10 @@ class Meter:
     ----------
     seconds : dict of str to float
         Time by activity since the meter was made: compute, exchange, wait, load.
-    rows, steps : int
     loss, weight, first_launches
         As in `RankTotals`, without unread losses.
     step : int
         Number of steps that the rank has taken since the training began.
-    rank : int
     """
 
     def __init__(

@@ -15,13 +15,8 @@ class StepOptions:
 
     Attributes
     ----------
-    clip_norm : float, optional
-    num_slices : int
-    ema : float, optional
     validate_ema : bool
         Whether the averages of `ema` are validated instead of the parameters.
-    loss_scale : {"dynamic"}, optional
-    shard_optimizer : bool
 
     Examples
     --------

@@ -43,7 +43,6 @@ class TrainingGraph:
 
     Attributes
     ----------
-    loss : scalar variable
     x, y : list of variable
         Inputs and targets.
     x_is_list, y_is_list : bool
@@ -54,17 +53,14 @@ class TrainingGraph:
         Result of the update rule.
     optimizer_state : list of shared variable
         Variables that the rule updates besides the parameters.
-    extra_updates : list of ExtraUpdate
     weight : scalar variable, optional
         Number of items that the loss is a mean over; None for the rows.
     ema : list of shared variable, optional
         Moving averages of the parameters, in their order; None without the option `ema`.
-    params : list of shared variable
     update_rule : callable
         The update rule that made `rule_updates`, with clipping if the options have it.
     rule_kwargs : dict
         Its options.
-    options : StepOptions
     """
 
     loss: Variable

@@ -36,10 +36,6 @@ class LaunchLoop(BatchLoop):
 
     Parameters
     ----------
-    plan : IntervalPlan
-    source : RowSource
-    meter : Meter
-    rows_per_step : int
     is_master : bool
         Whether this process may show the progress bar.
     rate : float

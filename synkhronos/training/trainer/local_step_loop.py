@@ -27,14 +27,10 @@ class LocalStepLoop(LaunchLoop):
 
     Parameters
     ----------
-    worker : Worker
-    plan : IntervalPlan
     step : LocalFunction
         Takes a step, and returns the loss, followed by the weight if there is one.
     learning_rate : shared variable
         This rank's copy of the learning rate.
-    spec : RankStateSpec
-    source : RowSource
     n_batches_taken : LocalRows
         Number of batches that each group of ranks has taken, under asynchronous rules.  The last element is the number
         of rounds of one batch per rank after which a signal stops the training; 0 without a signal.
@@ -79,7 +75,7 @@ class LocalStepLoop(LaunchLoop):
         position = plan.start
         while position < plan.stop:
             n_full = (plan.stop - position) // (plan.batch_size * n)
-            rounds = max(1, min(self.exchanger.count_steps_left(), self.max_steps_per_launch, n_full))
+            rounds = max(1, min(self.exchanger.update_steps_left(), self.max_steps_per_launch, n_full))
             end = min(plan.stop, position + rounds * n * plan.batch_size)
             yield LaunchBatches(position, [position + (k * n + me) * plan.batch_size for k in range(rounds)], end)
             position = end
@@ -90,7 +86,7 @@ class LocalStepLoop(LaunchLoop):
         counts_lock = n + 1  # the first lock after those of the ranks
         group = next(group for group in plan.rank_groups if self.worker.number in group)
         while True:
-            n_batches = min(self.exchanger.count_steps_left(), self.max_steps_per_launch)
+            n_batches = min(self.exchanger.update_steps_left(), self.max_steps_per_launch)
             with self.meter.time_activity("load"), self.worker.lock(counts_lock) as lock:
                 lock.read(shared_counts)
                 first = int(shared_counts.array[group.start])

@@ -90,7 +90,6 @@ class TrainerState:
         Variables that each rank saves and restores; without those of a sharded optimizer.
     variables : VariablesByRole
         All variables.
-    progress : TrainerProgress
     rate : float
         Value of the learning rate's variable on all ranks; NaN if it is unknown.
     """

@@ -130,7 +130,7 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
     """
     pairs: list[tuple[Callable[[SharedVariable], bool], UpdateRule]] = []
     for i, group in enumerate(groups):
-        pair = group if isinstance(group, tuple) else (_select_all, group)
+        pair = group if isinstance(group, tuple) else (lambda param: True, group)
         is_last = i == len(groups) - 1
         if len(pair) != 2 or not all(map(callable, pair)) or not (isinstance(group, tuple) or is_last):
             raise TypeError(f"partition: expected pairs of a predicate and an update rule, got {group!r}")
@@ -163,10 +163,6 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
 
     partitioned.__name__ = f"partition({', '.join(_get_name(rule) for _, rule in pairs)})"
     return partitioned
-
-
-def _select_all(param: Any) -> bool:
-    return True
 
 
 # -- transformations -------------------------------------------------------------------------------------------
