@@ -33,8 +33,6 @@ class FolderLock:
 
     Attributes
     ----------
-    is_held : bool
-        Whether this object holds the lock.
     is_exclusive : bool
         Whether the lock excludes other processes; False on file systems without locks, and before `acquire`.
     path : Path
