@@ -333,7 +333,7 @@ class Ring:
         self._wake(self._loader_indexes)
 
     def _make_tag(self, unit: int) -> int:
-        """Return the word of a unit in the current generation."""
+        """Return a word with the current generation in its upper bits, and the number of a unit in its lower bits."""
         return self._words[0] << _UNIT_BITS | unit
 
     def _read_report(self, loader: int) -> str:

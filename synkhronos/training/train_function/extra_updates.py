@@ -54,7 +54,7 @@ class ExtraUpdate(NamedTuple):
 
 
 def parse_extra_updates(
-    updates: UpdatesArgument | None, rule: RuleUpdates, inputs: list[Variable]
+    updates: UpdatesArgument | None, rule_updates: RuleUpdates, inputs: list[Variable]
 ) -> list[ExtraUpdate]:
     """Check extra updates, and choose the ops that are not given.
 
@@ -65,7 +65,7 @@ def parse_extra_updates(
     if not isinstance(updates, Mapping | list | tuple):
         raise TypeError(f"extra_updates: expected a dict or a list of pairs, got {updates!r}")
     entries = list(updates.items() if isinstance(updates, Mapping) else updates)
-    rule_ids = {id(shared) for shared in (*dict(rule.grad_updates), *dict(rule.param_updates))}
+    rule_ids = {id(shared) for shared in (*dict(rule_updates.grad_updates), *dict(rule_updates.param_updates))}
     seen: set[int] = set()
     for entry in entries:
         if not isinstance(entry, list | tuple) or len(entry) not in (2, 3):
@@ -137,7 +137,9 @@ def _is_float(shared: Any) -> bool:
     return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind == "f"
 
 
-def append_averaged_updates(rule: RuleUpdates, extra_updates: Sequence[ExtraUpdate], x: Any) -> tuple[RuleUpdates, int]:
+def append_averaged_updates(
+    rule_updates: RuleUpdates, extra_updates: Sequence[ExtraUpdate], x: Any
+) -> tuple[RuleUpdates, int]:
     """Append the averaged extra updates to the vector of gradients, so that one all-reduce suffices.
 
     The vector is then::
@@ -146,20 +148,20 @@ def append_averaged_updates(rule: RuleUpdates, extra_updates: Sequence[ExtraUpda
 
     Returns
     -------
-    rule : RuleUpdates
+    rule_updates : RuleUpdates
         Its `param_updates` include the averaged variables; other expressions of it read their new values.
     n_tail : int
         Number of items at the vector's end that are not gradients.
     """
     averaged = [u for u in extra_updates if u.op == "mean" and u.may_differ]
     if not averaged:
-        return rule, 1
-    library, gradients = get_library(rule.grad_shared), rule.grad_shared
+        return rule_updates, 1
+    library, gradients = get_library(rule_updates.grad_shared), rule_updates.grad_shared
     tensor = library.tensor
     (size,) = get_shape(gradients)
     dtype = str(np.result_type(gradients.dtype, *(u.shared.dtype for u in averaged)))
     rows = tensor.cast(x.shape[0], dtype)
-    parts, new_values, end = [tensor.cast(rule.grad_updates[gradients], dtype)], {}, size
+    parts, new_values, end = [tensor.cast(rule_updates.grad_updates[gradients], dtype)], {}, size
     shapes = [get_shape(u.shared) for u in averaged]
     total = size + sum(int(np.prod(shape)) for shape in shapes) + 1
     vector = library.shared(np.zeros(total, dtype), name="grad_shared")
@@ -171,7 +173,7 @@ def append_averaged_updates(rule: RuleUpdates, extra_updates: Sequence[ExtraUpda
         new_values[u.shared] = library.convert_to_type_of(u.shared, tensor.cast(new, u.shared.dtype))
     parts.append(rows.reshape((1,)))
     first = library.convert_to_type_of(gradients, tensor.cast(vector[:size], gradients.dtype))
-    values = library.clone(list(rule.param_updates.values()), {gradients: first, **new_values})
-    updates = OrderedDict(zip(rule.param_updates, values, strict=True))
+    values = library.clone(list(rule_updates.param_updates.values()), {gradients: first, **new_values})
+    updates = OrderedDict(zip(rule_updates.param_updates, values, strict=True))
     updates.update(new_values)
     return RuleUpdates(OrderedDict({vector: tensor.concatenate(parts)}), updates, vector), total - size + 1

@@ -50,7 +50,7 @@ class IntervalPlan:
     #: Whether the loss is a weighted mean instead of a mean over rows.
     has_weight: bool = False
 
-    def get_rate(self, position: int) -> float:
+    def get_learning_rate(self, position: int) -> float:
         """Return the learning rate at a position in the epoch."""
         return compute_rate(self.schedule, self.epoch + position / self.n_rows)
 
@@ -97,8 +97,8 @@ class EpochData:
     ranks_by_host: list[range] | None = field(init=False)
     #: Number of rows of an epoch.
     n_epoch_rows: int = field(init=False)
-    #: Row indexes in the epoch's order; None with a loader, and before `allocate_order`.
-    order: Data | None = field(default=None, init=False)
+    #: Row indexes in the epoch's order; None with a loader, and before `allocate_row_order`.
+    row_order: Data | None = field(default=None, init=False)
     _ordered_epoch: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
@@ -118,10 +118,10 @@ class EpochData:
             raise ValueError(f"x_data, y_data: expected equally many rows of each, got {[len(d) for d in self.data]}")
         return lengths.pop()
 
-    def allocate_order(self) -> None:
+    def allocate_row_order(self) -> None:
         """Allocate the shared array with the order of rows."""
         if self.loader is None:
-            self.order = make_data(shape=(self.n_epoch_rows,), dtype="int64")
+            self.row_order = make_data(shape=(self.n_epoch_rows,), dtype="int64")
         self._ordered_epoch = -1
 
     def make_source(self, epoch: int, start: int, is_joint: bool) -> RowSource:
@@ -130,7 +130,7 @@ class EpochData:
             size = ranks.get_session().size
             unit_rows, consumers = (self.batch_size * size, 1) if is_joint else (self.batch_size, size)
             return open_feed(self.loader, epoch, start, unit_rows, self.seed, consumers)
-        order = self.order
+        order = self.row_order
         assert order is not None  # allocated before the first epoch
         if epoch != self._ordered_epoch:
             if self.ranks_by_host is None:

@@ -37,16 +37,16 @@ class JointStepLoop(LaunchLoop):
         """Yield the batches of each launch; their learning rates are equal."""
         position, plan = self.plan.start, self.plan
         while position < plan.stop:
-            rate, starts = plan.get_rate(position), [position]
+            rate, starts = plan.get_learning_rate(position), [position]
             while len(starts) < self._max_steps_per_launch and starts[-1] + 2 * self.rows_per_step <= plan.stop:
-                if plan.get_rate(starts[-1] + self.rows_per_step) != rate:
+                if plan.get_learning_rate(starts[-1] + self.rows_per_step) != rate:
                     break
                 starts.append(starts[-1] + self.rows_per_step)
             end = min(starts[-1] + self.rows_per_step, plan.stop)
             yield LaunchBatches(position, starts, end)
             position = end
 
-    def set_rate(self, rate: float) -> None:
+    def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate's variable on all ranks."""
         value = np.asarray(rate, self._learning_rate.type.dtype)
         self._operation_runner.run_idempotent(lambda: broadcast(self._learning_rate, value))

@@ -89,7 +89,7 @@ class LaunchLoop(BatchLoop):
         self.meter.write_lines(plan.epoch, plan.rows_before + self.end, self.rate, flush)
 
     @abstractmethod
-    def set_rate(self, rate: float) -> None:
+    def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate's variable."""
 
     @abstractmethod
@@ -110,9 +110,9 @@ class LaunchLoop(BatchLoop):
         """Launch a step per batch, and pass the losses to the meter."""
         last = self.plan.stop
         spans = [(start, min(start + self.rows_per_step, last)) for start in batches.starts if start < last]
-        rate = self.plan.get_rate(batches.rate_position)
+        rate = self.plan.get_learning_rate(batches.rate_position)
         if rate != self.rate:
-            self.set_rate(rate)
+            self.set_learning_rate(rate)
             self.rate = rate
         rows = [indexes for indexes in self.wait_for_row_indexes(spans) if len(indexes)]
         if not rows:  # no batch is left for this rank, or no row could be read

@@ -113,7 +113,7 @@ class LocalStepLoop(LaunchLoop):
         """Return True if all ranks agree to stop; asynchronous ranks stop in `_take_batches` instead."""
         return self.plan.can_stop and not self.rule.asynchronous and self._agreement.is_stop_due()
 
-    def set_rate(self, rate: float) -> None:
+    def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate's variable on this rank."""
         self._learning_rate.set_value(np.asarray(rate, self._learning_rate.type.dtype))
 

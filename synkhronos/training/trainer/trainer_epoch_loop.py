@@ -95,7 +95,7 @@ class TrainerEpochLoop(EpochLoop):
         self.session = ranks.get_session()
         state.start_session(self.session, model)
         self.n_batches_taken = make_data(shape=(self.session.size + 1,), dtype="int64")
-        self.data.allocate_order()
+        self.data.allocate_row_order()
         if resume == "latest":
             assert checkpoint is not None
             resume = next(reversed(checkpoint.list_paths()), None)
@@ -161,7 +161,7 @@ class TrainerEpochLoop(EpochLoop):
         if n_rows != data.n_rows or get_ranks_by_host(data.data) != data.ranks_by_host:  # or a rank was left out
             check_enough_rows(n_rows, data.batch_size)
             self.data = EpochData(data.data, n_rows, data.batch_size, data.seed, data.loader)
-            self.data.allocate_order()
+            self.data.allocate_row_order()
         self.progress.order_key = self.data.n_epoch_rows, data.seed
 
     def _make_interval_operation(self) -> Callable[[], tuple[int, list[RankTotals]]]:
@@ -330,9 +330,9 @@ class TrainerEpochLoop(EpochLoop):
         graph, data, valid = self.model.graph, self.data, self.valid
         x, y = ([describe(v) for v in variables] for variables in (graph.x, graph.y))
         message = ""
-        if data.order is not None:
+        if data.row_order is not None:
             names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
-            rows = data.order.data[self.progress.interval_start : self.interval_stop]
+            rows = data.row_order.data[self.progress.interval_start : self.interval_stop]
             message = describe_nonfinite(dict(zip(names, data.data, strict=True)), rows)
         if not message and isinstance(valid, tuple):
             names = [f"valid, {name}," for name in (*x, *y)]
