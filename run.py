@@ -14,8 +14,8 @@ On a machine with Python 3.11 nothing needs to be installed before:
     python3 run.py test --device gpu --here   # the tests on GPUs, with this Python and the packages that it has
 
 There are three environments, because PyTensor needs NumPy 2 and Theano 1.0.5 needs NumPy 1.23, and because PyMC
-says which PyTensor it takes. They are made at the first use and kept; pip runs again only when pyproject.toml changes
-or a command needs more packages.
+says which PyTensor it takes; `test --all` makes one more if it finds a newer Python. They are made at the first use and
+kept; pip runs again only when pyproject.toml changes or a command needs more packages.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -68,6 +69,8 @@ CAUSES = {
 OLDEST_PYTHON = (3, 11)
 # Theano 1.0.5 needs NumPy 1.23 and distutils; neither exists for Python 3.12.
 NEWEST_PYTHON_FOR_THEANO = (3, 11)
+# Minor versions of the Python 3 with which `test --all` runs `NEWER`, if one is installed.
+NEWER_PYTHONS = (14, 13, 12)
 
 
 def say(text: str) -> None:
@@ -80,9 +83,9 @@ def fail(text: str) -> SystemExit:
     return SystemExit(f"run.py: {text}")
 
 
-def python_name() -> str:
-    """Return the running Python's name, as in ``Python 3.11``."""
-    return f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+def python_name(version: str = sys.version) -> str:
+    """Return the name of a Python with this `sys.version`, as in ``Python 3.11``."""
+    return f"Python {'.'.join(version.split('.')[:2])}"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -159,10 +162,13 @@ class Environment:
     Parameters
     ----------
     name : str
-        The graph library, which is also the name of its extra in pyproject.toml.
+        The graph library, which is also the name of its extra in pyproject.toml; a hyphen and more may follow.
+    interpreter : str
+        Path of the Python that makes the environment.
     """
 
     name: str
+    interpreter: str = sys.executable
 
     @property
     def directory(self) -> Path:
@@ -204,9 +210,9 @@ class Environment:
         """Return the stamp of the environment with these extras, and with the installed ones."""
         return {
             "root": str(ROOT),
-            "python": sys.version,
+            "python": read_version(self.interpreter),
             "pyproject": hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest(),
-            "extras": sorted({self.name, *extras, *self._installed().get("extras", [])}),
+            "extras": sorted({self.name.partition("-")[0], *extras, *self._installed().get("extras", [])}),
         }
 
     def _write(self, stamp: dict) -> None:
@@ -219,13 +225,13 @@ class Environment:
         except (FileNotFoundError, json.JSONDecodeError):
             return {}
         # Another Python's packages do not load here, and a moved environment imports from its old place.
-        usable = stamp["python"] == sys.version and stamp["root"] == str(ROOT) and self.python.exists()
-        return stamp if usable else {}
+        same_python = stamp["python"] == read_version(self.interpreter) and self.python.exists()
+        return stamp if same_python and stamp["root"] == str(ROOT) else {}
 
     def _create(self) -> None:
-        say(f"making {self.directory.relative_to(ROOT)} with {python_name()}")
+        say(f"making {self.directory.relative_to(ROOT)} with {python_name(read_version(self.interpreter))}")
         # In two steps, as venv keeps to itself why pip could not be put there.
-        call_installer([sys.executable, "-m", "venv", "--without-pip", "--clear", self.directory])
+        call_installer([self.interpreter, "-m", "venv", "--without-pip", "--clear", self.directory])
         call_installer([self.python, "-m", "ensurepip", "--default-pip"])
 
     def _install(self, extras: Sequence[str]) -> None:
@@ -234,6 +240,29 @@ class Environment:
         package = f"{ROOT}[{','.join(extras)}]"
         # Modules are compiled when they are first imported: pip would take half of its time to compile all of them.
         call_installer([*pip, "install", "--quiet", "--no-compile", "--editable", package])
+
+
+@functools.cache
+def read_version(interpreter: str) -> str:
+    """Return the `sys.version` of a Python; an empty string if it does not run, or lacks venv."""
+    if interpreter == sys.executable:
+        return sys.version
+    command = [interpreter, "-c", "import ensurepip, sys, venv; print(sys.version, end='')"]
+    try:
+        done = subprocess.run(command, text=True, capture_output=True)
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""  # pyenv's shims of versions that are not chosen fail
+
+
+def find_newer_environment() -> Environment | None:
+    """Return PyTensor's environment for the newest of `NEWER_PYTHONS` on this machine; None if there is none."""
+    for minor in (minor for minor in NEWER_PYTHONS if minor > sys.version_info[1]):
+        installed = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"))
+        for interpreter in filter(None, [shutil.which(f"python3.{minor}"), *map(str, installed)]):
+            if read_version(interpreter).startswith(f"3.{minor}."):
+                return Environment(f"{PYTENSOR.name}-3.{minor}", interpreter)
+    return None
 
 
 @contextlib.contextmanager
@@ -271,9 +300,8 @@ def require_compiler(reason: str) -> None:
         raise fail(f"{header} was not found: {reason}. On Debian or Ubuntu: apt-get install python3-dev")
 
 
-def prepare(name: str, *extras: str) -> Environment:
-    """Return the environment of that name with these extras installed."""
-    environment = BY_NAME[name]
+def prepare(environment: Environment, *extras: str) -> Environment:
+    """Return the environment with these extras installed."""
     if environment is THEANO:
         require_theano_python()
         require_compiler("Theano 1.0.5 compiles each function as C++")
@@ -338,6 +366,12 @@ def list_test_files(*names: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for name in names for path in ROOT.glob(f"tests/*/test_{name}.py")]
 
 
+def list_marked_files(marker: str) -> list[str]:
+    """Return the paths of test files with this marker: pytest would import all files to find a few of them."""
+    files = ROOT.glob("tests/*/test_*.py")
+    return sorted(str(path.relative_to(ROOT)) for path in files if f"mark.{marker}" in path.read_text())
+
+
 #: Parts of the tests of packages, by folders of tests/.  Each is a job; the other folders are one more job.  Tests that
 #: load large libraries, such as Numba, are apart from tests that fork: the larger a process, the longer a fork takes.
 PARTS = {
@@ -357,6 +391,12 @@ ON_JAX_ALL = [
 QUICK = list_test_files(
     *("layers", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
     *("user_code", "seed_example"),
+)
+#: Tests that `test --all` runs with a newer Python, in a minute: processes, signals, threads, pickles, data, training.
+NEWER = list_test_files(
+    *("commands", "processes", "signals", "threads", "unpicklable", "replacement", "inherited_settings"),
+    *("data", "copies", "graphs", "tasks", "task_faults", "seed_example", "checkpoint", "trainer_runs"),
+    "launch_messages",
 )
 #: Tests that start programs of their own and wait for them; a job of their own.
 PROGRAMS = list_test_files("demos", "docs")
@@ -399,7 +439,7 @@ WITH_PYMC = [
 
 def mnist(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Train on MNIST; options go to demos/mnist/train_mnist.py."""
-    environment = prepare(options.env, "demos")
+    environment = prepare(BY_NAME[options.env], "demos")
     if {"-h", "--help"} & set(extra_arguments):
         print("run.py's own option: --env {pytensor,theano}, the graph library (default: pytensor)\n", flush=True)
     return call([environment.python, "demos/mnist/train_mnist.py", *extra_arguments])
@@ -427,20 +467,27 @@ def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
             [sys.executable, "-m", "pytest", *extra_arguments], SYNKHRONOS_TEST_DEVICE=options.device, PYTHONPATH=path
         )
     require_compiler("the tests use Theano 1.0.5 and PyTensor's C mode")
-    names = [options.env] if options.env else [PYTENSOR.name, THEANO.name, *([PYMC.name] if options.all else [])]
+    extras = {
+        PYTENSOR: ["jax", "demos", "hosts", "lasagne", "training", "tensorboard", "test"],
+        THEANO: ["demos", "hosts", "lasagne", "training", "test"],
+        PYMC: ["pymc-jax", "pymc-zarr", "test"],
+    }
+    environments = [BY_NAME[options.env]] if options.env else [PYTENSOR, THEANO, *([PYMC] if options.all else [])]
     left_out = []
     if options.env is None and sys.version_info[:2] > NEWEST_PYTHON_FOR_THEANO:
-        names.remove(THEANO.name)
+        environments.remove(THEANO)
         left_out.append(f"theano: left out, Theano 1.0.5 needs Python 3.11 and this is {python_name()}")
-        say(left_out[0])
-    extras = {
-        PYTENSOR.name: ["jax", "demos", "hosts", "lasagne", "training", "tensorboard", "test"],
-        THEANO.name: ["demos", "hosts", "lasagne", "training", "test"],
-        PYMC.name: ["pymc-jax", "pymc-zarr", "test"],
-    }
+    if options.env is None and options.all:
+        if newer := find_newer_environment():
+            extras[newer] = ["training", "test"]
+            environments.append(newer)
+        else:
+            left_out.append(f"newer Python: left out, there is none of 3.{NEWER_PYTHONS[-1]} to 3.{NEWER_PYTHONS[0]}")
+    for line in left_out:
+        say(line)
     if options.device == "gpu":
-        extras[PYTENSOR.name].append("gpu")
-    jobs = list_jobs([BY_NAME[name] for name in names], options, extra_arguments)
+        extras[PYTENSOR].append("gpu")
+    jobs = list_jobs(environments, options, extra_arguments)
     reports = [job.environment.directory / f"tests-{i}.xml" for i, job in enumerate(jobs)]
     for report in reports:
         report.unlink(missing_ok=True)
@@ -448,15 +495,15 @@ def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     # The main thread waits for Ctrl-C, and the others for the jobs: one more at once than there are cores, since jobs
     # wait for processes and time limits.  Tests run in the first environment while the others are installed.
     installer = ThreadPoolExecutor(1)
-    installs = {name: installer.submit(prepare, name, *extras[name]) for name in names}
+    installs = {each: installer.submit(prepare, each, *extras[each]) for each in environments}
     pool = ThreadPoolExecutor(1 + len(os.sched_getaffinity(0)))
 
     def run(job: Job, report: Path) -> int:
-        installs[job.environment.name].result()
+        installs[job.environment].result()
         return job.run(report, alone=len(jobs) == 1)
 
     try:
-        installs[names[0]].result()
+        installs[environments[0]].result()
         statuses = list(pool.map(run, jobs, reports))
     except (KeyboardInterrupt, SystemExit) as error:
         for executor in (installer, pool):
@@ -489,8 +536,8 @@ def list_jobs(
         return [Job(environment, part, extra_arguments, options.device) for environment in environments]
     jobs = []
     for environment in environments:
-        if environment is PYMC:
-            jobs.append(Job(environment, "", WITH_PYMC))
+        if environment not in (PYTENSOR, THEANO):
+            jobs.append(Job(environment, "", WITH_PYMC if environment is PYMC else NEWER))
             continue
         is_second = environment is THEANO and PYTENSOR in environments
         jobs += list_library_jobs(environment, options.all, is_second)
@@ -522,8 +569,8 @@ def list_library_jobs(environment: Environment, with_all: bool, is_second: bool)
         jobs.append(Job(environment, "programs", [*marker_options, *PROGRAMS]))
     if with_all:
         jobs += [] if is_second else list_lasagne_jobs(environment)
-        jobs.append(Job(environment, "faults", ["-m", f"faults{without}"]))
-        jobs.append(Job(environment, "hosts", ["-m", f"hosts and not faults{without}"]))
+        jobs.append(Job(environment, "faults", ["-m", f"faults{without}", *list_marked_files("faults")]))
+        jobs.append(Job(environment, "hosts", ["-m", f"hosts and not faults{without}", *list_marked_files("hosts")]))
     return jobs
 
 
@@ -594,7 +641,7 @@ def messages(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     jobs = [(PYTENSOR, files), (THEANO, files), *([(PYMC, with_pymc)] if with_pymc else [])]
     return max(
         call(
-            [prepare(environment.name, "test").python, "-m", "pytest", "-q", "-m", "", *names],
+            [prepare(environment, "test").python, "-m", "pytest", "-q", "-m", "", *names],
             SYNKHRONOS_MESSAGES="write",
         )
         for environment, names in jobs
@@ -603,14 +650,14 @@ def messages(options: argparse.Namespace, extra_arguments: list[str]) -> int:
 
 def lint(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Check style, format, types and names: ruff, mypy and tests/support/lint_names.py."""
-    python = prepare(PYTENSOR.name, "dev").python
+    python = prepare(PYTENSOR, "dev").python
     tools = ("-m ruff check", "-m ruff format --check", "-m mypy", "tests/support/lint_names.py")
     return call_all([[python, *tool.split()] for tool in tools])
 
 
 def docs(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Build the documentation into docs/_build/html; a warning is an error, as is damaged markup (docs/damage.py)."""
-    python = prepare(PYTENSOR.name, "docs").python
+    python = prepare(PYTENSOR, "docs").python
     return call([python, "-m", "sphinx", "-W", "--keep-going", "-E", "-b", "html", "docs", "docs/_build/html"])
 
 
@@ -620,7 +667,7 @@ def bench(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     if options.name and options.name not in known:
         raise fail(f"there is no benchmark {options.name!r}; there are: {', '.join(known) or 'none'}")
     names = [options.name] if options.name else known
-    python = prepare(options.env, "bench").python
+    python = prepare(BY_NAME[options.env], "bench").python
     return call_all([[python, "-m", f"benchmarks.{name}", *extra_arguments] for name in names])
 
 
@@ -633,15 +680,13 @@ def demo(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     if options.script not in known:
         raise fail(f"there is no demo {options.script!r}; there are: {', '.join(known) or 'none'}")
     extras = ["lasagne"] if options.script in lasagne else []
-    name = PYMC.name if options.script in with_pymc else options.env
-    return call(
-        [prepare(name, *extras).python, known[options.script], *(word for word in extra_arguments if word != "--")]
-    )
+    environment = prepare(PYMC if options.script in with_pymc else BY_NAME[options.env], *extras)
+    return call([environment.python, known[options.script], *(word for word in extra_arguments if word != "--")])
 
 
 def env(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Print the path of an environment's Python, and make the environment if need be."""
-    print(prepare(options.name, *options.extras).python)
+    print(prepare(BY_NAME[options.name], *options.extras).python)
     return 0
 
 

@@ -54,7 +54,7 @@ def build_network(settings: dict[str, Any]) -> Network:
     kind = getattr(importlib.import_module(settings["network"].lower()), settings["network"])
     model = kind({"rank": 0, "size": 1, "seed": 0, "batch_size": 1, **config})
     x, y = model.inputs
-    return Network(model.loss, model.trained, x, y, model.averages)
+    return Network(model.loss, model.trainable_params, x, y, model.averages)
 
 
 def shuffle_batches(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.ndarray]:
@@ -146,7 +146,7 @@ class SynkhronosTrainer:
             vars=[self._net.x, self._net.y],
         )
         step = self._make_step()
-        batches = (rows for epoch in itertools.count() for rows in loader.epoch(epoch, n * batch_size, whole=True))
+        batches = (rows for epoch in itertools.count() for rows in loader.epoch(epoch, n * batch_size, drop_last=True))
 
         def take_step() -> Any:
             start = perf_counter()

@@ -35,7 +35,7 @@ from benchmarks._measure import (
     time_interleaved,
 )
 from synkhronos.loading import CropMirror, Images, Loader, npy
-from synkhronos.loading.augment import make_generator
+from synkhronos.loading.augment import make_row_generator
 from synkhronos.training import make_train_function
 from synkhronos.training.updates import sgd
 
@@ -78,7 +78,7 @@ def make_photographs(folder: Path, count: int) -> tuple[Images, list[Any]]:
 
 def iterate_batches(loader: Loader, size: int) -> Iterator[Any]:
     """Return an iterator over the batches of an endless sequence of epochs."""
-    return itertools.chain.from_iterable(loader.epoch(epoch, size, whole=True) for epoch in itertools.count())
+    return itertools.chain.from_iterable(loader.epoch(epoch, size, drop_last=True) for epoch in itertools.count())
 
 
 def measure_loaders(sources: dict[str, Any], options: argparse.Namespace) -> None:
@@ -99,7 +99,7 @@ def measure_loaders(sources: dict[str, Any], options: argparse.Namespace) -> Non
             def read_batch() -> None:
                 for i in range(options.batch_size):
                     row = next(order)  # noqa: B023
-                    target[i], _ = augment(read_row(row), make_generator(0, 0, row))  # noqa: B023
+                    target[i], _ = augment(read_row(row), make_row_generator(0, 0, row))  # noqa: B023
 
             for _ in range(2 * loader.depth):
                 next(batches)  # until the loaders have started and the ring is not full
@@ -197,11 +197,11 @@ def measure_training(sources: dict[str, Any], options: argparse.Namespace) -> No
 
         step_on_files()
         # Long turns: loaders fill their ring during the first steps of the other side, and then sleep.
-        waited_before = loader.waited
+        waited_before = loader.wait_seconds
         times = time_interleaved(
             {"memory": step_on_memory, "files": step_on_files}, 3, options.batches, n_warmup=2 * loader.depth
         )
-        waiting = (loader.waited - waited_before) / (3 * (options.batches + 2 * loader.depth))
+        waiting = (loader.wait_seconds - waited_before) / (3 * (options.batches + 2 * loader.depth))
         memory, files = (sum(times[side]) / len(times[side]) for side in ("memory", "files"))
         memory_core_time, _ = measure_core_seconds(loader, step_on_memory, options.batches)
         loading_core_time, loaders_core_time = measure_core_seconds(loader, step_on_files, options.batches)

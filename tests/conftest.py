@@ -37,7 +37,8 @@ MODES = {
     "gpu": ["mode=FAST_COMPILE"],
 }
 for variable, flags in {
-    "PYTENSOR_FLAGS": ["traceback__limit=0", *MODES[DEVICE]],
+    # -O0: g++'s optimizations would take a third of the time in which tests of C code compile.
+    "PYTENSOR_FLAGS": ["traceback__limit=0", "gcc__cxxflags=-O0", *MODES[DEVICE]],
     "THEANO_FLAGS": [
         "blas.ldflags=",
         "traceback.limit=0",
@@ -82,7 +83,7 @@ import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
-from library import COMPILER, HOSTS, UNCOMPILED, fork_ranks, package
+from library import COMPILER, HOSTS, UNCOMPILED, fork_ranks, list_sizes, package
 from paths import SUPPORT
 from system import find_leaked_names, list_shared_names
 
@@ -261,7 +262,7 @@ def no_ranks():
     reused_ranks.close()
 
 
-@pytest.fixture(scope="module", params=[2] if DEVICE == "jax" else [1, 3])
+@pytest.fixture(scope="module", params=[2] if DEVICE == "jax" else list_sizes(1, 3))
 def n_ranks(request, no_ranks):
     """Fork 1 and 3 ranks for all tests of a module, and yield the number.
 

@@ -61,7 +61,7 @@ class Classifier(ZooModel):
         test_probabilities = lasagne.layers.get_output(self.outputs[0], deterministic=True)
         n_better = (test_probabilities > test_probabilities[T.arange(y.shape[0]), y].dimshuffle(0, "x")).sum(axis=1)
         cost = lasagne.objectives.categorical_crossentropy(test_probabilities, y).mean()
-        self.tested = [cost, _average_errors(T.ge(n_better, 1)), _average_errors(T.ge(n_better, 5))]
+        self.val_outputs = [cost, _average_errors(T.ge(n_better, 1)), _average_errors(T.ge(n_better, 5))]
 
     def load(self) -> tuple[Any, Any]:
         """Return images and classes for training, and for validation."""

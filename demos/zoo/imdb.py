@@ -59,7 +59,7 @@ class LSTM(ZooModel):
         net = DenseLayer(net, 2, nonlinearity=softmax)
         self.inputs, self.params = [x, y], lasagne.layers.get_all_params(net, trainable=True)
         self.loss, self.error = self.make_metrics(get_output(net), y)
-        self.tested = self.make_metrics(get_output(net, deterministic=True), y)
+        self.val_outputs = self.make_metrics(get_output(net, deterministic=True), y)
 
     def make_metrics(self, probabilities: Any, y: Any) -> tuple[Any, Any]:
         """Return the cost and the error of predicted probabilities."""

@@ -37,7 +37,7 @@ class FileData(ReadOnlyData):
         return f"<synkhronos.FileData {self.path!r}: {self.dtype}, shape {self.shape}>"
 
     def _get_array_location(self) -> ArrayLocation:
-        return ArrayLocation(self._get_key(), self.dtype.str, self.shape, self._offset)
+        return ArrayLocation(self._get_segment_key(), self.dtype.str, self.shape, self._offset)
 
 
 def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str | None = None) -> FileData:

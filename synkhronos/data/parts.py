@@ -86,7 +86,7 @@ class PartsData(ReadOnlyData):
                 )
 
     def _get_array_location(self) -> ArrayLocation:
-        return _DistributedArrayLocation(self._get_key(), self.dtype.str, self.shape)
+        return _DistributedArrayLocation(self._get_segment_key(), self.dtype.str, self.shape)
 
     def batches(self, size: int, seed: Any = None) -> Iterator[np.ndarray]:
         """Yield batches of shuffled rows, in which each rank's share is on its own host.

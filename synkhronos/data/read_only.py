@@ -23,7 +23,7 @@ class ReadOnlyData(Data):
         self._array = segment.view_array(shape, self.dtype, offset)
         self._array.flags.writeable = False
 
-    def _get_key(self) -> int:
+    def _get_segment_key(self) -> int:
         """Return the segment's key; raise ValueError if the memory was freed."""
         self._check_open()
         if self._segment is None:

@@ -110,7 +110,7 @@ class Pipe:
         )
         if count >= N_FRAMES and transferred[pipe] < target_count:
             self._rank.wait(lambda: transferred[pipe] >= target_count)
-        return self._view_bytes(count)
+        return self._view_frame_bytes(count)
 
     def wait_readable(self) -> np.ndarray:
         """Wait until the current frame has been received, and return it as bytes."""
@@ -118,11 +118,11 @@ class Pipe:
         transferred, pipe, target_count = self._layout.n_transferred, self._pipe, self._first_count + count + 1
         if transferred[pipe] < target_count:
             self._rank.wait(lambda: transferred[pipe] >= target_count)
-        return self._view_bytes(count)
+        return self._view_frame_bytes(count)
 
     def view_previous_frame(self, n_newer: int) -> np.ndarray:
         """Return the last frame that this rank has processed, except the ``n_newer`` newest, as bytes."""
-        return self._view_bytes(self._get_frame_number() - 1 - n_newer)
+        return self._view_frame_bytes(self._get_frame_number() - 1 - n_newer)
 
     def advance(self, nbytes: int = 0) -> None:
         """Mark the current frame as processed, and advance to the next; ``nbytes`` is the length of a frame to send."""
@@ -140,8 +140,8 @@ class Pipe:
         processed, target_count = self._n_processed, self._first_count + self._get_frame_number() - n_newer
         self._rank.wait(lambda: min(processed) >= target_count)
 
-    def _view_bytes(self, count: int) -> np.ndarray:
-        return np.frombuffer(self._layout.view_frame(self._pipe, count), np.uint8)
+    def _view_frame_bytes(self, frame_number: int) -> np.ndarray:
+        return np.frombuffer(self._layout.view_frame(self._pipe, frame_number), np.uint8)
 
 
 class FrameTransport:
@@ -185,9 +185,9 @@ class FrameTransport:
             self._next_counts = dict.fromkeys(self._next_counts, 0)
         has_events = False
         for outgoing, incoming, peer in self._neighbours:
-            has_events |= self._complete(outgoing) | self._complete(incoming)
-            self._send(outgoing, peer)
-            self._receive(incoming, peer)
+            has_events |= self._complete_transfers(outgoing) | self._complete_transfers(incoming)
+            self._send_frames(outgoing, peer)
+            self._receive_frames(incoming, peer)
         return has_events
 
     @property
@@ -195,7 +195,7 @@ class FrameTransport:
         """Whether frames are in transit, for which the agent has to call MPI frequently."""
         return any(self._in_transit.values())
 
-    def _complete(self, pipe: int) -> bool:
+    def _complete_transfers(self, pipe: int) -> bool:
         """Remove completed transfers; return True if one belongs to the current command."""
         in_transit, has_events = self._in_transit[pipe], False
         while in_transit and in_transit[0][1].Test():
@@ -205,7 +205,7 @@ class FrameTransport:
                 has_events = True
         return has_events
 
-    def _send(self, pipe: int, peer: int) -> None:
+    def _send_frames(self, pipe: int, peer: int) -> None:
         layout, first_count = self._layout, self._first_count
         filled = min(layout.n_processed[pipe])
         while first_count + self._next_counts[pipe] < filled:
@@ -217,7 +217,7 @@ class FrameTransport:
             )
             self._next_counts[pipe] = count + 1
 
-    def _receive(self, pipe: int, peer: int) -> None:
+    def _receive_frames(self, pipe: int, peer: int) -> None:
         layout, in_transit, first_count = self._layout, self._in_transit[pipe], self._first_count
         # A frame of a failed command may still be in transit into memory that the new command needs.
         while (

@@ -36,13 +36,13 @@ from synkhronos.launch.model_class.model_interface import (
 )
 from synkhronos.launch.model_class.model_recorder import ModelRecorder
 from synkhronos.launch.model_class.model_variables import group_variables
-from synkhronos.launch.model_class.sanity_check import EQUAL_STEPS_MESSAGE, digest, find_ranks_with_equal_steps
+from synkhronos.launch.model_class.sanity_check import EQUAL_STEPS_MESSAGE, find_ranks_with_equal_steps, hash_values
 from synkhronos.launch.supervision.process_environment import open_standard_streams
 from synkhronos.launch.train import add_set_option
 from synkhronos.rules.state import FlatVariables
 
 #: Number of iterations that the class runs.
-_ITERATIONS = 3
+_N_ITERATIONS = 3
 
 
 def main(arguments: list[str]) -> int:
@@ -64,9 +64,9 @@ def main(arguments: list[str]) -> int:
         return 2
 
 
-def check_class(model: str, options: Mapping[str, Any] | None = None) -> int:
-    """Check the class ``FILE:CLASS`` with further settings, and print its problems; return 1 if there are any, or 0."""
-    settings = resolve_settings([{"model": model, "devices": "cpu"}, options or {}])
+def check_class(model: str, overrides: Mapping[str, Any] | None = None) -> int:
+    """Check the class ``FILE:CLASS`` with other settings, and print its problems; return 1 if there are any, or 0."""
+    settings = resolve_settings([{"model": model, "devices": "cpu"}, overrides or {}])
     import_theano_before_fork(on_gpu=False)
     with tempfile.TemporaryDirectory() as folder:
         check, name = _ModelCheck(settings, Path(folder)), settings.modelclass
@@ -130,15 +130,15 @@ class _ModelCheck:
         check_attributes(instance, self.settings.modelclass)
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
             self.problems.append("it has no n_epochs: give --set epochs=N")
-        recorder = ModelRecorder(0, rows=get_batch_size(instance), folder=self.folder)
-        before = digest(FlatVariables(list(instance.params)))
+        recorder = ModelRecorder(0, rows_per_step=get_batch_size(instance), folder=self.folder)
+        before = hash_values(FlatVariables(list(instance.params)))
         self.stage = "train_iter() runs"
-        for i in range(min(_ITERATIONS, int(instance.data.n_batch_train))):
+        for i in range(min(_N_ITERATIONS, int(instance.data.n_batch_train))):
             instance.train_iter(i, recorder)
             if needs_gradients:
                 instance.apply_gradients()
             recorder.count_iteration()
-        recorder.write()
+        recorder.write_line()
         meter = recorder.meter
         if not meter.weight:
             self.problems.append(
@@ -146,12 +146,12 @@ class _ModelCheck:
             )
         elif not np.isfinite(loss := meter.loss / meter.weight):
             self.problems.append(f"the cost is {loss} after {meter.step} iterations")
-        if digest(FlatVariables(list(instance.params))) == before:
+        if hash_values(FlatVariables(list(instance.params))) == before:
             self.problems.append("train_iter() changes none of params")
         self.call_optional(instance, "reset_iter", "train")
         self.stage = "val_iter() runs"
         batch = 0
-        while batch < min(_ITERATIONS, int(instance.data.n_batch_val)):
+        while batch < min(_N_ITERATIONS, int(instance.data.n_batch_val)):
             batch, has_stopped = parse_val_iter_result(instance.val_iter(0, recorder), batch, batch + 1)
             if has_stopped:
                 break
@@ -185,38 +185,38 @@ class _ModelCheck:
         needs_gradients = [self.set_options(instance) for instance in ranks][0]
         self.stage = "compile_iter_fns() runs with size 2"
         for instance in ranks:
-            exchanged_values = compile_model(instance, self.settings, self.rule, 2, needs_gradients)
+            exchanged_quantity = compile_model(instance, self.settings, self.rule, 2, needs_gradients)
             check_attributes(instance, self.settings.modelclass)
         params = [
-            FlatVariables(group_variables(instance, exchanged_values == "params").exchanged) for instance in ranks
+            FlatVariables(group_variables(instance, exchanged_quantity == "params").exchanged) for instance in ranks
         ]
         if params[0].shapes != params[1].shapes:
             shapes = f"{[*map(list, params[0].shapes)]} on rank 0, and of {[*map(list, params[1].shapes)]} on rank 1"
             self.problems.append(f"with size 2 params are of shapes {shapes}")
             return
         params[1].set(params[0].get())
-        before = digest(params[0])
+        before = hash_values(params[0])
         sources, targets = params, params
-        if exchanged_values == "gradient":
+        if exchanged_quantity == "gradient":
             sources, targets = ([FlatVariables(getattr(r, name)) for r in ranks] for name in ("vels", "vels2"))
-        recorder = ModelRecorder(0, rows=get_batch_size(ranks[0]))
+        recorder = ModelRecorder(0, rows_per_step=get_batch_size(ranks[0]))
         self.stage = "train_iter() runs with size 2"
-        steps: list[list[str]] = [[], []]
-        n_steps = min(_ITERATIONS, *(int(instance.data.n_batch_train) for instance in ranks))
+        step_hashes: list[list[str]] = [[], []]
+        n_steps = min(_N_ITERATIONS, *(int(instance.data.n_batch_train) for instance in ranks))
         for i in range(n_steps):
             for rank, instance in enumerate(ranks):
                 instance.train_iter(i, recorder)
-                steps[rank].append(digest(sources[rank]))
+                step_hashes[rank].append(hash_values(sources[rank]))
             total = sources[0].get() + sources[1].get()
             for target in targets:
-                target.set(total if exchanged_values == "gradient" else total / 2)
-            if exchanged_values == "gradient":
+                target.set(total if exchanged_quantity == "gradient" else total / 2)
+            if exchanged_quantity == "gradient":
                 for instance in ranks:
                     self.call_optional(instance, "apply_gradients")
         self.stage = "cleanup() runs with size 2"
         for instance in ranks:
             instance.cleanup()
-        if n_steps > 1 and digest(params[0]) == before:
+        if n_steps > 1 and hash_values(params[0]) == before:
             self.problems.append("with size 2 train_iter() changes none of params")
-        elif equal_ranks := find_ranks_with_equal_steps(steps):
+        elif equal_ranks := find_ranks_with_equal_steps(step_hashes):
             self.problems.append(f"with size 2 {EQUAL_STEPS_MESSAGE.format(*equal_ranks)}")

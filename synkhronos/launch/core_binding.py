@@ -60,7 +60,7 @@ def assign_cores(
     return cores, f"each rank has a share of the {len(allowed_cores)} cores"
 
 
-def find_gpu_cores(devices: Sequence[str], pci: Path = _PCI_FOLDER) -> dict[str, list[int]]:
+def find_gpu_cores(devices: Sequence[str], pci_folder: Path = _PCI_FOLDER) -> dict[str, list[int]]:
     """Find the cores next to each GPU, by its name; GPUs whose cores are unknown have no entry."""
     try:
         import pynvml
@@ -70,26 +70,26 @@ def find_gpu_cores(devices: Sequence[str], pci: Path = _PCI_FOLDER) -> dict[str,
         for device in {name for name in devices if name != "cpu"}:
             address = pynvml.nvmlDeviceGetPciInfo(get_nvml_handle(int(device.removeprefix("cuda")))).busId
             cores_by_device[device] = find_pci_device_cores(
-                address.decode() if isinstance(address, bytes) else address, pci
+                address.decode() if isinstance(address, bytes) else address, pci_folder
             )
     except Exception:  # a package, a library or the driver is missing
         return {}
     return {device: cores for device, cores in cores_by_device.items() if cores}
 
 
-def get_nvml_handle(number: int) -> Any:
-    """Return NVML's handle of CUDA's GPU ``number``.  NVML has its own numbers: CUDA orders GPUs by speed."""
+def get_nvml_handle(cuda_index: int) -> Any:
+    """Return NVML's handle of the GPU ``cuda:cuda_index``.  NVML numbers GPUs otherwise: CUDA orders them by speed."""
     import pynvml
     from cuda.core import Device
 
-    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{Device(number).uuid}".encode())
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{Device(cuda_index).uuid}".encode())
 
 
-def find_pci_device_cores(address: str, pci: Path = _PCI_FOLDER) -> list[int]:
+def find_pci_device_cores(address: str, pci_folder: Path = _PCI_FOLDER) -> list[int]:
     """Find the cores next to a PCI device; none if Linux does not list them."""
     domain, _, rest = address.lower().partition(":")
     try:
-        return parse_cores((pci / f"{domain[-4:]}:{rest}" / "local_cpulist").read_text())
+        return parse_cores((pci_folder / f"{domain[-4:]}:{rest}" / "local_cpulist").read_text())
     except (OSError, ValueError):
         return []
 

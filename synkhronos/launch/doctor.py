@@ -82,14 +82,14 @@ def make_report() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measure_shared_memory() -> int:
+def _get_free_shared_memory() -> int:
     """Return the free bytes in /dev/shm; raise OSError if it can't be used."""
     return shutil.disk_usage("/dev/shm").free
 
 
 def _describe_shared_memory() -> str:
     try:
-        return f"{_measure_shared_memory() / 2**30:.1f} GiB free for arrays that ranks share"
+        return f"{_get_free_shared_memory() / 2**30:.1f} GiB free for arrays that ranks share"
     except OSError as error:
         return str(error)
 
@@ -108,7 +108,7 @@ def _list_required_steps(installed: set[str], gpus: int) -> list[str]:
     if not libraries:
         steps.append("install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'")
     try:
-        if (free := _measure_shared_memory()) < _MIN_SHARED_MEMORY_BYTES:
+        if (free := _get_free_shared_memory()) < _MIN_SHARED_MEMORY_BYTES:
             steps.append(
                 f"enlarge /dev/shm, which holds the data and has {free / 2**20:.0f} MiB: "
                 "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"

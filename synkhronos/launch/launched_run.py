@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from synkhronos.launch.configuration.resolve import resolve_settings
-from synkhronos.launch.configuration.settings import Settings, convert_errors, get_rule_options, merge_tables
+from synkhronos.launch.configuration.settings import Settings, convert_to_settings_error, get_rule_options, merge_tables
 from synkhronos.launch.configuration.sources import read_environment
 from synkhronos.launch.configuration.theano_mpi_session import parse_exchange_option
 from synkhronos.launch.supervision.process_environment import make_python_path, open_standard_streams
@@ -30,7 +30,7 @@ from synkhronos.training.loops.stop_signals import STOP_SIGNALS
 def _read_theano_mpi_attributes(rule: Rule) -> list[dict[str, Any]]:
     """Return the settings for the attributes that Theano-MPI's rules have: ``sync_type`` and ``exch_strategy``."""
     values = {name: getattr(rule, name, None) for name in ("sync_type", "exch_strategy")}
-    with convert_errors():
+    with convert_to_settings_error():
         return [parse_exchange_option(name, value) for name, value in values.items() if value is not None]
 
 
@@ -40,9 +40,11 @@ class LaunchedRun:
     A wrong setting raises SettingsError, before anything is started.
     """
 
-    def __init__(self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **others: Any):
+    def __init__(
+        self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **other_settings: Any
+    ):
         rule_settings = {"rule": type(rule).__name__, "rule_options": get_rule_options(rule)}
-        settings = merge_tables([rule_settings, *_read_theano_mpi_attributes(rule), others])
+        settings = merge_tables([rule_settings, *_read_theano_mpi_attributes(rule), other_settings])
         for name, value in (("devices", devices), ("modelfile", modelfile), ("modelclass", modelclass)):
             if value not in (None, ""):  # else the environment may set it
                 settings[name] = value

@@ -31,15 +31,15 @@ from synkhronos.data import Data
 from synkhronos.data.shared_memory import create_with_file
 from synkhronos.devices import Selection
 from synkhronos.graphs import get_library
-from synkhronos.loading.augment import make_generator
-from synkhronos.loading.loader_process import LoaderConfig, pack_config, start_loader
+from synkhronos.loading.augment import make_row_generator
+from synkhronos.loading.loader_process import LoaderConfig, pack_config, start_loader_process
 from synkhronos.loading.ring import RESUME_HINT, LoadError, ReadPlan, Ring, RingLayout
 from synkhronos.loading.sources import IterableSource, as_source, describe_row
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import Segment, check_free_memory, create_unlinked_file
 
 #: Maximal number of rows to try, with on_error="skip", until one can be read.
-_MAX_SAMPLES = 100
+_MAX_SAMPLE_ATTEMPTS = 100
 #: Maximal number of processes; a larger number is probably a mistake.
 _MAX_PROCESSES = 1024
 #: All pools: a weak reference, the process id of the owner, and the process ids of the loader processes.
@@ -68,14 +68,14 @@ class Loader:
     shuffle : bool
         Whether each epoch has a random order, which depends on the seed and the epoch.  An iterable is not shuffled.
     on_error : {"raise", "skip"}
-        Whether a row that can't be read raises `LoadError`, or is skipped and counted in `skipped`.
+        Whether a row that can't be read raises `LoadError`, or is skipped and counted in `n_skipped`.
     vars : list of variables, optional
         Inputs of the function; rows are cast to their dtypes.  A cast that would change a value is an error, except for
         rounding float64 to float32.
 
     Attributes
     ----------
-    waited : float
+    wait_seconds : float
         Seconds spent waiting for batches.
     source : object
         The source of rows, such as `Images`.
@@ -132,8 +132,8 @@ class Loader:
             self.processes = 1
         self.depth = check_at_least(depth, "depth", 2, "a number of batches")
         self.shuffle = check_flag(shuffle, "shuffle")
-        self._skip_unreadable = check_choice(on_error, "on_error", ("raise", "skip")) == "skip"
-        self.waited = 0.0
+        self._skips_unreadable = check_choice(on_error, "on_error", ("raise", "skip")) == "skip"
+        self.wait_seconds = 0.0
         self._skipped = 0
         row = self._read_sample()
         #: Arrays of one row, whose shapes all rows have; without ``vars`` also their dtypes.
@@ -157,14 +157,14 @@ class Loader:
     def _read_sample(self) -> tuple[Any, ...]:
         """Read and augment the first row that can be read."""
         is_stream = isinstance(self.source, IterableSource)
-        for number in range(min(_MAX_SAMPLES, len(self)) if self._skip_unreadable and not is_stream else 1):
+        for number in range(min(_MAX_SAMPLE_ATTEMPTS, len(self)) if self._skips_unreadable and not is_stream else 1):
             try:
                 row = next(iter(self.source), None) if is_stream else self.source[number]
                 if is_stream and row is None:
                     raise ValueError("the iterable is empty")
                 arrays = row if isinstance(row, tuple | list) else (row,)
                 if self.augment is not None:
-                    arrays = self.augment(tuple(arrays), make_generator(0, 0, number))
+                    arrays = self.augment(tuple(arrays), make_row_generator(0, 0, number))
                 return tuple(arrays)
             except Exception as error:
                 last_error = error
@@ -179,9 +179,9 @@ class Loader:
         return tuple(self._pool.data)
 
     @property
-    def skipped(self) -> int:
+    def n_skipped(self) -> int:
         """Number of rows skipped in the batches so far."""
-        return self._skipped + (0 if self._pool is None else self._pool.ring.skipped)
+        return self._skipped + (0 if self._pool is None else self._pool.ring.n_skipped)
 
     def _cast_to(self, variables: Sequence[Any]) -> None:
         """Cast the arrays of rows to the dtypes of variables, one for each array; raise TypeError or ValueError."""
@@ -207,7 +207,7 @@ class Loader:
     # -- batches ---------------------------------------------------------------------------------------------
 
     def epoch(
-        self, epoch: int, batch_size: int, seed: int = 0, row: int = 0, whole: bool = False
+        self, epoch: int, batch_size: int, seed: int = 0, start_row: int = 0, drop_last: bool = False
     ) -> Iterator[slice | np.ndarray]:
         """Iterate over the batches of an epoch, to be scattered over the ranks.
 
@@ -220,9 +220,9 @@ class Loader:
             Number of rows of a batch, of all ranks together.
         seed : int
             Seed of the order and of the augmentation.
-        row : int
+        start_row : int
             Number of rows to skip at the start, to resume an interrupted epoch.
-        whole : bool
+        drop_last : bool
             Whether to drop the last batch if it has fewer rows than the others.
 
         Yields
@@ -233,22 +233,22 @@ class Loader:
         Raises
         ------
         LoadError
-            If a row can't be read, or a loader process has died.  Its ``epoch`` and ``row`` are the arguments with
-            which to resume.
+            If a row can't be read, or a loader process has died.  Its ``epoch`` and ``row`` are the `epoch` and
+            `start_row` with which to resume.
         MemoryError
             If the batches do not fit into shared memory.
         """
         ranks.get_session()
-        plan, unit = self._make_plan(epoch, batch_size, seed, row, whole)
-        return (rows for rows, _ in self._iterate_batches(plan, unit, True))
+        plan, batch_size = self._make_plan(epoch, batch_size, seed, start_row, drop_last)
+        return (rows for rows, _ in self._iterate_batches(plan, batch_size, True))
 
     def arrays(
         self,
         epoch: int,
         batch_size: int,
         seed: int = 0,
-        row: int = 0,
-        whole: bool = False,
+        start_row: int = 0,
+        drop_last: bool = False,
         rank: int = 0,
         size: int = 1,
     ) -> Iterator[tuple[np.ndarray, ...]]:
@@ -256,11 +256,11 @@ class Loader:
 
         Parameters
         ----------
-        epoch, batch_size, seed, row, whole
+        epoch, batch_size, seed, start_row, drop_last
             As for `epoch`.
         rank, size : int
             Only batch ``rank`` of every ``size`` successive batches is read, for ranks that have their own loaders, as
-            in a model class of `synkhronos.launch`.  With ``whole`` all ranks have equally many batches.
+            in a model class of `synkhronos.launch`.  With ``drop_last`` all ranks have equally many batches.
 
         Yields
         ------
@@ -281,26 +281,26 @@ class Loader:
         >>> loader.close()
         """
         check_index(rank, "rank", check_at_least(size, "size", 1), ValueError)
-        plan, unit = self._make_plan(epoch, batch_size, seed, row, whole, rank, size)
-        return (tuple(a[rows] for a in arrays) for rows, arrays in self._iterate_batches(plan, unit, False))
+        plan, batch_size = self._make_plan(epoch, batch_size, seed, start_row, drop_last, rank, size)
+        return (tuple(a[rows] for a in arrays) for rows, arrays in self._iterate_batches(plan, batch_size, False))
 
     def _make_plan(
-        self, epoch: Any, batch_size: Any, seed: Any, row: Any, whole: Any, rank: int = 0, size: int = 1
+        self, epoch: Any, batch_size: Any, seed: Any, start_row: Any, drop_last: Any, rank: int = 0, size: int = 1
     ) -> tuple[ReadPlan, int]:
         """Check the arguments of `epoch` and `arrays`; return the plan and the batch size."""
-        unit = check_at_least(batch_size, "batch_size", 1)
-        for name, value in (("epoch", epoch), ("seed", seed), ("row", row), ("size", size)):
+        batch_size = check_at_least(batch_size, "batch_size", 1)
+        for name, value in (("epoch", epoch), ("seed", seed), ("start_row", start_row), ("size", size)):
             if check_at_least(value, name, 0) >= 1 << 63:
                 raise ValueError(f"{name}: expected less than 2**63, got {value}")
-        whole = check_flag(whole, "whole")
+        drop_last = check_flag(drop_last, "drop_last")
         if not isinstance(self.source, IterableSource):
-            if whole and unit * size > len(self):
+            if drop_last and batch_size * size > len(self):
                 raise ValueError(
-                    f"batch_size: expected at most the {len(self)} rows of the source, got {size} x {unit}"
+                    f"batch_size: expected at most the {len(self)} rows of the source, got {size} x {batch_size}"
                 )
-            if row > len(self):
-                raise ValueError(f"row: expected at most the {len(self)} rows of the source, got {row}")
-        return ReadPlan(int(epoch), int(row), int(seed), rank, size, int(whole)), unit
+            if start_row > len(self):
+                raise ValueError(f"start_row: expected at most the {len(self)} rows of the source, got {start_row}")
+        return ReadPlan(int(epoch), int(start_row), int(seed), rank, size, int(drop_last)), batch_size
 
     def _iterate_batches(self, plan: ReadPlan, batch_size: int, in_session: bool) -> Iterator[tuple[Any, Any]]:
         """Yield the row indexes of each batch, a slice or an array, and the arrays that they index."""
@@ -316,11 +316,11 @@ class Loader:
             try:
                 ring.wait_filled(unit, (plan.epoch, plan.row))
             except LoadError:
-                if ring.find_death():
+                if ring.describe_death():
                     self.close()
                 raise
             finally:
-                self.waited += time.perf_counter() - start_time
+                self.wait_seconds += time.perf_counter() - start_time
             length = ring.unit_lengths[unit % layout.slots]
             rows = ring.select_rows(unit, length)
             plan = plan._replace(row=plan.row + plan.size * batch_size)
@@ -347,10 +347,10 @@ class Loader:
         """
         if self._pool is None or not self._pool.can_serve(layout, in_session):
             self.close()
-            fields = [(array.shape, dtype.str) for array, dtype in zip(self._sample, self._dtypes, strict=True)]
-            config = LoaderConfig(self.source, self.augment, self.shuffle, self._skip_unreadable, layout, fields)
+            array_specs = [(array.shape, dtype.str) for array, dtype in zip(self._sample, self._dtypes, strict=True)]
+            config = LoaderConfig(self.source, self.augment, self.shuffle, self._skips_unreadable, layout, array_specs)
             self._pool = _LoaderPool(config, in_session)
-        elif death := self._pool.ring.find_death():
+        elif death := self._pool.ring.describe_death():
             self.close()
             raise LoadError(f"{death}{RESUME_HINT.format(plan.epoch, plan.row)}", plan.epoch, plan.row)
         if self._position is None or self._position[0] != plan:
@@ -365,7 +365,7 @@ class Loader:
         """End the loader processes and free their memory; the next batch starts new ones."""
         pool, self._pool, self._position = self._pool, None, None
         if pool is not None:
-            self._skipped += pool.ring.skipped
+            self._skipped += pool.ring.n_skipped
             pool.close()
 
 
@@ -378,8 +378,6 @@ class Feed:
     ----------
     data : list of Data, or in a task of LocalRows
         The ring's arrays, one for each array of a row.
-    layout : RingLayout
-    plan : ReadPlan
     max_steps_per_launch : int
         Maximal number of units that a consumer may hold at a time, and thus of steps in a launch.
     """
@@ -449,7 +447,6 @@ class _LoaderPool:
 
     Parameters
     ----------
-    config : LoaderConfig
     in_session : bool
         Whether the ring's arrays are Data, which all ranks map; else this process and the loader processes map them.
     """
@@ -461,17 +458,17 @@ class _LoaderPool:
         self._owner = os.getpid()
         self._session = ranks.get_session() if in_session else None
         layout = config.layout
-        shapes = [((layout.slots * layout.unit_rows, *shape), np.dtype(dtype)) for shape, dtype in config.fields]
+        shapes = [((layout.slots * layout.unit_rows, *shape), np.dtype(dtype)) for shape, dtype in config.array_specs]
         files = []
         nbytes = layout.nbytes + sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
         try:
             check_free_memory(nbytes)
             for shape, dtype in [((layout.nbytes,), np.dtype(np.uint8)), *shapes]:
-                array, file = _allocate(shape, dtype, in_session)
+                array, file = _allocate_array(shape, dtype, in_session)
                 self.data.append(array)
                 files.append(file)
             self.words = self.data.pop(0)
-            packet = pack_config(config)
+            packed_config = pack_config(config)
         except MemoryError as error:
             error.add_note(
                 f"The loader needs shared memory for {layout.slots} batches of {layout.unit_rows} rows, {nbytes:,} "
@@ -480,21 +477,21 @@ class _LoaderPool:
             )
             raise
         self.ring = Ring(layout, np.asarray(self.words), 0, self.pids, initialised=False)
-        self._owner_end, process_end = socket.socketpair()
+        self._owner_socket, process_socket = socket.socketpair()
         _reap_abandoned()
         _pools.append((weakref.ref(self), self._owner, self.pids))
         try:
             with defer_signals():
                 for number in range(layout.loaders):
-                    self.pids.append(start_loader(number, layout, packet, files, process_end))
+                    self.pids.append(start_loader_process(number, layout, packed_config, files, process_socket))
             if self._session is not None:
                 self._session.add_close_callback(self, _LoaderPool.close)
         except BaseException:
             self.close()
             raise
         finally:
-            process_end.close()
-            for file in [*files, packet[0]]:
+            process_socket.close()
+            for file in [*files, packed_config[0]]:
                 file.close()
 
     def can_serve(self, layout: RingLayout, in_session: bool) -> bool:
@@ -513,14 +510,14 @@ class _LoaderPool:
         """End the loader processes and free their memory."""
         if self._owner != os.getpid():
             return  # this process is a fork of the owner
-        _kill(self.pids)
-        self._owner_end.close()
+        _kill_loaders(self.pids)
+        self._owner_socket.close()
         for data in self.data:
             if isinstance(data, Data):
                 data.free_memory()
 
 
-def _kill(pids: list[int]) -> None:
+def _kill_loaders(pids: list[int]) -> None:
     """Kill loader processes and wait for them; they have nothing to clean up."""
     while pids:
         with contextlib.suppress(ProcessLookupError):
@@ -539,11 +536,11 @@ def _reap_abandoned() -> None:
         pool, owner, pids = pool_entry
         if pool() is None:
             if owner == os.getpid():
-                _kill(pids)
+                _kill_loaders(pids)
             _pools.remove(pool_entry)
 
 
-def _allocate(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:
+def _allocate_array(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:
     """Allocate memory that loader processes can map; return an array, or in a session Data, and the memory's file."""
     if in_session:
         return create_with_file(shape, dtype, "batches")

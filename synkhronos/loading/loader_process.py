@@ -28,7 +28,7 @@ import numpy as np
 
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.data.rows import get_share
-from synkhronos.loading.augment import make_generator
+from synkhronos.loading.augment import make_row_generator
 from synkhronos.loading.ring import READ, SKIPPED, ReadPlan, Ring, RingLayout, iterate_units, order_rows
 from synkhronos.loading.sources import ArraySource, IterableSource, describe_row
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
@@ -50,21 +50,18 @@ class LoaderConfig:
     ----------
     source
         Result of `synkhronos.loading.sources.as_source`.
-    augment : callable or None
-    shuffle : bool
-    skip : bool
+    skips_unreadable : bool
         Whether rows that can't be read are skipped.
-    layout : RingLayout
-    fields : list of (shape, dtype)
+    array_specs : list of (shape, dtype)
         Shape and dtype string of each array of a row.
     """
 
     source: Any
     augment: Any
     shuffle: bool
-    skip: bool
+    skips_unreadable: bool
     layout: RingLayout
-    fields: list[tuple[tuple[int, ...], str]]
+    array_specs: list[tuple[tuple[int, ...], str]]
 
 
 def pack_config(config: LoaderConfig) -> tuple[io.FileIO, int]:
@@ -94,14 +91,18 @@ def pack_config(config: LoaderConfig) -> tuple[io.FileIO, int]:
     return file, nbytes
 
 
-def _unpack_config(file: int, nbytes: int) -> LoaderConfig:
-    head, *arrays = read_buffers(memoryview(map_file(file, nbytes)).toreadonly())
+def _unpack_config(fd: int, nbytes: int) -> LoaderConfig:
+    head, *arrays = read_buffers(memoryview(map_file(fd, nbytes)).toreadonly())
     config: LoaderConfig = pickle.loads(head, buffers=arrays)
     return config
 
 
-def start_loader(
-    number: int, layout: RingLayout, config: tuple[io.FileIO, int], memory: Sequence[io.FileIO], end: socket.socket
+def start_loader_process(
+    number: int,
+    layout: RingLayout,
+    packed_config: tuple[io.FileIO, int],
+    ring_files: Sequence[io.FileIO],
+    process_socket: socket.socket,
 ) -> int:
     """Start a loader process and return its process id.
 
@@ -109,58 +110,58 @@ def start_loader(
     ----------
     number : int
         Number of the process among the processes of the loader.
-    layout : RingLayout
-    config : (file, int)
+    packed_config : (file, int)
         Result of `pack_config`.
-    memory : list of file
+    ring_files : list of file
         Files of the ring's words, then of its arrays.
-    end : socket
+    process_socket : socket
         The process's end of the pair of sockets.
     """
-    files = [config[0].fileno(), end.fileno(), *(file.fileno() for file in memory)]
+    config_file, config_nbytes = packed_config
+    fds = [config_file.fileno(), process_socket.fileno(), *(file.fileno() for file in ring_files)]
     from_main_thread = threading.current_thread() is threading.main_thread()
-    settings = [number, list(layout), config[1], files, os.getpid(), from_main_thread]
+    arguments = [number, list(layout), config_nbytes, fds, os.getpid(), from_main_thread]
     # One thread per process, since the user chooses the number of processes.  No GPU, even if the source imports CUDA.
     environment = {**os.environ, **ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""}
-    return spawn("synkhronos.loading.loader_process", "main", settings, files, from_main_thread, environment)
+    return spawn("synkhronos.loading.loader_process", "main", arguments, fds, from_main_thread, environment)
 
 
 def main() -> NoReturn:
-    """Run the loader process that `start_loader` has started."""
-    number, layout, nbytes, files, owner, from_main_thread = json.loads(sys.argv[2])
+    """Run the loader process that `start_loader_process` has started."""
+    number, layout, config_nbytes, fds, owner, from_main_thread = json.loads(sys.argv[2])
     # These signals reach all processes of a terminal or a job.  The owner handles them, and this process exits with it.
     for signum in (signal.SIGINT, *JOB_SIGNALS):
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
     exit_with_parent(owner, from_main_thread)
     layout = RingLayout(*layout)
-    config_file, end, words, *arrays = files
-    memory = np.frombuffer(map_file(words, layout.nbytes), np.uint8)
+    config_fd, socket_fd, words_fd, *array_fds = fds
+    memory = np.frombuffer(map_file(words_fd, layout.nbytes), np.uint8)
     ring = Ring(layout, memory, layout.consumers + number, [])
     try:
-        config = _unpack_config(config_file, nbytes)
-        slots = [_map_slots(file, layout, *field) for file, field in zip(arrays, config.fields, strict=True)]
-        _LoaderProcess(number, config, ring, slots, end).run()
+        config = _unpack_config(config_fd, config_nbytes)
+        arrays = [_map_slots(fd, layout, *spec) for fd, spec in zip(array_fds, config.array_specs, strict=True)]
+        _LoaderProcess(number, config, ring, arrays, socket_fd).run()
     except BaseException as error:
         text = f"loader {number} could not start: {type(error).__name__}: {error}"
-        ring.fail(number, f"{text}\n\nIts traceback:\n{traceback.format_exc()}")
+        ring.report_failure(number, f"{text}\n\nIts traceback:\n{traceback.format_exc()}")
     os._exit(1)
 
 
-def _map_slots(file: int, layout: RingLayout, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+def _map_slots(fd: int, layout: RingLayout, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Map one array of the ring, of shape ``(slots * unit_rows, *shape)``."""
     ring_shape = (layout.slots * layout.unit_rows, *shape)
     nbytes = int(np.prod(ring_shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    return np.ndarray(ring_shape, dtype, map_file(file, max(1, nbytes)))
+    return np.ndarray(ring_shape, dtype, map_file(fd, max(1, nbytes)))
 
 
 class _LoaderProcess:
     """Producer of a ring: writes its share of each unit."""
 
-    def __init__(self, number: int, config: LoaderConfig, ring: Ring, arrays: list[np.ndarray], end: int):
+    def __init__(self, number: int, config: LoaderConfig, ring: Ring, arrays: list[np.ndarray], socket_fd: int):
         self.number, self.config, self.ring, self.arrays = number, config, ring, arrays
         self._owner = select.poll()
-        self._owner.register(end, 0)
+        self._owner.register(socket_fd, 0)
         self._reported_rows: set[int] = set()
         self.generation = 0
 
@@ -168,14 +169,14 @@ class _LoaderProcess:
         """Fill units by one plan after another, until the owner exits."""
         ring = self.ring
         while True:
-            ring.wait_until(lambda: ring.generation != self.generation, self._exit_with_owner, _OWNER_POLL_SECONDS)
+            ring.wait_until(lambda: ring.generation != self.generation, self._exit_if_owner_closed, _OWNER_POLL_SECONDS)
             self.generation = ring.generation
             plan = ring.plan
             # If the generation has changed since, the plan may mix two generations.
             if ring.generation == self.generation:
                 self._fill_units(plan)
 
-    def _exit_with_owner(self) -> None:
+    def _exit_if_owner_closed(self) -> None:
         """Exit if the owner has closed its end of the pair of sockets."""
         if self._owner.poll(0):
             os._exit(0)
@@ -186,7 +187,7 @@ class _LoaderProcess:
         for unit, (epoch, rows) in enumerate(self._iterate_units(plan)):
             ring.wait_until(
                 lambda: ring.is_free(unit, self.generation) or self._is_replaced(),  # noqa: B023
-                self._exit_with_owner,
+                self._exit_if_owner_closed,
                 _OWNER_POLL_SECONDS,
             )
             slot = unit % slots
@@ -195,7 +196,7 @@ class _LoaderProcess:
             try:
                 self._write_share(slot * unit_rows, ring.row_status[slot], rows, epoch, plan.seed)
             except _UnreadableRow as error:
-                ring.fail(self.number, str(error), unit, self.generation)
+                ring.report_failure(self.number, str(error), unit, self.generation)
                 return
             if self._is_replaced():
                 return
@@ -212,20 +213,22 @@ class _LoaderProcess:
         """Yield the epoch and the rows of each unit: row numbers, or for an iterable ``(number, row or error)``."""
         config, unit_rows = self.config, self.ring.layout.unit_rows
         if isinstance(config.source, IterableSource):
-            yield from self._iterate_stream(plan)  # endless
+            yield from self._iterate_stream_units(plan)  # endless
         count, current_epoch = len(config.source), -1
         for epoch, start, length in iterate_units(plan, count, unit_rows):
             if epoch != current_epoch:
                 order, current_epoch = order_rows(count, plan.seed, epoch, config.shuffle), epoch
             yield epoch, order[start : start + length]
 
-    def _iterate_stream(self, plan: ReadPlan) -> Iterator[tuple[int, Any]]:
+    def _iterate_stream_units(self, plan: ReadPlan) -> Iterator[tuple[int, Any]]:
         """Yield the units of an iterable; the last one of an epoch is shorter than the others, or empty."""
         unit_rows = self.ring.layout.unit_rows
         while True:
             # Errors are neither skipped nor dropped with the last rows, so that they are reported.
             first_row = plan.row
-            numbered_rows = (pair for pair in enumerate(self._read_stream()) if pair[0] >= first_row or _is_error(pair))
+            numbered_rows = (
+                pair for pair in enumerate(self._read_stream()) if pair[0] >= first_row or _is_failure(pair)
+            )
             is_epoch_over = False
             while not is_epoch_over:
                 unit: list[Any] = []
@@ -235,8 +238,8 @@ class _LoaderProcess:
                     if len(batch) < unit_rows:
                         break
                 is_epoch_over = len(batch) < unit_rows
-                if is_epoch_over and plan.whole:
-                    unit = list(filter(_is_error, unit))
+                if is_epoch_over and plan.drop_last:
+                    unit = list(filter(_is_failure, unit))
                 yield plan.epoch, unit
                 if is_epoch_over and len(unit) == unit_rows:
                     yield plan.epoch, []
@@ -251,16 +254,16 @@ class _LoaderProcess:
 
     # -- values of rows --------------------------------------------------------------------------------------
 
-    def _write_share(self, start: int, status: np.ndarray, rows: Any, epoch: int, seed: int) -> None:
+    def _write_share(self, start: int, row_status: np.ndarray, rows: Any, epoch: int, seed: int) -> None:
         """Write this process's share of the unit that begins at row ``start`` of the ring's arrays."""
         share = get_share(len(rows), self.ring.layout.loaders, self.number)
         config = self.config
         if config.augment is None and isinstance(config.source, ArraySource):
-            values = config.source.read_many(rows[share])
+            values = config.source.read_rows(rows[share])
             if values is not None and self._can_hold(values):
                 for array, value in zip(self.arrays, values, strict=True):
                     array[start + share.start : start + share.stop] = value
-                status[share] = READ
+                row_status[share] = READ
                 return
         for i in range(share.start, share.stop):
             if self._is_replaced():
@@ -268,10 +271,10 @@ class _LoaderProcess:
             number, row = rows[i] if isinstance(config.source, IterableSource) else (int(rows[i]), None)
             try:
                 self._write_row(start + i, number, row, epoch, seed)
-                status[i] = READ
+                row_status[i] = READ
             except Exception as error:
-                status[i] = SKIPPED
-                self._report_unreadable(error, number, epoch, isinstance(row, _StreamFailure))
+                row_status[i] = SKIPPED
+                self._skip_or_raise(error, number, epoch, isinstance(row, _StreamFailure))
 
     def _can_hold(self, values: list[np.ndarray]) -> bool:
         """Whether the ring's dtypes can hold all values; else `_write_row` finds the row that does not fit."""
@@ -289,7 +292,7 @@ class _LoaderProcess:
         values = self.config.source[number] if row is None else row
         values = values if isinstance(values, tuple | list) else (values,)
         if self.config.augment is not None:
-            values = self.config.augment(tuple(values), make_generator(seed, epoch, number))
+            values = self.config.augment(tuple(values), make_row_generator(seed, epoch, number))
         if len(values) != len(self.arrays):
             raise ValueError(f"expected {len(self.arrays)} arrays, as in the first row, got {len(values)}")
         for i, (array, value) in enumerate(zip(self.arrays, values, strict=True)):
@@ -300,14 +303,14 @@ class _LoaderProcess:
                 raise ValueError(f"array {i}: expected shape {array.shape[1:]}, as in the first row, got {value.shape}")
             array[index] = value
 
-    def _report_unreadable(self, error: Exception, number: int, epoch: int, has_stream_failed: bool) -> None:
+    def _skip_or_raise(self, error: Exception, number: int, epoch: int, has_stream_failed: bool) -> None:
         """Log a skipped row, or raise `_UnreadableRow`; an iterable that has raised can't be continued."""
         try:
             name = describe_row(self.config.source, number)
         except Exception:
             name = f"row {number}"
         reason = f"{type(error).__name__}: {error}"
-        if not self.config.skip or has_stream_failed:
+        if not self.config.skips_unreadable or has_stream_failed:
             lines = "".join(traceback.format_exception(error))
             raise _UnreadableRow(
                 f"{name} can't be read (row {number}, epoch {epoch}): {reason}. Repair it and continue after the last "
@@ -330,5 +333,5 @@ class _StreamFailure:
         self.error = error
 
 
-def _is_error(numbered_row: tuple[int, Any]) -> bool:
+def _is_failure(numbered_row: tuple[int, Any]) -> bool:
     return isinstance(numbered_row[1], _StreamFailure)

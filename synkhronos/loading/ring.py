@@ -40,7 +40,7 @@ _FAILED_AT_START = (1 << 64) - 1
 #: End of the message on the death of a loader process; format with the epoch and the row to resume from.
 RESUME_HINT = (
     ". No data is lost: the ranks and their parameters are unchanged, and new loader processes continue from epoch={}, "
-    "row={}"
+    "start_row={}"
 )
 #: Sizes in bytes of a loader process's failure report, and of a semaphore.
 _REPORT_NBYTES, _SEMAPHORE_NBYTES = 1 << 14, 64
@@ -74,7 +74,7 @@ class ReadPlan(NamedTuple):
         Seed of the shuffle and of the augmentation.
     rank, size : int
         Only unit ``rank`` of every ``size`` successive units is read.
-    whole : int
+    drop_last : int
         1 to drop the last rows of an epoch if these do not fill ``size`` units, else 0.
     """
 
@@ -83,12 +83,12 @@ class ReadPlan(NamedTuple):
     seed: int
     rank: int = 0
     size: int = 1
-    whole: int = 0
+    drop_last: int = 0
 
     def list_unit_starts(self, count: int, unit_rows: int) -> range:
         """Return the positions at which the units of an epoch of ``count`` rows start."""
         stride = self.size * unit_rows
-        stop = self.row + (count - self.row) // stride * stride if self.whole else count
+        stop = self.row + (count - self.row) // stride * stride if self.drop_last else count
         return range(self.row + self.rank * unit_rows, stop, stride)
 
     def advance_epoch(self) -> ReadPlan:
@@ -161,7 +161,6 @@ class Ring:
 
     Parameters
     ----------
-    layout : RingLayout
     memory : ndarray of uint8
         The ring's shared memory.
     index : int
@@ -215,7 +214,6 @@ class Ring:
 
         Parameters
         ----------
-        is_ready : callable
         check : callable
             Called about every ``poll_seconds`` seconds; raises an exception to end the wait.
         poll_seconds : float
@@ -264,7 +262,7 @@ class Ring:
         self._wake(self._loader_indexes)
 
     @property
-    def skipped(self) -> int:
+    def n_skipped(self) -> int:
         """Number of skipped rows in the units taken so far."""
         return sum(self._skipped)
 
@@ -279,7 +277,6 @@ class Ring:
 
         Parameters
         ----------
-        unit : int
         position : (int, int)
             Epoch and row at which the unit starts, for errors.
         on_poll : callable, optional
@@ -297,23 +294,23 @@ class Ring:
                 on_poll()
 
         if not self.is_filled(unit):
-            self.wait_until(lambda: self.is_filled(unit) or bool(self._find_failed(unit)), check)
+            self.wait_until(lambda: self.is_filled(unit) or bool(self._find_failed_loaders(unit)), check)
             if not self.is_filled(unit):
                 self._raise_failure(unit, position)
 
-    def _find_failed(self, unit: int) -> list[int]:
+    def _find_failed_loaders(self, unit: int) -> list[int]:
         """Return the numbers of the loader processes that can't fill a unit."""
         first_tag, last_tag = self._make_tag(0), self._make_tag(unit + 1)
         return [i for i, tag in enumerate(self._failed) if tag == _FAILED_AT_START or first_tag <= tag <= last_tag]
 
     def _raise_failure(self, unit: int, position: tuple[int, int]) -> None:
-        for loader in self._find_failed(unit):
+        for loader in self._find_failed_loaders(unit):
             raise LoadError(self._read_report(loader), *position)
-        death = self.find_death()
+        death = self.describe_death()
         if death and not self.is_filled(unit):
             raise LoadError(f"{death}{RESUME_HINT.format(*position)}", *position)
 
-    def find_death(self) -> str:
+    def describe_death(self) -> str:
         """Describe the death of a loader process; return "" if all live."""
         for loader, pid in enumerate(self.pids):
             if has_exited(pid):
@@ -336,7 +333,7 @@ class Ring:
         self._wake(self._loader_indexes)
 
     def _make_tag(self, unit: int) -> int:
-        """Return the word of a unit in the current generation."""
+        """Return a word with the current generation in its upper bits, and the number of a unit in its lower bits."""
         return self._words[0] << _UNIT_BITS | unit
 
     def _read_report(self, loader: int) -> str:
@@ -357,7 +354,7 @@ class Ring:
         self._filled[loader] = generation << _UNIT_BITS | unit + 1
         self._wake(self._consumer_indexes)
 
-    def fail(self, loader: int, message: str, unit: int = 0, generation: int = -1) -> None:
+    def report_failure(self, loader: int, message: str, unit: int = 0, generation: int = -1) -> None:
         """Signal that a loader process can't write its share of a unit; without a generation, of any unit."""
         start = self.layout.reports_offset + loader * _REPORT_NBYTES
         # JSON takes up to six bytes for a character.

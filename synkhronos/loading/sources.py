@@ -2,7 +2,8 @@
 
 A source has ``len()`` and ``[row]``, which returns a tuple of arrays, or is an `IterableSource`, whose length and order
 are its own.  It is pickled for the loader processes.  So a source of files holds their paths, and each process opens
-the files itself when it reads from them.  A source may have a method ``name(row)``, which errors use to name a row.
+the files itself when it reads from them.  A source may have a method ``describe_row(row)``, whose result names a row
+in errors.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-class FileRows:
+class FileArray:
     """Array that is the concatenation of arrays in files, along the first axis.
 
     Parameters
@@ -83,7 +84,7 @@ class FileRows:
         file, index = self._locate(row)
         return np.asarray(self._open(file)[index])
 
-    def name(self, row: int) -> str:
+    def describe_row(self, row: int) -> str:
         """Return the file of a row and its number there, for errors."""
         file, index = self._locate(row)
         return f"row {index} of {self._describe_file(self.paths[file])}"
@@ -107,7 +108,7 @@ class FileRows:
         return array
 
 
-def npy(paths: Paths) -> FileRows:
+def npy(paths: Paths) -> FileArray:
     """Return the array in ``.npy`` files, for a `Loader`; rows are read from the memory-mapped files on demand.
 
     Parameters
@@ -117,7 +118,7 @@ def npy(paths: Paths) -> FileRows:
 
     Returns
     -------
-    FileRows
+    FileArray
         One of a source's arrays: ``Loader([npy("x.npy"), npy("y.npy")])``.
 
     Raises
@@ -137,10 +138,10 @@ def npy(paths: Paths) -> FileRows:
     >>> rows.shape, rows[4]
     ((6, 2), array([2, 3]))
     """
-    return FileRows(_as_paths(paths), _open_npy)
+    return FileArray(_as_paths(paths), _open_npy)
 
 
-def npz(paths: Paths, name: str) -> FileRows:
+def npz(paths: Paths, name: str) -> FileArray:
     """Return one array in ``.npz`` files, as `npy` does.
 
     Parameters
@@ -151,7 +152,7 @@ def npz(paths: Paths, name: str) -> FileRows:
 
     Returns
     -------
-    FileRows
+    FileArray
 
     Raises
     ------
@@ -171,10 +172,10 @@ def npz(paths: Paths, name: str) -> FileRows:
     >>> npz(path, "x").shape
     (2, 2)
     """
-    return FileRows(_as_paths(paths), partial(_open_npz, name=name), name)
+    return FileArray(_as_paths(paths), partial(_open_npz, name=name), name)
 
 
-def hdf5(paths: Paths, name: str) -> FileRows:
+def hdf5(paths: Paths, name: str) -> FileArray:
     """Return a data set in HDF5 files, as `npy` does; needs h5py.
 
     Parameters
@@ -185,7 +186,7 @@ def hdf5(paths: Paths, name: str) -> FileRows:
 
     Returns
     -------
-    FileRows
+    FileArray
 
     Raises
     ------
@@ -207,7 +208,7 @@ def hdf5(paths: Paths, name: str) -> FileRows:
         loader = Loader([hdf5("train.h5", "x"), hdf5("train.h5", "y")])
     """
     _import_h5py()
-    return FileRows(_as_paths(paths), partial(_open_hdf5, name=name), name)
+    return FileArray(_as_paths(paths), partial(_open_hdf5, name=name), name)
 
 
 def _as_paths(paths: Any) -> list[str]:
@@ -348,12 +349,15 @@ class Images:
     def __len__(self) -> int:
         return len(self._files)
 
-    def name(self, row: int) -> str:
-        """Return the path of a row's picture."""
+    def describe_row(self, row: int) -> str:
+        """Return the path of a row's picture, for errors."""
+        return self._get_path(row)
+
+    def _get_path(self, row: int) -> str:
         return os.path.join(self.folder, os.fsdecode(self._files[row]))
 
     def __getitem__(self, row: int) -> tuple[Any, ...]:
-        picture = self._read(self.name(row))
+        picture = self._read(self._get_path(row))
         return (picture,) if self.labels is None else (picture, self.labels[row])
 
     def _read(self, path: str) -> np.ndarray:
@@ -455,7 +459,7 @@ class ArraySource:
     """Source of several arrays of equal length: a row has one element of each."""
 
     def __init__(self, arrays: Sequence[Any]):
-        self._arrays = [_as_rows(array, f"source[{i}]") for i, array in enumerate(arrays)]
+        self._arrays = [_as_array(array, f"source[{i}]") for i, array in enumerate(arrays)]
         if not self._arrays:
             raise ValueError("source: expected at least one array, got none")
         lengths = [len(array) for array in self._arrays]
@@ -468,28 +472,28 @@ class ArraySource:
     def __getitem__(self, row: int) -> tuple[Any, ...]:
         return tuple(array[row] for array in self._arrays)
 
-    def read_many(self, rows: np.ndarray) -> list[np.ndarray] | None:
+    def read_rows(self, rows: np.ndarray) -> list[np.ndarray] | None:
         """Return several rows of each array by one indexing, or None if an array is in files."""
-        if any(isinstance(array, FileRows) for array in self._arrays):
+        if any(isinstance(array, FileArray) for array in self._arrays):
             return None
         return [array[rows] for array in self._arrays]
 
-    def name(self, row: int) -> str:
+    def describe_row(self, row: int) -> str:
         """Return a row's files and its number in them, for errors."""
-        names = [array.name(row) for array in self._arrays if isinstance(array, FileRows)]
+        names = [array.describe_row(row) for array in self._arrays if isinstance(array, FileArray)]
         return ", ".join(names) or f"row {row}"
 
 
-def _as_rows(array: Any, name: str) -> Any:
-    """Return an array's rows: an ndarray, or `FileRows` if they are in files.  Errors call it ``name``."""
-    if isinstance(array, FileRows):
+def _as_array(array: Any, name: str) -> Any:
+    """Convert a user's array to an ndarray, or to a `FileArray` if it is in a file; ``name`` is that in errors."""
+    if isinstance(array, FileArray):
         return array
     base: Any = getattr(array, "base", None)
     if isinstance(array, np.memmap) and isinstance(base, mmap.mmap) and array.filename is not None:
         order: Any = "C" if array.flags.c_contiguous else "F"
         layout = {"dtype": array.dtype, "offset": array.offset, "shape": array.shape, "order": order}
         # Not pickled: each process maps the file.
-        return FileRows([str(array.filename)], partial(np.memmap, mode="r", **layout))
+        return FileArray([str(array.filename)], partial(np.memmap, mode="r", **layout))
     check_dense(array, name)
     rows = np.asarray(array)
     if rows.dtype.kind not in "biufc":
@@ -508,7 +512,7 @@ class IterableSource:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._source() if callable(self._source) else self._source)
 
-    def name(self, row: int) -> str:
+    def describe_row(self, row: int) -> str:
         """Return a row's number and the iterable's class, for errors."""
         return f"row {row} of {type(self._source).__name__}"
 
@@ -527,7 +531,7 @@ def as_source(value: Any) -> Any:
     """
     if isinstance(value, list | tuple):
         value = ArraySource(value)
-    elif isinstance(value, np.ndarray | Data | FileRows):
+    elif isinstance(value, np.ndarray | Data | FileArray):
         value = ArraySource([value])
     if hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | bytes | dict):
         if not len(value):
@@ -547,6 +551,6 @@ def as_source(value: Any) -> Any:
 
 
 def describe_row(source: Any, row: int) -> str:
-    """Return a name of a row for errors: its file, if the source has a method ``name``."""
-    name = getattr(source, "name", None)
-    return str(name(row)) if callable(name) else f"row {row}"
+    """Return a name of a row for errors: its file, if the source has a method ``describe_row``."""
+    describe = getattr(source, "describe_row", None)
+    return str(describe(row)) if callable(describe) else f"row {row}"

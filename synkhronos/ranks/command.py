@@ -13,7 +13,7 @@ from synkhronos.ranks.task_memory import TaskMemory
 
 
 class RowAccess(NamedTuple):
-    """Rows of an array in shared memory that a rank reads.
+    """Rows of an array in shared memory that a rank accesses.
 
     Attributes
     ----------

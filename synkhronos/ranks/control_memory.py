@@ -169,9 +169,9 @@ class ControlMemory:
         first_pages = [range(start, start + mmap.PAGESIZE) for start in remote_slots]
         return create_unlinked_file(remote_slots.stop, [range(remote_slots.start), *first_pages])
 
-    def get_slot(self, rank: int, index: int) -> memoryview:
-        """Return slot 0 or 1 of a rank; successive steps use them in turn."""
-        return self._slots[rank][index]
+    def get_slot(self, rank: int, parity: int) -> memoryview:
+        """Return the slot of a rank for even steps (0) or odd ones (1)."""
+        return self._slots[rank][parity]
 
     def write_report(self, rank: int, report: bytes) -> None:
         """Store a rank's failure report."""

@@ -22,7 +22,7 @@ class _SetFloatErrors(Command):
             np.seterr(**{kind: "warn" if how in ("call", "log") else how for kind, how in self.settings})  # type: ignore[arg-type]
 
 
-class _SentSettings:
+class _LastSentSettings:
     """Record of the settings that were last sent to the workers; the master's registry ends with its workers.
 
     Attributes
@@ -38,7 +38,7 @@ def sync_float_errors(session: Session) -> None:
     """Send the master's settings (`numpy.seterr`, `numpy.errstate`) to the workers if they have changed."""
     if session.size == 1:
         return
-    settings, sent = np.geterr(), session.rank.registry.get_or_create(_SentSettings)
+    settings, sent = np.geterr(), session.rank.registry.get_or_create(_LastSentSettings)
     if sent.settings != settings:
         session.run(_SetFloatErrors(tuple((kind, str(how)) for kind, how in settings.items())))
         sent.settings = settings

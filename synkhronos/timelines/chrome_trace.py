@@ -22,12 +22,8 @@ class RankSpans:
 
     Attributes
     ----------
-    rank : int
-    host : str
-    main_thread : int
     offset : int
         Nanoseconds by which the master's clock is ahead of the rank's.
-    spans : list of Span
     xla_operations : list of Operation
         XLA's operations.
     """

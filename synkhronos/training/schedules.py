@@ -22,21 +22,22 @@ def get_state(schedule: Any) -> dict[str, Any]:
     if base is None:
         return {}
     best = {} if math.isinf(base.best) else {"best": base.best}
-    return {"made": base._origin, "rate": base.rate, "since": base.since, **best}
+    return {"made": base._identity, "rate": base.rate, "since": base.n_reports_since_best, **best}
 
 
 def set_state(schedule: Any, state: Mapping[str, Any]) -> None:
     """Restore a state from `get_state`, if its schedule had the same class and initial rate; else do nothing."""
     base = _find_plateau(schedule)
-    if base is not None and state.get("made") == base._origin:
-        vars(base).update({name: value for name, value in state.items() if name != "made"})
+    if base is not None and state.get("made") == base._identity:
+        base.rate, base.n_reports_since_best = state["rate"], state["since"]
+        base.best = state.get("best", base.best)
 
 
 def reset_best(schedule: Any) -> None:
     """Reset the best value of `plateau`, before it observes another quantity; its rate is unchanged."""
     base = _find_plateau(schedule)
     if base is not None:
-        base.best, base.since = math.inf, 0
+        base.best, base.n_reports_since_best = math.inf, 0
 
 
 def _find_plateau(schedule: Any) -> plateau | None:
@@ -54,8 +55,10 @@ def compute_rate(schedule: Schedule, epoch: float) -> float:
     """Return a schedule's learning rate at an epoch; raise TypeError or ValueError if it is no finite number."""
     rate = schedule(epoch)
     if not is_number(rate) or not math.isfinite(rate):
-        kind = ValueError if is_number(rate) else TypeError
-        raise kind(f"learning_rate: expected a schedule that returns a finite number, got {rate!r} for epoch {epoch:g}")
+        error_type = ValueError if is_number(rate) else TypeError
+        raise error_type(
+            f"learning_rate: expected a schedule that returns a finite number, got {rate!r} for epoch {epoch:g}"
+        )
     return float(rate)
 
 
@@ -98,16 +101,16 @@ class steps:  # noqa: N801
         self.rate = check_positive(self.rate, "rate")
         if not isinstance(self.factors, Mapping):
             raise TypeError(f"factors: expected a dict from an epoch to a factor, got {self.factors!r}")
-        self.factors = {float(at): check_positive(factor, "factors") for at, factor in dict(self.factors).items()}
+        self.factors = {float(epoch): check_positive(factor, "factors") for epoch, factor in dict(self.factors).items()}
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
-        return self.rate * math.prod(factor for at, factor in self.factors.items() if epoch >= at)
+        return self.rate * math.prod(factor for start, factor in self.factors.items() if epoch >= start)
 
 
 @dataclass
 class cosine:  # noqa: N801
-    """A learning rate that falls along half a cosine, from ``rate`` to ``least`` after ``epochs`` epochs.
+    """A learning rate that falls along half a cosine, from ``rate`` to ``min_rate`` after ``epochs`` epochs.
 
     Examples
     --------
@@ -118,20 +121,20 @@ class cosine:  # noqa: N801
 
     rate: float
     epochs: float
-    least: float = 0.0
+    min_rate: float = 0.0
 
     def __post_init__(self) -> None:
         self.rate, self.epochs = check_positive(self.rate, "rate"), check_positive(self.epochs, "epochs")
-        self.least = check_number(self.least, "least")
+        self.min_rate = check_number(self.min_rate, "min_rate")
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
-        done = min(1.0, epoch / self.epochs)
-        return self.least + (self.rate - self.least) * (1 + math.cos(math.pi * done)) / 2
+        fraction = min(1.0, epoch / self.epochs)
+        return self.min_rate + (self.rate - self.min_rate) * (1 + math.cos(math.pi * fraction)) / 2
 
 
 @dataclass
-class _Wrapper:
+class _ScheduleWrapper:
     """A schedule that changes the rates of another one."""
 
     schedule: Any  # a schedule, or a number
@@ -146,7 +149,7 @@ class _Wrapper:
 
 
 @dataclass
-class warmup(_Wrapper):  # noqa: N801 - as above
+class warmup(_ScheduleWrapper):  # noqa: N801 - as above
     """Another schedule times a factor that rises linearly from ``start`` to 1 in the first ``epochs`` epochs.
 
     Examples
@@ -165,30 +168,30 @@ class warmup(_Wrapper):  # noqa: N801 - as above
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
-        part = min(1.0, self.start + (1 - self.start) * epoch / self.epochs)
-        return part * float(self.schedule(epoch))
+        factor = min(1.0, self.start + (1 - self.start) * epoch / self.epochs)
+        return factor * float(self.schedule(epoch))
 
 
 @dataclass
-class scaled(_Wrapper):  # noqa: N801 - as above
+class scaled(_ScheduleWrapper):  # noqa: N801 - as above
     """Another schedule times the number of ranks, since the global batch grows with them (linear scaling).
 
     Parameters
     ----------
     schedule : callable or float
-    n : int
+    n_ranks : int
         The number of ranks, which `synkhronos.fork` returns.
     """
 
-    n: int
+    n_ranks: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.n = check_at_least(self.n, "n", 1)
+        self.n_ranks = check_at_least(self.n_ranks, "n_ranks", 1)
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
-        return self.n * float(self.schedule(epoch))
+        return self.n_ranks * float(self.schedule(epoch))
 
 
 @dataclass
@@ -203,7 +206,7 @@ class plateau:  # noqa: N801
         Multiplies the rate.
     patience : int
         Number of reports without an improvement before the rate falls.
-    least : float
+    min_rate : float
         Lower bound of the rate.
 
     Examples
@@ -218,20 +221,23 @@ class plateau:  # noqa: N801
     rate: float
     factor: float = 0.1
     patience: int = 5
-    least: float = 0.0
+    min_rate: float = 0.0
     best: float = field(default=math.inf, init=False)
-    since: int = field(default=0, init=False)
-    initial: float = field(init=False, repr=False)
+    n_reports_since_best: int = field(default=0, init=False)
+    initial_rate: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.rate, self.factor = check_positive(self.rate, "rate"), check_positive(self.factor, "factor")
-        self.patience, self.least = check_at_least(self.patience, "patience", 1), check_number(self.least, "least")
-        self.initial = self.rate
+        self.patience, self.min_rate = (
+            check_at_least(self.patience, "patience", 1),
+            check_number(self.min_rate, "min_rate"),
+        )
+        self.initial_rate = self.rate
 
     @property
-    def _origin(self) -> list[Any]:
+    def _identity(self) -> list[Any]:
         """Class and initial rate, by which a checkpoint identifies the schedule."""
-        return [type(self).__name__, self.initial]
+        return [type(self).__name__, self.initial_rate]
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -240,8 +246,8 @@ class plateau:  # noqa: N801
     def observe(self, value: float) -> None:
         """Count a value of validation; lower is better."""
         if value < self.best:
-            self.best, self.since = value, 0
+            self.best, self.n_reports_since_best = value, 0
             return
-        self.since += 1
-        if self.since >= self.patience:
-            self.rate, self.since = max(self.least, self.rate * self.factor), 0
+        self.n_reports_since_best += 1
+        if self.n_reports_since_best >= self.patience:
+            self.rate, self.n_reports_since_best = max(self.min_rate, self.rate * self.factor), 0

@@ -208,7 +208,7 @@ def test_loader_refuses_casts_that_change_values(tmp_path, kind):
         rows, labels = zip(*[(x.copy(), y.copy()) for x, y in loader.arrays(0, 2)], strict=True)
         np.testing.assert_array_equal(np.concatenate(rows), X[[0, 1, 3]].astype("float32"))  # rounded
         assert np.concatenate(labels).tolist() == [1, 0, 1]
-        assert (labels[0].dtype, loader.skipped) == ("int8", 1)
+        assert (labels[0].dtype, loader.n_skipped) == ("int8", 1)
     finally:
         loader.close()
 

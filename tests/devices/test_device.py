@@ -89,7 +89,7 @@ def test_collectives_run_on_a_toy_device(toy, fork):
         synk.set_value(r, s, X[r])
     assert toy.owns(get_array(s))
     np.testing.assert_allclose(gather_on_device(s), X[:n])
-    np.testing.assert_allclose(synk.reduce(s, "max", in_place=False).inside, X[:n].max(axis=0))
+    np.testing.assert_allclose(synk.reduce(s, "prod", in_place=False).inside, X[:n].prod(axis=0))
     synk.all_reduce(s)
     np.testing.assert_allclose(gather_on_device(s), [X[:n].mean(axis=0)] * n)
     synk.set_value(1, s, X[6])

@@ -287,10 +287,10 @@ def test_check_runs_classes_on_one_rank_and_on_two():
 
 def test_check_counts_batches_without_a_batch_size(capsys):
     for rows, unit in ((1, "batches"), (20, "rows")):
-        recorder = ModelRecorder(0, rows=rows)
+        recorder = ModelRecorder(0, rows_per_step=rows)
         recorder.train_error(1, 0.5, 0.1)
         recorder.count_iteration()
-        recorder.write()
+        recorder.write_line()
         assert capsys.readouterr().out.endswith(f" {unit}/s\n")
 
 

@@ -5,8 +5,10 @@ import ast
 import numpy as np
 import pytest
 from launch_runs import read_json_lines, run, run_cases
+from library import list_sizes
 from paths import SUPPORT
 
+slow, any_library = pytest.mark.slow, pytest.mark.any_library
 ALL = {"clip_norm": 0.5, "num_slices": 3, "ema": 0.9, "validate_ema": "true"}
 
 
@@ -45,7 +47,7 @@ def load_params(folder, name="params.npz"):
 
 
 # 3 ranks resume as one, and split rows unevenly.
-@pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=[slow, any_library]) for n in (1, 2)), 3])
 def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
     train(tmp_path, "Optioned", ranks, options=ALL, epochs=1, checkpoint=1)
     train(tmp_path, "Optioned", ranks % 3 + 1, "--resume", options=ALL, epochs=3, checkpoint=1)
@@ -70,7 +72,8 @@ def test_gradients_are_exchanged_without_options_if_asked_for(tmp_path):
     np.testing.assert_allclose(load_params(tmp_path), [w, mean], rtol=1e-9)
 
 
-def test_model_loss_scale_skips_an_overflow_and_resumes(tmp_path):
+@pytest.mark.parametrize("ranks", list_sizes(1, 3))
+def test_model_loss_scale_skips_an_overflow_and_resumes(tmp_path, ranks):
     x, y = make_data()
     w = average = np.zeros(3)
     count = 0
@@ -81,15 +84,13 @@ def test_model_loss_scale_skips_an_overflow_and_resumes(tmp_path):
                 continue
             w = w - 0.05 * 2 * x[rows].T @ (x[rows] @ w - y[rows]) / 12
             average, count = 0.9 * average + 0.1 * w, count + 1
-    for ranks in (1, 3):
-        folder = tmp_path / str(ranks)
-        train(folder, "Huge", ranks, epochs=1, checkpoint=1)
-        train(folder, "Huge", ranks, "--resume", epochs=2)
-        states = [(folder / f"rank-{r}.log").read_text().rsplit("state ", 1)[1].split("\n")[0] for r in range(ranks)]
-        assert len(set(states)) == 1, states
-        scale, steps, *values = ast.literal_eval(states[0])
-        assert (scale, steps) == (2.0**13, count)
-        np.testing.assert_allclose(values, [w, average], rtol=1e-4)
+    train(tmp_path, "Huge", ranks, epochs=1, checkpoint=1)
+    train(tmp_path, "Huge", ranks, "--resume", epochs=2)
+    states = [(tmp_path / f"rank-{r}.log").read_text().rsplit("state ", 1)[1].split("\n")[0] for r in range(ranks)]
+    assert len(set(states)) == 1, states
+    scale, steps, *values = ast.literal_eval(states[0])
+    assert (scale, steps) == (2.0**13, count)
+    np.testing.assert_allclose(values, [w, average], rtol=1e-4)
 
 
 # -- wrong options

@@ -65,8 +65,8 @@ def test_early_stop_keeps_the_best_epoch(tmp_path):
         assert ("top5 max: no better for 2 epochs; the run ends after 5" in done.stdout) != bool(resume)
         assert [report["epoch"] for report in read_json_lines(tmp_path / "run", "reports")] == [1, 2, 3, 4, 5]
         checkpoint = Checkpoint(tmp_path / "run" / "checkpoints", keep_best=("top5", "max"))
-        assert [checkpoint.load(path).meta["epochs"] for path in checkpoint.paths()] == [3, 5]
-        assert checkpoint.load(checkpoint.best()).metrics["top5"] == 1.0
+        assert [checkpoint.load(path).meta["epochs"] for path in checkpoint.list_paths()] == [3, 5]
+        assert checkpoint.load(checkpoint.find_best()).metrics["top5"] == 1.0
         expected, params, last = (
             np.load(tmp_path / name) for name in ("best/params.npz", "run/best.npz", "run/params.npz")
         )

@@ -111,7 +111,7 @@ def test_repeated_interrupts_leave_no_rank(tmp_path, monkeypatch):
             killers.append(threading.Timer(1.0, kill, (pid, number)))
             killers[0].start()
 
-    monkeypatch.setattr(run, "_start", start)
+    monkeypatch.setattr(run, "_start_master", start)
     monkeypatch.setattr(os, "killpg", killed)
     thread = threading.Thread(target=press)
     thread.start()
@@ -128,7 +128,7 @@ def test_interrupt_before_ranks_start_ends_the_run(tmp_path, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         run._master = subprocess.Popen(["sleep", "60"], stdout=consoles[0], start_new_session=True)
 
-    monkeypatch.setattr(run, "_start", start)
+    monkeypatch.setattr(run, "_start_master", start)
     began = time.monotonic()
     assert run.run() == 128 + signal.SIGINT
     assert time.monotonic() - began < LIMIT

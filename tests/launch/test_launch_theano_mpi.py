@@ -222,11 +222,11 @@ def test_cdd_resumes_from_a_checkpoint(tmp_path):
 
 
 def test_cdd_pending_gradients_survive_another_number_of_ranks():
-    from synkhronos.launch.rank.summed_gradients import SummedGradients
+    from synkhronos.launch.rank.gradient_sum_rule import GradientSumRule
 
     zeros = np.zeros(2)
     ranks = [{"params": zeros, "optimizer": zeros, "excluded": zeros, "own": {"pending": np.array([2.0, 4.0])}}] * 2
-    resized = SummedGradients([], []).resize_states(ranks, 3)
+    resized = GradientSumRule([], []).resize_states(ranks, 3)
     assert len(resized) == 3 and all(state["own"]["pending"].tolist() == [3.0, 6.0] for state in resized)
 
 

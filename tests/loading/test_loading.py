@@ -118,7 +118,7 @@ def test_loader_accepts_the_users_augmentation(load):
 
 
 def test_augmentation_draws_differ_from_the_order():
-    order_generator, augment_generator = np.random.default_rng((3, 1)), loading.augment.make_generator(3, 1, 0)
+    order_generator, augment_generator = np.random.default_rng((3, 1)), loading.augment.make_row_generator(3, 1, 0)
     assert order_generator.integers(1 << 60) != augment_generator.integers(1 << 60)
 
 
@@ -128,8 +128,8 @@ def test_loader_without_shuffle_keeps_order(load):
 
 def test_loader_arrays_returns_whole_batches(load):
     loader = load(Numbers(11))
-    assert [len(labels) for labels in check_and_read_labels(loader.arrays(0, 4, whole=True))] == [4, 4]
-    turns = [check_and_read_labels(loader.arrays(0, 2, whole=True, rank=rank, size=3)) for rank in range(3)]
+    assert [len(labels) for labels in check_and_read_labels(loader.arrays(0, 4, drop_last=True))] == [4, 4]
+    turns = [check_and_read_labels(loader.arrays(0, 2, drop_last=True, rank=rank, size=3)) for rank in range(3)]
     assert [len(turn) for turn in turns] == [1, 1, 1]
 
 
@@ -138,21 +138,21 @@ def test_loader_arrays_returns_whole_batches(load):
     unit=st.integers(1, 20),
     size=st.integers(1, 5),
     row=st.integers(0, 200),
-    whole=st.booleans(),
+    drop_last=st.booleans(),
 )
-def test_loader_plan_assigns_each_position_to_one_rank(count, unit, size, row, whole):
+def test_loader_plan_assigns_each_position_to_one_rank(count, unit, size, row, drop_last):
     row = min(row, count)
-    plans = [ReadPlan(0, row, 0, rank, size, int(whole)) for rank in range(size)]
+    plans = [ReadPlan(0, row, 0, rank, size, int(drop_last)) for rank in range(size)]
     places = sorted(
         place
         for plan in plans
         for start in plan.list_unit_starts(count, unit)
         for place in range(start, min(count, start + unit))
     )
-    if whole:
+    if drop_last:
         assert len({len(plan.list_unit_starts(count, unit)) for plan in plans}) == 1
         assert count - row - len(places) < size * unit
-    assert places == list(range(row, row + len(places) if whole else count))
+    assert places == list(range(row, row + len(places) if drop_last else count))
 
 
 # -- going on ------------------------------------------------------------------------------------------------
@@ -168,16 +168,16 @@ def test_loader_prefetches_the_next_epoch(load):
 def test_loader_continues_after_a_break_at_the_last_batch(load):
     loader = load(Numbers(10), processes=2)
     for epoch in range(4):  # as a class of the launcher does, which counts its batches
-        batches = loader.arrays(epoch, 3, whole=True)
+        batches = loader.arrays(epoch, 3, drop_last=True)
         assert (
             sum((check_and_read_labels([next(batches)])[0] for _ in range(3)), [])
             == make_order(10, 0, epoch)[:9].tolist()
         )
     for epoch in (4, 5):
-        _, numbers = next(loader.arrays(epoch, 3, whole=True))
+        _, numbers = next(loader.arrays(epoch, 3, drop_last=True))
         assert numbers.tolist() == make_order(10, 0, epoch)[:3].tolist()
         assert (
-            sum(check_and_read_labels(loader.arrays(epoch, 3, row=3, whole=True)), [])
+            sum(check_and_read_labels(loader.arrays(epoch, 3, start_row=3, drop_last=True)), [])
             == make_order(10, 0, epoch)[3:9].tolist()
         )
     assert loader._pool.ring.generation == 1
@@ -189,7 +189,7 @@ def test_loader_resumes_at_a_batch(load):
         if i == 2:
             assert numbers.tolist() == make_order(20, 0, 1)[8:12].tolist()
             break
-    assert sum(check_and_read_labels(loader.arrays(1, 4, row=12)), []) == make_order(20, 0, 1)[12:].tolist()
+    assert sum(check_and_read_labels(loader.arrays(1, 4, start_row=12)), []) == make_order(20, 0, 1)[12:].tolist()
     assert (
         sum(check_and_read_labels(loader.arrays(2, 5, seed=9)), []) == make_order(20, 9, 2).tolist()
     )  # batches of another size, too
@@ -202,7 +202,7 @@ def test_loader_discards_rows_of_an_old_plan(load):
         for _ in loader.arrays(epoch, 6):
             break  # while the loaders keep reading
         assert (
-            next(iter(check_and_read_labels(loader.arrays(epoch, 6, row=epoch))))
+            next(iter(check_and_read_labels(loader.arrays(epoch, 6, start_row=epoch))))
             == make_order(40, 0, epoch)[epoch : epoch + 6].tolist()
         )
 
@@ -211,7 +211,7 @@ def test_loader_iterator_ends_when_replaced(load):
     loader = load(Numbers(40), depth=8)
     first = loader.arrays(0, 4)
     next(first)
-    second = loader.arrays(0, 4, row=20)
+    second = loader.arrays(0, 4, start_row=20)
     assert check_and_read_labels([next(second)]) == [make_order(40, 0, 0)[20:24].tolist()]
     with pytest.raises(RuntimeError, match="can't continue: another one has started"):
         next(first)
@@ -258,20 +258,20 @@ def test_forked_process_leaves_loaders_to_its_parent(load):
         code = 1
         with contextlib.suppress(BaseException):
             code = int(
-                check_and_read_labels(loader.arrays(0, 3, row=3))
+                check_and_read_labels(loader.arrays(0, 3, start_row=3))
                 != [make_order(12, 0, 0)[i : i + 3].tolist() for i in (3, 6, 9)]
             )
             loader.close()
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert sum(check_and_read_labels(loader.arrays(0, 3, row=3)), []) == make_order(12, 0, 0)[3:].tolist()
+    assert sum(check_and_read_labels(loader.arrays(0, 3, start_row=3)), []) == make_order(12, 0, 0)[3:].tolist()
     assert loader._pool.ring.generation == 1
 
 
 def test_loader_counts_waiting_time(load):
     loader = load(Slow(6, 0.05))
     check_and_read_labels(loader.arrays(0, 2))
-    assert 0.1 < loader.waited < 30
+    assert 0.1 < loader.wait_seconds < 30
 
 
 # -- contents of rows -----------------------------------------------------------------------------------------
@@ -326,9 +326,9 @@ def test_loader_skips_unreadable_rows(load, processes, capfd):
         numbers = make_order(16, 0, epoch)
         expected = [[r for r in numbers[i : i + 5].tolist() if r not in (*bad, 7)] for i in range(0, 16, 5)]
         assert check_and_read_labels(loader.arrays(epoch, 5)) == [labels for labels in expected if labels]
-        assert loader.skipped == 5 * (epoch + 1)
+        assert loader.n_skipped == 5 * (epoch + 1)
     loader.close()
-    assert loader.skipped == 10
+    assert loader.n_skipped == 10
     errors = capfd.readouterr().err
     assert "/pictures/4.jpg is skipped" in errors and "image file is truncated" in errors
     assert "/pictures/7.jpg is skipped, as it can't be read: ValueError: array 0: expected shape (2, 6, 6)" in errors
@@ -348,7 +348,7 @@ def test_loader_names_an_unreadable_row(load, processes, tmp_path):
     assert (caught.value.epoch, caught.value.row) == (0, len(labels))
     loader.source.bad = ()
     loader.close()
-    labels += sum(check_and_read_labels(loader.arrays(0, 3, row=caught.value.row)), [])
+    labels += sum(check_and_read_labels(loader.arrays(0, 3, start_row=caught.value.row)), [])
     assert labels == make_order(20, 0, 0).tolist()
 
 
@@ -364,7 +364,7 @@ def test_loader_continues_after_a_damaged_row(load):
     with pytest.raises(loading.LoadError):
         next(loader.arrays(0, 4))
     pids = list(loader._pool.pids)
-    assert sum(check_and_read_labels(loader.arrays(0, 4, row=4)), []) == make_order(12, 0, 0)[4:].tolist()
+    assert sum(check_and_read_labels(loader.arrays(0, 4, start_row=4)), []) == make_order(12, 0, 0)[4:].tolist()
     assert loader._pool.pids == pids  # the loader processes continue
 
 
@@ -458,7 +458,7 @@ def test_image_folder_has_rows_and_labels(tmp_path, load):
     image.new("RGB", (4, 4)).save(tmp_path / ".thumbnails" / "0.png")
     pictures = loading.image_folder(tmp_path, size=16)
     assert pictures.classes == ["cat", "dog", "eel"] and len(pictures) == 9
-    assert pictures.name(3).endswith("dog/0.png")
+    assert pictures.describe_row(3).endswith("dog/0.png")
     names = []
     for batch, labels in load(pictures, processes=2).arrays(0, 4):
         assert batch.dtype == np.uint8 and batch.shape[1:] == (3, 16, 16) and labels.dtype == np.int32
@@ -466,7 +466,7 @@ def test_image_folder_has_rows_and_labels(tmp_path, load):
             assert image.mean(axis=(1, 2)).argmax() == label and np.ptp(image[label]) < 4
             names.append(int(label))
     assert sorted(names) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    grey = loading.Images([pictures.name(0)], 8, mode="L")
+    grey = loading.Images([pictures.describe_row(0)], 8, mode="L")
     (image,) = grey[0]
     assert image.shape == (1, 8, 8)
 
@@ -483,7 +483,7 @@ def test_image_folder_broken_link_is_an_unreadable_row(tmp_path, load, target):
         list(load(pictures, shuffle=False).arrays(0, 3))
     loader = load(pictures, shuffle=False, on_error="skip")
     assert [len(labels) for _, labels in loader.arrays(0, 3)] == [2]
-    assert loader.skipped == 1
+    assert loader.n_skipped == 1
 
 
 def test_image_folder_refuses_a_broken_class_link(tmp_path):
@@ -546,11 +546,13 @@ def test_loader_of_an_iterable_keeps_its_order(load, count):
     loader = load(Endless(count), processes=3)
     for epoch in range(3):
         assert sum(check_and_read_labels(loader.arrays(epoch, 3)), []) == list(range(count))
-    assert sum(check_and_read_labels(loader.arrays(0, 3, row=2)), []) == list(range(2, count))
+    assert sum(check_and_read_labels(loader.arrays(0, 3, start_row=2)), []) == list(range(2, count))
     for size in (2, 3):
         turns = [check_and_read_labels(loader.arrays(0, 3, rank=rank, size=size)) for rank in range(size)]
         assert sorted(sum(sum(turns, []), [])) == list(range(count))
-        whole = [check_and_read_labels(loader.arrays(0, 3, rank=rank, size=size, whole=True)) for rank in range(size)]
+        whole = [
+            check_and_read_labels(loader.arrays(0, 3, rank=rank, size=size, drop_last=True)) for rank in range(size)
+        ]
         assert all(len(labels) == 3 for epoch in whole for labels in epoch)
         assert len({len(epoch) for epoch in whole}) == 1
 
@@ -569,7 +571,7 @@ def test_loader_names_an_iterable_that_raises(load):
     assert labels == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("how", [{"whole": True}, {"row": 9}])
+@pytest.mark.parametrize("how", [{"drop_last": True}, {"start_row": 9}])
 def test_loader_with_skip_reports_an_iterable_that_raises(load, how):
     with pytest.raises(loading.LoadError, match="row 7 of Endless can't be read .*: OSError: the archive ends here"):
         list(load(Endless(10, fails_at=7)).arrays(0, 3, **how))

@@ -81,7 +81,7 @@ def test_killed_loader_is_named(load, number, phase):
             killed = time.monotonic()
     assert time.monotonic() - killed < LIMIT
     assert e.value.row == len(labels) and labels == make_order(60)[: len(labels)].tolist()
-    for _, numbers in loader.arrays(0, 6, row=e.value.row):  # with new loaders
+    for _, numbers in loader.arrays(0, 6, start_row=e.value.row):  # with new loaders
         labels += numbers.tolist()
     assert labels == make_order(60).tolist()
     assert pid not in loader._pool.pids
@@ -208,8 +208,8 @@ def test_interrupt_ends_the_wait_for_a_batch(fork, load, ranks_too):
 
     def go_through(row=0):
         if not ranks_too:
-            return [numbers.tolist() for _, numbers in loader.arrays(0, 4, row=row)]
-        return [np.array(loader.data[1][batch]).tolist() for batch in loader.epoch(0, 4, row=row)]
+            return [numbers.tolist() for _, numbers in loader.arrays(0, 4, start_row=row)]
+        return [np.array(loader.data[1][batch]).tolist() for batch in loader.epoch(0, 4, start_row=row)]
 
     threading.Timer(1.0, _thread.interrupt_main).start()
     with time_limit(), pytest.raises(KeyboardInterrupt):

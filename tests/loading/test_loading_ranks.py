@@ -39,7 +39,7 @@ def test_loader_rows_on_ranks_equal_numpy(fork, load, n, processes):
         expected = make_order(23, 3, epoch)
         np.testing.assert_array_equal(np.concatenate(labels), expected)
         assert_same(np.concatenate(sums), [make_picture(row).sum() for row in expected])
-    assert loader.waited > 0 and loader.skipped == 0
+    assert loader.wait_seconds > 0 and loader.n_skipped == 0
 
 
 @pytest.mark.any_library
@@ -138,7 +138,7 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
     again, expected = make_least_squares_trainer(rule), make_least_squares_trainer(rule)
     loader, arrays = load([ROWS, TARGETS], processes=2), (ROWS, TARGETS)
     folders = [Checkpoint(tmp_path), Checkpoint(tmp_path)]
-    stored = folders[0].paths()[0]
+    stored = folders[0].list_paths()[0]
     for resumed, data in ((again, (loader, None)), (expected, arrays)):
         reports = list(resumed.epochs(*data, 5, 2, seed=3, every=3, resume=stored))
         records.append((resumed.params[0].get_value(), reports[-1].seen, sum(r.steps for r in reports)))
@@ -153,7 +153,7 @@ def test_trainer_counts_skipped_loader_rows(fork, load):
     for rule in (rules.BSP(), rules.LocalSGD(2)):
         loader = load(SomeBad(), on_error="skip", processes=2)
         params, reports = train(rule, (loader, None), epochs=2, every=None)
-        assert loader.skipped == 2 * len(BAD) and len(good) == 103 - len(BAD)
+        assert loader.n_skipped == 2 * len(BAD) and len(good) == 103 - len(BAD)
         assert reports[-1].loss < reports[0].loss
 
 
@@ -163,7 +163,7 @@ def test_trainer_skips_unreadable_batches(fork, load):
     for rule in (rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)):
         loader = load(SomeGood(), on_error="skip")
         _, reports = train(rule, (loader, None), batch_size=2, epochs=2, every=None)
-        assert loader.skipped == 2 * (103 - 13) and len(reports) == 2
+        assert loader.n_skipped == 2 * (103 - 13) and len(reports) == 2
 
 
 def test_validation_without_readable_rows_is_an_error(fork, load):

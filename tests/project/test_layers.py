@@ -51,18 +51,22 @@ def find_package(parts):
     return inner if inner in INNER else parts[0]
 
 
+@functools.cache
+def parse(path):
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def list_imported_modules(path):
-    """Yield the names that a file imports from the package, in functions too: ``module`` or ``module.name``."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
+    """Return the names that a file imports from the package, in functions too: ``module`` or ``module.name``."""
+    names = []
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            top, _, module = name.partition(".")
-            if top == "synkhronos":
-                yield module
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return [module for top, _, module in (name.partition(".") for name in names) if top == "synkhronos"]
 
 
 def list_imported_packages(path):
@@ -154,7 +158,7 @@ def find_private_uses(trees):
 
 
 def test_packages_use_no_private_names_of_others():
-    trees = [(get_package_name(path), path.relative_to(PACKAGE), ast.parse(path.read_text())) for path in FILES]
+    trees = [(get_package_name(path), path.relative_to(PACKAGE), parse(path)) for path in FILES]
     assert find_private_uses(trees) == []
 
 
@@ -222,7 +226,7 @@ def test_calls_begin_by_waiting_until_ranks_are_idle():
     """In devices/cuda, `call_lock` is another lock: the one of NCCL's calls."""
     for path in FILES:
         if "cuda" not in path.parts:
-            assert list(find_unprepared_calls(ast.parse(path.read_text()))) == [], path
+            assert list(find_unprepared_calls(parse(path))) == [], path
 
 
 def test_find_unprepared_calls_finds_them():
@@ -245,7 +249,7 @@ def list_hidden_modules(package):
     """Yield the modules that ``import package.module as m`` can't reach: its ``__init__`` imports a like-named object."""
     modules = {path.stem for path in [*package.glob("*.py"), *package.iterdir()] if path.suffix in ("", ".py")}
     prefix = ".".join(["synkhronos", *package.relative_to(PACKAGE).parts])
-    for node in ast.parse((package / "__init__.py").read_text()).body:
+    for node in parse(package / "__init__.py").body:
         if isinstance(node, ast.ImportFrom) and node.module != prefix:
             for alias in node.names:
                 if (alias.asname or alias.name) in modules:
@@ -285,7 +289,7 @@ def test_only_devices_engines_and_lowering_import_jax_or_pygpu():
             continue
         assert not [module for module in list_imported_modules(path) if GPU_DEVICES.match(module)], path
         if package not in {"compat", *INNER}:  # their Ops tell PyTensor how to translate them to JAX
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(parse(path)):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 assert not [name for name in names if re.match(r"(jax|jaxlib|pygpu|theano\.gpuarray)\b", name)], path
@@ -337,7 +341,7 @@ def test_find_unnamed_finds_files():
 def list_defined_names(path):
     """Return the names that a file defines: functions, classes, and ``Class.method``."""
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in parse(path).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):

@@ -101,7 +101,7 @@ def module(tmp_path, monkeypatch):
         python.write_text('#!/bin/sh\necho "on $SYNKHRONOS_TEST_DEVICE: $*"\ncase "$*" in *--fails*) exit 3; esac\n')
         python.chmod(0o755)
     monkeypatch.setattr(module, "ENVIRONMENTS", tmp_path)
-    monkeypatch.setattr(module, "prepare", lambda name, *extras: module.BY_NAME[name])
+    monkeypatch.setattr(module, "prepare", lambda environment, *extras: environment)
     monkeypatch.setattr(module, "NEWEST_PYTHON_FOR_THEANO", sys.version_info[:2])
     return module
 
@@ -167,13 +167,37 @@ def environment(request, module):
     return getattr(module, request.param)
 
 
+def make_interpreter(path, line):
+    """Make a stand-in of a Python, whose answer is a line of shell."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_run_py_finds_the_newest_python_that_runs(module, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(module, "NEWER_PYTHONS", (99, 98, 97, sys.version_info[1]))
+    make_interpreter(tmp_path / "bin" / f"python3.{sys.version_info[1]}", f"echo 3.{sys.version_info[1]}.0")
+    assert module.find_newer_environment() is None
+    make_interpreter(tmp_path / "bin" / "python3.99", "exit 127")  # as pyenv's for a version that is not chosen
+    make_interpreter(tmp_path / "bin" / "python3.97", "echo 3.97.0")
+    newest = make_interpreter(tmp_path / ".pyenv" / "versions" / "3.98.1" / "bin" / "python", "echo 3.98.1")
+    environment = module.find_newer_environment()
+    assert environment == module.Environment("pytensor-3.98", newest)
+    (job,) = module.list_jobs([environment], make_options(all=True), [])
+    assert (job.name, job.arguments) == ("pytensor-3.98", module.NEWER)
+
+
 @pytest.mark.parametrize("is_all", [False, True])
 def test_run_py_jobs_have_unique_names_and_existing_files(module, is_all):
     jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], make_options(all=is_all), [])
     names = [job.name for job in jobs]
     assert len(set(names)) == len(names)
     assert not is_all or set(module.LONGEST) <= set(names)
-    paths = {word.removeprefix("--ignore=").split("::")[0] for job in jobs for word in job.arguments}
+    words = [*module.NEWER, *(word for job in jobs for word in job.arguments)]
+    paths = {word.removeprefix("--ignore=").split("::")[0] for word in words}
     missing = [path for path in paths if path.startswith("tests/") and not (ROOT / path).exists()]
     assert any(path.startswith("tests/") for path in paths) and missing == []
 

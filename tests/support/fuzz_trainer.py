@@ -143,7 +143,7 @@ class Case:
             killer.join()
         values = [np.asarray(p.get_value()) for p in trainer.params]
         if ranks.get_session().close_reason is None and "ema" in self.options and not deaths:
-            values += [np.asarray(average.get_value()) for average in trainer.ema or []]
+            values += [np.asarray(average.get_value()) for average in trainer.get_ema() or []]
         synk.close()
         return [values, reports]
 

@@ -23,7 +23,7 @@ class ShellSupervisor(supervisor.Supervisor):
         self.script = script
         run_folder.create_run_folder(self.settings, []).close()
 
-    def _start(self, consoles):
+    def _start_master(self, consoles):
         # Signals are sent once the supervisor knows the processes to forward them to.
         script = f"until [ -e {self.folder}/started ]; do sleep 0.01; done; {self.script}"
         self._master = subprocess.Popen(["sh", "-c", script], stdout=consoles[0], start_new_session=True)

@@ -22,7 +22,7 @@ class Numbers:
     def __getitem__(self, row):
         return make_picture(row, self.size), row
 
-    def name(self, row):
+    def describe_row(self, row):
         return f"/pictures/{row}.jpg"
 
 

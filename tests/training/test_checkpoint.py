@@ -42,7 +42,7 @@ def test_checkpoint_keep_retains_the_newest(tmp_path):
     checkpoint = Checkpoint(tmp_path, keep=2)
     for seen in (5, 10, 2000000):
         checkpoint.save(seen, ARRAYS, {"seen": seen})
-    assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10, 2000000]
+    assert [checkpoint.load(path).meta["seen"] for path in checkpoint.list_paths()] == [10, 2000000]
     checkpoint.save(2000000, ARRAYS, {"seen": "again"})
     assert checkpoint.load().meta["seen"] == "again"
     assert len(list_entries(tmp_path)) == 2
@@ -53,14 +53,14 @@ def test_checkpoint_save_removes_later_ones(tmp_path):
     for seen in (10, 20, 30):
         checkpoint.save(seen, ARRAYS, {"seen": seen})
     checkpoint.save(15, ARRAYS, {"seen": 15})  # on from 10
-    assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10, 15]
+    assert [checkpoint.load(path).meta["seen"] for path in checkpoint.list_paths()] == [10, 15]
 
 
 def test_checkpoints_sort_by_any_number_of_rows(tmp_path):
     checkpoint = Checkpoint(tmp_path)
     for seen in (10**12 - 1, 10**12, 10**15):
         checkpoint.save(seen, ARRAYS, {"seen": seen})
-    assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10**12 - 1, 10**12, 10**15]
+    assert [checkpoint.load(path).meta["seen"] for path in checkpoint.list_paths()] == [10**12 - 1, 10**12, 10**15]
     with pytest.raises(CheckpointError, match="another training"):
         checkpoint.check_no_newer(10**12)
     checkpoint.check_no_newer(10**15)
@@ -154,9 +154,9 @@ def test_checkpoint_kill_leaves_no_later_stale_checkpoint(tmp_path):
     for call_number in range(1, run(tmp_path / "whole", -1) + 1):
         folder = tmp_path / str(call_number)
         run(folder, call_number)
-        names = [int(path.name.removeprefix("rows-")) for path in Checkpoint(folder).paths()]
+        names = [int(path.name.removeprefix("rows-")) for path in Checkpoint(folder).list_paths()]
         assert names in ([10, 20, 30], [10, 20], [10], [10, 15])
-        for path in Checkpoint(folder).paths():
+        for path in Checkpoint(folder).list_paths():
             Checkpoint(folder).load(path)  # no checkpoint is removed in part
 
 
@@ -265,7 +265,7 @@ def is_sound_or_refused(path):
         for name, array in SMALL.items():
             assert stored.arrays[name].dtype == array.dtype and stored.arrays[name].tolist() == array.tolist()
         return True
-    assert Checkpoint(path.parent, keep_best="mse").best() in (path, None)  # listing reads no arrays
+    assert Checkpoint(path.parent, keep_best="mse").find_best() in (path, None)  # listing reads no arrays
     return False
 
 
@@ -382,10 +382,10 @@ def test_checkpoint_folder_lock_excludes_a_second_process(tmp_path):
         def has_all():  # readers need no lock
             with contextlib.suppress(FileNotFoundError):
                 reader.load()
-            return len(reader.paths()) == 20
+            return len(reader.list_paths()) == 20
 
         wait_until(has_all)
-        stored = [reader.load(path) for path in reader.paths()]
+        stored = [reader.load(path) for path in reader.list_paths()]
         writer = int(stored[0].meta["number"])
         pid, pipe = (first_pid, second_pipe) if writer == 1 else (other, first_pipe)
         for checkpoint in stored:
@@ -466,17 +466,17 @@ def test_checkpoint_on_a_file_system_without_locks_warns(tmp_path, monkeypatch):
 
 
 def load_seen(checkpoint):
-    return [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()]
+    return [checkpoint.load(path).meta["seen"] for path in checkpoint.list_paths()]
 
 
 @pytest.mark.parametrize(("keep_best", "best"), [("error", 2), (("error", "min"), 2), (["accuracy", "max"], 3)])
 def test_checkpoint_keeps_the_best(tmp_path, keep_best, best):
     checkpoint = Checkpoint(tmp_path, keep=2, keep_best=keep_best)
-    assert checkpoint.best() is None
+    assert checkpoint.find_best() is None
     values = [(0.5, 0.1), (0.1, 0.2), (0.3, 0.9), (0.1, 0.9), (0.2, 0.5), (0.4, 0.4), (float("nan"), float("nan"))]
     for seen, (error, accuracy) in enumerate(values, 1):
         checkpoint.save(seen, ARRAYS, {"seen": seen}, {"error": error, "accuracy": accuracy})
-    assert load_seen(checkpoint) == [best, 6, 7] and checkpoint.load(checkpoint.best()).meta["seen"] == best
+    assert load_seen(checkpoint) == [best, 6, 7] and checkpoint.load(checkpoint.find_best()).meta["seen"] == best
     checkpoint.save(8, ARRAYS, {"seen": 8})  # without metrics
     assert load_seen(checkpoint) == [best, 7, 8]
     again = Checkpoint(tmp_path, keep=1, keep_best=keep_best)
@@ -490,8 +490,8 @@ def test_checkpoint_best_ignores_damaged_files(tmp_path):
     for seen, error in (1, 0.5), (2, 0.1):
         path = checkpoint.save(seen, ARRAYS, {}, {"error": error})
     (path / "meta.json").write_bytes(b"{}")
-    assert checkpoint.best() == checkpoint.paths()[0]
-    assert Checkpoint(tmp_path).best() is None
+    assert checkpoint.find_best() == checkpoint.list_paths()[0]
+    assert Checkpoint(tmp_path).find_best() is None
 
 
 @pytest.mark.parametrize("wrong", [3, ("error", "least"), ("error",), (3, "max"), {"error": "max"}])

@@ -177,7 +177,7 @@ def test_recorder_writes_tensorboard_files(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
     record = {"loss": np.float32(0.5), "validation": {"error": 0.25}, "seen": 10, "rule": "BSP", "lr": np.array(0.125)}
-    TensorBoard(tmp_path / "new", purge=5).write(record)
+    TensorBoard(tmp_path / "new", purge_step=5).write(record)
     (file,) = (tmp_path / "new").iterdir()  # the file is flushed
     content, written = file.read_bytes(), {}
     while content:  # an event: 8 bytes of length, 4 of checksum, the data, 4 of checksum

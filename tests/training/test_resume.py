@@ -31,7 +31,7 @@ def build_trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean
 
 def train_with_checkpoint(folder, trainer):
     list(trainer.epochs(X, Y, 5, 1, checkpoint=Checkpoint(folder)))
-    return Checkpoint(folder).paths()[-1]
+    return Checkpoint(folder).list_paths()[-1]
 
 
 def resume_training(path, trainer):
@@ -175,7 +175,7 @@ def test_checkpoint_folder_refuses_a_second_training(fork, tmp_path):
     next(reports)
     with pytest.raises(CheckpointError, match=f"training that process {os.getpid()} on host .* is running"):
         next(build_trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))
-    assert len(resume_training(checkpoint.paths()[0], build_trainer())) == 1  # the refused training writes nothing
+    assert len(resume_training(checkpoint.list_paths()[0], build_trainer())) == 1  # the refused training writes nothing
     reports.close()
     assert len(list(build_trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))) == 2
 
@@ -200,10 +200,10 @@ def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
     values = [report.validation["mse"] for report in reports]
     best = int(np.argmin(values))
     assert len(values) == best + 4 and best >= 1
-    assert checkpoint.best() in checkpoint.paths() and len(checkpoint.paths()) <= 3
-    assert checkpoint.load(checkpoint.best()).metrics == {"loss": reports[best].loss, "mse": values[best]}
+    assert checkpoint.find_best() in checkpoint.list_paths() and len(checkpoint.list_paths()) <= 3
+    assert checkpoint.load(checkpoint.find_best()).metrics == {"loss": reports[best].loss, "mse": values[best]}
     assert compute_mse(model) > 1.05 * values[best]  # by an amount that depends on the times of EASGD's exchanges
-    assert model.trainer.restore_best() == checkpoint.best()
+    assert model.trainer.restore_best() == checkpoint.find_best()
     np.testing.assert_allclose(compute_mse(model), values[best], rtol=1e-12)
     params = np.asarray(synk.gather(model.w, nd_up=1))
     np.testing.assert_allclose(params, [model.w.get_value()] * 2, rtol=1e-12)
@@ -215,7 +215,9 @@ def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
     again.trainer.restore_best()
     np.testing.assert_allclose(compute_mse(again), values[best], rtol=1e-12)
     # Resuming from the best checkpoint is a new training, which ignores later checkpoints.
-    resumed_reports = again.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume=checkpoint.best())
+    resumed_reports = again.epochs(
+        5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume=checkpoint.find_best()
+    )
     assert next(resumed_reports).epoch == best + 2
 
 
@@ -244,7 +246,7 @@ def test_restore_best_accepts_mode_max(fork, tmp_path):
     reports = list(new_trainer.epochs(X, [], 5, 20, valid=(X, []), patience=2, checkpoint=checkpoint))
     values = [report.validation["high"] for report in reports]
     assert len(values) == np.argmax(values) + 3 < 20  # by the loss, training would have continued
-    assert checkpoint.load(checkpoint.best()).metrics["high"] == max(values)
+    assert checkpoint.load(checkpoint.find_best()).metrics["high"] == max(values)
 
 
 def test_restore_best_accepts_the_loss(fork, tmp_path):
@@ -254,7 +256,7 @@ def test_restore_best_accepts_the_loss(fork, tmp_path):
         build_trainer(rate=raise_rate_until_divergence).epochs(X, Y, 5, 20, patience=2, checkpoint=checkpoint)
     )
     assert len(reports) < 20
-    assert checkpoint.load(checkpoint.best()).metrics == {"loss": min(report.loss for report in reports)}
+    assert checkpoint.load(checkpoint.find_best()).metrics == {"loss": min(report.loss for report in reports)}
 
 
 def test_restore_best_refuses_missing_settings(fork, tmp_path):
@@ -271,7 +273,7 @@ def test_restore_best_refuses_missing_settings(fork, tmp_path):
     checkpoint = Checkpoint(tmp_path / "other", keep_best="loss")
     list(new_trainer.epochs(X, Y, 5, 2, checkpoint=checkpoint))
     new_trainer.restore_best()
-    for path in checkpoint.paths():
+    for path in checkpoint.list_paths():
         (path / "meta.json").unlink()
     with pytest.raises(CheckpointError, match="other: expected a checkpoint with loss, found none"):
         new_trainer.restore_best()

@@ -47,7 +47,7 @@ def compute_results(rule, dtypes=("float64", "float64", "float64"), **options):
     problem = ThreeDtypeRegression(dtypes)
     train = problem.train_by(rule, **options)
     losses = [np.array(train(X, Y, batch=batch)) for batch in (None, 7, 2, None)]
-    averages = [average.get_value() for average in train.ema or ()]
+    averages = [average.get_value() for average in train.get_ema() or ()]
     return [*losses, *(p.get_value() for p in problem.params), *averages, *train.get_optimizer_state()]
 
 
@@ -146,7 +146,7 @@ def train_adam(folder, epochs, shards, resume=None):
         shard_optimizer=shards,
     )
     reports = list(trainer.epochs(X, Y, 4, epochs, valid=(X, Y), checkpoint=Checkpoint(folder), resume=resume))
-    averages = [average.get_value() for average in trainer.ema]
+    averages = [average.get_value() for average in trainer.get_ema()]
     return [
         *(np.asarray(r.validation["mse"]) for r in reports[-1:]),
         *(p.get_value() for p in problem.params),

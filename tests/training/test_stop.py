@@ -70,7 +70,10 @@ def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, check_each_step,
     checkpoint = Checkpoint(tmp_path / "part")
     status, losses = run_until_exit(part.epochs(5, 2, **options, checkpoint=checkpoint))
     assert status == 128 + signal.SIGTERM and len(losses) == 1
-    assert int(checkpoint.paths()[-1].name.removeprefix("rows-")) in (50, 60)  # ranks take turns of one or two steps
+    assert int(checkpoint.list_paths()[-1].name.removeprefix("rows-")) in (
+        50,
+        60,
+    )  # ranks take turns of one or two steps
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     synk.close()
     fork(2)
@@ -89,7 +92,7 @@ def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, check_e
     part = Model(name, rate=SignalAt(0.3))
     status, losses = run_until_exit(part.epochs(2, 1, checkpoint=checkpoint))
     assert status == 128 + signal.SIGTERM and not losses
-    row = int(checkpoint.paths()[-1].name.removeprefix("rows-"))
+    row = int(checkpoint.list_paths()[-1].name.removeprefix("rows-"))
     assert 0.3 * ROWS < row <= ROWS and row % 6 == 0  # all rows, if the master's process was slow
     assert part.count_uses().sum() == row and part.count_uses().max() == 1
     stored = np.asarray(synk.gather(part.counts, nd_up=1))
@@ -150,7 +153,7 @@ def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, check_
     checkpoint = Checkpoint(tmp_path, every=1, keep_best="mse")
     options = {"valid": (X, Y), "checkpoint": checkpoint}
     list(Model("BSP").epochs(5, 4, **options))
-    first, stale, *_ = checkpoint.paths()
+    first, stale, *_ = checkpoint.list_paths()
     before = checkpoint.load(stale).metrics
 
     def reports_until_signal(resume, **others):
@@ -163,7 +166,7 @@ def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, check_
         SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoint=new_checkpoint)
     )
     assert status == 128 + signal.SIGTERM and len(losses) == 1
-    assert checkpoint.paths() == [first, stale]
+    assert checkpoint.list_paths() == [first, stale]
     after = checkpoint.load(stale).metrics
     assert after["loss"] == losses[0] != before["loss"] and after["mse"] != before["mse"]
 
@@ -193,17 +196,17 @@ def test_signal_saves_no_nan_loss(fork, tmp_path, check_each_step):
     model = Model("BSP", rate=SignalAt(0.3))
     model.w.set_value(np.full(4, np.nan))
     status, _ = run_until_exit(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path)))
-    assert status == 128 + signal.SIGTERM and not Checkpoint(tmp_path).paths()
+    assert status == 128 + signal.SIGTERM and not Checkpoint(tmp_path).list_paths()
 
 
 def test_signal_after_the_training_loop_ends_the_process(tmp_path):
     code = f"""
         import signal, sys
         sys.path.insert(0, {str(SUPPORT)!r})
-        from synkhronos.training.loops.stop_signals import StopSignals
+        from synkhronos.training.loops.stop_signals import StopSignalHandler
 
         def reports():
-            with StopSignals(30.0):
+            with StopSignalHandler(30.0):
                 yield 1
                 yield 2
 
@@ -281,7 +284,7 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
         _, errors = process.communicate(timeout=60)
         if how == "all at once":
             assert process.returncode == 128 + signal.SIGTERM
-            newest = Checkpoint(tmp_path / "checkpoints").paths()[-1]
+            newest = Checkpoint(tmp_path / "checkpoints").list_paths()[-1]
             assert f"SIGTERM: training ends; go on with resume={str(newest)!r}" in errors
             assert Checkpoint(tmp_path / "checkpoints").load(newest).meta["epoch"] >= 2
         else:
@@ -295,13 +298,13 @@ def test_signal_stops_all_ranks_after_the_same_round():
     """Two hosts' pools of ranks count their batches separately."""
     from synkhronos.training.trainer.local_step_loop import LocalStepLoop
 
-    plan = SimpleNamespace(pools=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
+    plan = SimpleNamespace(rank_groups=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
     taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
     loop = LocalStepLoop.__new__(LocalStepLoop)
-    loop.plan, loop._batches_taken, loop.max_steps_per_launch = plan, taken, 2
-    loop.exchanger = SimpleNamespace(count_steps_left=lambda: 64)
-    loop.meter = SimpleNamespace(time=lambda _: threading.Lock())
+    loop.plan, loop._n_batches_taken, loop.max_steps_per_launch = plan, taken, 2
+    loop.exchanger = SimpleNamespace(update_steps_left=lambda: 64)
+    loop.meter = SimpleNamespace(time_activity=lambda _: threading.Lock())
     seen = {0: [], 2: []}
     try:
         stop_signals._requested_stop = signal.SIGTERM

@@ -268,7 +268,7 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
     fork_ranks(2)
     resumed = Model(name, noise=name == "BSP")
     checkpoint = Checkpoint(tmp_path / "three", keep=9)
-    others = list(resumed.epochs(epochs=3, valid=(X, Y), resume=checkpoint.path(ROWS)))
+    others = list(resumed.epochs(epochs=3, valid=(X, Y), resume=checkpoint.get_path(ROWS)))
     assert [report.seen for report in others] == [report.seen for report in reports[1:]]
     if name in SYNCHRONOUS:
         np.testing.assert_array_equal(values, resumed.values())

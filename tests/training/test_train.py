@@ -458,6 +458,6 @@ def test_train_state_resumes_on_other_ranks(rule):
         np.testing.assert_array_equal(value, shared.get_value())
     np.testing.assert_allclose(losses, expected, rtol=1e-9)
     # Parameters and state are all that the rule updates; the serial function has the same variables in the same order.
-    assert {id(v) for v in trained} == {id(v) for v in train._graph.rule.param_updates}
+    assert {id(v) for v in trained} == {id(v) for v in train._graph.rule_updates.param_updates}
     for value, expected_value in zip(saved, [*alone.params, *train_alone.optimizer_state], strict=True):
         np.testing.assert_allclose(value, expected_value.get_value(), rtol=1e-9)

@@ -56,17 +56,17 @@ def test_train_with_clip_and_ema_equals_one_process(n_ranks, num_slices):
     for make in (make_train_function, make_train_function_serial):
         problem = LinearRegression()
         train = problem.train_by(make, **options)
-        assert train.optimizer_state[0] is train.ema[0]
+        assert train.optimizer_state[0] is train.get_ema()[0]
         for n in range(1, 8):
             train(X, Y)
             w, average = train_in_numpy(n, 0.5, 0.8)
             np.testing.assert_allclose(problem.w.get_value(), w, rtol=1e-10)
-            np.testing.assert_allclose(train.ema[0].get_value(), average, rtol=1e-10)
+            np.testing.assert_allclose(train.get_ema()[0].get_value(), average, rtol=1e-10)
     together = LinearRegression()
     train = together.train_by(make_train_function, **options)
     train.steps(X, Y, batches=[7] * 4)
     w, average = train_in_numpy(4, 0.5, 0.8, rows=slice(7))
-    for variable, expected in ((together.w, w), (train.ema[0], average)):
+    for variable, expected in ((together.w, w), (train.get_ema()[0], average)):
         for value in np.asarray(synk.gather(variable)).reshape(n_ranks, 3):
             np.testing.assert_allclose(value, expected, rtol=1e-10)
 
@@ -76,7 +76,7 @@ def test_ema_starts_at_the_initial_parameters():
     train = problem.train_by(make_train_function_serial, ema=0.9)
     problem.w.set_value(np.array([1.0, -2.0, 3.0]))  # where the gradient is 0
     train(X, Y)
-    np.testing.assert_allclose(train.ema[0].get_value(), [1.0, -2.0, 3.0], rtol=1e-12)
+    np.testing.assert_allclose(train.get_ema()[0].get_value(), [1.0, -2.0, 3.0], rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,17 @@ def test_ema_is_at_least_float32(dtype, expected):
     w = library.shared(np.ones(2, dtype), "w")
     x = T.matrix("x", dtype=dtype)
     train = make_train_function_serial((x * w).mean(), [w], x, [], sgd, learning_rate=0.5, ema=0.999, clip_norm=1e3)
-    assert train.ema[0].dtype == expected
+    assert train.get_ema()[0].dtype == expected
     average = np.ones(2)
     for _ in range(3):
         train(np.ones((4, 2), dtype), [])
         average = 0.999 * average + 0.001 * w.get_value().astype("float64")
-        np.testing.assert_allclose(train.ema[0].get_value(), average, rtol=1e-6)
+        np.testing.assert_allclose(train.get_ema()[0].get_value(), average, rtol=1e-6)
 
 
 def test_ema_is_none_by_default():
     train = LinearRegression().train_by(make_train_function_serial, adam)
-    assert train.ema is None
+    assert train.get_ema() is None
     assert [variable.name for variable in train.optimizer_state] == ["t", "w_m", "w_v"]
 
 
@@ -128,7 +128,7 @@ def compute_mse(w):
 def test_trainer_validates_and_saves_ema(n_ranks, tmp_path):
     options = {"clip_norm": 0.5, "ema": 0.9, "num_slices": 2}
     problem, trainer, reports = train_adam(tmp_path, 3, validate_ema=True, **options)
-    average = trainer.ema[0].get_value()
+    average = trainer.get_ema()[0].get_value()
     np.testing.assert_allclose(reports[-1].validation["mse"], compute_mse(average), rtol=1e-10)
     other, _, plain = train_adam(None, 3, **options)
     np.testing.assert_array_equal(other.w.get_value(), problem.w.get_value())
@@ -138,7 +138,7 @@ def test_trainer_validates_and_saves_ema(n_ranks, tmp_path):
     train_adam(tmp_path / "half", 1, **options)
     resumed, trainer, _ = train_adam(tmp_path / "half", 3, resume="latest", **options)
     np.testing.assert_array_equal(resumed.w.get_value(), problem.w.get_value())
-    np.testing.assert_array_equal(trainer.ema[0].get_value(), average)
+    np.testing.assert_array_equal(trainer.get_ema()[0].get_value(), average)
     for change in ({"ema": 0.8}, {"clip_norm": 1.0}, {"clip_norm": None}, {"ema": None}):
         with pytest.raises(CheckpointError):
             train_adam(tmp_path / "half", 4, resume="latest", **{**options, **change})
@@ -193,7 +193,7 @@ def make_mean_problem(make, dtype="float16", **options):
 def test_loss_scale_overflow_on_one_rank_skips_the_step(n_ranks):
     for make in (make_train_function, make_train_function_serial):
         w, train, state = make_mean_problem(make, ema=0.5)
-        scale, average = state["loss_scale"], train.ema[0]
+        scale, average = state["loss_scale"], train.get_ema()[0]
 
         def values(variable, make=make):
             gathered = (
@@ -228,7 +228,7 @@ def test_extra_updates_are_averaged_with_clipped_gradients(n_ranks):
             train(X, Y)
             w, average = train_in_numpy(n, 0.5, 0.8)
             np.testing.assert_allclose(problem.w.get_value(), w, rtol=1e-10)
-            np.testing.assert_allclose(train.ema[0].get_value(), average, rtol=1e-10)
+            np.testing.assert_allclose(train.get_ema()[0].get_value(), average, rtol=1e-10)
             np.testing.assert_allclose(mean.get_value(), X.mean(axis=0), rtol=1e-10)
 
 

@@ -176,7 +176,7 @@ def test_resume_refuses_mixing_asynchronous_and_synchronous(fork, tmp_path):
     with pytest.raises(
         CheckpointError, match="of EASGD with asynchronous=False, got asynchronous=True: asynchronous and"
     ):
-        list(trainer(True).epochs(X, [], 5, 2, resume=Checkpoint(tmp_path).paths()[0]))
+        list(trainer(True).epochs(X, [], 5, 2, resume=Checkpoint(tmp_path).list_paths()[0]))
 
 
 def test_early_stop_uses_only_validation(fork, tmp_path):
@@ -324,7 +324,7 @@ def test_nan_loss_stops_before_a_checkpoint(fork, tmp_path):
             pytest.raises(FloatingPointError, match="learning rate of 1e\\+200 may be too high"),
         ):
             list(model.epochs(5, 9, checkpoint=Checkpoint(tmp_path / name, every=1)))
-        for path in Checkpoint(tmp_path / name).paths():
+        for path in Checkpoint(tmp_path / name).list_paths():
             arrays = Checkpoint(tmp_path / name).load(path).arrays
             assert math.isfinite(Checkpoint(tmp_path / name).load(path).meta["seen"]) and arrays
 
@@ -393,7 +393,7 @@ def test_resume_truncates_records(fork, tmp_path):
     fork(2)
     checkpoint, recorder = Checkpoint(tmp_path / "c", every=2), Recorder(tmp_path / "r", every=1)
     list(Model("LocalSGD").epochs(5, 3, checkpoint=checkpoint, recorder=recorder))
-    paths = checkpoint.paths()
+    paths = checkpoint.list_paths()
     assert [checkpoint.load(path).meta["seen"] for path in paths] == [2 * ROWS, 3 * ROWS]
     list(Model("LocalSGD").epochs(5, 3, checkpoint=checkpoint, recorder=recorder, resume=paths[0]))
     files = read_records(tmp_path / "r")
@@ -468,7 +468,7 @@ def test_checkpoint_folder_is_locked_by_a_trainer(fork, tmp_path):
     with pytest.raises(CheckpointError, match="rows-0+[1-9][0-9]* is of another training: go on from there with"):
         next(Model("LocalSGD").epochs(5, 1, checkpoint=checkpoint))
     list(model.epochs(5, 2, checkpoint=checkpoint))  # the same model continues
-    assert [checkpoint.load(path).meta["epoch"] for path in checkpoint.paths()] == [1, 2]
+    assert [checkpoint.load(path).meta["epoch"] for path in checkpoint.list_paths()] == [1, 2]
 
 
 def test_resume_refuses_a_checkpoint_of_something_else(fork, tmp_path):
@@ -487,7 +487,7 @@ def test_resume_refuses_a_checkpoint_of_something_else(fork, tmp_path):
         next(Model("EASGD").epochs(5, 2, checkpoint=checkpoint, resume="latest"))
     with pytest.raises(CheckpointError, match="the order of rows would be another"):
         next(Model("LocalSGD").epochs(5, 2, seed=1, checkpoint=checkpoint, resume="latest"))
-    state = next(iter(checkpoint.paths())) / "state.safetensors"
+    state = next(iter(checkpoint.list_paths())) / "state.safetensors"
     state.write_bytes(state.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="is damaged"):
         next(Model("LocalSGD").epochs(5, 2, checkpoint=checkpoint, resume="latest"))
@@ -528,7 +528,7 @@ def test_data_that_grow_resume_at_the_end_of_an_epoch(fork, tmp_path):
     fork(2)
     model, checkpoint = Model("LocalSGD"), Checkpoint(tmp_path, keep=9)
     list(model.epochs(5, 1, rows=40, every=3, checkpoint=checkpoint))
-    within, end = checkpoint.paths()
+    within, end = checkpoint.list_paths()
     again = Model("LocalSGD")
     (report,) = again.epochs(5, 2, checkpoint=checkpoint, resume=end)
     assert report.seen == 40 + ROWS and set(again.count_uses()) == {1.0, 2.0}

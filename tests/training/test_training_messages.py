@@ -162,12 +162,12 @@ def test_schedule_that_returns_no_number_ends_training(model, rule):
 SCHEDULES = {
     "steps, a factor of 0": (lambda: schedules.steps(0.1, {3: 0}), "factors"),
     "steps, a list": (lambda: schedules.steps(0.1, [3]), "factors"),
-    "cosine, a word": (lambda: schedules.cosine(0.1, 10, "0"), "least"),
+    "cosine, a word": (lambda: schedules.cosine(0.1, 10, "0"), "min_rate"),
     "cosine, no epoch": (lambda: schedules.cosine(0.1, 0), "epochs"),
     "warmup, a word": (lambda: schedules.warmup(0.1, 5, "0"), "start"),
-    "scaled, half a rank": (lambda: schedules.scaled(0.1, 0.5), "n"),
+    "scaled, half a rank": (lambda: schedules.scaled(0.1, 0.5), "n_ranks"),
     "plateau, no patience": (lambda: schedules.plateau(0.1, patience=0), "patience"),
-    "plateau, a word": (lambda: schedules.plateau(0.1, least="0"), "least"),
+    "plateau, a word": (lambda: schedules.plateau(0.1, min_rate="0"), "min_rate"),
 }
 
 

@@ -87,5 +87,5 @@ def test_own_update_rule_is_checked_and_documented():
         "2.875",
     ):
         assert words in clipped_mean.__doc__
-    with pytest.raises(KeyError, match="most"):
+    with pytest.raises(TypeError, match="expected a description of most"):
         update_rule("", 0)(lambda p, g, c, most: {})

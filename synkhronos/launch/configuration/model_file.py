@@ -11,12 +11,12 @@ from pathlib import Path
 from synkhronos.launch.configuration.settings import SettingsError
 
 
-def find_module(name: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
+def find_module(path_or_module: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
     """Find the file of the model class, without importing it; return a folder for `sys.path`, and the module's name.
 
     Parameters
     ----------
-    name : str
+    path_or_module : str
         A path such as ``models/mlp.py``, or a module such as ``models.mlp``.
     class_name : str
         Name of the model class.
@@ -28,12 +28,12 @@ def find_module(name: str, class_name: str, folders: Sequence[str]) -> tuple[str
     SettingsError
         If the file does not exist, has a syntax error, or does not define the class.
     """
-    path, folder = _find_file(name, folders)
+    path, folder = _find_file(path_or_module, folders)
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
         raise SettingsError(f"modelfile: {path}, line {error.lineno}: {error.msg}") from None
-    names = _find_names(tree)
+    names = _find_bound_names(tree)
     if class_name not in names and "*" not in names:
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         raise SettingsError(f"modelclass: {path} has no {class_name!r}: it has {', '.join(classes) or 'no class'}")
@@ -48,27 +48,27 @@ def find_module(name: str, class_name: str, folders: Sequence[str]) -> tuple[str
     return str(folder), module
 
 
-def _find_file(name: str, folders: Sequence[str]) -> tuple[Path, Path]:
+def _find_file(path_or_module: str, folders: Sequence[str]) -> tuple[Path, Path]:
     """Find the file, and the folder to which the module's name is relative."""
-    if name.endswith(".py"):
+    if path_or_module.endswith(".py"):
         for folder in folders:
-            path = Path(folder, name)
+            path = Path(folder, path_or_module)
             if path.is_file():
-                is_inside = not os.path.isabs(name) and ".." not in Path(name).parts
+                is_inside = not os.path.isabs(path_or_module) and ".." not in Path(path_or_module).parts
                 return path.absolute(), Path(folder).absolute() if is_inside else path.absolute().parent
-        raise SettingsError(f"modelfile: there is no file {name} in {' or '.join(dict.fromkeys(folders))}")
-    relative = name.replace(".", "/")
+        raise SettingsError(f"modelfile: there is no file {path_or_module} in {' or '.join(dict.fromkeys(folders))}")
+    relative = path_or_module.replace(".", "/")
     for folder in [*folders, *sys.path]:
         for path in (Path(folder, f"{relative}.py"), Path(folder, relative, "__init__.py")):
             if path.is_file():
                 return path.absolute(), Path(folder).absolute()
     raise SettingsError(
-        f"modelfile: expected a file or a module, got {name!r}: there is no {relative}.py in "
+        f"modelfile: expected a file or a module, got {path_or_module!r}: there is no {relative}.py in "
         f"{' or '.join(dict.fromkeys(folders))}, nor where Python looks for modules"
     )
 
 
-def _find_names(tree: ast.Module) -> set[str]:
+def _find_bound_names(tree: ast.Module) -> set[str]:
     """Find the names that a module binds at its top level, also within ``if`` or ``try``."""
     names: set[str] = set()
     stack: list[ast.AST] = list(tree.body)

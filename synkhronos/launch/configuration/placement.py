@@ -7,7 +7,7 @@ from typing import Any
 
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, parse_hosts, read_mpi_rank_and_size
-from synkhronos.launch.configuration.settings import SettingsError, convert_errors
+from synkhronos.launch.configuration.settings import SettingsError, convert_to_settings_error
 from synkhronos.ranks import count_available_cores
 
 
@@ -41,20 +41,20 @@ def split_devices(devices: Any) -> list[str]:
     return [name.strip() for name in devices if name.strip()]
 
 
-def _choose_devices(devices: Any, count: int | None) -> tuple[str, ...]:
+def _choose_devices(devices: Any, n_ranks: int | None) -> tuple[str, ...]:
     """Choose the device of each rank; by default a rank for each visible GPU, or without GPUs for each core."""
     n_gpu = get_n_gpu()
     if devices is None:
-        if n_gpu and count is not None and count > n_gpu:
-            raise SettingsError(f"ranks: expected at most {n_gpu}, one for each GPU, got {count}; or devices = 'cpu'")
-        return tuple(f"cuda{i}" for i in range(n_gpu)[:count]) or ("cpu",) * (count or count_available_cores())
+        if n_gpu and n_ranks is not None and n_ranks > n_gpu:
+            raise SettingsError(f"ranks: expected at most {n_gpu}, one for each GPU, got {n_ranks}; or devices = 'cpu'")
+        return tuple(f"cuda{i}" for i in range(n_gpu)[:n_ranks]) or ("cpu",) * (n_ranks or count_available_cores())
     names = split_devices(devices)
     if not names:
         raise SettingsError(f"devices: expected at least one name, such as cuda0 or cpu, got {devices!r}")
-    if names == ["cpu"] and count is not None:
-        names *= count
-    if count is not None and count != len(names):
-        raise SettingsError(f"ranks: expected {len(names)}, the number of devices, got {count}")
+    if names == ["cpu"] and n_ranks is not None:
+        names *= n_ranks
+    if n_ranks is not None and n_ranks != len(names):
+        raise SettingsError(f"ranks: expected {len(names)}, the number of devices, got {n_ranks}")
     if set(names) == {"cpu"}:
         return tuple(names)
     chosen = []
@@ -83,7 +83,7 @@ def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
     """Parse hosts and their numbers of ranks, None if unset; return no hosts for this machine alone."""
     if isinstance(hosts, str) and hosts != "all":
         hosts = [host for host in hosts.split(",") if host.strip()]
-    with convert_errors():
+    with convert_to_settings_error():
         parsed = parse_hosts([] if hosts is None else hosts)
     if parsed and (process := read_mpi_rank_and_size()) is not None:
         raise SettingsError(

@@ -22,8 +22,8 @@ from synkhronos.launch.configuration.settings import (
     Settings,
     SettingsError,
     check_model_options,
-    convert_errors,
-    find_rule_name,
+    convert_to_settings_error,
+    normalize_rule_name,
 )
 from synkhronos.launch.configuration.sources import merge_sources
 from synkhronos.training.checkpoints.checkpoint import list_checkpoints
@@ -74,7 +74,7 @@ def resolve_settings(
     pythonpath, module = find_module(name, class_name, [os.fspath(folder) for folder in folders if folder])
     n_ranks = None if merged.get("ranks") is None else _check_integer(merged["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
     devices, hosts = choose_placement(merged.get("devices"), merged.get("hosts"), n_ranks)
-    rule = find_rule_name(_get_text(merged, "rule") or Settings.rule)
+    rule = normalize_rule_name(_get_text(merged, "rule") or Settings.rule)
     others = {key: check(merged[key], key) for key, check in _CHECKS.items() if merged.get(key) is not None}
     settings = Settings(
         modelfile=module,
@@ -87,7 +87,7 @@ def resolve_settings(
         folder=os.path.abspath(_get_path(merged, "folder") or _make_folder_name(class_name, rule)),
         config=_check_config(merged),
         model_options=_check_model_options(merged),
-        keep_best=_check_metric(merged.get("keep_best")),
+        keep_best=_check_keep_best(merged.get("keep_best")),
         resume=_get_path(merged, "resume"),
         **others,
     )
@@ -141,15 +141,15 @@ def _check_table(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = settings.get(key, {})
     if not isinstance(value, Mapping):
         raise SettingsError(f"{key}: expected a table of names and values, got {value!r}")
-    with convert_errors(f"{key}: expected numbers, strings, lists and tables: "):
+    with convert_to_settings_error(f"{key}: expected numbers, strings, lists and tables: "):
         json.dumps(value)  # `Settings.save` writes them
     return dict(value)
 
 
-def _check_metric(value: Any) -> list[str] | None:
+def _check_keep_best(value: Any) -> list[str] | None:
     if value is None:
         return None
-    with convert_errors():
+    with convert_to_settings_error():
         name, mode = parse_monitored_metric(value, "keep_best")
     if name not in _METRICS:
         raise SettingsError(f"keep_best: expected one of {', '.join(_METRICS)}, got {name!r}")
@@ -166,13 +166,13 @@ def _check_config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_model_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     options = _check_table(settings, "model_options")
-    with convert_errors("model_options."):
+    with convert_to_settings_error("model_options."):
         check_model_options(options)
     return options
 
 
 def _check_integer(value: Any, key: str, minimum: int, maximum: int | None = None) -> int:
-    with convert_errors():
+    with convert_to_settings_error():
         checked = check_at_least(value, key, minimum)
     if maximum is not None and checked > maximum:
         raise SettingsError(f"{key}: expected at most {maximum}, got {checked}")
@@ -193,7 +193,7 @@ def _check_flag(value: Any, key: str) -> bool:
 
 
 def _check_on_death(value: Any, key: str) -> str:
-    with convert_errors():
+    with convert_to_settings_error():
         return check_choice(value, key, ("stop", "continue"))
 
 

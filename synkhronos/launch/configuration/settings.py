@@ -31,8 +31,8 @@ class SettingsError(ValueError):
 
 
 @contextmanager
-def convert_errors(prefix: str = "") -> Iterator[None]:
-    """Convert errors of a check of arguments to SettingsError, with a prefix of the message."""
+def convert_to_settings_error(prefix: str = "") -> Iterator[None]:
+    """Convert errors of argument checks in a ``with`` block to SettingsError, with a prefix of the message."""
     try:
         yield
     except (TypeError, ValueError, OSError) as error:
@@ -117,7 +117,7 @@ class Settings:
                     f"rule_options.average: expected 'gradient' or 'params', got {options['average']!r}"
                 )
             options = {**options, "average": "params"}
-        with convert_errors("rule_options: "):
+        with convert_to_settings_error("rule_options: "):
             return rule_class(**options)
 
     @property
@@ -137,17 +137,12 @@ class Settings:
     @classmethod
     def load(cls, folder: str) -> Settings:
         """Read the settings that `save` has written into a run's folder."""
-        settings = rename_old_keys(json.loads(Path(folder, SETTINGS_FILE).read_text()))
+        settings = json.loads(Path(folder, SETTINGS_FILE).read_text())
         return cls(**{**settings, "devices": tuple(settings["devices"]), "hosts": tuple(settings["hosts"])})
 
 
 #: Keys of session files, the environment and ``--set``; ``model`` sets both ``modelfile`` and ``modelclass``.
 SETTING_KEYS = ("model", "ranks", *(setting.name for setting in dataclasses.fields(Settings)))
-
-
-def rename_old_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by today's names: ``pythonpath`` was called ``root``."""
-    return {"pythonpath" if key == "root" else key: value for key, value in settings.items()}
 
 
 def check_model_options(options: Mapping[str, Any]) -> None:
@@ -158,12 +153,12 @@ def check_model_options(options: Mapping[str, Any]) -> None:
     check_step_options(options)
 
 
-def find_rule_name(text: str) -> str:
-    """Return the name of a rule's class, for its name in upper or lower case."""
-    if text.lower() not in RULE_CLASSES:
+def normalize_rule_name(name: str) -> str:
+    """Return the name of a rule's class from its name in upper or lower case."""
+    if name.lower() not in RULE_CLASSES:
         names = ", ".join(sorted(kind.__name__ for kind in RULE_CLASSES.values()))
-        raise SettingsError(f"rule: expected one of {names}, got {text!r}")
-    return RULE_CLASSES[text.lower()].__name__
+        raise SettingsError(f"rule: expected one of {names}, got {name!r}")
+    return RULE_CLASSES[name.lower()].__name__
 
 
 def get_rule_options(rule: rules.Rule) -> dict[str, Any]:
@@ -179,12 +174,12 @@ def get_rule_options(rule: rules.Rule) -> dict[str, Any]:
     return options
 
 
-def merge_tables(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge settings of one source; later ones override earlier ones, and tables are merged entry by entry."""
-    joined: dict[str, Any] = {}
-    for piece in pieces:
-        for key, value in piece.items():
-            if isinstance(value, Mapping) and isinstance(joined.get(key), Mapping):
-                value = {**joined[key], **value}
-            joined[key] = value
-    return joined
+def merge_tables(tables: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge settings; later tables override earlier ones, and nested tables are merged entry by entry."""
+    merged: dict[str, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+                value = {**merged[key], **value}
+            merged[key] = value
+    return merged

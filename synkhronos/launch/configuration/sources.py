@@ -12,7 +12,7 @@ from typing import Any
 
 from synkhronos.launch.configuration import theano_mpi_session
 from synkhronos.launch.configuration.placement import split_devices
-from synkhronos.launch.configuration.settings import SETTING_KEYS, SettingsError, merge_tables, rename_old_keys
+from synkhronos.launch.configuration.settings import SETTING_KEYS, SettingsError, merge_tables
 
 #: Prefix of environment variables that are settings.
 ENVIRONMENT_PREFIX = "SYNKHRONOS_"
@@ -42,7 +42,6 @@ def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise SettingsError(f"{path}: {error}") from None
     if not isinstance(settings, dict):
         raise SettingsError(f"{path}: expected settings by name, got {settings!r}")
-    settings = rename_old_keys(settings)
     _check_keys(settings, str(path))
     return settings
 

@@ -18,17 +18,23 @@ _SYNC_TYPES: dict[str, dict[str, Any]] = {
     "cdd": {"rule_options": {"average": "gradient"}},
     "swap": {"rule": "Swap"},
 }
-_STRATEGIES: dict[str, dict[str, Any]] = {
+_EXCH_STRATEGIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ar", "nccl32", "asa32", "copper"), {}),
     **dict.fromkeys(("nccl16", "asa16", "copper16"), {"rule_options": {"precision": "float16"}}),
 }
 #: Names of these keys in all versions of Theano-MPI, in lower case and without "_".
 _EXCHANGE_KEYS = {
     **dict.fromkeys(("bspsynctype", "synctype", "syncrule"), _SYNC_TYPES),
-    **dict.fromkeys(("bspexchstrategy", "exchstrategy", "exchstrat", "strategy"), _STRATEGIES),
+    **dict.fromkeys(("bspexchstrategy", "exchstrategy", "exchstrat", "strategy"), _EXCH_STRATEGIES),
 }
-#: Other keys, and their settings.
-_KEYS = {"rule": "rule", "modelfile": "modelfile", "modelclass": "modelclass", "bind": "bind", "session": "folder"}
+#: Names of settings by the other keys.
+_SETTINGS_BY_KEY = {
+    "rule": "rule",
+    "modelfile": "modelfile",
+    "modelclass": "modelclass",
+    "bind": "bind",
+    "session": "folder",
+}
 #: A quoted string, an escape, or a character of a word.
 _WORD_PART = r"""'[^']*'|"(?:[^"\\]|\\.)*+"|\\.|[^\s'"\\();\#]"""
 _WORD = rf"(?:{_WORD_PART})(?:{_WORD_PART}|\#)*+"
@@ -126,8 +132,8 @@ def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
                 if not value.isdecimal():
                     raise ValueError(f"{key}: expected a number of ranks, got {value!r}")
                 settings["ranks"] = int(value)
-        elif name in _KEYS:
-            settings[_KEYS[name]] = value
+        elif name in _SETTINGS_BY_KEY:
+            settings[_SETTINGS_BY_KEY[name]] = value
         else:
             raise ValueError(
                 f"{key!r} is not a setting: expected RULE, MODELFILE, MODELCLASS, DEVICES, SIZE, BIND, SESSION, "
@@ -180,7 +186,7 @@ def _normalize_key(key: str) -> str:
 def _unquote(word: str) -> str:
     """Remove the quotation marks and escapes of a word, as bash does; refuse expansions and operators."""
 
-    def value(match: re.Match[str]) -> str:
+    def unquote_piece(match: re.Match[str]) -> str:
         piece = match[0]
         if piece[0] == "'":
             return piece[1:-1]
@@ -190,4 +196,4 @@ def _unquote(word: str) -> str:
             return re.sub(r"\\([\"\\$`\n])", lambda m: "" if m[1] == "\n" else m[1], piece[1:-1])
         return piece[1:].replace("\n", "") if piece[0] == "\\" else piece
 
-    return re.sub(rf"{_WORD_PART}|\#", value, word, flags=re.DOTALL)
+    return re.sub(rf"{_WORD_PART}|\#", unquote_piece, word, flags=re.DOTALL)

@@ -38,12 +38,12 @@ def _copy_batches(batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[tuple[n
     return (tuple(np.array(array) for array in batch) for batch in batches)
 
 
-def _as_dict(updates: Any) -> dict[Any, Any]:
+def _to_update_dict(updates: Any) -> dict[Any, Any]:
     """Return the updates of Lasagne's or this library's rules as a dict."""
     return build_local_updates(updates) if isinstance(updates, RuleUpdates) else dict(updates)
 
 
-def _copy_value(shared: Any) -> Any:
+def _snapshot_value(shared: Any) -> Any:
     """Return a snapshot of a variable's value; on a GPU it may not be computed yet."""
     value = get_library(shared).borrow_value(shared)
     return get_array_device(value).snapshot(value)
@@ -88,13 +88,13 @@ class Model:
         ``model_options``.  With one of them BSP reduces gradients, so that the result equals that of one process.
     validate_ema : bool
         Whether the averages of `ema` are validated, and written into ``params.npz``, instead of the parameters.
-    trained : list of shared variables
+    trainable_params : list of shared variables
         The `params` that `build` sets; afterwards `params` also has the running averages.
     ema_params : list of shared variables or None
-        Moving averages of `trained`, at least float32; None without the option `ema`.
+        Moving averages of `trainable_params`, at least float32; None without the option `ema`.
     vels, vels2 : list of shared variables
         The gradient's vector, if BSP reduces gradients; empty otherwise.
-    shown : list of shared variables
+    step_outputs : list of shared variables
         Cost, error and weight of the last step; the latter two if the model has them.
     """
 
@@ -115,12 +115,12 @@ class Model:
     loss: Any
     #: Set by `build`, if the model has one.
     error: Any = None
-    #: Number of items that `loss`, `error` and `tested` are means over, if these are not the rows: a scalar variable,
-    #: such as ``mask.sum()``.  Reported costs and errors are weighted by it; a batch of weight 0 has no effect on them.
+    #: Number of items that `loss`, `error` and `val_outputs` are means over, if these are not the rows: a scalar
+    #: variable such as ``mask.sum()``.  Reported costs and errors are weighted by it; a batch of weight 0 is ignored.
     weight: Any = None
     #: Outputs of validation: cost, error, top-5 error; default: `loss` and `error`.  Set it for a network with dropout
     #: or batch normalization, to its deterministic outputs.
-    tested: Sequence[Any] | None = None
+    val_outputs: Sequence[Any] | None = None
     #: Running averages: the expression of each variable's next value.  Ranks exchange them like parameters.
     averages: Mapping[Any, Any] = MappingProxyType({})
 
@@ -147,17 +147,17 @@ class Model:
             n_batch_val = len(range(self.rank * self.batch_size, n_val, self.size * self.batch_size))
         else:
             val_rows = get_share(n_val, self.size, self.rank)
-            self._val = [array[val_rows] for array in self.val_data]
+            self._val_arrays = [array[val_rows] for array in self.val_data]
             n_batch_val = -(-len(range(n_val)[val_rows]) // self.batch_size)
         self.data = SimpleNamespace(n_batch_train=rows // self.batch_size, n_batch_val=n_batch_val)
         self._batches_epoch = -1
         self._val_batches: Iterator[tuple[np.ndarray, ...]] | None = None
         self.build()
-        self.trained = list(self.params)
-        self.params = [*self.trained, *self.averages]
+        self.trainable_params = list(self.params)
+        self.params = [*self.trainable_params, *self.averages]
 
     def build(self) -> None:
-        """Set ``inputs``, ``params``, ``loss``, and optionally ``error``, ``weight``, ``tested`` and ``averages``."""
+        """Set `inputs`, `params`, `loss`, and optionally `error`, `weight`, `val_outputs` and `averages`."""
         raise NotImplementedError(f"{type(self).__name__}.build()")
 
     def load(self) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -186,7 +186,7 @@ class Model:
     @property
     def step_options(self) -> dict[str, Any]:
         """The options of the step that differ from their defaults."""
-        return StepOptions(**self._read_options()).changed
+        return StepOptions(**self._read_options()).non_defaults
 
     def _read_options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in MODEL_OPTIONS}
@@ -202,38 +202,41 @@ class Model:
         library = get_library(self.loss)
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
         outputs = [self.loss] if self.error is None else [self.loss, self.error]
-        tested, is_sliced = list(self.tested or outputs), self.num_slices > 1
+        tested, is_sliced = list(self.val_outputs or outputs), self.num_slices > 1
         if self.weight is not None:
             outputs.append(self.weight)
             tested.append(self.weight)
         elif not self.rank:
             means = dict(zip(("loss", "error"), outputs, strict=False))
-            means |= {f"tested[{i}]": output for i, output in enumerate(self.tested or ())}
+            means |= {f"val_outputs[{i}]": output for i, output in enumerate(self.val_outputs or ())}
             warn_of_varying_denominators(means, self.inputs, 1)
         # Variables, not outputs: PyTensor waits for the outputs of a JAX function, so batches would not overlap.
-        self.shown = [library.shared(np.zeros((), output.dtype)) for output in outputs]
+        self.step_outputs = [library.shared(np.zeros((), output.dtype)) for output in outputs]
         if sync_type == "cdd" or self.step_options:
             new_values = self._compile_update(library)
         else:
-            new_values = {**_as_dict(self.updates(self.loss, self.trained, self.shared_lr)), **self.averages}
+            new_values = {
+                **_to_update_dict(self.updates(self.loss, self.trainable_params, self.shared_lr)),
+                **self.averages,
+            }
         if is_sliced:
             new_values |= self._average_slices(library, outputs)
         else:
-            new_values |= zip(self.shown, outputs, strict=True)
+            new_values |= zip(self.step_outputs, outputs, strict=True)
         self.train_fn = library.function(list(self.inputs), [], updates=list(new_values.items()))
         if is_sliced:
-            sums = [*self.vels, *self.shown]
+            sums = [*self.vels, *self.step_outputs]
             zeros = [(shared, library.tensor.zeros_like(shared)) for shared in sums]
             self._clear_fn = library.function([], [], updates=zeros)
         if self.validate_ema:
-            tested = replace_params(tested, self.trained, self.ema_params)
+            tested = replace_params(tested, self.trainable_params, self.ema_params)
         self.val_fn = library.function(list(self.inputs), tested)
 
     def _compile_update(self, library: Any) -> dict[Any, Any]:
         """Compile the update of the parameters from the gradient's vector; return the updates of the gradient."""
         training = TrainingGraph.build(
             loss=self.loss,
-            params=self.trained,
+            params=self.trainable_params,
             x=list(self.inputs),
             y=[],
             update_rule=self._update_by_gradients,
@@ -243,8 +246,8 @@ class Model:
             weight=self.weight,
             is_serial=True,
         )
-        rule, _ = append_averaged_updates(training.rule, training.extra_updates, training.x[0])
-        equal = {u.shared: u.expression for u in training.extra_updates if not u.differs}
+        rule, _ = append_averaged_updates(training.rule_updates, training.extra_updates, training.x[0])
+        equal = {u.shared: u.expression for u in training.extra_updates if not u.may_differ}
         self.ema_params, vector = training.ema, rule.grad_shared
         self.vels = self.vels2 = [vector]
         self._apply_fn = library.function([], [], updates=list({**rule.param_updates, **equal}.items()))
@@ -258,7 +261,7 @@ class Model:
         flat = FlatGradient(loss_or_grads, params, weight)
         own_weight, self.weight = self.weight, None  # the gradients are weighted already
         try:
-            updates = _as_dict(self.updates(list(flat.iterate_gradients()), params, learning_rate))
+            updates = _to_update_dict(self.updates(list(flat.iterate_gradients()), params, learning_rate))
         except Exception as error:
             error.add_note("updates(): BSP reduces gradients here, so `loss` is a list of gradients, one per parameter")
             raise
@@ -267,14 +270,14 @@ class Model:
         return RuleUpdates(OrderedDict({flat.shared: flat.expression}), OrderedDict(updates), flat.shared)
 
     def _average_slices(self, library: Any, outputs: list[Any]) -> dict[Any, Any]:
-        """Return updates of `shown` that average over the slices of a batch; the last one is the sum of weights."""
+        """Return updates of `step_outputs` that average over the slices of a batch; the last is the sum of weights."""
         tensor, dtype = library.tensor, str(np.result_type(self.loss.dtype, np.float32))
         weight = tensor.cast(self.inputs[0].shape[0], dtype) if self.weight is None else outputs.pop()
         if self.weight is None:
-            self.shown.append(library.shared(np.zeros((), dtype)))
-        total = self.shown[-1]
+            self.step_outputs.append(library.shared(np.zeros((), dtype)))
+        total = self.step_outputs[-1]
         new_values = {total: tensor.cast(total + weight, total.dtype)}
-        for shared, value in zip(self.shown[:-1], outputs, strict=True):
+        for shared, value in zip(self.step_outputs[:-1], outputs, strict=True):
             mean = shared + (value - shared) * weight / (total + weight)
             new_values[shared] = tensor.cast(tensor.switch(tensor.eq(weight, 0), shared, mean), shared.dtype)
         return new_values
@@ -292,7 +295,7 @@ class Model:
                     self.train_fn(*(array[rows[0] : rows[-1] + 1] for array in batch))
         recorder.end("calc")
         n_costs = 1 if self.error is None else 2
-        values = list(map(_copy_value, self.shown))
+        values = list(map(_snapshot_value, self.step_outputs))
         weight = {} if self.weight is None else {"weight": values[n_costs]}
         recorder.train_error(count, *values[:n_costs], **weight)
 
@@ -327,7 +330,7 @@ class Model:
         if isinstance(self.train_data, Loader):
             yield from _copy_batches(
                 self.train_data.arrays(
-                    self.epoch, self.batch_size, self.seed, whole=True, rank=self.rank, size=self.size
+                    self.epoch, self.batch_size, self.seed, drop_last=True, rank=self.rank, size=self.size
                 )
             )
             return
@@ -341,8 +344,8 @@ class Model:
         if isinstance(self.val_data, Loader):
             yield from _copy_batches(self.val_data.arrays(0, self.batch_size, rank=self.rank, size=self.size))
             return
-        for start in range(0, len(self._val[0]), self.batch_size):
-            yield tuple(array[start : start + self.batch_size] for array in self._val)
+        for start in range(0, len(self._val_arrays[0]), self.batch_size):
+            yield tuple(array[start : start + self.batch_size] for array in self._val_arrays)
 
     def reset_iter(self, mode: str) -> None:
         """Restart the validation data, if ``mode`` is "val"."""

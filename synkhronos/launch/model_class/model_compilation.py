@@ -9,7 +9,7 @@ import numpy as np
 
 from synkhronos.launch.configuration.settings import Settings
 from synkhronos.launch.model_class.model import Model
-from synkhronos.launch.model_class.model_interface import ModelInterfaceError, call_by_signature, shorten
+from synkhronos.launch.model_class.model_interface import ModelInterfaceError, call_by_signature, shorten_repr
 from synkhronos.rules import BSP, Rule
 
 
@@ -60,9 +60,6 @@ def compile_model(model: Any, settings: Settings, rule: Rule, size: int, needs_g
 
     Parameters
     ----------
-    model : instance
-    settings : Settings
-    rule : Rule
     size : int
         Number of ranks.
     needs_gradients : bool
@@ -81,21 +78,21 @@ def compile_model(model: Any, settings: Settings, rule: Rule, size: int, needs_g
     if not needs_gradients and (not isinstance(rule, BSP) or size == 1):
         _compile_functions(model, "avg")
         return None
-    requested_values, name = settings.rule_options.get("average"), settings.modelclass
+    requested_quantity, name = settings.rule_options.get("average"), settings.modelclass
     options = model.step_options if isinstance(model, Model) else None
-    if requested_values == "params" or (requested_values is None and options == {}):
+    if requested_quantity == "params" or (requested_quantity is None and options == {}):
         if options:
             raise ModelInterfaceError(f"{next(iter(options))}: needs rule_options.average = 'gradient', got 'params'")
         _compile_functions(model, "avg")
         return "params"
     _compile_functions(model, "cdd")
     lists = [getattr(model, variables, None) for variables in ("vels", "vels2")]
-    if requested_values is None and not any(lists):
+    if requested_quantity is None and not any(lists):
         return "params"
-    kinds = [[(p.type.dtype, np.shape(p.get_value())) for p in variables] if variables else [] for variables in lists]
-    if not kinds[0] or kinds[0] != kinds[1]:
+    specs = [[(p.type.dtype, np.shape(p.get_value())) for p in variables] if variables else [] for variables in lists]
+    if not specs[0] or specs[0] != specs[1]:
         raise ModelInterfaceError(
             f"{name} lacks:\n  attributes vels and vels2: expected lists of shared variables of the same shapes, got "
-            f"{shorten(lists[0])} and {shorten(lists[1])}; or give --set rule_options.average=params"
+            f"{shorten_repr(lists[0])} and {shorten_repr(lists[1])}; or give --set rule_options.average=params"
         )
     return "gradient"

@@ -47,11 +47,11 @@ def list_missing_attributes(model: Any) -> list[str]:
         return problems
     params = getattr(model, "params", None)
     if not isinstance(params, list | tuple) or not params:
-        problems.append(f"attribute params: expected a list of shared variables, got {shorten(params)}")
+        problems.append(f"attribute params: expected a list of shared variables, got {shorten_repr(params)}")
     else:
         for i, param in enumerate(params):
             if not any(library.is_shared(param) and library.is_array(param) for library in list_loaded_libraries()):
-                problems.append(f"attribute params[{i}]: expected a shared variable, got {shorten(param)}")
+                problems.append(f"attribute params[{i}]: expected a shared variable, got {shorten_repr(param)}")
             elif np.dtype(param.type.dtype).kind != "f":
                 problems.append(f"attribute params[{i}]: expected floats, got {param.type}")
         if not problems and len({id(param) for param in params}) != len(params):
@@ -64,7 +64,7 @@ def list_missing_attributes(model: Any) -> list[str]:
         count = getattr(data, name, None)
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < minimum:
             problems.append(
-                f"attribute data.{name}: expected a number of batches, at least {minimum}, got {shorten(count)}"
+                f"attribute data.{name}: expected a number of batches, at least {minimum}, got {shorten_repr(count)}"
             )
     return problems
 
@@ -76,7 +76,7 @@ def check_attributes(model: Any, name: str) -> None:
         raise ModelInterfaceError(f"{name} lacks:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def shorten(value: Any) -> str:
+def shorten_repr(value: Any) -> str:
     """Return the ``repr`` of a value, cut to 60 characters, for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -177,7 +177,7 @@ def parse_val_iter_result(returned: Any, batch: int, next_batch: int) -> tuple[i
         return int(returned), False
     raise ModelInterfaceError(
         f"val_iter(): expected it to return None, 'stop', or the number of the next batch, above {batch}, got "
-        f"{shorten(returned)}"
+        f"{shorten_repr(returned)}"
     )
 
 

@@ -30,7 +30,7 @@ _ACTIVITIES = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "l
 
 
 class RecordWriter(Protocol):
-    """Recorder of `synkhronos.training`, or that of a rank on another host."""
+    """Interface of `synkhronos.training.Recorder` and `RemoteRecorder`: a rank's records, as lines of a file."""
 
     def write_rank_record(self, rank: int, record: dict[str, Any]) -> None:
         """Write a record as a line of a rank."""
@@ -46,7 +46,7 @@ class ModelRecorder:
         Recorder to which lines are written; default: lines are only printed.
     every : int
         Number of steps between two lines.
-    rows : int
+    rows_per_step : int
         Number of rows per step.
     folder : path, optional
         Folder of the run; `plot` saves pictures in its subfolder ``plots``.  Default: pictures are not drawn.
@@ -80,18 +80,18 @@ class ModelRecorder:
         rank: int,
         recorder: RecordWriter | None = None,
         every: int = 40,
-        rows: int = 1,
+        rows_per_step: int = 1,
         folder: Path | None = None,
     ):
-        self.rank, self.every, self.rows = rank, every, rows
+        self.rank, self.every, self.rows_per_step = rank, every, rows_per_step
         self.verbose = rank == 0
         self._folder = folder
         self._plots: dict[str, int] = {}
-        self._latest: list[Any] | None = None
-        self.unit = "rows" if rows > 1 else "batches"
+        self._latest_validation: list[Any] | None = None
+        self.unit = "rows" if rows_per_step > 1 else "batches"
         self._recorder = recorder
-        self.meter = Meter(rank, [self], _read_costs)
-        self._began: float | None = None
+        self.meter = Meter(rank, [self], _weigh_costs)
+        self._clock_start: float | None = None
         self._last_weight: Any = 0
         self.learning_rate = math.nan
         self.clear_train_info()
@@ -108,7 +108,7 @@ class ModelRecorder:
 
     def start(self) -> None:
         """Start the clock, which `end` stops."""
-        self._began = time.perf_counter()
+        self._clock_start = time.perf_counter()
 
     def end(self, mode: str) -> None:
         """Add the time since `start` to an activity.
@@ -123,12 +123,12 @@ class ModelRecorder:
         RuntimeError
             If `start` was not called.
         """
-        if self._began is None:
+        if self._clock_start is None:
             raise RuntimeError(f"recorder.end({mode!r}): expected recorder.start() before it")
         activity = _ACTIVITIES.get(mode, mode)
         seconds = self.meter.seconds
-        seconds[activity] = seconds.get(activity, 0.0) + time.perf_counter() - self._began
-        self._began = None
+        seconds[activity] = seconds.get(activity, 0.0) + time.perf_counter() - self._clock_start
+        self._clock_start = None
 
     def train_error(self, count: int, cost: Any, error: Any = None, weight: Any = 1) -> None:
         """Record the cost of an iteration.
@@ -149,7 +149,7 @@ class ModelRecorder:
 
     def print_train_info(self, count: int) -> None:
         """Write and print a line if ``every`` steps have been taken since the last line."""
-        self.write(last=False)
+        self.write_line(flush=False)
 
     def clear_train_info(self) -> None:
         """Discard the costs and errors since the last line."""
@@ -178,7 +178,7 @@ class ModelRecorder:
 
     def get_latest_val_info(self) -> list[Any] | None:
         """Return ``[count, cost, error, top5]`` of the last validation over all ranks; None before the first one."""
-        return self._latest
+        return self._latest_validation
 
     def plot_init(self, name: str, fig_specs: Any = None, save: bool = False) -> None:
         """Declare the name of a picture for `plot`.  The other arguments, of Theano-MPI, have no effect."""
@@ -247,7 +247,7 @@ class ModelRecorder:
     def set_validation_means(self, count: int, means: dict[str, float]) -> None:
         """Set the result of `get_latest_val_info`: means of a validation over all ranks."""
         if means:
-            self._latest = [count, *(means.get(name) for name in ("cost", "error", "top5"))]
+            self._latest_validation = [count, *(means.get(name) for name in ("cost", "error", "top5"))]
 
     def begin_epoch(self, epoch: int, steps: int = 0, loss: float = 0.0, weight: float = 0.0) -> None:
         """Begin an epoch, or continue it from a checkpoint.
@@ -264,17 +264,17 @@ class ModelRecorder:
             Sum of the weights of these steps.
         """
         self.epoch, self.epoch_began = epoch, time.perf_counter()
-        rows = steps * self.rows
+        rows = steps * self.rows_per_step
         self.meter.begin_interval(RankTotals(loss, weight, rows, steps, {}, math.nan, (rows, 0.0)))
 
     def count_iteration(self, seconds: float = 0.0) -> None:
         """Count an iteration of ``seconds`` seconds; the speed excludes the first iteration."""
-        self.meter.count_step(self.rows)
-        self.meter.record_launch(1, self.rows, seconds)
+        self.meter.count_step(self.rows_per_step)
+        self.meter.record_launch(1, self.rows_per_step, seconds)
 
-    def write(self, last: bool = True) -> None:
-        """Write and print a line for the iterations since the last line; without ``last``, only if a line is due."""
-        self.meter.write_lines(self.epoch, self.meter.step * self.rows, self.learning_rate, last)
+    def write_line(self, flush: bool = True) -> None:
+        """Write and print a line for the iterations since the last line; without ``flush``, only if a line is due."""
+        self.meter.write_lines(self.epoch, self.meter.step * self.rows_per_step, self.learning_rate, flush)
 
     def write_rank_record(self, rank: int, record: dict[str, Any]) -> None:
         """Write and print a line; called by `Meter`."""
@@ -283,7 +283,7 @@ class ModelRecorder:
         parts = [f"epoch {self.epoch + 1}, iteration {record['step']}"]
         if record["loss"] is not None:
             parts += [f"cost {record['loss']:.4g}"]
-            errors = _read_costs([error for error, _ in self._errors], [weight for _, weight in self._errors])
+            errors = _weigh_costs([error for error, _ in self._errors], [weight for _, weight in self._errors])
             if total := sum(weight for _, weight in errors):
                 parts += [f"error {sum(error for error, _ in errors) / total:.4g}"]
         sys.stdout.write(f"{', '.join(parts)}; {record['rows_per_second']:,.0f} {self.unit}/s\n")
@@ -312,7 +312,7 @@ class ModelRecorder:
         self._val_rows: float = 0
 
 
-def _read_costs(costs: Sequence[Any], weights: Sequence[Any]) -> list[tuple[float, float]]:
+def _weigh_costs(costs: Sequence[Any], weights: Sequence[Any]) -> list[tuple[float, float]]:
     """Return pairs of cost times weight, and weight; costs of weight 0 are ignored, even NaN."""
     return [(w * _to_float(cost) if w else 0.0, w) for cost, w in zip(costs, map(_to_float, weights), strict=True)]
 

@@ -23,7 +23,7 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     - `generators`: random generators of a function.
     - `others`: integers that a function updates, and scalars that it reads, such as a learning rate.
 
-    Variables in `Model.shown` and in ``vels2`` are in no group: they are results, and memory of the exchange.
+    Variables in `Model.step_outputs` and in ``vels2`` are in no group: they are results, and memory of the exchange.
 
     Parameters
     ----------
@@ -46,35 +46,36 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
         raise ModelInterfaceError(
             "params: expected some that are not named gamma or beta, which each rank keeps for itself"
         )
-    seen = {
-        id(param) for param in (*model.params, *(getattr(model, "vels2", None) or ()), *getattr(model, "shown", ()))
+    grouped_ids = {
+        id(param)
+        for param in (*model.params, *(getattr(model, "vels2", None) or ()), *getattr(model, "step_outputs", ()))
     }
     for _, value in sorted(vars(model).items()):
         for function in value if isinstance(value, list | tuple) else [value]:
-            _group_function(function, groups, seen)
+            _group_function_variables(function, groups, grouped_ids)
     return groups
 
 
-def _group_function(function: Any, groups: VariablesByRole, seen: set[int]) -> None:
+def _group_function_variables(function: Any, groups: VariablesByRole, grouped_ids: set[int]) -> None:
     """Add the shared variables of a compiled function to ``groups``; do nothing for other objects.
 
-    ``seen`` has the ids of variables that are already grouped, or belong to no group.  It is extended.
+    ``grouped_ids`` has the ids of variables that are already grouped, or belong to no group.  It is extended.
     """
-    for entry in getattr(getattr(function, "maker", None), "inputs", ()):
-        shared = entry.variable
-        if not getattr(entry, "implicit", False):
+    for function_input in getattr(getattr(function, "maker", None), "inputs", ()):
+        shared = function_input.variable
+        if not getattr(function_input, "implicit", False):
             continue
         library = get_library(shared)
         if library.is_generator(shared):
             library.track_generators(function)
-        if id(shared) in seen:
+        if id(shared) in grouped_ids:
             continue
-        seen.add(id(shared))
+        grouped_ids.add(id(shared))
         if library.is_generator(shared):
             groups.generators.append(shared)
         elif not library.is_array(shared):
             continue
-        elif entry.update is not None and np.dtype(shared.type.dtype).kind == "f":
+        elif function_input.update is not None and np.dtype(shared.type.dtype).kind == "f":
             groups.optimizer.append(shared)
-        elif entry.update is not None or shared.type.ndim == 0:
+        elif function_input.update is not None or shared.type.ndim == 0:
             groups.others.append(shared)

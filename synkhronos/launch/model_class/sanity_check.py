@@ -1,10 +1,10 @@
 """Detection of runs that train nothing: parameters that never change, or ranks that compute equal steps.
 
 Neither mistake of a model class raises an error by itself: the run would waste days, of all ranks or of all but one.
-So digests of variables are compared in the first steps::
+So hashes of variables are compared in the first steps::
 
-    steps 1, 2, 3      digest of the results of the step  --> must differ between ranks
-    step 50, or        digest of all parameters           --> must differ from the digest before the first step
+    steps 1, 2, 3      hash of the results of the step  --> must differ between ranks
+    step 50, or        hash of all parameters           --> must differ from the hash before the first step
     end of an epoch
 """
 
@@ -22,7 +22,7 @@ from synkhronos.tasks import Worker
 
 #: Number of steps after which a parameter must have changed.
 _MAX_UNCHANGED_STEPS = 50
-#: Number of first steps whose digests ranks compare.
+#: Number of first steps whose hashes ranks compare.
 _N_COMPARED_STEPS = 3
 EQUAL_STEPS_MESSAGE = (
     "ranks {} and {} have taken the same steps: they train on the same rows in the same order; the class has to choose "
@@ -47,21 +47,21 @@ class SanityCheck:
 
     def __init__(self, params: list[Any], step_variables: list[Any]):
         self._params, self._step_values = FlatVariables(params), FlatVariables(step_variables)
-        self._first_params_digest, self._first_step_digest = digest(self._params), digest(self._step_values)
-        self._steps: list[str] = []
+        self._initial_params_hash, self._initial_step_hash = hash_values(self._params), hash_values(self._step_values)
+        self._step_hashes: list[str] = []
         self._n_steps = 0
         self._has_changed = self._is_compared = False
 
     def record_step(self) -> None:
         """Record a step of this rank.  Call this before the exchange, which makes ranks equal."""
         self._n_steps += 1
-        if len(self._steps) < _N_COMPARED_STEPS:
-            self._steps.append(digest(self._step_values))
+        if len(self._step_hashes) < _N_COMPARED_STEPS:
+            self._step_hashes.append(hash_values(self._step_values))
 
     @property
     def is_comparison_due(self) -> bool:
         """Whether synchronous ranks should call `compare_ranks` now."""
-        return not self._is_compared and len(self._steps) == _N_COMPARED_STEPS
+        return not self._is_compared and len(self._step_hashes) == _N_COMPARED_STEPS
 
     def check_params_change(self, learning_rate: float, epoch_ended: bool) -> None:
         """Raise IneffectiveTrainingError if no parameter has changed since before the first step.
@@ -70,7 +70,7 @@ class SanityCheck:
         """
         if self._has_changed or self._n_steps < (2 if epoch_ended else _MAX_UNCHANGED_STEPS) or learning_rate == 0:
             return
-        self._has_changed = digest(self._params) != self._first_params_digest
+        self._has_changed = hash_values(self._params) != self._initial_params_hash
         if not self._has_changed:
             raise IneffectiveTrainingError(
                 f"no parameter has changed in {self._n_steps} steps: this run trains nothing. Does train_iter() call "
@@ -85,27 +85,27 @@ class SanityCheck:
         if self._is_compared:
             return
         self._is_compared = True
-        has_stepped = bool(self._steps) and self._steps[-1] != self._first_step_digest
-        if equal_ranks := find_ranks_with_equal_steps(worker.all_gather(self._steps if has_stepped else None)):
+        has_stepped = bool(self._step_hashes) and self._step_hashes[-1] != self._initial_step_hash
+        if equal_ranks := find_ranks_with_equal_steps(worker.all_gather(self._step_hashes if has_stepped else None)):
             raise IneffectiveTrainingError(EQUAL_STEPS_MESSAGE.format(*equal_ranks))
 
 
-def find_ranks_with_equal_steps(by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
-    """Find the first two ranks with equal lists of digests; None if there are none.  Ranks without digests are skipped.
+def find_ranks_with_equal_steps(step_hashes_by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
+    """Find the first two ranks with equal lists of hashes; None if there are none.  Ranks without hashes are skipped.
 
     Examples
     --------
     >>> find_ranks_with_equal_steps([["a", "b"], ["a", "c"], ["a", "b"]])
     (0, 2)
     """
-    first: dict[tuple[str, ...], int] = {}
-    for rank, steps in enumerate(by_rank):
-        if steps and (other := first.setdefault(tuple(steps), rank)) != rank:
+    first_rank: dict[tuple[str, ...], int] = {}
+    for rank, steps in enumerate(step_hashes_by_rank):
+        if steps and (other := first_rank.setdefault(tuple(steps), rank)) != rank:
             return other, rank
     return None
 
 
-def digest(vector: FlatVariables) -> str:
+def hash_values(vector: FlatVariables) -> str:
     """Return a hash of the vector's elements."""
     value = vector.get()
     array = np.ascontiguousarray(get_array_device(value).to_host(value))

@@ -31,7 +31,7 @@ from synkhronos.rules import allocate_shared_arrays
 from synkhronos.tasks import run
 from synkhronos.timelines import timeline
 from synkhronos.training.loops.epoch_loop import Outcome
-from synkhronos.training.loops.stop_signals import StopSignals, get_requested_stop
+from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
 
 
 def main(folder: str, arguments: MasterArguments) -> int:
@@ -41,7 +41,7 @@ def main(folder: str, arguments: MasterArguments) -> int:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     settings = Settings.load(folder)
     try:
-        return _run(settings, arguments)
+        return _train(settings, arguments)
     except BaseException as error:
         if arguments.memory_checkpoint_folder:
             _log_death(folder, error, arguments.is_recovery and not (Path(folder) / PROCESSES_FILE).exists())
@@ -74,7 +74,7 @@ def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None
         DeathLog(folder).add(rank, "", f"{FAILED_START_PREFIX}: {text}")
 
 
-def _run(settings: Settings, arguments: MasterArguments) -> int:
+def _train(settings: Settings, arguments: MasterArguments) -> int:
     """Train; return 0, or 128 plus the number of the signal at which a checkpoint was written."""
     import_theano_before_fork(settings.on_gpu)
     np.random.seed(settings.seed)
@@ -82,8 +82,8 @@ def _run(settings: Settings, arguments: MasterArguments) -> int:
     # BLAS has started its threads within rank 0's cores.  Other ranks bind theirs.
     core_binding.bind_to_cores(arguments.allowed_cores)
     hosts_output = None
-    if arguments.hosts_pipe is not None:
-        hosts_output = open(arguments.hosts_pipe, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    if arguments.remote_output_pipe is not None:
+        hosts_output = open(arguments.remote_output_pipe, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     devices, cores = list(settings.devices), arguments.rank_cores
     fork_pinned(len(devices), settings.on_gpu, cores, settings.hosts, hosts_output)
     ranks_by_host = get_session().ranks_by_host
@@ -91,13 +91,13 @@ def _run(settings: Settings, arguments: MasterArguments) -> int:
     (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))
     rule = settings.make_rule()
     size, dtype = run(rank_tasks.build_model, settings, rule)[0]
-    memory = allocate_shared_arrays(rule, get_session().size, size, np.dtype(dtype))
-    flag = create_unpublished((1,), "int64")
+    shared_arrays = allocate_shared_arrays(rule, get_session().size, size, np.dtype(dtype))
+    stop_flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
-    with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        outcome = run(rank_tasks.train_model, settings, rule, memory, arguments, flag)[0]
+    with recording, StopSignalHandler(None, stop_flag.data) if settings.saves_on_signal else contextlib.nullcontext():
+        outcome = run(rank_tasks.train_model, settings, rule, shared_arrays, arguments, stop_flag)[0]
         return 128 + get_requested_stop() if outcome is Outcome.STOPPED else 0
 
 

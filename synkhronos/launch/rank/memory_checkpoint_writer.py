@@ -49,7 +49,7 @@ class MemoryCheckpointWriter:
         if state.worker.number == 0 and self._checkpoint is None:
             self._checkpoint = Checkpoint(self._folder, keep=1)
         if metrics is None:
-            state.recorder.write()  # after a death, the next line starts from this checkpoint
+            state.recorder.write_line()  # after a death, the next line starts from this checkpoint
             state.use_consensus_params()
         try:
             state.save(metrics, self._checkpoint)

@@ -41,14 +41,14 @@ class ModelBatchLoop(BatchLoop):
         self._agreement, self._poll = StopAgreement(self.worker), StopPoll(self.worker, stop_flag)
         #: Minimum over ranks of the number of batches in the epoch; memory checkpoints are written before this batch.
         #: 0 if it is unknown.
-        self._n_common_batches = 0
+        self._min_n_batches = 0
         self._stops_at_memory_checkpoint = False
 
     def run(self) -> None:
         """Train on the remaining batches of the epoch, or until a signal."""
         if self.memory_checkpoints:  # asynchronous ranks may resume at different batches, but write at the same ones
             self.memory_checkpoints.schedule_after(max(self.worker.all_gather(self.state.position["batch"])))
-        self._n_common_batches, self._stops_at_memory_checkpoint = 0, False
+        self._min_n_batches, self._stops_at_memory_checkpoint = 0, False
         super().run()
 
     def iterate_batches(self) -> Iterator[tuple[int, bool]]:
@@ -89,7 +89,7 @@ class ModelBatchLoop(BatchLoop):
         if self.sanity_check.is_comparison_due and not self.rule.asynchronous:
             self.sanity_check.compare_ranks(self.worker)
         self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=False)
-        self._exchanger.count_steps_left()
+        self._exchanger.update_steps_left()
         if self._exchanger.count_steps(steps):
             # If the model has a ``weight``, the exchange weights this rank's parameters by the weight of the last cost.
             has_weight = getattr(self.model, "weight", None) is not None
@@ -105,7 +105,7 @@ class ModelBatchLoop(BatchLoop):
         if is_last_step:
             self.state.position["batch"] = batch + 1
             self.recorder.print_train_info((batch + 1) * self.worker.size)
-            if self.memory_checkpoints and self.memory_checkpoints.due_batch <= batch + 1 < self._n_common_batches:
+            if self.memory_checkpoints and self.memory_checkpoints.due_batch <= batch + 1 < self._min_n_batches:
                 self.memory_checkpoints.write(None)
                 if self.rule.asynchronous and self.state.settings.saves_on_signal:
                     self._stops_at_memory_checkpoint = any(self.worker.all_gather(bool(get_requested_stop())))
@@ -116,7 +116,7 @@ class ModelBatchLoop(BatchLoop):
         A collective under synchronous rules.
         """
         if self.rule.asynchronous and self.memory_checkpoints:
-            n_batches = self._n_common_batches
+            n_batches = self._min_n_batches
             is_checkpoint_ahead = not n_batches or self.memory_checkpoints.due_batch < n_batches
             if self._stops_at_memory_checkpoint or is_checkpoint_ahead:
                 # Ranks have to end together at a memory checkpoint, which is a collective.
@@ -136,14 +136,14 @@ class ModelBatchLoop(BatchLoop):
             return False
         return self._agreement.is_stop_due() if is_collective else self._poll.is_stop_due()
 
-    def agree_on_n_batches(self, batches: int) -> int:
+    def agree_on_n_batches(self, n_batches: int) -> int:
         """Return this rank's number of batches in the epoch; under synchronous rules, the minimum over ranks."""
         if self.rule.asynchronous and not self.memory_checkpoints:
-            return batches
-        by_rank = self.worker.all_gather(batches)
-        self._n_common_batches = min(by_rank)
+            return n_batches
+        by_rank = self.worker.all_gather(n_batches)
+        self._min_n_batches = min(by_rank)
         if self.rule.asynchronous:
-            return batches
+            return n_batches
         if min(by_rank) != max(by_rank) and self.worker.number == 0 and self.recorder.epoch == 0:
             sys.stdout.write(
                 f"ranks have {by_rank} batches: each trains on {min(by_rank)}, since all exchange together\n"

@@ -21,10 +21,10 @@ from synkhronos.launch.model_class.model_interface import (
     use_model_precision,
 )
 from synkhronos.launch.model_class.sanity_check import SanityCheck
+from synkhronos.launch.rank.gradient_sum_rule import GradientSumRule
 from synkhronos.launch.rank.memory_checkpoint_writer import MemoryCheckpointWriter
 from synkhronos.launch.rank.model_batch_loop import ModelBatchLoop
 from synkhronos.launch.rank.model_state import ModelState, get_global_generator_states
-from synkhronos.launch.rank.summed_gradients import SummedGradients
 from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.launch.supervision.run_folder import DeathLog
 from synkhronos.rules import BSP, Swap
@@ -49,8 +49,6 @@ class ModelEpochLoop(EpochLoop):
     ----------
     n_epochs : int
         Number of epochs to train in total, of which `n_reports` are complete.
-    sanity_check : SanityCheck
-    memory_checkpoints : MemoryCheckpointWriter or None
     batch_loop : ModelBatchLoop
         Loop over the batches of an epoch.
     totals : list of RankTotals
@@ -66,13 +64,13 @@ class ModelEpochLoop(EpochLoop):
         self.n_epochs = _choose_n_epochs(state)
         self.patience, self.saves_best = settings.patience, settings.keep_best is not None
         self.checkpoint_every = settings.checkpoint
-        own = self.model.vels if isinstance(state.rule, SummedGradients) else state.groups.exchanged
-        self.sanity_check = SanityCheck(list(self.model.params), own)
+        step_variables = self.model.vels if isinstance(state.rule, GradientSumRule) else state.variables.exchanged
+        self.sanity_check = SanityCheck(list(self.model.params), step_variables)
         if arguments.checkpoint_path is None:
             state.rule.setup(state.worker, state.rule_state)
         else:
             state.resume(arguments.checkpoint_path)
-        self.n_reports = state.epochs
+        self.n_reports = state.n_complete_epochs
         self.memory_checkpoints = None
         if arguments.memory_checkpoint_folder is not None:
             self.memory_checkpoints = MemoryCheckpointWriter(arguments.memory_checkpoint_folder, state)
@@ -80,7 +78,7 @@ class ModelEpochLoop(EpochLoop):
         self.totals: list[RankTotals] = []
         self.is_stopped_by_model = False
         #: Recorder of reports, on rank 0.
-        self._reports = Recorder(state.folder) if state.worker.number == 0 else None
+        self._report_recorder = Recorder(state.folder) if state.worker.number == 0 else None
         #: The argument ``count`` of ``val_iter``: number of this rank's batches in the epoch times the number of ranks.
         self._n_trained_batches = 0
         #: Time at which the training of the epoch ended, by `time.perf_counter`.
@@ -130,7 +128,7 @@ class ModelEpochLoop(EpochLoop):
         shared_lr = getattr(self.model, "shared_lr", None)
         warms_up = self.settings.warmup
         if warms_up is None:
-            is_default = isinstance(self.state.rule, BSP | SummedGradients | Swap) and getattr(
+            is_default = isinstance(self.state.rule, BSP | GradientSumRule | Swap) and getattr(
                 self.model, "warmup", True
             )
             warms_up = is_default and not self.settings.scale_lr  # scale_lr multiplies the rate at the start of the run
@@ -182,7 +180,7 @@ class ModelEpochLoop(EpochLoop):
             self.state.position = {"batch": 0, "generators": get_global_generator_states()}
         self.batch_loop.run()
         self._n_trained_batches = self.state.position["batch"] * self.worker.size
-        self.recorder.write()
+        self.recorder.write_line()
         total = self.recorder.meter.get_totals(self.recorder.learning_rate)
         ended = self.worker.all_gather((total, self.batch_loop.is_stopped_by_signal))
         self.totals = [total for total, _ in ended]
@@ -206,9 +204,9 @@ class ModelEpochLoop(EpochLoop):
             If the loss is infinite or NaN.
         """
         n_ranks, epoch = self.worker.size, self.n_reports + 1
-        seen = self.recorder.meter.step * self.recorder.rows * n_ranks
+        seen = self.recorder.meter.step * self.recorder.rows_per_step * n_ranks
         elapsed = self._training_ended_at - self.recorder.epoch_began
-        report = make_report(self.totals, epoch, seen, f"{n_ranks} x {self.recorder.rows}", elapsed)
+        report = make_report(self.totals, epoch, seen, f"{n_ranks} x {self.recorder.rows_per_step}", elapsed)
         if any(total.weight for total in self.totals) and not math.isfinite(report.loss):
             data = getattr(self.model, "train_data", None)  # an attribute of `Model`
             arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []
@@ -242,8 +240,8 @@ class ModelEpochLoop(EpochLoop):
             return Outcome.STOPPED
         sums: dict[str, float] = {}
         total = sum(rows for rows, *_ in by_rank)
-        for _, own, *_ in by_rank:
-            for name, value in own.items():
+        for _, rank_sums, *_ in by_rank:
+            for name, value in rank_sums.items():
                 sums[name] = sums.get(name, 0.0) + value
         report.validation = means = {name: value / total for name, value in sums.items()}  # no sums without weight
         recorder.set_validation_means(self._n_trained_batches, means)
@@ -267,13 +265,13 @@ class ModelEpochLoop(EpochLoop):
     def finish_interval(self, report: Report) -> None:
         """Move to the next epoch; on rank 0, print and write the report."""
         self.state.position = {"batch": 0}
-        self.state.epochs = self.n_reports + 1
-        if self._reports is None:
+        self.state.n_complete_epochs = self.n_reports + 1
+        if self._report_recorder is None:
             return
         if self.memory_checkpoints:
             first = self.recorder.meter.step - self.recorder.meter.steps
             report.deaths = [death for death in DeathLog(self.state.folder).read() if death["step"] >= first]
-        self._reports.write(report.to_record())
+        self._report_recorder.write(report.to_record())
         values = {} if math.isnan(report.loss) else {"cost": report.loss}
         values |= {f"validation {name}": value for name, value in report.validation.items()}
         line = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
@@ -313,7 +311,7 @@ class ModelEpochLoop(EpochLoop):
 
     def _save_best(self) -> None:
         """Write the parameters of the best checkpoint, if there is one.  A collective."""
-        best = self.worker.broadcast(self.state.open_checkpoints().best() if self.worker.number == 0 else None)
+        best = self.worker.broadcast(self.state.open_checkpoints().find_best() if self.worker.number == 0 else None)
         if best is not None:
             self.state.restore(str(best))
             self.state.use_consensus_params()

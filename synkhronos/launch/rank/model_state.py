@@ -19,7 +19,7 @@ import numpy as np
 from synkhronos.launch.configuration.settings import Settings
 from synkhronos.launch.model_class.model_interface import call_by_signature, get_steps_per_batch, use_model_precision
 from synkhronos.launch.model_class.model_recorder import ModelRecorder
-from synkhronos.launch.rank.summed_gradients import SummedGradients
+from synkhronos.launch.rank.gradient_sum_rule import GradientSumRule
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training.checkpoints import generator_state, rank_state
@@ -31,7 +31,7 @@ from synkhronos.training.monitoring.recorder import filter_lines
 
 #: Key under which a rank stores its instance, and the `State` of the rule, between tasks.
 STORAGE_KEY = "launch"
-#: Types of the entries of a run's checkpoint, besides those of `describe_training`.
+#: Types of the rank_entries of a run's checkpoint, besides those of `describe_training`.
 _METADATA_TYPES: dict[str, Any] = {
     "epochs": int,
     "stop": dict,
@@ -48,7 +48,7 @@ class ModelState:
     ----------
     worker, settings, rule
     model : instance of the model class
-    groups : VariablesByRole
+    variables : VariablesByRole
         Shared variables of the instance, by role.
     shared : dict of str to LocalRows
         Shared memory of the rule.
@@ -61,7 +61,7 @@ class ModelState:
         The run's folder.
     applies_gradients : bool
         Whether ``apply_gradients()`` of the instance updates the parameters after an exchange of gradients.
-    epochs : int
+    n_complete_epochs : int
         Number of complete epochs.
     position : dict
         Position in the epoch: ``batch``, the number of batches trained on; ``generators``, their states at the start of
@@ -76,20 +76,22 @@ class ModelState:
         settings: Settings,
         rule: Rule,
         model: Any,
-        groups: VariablesByRole,
+        variables: VariablesByRole,
         shared: dict[str, LocalRows],
         recorder: ModelRecorder,
     ):
-        self.worker, self.settings, self.rule, self.model, self.groups = worker, settings, rule, model, groups
+        self.worker, self.settings, self.rule, self.model, self.variables = worker, settings, rule, model, variables
         self.recorder = recorder
-        self._training = rank_state.RankStateSpec(STORAGE_KEY, groups, rule, shared, is_joint=False)
+        self._spec = rank_state.RankStateSpec(STORAGE_KEY, variables, rule, shared, is_joint=False)
         self.folder = Path(settings.folder)
-        self.applies_gradients = isinstance(rule, SummedGradients) and callable(getattr(model, "apply_gradients", None))
-        self.epochs = 0
+        self.applies_gradients = isinstance(rule, GradientSumRule) and callable(getattr(model, "apply_gradients", None))
+        self.n_complete_epochs = 0
         self.position: dict[str, Any] = {"batch": 0}
         self.early_stopping = EarlyStopping()
         self._checkpoint: Checkpoint | None = None
-        worker.get_storage(STORAGE_KEY)["state"] = State(groups.exchanged, groups.optimizer, shared, groups.n_averages)
+        worker.get_storage(STORAGE_KEY)["state"] = State(
+            variables.exchanged, variables.optimizer, shared, variables.n_averages
+        )
 
     @property
     def rule_state(self) -> State:
@@ -99,7 +101,7 @@ class ModelState:
 
     def describe(self) -> dict[str, Any]:
         """Describe this run; a run can resume from a checkpoint if their descriptions match."""
-        return describe_training("run", self.rule, self.groups, None)
+        return describe_training("run", self.rule, self.variables, None)
 
     def open_checkpoints(self) -> Checkpoint:
         """Open the run's folder of checkpoints.  Only rank 0 may call this."""
@@ -118,30 +120,30 @@ class ModelState:
         checkpoint : Checkpoint, optional
             Folder of checkpoints that rank 0 writes to; default: that of the run.
         """
-        is_within = metrics is None
-        if isinstance(self.rule, SummedGradients) and not self.applies_gradients:
+        is_within_epoch = metrics is None
+        if isinstance(self.rule, GradientSumRule) and not self.applies_gradients:
             self.rule.save_pending(self.rule_state)
-        state = rank_state.collect_state(self.worker, self._training)
+        state = rank_state.collect_state(self.worker, self._spec)
         meter = self.recorder.meter
-        position = {**self.position, "record": [meter.steps, meter.loss, meter.weight]} if is_within else None
-        entry = state, get_global_generator_states(), meter.step, position
+        position = {**self.position, "record": [meter.steps, meter.loss, meter.weight]} if is_within_epoch else None
+        rank_entry = state, get_global_generator_states(), meter.step, position
         if self.worker.number:
-            self.worker.send(entry, 0)
+            self.worker.send(rank_entry, 0)
         else:
-            entries = [entry, *map(self.worker.receive, range(1, self.worker.size))]
+            rank_entries = [rank_entry, *map(self.worker.receive, range(1, self.worker.size))]
             meta = {
-                "epochs": self.epochs,
+                "epochs": self.n_complete_epochs,
                 "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
                 "stop": self.early_stopping.to_json(),
-                "host_generators": [generators for _, generators, *_ in entries],
-                "totals": [steps for _, _, steps, _ in entries],
-                "within": [position for *_, position in entries] if is_within else None,
+                "host_generators": [generators for _, generators, *_ in rank_entries],
+                "totals": [steps for _, _, steps, _ in rank_entries],
+                "within": [position for *_, position in rank_entries] if is_within_epoch else None,
             }
             rank_state.write_states(
                 checkpoint or self.open_checkpoints(),
                 meter.step,
                 self.describe(),
-                [state for state, *_ in entries],
+                [state for state, *_ in rank_entries],
                 self.rule_state.shared,
                 False,
                 meta,
@@ -151,15 +153,15 @@ class ModelState:
 
     def restore(self, path: str) -> None:
         """Restore variables, rule state and random generators from a checkpoint, which rank 0 reads for all ranks."""
-        rank_state.restore_state(self.worker, self._training, path, 0)
+        rank_state.restore_state(self.worker, self._spec, path, 0)
 
     def get_generator_states(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the states of this rank's random generators, and of its global ones."""
-        return generator_state.collect_states(self.worker, self.groups.generators), get_global_generator_states()
+        return generator_state.collect_states(self.worker, self.variables.generators), get_global_generator_states()
 
     def set_generator_states(self, states: list[Any], global_states: dict[str, Any]) -> None:
         """Set this rank's random generators to states from `get_generator_states`."""
-        for shared, state in zip(self.groups.generators, states, strict=True):
+        for shared, state in zip(self.variables.generators, states, strict=True):
             generator_state.set_state(shared, state)
         set_global_generator_states(global_states)
 
@@ -184,17 +186,17 @@ class ModelState:
         if meta["within"]:
             self.skip_trained_batches(meta["epochs"], meta["within"])
         self.restore(path)
-        if isinstance(self.rule, SummedGradients):
+        if isinstance(self.rule, GradientSumRule):
             self.rule.restore_pending(self.rule_state)
         self.recorder.meter.step = meta["totals"][worker.number % len(meta["totals"])]
         if worker.number < len(meta["host_generators"]):
             set_global_generator_states(meta["host_generators"][worker.number])
         if worker.number == 0:
-            self._cut_records(meta)
+            self._remove_later_records(meta)
         worker.barrier("all go on from the checkpoint")
-        self.epochs = int(meta["epochs"])
+        self.n_complete_epochs = int(meta["epochs"])
 
-    def _cut_records(self, meta: Mapping[str, Any]) -> None:
+    def _remove_later_records(self, meta: Mapping[str, Any]) -> None:
         """Remove the records of steps and reports after a checkpoint."""
         for file in self.folder.glob("*.jsonl"):
             # Lines of steps number epochs from 0, reports from 1.
@@ -236,7 +238,7 @@ class ModelState:
         if callable(getattr(self.model, "skip_iter", None)):
             self.model.skip_iter(batches)
             return
-        recorder = ModelRecorder(number, every=sys.maxsize, rows=self.recorder.rows)
+        recorder = ModelRecorder(number, every=sys.maxsize, rows_per_step=self.recorder.rows_per_step)
         for batch in range(batches):
             for _ in range(sub_batches):
                 self.worker.progress()

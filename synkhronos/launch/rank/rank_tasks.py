@@ -30,10 +30,10 @@ from synkhronos.launch.model_class.model_interface import (
 )
 from synkhronos.launch.model_class.model_recorder import ModelRecorder
 from synkhronos.launch.model_class.model_variables import group_variables
+from synkhronos.launch.rank.gradient_sum_rule import GradientSumRule
 from synkhronos.launch.rank.model_epoch_loop import ModelEpochLoop
 from synkhronos.launch.rank.model_state import STORAGE_KEY, ModelState
 from synkhronos.launch.rank.remote_output import redirect_output
-from synkhronos.launch.rank.summed_gradients import SummedGradients
 from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.rules import Rule
 from synkhronos.rules.state import FlatVariables
@@ -93,9 +93,9 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
             setattr(model, name, config[name])
     worker.progress()
     needs_gradients = set_model_options(model, settings.model_options, rule, settings.modelclass)
-    exchanged_values = compile_model(model, settings, rule, worker.size, needs_gradients)
-    if exchanged_values is not None and worker.number == 0:
-        sys.stdout.write(f"{_EXCHANGE_DESCRIPTIONS[exchanged_values]}\n")
+    exchanged_quantity = compile_model(model, settings, rule, worker.size, needs_gradients)
+    if exchanged_quantity is not None and worker.number == 0:
+        sys.stdout.write(f"{_EXCHANGE_DESCRIPTIONS[exchanged_quantity]}\n")
     check_attributes(model, settings.modelclass)
     if settings.scale_lr:
         if not callable(getattr(model, "scale_lr", None)):
@@ -108,14 +108,14 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
         if other != all_shapes[0]:
             raise ModelInterfaceError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
     vector.set(worker.broadcast(np.asarray(vector.get()) if worker.number == 0 else None))
-    groups = group_variables(model, exclude_normalization=exchanged_values == "params")
+    groups = group_variables(model, exclude_normalization=exchanged_quantity == "params")
     for variable in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
         library = get_library(variable)
         generator = library.copy_generator(variable)
         if worker.number:
             generator = library.jump_generator(generator, worker.number)
         library.set_generator(variable, generator)
-    worker.get_storage(STORAGE_KEY).update(model=model, groups=groups, exchanged_values=exchanged_values)
+    worker.get_storage(STORAGE_KEY).update(model=model, groups=groups, exchanged_quantity=exchanged_quantity)
     exchange_vector = FlatVariables(groups.exchanged)
     return exchange_vector.size, exchange_vector.dtype.name
 
@@ -134,8 +134,8 @@ def train_model(
     """
     stored = worker.get_storage(STORAGE_KEY)
     model = stored["model"]
-    if stored["exchanged_values"] == "gradient":
-        rule = SummedGradients(model.vels, model.vels2, rule.precision)
+    if stored["exchanged_quantity"] == "gradient":
+        rule = GradientSumRule(model.vels, model.vels2, rule.precision)
     is_on_first_host = worker.number < len(settings.devices)
     writer = Recorder(settings.folder) if is_on_first_host else stored["recorder"]
     folder = Path(settings.folder) if is_on_first_host else None

@@ -16,7 +16,7 @@ class MasterArguments:
     #: File descriptor of the output pipe of each rank of this host.
     output_pipes: list[int]
     #: File descriptor of the pipe for the output of other hosts; None without other hosts.
-    hosts_pipe: int | None
+    remote_output_pipe: int | None
     #: Cores of each rank; empty if ranks are not bound.
     rank_cores: list[list[int]]
     #: Cores that the run may use.

@@ -27,12 +27,7 @@ _ABANDONED_SECONDS = 60.0
 
 
 class MemoryCheckpointFolder:
-    """Folder in memory that this process locks; the kernel releases the lock if the process is killed.
-
-    Attributes
-    ----------
-    path : Path
-    """
+    """Folder in memory that this process locks; the kernel releases the lock if the process is killed."""
 
     def __init__(self) -> None:
         _remove_abandoned()

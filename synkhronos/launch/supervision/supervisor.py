@@ -54,7 +54,6 @@ class Supervisor:
 
     Parameters
     ----------
-    settings : Settings
     parent_pid : int, optional
         ID of a process; the run is stopped when this process exits.
 
@@ -93,7 +92,7 @@ class Supervisor:
             # Signals that are ignored stay so, such as SIGHUP under nohup.
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
         }
-        end: dict[str, Any] = {"status": 1}
+        exit_record: dict[str, Any] = {"status": 1}
         try:
             if self.settings.on_death == "continue":
                 self._memory_checkpoints = MemoryCheckpointFolder()
@@ -101,35 +100,36 @@ class Supervisor:
                 # A pipe for each rank of this machine, and one for all other hosts.
                 pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
                 try:
-                    self._start([write for _, write in pipes])
+                    self._start_master([write for _, write in pipes])
                 finally:
                     for _, write in pipes:
                         os.close(write)
                 self._copy_output([read for read, _ in pipes])
-                end = self._report_end()
-                if not end["status"] or "signal" in end or self.signal_number:
+                exit_record = self._report_exit()
+                if not exit_record["status"] or "signal" in exit_record or self.signal_number:
                     break
                 if not self._prepare_recovery():
                     if self._n_restarts == self.settings.restarts:
                         break
                     self._prepare_restart()
         except BaseException as error:
-            end["error"] = f"{type(error).__name__}: {error}"
+            exit_record["error"] = f"{type(error).__name__}: {error}"
             raise
         finally:
             self._kill_master()
             if self._master is not None:
                 self._master.wait()
             if self._memory_checkpoints is not None:
-                self._save_newest_memory_checkpoint(end)
+                self._save_newest_memory_checkpoint(exit_record)
                 self._memory_checkpoints.remove()
-            self._record_end(end)
+            self._record_exit(exit_record)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        status: int = end["status"]
+        status: int = exit_record["status"]
         return status
 
-    def _start(self, pipes: list[int]) -> None:
+    def _start_master(self, pipes: list[int]) -> None:
+        """Start the master's process, which starts the other ranks; they write their output into the pipes."""
         settings = self.settings
         (self.folder / PROCESSES_FILE).unlink(missing_ok=True)  # the master writes it once all ranks have started
         allowed = sorted(os.sched_getaffinity(0))
@@ -154,7 +154,7 @@ class Supervisor:
         arguments = MasterArguments(
             supervisor_pid=os.getpid(),
             output_pipes=pipes[:n_here],
-            hosts_pipe=pipes[n_here] if settings.hosts else None,
+            remote_output_pipe=pipes[n_here] if settings.hosts else None,
             rank_cores=rank_cores,
             allowed_cores=allowed,
             checkpoint_path=self._checkpoint,
@@ -333,11 +333,11 @@ class Supervisor:
             for file in self.folder.glob("*.jsonl"):
                 file.unlink()
 
-    def _save_newest_memory_checkpoint(self, end: dict[str, Any]) -> None:
+    def _save_newest_memory_checkpoint(self, exit_record: dict[str, Any]) -> None:
         """Save the newest memory checkpoint on disk, if a signal has ended the run before the ranks could write one."""
         assert self._memory_checkpoints is not None
         paths = list_checkpoints(self._memory_checkpoints.path)
-        if not (paths and self.signal_number and self.settings.saves_on_signal) or end.get("checkpoint"):
+        if not (paths and self.signal_number and self.settings.saves_on_signal) or exit_record.get("checkpoint"):
             return
         folder = self.folder / "checkpoints"
         try:
@@ -345,30 +345,30 @@ class Supervisor:
         except OSError as error:
             self._error_console.write(f"{folder / paths[-1].name} can't be written: {error}\n")
             return
-        end["checkpoint"] = str(path)
+        exit_record["checkpoint"] = str(path)
         self._error_console.write(f"--resume continues from {path}, the last memory checkpoint\n")
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _report_end(self) -> dict[str, Any]:
+    def _report_exit(self) -> dict[str, Any]:
         """Print the cause of a failure or stop; return the exit status, signal and checkpoint for ``run.json``."""
         assert self._master is not None
         code = self._master.wait()
-        end: dict[str, Any] = {"status": code if code >= 0 else 128 - code}
+        exit_record: dict[str, Any] = {"status": code if code >= 0 else 128 - code}
         if self.signal_number and (code < 0 or not code and self.signal_number == signal.SIGINT):
-            end["status"] = 128 + self.signal_number
+            exit_record["status"] = 128 + self.signal_number
         failure = self.folder / FAILURE_FILE
         message = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
-        number = end["status"] - 128
+        number = exit_record["status"] - 128
         checkpoints = list_checkpoints(self.folder / "checkpoints")
         # The master exits with this status after it has written a checkpoint.
         is_saved = code > 128 and number in STOP_SIGNALS and checkpoints
         if is_saved or self.signal_number and number > 0:
-            end["signal"] = signal.Signals(number).name
-            end["checkpoint"] = str(checkpoints[-1]) if is_saved else None
-            message = f"the run was ended by {end['signal']}"
+            exit_record["signal"] = signal.Signals(number).name
+            exit_record["checkpoint"] = str(checkpoints[-1]) if is_saved else None
+            message = f"the run was ended by {exit_record['signal']}"
             if is_saved:
-                message += f"; --resume continues from {end['checkpoint']}"
+                message += f"; --resume continues from {exit_record['checkpoint']}"
             elif self.settings.saves_on_signal and self.signal_number != signal.SIGINT:
                 message += ", before it had written a checkpoint"
             message += "\n"
@@ -377,15 +377,15 @@ class Supervisor:
             with contextlib.suppress(OSError):  # if the disk is full, only the console gets it
                 failure.write_text(message, "utf-8")
         self._error_console.write(message)
-        return end
+        return exit_record
 
-    def _record_end(self, end: dict[str, Any]) -> None:
+    def _record_exit(self, exit_record: dict[str, Any]) -> None:
         """Add the exit status and the time to ``run.json``."""
         counts = {"restarts": self._n_restarts, "deaths": self._death_limit.n_deaths}
         try:
-            add_to_run_record(self.folder, {name: count for name, count in counts.items() if count} | end)
+            add_to_run_record(self.folder, {name: count for name, count in counts.items() if count} | exit_record)
         except OSError as error:
-            self._error_console.write(f"run.json lacks the exit status, {end['status']}: {error}\n")
+            self._error_console.write(f"run.json lacks the exit status, {exit_record['status']}: {error}\n")
 
 
 def main() -> int:

@@ -31,10 +31,10 @@ from synkhronos.training.checkpoints.folder_lock import FolderLock
 from synkhronos.training.monitoring.early_stopping import parse_monitored_metric, to_cost
 
 #: A checkpoint that is about to be replaced by another one of as many rows has the suffix ``.old``.
-_NAME, _OLD = re.compile(r"rows-(\d{12,})(\.old)?"), ".old"
-_UNFINISHED = "unfinished-"
-_STATE, _META, _SUMS = "state.safetensors", "meta.json", "SHA256SUMS"
-_FORMAT = 2
+_NAME_PATTERN, _OLD_SUFFIX = re.compile(r"rows-(\d{12,})(\.old)?"), ".old"
+_UNFINISHED_PREFIX = "unfinished-"
+_STATE_FILE, _META_FILE, _SUMS_FILE = "state.safetensors", "meta.json", "SHA256SUMS"
+_FORMAT_VERSION = 2
 
 
 class CheckpointError(ValueError):
@@ -42,20 +42,22 @@ class CheckpointError(ValueError):
 
 
 class CheckedDict(dict[str, Any]):
-    """Dict of a checkpoint's content, in which a missing key is an error of the checkpoint."""
+    """Dict that raises CheckpointError for a missing key: part of a checkpoint's content."""
 
-    def __init__(self, path: Path, kind: str, items: Mapping[str, Any]):
+    def __init__(self, path: Path, entry_kind: str, items: Mapping[str, Any]):
         super().__init__(items)
-        self._path, self._kind = path, kind
+        self._path, self._entry_kind = path, entry_kind
 
     def __missing__(self, key: str) -> Any:
-        raise CheckpointError(f"{self._path} has no {self._kind} {key!r}: it has {', '.join(sorted(self)) or 'none'}")
+        raise CheckpointError(
+            f"{self._path} has no {self._entry_kind} {key!r}: it has {', '.join(sorted(self)) or 'none'}"
+        )
 
     def check_types(self, types: Mapping[str, Any]) -> None:
         """Raise CheckpointError if an entry is missing, or of another type."""
-        for key, kind in types.items():
-            if not isinstance(self[key], kind):
-                raise CheckpointError(f"{self._path} has {key} = {self[key]!r}, which is no {kind}")
+        for key, expected_type in types.items():
+            if not isinstance(self[key], expected_type):
+                raise CheckpointError(f"{self._path} has {key} = {self[key]!r}, which is no {expected_type}")
 
 
 class CheckpointContent(NamedTuple):
@@ -78,7 +80,7 @@ class CheckpointContent(NamedTuple):
 
 
 class Checkpoint:
-    """Folder of a training's checkpoints: writes and reads them, and removes those that are not to be kept.
+    """Folder of a training's checkpoints: writes and reads them, and removes old ones.
 
     Many processes may read from a folder while one writes there.  A Checkpoint locks its folder when it first writes,
     and a trainer does so when it begins.  The lock ends with `unlock`, with the trainer's last report, or with the
@@ -104,9 +106,9 @@ class Checkpoint:
     >>> checkpoint = Checkpoint(tempfile.mkdtemp(), keep=1, keep_best="mse")
     >>> for seen, mse in (1000, 0.5), (2000, 0.2), (3000, 0.3):
     ...     path = checkpoint.save(seen, {"w": np.full(2, mse)}, {"epoch": 1}, {"mse": mse})
-    >>> [path.name for path in checkpoint.paths()]
+    >>> [path.name for path in checkpoint.list_paths()]
     ['rows-000000002000', 'rows-000000003000']
-    >>> checkpoint.load().arrays["w"], checkpoint.load(checkpoint.best()).arrays["w"]
+    >>> checkpoint.load().arrays["w"], checkpoint.load(checkpoint.find_best()).arrays["w"]
     (array([0.3, 0.3]), array([0.2, 0.2]))
     """
 
@@ -160,11 +162,11 @@ class Checkpoint:
         OSError
             For example if the disk is full; earlier checkpoints are unchanged.
         """
-        path = self.path(check_at_least(seen, "seen", 0))
+        path = self.get_path(check_at_least(seen, "seen", 0))
         content = _serialize(arrays)
-        header = {"format": _FORMAT, "metrics": dict(metrics or {}), "meta": dict(meta)}
-        files = {_STATE: content, _META: json.dumps(header).encode()}
-        files[_SUMS] = "".join(f"{_compute_digest(data)}  {name}\n" for name, data in files.items()).encode()
+        header = {"format": _FORMAT_VERSION, "metrics": dict(metrics or {}), "meta": dict(meta)}
+        files = {_STATE_FILE: content, _META_FILE: json.dumps(header).encode()}
+        files[_SUMS_FILE] = "".join(f"{_compute_digest(data)}  {name}\n" for name, data in files.items()).encode()
         self.lock()
         temporary = _make_temporary_path(self.folder)
         os.mkdir(temporary)
@@ -172,20 +174,20 @@ class Checkpoint:
             _write_files(temporary, files)
             # Checkpoints of more rows are of an abandoned training: this one resumed from an earlier checkpoint.  They
             # are removed first: after a kill in between, none of them can be mistaken for a later one of this training.
-            for later in reversed(self.paths()):
+            for later in reversed(self.list_paths()):
                 if _sort_key(later) > _sort_key(path):
                     self._remove(later)
             if path.exists():
-                self._remove(Path(f"{path}{_OLD}"))
-                os.rename(path, f"{path}{_OLD}")
+                self._remove(Path(f"{path}{_OLD_SUFFIX}"))
+                os.rename(path, f"{path}{_OLD_SUFFIX}")
             os.rename(temporary, path)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         _sync_folder(self.folder)
-        self._remove(Path(f"{path}{_OLD}"))
-        best = self.best()
-        for other in self.paths()[: -self.keep]:
+        self._remove(Path(f"{path}{_OLD_SUFFIX}"))
+        best = self.find_best()
+        for other in self.list_paths()[: -self.keep]:
             if other != best:
                 self._remove(other)
         return path
@@ -211,17 +213,17 @@ class Checkpoint:
             ) from None
         if not self._lock.is_exclusive:
             return
-        for unfinished in self.folder.glob(f"{_UNFINISHED}*"):
+        for unfinished in self.folder.glob(f"{_UNFINISHED_PREFIX}*"):
             shutil.rmtree(unfinished, ignore_errors=True)
-        for path in self.paths():
-            if path.name.endswith(_OLD) and path.with_suffix("").exists():
+        for path in self.list_paths():
+            if path.name.endswith(_OLD_SUFFIX) and path.with_suffix("").exists():
                 self._remove(path)
 
     def unlock(self) -> None:
         """Unlock the folder, so that another Checkpoint may write into it."""
         self._lock.release()
 
-    def path(self, seen: int) -> Path:
+    def get_path(self, seen: int) -> Path:
         """Return the path of the checkpoint after ``seen`` rows, whether or not it exists."""
         return self.folder / f"rows-{seen:012d}"
 
@@ -234,11 +236,11 @@ class Checkpoint:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def paths(self) -> list[Path]:
+    def list_paths(self) -> list[Path]:
         """Return the checkpoints in the folder, the oldest first."""
         return list_checkpoints(self.folder)
 
-    def best(self) -> Path | None:
+    def find_best(self) -> Path | None:
         """Return the checkpoint with the best value of `keep_best`; None if there is none.
 
         Of equally good checkpoints, it is the one of fewest rows.
@@ -246,9 +248,9 @@ class Checkpoint:
         if self.keep_best is None:
             return None
         costs: dict[Path, float] = {}
-        for path in self.paths():
+        for path in self.list_paths():
             with contextlib.suppress(CheckpointError):  # a damaged one is not the best
-                costs[path] = to_cost(_load_header(path)["metrics"], self.keep_best)
+                costs[path] = to_cost(_read_header(path)["metrics"], self.keep_best)
         best = min(costs, key=lambda path: costs[path], default=None)
         return None if best is None or costs[best] == np.inf else best
 
@@ -259,7 +261,7 @@ class Checkpoint:
         ------
         CheckpointError
         """
-        for later in self.paths()[-1:]:
+        for later in self.list_paths()[-1:]:
             if _sort_key(later)[0] > seen:
                 raise CheckpointError(
                     f"checkpoint: {later} is of another training: go on from there with resume='latest', or name "
@@ -279,7 +281,7 @@ class Checkpoint:
         if path is not None:
             return read_checkpoint(path)
         failed = None
-        while paths := self.paths():
+        while paths := self.list_paths():
             try:
                 return read_checkpoint(paths[-1])
             except CheckpointError:
@@ -291,7 +293,7 @@ class Checkpoint:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the oldest first; none if there is no such folder."""
-    return sorted((path for path in folder.glob("rows-*") if _NAME.fullmatch(path.name)), key=_sort_key)
+    return sorted((path for path in folder.glob("rows-*") if _NAME_PATTERN.fullmatch(path.name)), key=_sort_key)
 
 
 def copy_checkpoint(path: Path, folder: Path) -> Path:
@@ -319,12 +321,12 @@ def copy_checkpoint(path: Path, folder: Path) -> Path:
 
 def _make_temporary_path(folder: Path) -> Path:
     """Return a path that no other process uses, on this machine or another."""
-    return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+    return folder / f"{_UNFINISHED_PREFIX}{secrets.token_hex(8)}"
 
 
 def _sort_key(path: Path) -> tuple[int, bool]:
     """Return the sort key of a checkpoint: by rows; a replaced one sorts before its replacement."""
-    match = _NAME.fullmatch(path.name)
+    match = _NAME_PATTERN.fullmatch(path.name)
     assert match is not None
     return int(match[1]), match[2] is None
 
@@ -332,36 +334,38 @@ def _sort_key(path: Path) -> tuple[int, bool]:
 def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointContent:
     """Read a checkpoint; raise CheckpointError if it is damaged."""
     path = Path(path)
-    files = _read_and_verify(path, _STATE, _META)
-    header = _parse_header(path, files[_META])
-    arrays = _parse(path, _STATE, files[_STATE], _import_safetensors().load)
+    files = _read_and_verify(path, _STATE_FILE, _META_FILE)
+    header = _parse_header(path, files[_META_FILE])
+    arrays = _parse_file(path, _STATE_FILE, files[_STATE_FILE], _import_safetensors().load)
     return CheckpointContent(path, CheckedDict(path, "array", arrays), header["meta"], header["metrics"])
 
 
 def read_metadata(path: str | os.PathLike[str]) -> CheckedDict:
     """Read a checkpoint's metadata without its arrays; raise CheckpointError if it is damaged."""
-    meta: CheckedDict = _load_header(Path(path))["meta"]
+    meta: CheckedDict = _read_header(Path(path))["meta"]
     return meta
 
 
-def _load_header(path: Path) -> dict[str, Any]:
-    return _parse_header(path, _read_and_verify(path, _META)[_META])
+def _read_header(path: Path) -> dict[str, Any]:
+    return _parse_header(path, _read_and_verify(path, _META_FILE)[_META_FILE])
 
 
 def _parse_header(path: Path, content: bytes) -> dict[str, Any]:
     def parse(text: bytes) -> Any:
         return json.loads(text, object_hook=lambda items: CheckedDict(path, "entry", items))
 
-    header = _parse(path, _META, content, parse)
+    header = _parse_file(path, _META_FILE, content, parse)
     tables = [header, header.get("meta"), header.get("metrics")] if isinstance(header, dict) else [header]
     if not all(isinstance(table, dict) for table in tables):
-        raise _make_damage_error(path, f"{_META}: expected a table with meta and metrics in it")
-    if header.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} has format {header.get('format')!r}: this version reads format {_FORMAT}")
+        raise _make_damage_error(path, f"{_META_FILE}: expected a table with meta and metrics in it")
+    if header.get("format") != _FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format {header.get('format')!r}: this version reads format {_FORMAT_VERSION}"
+        )
     return dict(header)
 
 
-def _parse(path: Path, name: str, content: bytes, parse: Callable[[bytes], Any]) -> Any:
+def _parse_file(path: Path, name: str, content: bytes, parse: Callable[[bytes], Any]) -> Any:
     try:
         return parse(content)
     except Exception as error:  # safetensors has an exception of its own
@@ -374,19 +378,19 @@ def _read_and_verify(path: Path, *names: str) -> dict[str, bytes]:
         # The folder is opened once: a writer may replace it in the meantime.
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            contents = {name: _read_file(name, folder) for name in (*names, _SUMS)}
+            contents = {name: _read_file(name, folder) for name in (*names, _SUMS_FILE)}
         finally:
             os.close(folder)
     except FileNotFoundError as error:
-        old = f"; it has no {_SUMS} if an earlier version wrote it" if error.filename == _SUMS else ""
-        expected = f"{path}: expected a checkpoint, with {_STATE}, {_META} and {_SUMS} in it"
+        old = f"; it has no {_SUMS_FILE} if an earlier version wrote it" if error.filename == _SUMS_FILE else ""
+        expected = f"{path}: expected a checkpoint, with {_STATE_FILE}, {_META_FILE} and {_SUMS_FILE} in it"
         raise CheckpointError(f"{expected}: {error}{old}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: expected a checkpoint that can be read: {error}") from error
-    sums = contents.pop(_SUMS).decode(errors="replace").splitlines()
+    sums = contents.pop(_SUMS_FILE).decode(errors="replace").splitlines()
     for name, content in contents.items():
         if f"{_compute_digest(content)}  {name}" not in sums:
-            raise _make_damage_error(path, f"{name} has another digest than {_SUMS} says")
+            raise _make_damage_error(path, f"{name} has another digest than {_SUMS_FILE} says")
     return contents
 
 
@@ -423,11 +427,11 @@ def _import_safetensors() -> Any:
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files into a folder, and wait until all of it is on the disk."""
     for name, content in files.items():
-        _write(folder / name, content)
+        _write_file(folder / name, content)
     _sync_folder(folder)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_file(path: Path, content: bytes) -> None:
     """Write a file, and wait until it is on the disk."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:

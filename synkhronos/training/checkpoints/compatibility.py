@@ -15,11 +15,11 @@ from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.updates.flat_gradient import get_shape
 
 #: Options that may change when a training is resumed: learning rates, and periods of exchanges.
-CHANGEABLE = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
+CHANGEABLE_OPTIONS = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
 #: Placeholder of options that are not numbers, booleans or strings, such as shared variables; it equals any value.
 _SYMBOLIC = "symbolic"
 #: Types of the entries of ``meta`` that `describe_training` and `write_states` make.
-_TYPES: dict[str, Any] = {
+_METADATA_TYPES: dict[str, Any] = {
     "kind": str,
     "rule": str,
     "asynchronous": bool,
@@ -33,7 +33,7 @@ _TYPES: dict[str, Any] = {
     "streams": list,
 }
 #: Names of the roles of variables in error messages.
-_ROLES = {
+_ROLE_DESCRIPTIONS = {
     "params": "exchanged parameters",
     "averages": "averaged extra updates",
     "optimizer": "variables of the update rule",
@@ -43,17 +43,17 @@ _ROLES = {
 
 
 def describe_training(
-    kind: str, rule: Rule, variables: VariablesByRole, update_rule: tuple[str, dict[str, Any]] | None
+    program: str, rule: Rule, variables: VariablesByRole, update_rule: tuple[str, dict[str, Any]] | None
 ) -> dict[str, Any]:
     """Describe the model, the rules and their options, for a checkpoint's ``meta``.
 
-    ``kind`` is the program that trains, such as ``"trainer"``; ``update_rule`` is the name and the options, or None if
-    they are unknown.  A training can resume from a checkpoint if both descriptions are equal, except for `CHANGEABLE`
-    options.
+    ``program`` is the kind of program that trains: "trainer" or "run".  ``update_rule`` has the name and the options,
+    None if they are unknown.  A training can resume from a checkpoint if both descriptions are equal, except for
+    `CHANGEABLE_OPTIONS`.
     """
     name, options = update_rule or (None, {})
     return {
-        "kind": kind,
+        "kind": program,
         "rule": type(rule).__name__,
         "asynchronous": rule.asynchronous,
         "rule_options": _to_json_options(rule.get_options()),
@@ -66,8 +66,10 @@ def describe_training(
     }
 
 
-def check_same_training(path: Any, meta: CheckedDict, now: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    """Check that a checkpoint is of the same training: its ``meta`` is compared with ``now``, from `describe_training`.
+def check_same_training(
+    path: Any, meta: CheckedDict, expected_meta: Mapping[str, Any], types: Mapping[str, Any]
+) -> None:
+    """Check that a checkpoint is of this training, whose `describe_training` is ``expected_meta``.
 
     ``types`` are those of the caller's own entries of ``meta``.
 
@@ -76,46 +78,50 @@ def check_same_training(path: Any, meta: CheckedDict, now: Mapping[str, Any], ty
     CheckpointError
         If an entry is missing or has another type, or the training is another; the message names the difference.
     """
-    meta.check_types({**_TYPES, **types})
-    check_description(path, meta, now)
+    meta.check_types({**_METADATA_TYPES, **types})
+    check_description(path, meta, expected_meta)
 
 
-def check_description(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint's description differs from ``now``."""
-    if meta["kind"] != now["kind"]:
-        raise CheckpointError(f"{path} is a checkpoint of a {meta['kind']}, got a {now['kind']}")
-    _check_variables(path, "params", meta, now)  # first: with another model, everything else may differ too
-    if meta["rule"] != now["rule"]:
-        raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {now['rule']}")
-    if meta["asynchronous"] != now["asynchronous"]:
+def check_description(path: Any, meta: Mapping[str, Any], expected_meta: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``."""
+    if meta["kind"] != expected_meta["kind"]:
+        raise CheckpointError(f"{path} is a checkpoint of a {meta['kind']}, got a {expected_meta['kind']}")
+    _check_variables(path, "params", meta, expected_meta)  # first: with another model, everything else may differ too
+    if meta["rule"] != expected_meta["rule"]:
+        raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {expected_meta['rule']}")
+    if meta["asynchronous"] != expected_meta["asynchronous"]:
         raise CheckpointError(
-            f"{path} is of {now['rule']} with asynchronous={meta['asynchronous']}, got asynchronous="
-            f"{now['asynchronous']}: asynchronous and synchronous ranks store different state"
+            f"{path} is of {expected_meta['rule']} with asynchronous={meta['asynchronous']}, got asynchronous="
+            f"{expected_meta['asynchronous']}: asynchronous and synchronous ranks store different state"
         )
-    _check_options(path, now["rule"], meta["rule_options"], now["rule_options"])
-    if meta["update_rule"] != now["update_rule"]:
-        raise CheckpointError(f"{path} is of the update rule {meta['update_rule']}, got {now['update_rule']}")
-    _check_options(path, now["update_rule"], meta["update_rule_options"], now["update_rule_options"])
-    for role in _ROLES:
-        _check_variables(path, role, meta, now)
-    if meta["generators"] != now["generators"]:
-        raise CheckpointError(f"{path} has the random streams {meta['generators']}, expected {now['generators']}")
-
-
-def _check_variables(path: Any, role: str, meta: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    before, expected = meta["variables"][role], now["variables"][role]
-    if before != expected:
+    _check_options(path, expected_meta["rule"], meta["rule_options"], expected_meta["rule_options"])
+    if meta["update_rule"] != expected_meta["update_rule"]:
+        raise CheckpointError(f"{path} is of the update rule {meta['update_rule']}, got {expected_meta['update_rule']}")
+    _check_options(
+        path, expected_meta["update_rule"], meta["update_rule_options"], expected_meta["update_rule_options"]
+    )
+    for role in _ROLE_DESCRIPTIONS:
+        _check_variables(path, role, meta, expected_meta)
+    if meta["generators"] != expected_meta["generators"]:
         raise CheckpointError(
-            f"{path} is of another model: its {_ROLES[role]} are {_format_variables(before)}, expected "
+            f"{path} has the random streams {meta['generators']}, expected {expected_meta['generators']}"
+        )
+
+
+def _check_variables(path: Any, role: str, meta: Mapping[str, Any], expected_meta: Mapping[str, Any]) -> None:
+    saved, expected = meta["variables"][role], expected_meta["variables"][role]
+    if saved != expected:
+        raise CheckpointError(
+            f"{path} is of another model: its {_ROLE_DESCRIPTIONS[role]} are {_format_variables(saved)}, expected "
             f"{_format_variables(expected)}"
         )
 
 
-def _check_options(path: Any, name: str | None, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for option in sorted({*before, *now} - CHANGEABLE):
-        old, new = before.get(option), now.get(option)
+def _check_options(path: Any, rule_name: str | None, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for option in sorted({*saved, *expected} - CHANGEABLE_OPTIONS):
+        old, new = saved.get(option), expected.get(option)
         if old != new and _SYMBOLIC not in (old, new):
-            raise CheckpointError(f"{path} is of {name} with {option}={old!r}, got {option}={new!r}")
+            raise CheckpointError(f"{path} is of {rule_name} with {option}={old!r}, got {option}={new!r}")
 
 
 def _to_json_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ import warnings
 import weakref
 from pathlib import Path
 
-_NAME = ".lock"
+_LOCK_FILE = ".lock"
 #: Error numbers of ``flock`` on file systems without locks.
-_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
+_UNSUPPORTED_ERRNOS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 
 
 class FolderLock:
@@ -33,8 +33,6 @@ class FolderLock:
 
     Attributes
     ----------
-    is_held : bool
-        Whether this object holds the lock.
     is_exclusive : bool
         Whether the lock excludes other processes; False on file systems without locks, and before `acquire`.
     path : Path
@@ -42,7 +40,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path):
-        self.path = folder / _NAME
+        self.path = folder / _LOCK_FILE
         self.is_exclusive = False
         self._file: int | None = None
         _locks.add(self)
@@ -76,7 +74,7 @@ class FolderLock:
             os.close(file)
             raise BlockingIOError(errno.EWOULDBLOCK, owner) from None
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:
+            if error.errno not in _UNSUPPORTED_ERRNOS:
                 os.close(file)
                 raise
             self.is_exclusive = False

@@ -16,9 +16,9 @@ def collect_states(worker: Worker, generators: Sequence[Any]) -> list[Any]:
     return [get_state(shared) for shared in generators]
 
 
-def restore_states(worker: Worker, generators: Sequence[Any], by_rank: Sequence[list[Any]]) -> None:
-    """Set this rank's generators to their states; ``by_rank`` has the results of `collect_states` on all ranks."""
-    for shared, state in zip(generators, by_rank[worker.number], strict=True):
+def restore_states(worker: Worker, generators: Sequence[Any], states_by_rank: Sequence[list[Any]]) -> None:
+    """Set this rank's generators to their states in ``states_by_rank``, the results of `collect_states`."""
+    for shared, state in zip(generators, states_by_rank[worker.number], strict=True):
         set_state(shared, state)
 
 

@@ -33,8 +33,6 @@ class RankStateSpec:
     ----------
     name : str
         Key under which a rank stores the state.
-    variables : VariablesByRole
-    rule : Rule
     memory : dict of str to Data, or in a task to LocalRows
         Shared memory of the rule.
     is_joint : bool
@@ -76,10 +74,10 @@ def collect_state(worker: Worker, spec: RankStateSpec) -> dict[str, Any]:
     }
 
 
-def _pack_states(by_rank: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+def _pack_states(states_by_rank: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Return the arrays of all ranks by their names in a checkpoint, such as ``"0.params"``."""
     arrays: dict[str, np.ndarray] = {}
-    for r, state in enumerate(by_rank):
+    for r, state in enumerate(states_by_rank):
         for key, value in state.items():
             if key == "own":
                 arrays |= {f"{r}.own.{name}": array for name, array in value.items()}
@@ -90,7 +88,7 @@ def _pack_states(by_rank: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _unpack_states(stored: CheckpointContent) -> list[dict[str, Any]]:
+def _unpack_states(content: CheckpointContent) -> list[dict[str, Any]]:
     """Return the state of each rank from a checkpoint.
 
     Raises
@@ -98,13 +96,13 @@ def _unpack_states(stored: CheckpointContent) -> list[dict[str, Any]]:
     CheckpointError
         If an array is missing, or its size differs from the description in the checkpoint.
     """
-    meta, arrays = stored.meta, stored.arrays
+    meta, arrays = content.meta, content.arrays
     shared = {name.removeprefix("shared."): array for name, array in arrays.items() if name.startswith("shared.")}
-    by_rank: list[dict[str, Any]] = []
+    states_by_rank: list[dict[str, Any]] = []
     for r in range(meta["ranks"]):
         others = [arrays[f"{r}.others.{i}"] for i in range(len(meta["variables"]["others"]))]
         state: dict[str, Any] = {"own": {}, "others": others, "shared": shared}
-        by_rank.append(state)
+        states_by_rank.append(state)
         if meta["alike"] and r:
             continue
         for role in ("params", "optimizer", "excluded"):
@@ -112,18 +110,18 @@ def _unpack_states(stored: CheckpointContent) -> list[dict[str, Any]]:
             described = meta["variables"][role] + (meta["variables"]["averages"] if role == "params" else [])
             size = sum(math.prod(shape) for _, shape, _ in described)
             if array.shape != (size,):
-                raise CheckpointError(f"{stored.path}: expected {size} elements of {r}.{role}, got {array.shape}")
+                raise CheckpointError(f"{content.path}: expected {size} elements of {r}.{role}, got {array.shape}")
         state |= {name: int(arrays[f"{r}.{name}"]) for name in ("step", "since")}
         prefix = f"{r}.own."
         state["own"] = {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}
-    return by_rank
+    return states_by_rank
 
 
 def write_states(
     checkpoint: Checkpoint,
     seen: int,
     description: Mapping[str, Any],
-    by_rank: Sequence[dict[str, Any]],
+    states_by_rank: Sequence[dict[str, Any]],
     memory: Mapping[str, np.ndarray],
     is_joint: bool,
     meta: Mapping[str, Any],
@@ -133,12 +131,11 @@ def write_states(
 
     Parameters
     ----------
-    checkpoint : Checkpoint
     seen : int
         Number of rows trained on so far; the launcher passes a number of steps.
     description : dict
         Result of `describe_training`.
-    by_rank : list of dict
+    states_by_rank : list of dict
         Result of `collect_state` on each rank.
     memory : dict of str to array
         Shared memory of the rule.
@@ -146,10 +143,9 @@ def write_states(
         As in `RankStateSpec`.
     meta : dict
         Further entries of the checkpoint's ``meta``.
-    metrics : dict of str to float
     """
-    arrays = _pack_states(by_rank) | {f"shared.{name}": np.array(array) for name, array in memory.items()}
-    own = {"ranks": len(by_rank), "alike": is_joint, "streams": [state["streams"] for state in by_rank]}
+    arrays = _pack_states(states_by_rank) | {f"shared.{name}": np.array(array) for name, array in memory.items()}
+    own = {"ranks": len(states_by_rank), "alike": is_joint, "streams": [state["streams"] for state in states_by_rank]}
     checkpoint.save(seen, arrays, {**description, **own, **meta}, metrics)
 
 
@@ -176,15 +172,15 @@ def restore_state(worker: Worker, spec: RankStateSpec, path: str, root: int) -> 
     Rank ``root`` reads the file and sends each rank its state: other hosts may not see the file.
     """
     if worker.number == root:
-        stored = read_checkpoint(path)
-        by_rank = _assign_states(stored, spec, worker.size)
-        for r, state in enumerate(by_rank):
+        content = read_checkpoint(path)
+        states_by_rank = _convert_states(content, spec, worker.size)
+        for r, state in enumerate(states_by_rank):
             if r != root:
                 worker.send(state, r)
         for key, rows in spec.memory.items():
-            array = stored.arrays[f"shared.{key}"]
+            array = content.arrays[f"shared.{key}"]
             rows.array[...] = array if array.shape == rows.shape else 0  # an array per rank is empty at a report
-        state = by_rank[root]
+        state = states_by_rank[root]
     else:
         state = worker.receive(root)
     set_state(worker, spec, state)
@@ -205,29 +201,29 @@ def set_state(worker: Worker, spec: RankStateSpec, saved: dict[str, Any]) -> Non
     stored["own"] = saved["params"]
 
 
-def _assign_states(stored: CheckpointContent, spec: RankStateSpec, size: int) -> list[dict[str, Any]]:
-    """Return the states of ``size`` ranks from a checkpoint."""
-    saved, streams = _unpack_states(stored), stored.meta["streams"]
-    by_rank = resize_states([{**state, "streams": streams[r]} for r, state in enumerate(saved)], spec, size)
+def _convert_states(content: CheckpointContent, spec: RankStateSpec, n_ranks: int) -> list[dict[str, Any]]:
+    """Return the states of ``n_ranks`` ranks from a checkpoint."""
+    saved, streams = _unpack_states(content), content.meta["streams"]
+    states_by_rank = resize_states([{**state, "streams": streams[r]} for r, state in enumerate(saved)], spec, n_ranks)
     if spec.variables.optimizer is None:
-        by_rank = [{**state, "optimizer": None} for state in by_rank]
-    return by_rank
+        states_by_rank = [{**state, "optimizer": None} for state in states_by_rank]
+    return states_by_rank
 
 
-def resize_states(saved: list[dict[str, Any]], spec: RankStateSpec, size: int) -> list[dict[str, Any]]:
-    """Convert the states of ranks to ``size`` ranks.
+def resize_states(saved: list[dict[str, Any]], spec: RankStateSpec, n_ranks: int) -> list[dict[str, Any]]:
+    """Convert the states of ranks to ``n_ranks`` ranks.
 
     ``saved`` has results of `collect_state`, each with the rule's memory under ``shared``.  The new states have no
     ``shared``, and their ``streams`` are None for ranks that ``saved`` does not have.
     """
     if spec.is_joint:
-        by_rank = saved[:1] * size
+        states_by_rank = saved[:1] * n_ranks
     else:
-        by_rank = saved if len(saved) == size else spec.rule.resize_states(saved, size)
-    by_rank = [
+        states_by_rank = saved if len(saved) == n_ranks else spec.rule.resize_states(saved, n_ranks)
+    states_by_rank = [
         {**state, "others": saved[r % len(saved)]["others"], "streams": saved[r]["streams"] if r < len(saved) else None}
-        for r, state in enumerate(by_rank)
+        for r, state in enumerate(states_by_rank)
     ]
-    for state in by_rank:
+    for state in states_by_rank:
         del state["shared"]  # not sent to ranks: they map the rule's memory
-    return by_rank
+    return states_by_rank

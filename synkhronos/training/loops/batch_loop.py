@@ -75,7 +75,7 @@ class Exchanger:
         self._worker, self.rule, self.state, self._seconds = worker, rule, state, seconds
         self._steps_left = 1
 
-    def count_steps_left(self) -> int:
+    def update_steps_left(self) -> int:
         """Ask the rule for the number of steps until the next exchange; return it, and store it for `count_steps`."""
         self._steps_left = self.rule.count_steps_left(self.state)
         return self._steps_left

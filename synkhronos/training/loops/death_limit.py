@@ -11,16 +11,7 @@ MAX_FAILED_STARTS = 2
 
 
 class DeathLimit:
-    """Counts of deaths, compared with their limits.
-
-    Parameters
-    ----------
-    max_deaths : int
-
-    Attributes
-    ----------
-    n_deaths : int
-    """
+    """Counts of deaths, compared with their limits."""
 
     def __init__(self, max_deaths: int):
         self.max_deaths, self.n_deaths = max_deaths, 0

@@ -36,7 +36,7 @@ def get_requested_stop() -> int:
     return _requested_stop
 
 
-class StopSignals:
+class StopSignalHandler:
     """Context manager that records `STOP_SIGNALS`, except for signals with a handler of the user.
 
     Parameters
@@ -52,27 +52,30 @@ class StopSignals:
         self._grace, self._flag = grace, flag
         self._signalled_at = 0.0
         self._is_over = False
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if get_handler(number) == signal.SIG_DFL:
-                    self._before[number] = signal.SIG_DFL
-                    set_handler(number, self._receive)
+                    self._previous_handlers[number] = signal.SIG_DFL
+                    set_handler(number, self._handle_signal)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         global _requested_stop
-        for number, before in self._before.items():
-            restore_handler(number, self._receive, before)
+        for number, before in self._previous_handlers.items():
+            restore_handler(number, self._handle_signal, before)
         if self._signalled_at:
             number, _requested_stop = _requested_stop, 0
-            if self._grace is not None and kind in (None, GeneratorExit):  # left before it could end by the signal
+            if self._grace is not None and error_type in (
+                None,
+                GeneratorExit,
+            ):  # left before it could end by the signal
                 exit_by_signal(number)
-            self._is_over = kind is SystemExit
+            self._is_over = error_type is SystemExit
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         global _requested_stop
         now = time.monotonic()
         if not self._signalled_at:
@@ -125,9 +128,8 @@ class StopPoll:
 
     Parameters
     ----------
-    worker : Worker
     flag : LocalRows
-        The flag of `StopSignals`; 0 before a signal.
+        The flag of `StopSignalHandler`; 0 before a signal.
     """
 
     def __init__(self, worker: Worker, flag: LocalRows):

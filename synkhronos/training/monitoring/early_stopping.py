@@ -50,7 +50,6 @@ class EarlyStopping:
     ----------
     metric : str
         Description of the metric; "" before the first value.
-    best : float
     n_reports_since_best : int
         0 if the last report was the best.
     """

@@ -37,7 +37,7 @@ class RankTotals(NamedTuple):
     learning_rate : float
         Learning rate of the last step; NaN if it is unknown.
     first_launches : (int, float)
-        Rows and seconds of the first launch of each kind, which may have compiled functions.
+        Rows and seconds of the first launch of each shape, which may have compiled functions.
     """
 
     loss: float
@@ -49,8 +49,8 @@ class RankTotals(NamedTuple):
     first_launches: tuple[int, float]
 
 
-def resize_totals(totals: Sequence[RankTotals], size: int) -> list[RankTotals]:
-    """Convert totals to another number of ranks, ``size``; sums over ranks, and means of seconds, are unchanged.
+def resize_totals(totals: Sequence[RankTotals], n_ranks: int) -> list[RankTotals]:
+    """Convert totals to another number of ranks; sums over ranks, and means of seconds, are unchanged.
 
     The first of the new totals has the sums.
 
@@ -62,7 +62,7 @@ def resize_totals(totals: Sequence[RankTotals], size: int) -> list[RankTotals]:
     >>> joined.loss, joined.rows, joined.seconds
     (3.0, 15, {'wait': 1.5})
     """
-    if not totals or len(totals) == size:
+    if not totals or len(totals) == n_ranks:
         return list(totals)
     seconds = {name: float(np.mean([total.seconds[name] for total in totals])) for name in totals[0].seconds}
     first = totals[0]._replace(
@@ -77,7 +77,7 @@ def resize_totals(totals: Sequence[RankTotals], size: int) -> list[RankTotals]:
         ),
     )
     others = first._replace(loss=0.0, weight=0.0, rows=0, steps=0, first_launches=(0, 0.0))
-    return [first, *([others] * (size - 1))]
+    return [first, *([others] * (n_ranks - 1))]
 
 
 class ActivityTimer:
@@ -88,13 +88,13 @@ class ActivityTimer:
 
     Attributes
     ----------
-    spent : float
+    seconds_without_wait : float
         Seconds of the block without waiting; 0 before its end.
     """
 
-    def __init__(self, seconds: dict[str, float], name: str, get_wait_seconds: Callable[[], float]):
-        self._seconds, self._name, self._get_wait_seconds = seconds, name, get_wait_seconds
-        self.spent = 0.0
+    def __init__(self, seconds: dict[str, float], activity: str, get_wait_seconds: Callable[[], float]):
+        self._seconds, self._activity, self._get_wait_seconds = seconds, activity, get_wait_seconds
+        self.seconds_without_wait = 0.0
 
     def __enter__(self) -> ActivityTimer:
         self._began, self._waited_before = time.perf_counter(), self._get_wait_seconds()
@@ -103,9 +103,9 @@ class ActivityTimer:
     def __exit__(self, error: Any, *_: object) -> None:
         if error is None:
             wait = self._get_wait_seconds() - self._waited_before
-            self.spent = time.perf_counter() - self._began - wait
+            self.seconds_without_wait = time.perf_counter() - self._began - wait
             self._seconds["wait"] += wait
-            self._seconds[self._name] += self.spent
+            self._seconds[self._activity] += self.seconds_without_wait
 
 
 class RankRecorder(Protocol):
@@ -146,12 +146,10 @@ class Meter:
 
     Parameters
     ----------
-    rank : int
-    recorders : sequence of RankRecorder
-    read : callable
+    loss_reader : callable
         A `LossReader`.
-    launch_kinds : set of (int, int), optional
-        Kinds of launches so far: number of steps, and of rows per step.  The meter adds new kinds.
+    launch_shapes : set of (int, int), optional
+        Shapes of the launches so far: number of steps, and of rows per step.  The meter adds new ones.
     step : int
         Number of steps that the rank has taken so far.
     get_wait_seconds : callable
@@ -161,44 +159,42 @@ class Meter:
     ----------
     seconds : dict of str to float
         Time by activity since the meter was made: compute, exchange, wait, load.
-    rows, steps : int
     loss, weight, first_launches
         As in `RankTotals`, without unread losses.
     step : int
         Number of steps that the rank has taken since the training began.
-    rank : int
     """
 
     def __init__(
         self,
         rank: int,
         recorders: Sequence[RankRecorder],
-        read: LossReader,
-        launch_kinds: set[Any] | None = None,
+        loss_reader: LossReader,
+        launch_shapes: set[Any] | None = None,
         step: int = 0,
         get_wait_seconds: Callable[[], float] = float,
     ):
-        self.rank, self._read, self._get_wait_seconds, self.step = rank, read, get_wait_seconds, step
-        self._launch_kinds = set() if launch_kinds is None else launch_kinds
+        self.rank, self._loss_reader, self._get_wait_seconds, self.step = rank, loss_reader, get_wait_seconds, step
+        self._launch_shapes = set() if launch_shapes is None else launch_shapes
         self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
         self._lines = [_LineTotals(recorder) for recorder in recorders]
         self.begin_interval()
 
-    def begin_interval(self, earlier: RankTotals | None = None) -> None:
-        """Start an interval between two reports; ``earlier`` has totals of its first part, from a checkpoint."""
+    def begin_interval(self, earlier_totals: RankTotals | None = None) -> None:
+        """Start an interval between two reports; ``earlier_totals`` has totals of its first part, from a checkpoint."""
         self.loss = self.weight = 0.0
         self.rows = self.steps = 0
         self.first_launches = 0, 0.0
-        if earlier is not None:
-            self.loss, self.weight, self.rows, self.steps, seconds, _, self.first_launches = earlier
+        if earlier_totals is not None:
+            self.loss, self.weight, self.rows, self.steps, seconds, _, self.first_launches = earlier_totals
             self.seconds.update(seconds)
         self.discard_losses()
         for line in self._lines:
             line.begin(self)
 
-    def time(self, name: str) -> ActivityTimer:
+    def time_activity(self, activity: str) -> ActivityTimer:
         """Return a context manager that adds a block's duration to an activity's time."""
-        return ActivityTimer(self.seconds, name, self._get_wait_seconds)
+        return ActivityTimer(self.seconds, activity, self._get_wait_seconds)
 
     def count_step(self, rows: int) -> None:
         """Count one step of ``rows`` rows."""
@@ -207,12 +203,12 @@ class Meter:
         self.step += 1
 
     def record_launch(self, steps: int, rows: int, seconds: float) -> None:
-        """Add a launch of ``steps`` steps of ``rows`` rows to ``first_launches`` if it is the first of its kind.
+        """Add a launch of ``steps`` steps of ``rows`` rows to ``first_launches`` if it is the first of its shape.
 
         ``seconds`` is its duration without waiting.
         """
-        if (steps, rows) not in self._launch_kinds:
-            self._launch_kinds.add((steps, rows))
+        if (steps, rows) not in self._launch_shapes:
+            self._launch_shapes.add((steps, rows))
             self.first_launches = self.first_launches[0] + steps * rows, self.first_launches[1] + seconds
 
     def add_loss(self, loss: Any, weight: Any) -> None:
@@ -229,7 +225,7 @@ class Meter:
         """Wait for the unread losses, except for the last ``n_pending``, and add them to the sums."""
         n_ready = len(self._losses) - n_pending
         if n_ready > 0:
-            for loss, weight in self._read(self._losses[:n_ready], self._weights[:n_ready]):
+            for loss, weight in self._loss_reader(self._losses[:n_ready], self._weights[:n_ready]):
                 self.loss += loss
                 self.weight += weight
                 for line in self._lines:
@@ -237,18 +233,20 @@ class Meter:
                     line.weight += weight
             del self._losses[:n_ready], self._weights[:n_ready]
 
-    def get_totals(self, rate: float) -> RankTotals:
-        """Return the totals, without unread losses; ``rate`` is the learning rate of the last step."""
-        return RankTotals(self.loss, self.weight, self.rows, self.steps, self.seconds, rate, self.first_launches)
+    def get_totals(self, learning_rate: float) -> RankTotals:
+        """Return the totals, without unread losses; ``learning_rate`` is that of the last step."""
+        return RankTotals(
+            self.loss, self.weight, self.rows, self.steps, self.seconds, learning_rate, self.first_launches
+        )
 
-    def write_lines(self, epoch: int, seen: int, rate: float, last: bool = False) -> None:
+    def write_lines(self, epoch: int, seen: int, learning_rate: float, flush: bool = False) -> None:
         """Write a line to each recorder whose last line is ``every`` steps ago.
 
-        With ``last``, lines are also written after fewer steps.  ``epoch`` is the number of complete epochs, ``seen``
-        that of rows trained on so far, and ``rate`` the learning rate of the last step.
+        With ``flush``, lines are also written after fewer steps.  ``epoch`` is the number of complete epochs, ``seen``
+        that of rows trained on so far, and ``learning_rate`` that of the last step.
         """
         for line in self._lines:
-            if self.steps - line.steps < (1 if last else line.recorder.every):
+            if self.steps - line.steps < (1 if flush else line.recorder.every):
                 continue
             self.read_losses()
             rows, first_rows = self.rows - line.rows, self.first_launches[0] - line.first_launches[0]
@@ -259,7 +257,7 @@ class Meter:
                 "seen": seen,
                 "rows": rows,
                 "loss": line.loss / line.weight if line.weight else None,
-                "learning_rate": rate,
+                "learning_rate": learning_rate,
                 "rows_per_second": compute_rows_per_second(rows, time.perf_counter() - line.began, first_launches),
                 **{name: value - line.seconds.get(name, 0.0) for name, value in self.seconds.items()},
             }

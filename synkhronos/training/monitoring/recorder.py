@@ -98,7 +98,7 @@ def filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
 
 def format_record(record: Mapping[str, Any]) -> str:
     """Return a record as a line of JSON, with the present time as ``time``, in seconds since 1970."""
-    return json.dumps({"time": round(time.time(), 3), **_to_plain(record)})
+    return json.dumps({"time": round(time.time(), 3), **_to_json_values(record)})
 
 
 class TensorBoard:
@@ -108,7 +108,7 @@ class TensorBoard:
     ----------
     folder : path
         Created if it does not exist.
-    purge : int, optional
+    purge_step : int, optional
         Number of rows at which a training is resumed: TensorBoard drops earlier events from there on.
 
     Raises
@@ -117,7 +117,7 @@ class TensorBoard:
         If tensorboardX is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], purge: int | None = None):
+    def __init__(self, folder: str | os.PathLike[str], purge_step: int | None = None):
         import_package("tensorboardX", "TensorBoard needs tensorboardX", "tensorboard")
         from tensorboardX import event_file_writer, summary
         from tensorboardX.proto import event_pb2
@@ -126,14 +126,14 @@ class TensorBoard:
         os.makedirs(folder, exist_ok=True)
         # A SummaryWriter would write from a thread, at some later time: a killed process would lose events.
         self._file = event_file_writer.EventsWriter(os.path.join(folder, "events"))
-        if purge is not None:
+        if purge_step is not None:
             log = event_pb2.SessionLog
-            self._file.write_event(event_pb2.Event(step=purge, session_log=log(status=log.START)))
+            self._file.write_event(event_pb2.Event(step=purge_step, session_log=log(status=log.START)))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write an event for each number of a record; the step is the number of rows seen so far."""
         step = int(record.get("seen", 0))
-        for name, value in _flatten(_to_plain(record)):
+        for name, value in _flatten(_to_json_values(record)):
             event = self._proto.Event(wall_time=time.time(), step=step, summary=self._scalar(name, value))
             self._file.write_event(event)
         self._file.flush()
@@ -174,12 +174,12 @@ def _parse_line(line: str) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _to_plain(record: Mapping[str, Any]) -> dict[str, Any]:
+def _to_json_values(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record that JSON can represent: scalar arrays become floats, and NaN and infinity become None."""
     plain: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
-            plain[name] = _to_plain(value)
+            plain[name] = _to_json_values(value)
         elif isinstance(value, str | bool | int | list) or value is None:
             plain[name] = value
         else:

@@ -114,8 +114,8 @@ def draw_picture(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path
         run: [record for record in files.get("reports", []) if record.get("loss") is not None]
         for run, files in runs.items()
     }
-    every = [record for records in reports.values() for record in records]
-    validated = list(dict.fromkeys(name for record in every for name in record.get("validation") or {}))
+    all_reports = [record for records in reports.values() for record in records]
+    validated = list(dict.fromkeys(name for record in all_reports for name in record.get("validation") or {}))
     panels = [
         ("seconds", "loss"),
         ("rows", "loss"),
@@ -132,16 +132,16 @@ def draw_picture(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path
         axis.remove()
     for run, files in runs.items():
         first = min((record["time"] for records in files.values() for record in records), default=0.0)
-        known = reports[run]
-        marker = "o" if len(known) == 1 else None  # a line of one point is invisible
-        across = {"seconds": [r["time"] - first for r in known], "rows": [r.get("seen") for r in known]}
+        run_reports = reports[run]
+        marker = "o" if len(run_reports) == 1 else None  # a line of one point is invisible
+        xs = {"seconds": [r["time"] - first for r in run_reports], "rows": [r.get("seen") for r in run_reports]}
         for axis, (x, y) in zip(axes, panels, strict=True):
             if y in ("loss", "rows per second"):
-                values = [r.get(y if y == "loss" else "rows_per_second") for r in known]
+                values = [r.get(y if y == "loss" else "rows_per_second") for r in run_reports]
             else:
-                values = [(r.get("validation") or {}).get(y) for r in known]
+                values = [(r.get("validation") or {}).get(y) for r in run_reports]
             # matplotlib draws None, a value that was not measured, as a gap.
-            axis.plot(across[x], values, label=run, marker=marker)
+            axis.plot(xs[x], values, label=run, marker=marker)
     for axis, (x, y) in zip(axes, panels, strict=True):
         axis.set_xlabel(x)
         axis.set_ylabel(f"validation {y}" if y in validated else y)

@@ -110,10 +110,6 @@ def _parse_metric(name: str, entry: Any) -> Metric:
 class MetricTotals:
     """Reductions of metrics over batches.
 
-    Parameters
-    ----------
-    metrics : dict of str to Metric
-
     Attributes
     ----------
     rows : int

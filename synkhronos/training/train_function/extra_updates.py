@@ -34,14 +34,14 @@ class ExtraUpdate(NamedTuple):
         New value of ``shared``.
     op : {"mean", None}
         With "mean", ranks average the new values by rows.  With None, each rank has its own value.
-    differs : bool
+    may_differ : bool
         Whether ranks may compute different new values in one step, even if their variables are equal before it.
     """
 
     shared: SharedVariable
     expression: Variable
     op: str | None
-    differs: bool
+    may_differ: bool
 
     @property
     def slice_op(self) -> str | None:
@@ -54,7 +54,7 @@ class ExtraUpdate(NamedTuple):
 
 
 def parse_extra_updates(
-    updates: UpdatesArgument | None, rule: RuleUpdates, inputs: list[Variable]
+    updates: UpdatesArgument | None, rule_updates: RuleUpdates, inputs: list[Variable]
 ) -> list[ExtraUpdate]:
     """Check extra updates, and choose the ops that are not given.
 
@@ -65,7 +65,7 @@ def parse_extra_updates(
     if not isinstance(updates, Mapping | list | tuple):
         raise TypeError(f"extra_updates: expected a dict or a list of pairs, got {updates!r}")
     entries = list(updates.items() if isinstance(updates, Mapping) else updates)
-    rule_ids = {id(shared) for shared in (*dict(rule.grad_updates), *dict(rule.param_updates))}
+    rule_ids = {id(shared) for shared in (*dict(rule_updates.grad_updates), *dict(rule_updates.param_updates))}
     seen: set[int] = set()
     for entry in entries:
         if not isinstance(entry, list | tuple) or len(entry) not in (2, 3):
@@ -112,22 +112,24 @@ def _choose_ops(entries: list[Any], inputs: list[Variable]) -> list[ExtraUpdate]
         dependence = DependenceAnalysis(library, expressions, differing)
         extra_updates = []
         for shared, expression, *op in entries:
-            differs = bool(hasattr(expression, "owner") and dependence.list_source_names(expression))
+            may_differ = bool(hasattr(expression, "owner") and dependence.list_source_names(expression))
             if not op:
-                if differs and not _is_float(shared) and not library.is_generator(shared):
+                if may_differ and not _is_float(shared) and not library.is_generator(shared):
                     raise TypeError(
                         f"extra_updates: {shared.name!r} of {shared.type} has no mean, and ranks compute different "
                         "values: give (variable, expression, None) to let each rank keep its own"
                     )
                 op = ["mean" if _is_float(shared) else None]
-            extra_updates.append(ExtraUpdate(shared, expression, op[0], differs))
+            extra_updates.append(ExtraUpdate(shared, expression, op[0], may_differ))
         # Expressions that read these variables may differ between ranks as well.
-        own = [
-            u.shared for u in extra_updates if u.differs and u.op is None and not any(u.shared is d for d in differing)
+        kept_per_rank = [
+            u.shared
+            for u in extra_updates
+            if u.may_differ and u.op is None and not any(u.shared is d for d in differing)
         ]
-        if not own:
+        if not kept_per_rank:
             return extra_updates
-        differing += own
+        differing += kept_per_rank
 
 
 def _is_float(shared: Any) -> bool:
@@ -135,7 +137,9 @@ def _is_float(shared: Any) -> bool:
     return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind == "f"
 
 
-def append_averaged_updates(rule: RuleUpdates, extra_updates: Sequence[ExtraUpdate], x: Any) -> tuple[RuleUpdates, int]:
+def append_averaged_updates(
+    rule_updates: RuleUpdates, extra_updates: Sequence[ExtraUpdate], x: Any
+) -> tuple[RuleUpdates, int]:
     """Append the averaged extra updates to the vector of gradients, so that one all-reduce suffices.
 
     The vector is then::
@@ -144,20 +148,20 @@ def append_averaged_updates(rule: RuleUpdates, extra_updates: Sequence[ExtraUpda
 
     Returns
     -------
-    rule : RuleUpdates
+    rule_updates : RuleUpdates
         Its `param_updates` include the averaged variables; other expressions of it read their new values.
     n_tail : int
         Number of items at the vector's end that are not gradients.
     """
-    averaged = [u for u in extra_updates if u.op == "mean" and u.differs]
+    averaged = [u for u in extra_updates if u.op == "mean" and u.may_differ]
     if not averaged:
-        return rule, 1
-    library, gradients = get_library(rule.grad_shared), rule.grad_shared
+        return rule_updates, 1
+    library, gradients = get_library(rule_updates.grad_shared), rule_updates.grad_shared
     tensor = library.tensor
     (size,) = get_shape(gradients)
     dtype = str(np.result_type(gradients.dtype, *(u.shared.dtype for u in averaged)))
     rows = tensor.cast(x.shape[0], dtype)
-    parts, new_values, end = [tensor.cast(rule.grad_updates[gradients], dtype)], {}, size
+    parts, new_values, end = [tensor.cast(rule_updates.grad_updates[gradients], dtype)], {}, size
     shapes = [get_shape(u.shared) for u in averaged]
     total = size + sum(int(np.prod(shape)) for shape in shapes) + 1
     vector = library.shared(np.zeros(total, dtype), name="grad_shared")
@@ -169,7 +173,7 @@ def append_averaged_updates(rule: RuleUpdates, extra_updates: Sequence[ExtraUpda
         new_values[u.shared] = library.convert_to_type_of(u.shared, tensor.cast(new, u.shared.dtype))
     parts.append(rows.reshape((1,)))
     first = library.convert_to_type_of(gradients, tensor.cast(vector[:size], gradients.dtype))
-    values = library.clone(list(rule.param_updates.values()), {gradients: first, **new_values})
-    updates = OrderedDict(zip(rule.param_updates, values, strict=True))
+    values = library.clone(list(rule_updates.param_updates.values()), {gradients: first, **new_values})
+    updates = OrderedDict(zip(rule_updates.param_updates, values, strict=True))
     updates.update(new_values)
     return RuleUpdates(OrderedDict({vector: tensor.concatenate(parts)}), updates, vector), total - size + 1

@@ -24,10 +24,10 @@ from synkhronos.function.inputs import parse_selections_by_rank, to_index_array
 StepRows: TypeAlias = list[np.ndarray] | None
 
 
-def assign_rows(batches: Sequence[Any], length: int, size: int) -> list[StepRows]:
+def assign_rows(batches: Sequence[Any], length: int, n_ranks: int) -> list[StepRows]:
     """Return the row indexes of each step on each rank, for data that are scattered.
 
-    The result is None for a step whose number of rows is not a multiple of the number of ranks, ``size``.
+    The result is None for a step whose number of rows is not a multiple of the number of ranks, ``n_ranks``.
 
     Raises
     ------
@@ -36,7 +36,7 @@ def assign_rows(batches: Sequence[Any], length: int, size: int) -> list[StepRows
 
     Examples
     --------
-    >>> assign_rows([slice(0, 4), [7]], length=8, size=2)
+    >>> assign_rows([slice(0, 4), [7]], length=8, n_ranks=2)
     [[array([0, 1]), array([2, 3])], None]
     """
     steps: list[StepRows] = []
@@ -44,11 +44,11 @@ def assign_rows(batches: Sequence[Any], length: int, size: int) -> list[StepRows
         rows = np.asarray(select_rows(batch, length, f"batches[{i}]"), np.int64)
         if not len(rows):
             raise ValueError(f"batches[{i}]: expected at least one row, got {batch!r}")
-        steps.append(None if len(rows) % size else list(rows.reshape(size, -1)))
+        steps.append(None if len(rows) % n_ranks else list(rows.reshape(n_ranks, -1)))
     return steps
 
 
-def collect_sliceable_rows(batches_s: Sequence[Any], size: int) -> list[StepRows]:
+def collect_sliceable_rows(batches_s: Sequence[Any], n_ranks: int) -> list[StepRows]:
     """Return the row indexes of each step on each rank, for data in shared variables of the ranks.
 
     Only a rank knows the length of its data.  So the result is None for a step in which some rank takes a slice, all of
@@ -61,19 +61,19 @@ def collect_sliceable_rows(batches_s: Sequence[Any], size: int) -> list[StepRows
 
     Examples
     --------
-    >>> collect_sliceable_rows([[[0, 1], [5]], slice(0, 2)], size=2)
+    >>> collect_sliceable_rows([[[0, 1], [5]], slice(0, 2)], n_ranks=2)
     [[array([0, 1]), array([5])], None]
     """
     steps: list[StepRows] = []
     for i, batch_s in enumerate(batches_s):
         name = f"batches_s[{i}]"
-        by_rank = parse_selections_by_rank(batch_s, size, name) or [batch_s] * size
+        by_rank = parse_selections_by_rank(batch_s, n_ranks, name) or [batch_s] * n_ranks
         rows = [
             None if selection is None or isinstance(selection, slice) else to_index_array(selection, name)
             for selection in by_rank
         ]
         known = [selection for selection in rows if selection is not None and len(selection)]
-        steps.append(known if len(known) == size else None)
+        steps.append(known if len(known) == n_ranks else None)
     return steps
 
 

@@ -34,23 +34,27 @@ class SerialTrainFunction:
         The gradients of all parameters in one vector, and the number of their rows.
     optimizer_state : list of shared variables
         The rule's state, in the order of `synkhronos.training.TrainFunction`.
-    ema : list of shared variables, or None
-        Moving averages of the parameters, in their order; None without the option `ema`.
     """
 
     def __init__(self, graph: TrainingGraph):
         library = get_library(graph.loss)
-        self.grad_shared = graph.rule.grad_shared
+        self.grad_shared = graph.rule_updates.grad_shared
         self.optimizer_state = graph.optimizer_state
-        self.ema = graph.ema
         self.gradient = library.function(
             [*graph.x, *graph.y],
             [graph.loss] if graph.weight is None else [graph.loss, graph.weight],
-            updates=[*graph.rule.grad_updates.items(), *((u.shared, u.expression) for u in graph.extra_updates)],
+            updates=[
+                *graph.rule_updates.grad_updates.items(),
+                *((u.shared, u.expression) for u in graph.extra_updates),
+            ],
             name="train_gradient",
         )
-        self.update = library.function([], updates=graph.rule.param_updates, name="train_update")
+        self.update = library.function([], updates=graph.rule_updates.param_updates, name="train_update")
         self._graph = graph
+
+    def get_ema(self) -> list[SharedVariable] | None:
+        """Return the moving averages of the parameters, in their order; None without the option `ema`."""
+        return self._graph.ema
 
     def __call__(
         self,

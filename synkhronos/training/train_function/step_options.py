@@ -15,17 +15,12 @@ class StepOptions:
 
     Attributes
     ----------
-    clip_norm : float, optional
-    num_slices : int
-    ema : float, optional
     validate_ema : bool
         Whether the averages of `ema` are validated instead of the parameters.
-    loss_scale : {"dynamic"}, optional
-    shard_optimizer : bool
 
     Examples
     --------
-    >>> StepOptions(clip_norm=1.0).changed
+    >>> StepOptions(clip_norm=1.0).non_defaults
     {'clip_norm': 1.0}
     >>> StepOptions(clip_norm=0)
     Traceback (most recent call last):
@@ -45,7 +40,7 @@ class StepOptions:
             raise ValueError("validate_ema: needs ema, the decay of the averages")
 
     @property
-    def changed(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """Options that differ from their defaults, by name."""
         return {name: value for name, value in asdict(self).items() if value != _DEFAULTS[name]}
 

@@ -83,7 +83,7 @@ class TrainFunction:
     """
 
     def __init__(self, graph: TrainingGraph, exchange: str | None = None):
-        rule, self._n_tail = append_averaged_updates(graph.rule, graph.extra_updates, graph.x[0])
+        rule, self._n_tail = append_averaged_updates(graph.rule_updates, graph.extra_updates, graph.x[0])
         shards = None
         if graph.options.shard_optimizer and ranks.get_session().size > 1:
             shards = ShardedUpdates(
@@ -131,22 +131,14 @@ class TrainFunction:
         """The optimizer's state, if it is sharded."""
         return None if self._sharding is None else self._optimizer
 
-    @property
-    def ema(self) -> list[SharedVariable] | None:
-        """Moving averages of the parameters, in their order; None without the option `ema`.
+    def get_ema(self) -> list[SharedVariable] | None:
+        """Return the moving averages of the parameters, in their order; None without the option `ema`.
 
-        With `shard_optimizer` each rank has a part of them, and reading this attribute is a collective: it calls
-        `gather_ema`.
-        """
-        self.gather_ema()
-        return self._graph.ema
-
-    def gather_ema(self) -> None:
-        """Set the variables of `ema` to the averages of this moment, on all ranks; needed only with `shard_optimizer`.
-
-        A collective: it sends the averages between ranks.
+        With `shard_optimizer` each rank has a part of them, and this is a collective, which sets the returned variables
+        to the averages of this moment, on all ranks.
         """
         self._optimizer.gather_into(self._graph.ema or ())
+        return self._graph.ema
 
     def get_optimizer_state(self) -> list[np.ndarray]:
         """Return the values of the rule's variables, whole also with `shard_optimizer`.
@@ -344,9 +336,9 @@ class TrainFunction:
         losses: list[tuple[Any, Any]] = []
         try:
             for start, stop in group_steps(rows, self._find_max_steps_per_launch(arrays, rows, num_slices)):
-                at_once = self._take_in_one_launch(arrays, rows[start:stop])
-                if at_once is not None:
-                    losses += at_once
+                launch_losses = self._take_in_one_launch(arrays, rows[start:stop])
+                if launch_losses is not None:
+                    losses += launch_losses
                     continue
                 for batch, batch_s in steps[start:stop]:
                     losses += self._run_launch(arrays, batch, batch_s, num_slices)
@@ -504,8 +496,8 @@ def make_train_function(
     num_slices : int, optional
         Default number of slices of a step.  Gradients are accumulated over slices, so that a step needs less memory.
     ema : float, optional
-        Decay of a moving average of the parameters, such as 0.999.  The averages are in ``train.ema``, at least
-        float32, and in ``train.optimizer_state``.
+        Decay of a moving average of the parameters, such as 0.999.  `TrainFunction.get_ema` returns the averages,
+        in at least float32.  They are also in `TrainFunction.optimizer_state`.
     loss_scale : {"dynamic"}, optional
         Multiply the loss by a scale before the backward pass, and divide the gradient by it in float32: small gradients
         in float16 would be 0 otherwise.  If the reduced gradient is infinite or NaN, the parameters, the rule's

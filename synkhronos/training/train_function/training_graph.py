@@ -26,8 +26,8 @@ from synkhronos.training.train_function.weighted_mean import (
     warn_of_varying_denominators,
 )
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
-from synkhronos.training.updates.loss_scale import scale_gradients, skip_overflows
-from synkhronos.training.updates.moving_average import add_average
+from synkhronos.training.updates.loss_scale import compute_gradients_with_loss_scale, skip_overflows
+from synkhronos.training.updates.moving_average import add_moving_averages
 from synkhronos.training.updates.update_rule import UpdateRule
 
 #: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
@@ -43,27 +43,24 @@ class TrainingGraph:
 
     Attributes
     ----------
-    loss : scalar variable
     x, y : list of variable
         Inputs and targets.
     x_is_list, y_is_list : bool
         Whether the user passed a list, and so has to pass lists of data.
     sliceable : list of shared variable
         Variables that hold the data, one for each of `x` and `y`; empty if the data are arguments of the calls.
-    rule : RuleUpdates
+    rule_updates : RuleUpdates
+        Result of the update rule.
     optimizer_state : list of shared variable
         Variables that the rule updates besides the parameters.
-    extra_updates : list of ExtraUpdate
     weight : scalar variable, optional
         Number of items that the loss is a mean over; None for the rows.
     ema : list of shared variable, optional
         Moving averages of the parameters, in their order; None without the option `ema`.
-    params : list of shared variable
     update_rule : callable
-        The update rule that made `rule`, with clipping if the options have it.
+        The update rule that made `rule_updates`, with clipping if the options have it.
     rule_kwargs : dict
         Its options.
-    options : StepOptions
     """
 
     loss: Variable
@@ -72,7 +69,7 @@ class TrainingGraph:
     x_is_list: bool
     y_is_list: bool
     sliceable: list[SharedVariable]
-    rule: RuleUpdates
+    rule_updates: RuleUpdates
     optimizer_state: list[SharedVariable]
     extra_updates: list[ExtraUpdate]
     weight: Variable | None
@@ -121,7 +118,7 @@ class TrainingGraph:
                 raise ValueError("weight: expected None for a loss with means over ranks (rank_mean, sync=True)")
         loss_or_grads, scale = loss, None
         if options.loss_scale is not None:
-            scale, loss_or_grads = scale_gradients(loss, params)
+            scale, loss_or_grads = compute_gradients_with_loss_scale(loss, params)
         rule = update_rule(loss_or_grads, params, weight=xs[0].shape[0] if weight is None else weight, **rule_kwargs)
         if not isinstance(rule, tuple) or len(rule) != 3:
             raise TypeError(
@@ -130,13 +127,13 @@ class TrainingGraph:
             )
         rule, averages = RuleUpdates(*rule), None
         if options.ema is not None:
-            rule, averages = add_average(rule, list(params), options.ema)
+            rule, averages = add_moving_averages(rule, list(params), options.ema)
         if scale is not None:
             rule = skip_overflows(rule, scale)
         state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
         extra = parse_extra_updates(extra_updates, rule, [*xs, *ys, *sliceable])
         if not is_serial:
-            means = {f"extra_updates: {u.shared.name}": u.expression for u in extra if u.op == "mean" and u.differs}
+            means = {f"extra_updates: {u.shared.name}": u.expression for u in extra if u.op == "mean" and u.may_differ}
             warn_of_varying_denominators(
                 means if weight is not None else {"loss": loss, **means}, [*xs, *ys, *sliceable]
             )
@@ -147,7 +144,7 @@ class TrainingGraph:
             x_is_list=isinstance(x, list | tuple),
             y_is_list=isinstance(y, list | tuple),
             sliceable=sliceable,
-            rule=rule,
+            rule_updates=rule,
             optimizer_state=state,
             extra_updates=extra,
             weight=weight,

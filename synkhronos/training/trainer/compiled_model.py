@@ -21,7 +21,7 @@ from synkhronos.training.train_function.training_graph import (
 from synkhronos.training.trainer.death_recovery import RecoveringRunner
 from synkhronos.training.trainer.trainer_state import TrainerState
 
-_names = itertools.count()
+_trainer_numbers = itertools.count()
 
 
 class CompiledModel:
@@ -39,8 +39,8 @@ class CompiledModel:
         Computes the metrics, if there are any.
     optimizer : list of shared variables
         Variables of the update rule.
-    launch_kinds : set
-        Kinds of joint launches so far; see `Meter`.
+    launch_shapes : set
+        Shapes of joint launches so far; see `Meter`.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class CompiledModel:
             rule_options["ema"] = graph.options.ema
         is_joint = self.joint_step is not None
         sharded = None if self.joint_step is None else self.joint_step.sharded_state
-        name = f"trainer {next(_names)}"
+        name = f"trainer {next(_trainer_numbers)}"
         spec = RankStateSpec(name, variables, rule, {}, is_joint=is_joint)
         self.state = TrainerState(spec, (update_rule, rule_options), sharded)
-        self.launch_kinds: set[Any] = set()
+        self.launch_shapes: set[Any] = set()
 
     def make_recovering_runner(self, max_deaths: int, has_loader: bool, has_parts: bool) -> RecoveringRunner:
         """Make the runner of operations for ``on_death="continue"``."""
         ranks_differ = bool(self.state.variables.generators) or any(
-            update.differs and update.op != "mean" for update in self.graph.extra_updates
+            update.may_differ and update.op != "mean" for update in self.graph.extra_updates
         )
         step = self.local_step if self.joint_step is None else self.joint_step.gradient
         assert step is not None
@@ -81,7 +81,10 @@ class CompiledModel:
 
 def _compile_local_step(graph: TrainingGraph) -> Function:
     """Compile the local step: gradient and update in one function, without an all-reduce."""
-    updates = [*build_local_updates(graph.rule).items(), *((u.shared, u.expression) for u in graph.extra_updates)]
+    updates = [
+        *build_local_updates(graph.rule_updates).items(),
+        *((u.shared, u.expression) for u in graph.extra_updates),
+    ]
     return function(
         [*graph.x, *graph.y],
         graph.outputs,

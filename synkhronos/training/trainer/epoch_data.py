@@ -42,7 +42,7 @@ class IntervalPlan:
     #: Whether the master shows a progress bar.
     shows_progress_bar: bool
     #: Groups of ranks that share rows: one group of all ranks, or one per host if the hosts have different rows.
-    pools: list[range]
+    rank_groups: list[range]
     #: Whether a signal may end the training before `stop`.
     can_stop: bool = False
     #: Totals between the last report and `start`: one per rank, or a single one for joint steps; empty at a report.
@@ -50,7 +50,7 @@ class IntervalPlan:
     #: Whether the loss is a weighted mean instead of a mean over rows.
     has_weight: bool = False
 
-    def get_rate(self, position: int) -> float:
+    def get_learning_rate(self, position: int) -> float:
         """Return the learning rate at a position in the epoch."""
         return compute_rate(self.schedule, self.epoch + position / self.n_rows)
 
@@ -97,13 +97,13 @@ class EpochData:
     ranks_by_host: list[range] | None = field(init=False)
     #: Number of rows of an epoch.
     n_epoch_rows: int = field(init=False)
-    #: Row indexes in the epoch's order; None with a loader, and before `allocate_order`.
-    order: Data | None = field(default=None, init=False)
+    #: Row indexes in the epoch's order; None with a loader, and before `allocate_row_order`.
+    row_order: Data | None = field(default=None, init=False)
     _ordered_epoch: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
         self.ranks_by_host = get_ranks_by_host(self.data)
-        self.n_epoch_rows = self.n_rows if self.ranks_by_host is None else sum(map(len, self._iterate_part_rows(0)))
+        self.n_epoch_rows = self.n_rows if self.ranks_by_host is None else sum(map(len, self._iterate_host_rows(0)))
 
     def count_rows(self) -> int:
         """Count the rows that the data have now; the number may change between epochs.
@@ -118,10 +118,10 @@ class EpochData:
             raise ValueError(f"x_data, y_data: expected equally many rows of each, got {[len(d) for d in self.data]}")
         return lengths.pop()
 
-    def allocate_order(self) -> None:
+    def allocate_row_order(self) -> None:
         """Allocate the shared array with the order of rows."""
         if self.loader is None:
-            self.order = make_data(shape=(self.n_epoch_rows,), dtype="int64")
+            self.row_order = make_data(shape=(self.n_epoch_rows,), dtype="int64")
         self._ordered_epoch = -1
 
     def make_source(self, epoch: int, start: int, is_joint: bool) -> RowSource:
@@ -130,29 +130,29 @@ class EpochData:
             size = ranks.get_session().size
             unit_rows, consumers = (self.batch_size * size, 1) if is_joint else (self.batch_size, size)
             return open_feed(self.loader, epoch, start, unit_rows, self.seed, consumers)
-        order = self.order
+        order = self.row_order
         assert order is not None  # allocated before the first epoch
         if epoch != self._ordered_epoch:
             if self.ranks_by_host is None:
                 order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.n_epoch_rows)
             else:
-                order[...] = np.concatenate(list(self._iterate_part_rows(epoch)))
+                order[...] = np.concatenate(list(self._iterate_host_rows(epoch)))
             self._ordered_epoch = epoch
         return InMemoryRows(self.data, order)
 
-    def _iterate_part_rows(self, epoch: int) -> Iterator[np.ndarray]:
+    def _iterate_host_rows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the row indexes of each step of an epoch, where ranks use only rows of their own host."""
         assert self.ranks_by_host is not None
         return iterate_shuffled_batches(
             self.n_rows, self.batch_size * self.ranks_by_host[-1].stop, self.ranks_by_host, (self.seed, epoch)
         )
 
-    def describe_parts(self) -> list[int] | None:
+    def describe_data_parts(self) -> list[int] | None:
         """Describe the division of rows among hosts, for checkpoints: rows per step, then ranks per host; else None."""
         return None if self.ranks_by_host is None else [self.batch_size, *map(len, self.ranks_by_host)]
 
 
-def check_rows(count: int, batch_size: int) -> None:
+def check_enough_rows(count: int, batch_size: int) -> None:
     """Raise ValueError if the data have too few rows for one step of all ranks."""
     size = ranks.get_session().size
     if batch_size * size > count:

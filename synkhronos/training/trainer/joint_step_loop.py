@@ -23,7 +23,7 @@ class JointStepLoop(LaunchLoop):
     def __init__(self, plan: IntervalPlan, source: RowSource, model: CompiledModel, operation_runner: OperationRunner):
         state, graph = model.state, model.graph
         read = make_loss_reader(list, plan.has_weight)
-        meter = Meter(0, plan.recorders, read, model.launch_kinds, state.progress.steps)
+        meter = Meter(0, plan.recorders, read, model.launch_shapes, state.progress.steps)
         super().__init__(plan, source, meter, plan.batch_size * ranks.get_session().size, True, state.rate)
         assert model.joint_step is not None
         self._step, self._learning_rate = model.joint_step, model.learning_rate
@@ -37,16 +37,16 @@ class JointStepLoop(LaunchLoop):
         """Yield the batches of each launch; their learning rates are equal."""
         position, plan = self.plan.start, self.plan
         while position < plan.stop:
-            rate, starts = plan.get_rate(position), [position]
+            rate, starts = plan.get_learning_rate(position), [position]
             while len(starts) < self._max_steps_per_launch and starts[-1] + 2 * self.rows_per_step <= plan.stop:
-                if plan.get_rate(starts[-1] + self.rows_per_step) != rate:
+                if plan.get_learning_rate(starts[-1] + self.rows_per_step) != rate:
                     break
                 starts.append(starts[-1] + self.rows_per_step)
             end = min(starts[-1] + self.rows_per_step, plan.stop)
             yield LaunchBatches(position, starts, end)
             position = end
 
-    def set_rate(self, rate: float) -> None:
+    def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate's variable on all ranks."""
         value = np.asarray(rate, self._learning_rate.type.dtype)
         self._operation_runner.run_idempotent(lambda: broadcast(self._learning_rate, value))
@@ -84,6 +84,6 @@ def take_joint_steps(
         loop.run()
     finally:
         state.rate = loop.rate
-    loop.write_lines(last=True)
+    loop.write_lines(flush=True)
     state.progress.steps = loop.meter.step
     return loop.end, loop.meter.get_totals(loop.rate)

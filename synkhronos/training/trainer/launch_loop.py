@@ -36,11 +36,6 @@ class LaunchLoop(BatchLoop):
 
     Parameters
     ----------
-    plan : IntervalPlan
-    source : RowSource
-    meter : Meter
-    rows : int
-        Number of rows per step.
     is_master : bool
         Whether this process may show the progress bar.
     rate : float
@@ -50,9 +45,15 @@ class LaunchLoop(BatchLoop):
     on_poll: Any = None  # called repeatedly while this rank waits for a loader
 
     def __init__(
-        self, plan: IntervalPlan, source: RowSource, meter: Meter, rows: int, is_master: bool, rate: float = math.nan
+        self,
+        plan: IntervalPlan,
+        source: RowSource,
+        meter: Meter,
+        rows_per_step: int,
+        is_master: bool,
+        rate: float = math.nan,
     ):
-        self.plan, self.source, self.meter, self.rows_per_step, self.rate = plan, source, meter, rows, rate
+        self.plan, self.source, self.meter, self.rows_per_step, self.rate = plan, source, meter, rows_per_step, rate
         if plan.earlier_totals:
             meter.begin_interval(plan.earlier_totals[meter.rank])
         #: Position up to which rows have been trained on.
@@ -82,13 +83,13 @@ class LaunchLoop(BatchLoop):
         if self._bar is not None:
             self._bar.update(self.end - self._bar.n)
 
-    def write_lines(self, last: bool = False) -> None:
-        """Write the recorders' lines that are due; with ``last``, also lines of fewer steps than ``every``."""
+    def write_lines(self, flush: bool = False) -> None:
+        """Write the recorders' lines that are due; with ``flush``, also lines of fewer steps than ``every``."""
         plan = self.plan
-        self.meter.write_lines(plan.epoch, plan.rows_before + self.end, self.rate, last)
+        self.meter.write_lines(plan.epoch, plan.rows_before + self.end, self.rate, flush)
 
     @abstractmethod
-    def set_rate(self, rate: float) -> None:
+    def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate's variable."""
 
     @abstractmethod
@@ -109,21 +110,21 @@ class LaunchLoop(BatchLoop):
         """Launch a step per batch, and pass the losses to the meter."""
         last = self.plan.stop
         spans = [(start, min(start + self.rows_per_step, last)) for start in batches.starts if start < last]
-        rate = self.plan.get_rate(batches.rate_position)
+        rate = self.plan.get_learning_rate(batches.rate_position)
         if rate != self.rate:
-            self.set_rate(rate)
+            self.set_learning_rate(rate)
             self.rate = rate
         rows = [indexes for indexes in self.wait_for_row_indexes(spans) if len(indexes)]
         if not rows:  # no batch is left for this rank, or no row could be read
             self.free(spans)
             return len(batches.starts)
-        with self.meter.time("compute") as launch:
+        with self.meter.time_activity("compute") as launch:
             losses = self.launch(rows)
             for (loss, weight), indexes in zip(losses, rows, strict=True):
                 self.meter.add_loss(loss, len(indexes) if weight is None else weight)
                 self.meter.count_step(len(indexes))
             self.free_after_launch(spans, len(losses))
-        self.meter.record_launch(len(rows), len(rows[0]), launch.spent)
+        self.meter.record_launch(len(rows), len(rows[0]), launch.seconds_without_wait)
         return len(batches.starts)
 
     def wait_for_row_indexes(self, spans: list[tuple[int, int]]) -> list[Any]:
@@ -132,12 +133,12 @@ class LaunchLoop(BatchLoop):
         if isinstance(source, Feed) and not all(source.is_ready(*span) for span in spans):
             # The loader processes may need the slots of this rank's rows to read rows for other ranks.
             self.finish_steps()
-        with self.meter.time("load"):
+        with self.meter.time_activity("load"):
             return [source.wait_for_row_indexes(*span, self.on_poll) for span in spans]
 
     def finish_steps(self) -> None:
         """Wait for the launched steps, and free their rows."""
-        with self.meter.time("compute"):
+        with self.meter.time_activity("compute"):
             self.meter.read_losses()
             self.free(self.spans_in_use)
             self.spans_in_use = []

@@ -27,16 +27,12 @@ class LocalStepLoop(LaunchLoop):
 
     Parameters
     ----------
-    worker : Worker
-    plan : IntervalPlan
     step : LocalFunction
         Takes a step, and returns the loss, followed by the weight if there is one.
-    rate : shared variable
-        Learning rate's variable of this rank.
-    spec : RankStateSpec
-    source : RowSource
-    batches_taken : LocalRows
-        Number of batches that each pool's ranks have taken, under asynchronous rules.  The last element is the number
+    learning_rate : shared variable
+        This rank's copy of the learning rate.
+    n_batches_taken : LocalRows
+        Number of batches that each group of ranks has taken, under asynchronous rules.  The last element is the number
         of rounds of one batch per rank after which a signal stops the training; 0 without a signal.
     """
 
@@ -45,19 +41,19 @@ class LocalStepLoop(LaunchLoop):
         worker: Worker,
         plan: IntervalPlan,
         step: LocalFunction,
-        rate: Any,
+        learning_rate: Any,
         spec: RankStateSpec,
         source: RowSource,
-        batches_taken: LocalRows,
+        n_batches_taken: LocalRows,
     ):
         storage = worker.get_storage(spec.name)
         state: State = storage["state"]
-        launch_kinds = storage.setdefault("launch_kinds", set())
+        launch_shapes = storage.setdefault("launch_shapes", set())
         read = make_loss_reader(step.read, plan.has_weight)
-        meter = Meter(worker.number, plan.recorders, read, launch_kinds, state.step, lambda: worker.wait_seconds)
+        meter = Meter(worker.number, plan.recorders, read, launch_shapes, state.step, lambda: worker.wait_seconds)
         super().__init__(plan, source, meter, plan.batch_size, worker.is_master)
         self.worker, self.rule, self.state, self.on_poll = worker, spec.rule, state, worker.progress
-        self._step, self._rate, self._batches_taken = step, rate, batches_taken
+        self._step, self._learning_rate, self._n_batches_taken = step, learning_rate, n_batches_taken
         self.exchanger = Exchanger(worker, spec.rule, state, meter.seconds)
         #: Weights of the steps since the last exchange.
         self._unexchanged_weights: list[Any] = []
@@ -79,34 +75,34 @@ class LocalStepLoop(LaunchLoop):
         position = plan.start
         while position < plan.stop:
             n_full = (plan.stop - position) // (plan.batch_size * n)
-            rounds = max(1, min(self.exchanger.count_steps_left(), self.max_steps_per_launch, n_full))
+            rounds = max(1, min(self.exchanger.update_steps_left(), self.max_steps_per_launch, n_full))
             end = min(plan.stop, position + rounds * n * plan.batch_size)
             yield LaunchBatches(position, [position + (k * n + me) * plan.batch_size for k in range(rounds)], end)
             position = end
 
     def _take_batches(self) -> Iterator[LaunchBatches]:
         """Take the next batches from a counter that the ranks share."""
-        plan, n, shared_counts = self.plan, self.worker.size, self._batches_taken
+        plan, n, shared_counts = self.plan, self.worker.size, self._n_batches_taken
         counts_lock = n + 1  # the first lock after those of the ranks
-        pool = next(pool for pool in plan.pools if self.worker.number in pool)
+        group = next(group for group in plan.rank_groups if self.worker.number in group)
         while True:
-            n_batches = min(self.exchanger.count_steps_left(), self.max_steps_per_launch)
-            with self.meter.time("load"), self.worker.lock(counts_lock) as lock:
+            n_batches = min(self.exchanger.update_steps_left(), self.max_steps_per_launch)
+            with self.meter.time_activity("load"), self.worker.lock(counts_lock) as lock:
                 lock.read(shared_counts)
-                first = int(shared_counts.array[pool.start])
+                first = int(shared_counts.array[group.start])
                 if plan.can_stop and get_requested_stop() and not shared_counts.array[-1]:
-                    begun = (-(-int(shared_counts.array[peers.start]) // len(peers)) for peers in plan.pools)
+                    begun = (-(-int(shared_counts.array[peers.start]) // len(peers)) for peers in plan.rank_groups)
                     shared_counts.array[-1] = max(1, *begun)
                 rounds = int(shared_counts.array[-1])
-                if rounds:  # all pools stop after the same round, so that the rows trained on are one range
-                    n_batches = min(n_batches, rounds * len(pool) - first)
-                # Of every n successive batches a pool takes those numbered as its ranks; a single pool takes all.
+                if rounds:  # all groups stop after the same round, so that the rows trained on are one range
+                    n_batches = min(n_batches, rounds * len(group) - first)
+                # Of every n successive batches a group takes those numbered as its ranks; a single group takes all.
                 starts = [
-                    plan.start + (k // len(pool) * n + pool[k % len(pool)]) * plan.batch_size
+                    plan.start + (k // len(group) * n + group[k % len(group)]) * plan.batch_size
                     for k in range(first, first + n_batches)
                 ]
                 starts = [start for start in starts if start + plan.batch_size <= plan.stop] or starts[:1]
-                shared_counts.array[pool.start] += len(starts)
+                shared_counts.array[group.start] += len(starts)
                 lock.write(shared_counts)
             if not starts or starts[0] >= plan.stop:
                 self.end = min(plan.stop, plan.start + rounds * n * plan.batch_size) if rounds else plan.stop
@@ -117,9 +113,9 @@ class LocalStepLoop(LaunchLoop):
         """Return True if all ranks agree to stop; asynchronous ranks stop in `_take_batches` instead."""
         return self.plan.can_stop and not self.rule.asynchronous and self._agreement.is_stop_due()
 
-    def set_rate(self, rate: float) -> None:
+    def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate's variable on this rank."""
-        self._rate.set_value(np.asarray(rate, self._rate.type.dtype))
+        self._learning_rate.set_value(np.asarray(rate, self._learning_rate.type.dtype))
 
     def _sum_weights(self) -> float:
         """Return the sum of the weights of this rank's steps since the last exchange."""
@@ -173,10 +169,10 @@ def take_local_steps(
     worker: Worker,
     plan: IntervalPlan,
     step: LocalFunction,
-    rate: Any,
+    learning_rate: Any,
     spec: RankStateSpec,
     source: RowSource,
-    batches_taken: LocalRows,
+    n_batches_taken: LocalRows,
 ) -> tuple[int, RankTotals]:
     """Train this rank on its rows of an interval, then set the parameters to the rule's consensus.
 
@@ -201,10 +197,10 @@ def take_local_steps(
             state.vector = worker.all_reduce(state.vector)
         rule.setup(worker, state)
         storage["state"] = state
-    loop = LocalStepLoop(worker, plan, step, rate, spec, source, batches_taken)
+    loop = LocalStepLoop(worker, plan, step, learning_rate, spec, source, n_batches_taken)
     loop.run()
     loop.finish_steps()
-    with loop.meter.time("exchange"):
+    with loop.meter.time_activity("exchange"):
         use_consensus_params(worker, spec.name, rule)
-    loop.write_lines(last=True)
+    loop.write_lines(flush=True)
     return loop.end, loop.meter.get_totals(loop.rate)

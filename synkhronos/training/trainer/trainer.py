@@ -26,7 +26,7 @@ from synkhronos.loading import Loader
 from synkhronos.loading.loader import cast_rows
 from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError
-from synkhronos.training.loops.stop_signals import StopSignals, get_requested_stop
+from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
 from synkhronos.training.monitoring.report import Report
 from synkhronos.training.monitoring.validation_metrics import parse_metrics
 from synkhronos.training.schedules import Schedule, as_schedule, compute_rate
@@ -38,7 +38,7 @@ from synkhronos.training.train_function.training_graph import (
 )
 from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import OperationRunner
-from synkhronos.training.trainer.epoch_data import EpochData, check_rows
+from synkhronos.training.trainer.epoch_data import EpochData, check_enough_rows
 from synkhronos.training.trainer.trainer_epoch_loop import TrainerEpochLoop
 from synkhronos.training.updates import nesterov_momentum
 from synkhronos.training.updates.update_rule import UpdateRule
@@ -77,14 +77,9 @@ class Trainer:
         """Set the schedule, or a constant rate."""
         self._model.schedule = as_schedule(schedule)
 
-    @property
-    def ema(self) -> list[SharedVariable] | None:
-        """Moving averages of the parameters, in their order; None without the option `ema`.
-
-        With `shard_optimizer` each rank has a part of them, and reading this attribute is a collective, which gathers
-        the averages of that moment into the variables on all ranks.
-        """
-        return None if self._model.joint_step is None else self._model.joint_step.ema
+    def get_ema(self) -> list[SharedVariable] | None:
+        """Return the moving averages of the parameters: see `TrainFunction.get_ema`."""
+        return None if self._model.joint_step is None else self._model.joint_step.get_ema()
 
     # -- epochs --------------------------------------------------------------------------------
 
@@ -196,7 +191,7 @@ class Trainer:
         for name, value in (("every", every), ("patience", patience)):
             if value is not None:
                 check_at_least(value, name, 1)
-        check_rows(count, batch_size)
+        check_enough_rows(count, batch_size)
         valid_data = self._make_validation_data(valid)
         self._check_metric(valid is not None, patience, checkpoint)
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
@@ -260,7 +255,7 @@ class Trainer:
             if checkpoint is not None:
                 checkpoint.lock()
                 stack.callback(checkpoint.unlock)
-                stack.enter_context(StopSignals(grace))
+                stack.enter_context(StopSignalHandler(grace))
             self._loop = loop
             loop.begin(resume)
             stack.enter_context(loop.operation_runner.enable_recovery())
@@ -277,7 +272,7 @@ class Trainer:
         Returns
         -------
         Path
-            The checkpoint, as `Checkpoint.best` finds it.
+            The checkpoint, as `Checkpoint.find_best` finds it.
 
         Raises
         ------
@@ -292,7 +287,7 @@ class Trainer:
             raise RuntimeError(
                 "restore_best(): expected a call of epochs(..., checkpoint=Checkpoint(folder, keep_best=...)) before it"
             )
-        path = checkpoint.best()
+        path = checkpoint.find_best()
         if path is None:
             raise CheckpointError(
                 f"{checkpoint.folder}: expected a checkpoint with {checkpoint.keep_best[0]}, found none"
@@ -381,7 +376,7 @@ def make_trainer(
         the rows of `x`.  Losses in reports and records are means with this weight, under all rules.
     clip_norm, num_slices, ema, loss_scale
         As for `synkhronos.training.make_train_function`.  They need a `rule` that averages gradients, which
-        is the default.  The averages are in ``trainer.ema`` and in checkpoints.
+        is the default.  `Trainer.get_ema` returns the averages; checkpoints have them.
     validate_ema : bool, optional
         Whether `validate` is computed with the averages of `ema` instead of the parameters.
     shard_optimizer : bool, optional
@@ -429,7 +424,7 @@ def make_trainer(
             raise ValueError(f"momentum: EAMSGD has {rule.momentum}, got {rule_kwargs['momentum']!r}")
     options = StepOptions(clip_norm, num_slices, ema, validate_ema, loss_scale, shard_optimizer)
     if not (isinstance(rule, BSP) and rule.average == "gradient"):
-        for name in options.changed:
+        for name in options.non_defaults:
             raise ValueError(f"{name}: needs the exchange rule BSP() on gradients, got {rule!r}")
     schedule = as_schedule(learning_rate)
     try:

@@ -40,7 +40,13 @@ from synkhronos.training.monitoring.report import Report, make_report
 from synkhronos.training.monitoring.validation_metrics import MetricTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import OperationRunner
-from synkhronos.training.trainer.epoch_data import EpochData, IntervalPlan, RowSource, check_rows, get_ranks_by_host
+from synkhronos.training.trainer.epoch_data import (
+    EpochData,
+    IntervalPlan,
+    RowSource,
+    check_enough_rows,
+    get_ranks_by_host,
+)
 from synkhronos.training.trainer.joint_step_loop import take_joint_steps
 from synkhronos.training.trainer.local_step_loop import take_local_steps
 from synkhronos.training.trainer.trainer_state import TrainerProgress
@@ -88,16 +94,16 @@ class TrainerEpochLoop(EpochLoop):
         model, checkpoint, state = self.model, self.checkpoint, self.model.state
         self.session = ranks.get_session()
         state.start_session(self.session, model)
-        self.batches_taken = make_data(shape=(self.session.size + 1,), dtype="int64")
-        self.data.allocate_order()
+        self.n_batches_taken = make_data(shape=(self.session.size + 1,), dtype="int64")
+        self.data.allocate_row_order()
         if resume == "latest":
             assert checkpoint is not None
-            resume = next(reversed(checkpoint.paths()), None)
+            resume = next(reversed(checkpoint.list_paths()), None)
         if resume is not None:
             seen = state.restore(resume, self.data, model.schedule)
-            self._cut_records(seen)
-        elif self.progress.row and self.progress.order != (self.data.n_epoch_rows, self.data.seed):
-            count, seed = self.progress.order
+            self._remove_later_records(seen)
+        elif self.progress.row and self.progress.order_key != (self.data.n_epoch_rows, self.data.seed):
+            count, seed = self.progress.order_key
             raise ValueError(
                 f"x_data, seed: expected {count:,} rows and seed {seed}, since the last call ended within an epoch of "
                 f"these, got {self.data.n_epoch_rows:,} and {self.data.seed}"
@@ -110,7 +116,7 @@ class TrainerEpochLoop(EpochLoop):
         if self.early_stopping.set_metric(metric):
             schedules.reset_best(model.schedule)
 
-    def _cut_records(self, seen: int) -> None:
+    def _remove_later_records(self, seen: int) -> None:
         """Remove the records after ``seen`` rows, since those steps are repeated."""
         for recorder in self.recorders:
             if isinstance(recorder, Recorder):
@@ -153,10 +159,10 @@ class TrainerEpochLoop(EpochLoop):
         data = self.data
         n_rows = data.count_rows()
         if n_rows != data.n_rows or get_ranks_by_host(data.data) != data.ranks_by_host:  # or a rank was left out
-            check_rows(n_rows, data.batch_size)
+            check_enough_rows(n_rows, data.batch_size)
             self.data = EpochData(data.data, n_rows, data.batch_size, data.seed, data.loader)
-            self.data.allocate_order()
-        self.progress.order = self.data.n_epoch_rows, data.seed
+            self.data.allocate_row_order()
+        self.progress.order_key = self.data.n_epoch_rows, data.seed
 
     def _make_interval_operation(self) -> Callable[[], tuple[int, list[RankTotals]]]:
         """Return a function that trains until the next copy of the ranks' state, and may be called again."""
@@ -165,7 +171,7 @@ class TrainerEpochLoop(EpochLoop):
 
         def attempt() -> tuple[int, list[RankTotals]]:
             if next(attempts):
-                self._cut_records(progress.seen)
+                self._remove_later_records(progress.seen)
             return self._train_interval(stop)
 
         return attempt
@@ -196,7 +202,7 @@ class TrainerEpochLoop(EpochLoop):
             schedule=model.schedule,
             recorders=[recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             shows_progress_bar=self.shows_progress_bar,
-            pools=get_ranks_by_host(data.data) or [range(ranks.get_session().size)],
+            rank_groups=get_ranks_by_host(data.data) or [range(ranks.get_session().size)],
             can_stop=self.checkpoint is not None,
             earlier_totals=resize_totals(
                 progress.totals, 1 if model.joint_step is not None else ranks.get_session().size
@@ -232,11 +238,17 @@ class TrainerEpochLoop(EpochLoop):
     def _run_local_loops(self, plan: IntervalPlan, source: RowSource) -> list[tuple[int, RankTotals]]:
         """Take local steps on every rank; return the position reached and the totals of each."""
         model, n_counts = self.model, ranks.get_session().size + 1
-        if len(self.batches_taken) != n_counts:  # a rank was left out
-            self.batches_taken = make_data(shape=(n_counts,), dtype="int64")
-        self.batches_taken[...] = 0
+        if len(self.n_batches_taken) != n_counts:  # a rank was left out
+            self.n_batches_taken = make_data(shape=(n_counts,), dtype="int64")
+        self.n_batches_taken[...] = 0
         ended: list[tuple[int, RankTotals]] = run(
-            take_local_steps, plan, model.local_step, model.learning_rate, model.state.spec, source, self.batches_taken
+            take_local_steps,
+            plan,
+            model.local_step,
+            model.learning_rate,
+            model.state.spec,
+            source,
+            self.n_batches_taken,
         )
         return ended
 
@@ -271,7 +283,7 @@ class TrainerEpochLoop(EpochLoop):
         assert model.validation is not None
         if model.graph.options.validate_ema:
             assert model.joint_step is not None
-            model.joint_step.gather_ema()
+            model.joint_step.get_ema()
         totals, step = MetricTotals(model.metrics), self.data.batch_size * ranks.get_session().size
         batches: Iterable[Any]
         if isinstance(valid, Loader):
@@ -318,9 +330,9 @@ class TrainerEpochLoop(EpochLoop):
         graph, data, valid = self.model.graph, self.data, self.valid
         x, y = ([describe(v) for v in variables] for variables in (graph.x, graph.y))
         message = ""
-        if data.order is not None:
+        if data.row_order is not None:
             names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
-            rows = data.order.data[self.progress.interval_start : self.interval_stop]
+            rows = data.row_order.data[self.progress.interval_start : self.interval_stop]
             message = describe_nonfinite(dict(zip(names, data.data, strict=True)), rows)
         if not message and isinstance(valid, tuple):
             names = [f"valid, {name}," for name in (*x, *y)]
@@ -349,6 +361,6 @@ class TrainerEpochLoop(EpochLoop):
         assert checkpoint is not None
         if all(math.isfinite(total.loss) for total in progress.totals):
             self._save(progress.seen)
-            message += f"; go on with resume={str(checkpoint.path(progress.seen))!r}"
+            message += f"; go on with resume={str(checkpoint.get_path(progress.seen))!r}"
         sys.stderr.write(f"{message}\n")
         raise SystemExit(128 + number)

@@ -24,7 +24,7 @@ from synkhronos.training.train_function.optimizer_state import OptimizerState
 from synkhronos.training.trainer.epoch_data import EpochData
 
 #: Entries of a trainer's checkpoint, besides those of `describe_training`.
-_TYPES: dict[str, Any] = {
+_METADATA_TYPES: dict[str, Any] = {
     **dict.fromkeys(("seen", "epoch", "row", "start", "seed", "count", "steps_taken"), int),
     "outcomes": list,
     **dict.fromkeys(("stop", "schedule", "metrics"), dict),
@@ -52,7 +52,7 @@ class TrainerProgress:
         Number of joint steps; ranks that take their own steps count them in their `State`.
     rows_before : int
         Number of rows of all epochs before ``epoch``.
-    order : (int, int)
+    order_key : (int, int)
         Number of rows of ``epoch``, and the seed of their order.
     """
 
@@ -64,7 +64,7 @@ class TrainerProgress:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     steps: int = 0
     rows_before: int = 0
-    order: tuple[int, int] = (0, 0)
+    order_key: tuple[int, int] = (0, 0)
 
     @property
     def seen(self) -> int:
@@ -90,7 +90,6 @@ class TrainerState:
         Variables that each rank saves and restores; without those of a sharded optimizer.
     variables : VariablesByRole
         All variables.
-    progress : TrainerProgress
     rate : float
         Value of the learning rate's variable on all ranks; NaN if it is unknown.
     """
@@ -154,7 +153,7 @@ class TrainerState:
             "stop": progress.early_stopping.to_json(),
             "seed": data.seed,
             "count": data.n_rows,
-            "parts": data.describe_parts(),
+            "parts": data.describe_data_parts(),
             "batch_size": data.batch_size,
             "schedule": schedules.get_state(schedule),
             "steps_taken": progress.steps,
@@ -167,17 +166,17 @@ class TrainerState:
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
         """Restore all ranks and the progress from a checkpoint; return the number of rows trained on so far."""
         meta = read_metadata(path)
-        check_same_training(path, meta, self._describe(), _TYPES)
+        check_same_training(path, meta, self._describe(), _METADATA_TYPES)
         is_grown = not meta["row"] and meta["count"] < data.n_rows  # rows were appended after an epoch
         if meta["count"] != data.n_rows and not is_grown or meta["seed"] != data.seed:
             raise CheckpointError(
                 f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.n_rows} and "
                 f"{data.seed}: the order of rows would be another"
             )
-        if meta["row"] and meta["parts"] != data.describe_parts():
+        if meta["row"] and meta["parts"] != data.describe_data_parts():
             raise CheckpointError(
-                f"{path} was written within an epoch over data_parts, of {_format_parts(meta['parts'])}, got "
-                f"{_format_parts(data.describe_parts())}: the order of rows would be another; use a "
+                f"{path} was written within an epoch over data_parts, of {_format_data_parts(meta['parts'])}, got "
+                f"{_format_data_parts(data.describe_data_parts())}: the order of rows would be another; use a "
                 "checkpoint from the end of an epoch"
             )
         n_outcomes = 1 if self.spec.is_joint else ranks.get_session().size
@@ -190,7 +189,7 @@ class TrainerState:
             early_stopping=EarlyStopping.from_json(meta["stop"]),
             steps=meta["steps_taken"],
             rows_before=meta["seen"] - meta["row"],
-            order=(data.n_epoch_rows, data.seed),
+            order_key=(data.n_epoch_rows, data.seed),
         )
         if self.spec.memory:
             self.allocate_memory()  # zeros on every host
@@ -204,5 +203,5 @@ class TrainerState:
         return int(meta["seen"])
 
 
-def _format_parts(parts: list[int] | None) -> str:
+def _format_data_parts(parts: list[int] | None) -> str:
     return "other data" if parts is None else f"{parts[1:]} ranks on the hosts and {parts[0]} rows in a step of each"

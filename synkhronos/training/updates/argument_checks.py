@@ -39,8 +39,8 @@ def check_scalars(params: Sequence[Any], **scalars: Any) -> None:
             raise ValueError(f"{expected}, got {_describe_value(value)}")
 
 
-def check_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
-    """Return the gradients of a loss, or the given ones.
+def as_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
+    """Convert a loss to its gradients; return a list of gradients unchanged.
 
     Raises
     ------

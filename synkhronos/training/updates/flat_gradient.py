@@ -14,7 +14,7 @@ import numpy as np
 from synkhronos.checks import is_number
 from synkhronos.graphs import GraphLibrary, Scalar, SharedVariable, Variable, get_library
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
-from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
+from synkhronos.training.updates.argument_checks import as_gradients, check_params, check_scalars
 
 
 class RuleUpdates(NamedTuple):
@@ -72,7 +72,7 @@ class FlatGradient:
     ):
         self.params = check_params(params)
         check_scalars(self.params, **scalars)
-        grads = check_gradients(loss_or_grads, self.params)
+        grads = as_gradients(loss_or_grads, self.params)
         self._is_weighted = weight is not None
         self._may_be_zero = False
         library = get_library(*self.params)
@@ -99,11 +99,11 @@ class FlatGradient:
 
     def iterate_gradients(self) -> Iterator[Variable]:
         """Yield the reduced gradient of each parameter, read from the vector."""
-        for p, g in zip(self.params, split_vector(self.shared, self.params, self._may_be_zero), strict=True):
+        for p, g in zip(self.params, split_gradient(self.shared, self.params, self._may_be_zero), strict=True):
             yield self.tensor.cast(g, p.dtype)
 
 
-def split_vector(vector: Variable, params: Sequence[SharedVariable], may_be_zero: bool = True) -> Iterator[Variable]:
+def split_gradient(vector: Variable, params: Sequence[SharedVariable], may_be_zero: bool = True) -> Iterator[Variable]:
     """Yield the reduced gradient of each parameter, in the vector's dtype.
 
     The vector has gradients; or their products with weights, followed by the sum of the weights.  If this sum

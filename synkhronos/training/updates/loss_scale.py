@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graphs import get_library
-from synkhronos.training.updates.argument_checks import check_gradients, check_params
+from synkhronos.training.updates.argument_checks import as_gradients, check_params
 from synkhronos.training.updates.flat_gradient import RuleUpdates
 
 #: Initial scale: the largest power of two in float16.
@@ -25,8 +25,8 @@ _GROWTH_STEPS = 2000
 _MAX_SCALE = 2.0**24
 
 
-def scale_gradients(loss: Any, params: Any) -> tuple[Any, list[Any]]:
-    """Compute the gradients of a scaled loss.
+def compute_gradients_with_loss_scale(loss: Any, params: Any) -> tuple[Any, list[Any]]:
+    """Compute gradients by a backward pass of the scaled loss, and divide them by the scale.
 
     Returns
     -------
@@ -36,10 +36,10 @@ def scale_gradients(loss: Any, params: Any) -> tuple[Any, list[Any]]:
         Gradient of each parameter, in at least float32; infinite or NaN where the scaled gradient overflows.
     """
     params = check_params(params)
-    check_gradients(loss, params)
+    as_gradients(loss, params)
     library = get_library(*params)
     scale = library.shared(np.asarray(_INITIAL_SCALE, "float32"), name="loss_scale")
-    grads = check_gradients(loss * library.tensor.cast(scale, loss.dtype), params)
+    grads = as_gradients(loss * library.tensor.cast(scale, loss.dtype), params)
     return scale, [library.tensor.cast(g, str(np.result_type(g.dtype, np.float32))) / scale for g in grads]
 
 

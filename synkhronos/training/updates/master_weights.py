@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graphs import get_library
-from synkhronos.training.updates.argument_checks import check_gradients, check_params
+from synkhronos.training.updates.argument_checks import as_gradients, check_params
 from synkhronos.training.updates.flat_gradient import RuleUpdates, make_zero_state
 
 
@@ -57,11 +57,9 @@ def master_weights(rule: Any) -> Any:
     if not callable(rule):
         raise TypeError(f"master_weights: expected an update rule, got {rule!r}")
 
-    def rule_of_masters(
-        loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
-    ) -> Any:
+    def update_masters(loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any) -> Any:
         params = check_params(params)
-        grads = check_gradients(loss_or_grads, params)
+        grads = as_gradients(loss_or_grads, params)
         library = get_library(*params)
         tensor = library.tensor
         # While the rule is built, masters have the parameters' names, which predicates of parameters may read.
@@ -89,12 +87,12 @@ def master_weights(rule: Any) -> Any:
             new_values[shared] = library.convert_to_type_of(shared, new)
         return updates._replace(param_updates=new_values)
 
-    rule_of_masters.__name__ = f"master_weights({getattr(rule, '__name__', type(rule).__name__)})"
-    rule_of_masters.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
-    return rule_of_masters
+    update_masters.__name__ = f"master_weights({getattr(rule, '__name__', type(rule).__name__)})"
+    update_masters.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
+    return update_masters
 
 
 def _make_master(param: Any) -> Any:
     """Make a float32 copy of a shared variable."""
-    kind = param.type.clone(dtype="float32")
-    return type(param)(type=kind, value=np.asarray(param.get_value(), "float32"), strict=False, name=param.name)
+    master_type = param.type.clone(dtype="float32")
+    return type(param)(type=master_type, value=np.asarray(param.get_value(), "float32"), strict=False, name=param.name)

@@ -10,7 +10,7 @@ from synkhronos.graphs import get_library
 from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar
 
 
-def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[RuleUpdates, list[Any]]:
+def add_moving_averages(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[RuleUpdates, list[Any]]:
     r"""Add updates that compute moving averages of the parameters over steps.
 
     Returns
@@ -30,11 +30,11 @@ def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[
     has_begun = library.shared(np.zeros((), "float32"), name="ema_has_begun")
     new_values, averages = updates.param_updates.copy(), []
     for p in params:
-        kind = p.type.clone(dtype=str(np.result_type(p.dtype, np.float32)))
-        value = np.asarray(p.get_value(), kind.dtype)
-        average = type(p)(type=kind, value=value, strict=False, name=f"{p.name or 'param'}_ema")
-        before = tensor.switch(tensor.eq(has_begun, 0), tensor.cast(p, kind.dtype), average)
-        new = tensor.cast(updates.param_updates[p], kind.dtype)
+        average_type = p.type.clone(dtype=str(np.result_type(p.dtype, np.float32)))
+        value = np.asarray(p.get_value(), average_type.dtype)
+        average = type(p)(type=average_type, value=value, strict=False, name=f"{p.name or 'param'}_ema")
+        before = tensor.switch(tensor.eq(has_begun, 0), tensor.cast(p, average_type.dtype), average)
+        new = tensor.cast(updates.param_updates[p], average_type.dtype)
         new_values[average] = as_scalar(decay, average) * before + as_scalar(1 - decay, average) * new
         averages.append(average)
     new_values[has_begun] = tensor.ones_like(has_begun)

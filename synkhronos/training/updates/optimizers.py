@@ -15,7 +15,7 @@ from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar, ma
 from synkhronos.training.updates.update_rule import (
     FormulaContext,
     NewValues,
-    document,
+    add_shared_sections,
     format_hyperparameter,
     update_rule,
 )
@@ -107,21 +107,21 @@ def nesterov_momentum(
     return _add_nesterov_velocity(p, p - c(learning_rate) * g, c.zeros("nesterov_velocity"), c(momentum))
 
 
-def _replace_steps(
+def _add_velocity(
     updates: Updates,
     params: Iterable[SharedVariable] | None,
     momentum: Scalar,
-    velocity: Callable[[Any, Any, Any, Any], NewValues],
+    add_velocity: Callable[[Any, Any, Any, Any], NewValues],
     name: str = "velocity",
 ) -> Updates:
     """Add a velocity to the steps of `updates`.
 
-    ``velocity(p, target, v, m)`` returns the new values of the parameter and of its velocity; ``target`` is the new
+    ``add_velocity(p, target, v, m)`` returns the new values of the parameter and of its velocity; ``target`` is the new
     value of the parameter in `updates`.
     """
     if isinstance(updates, tuple) and len(updates) == 3:
         grad_updates, param_updates, grad_shared = updates
-        changed = _replace_steps(param_updates, params, momentum, velocity, name)
+        changed = _add_velocity(param_updates, params, momentum, add_velocity, name)
         return RuleUpdates(grad_updates, changed, grad_shared)
     if not isinstance(updates, Mapping):
         raise TypeError(
@@ -134,7 +134,7 @@ def _replace_steps(
     for p in params:
         if p not in changed:
             raise ValueError(f"params: expected variables that have an update, got {p!r}")
-        changed.update(velocity(p, changed[p], make_zero_state(p, name), as_scalar(momentum, p)))
+        changed.update(add_velocity(p, changed[p], make_zero_state(p, name), as_scalar(momentum, p)))
     return changed
 
 
@@ -144,7 +144,7 @@ def _document_velocity(example: str, result: float) -> Callable[[Function], Func
     def decorate(function: Function) -> Function:
         lines = [_UPDATES_DOC, format_hyperparameter(inspect.signature(function).parameters["momentum"], {})]
         call = f"{function.__name__}(sgd(w**2, [w], learning_rate=0.25), {example})"
-        document(function, lines, _UPDATES_RETURNS_DOC, call, result)
+        add_shared_sections(function, lines, _UPDATES_RETURNS_DOC, call, result)
         return function
 
     return decorate
@@ -162,7 +162,7 @@ def apply_momentum(updates: Updates, params: Iterable[SharedVariable] | None = N
        v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
        p_t &= p_{t-1} + v_t
     """
-    return _replace_steps(updates, params, momentum, _add_polyak_velocity)
+    return _add_velocity(updates, params, momentum, _add_polyak_velocity)
 
 
 @_document_velocity("[w], momentum=0.5", 0.75)
@@ -179,7 +179,7 @@ def apply_nesterov_momentum(
        v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
        p_t &= \hat p_t + \mu v_t
     """
-    return _replace_steps(updates, params, momentum, _add_nesterov_velocity, "nesterov_velocity")
+    return _add_velocity(updates, params, momentum, _add_nesterov_velocity, "nesterov_velocity")
 
 
 @update_rule("learning_rate=0.25", 2.75)

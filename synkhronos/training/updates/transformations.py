@@ -23,8 +23,8 @@ import numpy as np
 
 from synkhronos.checks import check_positive, is_number
 from synkhronos.graphs import Scalar, SharedVariable, Variable, get_library
-from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
-from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, get_shape, split_vector
+from synkhronos.training.updates.argument_checks import as_gradients, check_params, check_scalars
+from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, get_shape, split_gradient
 from synkhronos.training.updates.update_rule import UpdateRule
 
 #: Takes gradients, or steps, and parameters; returns new gradients or steps.
@@ -79,10 +79,12 @@ def chain(*parts: Any) -> UpdateRule:
         **kwargs: Any,
     ) -> RuleUpdates:
         params = check_params(params)
-        updates = _as_updates(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
+        updates = _check_rule_result(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
         if before:
             updates = _replace_gradient(
-                updates, params, _apply(before, list(split_vector(updates.grad_shared, params)), params)
+                updates,
+                params,
+                _apply_transformations(before, list(split_gradient(updates.grad_shared, params)), params),
             )
         return _transform_step(updates, params, after) if after else updates
 
@@ -128,7 +130,7 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
     """
     pairs: list[tuple[Callable[[SharedVariable], bool], UpdateRule]] = []
     for i, group in enumerate(groups):
-        pair = group if isinstance(group, tuple) else (_is_any, group)
+        pair = group if isinstance(group, tuple) else (lambda param: True, group)
         is_last = i == len(groups) - 1
         if len(pair) != 2 or not all(map(callable, pair)) or not (isinstance(group, tuple) or is_last):
             raise TypeError(f"partition: expected pairs of a predicate and an update rule, got {group!r}")
@@ -142,7 +144,7 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
         **kwargs: Any,
     ) -> RuleUpdates:
         params = check_params(params)
-        grads = check_gradients(loss_or_grads, params)
+        grads = as_gradients(loss_or_grads, params)
         flat = FlatGradient(grads, params, weight)
         pieces = dict(zip(params, flat.iterate_gradients(), strict=True))
         members: list[list[Any]] = [[] for _ in pairs]
@@ -155,16 +157,12 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
         for (_, rule), group_params in zip(pairs, members, strict=True):
             if group_params:
                 own = [g for g, p in zip(grads, params, strict=True) if any(p is q for q in group_params)]
-                updates = _as_updates(rule, rule(own, group_params, *args, **kwargs))
+                updates = _check_rule_result(rule, rule(own, group_params, *args, **kwargs))
                 merged.update(_replace_gradient(updates, group_params, [pieces[p] for p in group_params]).param_updates)
         return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), merged, flat.shared)
 
     partitioned.__name__ = f"partition({', '.join(_get_name(rule) for _, rule in pairs)})"
     return partitioned
-
-
-def _is_any(param: Any) -> bool:
-    return True
 
 
 # -- transformations -------------------------------------------------------------------------------------------
@@ -209,7 +207,7 @@ def clip_by_global_norm(max_norm: Scalar) -> Transformation:
     >>> print(w.get_value())
     [-0.6 -0.8]
     """
-    _check_limit("max_norm", max_norm)
+    _check_positive_scalar("max_norm", max_norm)
 
     def transform(grads: list[Variable], params: list[SharedVariable]) -> list[Variable]:
         norm = global_norm(grads)
@@ -232,7 +230,7 @@ def clip(max_delta: Scalar) -> Transformation:
     -------
     transformation
     """
-    _check_limit("max_delta", max_delta)
+    _check_positive_scalar("max_delta", max_delta)
 
     def transform(grads: list[Variable], params: list[SharedVariable]) -> list[Variable]:
         limits = [_to_scalar("max_delta", max_delta, g) for g in grads]
@@ -261,7 +259,7 @@ def add_decayed_weights(weight_decay: Scalar, mask: Callable[[SharedVariable], b
     if is_number(weight_decay) and not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay: expected a number of at least 0, got {weight_decay!r}")
     if not is_number(weight_decay):
-        _check_limit("weight_decay", weight_decay)
+        _check_positive_scalar("weight_decay", weight_decay)
     if mask is not None and not callable(mask):
         raise TypeError(f"mask: expected a predicate of a parameter, got {mask!r}")
 
@@ -291,7 +289,7 @@ def scale(factor: Scalar) -> Transformation:
     if is_number(factor) and not math.isfinite(factor):
         raise ValueError(f"factor: expected a finite number, got {factor!r}")
     if not callable(factor) and not is_number(factor):
-        _check_limit("factor", factor)
+        _check_positive_scalar("factor", factor)
 
     def transform(grads: list[Variable], params: list[SharedVariable]) -> list[Variable]:
         factors = [factor(p) if callable(factor) else factor for p in params]
@@ -330,7 +328,7 @@ def total_norm_constraint(
     With the norm n of all elements, each variable is multiplied by
     :math:`\min(n, c) / (n + \epsilon)`.
     """
-    _check_limit("max_norm", max_norm)
+    _check_positive_scalar("max_norm", max_norm)
     norm = global_norm(tensor_vars)
     tensor = get_library(norm).tensor
     limit = _to_scalar("max_norm", max_norm, norm)
@@ -364,7 +362,7 @@ def norm_constraint(
     -----
     Each part is multiplied by :math:`\min(n, c) / (n + \epsilon)`, where n is its norm.
     """
-    _check_limit("max_norm", max_norm)
+    _check_positive_scalar("max_norm", max_norm)
     tensor, n_axes = get_library(tensor_var).tensor, tensor_var.ndim
     if norm_axes is not None:
         axes = tuple(norm_axes)
@@ -412,7 +410,7 @@ def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any])
 
 def _transform_step(updates: RuleUpdates, params: list[Any], transforms: Sequence[Transformation]) -> RuleUpdates:
     """Return updates whose steps are transformed."""
-    steps = _apply(transforms, [p - updates.param_updates[p] for p in params], params)
+    steps = _apply_transformations(transforms, [p - updates.param_updates[p] for p in params], params)
     library = get_library(*params)
     new_values = OrderedDict(updates.param_updates)
     for p, step in zip(params, steps, strict=True):
@@ -420,7 +418,7 @@ def _transform_step(updates: RuleUpdates, params: list[Any], transforms: Sequenc
     return updates._replace(param_updates=new_values)
 
 
-def _apply(transforms: Sequence[Transformation], values: list[Any], params: list[Any]) -> list[Any]:
+def _apply_transformations(transforms: Sequence[Transformation], values: list[Any], params: list[Any]) -> list[Any]:
     """Apply transformations one after another."""
     for transform in transforms:
         values = list(transform(values, params))
@@ -435,8 +433,8 @@ def _apply(transforms: Sequence[Transformation], values: list[Any], params: list
 # -- arguments -------------------------------------------------------------------------------------------------
 
 
-def _as_updates(rule: UpdateRule, returned: Any) -> RuleUpdates:
-    """Return the updates of a rule; raise TypeError for anything but a triple."""
+def _check_rule_result(rule: UpdateRule, returned: Any) -> RuleUpdates:
+    """Return a rule's result as `RuleUpdates`; raise TypeError for anything but a triple."""
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise TypeError(
             f"update_rule: expected {_get_name(rule)} to return (grad_updates, param_updates, grad_shared), "
@@ -451,8 +449,8 @@ def _is_rule(part: Any) -> bool:
     return "weight" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _check_limit(name: str, value: Any) -> None:
-    """Check a positive number, or a symbolic scalar."""
+def _check_positive_scalar(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless a value is a positive number or a symbolic variable."""
     if is_number(value):
         check_positive(value, name)
         return

@@ -24,7 +24,7 @@ UpdateRule: TypeAlias = Callable[..., RuleUpdates]
 NewValues: TypeAlias = Mapping[SharedVariable, Variable]
 
 #: Descriptions of hyperparameters for docstrings.
-DESCRIPTIONS = {
+HYPERPARAMETER_DESCRIPTIONS = {
     "learning_rate": "Size of a step.",
     "momentum": "Decay of the velocity per step.",
     "rho": "Decay of the running mean of squared gradients, per step.",
@@ -92,7 +92,7 @@ def update_rule(example: str, result: float, **descriptions: str) -> Callable[[C
     result : float
         Value of ``w`` after this step.
     **descriptions : str
-        Descriptions of hyperparameters that are not in ``DESCRIPTIONS``, or differ from it.
+        Descriptions of hyperparameters that `HYPERPARAMETER_DESCRIPTIONS` lacks, or describes otherwise.
 
     Returns
     -------
@@ -103,7 +103,7 @@ def update_rule(example: str, result: float, **descriptions: str) -> Callable[[C
 
     def decorate(formula: Callable[..., Any]) -> UpdateRule:
         hyperparameters = list(inspect.signature(formula).parameters.values())[3:]
-        signature = inspect.signature(_arguments)
+        signature = inspect.signature(_common_arguments)
         *gradients, weight = signature.parameters.values()
         signature = signature.replace(parameters=[*gradients, *hyperparameters, weight])
 
@@ -128,14 +128,14 @@ def update_rule(example: str, result: float, **descriptions: str) -> Callable[[C
             return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), common_updates | updates, flat.shared)
 
         lines = [_GRADIENTS_DOC, *(format_hyperparameter(p, descriptions) for p in hyperparameters), _WEIGHT_DOC]
-        document(apply_to_all, lines, _RULE_RETURNS_DOC, f"{formula.__name__}(w**2, [w], {example})", result)
+        add_shared_sections(apply_to_all, lines, _RULE_RETURNS_DOC, f"{formula.__name__}(w**2, [w], {example})", result)
         apply_to_all.__signature__ = signature  # type: ignore[attr-defined]
         return apply_to_all
 
     return decorate
 
 
-def _arguments(
+def _common_arguments(
     loss_or_grads: Variable | Sequence[Variable], params: Iterable[SharedVariable], *, weight: Scalar | None = None
 ) -> RuleUpdates:
     """Declare the arguments that all rules have in common; only the signature is used."""
@@ -143,13 +143,16 @@ def _arguments(
 
 
 def format_hyperparameter(p: inspect.Parameter, descriptions: Mapping[str, str]) -> str:
-    """Return the entry of a hyperparameter in the section of parameters."""
+    """Return a hyperparameter's entry of the docstring; raise TypeError if it has no description."""
+    description = descriptions.get(p.name) or HYPERPARAMETER_DESCRIPTIONS.get(p.name)
+    if description is None:
+        raise TypeError(f"update_rule: expected a description of {p.name}: update_rule(..., {p.name}='...')")
     optional = "" if p.default is p.empty else ", optional"
     kind = "callable" if p.name == "mask" else "number or symbolic scalar"
-    return f"{p.name} : {kind}{optional}\n    {({**DESCRIPTIONS, **descriptions})[p.name]}"
+    return f"{p.name} : {kind}{optional}\n    {description}"
 
 
-def document(function: Any, parameters: list[str], returns: str, call: str, result: float) -> None:
+def add_shared_sections(function: Any, parameters: list[str], returns: str, call: str, result: float) -> None:
     """Add the sections that the docstrings of all rules share."""
     summary, _, own = inspect.cleandoc(function.__doc__).partition("\n\n")
     function.__doc__ = "\n\n".join(

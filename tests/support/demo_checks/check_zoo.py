@@ -60,9 +60,9 @@ def check_losses_equal_theanos(name, model):
 
 @contextlib.contextmanager
 def check_parameters_change(model):
-    before = [np.array(param.get_value()) for param in model.trained]
+    before = [np.array(param.get_value()) for param in model.trainable_params]
     yield
-    for param, old in zip(model.trained, before, strict=True):
+    for param, old in zip(model.trainable_params, before, strict=True):
         assert not np.array_equal(param.get_value(), old), param
 
 
@@ -87,7 +87,7 @@ def test_whole_network_losses_equal_theano(no_dropout, jax, name):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_parameters_are_as_many_as_published(name):
     model = make_network(name, ZeroRandomState(1), batch_size=1, images=1)
-    assert sum(param.get_value(borrow=True).size for param in model.trained) == NETWORKS[name][1]
+    assert sum(param.get_value(borrow=True).size for param in model.trainable_params) == NETWORKS[name][1]
 
 
 @pytest.mark.lasagne
@@ -150,7 +150,7 @@ def test_gans_train_on_two_ranks(tmp_path, session, rule):
 
 def test_running_averages_are_exchanged_and_kept():
     model = make_network("WideResNet", **NETWORKS["WideResNet"][2])
-    assert len(model.averages) == 2 * 7 and model.params == [*model.trained, *model.averages]
+    assert len(model.averages) == 2 * 7 and model.params == [*model.trainable_params, *model.averages]
 
 
 # -- inputs --------------------------------------------------------------------------------------------------

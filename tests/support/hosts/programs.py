@@ -316,7 +316,7 @@ def parts_trainer(counts: str) -> None:
                 if name not in SYNCHRONOUS:
                     continue
                 again = Model(name)
-                within = Checkpoint(folder).paths()[2]
+                within = Checkpoint(folder).list_paths()[2]
                 resumed_reports = list(again.trainer.epochs(x, y, 3, 2, valid=(x, y), resume=within))
                 assert np.array_equal(again.values(), model.values()), name
                 numbers = [(r.loss, r.validation["mse"]) for r in [*reports, *resumed_reports]]
@@ -503,7 +503,7 @@ def options() -> None:
             resumed_losses = [
                 r.loss for r in again.epochs(5, 4, rows=47, checkpoint=Checkpoint(folder), resume="latest")
             ]
-        averages = [average.get_value() for average in again.trainer.ema]
+        averages = [average.get_value() for average in again.trainer.get_ema()]
         print(rule.__name__, compute_digest(model.values(), losses, again.values(), resumed_losses, *averages))
 
 
@@ -689,7 +689,7 @@ def survive_host(name: str, fault: str) -> None:
         fork.cache_clear()
         synk.fork(left, use_gpu=False)
         resumed, checkpoint = Model(name), Checkpoint(folder, keep=9)
-        resumed_reports = list(resumed.epochs(5, 3, valid=(X, Y), resume=checkpoint.path(len(X))))
+        resumed_reports = list(resumed.epochs(5, 3, valid=(X, Y), resume=checkpoint.get_path(len(X))))
     if name in SYNCHRONOUS:
         np.testing.assert_array_equal(resumed.values(), model.values())
         assert [(r.loss, r.validation) for r in resumed_reports] == [(r.loss, r.validation) for r in reports[1:]]

@@ -16,8 +16,8 @@ from synkhronos.tasks import Worker
 _PENDING = "pending"
 
 
-class SummedGradients(Rule):
-    """Write the sum of all ranks' ``vels`` into ``vels2``, as one vector.
+class GradientSumRule(Rule):
+    """Exchange rule that writes the sum of all ranks' ``vels`` into ``vels2``, as one vector.
 
     Theano-MPI's models compile two functions.  One writes the gradient, or the momentum, into `vels`.  The other
     divides `vels2` by the number of ranks, and updates the parameters from it.  A step calls the second function first,
