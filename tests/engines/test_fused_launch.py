@@ -226,7 +226,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
 def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     import jax
 
-    monkeypatch.setattr("synkhronos.engines.xla.exchange.MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr("synkhronos.engines.xla.exchange.MIN_CHUNK_BYTES_OF_HOSTS", 100)
     fork(1)
     x = T.fmatrix("x")
     rng = np.random.default_rng(0)
@@ -238,7 +238,7 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     first = synk.function([x], ((h**2).mean(), "mean"), updates=grad_updates)
     synk.distribute()
     run = get_runner(first)
-    chain = run.fuse(AllReduceSpec(g.container.storage))
+    chain = run.fuse(AllReduceSpec(g.container.storage, spans_hosts=True))
     chain._log = ScalarLog(chain._dtypes)
     jaxpr = (
         jax.make_jaxpr(chain._run)(*chain._get_arguments([np.ones((5, 8), "float32")])).jaxpr.eqns[0].params["jaxpr"]

@@ -80,6 +80,7 @@ class XlaEngine(LazyEngine):
             all_reduce.n_tail,
             JAX.nccl_caller if shards is None else "python",
             op,
+            rank.spans_hosts,
             storages,
         )
         fused = first.fuse(spec, executables, n_repeats=n_repeats)

@@ -14,8 +14,10 @@ from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.lowering.jax_function import JaxFunction
 
-#: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass.
-MIN_CHUNK_BYTES = 25_000_000
+#: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass: on one
+#: machine, and on several.  XLA can't fuse operations across the start of a chunk.  Between GPUs of one machine this
+#: costs more than the overlap saves, unless a gradient is long; a network between machines is slower.
+MIN_CHUNK_BYTES, MIN_CHUNK_BYTES_OF_HOSTS = 128_000_000, 25_000_000
 
 
 class ShardSpec(NamedTuple):
@@ -47,6 +49,8 @@ class AllReduceSpec(NamedTuple):
         Code that calls NCCL within the launch, as in `FfiAllReduce`.
     op : str
         Name of the reduction.
+    spans_hosts : bool
+        Whether there are ranks on other machines.
     shards : ShardSpec or None
         With a sharded optimizer.  The variable is then a matrix with a row for each rank, and not all-reduced: a
         reduce-scatter reduces this rank's row, and all-gathers after the second function exchange the updated rows.
@@ -58,6 +62,7 @@ class AllReduceSpec(NamedTuple):
     n_tail: int = 1
     nccl_caller: str = "python"
     op: str = "sum"
+    spans_hosts: bool = False
     shards: ShardSpec | None = None
 
     @property
@@ -133,9 +138,8 @@ class Exchange:
         own_dtype = parts[0].aval.dtype
         dtype = spec.wire_dtype if parts[0].aval.ndim == 1 else None
         n_tail = spec.n_tail if dtype is not None else 0
-        chunks = (
-            [parts] if self._iterations else _group_into_chunks(parts, jnp.dtype(dtype or own_dtype).itemsize, n_tail)
-        )
+        itemsize = jnp.dtype(dtype or own_dtype).itemsize
+        chunks = [parts] if self._iterations else self._group_into_chunks(parts, itemsize, n_tail)
 
         def compute_chunk(chunk: list[Any]) -> Any:
             """Return the values of a chunk without the tail, as one array in the dtype in which it is sent."""
@@ -159,6 +163,21 @@ class Exchange:
     def _get_reduced_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of an array's reduction; None if it is in place."""
         return None
+
+    def _group_into_chunks(self, parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:
+        """Group consecutive parts of a vector into chunks, from the end of the vector to its start.
+
+        Each chunk except the last has at least `MIN_CHUNK_BYTES`, or `MIN_CHUNK_BYTES_OF_HOSTS`.  The first one has
+        more than ``n_tail`` items.
+        """
+        min_nbytes = min(MIN_CHUNK_BYTES, MIN_CHUNK_BYTES_OF_HOSTS) if self._spec.spans_hosts else MIN_CHUNK_BYTES
+        chunks: list[list[Any]] = [[]]
+        for part in reversed(parts):
+            size = sum(member.aval.size for member in chunks[-1])
+            if size * itemsize >= min_nbytes and (len(chunks) > 1 or size > n_tail):
+                chunks.append([])
+            chunks[-1].insert(0, part)
+        return chunks
 
     def _trace_chunks(
         self,
@@ -272,7 +291,7 @@ class ShardedExchange(Exchange):
             _find(function.result_storages, self._shards.row),
             delayed_arguments=range(start, stop),
         )
-        chunks = _group_into_chunks(evaluator.parts, n_ranks * self._rows[0].dtype.itemsize)
+        chunks = self._group_into_chunks(evaluator.parts, n_ranks * self._rows[0].dtype.itemsize)
 
         def compute_chunk(chunk: list[Any]) -> Any:
             values = evaluator.compute(chunk)
@@ -290,20 +309,6 @@ class ShardedExchange(Exchange):
 def _find(storages: Sequence[list[Any]], wanted: list[Any]) -> int:
     """Return the position of a storage, compared by identity."""
     return next(i for i, storage in enumerate(storages) if storage is wanted)
-
-
-def _group_into_chunks(parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:
-    """Group consecutive parts of a vector into chunks, from the end of the vector to its start.
-
-    Each chunk except the last has at least `MIN_CHUNK_BYTES`.  The first one has more than ``n_tail`` items.
-    """
-    chunks: list[list[Any]] = [[]]
-    for part in reversed(parts):
-        size = sum(member.aval.size for member in chunks[-1])
-        if size * itemsize >= MIN_CHUNK_BYTES and (len(chunks) > 1 or size > n_tail):
-            chunks.append([])
-        chunks[-1].insert(0, part)
-    return chunks
 
 
 def _split_tail(vectors: Sequence[Any], n_tail: int) -> tuple[list[Any], list[Any]]:
