@@ -432,7 +432,9 @@ LONGEST_JOBS = [
 ]
 #: Tests of the environment `pymc`.
 WITH_PYMC = [
-    *list_test_files("by_rows", "posterior", "pymc", "pymc_chains", "pymc_demos", "rows_sum", "xla_samplers"),
+    *list_test_files(
+        "by_rows", "posterior", "pymc", "pymc_chains", "pymc_demos", "pymc_fuzz", "rows_sum", "xla_samplers"
+    ),
     "tests/project/test_docs.py::test_page[pymc]",
     *(
         f"tests/project/test_docs.py::test_docstring[synkhronos.extensions.pymc.{name}]"

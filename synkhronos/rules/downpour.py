@@ -12,7 +12,7 @@ from synkhronos.checks import check_flag
 from synkhronos.devices import get_array_device
 from synkhronos.graphs import Array, SharedVariable
 from synkhronos.rules.elastic import CENTRE_LOCK, read_centre
-from synkhronos.rules.rule import ArraySpecs, Rule, check_period, reduce_by_rows
+from synkhronos.rules.rule import Rule, check_period, reduce_by_rows
 from synkhronos.rules.state import BLOCK_NBYTES, State
 from synkhronos.tasks import Worker
 
@@ -53,7 +53,9 @@ class Downpour(Rule):
         if not self.asynchronous and self.push != self.fetch:
             raise ValueError(f"push, fetch: expected equal numbers with asynchronous=False, got {push} and {fetch}")
 
-    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> ArraySpecs:
+    def describe_shared_arrays(
+        self, n_ranks: int, size: int, dtype: np.dtype
+    ) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shape and dtype of the centre, and of a counter of pushes."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 

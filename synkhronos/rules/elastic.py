@@ -10,7 +10,7 @@ import numpy as np
 from synkhronos.checks import check_flag
 from synkhronos.devices import HOST, get_array_device
 from synkhronos.graphs import Array, SharedVariable
-from synkhronos.rules.rule import ArraySpecs, Rule, check_fraction, check_momentum
+from synkhronos.rules.rule import Rule, check_fraction, check_momentum
 from synkhronos.rules.state import BLOCK_NBYTES, State
 from synkhronos.tasks import Worker
 
@@ -65,7 +65,9 @@ class EASGD(Rule):
         """Compute α for a number of ranks."""
         return self.beta / n_ranks if self.alpha is None else self.alpha
 
-    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> ArraySpecs:
+    def describe_shared_arrays(
+        self, n_ranks: int, size: int, dtype: np.dtype
+    ) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shape and dtype of the centre, and of a counter of exchanges."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 

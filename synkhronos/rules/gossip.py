@@ -10,7 +10,7 @@ import numpy as np
 from synkhronos.checks import check_at_least
 from synkhronos.devices import get_array_device
 from synkhronos.graphs import Array, SharedVariable
-from synkhronos.rules.rule import ArraySpecs, Rule, check_fraction, get_rank_lock
+from synkhronos.rules.rule import Rule, check_fraction, get_rank_lock
 from synkhronos.rules.state import BLOCK_NBYTES, State
 from synkhronos.tasks import Worker
 
@@ -50,7 +50,9 @@ class GoSGD(Rule):
         self.probability = check_fraction(probability, "probability")
         self.seed = check_at_least(seed, "seed", 0)
 
-    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> ArraySpecs:
+    def describe_shared_arrays(
+        self, n_ranks: int, size: int, dtype: np.dtype
+    ) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shape and dtype of the mailboxes, and of the weights of their contents."""
         return {"mail": ((n_ranks, size), dtype), "weights": ((n_ranks,), np.float64)}
 

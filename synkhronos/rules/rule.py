@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +19,6 @@ from synkhronos.tasks import Lock, Worker
 
 #: Dtypes in which parameters can be exchanged; None is their own dtype.
 PRECISIONS = (None, "float32", "float16", "bfloat16")
-#: Shape and dtype of each of a rule's arrays in shared memory, by name.
-ArraySpecs: TypeAlias = dict[str, tuple[tuple[int, ...], Any]]
 
 
 class Rule(LaunchableRule):
@@ -90,7 +88,9 @@ class Rule(LaunchableRule):
 
     # -- methods for subclasses to override ------------------------------------------------------------------
 
-    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> ArraySpecs:
+    def describe_shared_arrays(
+        self, n_ranks: int, size: int, dtype: np.dtype
+    ) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shapes and dtypes of the rule's arrays in shared memory, by name.
 
         The arrays are initially zero.  A rank reads and writes them in ``shared`` of its `State`, under a
@@ -99,6 +99,7 @@ class Rule(LaunchableRule):
 
         Parameters
         ----------
+        n_ranks : int
         size : int
             Number of elements of `State.vector`.
         dtype : dtype
@@ -163,6 +164,8 @@ class Rule(LaunchableRule):
 
         Parameters
         ----------
+        worker : Worker
+        state : State
         relative_weight : float
             Weight of this rank's parameters divided by the mean weight of all ranks.
 
@@ -204,6 +207,8 @@ def allocate_shared_arrays(rule: Rule, n_ranks: int, size: int, dtype: np.dtype)
 
     Parameters
     ----------
+    rule : Rule
+    n_ranks : int
     size : int
         Number of elements of the parameters.
     dtype : dtype
