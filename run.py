@@ -73,17 +73,17 @@ NEWEST_PYTHON_FOR_THEANO = (3, 11)
 NEWER_PYTHONS = (14, 13, 12)
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a message on stderr, since the output of `env` is used as ``$(python3 run.py env theano)``."""
     print(f"run.py: {text}", file=sys.stderr, flush=True)
 
 
-def fail(text: str) -> SystemExit:
+def make_exit(text: str) -> SystemExit:
     """Return the exception that ends run.py with a message."""
     return SystemExit(f"run.py: {text}")
 
 
-def python_name(version: str = sys.version) -> str:
+def get_python_name(version: str = sys.version) -> str:
     """Return the name of a Python with this `sys.version`, as in ``Python 3.11``."""
     return f"Python {'.'.join(version.split('.')[:2])}"
 
@@ -93,7 +93,7 @@ def python_name(version: str = sys.version) -> str:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def child_variables() -> dict[str, str]:
+def get_command_variables() -> dict[str, str]:
     """Return the environment variables of the commands."""
     variables = dict(os.environ)
     # Containers often disable Python's cache of compiled modules, and each command would compile them again.
@@ -105,14 +105,14 @@ def child_variables() -> dict[str, str]:
     return variables
 
 
-def call(command: Sequence[object], heading: str | None = None, **variables: str) -> int:
+def run_command(command: Sequence[object], heading: str | None = None, **variables: str) -> int:
     """Run a command in the repository's root and return its exit status; put a heading before each line of output."""
     words = [str(word) for word in command]
-    say(shlex.join(words) if heading is None else f"{heading}: {shlex.join(words)}")
+    print_message(shlex.join(words) if heading is None else f"{heading}: {shlex.join(words)}")
     output, errors = (None, None) if heading is None else (subprocess.PIPE, subprocess.STDOUT)
     interrupted = False
     with subprocess.Popen(
-        words, cwd=ROOT, env={**child_variables(), **variables}, stdout=output, stderr=errors
+        words, cwd=ROOT, env={**get_command_variables(), **variables}, stdout=output, stderr=errors
     ) as process:
         while process.returncode is None:
             try:
@@ -128,25 +128,27 @@ def call(command: Sequence[object], heading: str | None = None, **variables: str
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
-def call_installer(command: Sequence[object]) -> None:
+def run_installer(command: Sequence[object]) -> None:
     """Run a command that makes or fills an environment; if it fails, end with a line that names the cause."""
     words = [str(word) for word in command]
-    say(shlex.join(words))
-    done = subprocess.run(words, cwd=ROOT, env=child_variables(), text=True, errors="replace", capture_output=True)
+    print_message(shlex.join(words))
+    done = subprocess.run(
+        words, cwd=ROOT, env=get_command_variables(), text=True, errors="replace", capture_output=True
+    )
     if done.returncode == 0:
         print(done.stderr, end="", file=sys.stderr)
         return
     output = done.stdout + done.stderr
     for cause, signs in CAUSES.items():
         if any(sign in output for sign in signs):
-            raise fail(cause)
+            raise make_exit(cause)
     print(output, end="", file=sys.stderr)
-    raise fail(f"could not install the packages; the messages of {Path(words[0]).name} are above.")
+    raise make_exit(f"could not install the packages; the messages of {Path(words[0]).name} are above.")
 
 
-def call_all(commands: Sequence[Sequence[object]]) -> int:
+def run_commands(commands: Sequence[Sequence[object]]) -> int:
     """Run all commands, and return the exit status of the first one that failed, or 0."""
-    statuses = [call(command) for command in commands]
+    statuses = [run_command(command) for command in commands]
     return next((status for status in statuses if status != 0), 0)
 
 
@@ -187,24 +189,24 @@ class Environment:
 
     def prepare(self, *extras: str) -> None:
         """Make the environment, or bring it up to date, with these extras of pyproject.toml."""
-        if self._make_stamp(extras) == self._installed():
+        if self._make_stamp(extras) == self._read_stamp():
             return
-        with locked(ENVIRONMENTS / "lock"):
-            installed, stamp = self._installed(), self._make_stamp(extras)
+        with hold_lock(ENVIRONMENTS / "lock"):
+            installed, stamp = self._read_stamp(), self._make_stamp(extras)
             if stamp == installed:  # by another run.py
                 return
             if not installed:
-                self._create()
+                self._create_environment()
             # Removed meanwhile: an install that is cut short starts from nothing the next time.
             self.stamp.unlink(missing_ok=True)
             try:
-                self._install(stamp["extras"])
+                self._install_package(stamp["extras"])
             except SystemExit:
                 if installed:
                     # pip failed before it changed anything, so what worked before works on without a network.
-                    self._write(installed)
+                    self._write_stamp(installed)
                 raise
-            self._write(stamp)
+            self._write_stamp(stamp)
 
     def _make_stamp(self, extras: Sequence[str]) -> dict:
         """Return the stamp of the environment with these extras, and with the installed ones."""
@@ -212,13 +214,13 @@ class Environment:
             "root": str(ROOT),
             "python": read_version(self.interpreter),
             "pyproject": hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest(),
-            "extras": sorted({self.name.partition("-")[0], *extras, *self._installed().get("extras", [])}),
+            "extras": sorted({self.name.partition("-")[0], *extras, *self._read_stamp().get("extras", [])}),
         }
 
-    def _write(self, stamp: dict) -> None:
+    def _write_stamp(self, stamp: dict) -> None:
         self.stamp.write_text(json.dumps(stamp, indent=2) + "\n")
 
-    def _installed(self) -> dict:
+    def _read_stamp(self) -> dict:
         """Return the stamp of the installed packages; an empty dict if the environment has to be made anew."""
         try:
             stamp = json.loads(self.stamp.read_text())
@@ -228,18 +230,20 @@ class Environment:
         same_python = stamp["python"] == read_version(self.interpreter) and self.python.exists()
         return stamp if same_python and stamp["root"] == str(ROOT) else {}
 
-    def _create(self) -> None:
-        say(f"making {self.directory.relative_to(ROOT)} with {python_name(read_version(self.interpreter))}")
+    def _create_environment(self) -> None:
+        print_message(
+            f"making {self.directory.relative_to(ROOT)} with {get_python_name(read_version(self.interpreter))}"
+        )
         # In two steps, as venv keeps to itself why pip could not be put there.
-        call_installer([self.interpreter, "-m", "venv", "--without-pip", "--clear", self.directory])
-        call_installer([self.python, "-m", "ensurepip", "--default-pip"])
+        run_installer([self.interpreter, "-m", "venv", "--without-pip", "--clear", self.directory])
+        run_installer([self.python, "-m", "ensurepip", "--default-pip"])
 
-    def _install(self, extras: Sequence[str]) -> None:
-        say(f"installing synkhronos[{','.join(extras)}]; the first time takes a few minutes")
+    def _install_package(self, extras: Sequence[str]) -> None:
+        print_message(f"installing synkhronos[{','.join(extras)}]; the first time takes a few minutes")
         pip = [self.python, "-m", "pip", "--disable-pip-version-check"]
         package = f"{ROOT}[{','.join(extras)}]"
         # Modules are compiled when they are first imported: pip would take half of its time to compile all of them.
-        call_installer([*pip, "install", "--quiet", "--no-compile", "--editable", package])
+        run_installer([*pip, "install", "--quiet", "--no-compile", "--editable", package])
 
 
 @functools.cache
@@ -266,14 +270,14 @@ def find_newer_environment() -> Environment | None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[None]:
     """Context that holds a lock file, so that two processes do not install into one environment at once."""
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another run.py is installing; waiting for it")
+            print_message("another run.py is installing; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -282,25 +286,25 @@ PYTENSOR = Environment("pytensor")
 THEANO = Environment("theano")
 # PyMC wants a PyTensor of its own choice: on Python 3.11 one that is older than the extra `pytensor` asks for.
 PYMC = Environment("pymc")
-BY_NAME = {environment.name: environment for environment in (PYTENSOR, THEANO, PYMC)}
+ENVIRONMENTS_BY_NAME = {environment.name: environment for environment in (PYTENSOR, THEANO, PYMC)}
 
 
 def require_theano_python() -> None:
     """End with a message when this Python is too new for Theano."""
     if sys.version_info[:2] > NEWEST_PYTHON_FOR_THEANO:
-        raise fail(f"Theano 1.0.5 needs Python 3.11; this is {python_name()}.")
+        raise make_exit(f"Theano 1.0.5 needs Python 3.11; this is {get_python_name()}.")
 
 
 def require_compiler(reason: str) -> None:
     """End with a message when C++ extension modules cannot be compiled."""
     if shutil.which("g++") is None:
-        raise fail(f"g++ was not found: {reason}. On Debian or Ubuntu: apt-get install g++")
+        raise make_exit(f"g++ was not found: {reason}. On Debian or Ubuntu: apt-get install g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
-        raise fail(f"{header} was not found: {reason}. On Debian or Ubuntu: apt-get install python3-dev")
+        raise make_exit(f"{header} was not found: {reason}. On Debian or Ubuntu: apt-get install python3-dev")
 
 
-def prepare(environment: Environment, *extras: str) -> Environment:
+def prepare_environment(environment: Environment, *extras: str) -> Environment:
     """Return the environment with these extras installed."""
     if environment is THEANO:
         require_theano_python()
@@ -358,7 +362,7 @@ class Job:
         # PyTensor leaves a file per compiled function, which it removes only in processes that end normally.
         with tempfile.TemporaryDirectory(prefix="synk-", ignore_cleanup_errors=True) as folder:
             variables = {"SYNKHRONOS_TEST_DEVICE": self.device, "TMPDIR": folder, **dict(self.variables)}
-            return call(command, heading, **variables)
+            return run_command(command, heading, **variables)
 
 
 def list_test_files(*names: str) -> list[str]:
@@ -374,21 +378,21 @@ def list_marked_files(marker: str) -> list[str]:
 
 #: Parts of the tests of packages, by folders of tests/.  Each is a job; the other folders are one more job.  Tests that
 #: load large libraries, such as Numba, are apart from tests that fork: the larger a process, the longer a fork takes.
-PARTS = {
+FOLDERS_OF_PARTS = {
     "engines": ("engines", "extensions", "devices"),
     "launch": ("launch", "loading", "compat"),
     "ranks": ("ranks", "tasks", "hosts", "rules", "timelines"),
     "training": ("training",),
 }
 #: Tests that `test` runs on JAX arrays.
-ON_JAX = list_test_files("fused_launch", "fused_steps", "jax", "lazy_results", "spmd_program", "spawned_workers")
+JAX_TESTS = list_test_files("fused_launch", "fused_steps", "jax", "lazy_results", "spmd_program", "spawned_workers")
 #: Tests that `test --all` runs on JAX arrays.
-ON_JAX_ALL = [
-    *ON_JAX,
+JAX_TESTS_OF_ALL = [
+    *JAX_TESTS,
     *list_test_files("attention", "collectives", "lowering", "modes", "rank_mean", "rules", "timeline", "updates"),
 ]
 #: Tests of `test --quick`, with PyTensor alone: a minute of those that most changes break.
-QUICK = list_test_files(
+QUICK_TESTS = list_test_files(
     *("layers", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
     *("user_code", "seed_example"),
 )
@@ -399,17 +403,17 @@ NEWER = list_test_files(
     "launch_messages",
 )
 #: Tests that start programs of their own and wait for them; a job of their own.
-PROGRAMS = list_test_files("demos", "docs")
+PROGRAM_TESTS = list_test_files("demos", "docs")
 #: Tests that import `synkhronos.compat`, in processes of their own: ``import theano`` finds another module there, which
 #: other tests must not see. To run one: ``python -m pytest tests/support/compat_checks/check_ops.py``.
-COMPAT = "tests/support/compat_checks"
-LASAGNE_DEMOS = "tests/support/demo_checks"
+COMPAT_CHECKS = "tests/support/compat_checks"
+DEMO_CHECKS = "tests/support/demo_checks"
 #: Number of failures of a job up to which these tests are run a second time: more are no accident.
-MOST_RETRIED = 5
+MAX_RETRIED_FAILURES = 5
 #: Markers of tests that only `--all` runs; pyproject.toml describes them.
 MARKERS = ("lasagne", "hosts", "faults")
 #: The longest jobs, by name.  They are started first, so that no core is idle for long while the last ones run.
-LONGEST = [
+LONGEST_JOBS = [
     "pytensor, old programs in the default mode",
     "pytensor, lasagne",
     "pytensor, zoo",
@@ -428,7 +432,9 @@ LONGEST = [
 ]
 #: Tests of the environment `pymc`.
 WITH_PYMC = [
-    *list_test_files("by_rows", "posterior", "pymc", "pymc_chains", "pymc_demos", "rows_sum", "xla_samplers"),
+    *list_test_files(
+        "by_rows", "posterior", "pymc", "pymc_chains", "pymc_demos", "pymc_fuzz", "rows_sum", "xla_samplers"
+    ),
     "tests/project/test_docs.py::test_page[pymc]",
     *(
         f"tests/project/test_docs.py::test_docstring[synkhronos.extensions.pymc.{name}]"
@@ -439,31 +445,33 @@ WITH_PYMC = [
 
 def mnist(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Train on MNIST; options go to demos/mnist/train_mnist.py."""
-    environment = prepare(BY_NAME[options.env], "demos")
+    environment = prepare_environment(ENVIRONMENTS_BY_NAME[options.env], "demos")
     if {"-h", "--help"} & set(extra_arguments):
         print("run.py's own option: --env {pytensor,theano}, the graph library (default: pytensor)\n", flush=True)
-    return call([environment.python, "demos/mnist/train_mnist.py", *extra_arguments])
+    return run_command([environment.python, "demos/mnist/train_mnist.py", *extra_arguments])
 
 
 def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Run the tests in each environment; further arguments go to pytest. Without any, a few run on JAX arrays too."""
     if options.quick:
-        extra_arguments = [*QUICK, *extra_arguments]
+        extra_arguments = [*QUICK_TESTS, *extra_arguments]
         if not options.here and options.env is None:
             options.env = PYTENSOR.name
     if options.device != "host" and not options.here:
         if options.env == PYMC.name:
-            raise fail(f"--device {options.device} tests the environment pytensor.")
+            raise make_exit(f"--device {options.device} tests the environment pytensor.")
         if options.env == THEANO.name:
             if options.device == "gpu":
-                raise fail("pip can't install pygpu: run --device gpu --here with a Python that has it and Theano.")
-            raise fail(f"--device {options.device} needs PyTensor.")
+                raise make_exit(
+                    "pip can't install pygpu: run --device gpu --here with a Python that has it and Theano."
+                )
+            raise make_exit(f"--device {options.device} needs PyTensor.")
         options.env = PYTENSOR.name
     if options.all and (extra_arguments or options.here or options.device != "host"):
-        raise fail("--all takes no further arguments but --env.")
+        raise make_exit("--all takes no further arguments but --env.")
     if options.here:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return call(
+        return run_command(
             [sys.executable, "-m", "pytest", *extra_arguments], SYNKHRONOS_TEST_DEVICE=options.device, PYTHONPATH=path
         )
     require_compiler("the tests use Theano 1.0.5 and PyTensor's C mode")
@@ -472,11 +480,13 @@ def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
         THEANO: ["demos", "hosts", "lasagne", "training", "test"],
         PYMC: ["pymc-jax", "pymc-zarr", "test"],
     }
-    environments = [BY_NAME[options.env]] if options.env else [PYTENSOR, THEANO, *([PYMC] if options.all else [])]
+    environments = (
+        [ENVIRONMENTS_BY_NAME[options.env]] if options.env else [PYTENSOR, THEANO, *([PYMC] if options.all else [])]
+    )
     left_out = []
     if options.env is None and sys.version_info[:2] > NEWEST_PYTHON_FOR_THEANO:
         environments.remove(THEANO)
-        left_out.append(f"theano: left out, Theano 1.0.5 needs Python 3.11 and this is {python_name()}")
+        left_out.append(f"theano: left out, Theano 1.0.5 needs Python 3.11 and this is {get_python_name()}")
     if options.env is None and options.all:
         if newer := find_newer_environment():
             extras[newer] = ["training", "test"]
@@ -484,7 +494,7 @@ def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
         else:
             left_out.append(f"newer Python: left out, there is none of 3.{NEWER_PYTHONS[-1]} to 3.{NEWER_PYTHONS[0]}")
     for line in left_out:
-        say(line)
+        print_message(line)
     if options.device == "gpu":
         extras[PYTENSOR].append("gpu")
     jobs = list_jobs(environments, options, extra_arguments)
@@ -495,7 +505,7 @@ def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     # The main thread waits for Ctrl-C, and the others for the jobs: one more at once than there are cores, since jobs
     # wait for processes and time limits.  Tests run in the first environment while the others are installed.
     installer = ThreadPoolExecutor(1)
-    installs = {each: installer.submit(prepare, each, *extras[each]) for each in environments}
+    installs = {each: installer.submit(prepare_environment, each, *extras[each]) for each in environments}
     pool = ThreadPoolExecutor(1 + len(os.sched_getaffinity(0)))
 
     def run(job: Job, report: Path) -> int:
@@ -514,7 +524,7 @@ def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     if len(jobs) > 1:
         for i, (job, report) in enumerate(zip(jobs, reports, strict=True)):
             # A test that measures time may fail beside another job on a busy machine; a fault fails alone, too.
-            if 0 < count_failures(report) <= MOST_RETRIED:
+            if 0 < count_failures(report) <= MAX_RETRIED_FAILURES:
                 statuses[i] = job.retry(report)
                 outcome = "passed" if statuses[i] == 0 else f"failed again, exit status {statuses[i]}"
                 summaries.append(f"{job.name}, what failed was run once more, alone: {outcome}")
@@ -542,8 +552,8 @@ def list_jobs(
         is_second = environment is THEANO and PYTENSOR in environments
         jobs += list_library_jobs(environment, options.all, is_second)
     if PYTENSOR in environments:
-        jobs.append(Job(PYTENSOR, "jax", ON_JAX_ALL if options.all else ON_JAX, "jax"))
-    return sorted(jobs, key=lambda job: LONGEST.index(job.name) if job.name in LONGEST else len(LONGEST))
+        jobs.append(Job(PYTENSOR, "jax", JAX_TESTS_OF_ALL if options.all else JAX_TESTS, "jax"))
+    return sorted(jobs, key=lambda job: LONGEST_JOBS.index(job.name) if job.name in LONGEST_JOBS else len(LONGEST_JOBS))
 
 
 def list_library_jobs(environment: Environment, with_all: bool, is_second: bool) -> list[Job]:
@@ -557,16 +567,16 @@ def list_library_jobs(environment: Environment, with_all: bool, is_second: bool)
         "-m",
         " and ".join(f"not {marker}" for marker in (MARKERS if with_all else (*MARKERS, "slow"))) + without,
     ]
-    folders = {part: [f"tests/{name}" for name in names] for part, names in PARTS.items()}
+    folders = {part: [f"tests/{name}" for name in names] for part, names in FOLDERS_OF_PARTS.items()}
     jobs = [Job(environment, part, [*marker_options, *paths]) for part, paths in folders.items()]
-    others = [*PROGRAMS, *(path for paths in folders.values() for path in paths)]
+    others = [*PROGRAM_TESTS, *(path for paths in folders.values() for path in paths)]
     jobs.append(Job(environment, "", [*marker_options, *(f"--ignore={path}" for path in others)]))
-    ignored = [f"--ignore={COMPAT}/check_{name}.py" for name in ("lasagne", "programs")]
-    jobs.append(Job(environment, "compat", [*marker_options, "--timeout=1200", *ignored, COMPAT]))
+    ignored = [f"--ignore={COMPAT_CHECKS}/check_{name}.py" for name in ("lasagne", "programs")]
+    jobs.append(Job(environment, "compat", [*marker_options, "--timeout=1200", *ignored, COMPAT_CHECKS]))
     if with_all or not is_second:
-        ignored = [f"--ignore={LASAGNE_DEMOS}/check_zoo.py"]
-        jobs.append(Job(environment, "lasagne demos", [*marker_options, "--timeout=1200", *ignored, LASAGNE_DEMOS]))
-        jobs.append(Job(environment, "programs", [*marker_options, *PROGRAMS]))
+        ignored = [f"--ignore={DEMO_CHECKS}/check_zoo.py"]
+        jobs.append(Job(environment, "lasagne demos", [*marker_options, "--timeout=1200", *ignored, DEMO_CHECKS]))
+        jobs.append(Job(environment, "programs", [*marker_options, *PROGRAM_TESTS]))
     if with_all:
         jobs += [] if is_second else list_lasagne_jobs(environment)
         jobs.append(Job(environment, "faults", ["-m", f"faults{without}", *list_marked_files("faults")]))
@@ -578,9 +588,9 @@ def list_lasagne_jobs(environment: Environment) -> list[Job]:
     """Return the jobs that compile for minutes: Lasagne's own tests, programs of Theano's time, and the zoo."""
     limit = "--timeout=1800"
     jobs = [
-        Job(environment, "zoo", ["-m", "lasagne or not lasagne", limit, f"{LASAGNE_DEMOS}/check_zoo.py"]),
-        Job(environment, "lasagne", ["-m", "not lasagne", limit, f"{COMPAT}/check_lasagne.py"]),
-        Job(environment, "old programs", ["-m", "not lasagne", limit, f"{COMPAT}/check_programs.py"]),
+        Job(environment, "zoo", ["-m", "lasagne or not lasagne", limit, f"{DEMO_CHECKS}/check_zoo.py"]),
+        Job(environment, "lasagne", ["-m", "not lasagne", limit, f"{COMPAT_CHECKS}/check_lasagne.py"]),
+        Job(environment, "old programs", ["-m", "not lasagne", limit, f"{COMPAT_CHECKS}/check_programs.py"]),
     ]
     if environment is PYTENSOR:
         # LLVM compiles for as long as the rest of Numba, and its last optimizations are not tested: what it makes
@@ -588,7 +598,7 @@ def list_lasagne_jobs(environment: Environment) -> list[Job]:
         folder = Path.home() / ".pytensor" / "synkhronos-tests"
         flags = f"{os.environ.get('PYTENSOR_FLAGS', '')},base_compiledir={folder}"
         variables = (("PYTENSOR_FLAGS", flags.lstrip(",")), ("NUMBA_OPT", "1"))
-        arguments = ["-m", "lasagne", limit, f"{COMPAT}/check_programs.py"]
+        arguments = ["-m", "lasagne", limit, f"{COMPAT_CHECKS}/check_programs.py"]
         jobs.append(Job(environment, "old programs in the default mode", arguments, variables=variables))
     return jobs
 
@@ -640,8 +650,8 @@ def messages(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     with_pymc = [name for name in WITH_PYMC if name in files]
     jobs = [(PYTENSOR, files), (THEANO, files), *([(PYMC, with_pymc)] if with_pymc else [])]
     return max(
-        call(
-            [prepare(environment, "test").python, "-m", "pytest", "-q", "-m", "", *names],
+        run_command(
+            [prepare_environment(environment, "test").python, "-m", "pytest", "-q", "-m", "", *names],
             SYNKHRONOS_MESSAGES="write",
         )
         for environment, names in jobs
@@ -650,25 +660,25 @@ def messages(options: argparse.Namespace, extra_arguments: list[str]) -> int:
 
 def lint(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Check style, format, types and names: ruff, mypy and tests/support/lint_names.py."""
-    python = prepare(PYTENSOR, "dev").python
+    python = prepare_environment(PYTENSOR, "dev").python
     tools = ("-m ruff check", "-m ruff format --check", "-m mypy", "tests/support/lint_names.py")
-    return call_all([[python, *tool.split()] for tool in tools])
+    return run_commands([[python, *tool.split()] for tool in tools])
 
 
 def docs(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Build the documentation into docs/_build/html; a warning is an error, as is damaged markup (docs/damage.py)."""
-    python = prepare(PYTENSOR, "docs").python
-    return call([python, "-m", "sphinx", "-W", "--keep-going", "-E", "-b", "html", "docs", "docs/_build/html"])
+    python = prepare_environment(PYTENSOR, "docs").python
+    return run_command([python, "-m", "sphinx", "-W", "--keep-going", "-E", "-b", "html", "docs", "docs/_build/html"])
 
 
 def bench(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Run one benchmark, or all of them; further arguments go to it (``-- --help`` lists them)."""
     known = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if not p.stem.startswith("_"))
     if options.name and options.name not in known:
-        raise fail(f"there is no benchmark {options.name!r}; there are: {', '.join(known) or 'none'}")
+        raise make_exit(f"there is no benchmark {options.name!r}; there are: {', '.join(known) or 'none'}")
     names = [options.name] if options.name else known
-    python = prepare(BY_NAME[options.env], "bench").python
-    return call_all([[python, "-m", f"benchmarks.{name}", *extra_arguments] for name in names])
+    python = prepare_environment(ENVIRONMENTS_BY_NAME[options.env], "bench").python
+    return run_commands([[python, "-m", f"benchmarks.{name}", *extra_arguments] for name in names])
 
 
 def demo(options: argparse.Namespace, extra_arguments: list[str]) -> int:
@@ -678,15 +688,17 @@ def demo(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     with_pymc = {p.stem: p for p in sorted((ROOT / "demos" / "pymc").glob("*.py"))}
     known = {**numbered, **lasagne, **with_pymc}
     if options.script not in known:
-        raise fail(f"there is no demo {options.script!r}; there are: {', '.join(known) or 'none'}")
+        raise make_exit(f"there is no demo {options.script!r}; there are: {', '.join(known) or 'none'}")
     extras = ["lasagne"] if options.script in lasagne else []
-    environment = prepare(PYMC if options.script in with_pymc else BY_NAME[options.env], *extras)
-    return call([environment.python, known[options.script], *(word for word in extra_arguments if word != "--")])
+    environment = prepare_environment(
+        PYMC if options.script in with_pymc else ENVIRONMENTS_BY_NAME[options.env], *extras
+    )
+    return run_command([environment.python, known[options.script], *(word for word in extra_arguments if word != "--")])
 
 
 def env(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     """Print the path of an environment's Python, and make the environment if need be."""
-    print(prepare(BY_NAME[options.name], *options.extras).python)
+    print(prepare_environment(ENVIRONMENTS_BY_NAME[options.name], *options.extras).python)
     return 0
 
 
@@ -698,12 +710,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"run.py: {message}; see python3 {self.prog} --help\n")
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of run.py's arguments."""
     result = Parser(prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = result.add_subparsers(metavar="COMMAND", dest="command")
 
-    def add(
+    def add_command(
         function: Callable[[argparse.Namespace, list[str]], int],
         passes_on: bool = False,
         add_help: bool = True,
@@ -719,14 +731,14 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=function, passes_on=passes_on)
         return sub
 
-    def add_env(sub: argparse.ArgumentParser, default: str | None, text: str) -> None:
-        sub.add_argument("--env", choices=list(BY_NAME), default=default, help=text)
+    def add_env_option(sub: argparse.ArgumentParser, default: str | None, text: str) -> None:
+        sub.add_argument("--env", choices=list(ENVIRONMENTS_BY_NAME), default=default, help=text)
 
     help_text = "the graph library to use (default: %(default)s)"
     # --help goes to the script too, which lists its options.
-    add_env(add(mnist, passes_on=True, add_help=False), PYTENSOR.name, help_text)
-    test_parser = add(test, passes_on=True)
-    add_env(test_parser, None, "test in this environment only (default: in all)")
+    add_env_option(add_command(mnist, passes_on=True, add_help=False), PYTENSOR.name, help_text)
+    test_parser = add_command(test, passes_on=True)
+    add_env_option(test_parser, None, "test in this environment only (default: in all)")
     test_parser.add_argument(
         "--device",
         choices=["host", "jax", "gpu"],
@@ -745,17 +757,17 @@ def parser() -> argparse.ArgumentParser:
     test_parser.add_argument(
         "--quick", action="store_true", help="run tests that take a minute, with PyTensor unless --env names another"
     )
-    add(messages, passes_on=True)
-    add(lint)
-    add(docs)
-    bench_parser = add(bench, passes_on=True)
+    add_command(messages, passes_on=True)
+    add_command(lint)
+    add_command(docs)
+    bench_parser = add_command(bench, passes_on=True)
     bench_parser.add_argument("name", nargs="?", help="a module in benchmarks/ (default: all of them)")
-    add_env(bench_parser, PYTENSOR.name, help_text)
-    demo_parser = add(demo, passes_on=True)
+    add_env_option(bench_parser, PYTENSOR.name, help_text)
+    demo_parser = add_command(demo, passes_on=True)
     demo_parser.add_argument("script", help="which one: 1 to 5, or train_resnet for example")
-    add_env(demo_parser, PYTENSOR.name, help_text)
-    env_parser = add(env)
-    env_parser.add_argument("name", choices=list(BY_NAME), help="the environment")
+    add_env_option(demo_parser, PYTENSOR.name, help_text)
+    env_parser = add_command(env)
+    env_parser.add_argument("name", choices=list(ENVIRONMENTS_BY_NAME), help="the environment")
     env_parser.add_argument("extras", nargs="*", metavar="EXTRA", help="of pyproject.toml, to install as well")
     return result
 
@@ -763,19 +775,19 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the command that the user named."""
     if sys.version_info[:2] < OLDEST_PYTHON:
-        raise fail(f"Synkhronos needs Python 3.11 or newer; this is {python_name()}.")
-    arguments = parser()
-    options, extra_arguments = arguments.parse_known_args()
+        raise make_exit(f"Synkhronos needs Python 3.11 or newer; this is {get_python_name()}.")
+    parser = make_parser()
+    options, extra_arguments = parser.parse_known_args()
     if options.command is None:
-        arguments.error("expected a command, such as mnist, demo or test")
+        parser.error("expected a command, such as mnist, demo or test")
     if extra_arguments and not options.passes_on:
-        arguments.error(f"unrecognized arguments: {' '.join(extra_arguments)}")
+        parser.error(f"unrecognized arguments: {' '.join(extra_arguments)}")
     try:
         return options.function(options, extra_arguments)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise fail(NO_ROOM) from None
-        raise fail(str(error)) from None
+            raise make_exit(NO_ROOM) from None
+        raise make_exit(str(error)) from None
     except KeyboardInterrupt:
         return 130
 

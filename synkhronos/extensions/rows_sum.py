@@ -51,7 +51,13 @@ from synkhronos.data import Data
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.devices import HOST
 from synkhronos.extensions.chains import find_chain, load_inherited_rows, start_chain_ranks
-from synkhronos.extensions.rows_sum_graph import find_params, replace_checks, replace_variables, select_rank_nodes
+from synkhronos.extensions.rows_sum_graph import (
+    find_params,
+    replace_checks,
+    replace_variables,
+    select_rank_nodes,
+    sort_params,
+)
 from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sampler, warn_of_swallowed_errors
 from synkhronos.function import Function, function, get_dispatcher
 from synkhronos.graphs import get_library
@@ -169,6 +175,14 @@ class DistributedSum:
 
     The Ops of a sum share it.
 
+    Parameters
+    ----------
+    terms, rows, name
+        As in `sum_over_rows`.
+    variables : sequence of variable, optional
+        Variables in whose order the surrounding function has its gradients.  PyTensor's rewrites depend on this order,
+        and with them which gradients are finite far from the data: the parameters have the same order.
+
     Attributes
     ----------
     params : list of variables
@@ -187,13 +201,13 @@ class DistributedSum:
         Evaluates for threads that a sampler started, in other processes.
     """
 
-    def __init__(self, terms: Any, rows: Mapping[Any, Any], name: str | None):
+    def __init__(self, terms: Any, rows: Mapping[Any, Any], name: str | None, variables: Sequence[Any] = ()):
         self._key = os.getpid(), next(_counter)
         self.name = name or f"sum_over_rows_{self._key[1]}"
         terms = _check_terms(terms)
         self._row_variables, self._sources = _check_rows(rows)
         nodes = select_rank_nodes(terms, self._row_variables)
-        self.params = find_params(nodes, self._row_variables)
+        self.params = sort_params(find_params(nodes, self._row_variables), variables)
         self.float_positions = [i for i, param in enumerate(self.params) if param.dtype in float_dtypes]
         self._inputs = [param.type(f"{param.name or 'parameter'}_{i}") for i, param in enumerate(self.params)]
         self._shareds = [_make_shared(variable) for variable in self._row_variables]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from pytensor.graph.basic import Apply, Constant
+from pytensor.graph.traversal import ancestors
 from pytensor.scan.op import Scan
 from pytensor.tensor import TensorType
 from pytensor.tensor.elemwise import DimShuffle
@@ -64,6 +65,12 @@ def find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
             raise TypeError(f"terms: computed from {describe(variable)} of type {variable.type}, which cannot be sent")
         params[variable] = None
     return list(params)
+
+
+def sort_params(params: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Return the parameters in the order of the first of some variables that each is computed from."""
+    position = {variable: i for i, variable in enumerate(variables)}
+    return sorted(params, key=lambda param: min(position.get(v, len(position)) for v in ancestors([param])))
 
 
 def replace_variables(variable: Any, nodes: Sequence[Apply], replaced: Mapping[Any, Any]) -> Any:

@@ -155,6 +155,21 @@ def test_gradient_far_from_the_data_is_as_exact_as_pymcs(two_reused_ranks):
         np.testing.assert_allclose(parallel_f(point), serial_f(point), rtol=1e-9)
 
 
+@pytest.mark.new_ranks
+@pytest.mark.skipif(XLA, reason="sets the rewrites of a mode without a compiler")
+def test_gradient_of_underflowing_terms_is_finite_as_pymcs(fork, monkeypatch):
+    """PyTensor's rewrites cancel such terms, or not, depending on the order of the parameters."""
+    monkeypatch.setattr(pytensor.config, "mode", INTERPRETED)
+    fork(2)
+    with pm.Model() as model:
+        b, sigma = pm.Normal("b", shape=3), pm.HalfNormal("sigma")
+        pm.Rice("y", sigma=HOURS * sigma, nu=pt.softplus(X @ b), observed=COUNTS + 0.5)
+    parallel_f, serial_f = (variant.compile_dlogp(**COMPILE_KWARGS) for variant in (data_parallel(model), model))
+    point = {"b": np.array([-3.0, 1.0, 2.0]), "sigma_log__": np.array(-6.0)}
+    assert np.all(np.isfinite(serial_f(point)))
+    np.testing.assert_allclose(parallel_f(point), serial_f(point))
+
+
 def probability_of_zero():
     pm.Categorical("y", p=pm.Dirichlet("p", np.ones(4)), observed=GROUP)
     return [-400.0, 400.0, 0.0]
@@ -232,6 +247,16 @@ def test_data_parallel_leaves_the_model_unchanged(two_reused_ranks):
     for name, variables in before.items():
         assert getattr(model, name) == getattr(parallel, name) == variables
     assert not any(isinstance(node.op, SumOverRows) for node in list_nodes(model.logp()))
+
+
+def test_data_parallel_sends_an_array_once(two_reused_ranks):
+    with pm.Model() as model:
+        a, b = pm.Normal("a", shape=4), pm.Normal("b", shape=4)
+        pm.Normal("y", a[GROUP] + b[GROUP] * HOURS + HOURS ** a[0] + X @ b[:3] + (X @ a[:3])[:], observed=X[:, 0])
+    parallel = data_parallel(model)
+    (rows,) = parallel.distributed_sums
+    assert len(rows.make_local_graph()[2]) == 4  # groups, hours, a matrix and its column
+    check_equal(parallel, model)
 
 
 def test_data_parallel_splits_several_observed_variables(two_reused_ranks):
@@ -574,6 +599,14 @@ def scan_of_each_row(rho):
 
 def scan_along_columns(rho):
     return scan(lambda column, h, rho: rho * h + column, [pt.as_tensor(X.T)], rho, outputs_info=[pt.zeros(N)])[-1]
+
+
+def test_data_parallel_refuses_joined_blocks_of_rows():
+    with pm.Model() as model:
+        center = pt.concatenate([pm.Normal("a") * HOURS[:9], pm.Normal("b") * HOURS[9:]])
+        pm.Normal("y", center, 1, observed=X[:, 0])
+    with pytest.raises(ValueError, match="split by rows: y: Join mixes rows"):
+        data_parallel(model)
 
 
 @pytest.mark.parametrize("build", [scan_along_rows, scan_of_each_row, scan_along_columns], ids=lambda f: f.__name__)

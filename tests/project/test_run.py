@@ -95,13 +95,13 @@ def module(tmp_path, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "run", module)  # dataclasses look it up there
     spec.loader.exec_module(module)
-    for name in module.BY_NAME:
+    for name in module.ENVIRONMENTS_BY_NAME:
         (tmp_path / name / "bin").mkdir(parents=True)
         python = tmp_path / name / "bin" / "python"
         python.write_text('#!/bin/sh\necho "on $SYNKHRONOS_TEST_DEVICE: $*"\ncase "$*" in *--fails*) exit 3; esac\n')
         python.chmod(0o755)
     monkeypatch.setattr(module, "ENVIRONMENTS", tmp_path)
-    monkeypatch.setattr(module, "prepare", lambda environment, *extras: environment)
+    monkeypatch.setattr(module, "prepare_environment", lambda environment, *extras: environment)
     monkeypatch.setattr(module, "NEWEST_PYTHON_FOR_THEANO", sys.version_info[:2])
     return module
 
@@ -195,7 +195,7 @@ def test_run_py_jobs_have_unique_names_and_existing_files(module, is_all):
     jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], make_options(all=is_all), [])
     names = [job.name for job in jobs]
     assert len(set(names)) == len(names)
-    assert not is_all or set(module.LONGEST) <= set(names)
+    assert not is_all or set(module.LONGEST_JOBS) <= set(names)
     words = [*module.NEWER, *(word for job in jobs for word in job.arguments)]
     paths = {word.removeprefix("--ignore=").split("::")[0] for word in words}
     missing = [path for path in paths if path.startswith("tests/") and not (ROOT / path).exists()]
@@ -208,15 +208,15 @@ def test_run_py_jobs_without_markers_of_their_own_cover_all_parts(module, enviro
     expression = f"not lasagne and not hosts and not faults{make_marker_suffix(module, environment, is_all)}"
     parts = {part for part, arguments in jobs.items() if arguments[1] == expression}
     longer_parts = set() if environment is module.THEANO and not is_all else {"programs", "lasagne demos"}
-    assert parts == {"", "compat", *module.PARTS, *longer_parts}
+    assert parts == {"", "compat", *module.FOLDERS_OF_PARTS, *longer_parts}
 
 
 @pytest.mark.parametrize("is_all", [False, True])
 def test_run_py_files_that_the_unnamed_job_ignores_have_jobs(module, environment, is_all):
     jobs = list_jobs_by_part(module, environment, is_all)
-    folders = [path for part in module.PARTS for path in jobs[part][2:]]
+    folders = [path for part in module.FOLDERS_OF_PARTS for path in jobs[part][2:]]
     assert len(set(folders)) == len(folders)
-    assert jobs[""][2:] == [f"--ignore={path}" for path in [*module.PROGRAMS, *folders]]
+    assert jobs[""][2:] == [f"--ignore={path}" for path in [*module.PROGRAM_TESTS, *folders]]
 
 
 @pytest.mark.parametrize("is_all", [False, True])
@@ -234,7 +234,7 @@ def test_run_py_files_that_a_support_folder_leaves_out_have_jobs(module, environ
     if part not in jobs:
         assert environment is module.THEANO and not is_all and part == "lasagne demos"
         return
-    folder = {"compat": module.COMPAT, "lasagne demos": module.LASAGNE_DEMOS}[part]
+    folder = {"compat": module.COMPAT_CHECKS, "lasagne demos": module.DEMO_CHECKS}[part]
     assert jobs[part][-1] == folder
     ignored = {word.removeprefix("--ignore=") for word in jobs[part] if word.startswith("--ignore=")}
     files = {word for arguments in jobs.values() for word in arguments if word.startswith(f"{folder}/")}

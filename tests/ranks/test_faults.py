@@ -288,8 +288,9 @@ def test_worker_that_exits_is_named_with_its_status(place, code):
     [
         *(("raise:ValueError", "ValueError", place) for place in ["call", "slice", "collective", *ELSEWHERE]),
         *(("exit:3", "SystemExit", place) for place in ["call", "distribute", "arguments"]),
-        ("raise-silent", "Silent", "collective"),
-        *([("raise-silent", "Silent", "call")] if NAME == "pytensor" else []),  # Theano reads the error's message
+        ("raise-silent", "UnprintableError", "collective"),
+        # Theano reads the error's message.
+        *([("raise-silent", "UnprintableError", "call")] if NAME == "pytensor" else []),
         *(("raise-long", "ValueError", place) for place in ["call", "collective"]),
     ],
 )

@@ -128,9 +128,10 @@ class ModelBuilder:
         self.x = self.rng.normal(size=(self.n_rows, WIDTH))
         with pm.Model(check_bounds=self.source.random() < 0.9) as model:
             self.model = model
-            self.shared: list[Any] = []
             for number in range(self.source.choice([1, 1, 2])):
                 self._add_likelihood(f"y{number}")
+            if not model.continuous_value_vars:
+                self._parameter("real")
         if self.source.random() < 0.1:
             self._intervene()
 
@@ -162,7 +163,7 @@ class ModelBuilder:
             priors: list[Callable[..., Any]] = [
                 lambda: pm.Normal(name, 0, 2, shape=shape),
                 lambda: pm.StudentT(name, 4, shape=shape),
-                lambda: pm.Flat(name, shape=shape, initval=np.zeros(shape)),
+                lambda: pm.Cauchy(name, 0, 1, shape=shape),
                 lambda: pm.Uniform(name, -4, 4, shape=shape),
             ]
         elif kind == "positive":
@@ -198,7 +199,6 @@ class ModelBuilder:
             lambda: pt.clip(self._real_of_rows(), -3, 3),
             lambda: pm.Deterministic(self._name(), self._real_of_rows()),
             lambda: self._real_of_picked_rows(),
-            lambda: pt.concatenate([self._parameter("real") * x[:1, 0], self._parameter("real") * x[1:, 1]]),
         )()
         return expression
 

@@ -36,7 +36,7 @@ from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.extensions.pymc import chain_servers
 from synkhronos.extensions.pymc.rowwise import NotRowwiseError, RowSearch, make_rowwise
 from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
-from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows, sum_over_rows
+from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
 from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graphs import get_library
 
@@ -253,12 +253,11 @@ def _sum_terms_on_ranks(model: pm.Model, terms: Any, shape: Any, name: str) -> A
     terms, rows = make_rowwise(
         terms, int(shape[0]), {CheckParameterValue: restrict_check, MinibatchOp: _reject_minibatch}
     )
-    total = sum_over_rows(terms, rows, name=name)
-    distributed_sum = total.owner.op.sum
+    distributed_sum = DistributedSum(terms, rows, name, model.value_vars)
     # PyMC's samplers return the draws so far, as after Ctrl-C.
     distributed_sum.interrupts_on_exit = True
     distributed_sum.rewrite_before_gradient = rewrite_pregrad
-    return total
+    return SumOverRows(distributed_sum)(*distributed_sum.params)
 
 
 def _reads_data(potential: Any) -> bool:

@@ -138,6 +138,7 @@ class RowSearch:
         self._selections = selections
         self._subsearches: dict[Any, RowSearch] = {}
         self._restricted: dict[tuple[Any, int], Any] = {}
+        self._placeholders: dict[Any, Any] = {}
         self._values: dict[Any, Any] = {}
 
     def restrict(self, variable: Any, axis: int) -> Any:
@@ -291,11 +292,16 @@ class RowSearch:
             raise NotRowwiseError(f"{_describe(variable)} has shape {shape}, but there are {self.length} rows")
         if axis and isinstance(variable, SharedVariable):
             raise NotRowwiseError(f"{_describe(variable)} has its rows on axis {axis}: put them on axis 0")
+        # An array that is passed twice is sent once.  PyTensor merges equal constants, too, so that they cancel.
+        key = (_describe_memory(values), variable.type, axis) if isinstance(values, np.ndarray) else variable
+        if key in self._placeholders:
+            return self._placeholders[key]
         lengths = [None, *(length for i, length in enumerate(variable.type.shape) if i != axis)]
         placeholder = TensorType(variable.type.dtype, tuple(lengths))(variable.name)
         values = np.moveaxis(values, axis, 0) if axis else values
         self.rows_by_placeholder[placeholder] = PickedRows(values, self._selections) if self._selections else values
-        return pt.moveaxis(placeholder, 0, axis) if axis else placeholder
+        self._placeholders[key] = pt.moveaxis(placeholder, 0, axis) if axis else placeholder
+        return self._placeholders[key]
 
     def _restrict_computed(self, variable: Any, axis: int) -> Any:
         """Apply the rule of the operation that computes `variable`."""
@@ -334,6 +340,10 @@ def _list_value_inputs(variable: Any) -> list[Any]:
 def _get_shape(data: Any) -> tuple[int, ...]:
     """Return the current shape of a constant or shared variable."""
     return np.shape(data.data if isinstance(data, Constant) else data.get_value(borrow=True))
+
+
+def _describe_memory(array: np.ndarray) -> tuple[Any, ...]:
+    return array.__array_interface__["data"], array.shape, array.strides
 
 
 def _make_mixes_rows_error(node: Any) -> NotRowwiseError:
