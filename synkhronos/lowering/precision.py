@@ -44,7 +44,7 @@ def round_product_factors(run: Callable[..., Any], node: Any, graph: Any) -> Cal
         The node's graph.
     """
     if _is_product(node.op):
-        return _multiply_in_bfloat16(run, node)
+        return _multiply_in_bfloat16(run, node, not _reaches_output(node.outputs[0], graph))
     rounded_inputs = [
         i for i, x in enumerate(node.inputs) if i in _list_rounded_positions(node.op) and _is_rounded(x, graph)
     ]
@@ -89,6 +89,30 @@ def _is_rounded(variable: Any, graph: Any) -> bool:
     return any(i in _list_rounded_positions(client.op) for client, i in graph.clients[variable])
 
 
+def _reaches_output(variable: Any, graph: Any) -> bool:
+    """Whether an output of the graph has elements of a variable, or elementwise functions of them.
+
+    Such outputs are gradients of parameters, and predictions, but not losses.
+    """
+    from pytensor.tensor.basic import Join
+    from pytensor.tensor.elemwise import DimShuffle
+    from pytensor.tensor.reshape import JoinDims, SplitDims
+    from pytensor.tensor.shape import Reshape, SpecifyShape
+    from pytensor.tensor.subtensor import Subtensor
+
+    moves = DimShuffle | Join | Reshape | SpecifyShape | Subtensor | JoinDims | SplitDims
+    found, waiting = {variable}, [variable]
+    while waiting:
+        for client, position in graph.clients[waiting.pop()]:
+            if client.op.__class__.__name__ == "Output":
+                return True
+            if _is_elementwise(client.op) or isinstance(client.op, moves):
+                new = set(client.outputs) - found
+                found |= new
+                waiting += new
+    return False
+
+
 def _pass_in_bfloat16(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
     """Wrap an Op's function so that it gets some inputs, whose values are already rounded, in bfloat16."""
     import jax.numpy as jnp
@@ -96,8 +120,8 @@ def _pass_in_bfloat16(run: Callable[..., Any], positions: Sequence[int]) -> Call
     return lambda *inputs: run(*[x.astype(jnp.bfloat16) if i in positions else x for i, x in enumerate(inputs)])
 
 
-def _multiply_in_bfloat16(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
-    """Wrap the function of a product so that it rounds the factors to bfloat16."""
+def _multiply_in_bfloat16(run: Callable[..., Any], node: Any, rounds: bool) -> Callable[..., Any]:
+    """Wrap the function of a product so that it rounds the factors, and the result if it ``rounds``, to bfloat16."""
     import jax.numpy as jnp
     from pytensor.tensor.blas import BatchedDot
     from pytensor.tensor.blockwise import Blockwise
@@ -105,10 +129,11 @@ def _multiply_in_bfloat16(run: Callable[..., Any], node: Any) -> Callable[..., A
 
     if node.outputs[0].type.dtype != "float32":
         return run
+    dtype = jnp.bfloat16 if rounds else jnp.float32
     if isinstance(node.op, Dot):
-        product: Any = lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32)  # noqa: E731
+        product: Any = lambda x, y: jnp.dot(x, y, preferred_element_type=dtype)  # noqa: E731
     elif isinstance(node.op, BatchedDot | Blockwise):
-        product = lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32)  # noqa: E731
+        product = lambda x, y: jnp.matmul(x, y, preferred_element_type=dtype)  # noqa: E731
     else:
         product = run
 
