@@ -44,7 +44,7 @@ def round_product_factors(run: Callable[..., Any], node: Any, graph: Any) -> Cal
         The node's graph.
     """
     if _is_product(node.op):
-        return _multiply_in_bfloat16(run, node, not _reaches_output(node.outputs[0], graph))
+        return _multiply_in_bfloat16(run, node, _rounds_result(node.outputs[0], graph))
     rounded_inputs = [
         i for i, x in enumerate(node.inputs) if i in _list_rounded_positions(node.op) and _is_rounded(x, graph)
     ]
@@ -89,28 +89,33 @@ def _is_rounded(variable: Any, graph: Any) -> bool:
     return any(i in _list_rounded_positions(client.op) for client, i in graph.clients[variable])
 
 
-def _reaches_output(variable: Any, graph: Any) -> bool:
-    """Whether an output of the graph has elements of a variable, or elementwise functions of them.
+def _rounds_result(variable: Any, graph: Any) -> bool:
+    """Whether the result of a product is rounded.
 
-    Such outputs are gradients of parameters, and predictions, but not losses.
+    It is not if an output of the graph has its elements, or elementwise functions of them: such outputs are gradients
+    of parameters, and predictions, but not losses.  It is not either if it is only summed, since XLA can make a sum
+    over a batch of products one product.
     """
+    from pytensor.graph.fg import Output
     from pytensor.tensor.basic import Join
     from pytensor.tensor.elemwise import DimShuffle
+    from pytensor.tensor.math import Sum
     from pytensor.tensor.reshape import JoinDims, SplitDims
     from pytensor.tensor.shape import Reshape, SpecifyShape
     from pytensor.tensor.subtensor import Subtensor
 
-    moves = DimShuffle | Join | Reshape | SpecifyShape | Subtensor | JoinDims | SplitDims
+    moves = DimShuffle | Join | JoinDims | Reshape | SpecifyShape | SplitDims | Subtensor
+    if all(isinstance(client.op, Sum) for client, _ in graph.clients[variable]):
+        return False
     found, waiting = {variable}, [variable]
     while waiting:
-        for client, position in graph.clients[waiting.pop()]:
-            if client.op.__class__.__name__ == "Output":
-                return True
+        for client, _ in graph.clients[waiting.pop()]:
+            if isinstance(client.op, Output):
+                return False
             if _is_elementwise(client.op) or isinstance(client.op, moves):
-                new = set(client.outputs) - found
-                found |= new
-                waiting += new
-    return False
+                waiting += set(client.outputs) - found
+                found.update(client.outputs)
+    return True
 
 
 def _pass_in_bfloat16(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:

@@ -29,11 +29,11 @@ class PartialSumSharer(GraphRewriter):
     def apply(self, fgraph: FunctionGraph) -> None:
         """Rewrite a graph in place, the longest sums first, since their terms are those of the shorter ones."""
         for node in reversed(fgraph.toposort()):
-            if _is_elementwise(node, Add) and (partial := _find_partial_sum(fgraph, node)) is not None:
+            while _is_elementwise(node, Add) and (partial := _find_partial_sum(fgraph, node)) is not None:
                 rest = Counter(node.inputs) - Counter(partial.inputs)
                 total = node.op(partial.outputs[0], *rest.elements())
-                if total.type == node.outputs[0].type:
-                    fgraph.replace(node.outputs[0], total, reason="share_partial_sums")
+                fgraph.replace(node.outputs[0], total, reason="share_partial_sums")
+                node = total.owner
 
 
 def _find_partial_sum(fgraph: FunctionGraph, node: Any) -> Any:
@@ -51,21 +51,24 @@ def _split_centered_sum(fgraph: FunctionGraph, node: Any) -> list[Any] | None:
     axes = node.op.axis
     if axes is None or total.owner is None or not _is_elementwise(total.owner, Add):
         return None
-    terms = [_split_factors(term, axes) for term in total.owner.inputs]
-    is_centered = [bool(factors) and _is_centered(rest, axes) for rest, factors in terms]
-    if not any(is_centered) or all(is_centered):
+    plain, centered = [], []
+    for term in total.owner.inputs:
+        rest, factors = _split_factors(term, axes)
+        if factors and _is_centered(rest, axes):
+            centered.append((rest, factors))
+        else:
+            plain.append(term)
+    if not plain or not centered:
         return None
-    plain = [term for term, centered in zip(total.owner.inputs, is_centered, strict=True) if not centered]
-    sums = [node.op(pt.add(*plain) if len(plain) > 1 else plain[0])]
-    for (rest, factors), centered in zip(terms, is_centered, strict=True):
-        if centered:
-            value = node.op(rest)
-            for factor, divides in factors:
-                factor = factor.squeeze(axis=axes) if factor.type.ndim else factor
-                value = value / factor if divides else value * factor
-            sums.append(value)
-    result = pt.add(*sums)
-    return [result] if result.type == node.outputs[0].type else None
+    parts = [pt.add(*plain) if len(plain) > 1 else plain[0], *(rest for rest, _ in centered)]
+    if any(part.type.broadcastable[axis] != total.type.broadcastable[axis] for part in parts for axis in axes):
+        return None  # the sum counts each element of the part several times
+    sums = [node.op(part) for part in parts]
+    for i, (_, factors) in enumerate(centered, start=1):
+        for factor, divides in factors:
+            factor = factor.squeeze(axis=axes) if factor.type.ndim else factor
+            sums[i] = sums[i] / factor if divides else sums[i] * factor
+    return [pt.add(*sums)]
 
 
 def _split_factors(term: Any, axes: tuple[int, ...]) -> tuple[Any, list[tuple[Any, bool]]]:
@@ -118,6 +121,7 @@ def _is_elementwise(node: Any, scalar_op: type) -> bool:
     return isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op)
 
 
+split_centered_sums = in2out(_split_centered_sum, name="split_centered_sums")
 # After the canonical form and its specializations, at 1 to 3, and before fusion at 49, which JAX mode leaves to XLA.
-optdb.register("split_centered_sums", in2out(_split_centered_sum, name="split_centered_sums"), "jax", position=48.0)
+optdb.register("split_centered_sums", split_centered_sums, "jax", position=48.0)
 optdb.register("share_partial_sums", PartialSumSharer(), "jax", position=48.1)
