@@ -12,6 +12,7 @@ network:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytensor.tensor as pt
@@ -111,6 +112,24 @@ def _is_centered(variable: Any, axes: tuple[int, ...]) -> bool:
         if isinstance(owner.op, DimShuffle) or _is_elementwise(owner, Mul) or _is_elementwise(owner, TrueDiv):
             waiting += owner.inputs
     return False
+
+
+def separate_statistics(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
+    """Wrap the JAX function of a node that sums values, or squares, to normalise by their mean and variance.
+
+    XLA would compute normalisations by kernels that each have one output and compute the statistics again.  As separate
+    results, statistics are computed once for the forward and the backward pass.
+    """
+    import jax
+
+    if not isinstance(node.op, Sum) or node.op.axis is None:
+        return run
+    (x,), axes = node.inputs, node.op.axis
+    is_mean = any(_is_centered(out, axes) for client, _ in graph.clients[x] for out in client.outputs)
+    factors = x.owner.inputs if x.owner is not None and isinstance(x.owner.op, Elemwise) else []
+    if is_mean or any(_is_centered(factor, axes) for factor in factors):
+        return lambda x: jax.lax.optimization_barrier(run(x))
+    return run
 
 
 def _is_constant_along(variable: Any, axes: tuple[int, ...]) -> bool:
