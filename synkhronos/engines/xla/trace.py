@@ -20,8 +20,6 @@ from synkhronos.lowering.jax_function import JaxFunction
 MIN_CHUNK_BYTES = 25_000_000
 #: Minimal number of bytes of a vector whose parts are written into its memory one after another.
 MIN_NBYTES_IN_PLACE = 1 << 20
-VIRTUAL = False
-_virtual = {}
 
 
 class AllReduceSpec(NamedTuple):
@@ -94,7 +92,6 @@ def trace_functions(
     logs = arguments[n_arguments:]
     old_values = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
     current = dict(old_values)
-    written = {}
     outputs: list[Any] = []
     is_valid: Any = None
     for function in functions:
@@ -113,11 +110,6 @@ def trace_functions(
             function.result_storages[function.n_outputs :], results[function.n_outputs :], strict=True
         ):
             current[id(storage)] = result
-            if id(storage) in _virtual:
-                current[id(storage)] = _virtual[id(storage)]
-                written[id(storage)] = result
-                _virtual.clear()
-    current |= written
     if spec is not None:
         for key in old_values.keys() - {id(spec.storage)}:
             current[key] = _keep_old_if_invalid(is_valid, current[key], old_values[key])
@@ -139,18 +131,14 @@ def _run_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[An
         evaluator = JaxprEvaluator(function.run, operands, function.n_outputs, position)
         sizes = [part.aval.size for part in evaluator.parts]
         if len(sizes) > 1 and sum(sizes) == old_value.size and evaluator.parts[0].aval.dtype == old_value.dtype:
-            values = evaluator.compute(evaluator.parts)
-            import jax.numpy as jnp
-            if VIRTUAL:
-                _virtual[id(storage)] = jnp.concatenate(values)
-            return evaluator.finish(_write_parts(old_value, values))
+            return evaluator.finish(_write_parts(old_value, evaluator.compute(evaluator.parts)))
     return function.run(*operands)
 
 
 def _write_parts(vector: Any, parts: Sequence[Any]) -> Any:
     """Return a vector of the parts, in the memory of ``vector``.  Consecutive short parts are written together."""
-    from jax import lax
     import jax.numpy as jnp
+    from jax import lax
 
     start, waiting = 0, []
     for i, part in enumerate(parts):
@@ -158,7 +146,9 @@ def _write_parts(vector: Any, parts: Sequence[Any]) -> Any:
         size = sum(p.size for p in waiting)
         is_last = i + 1 == len(parts)
         if is_last or max(part.size, parts[i + 1].size) >= 65536:
-            vector = lax.dynamic_update_slice(vector, waiting[0] if len(waiting) == 1 else jnp.concatenate(waiting), (start,))
+            vector = lax.dynamic_update_slice(
+                vector, waiting[0] if len(waiting) == 1 else jnp.concatenate(waiting), (start,)
+            )
             start, waiting = start + size, []
     return vector
 
