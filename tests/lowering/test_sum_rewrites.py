@@ -160,3 +160,34 @@ def test_jax_mode_includes_the_rewrites():
     f = pytensor.function([x, gain], build_norm_gradients(x, gain), mode=linker.use_length_linker("JAX"))
     sums = list_sums(f.maker.fgraph)
     assert not any(short < long for short in sums for long in sums)
+
+
+def build_norm(x):
+    centered = x - x.mean(axis=1, keepdims=True)
+    return centered / pt.sqrt((centered**2).mean(axis=1, keepdims=True))
+
+
+@pytest.mark.skipif(not XLA, reason="JAX mode")
+@pytest.mark.parametrize(
+    ("build_output", "n_separate"),
+    [
+        (build_norm, 2),  # the mean and the variance
+        (lambda x: x - x.sum(axis=1, keepdims=True) / 2, 1),
+        (lambda x: pt.exp(x) / pt.exp(x).sum(axis=1, keepdims=True), 0),
+        (lambda x: x - x.sum(), 0),
+        (lambda x: x - pt.exp(x).sum(axis=1, keepdims=True), 0),
+        (lambda x: (x**2).sum(axis=1), 0),
+    ],
+)
+def test_statistics_of_normalised_rows_are_separate_results(build_output, n_separate):
+    import jax
+
+    from synkhronos.devices import JAX
+    from synkhronos.lowering.jax_function import JaxFunction
+
+    x, value = pt.fmatrix("x"), RNG.normal(size=(3, 4)).astype("float32")
+    f = pytensor.function([x], build_output(x), mode=linker.use_length_linker("JAX"))
+    run = JaxFunction(f, 1, JAX).run
+    (expected,) = compute([x], [build_output(x)], [value])
+    np.testing.assert_allclose(run(value)[0], expected, rtol=1e-4, atol=1e-5)
+    assert str(jax.make_jaxpr(run)(value)).count("optimization_barrier") == n_separate
