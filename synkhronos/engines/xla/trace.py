@@ -121,7 +121,7 @@ def trace_functions(
     return (*unlogged, *(current[id(storage)] for storage in updated_storages), *new_logs)
 
 
-def _run_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+def _run_in_place(function: JaxFunction, operands: Sequence[Any]) -> Any:
     """Trace a function; copy the parts of a long vector, such as the gradient, into the memory of its old value.
 
     XLA's kernel that concatenates many arrays takes four times as long as copies.
@@ -141,7 +141,7 @@ def _run_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[An
 
 
 def write_parts(vector: Any, parts: Sequence[Any]) -> Any:
-    """Return the concatenation of vectors, in the memory of ``vector``.  Consecutive short parts are copied together."""
+    """Return the concatenation of vectors, in the memory of ``vector``.  Short neighbours are copied together."""
     import jax.numpy as jnp
     from jax import lax
 
