@@ -3,7 +3,8 @@
 By default XLA multiplies float32 in TF32 on a GPU.  JAX applies the setting ``"bfloat16"`` on TPUs only; here it also
 applies to GPUs:
 
-- A product gets its factors in bfloat16, and accumulates in float32.
+- A product gets its factors in bfloat16, accumulates in float32, and rounds its result, so that it is written and read
+  in half the bytes.  Gradients of weight matrices, and what the graph returns, stay float32.
 - An elementwise node whose output is such a factor rounds its output, so that XLA writes it to memory once, in
   bfloat16.  This matters because convolutional networks are limited by memory bandwidth.
 
@@ -31,9 +32,8 @@ def is_bfloat16_requested() -> bool:
 def round_product_factors(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
     """Wrap the JAX function of a node so that it rounds factors of products to bfloat16.
 
-    Products accumulate in float32.  Products of matrices are float32 and convolutions bfloat16, so outputs may have
-    another dtype than in the graph.  Outputs of the graph are not rounded, so new values of parameters keep full
-    precision.
+    Products accumulate in float32.  Results of products may be bfloat16, so outputs may have another dtype than in the
+    graph.  Outputs of the graph are not rounded, so new values of parameters keep full precision.
 
     Parameters
     ----------
