@@ -157,7 +157,7 @@ def test_gradients_of_normalised_layers_are_rewritten_in_jax_mode(width):
 @pytest.mark.skipif(not XLA, reason="JAX mode")
 def test_jax_mode_includes_the_rewrites():
     x, gain = pt.dmatrix("x"), pt.dvector("gain")
-    f = pytensor.function([x, gain], build_norm_gradients(x, gain), mode=linker.use_length_linker("JAX"))
+    f = pytensor.function([x, gain], build_norm_gradients(x, gain), mode=linker.with_static_length_linker("JAX"))
     sums = list_sums(f.maker.fgraph)
     assert not any(short < long for short in sums for long in sums)
 
@@ -186,7 +186,7 @@ def test_statistics_of_normalised_rows_are_separate_results(build_output, n_sepa
     from synkhronos.lowering.jax_function import JaxFunction
 
     x, value = pt.fmatrix("x"), RNG.normal(size=(3, 4)).astype("float32")
-    f = pytensor.function([x], build_output(x), mode=linker.use_length_linker("JAX"))
+    f = pytensor.function([x], build_output(x), mode=linker.with_static_length_linker("JAX"))
     run = JaxFunction(f, 1, JAX).run
     (expected,) = compute([x], [build_output(x)], [value])
     np.testing.assert_allclose(run(value)[0], expected, rtol=1e-4, atol=1e-5)
