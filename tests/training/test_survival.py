@@ -164,7 +164,6 @@ def test_on_death_continue_works_with_a_loader(name, spawns, monkeypatch):
     check_same(name, disturbed, undisturbed)
 
 
-
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("kind", ["whole", "sharded", "sharded, fresh workers"])
 def test_on_death_copies_equal_variables_from_the_master(kind, monkeypatch):

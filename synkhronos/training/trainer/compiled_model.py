@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from synkhronos.function import Function, function, get_dispatcher
+from synkhronos.function import Function, function
 from synkhronos.rules import BSP, Rule
 from synkhronos.training.checkpoints.rank_state import RankStateSpec
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole

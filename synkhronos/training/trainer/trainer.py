@@ -304,8 +304,8 @@ class Trainer:
             return None
         if self._model.joint_step is None and ranks.get_session().rank.spans_hosts:
             raise ValueError(
-                "x_data: on several hosts a Loader needs the exchange rule BSP() on gradients, since its rows are in the "
-                "memory of this host: expected arrays, data_file or data_parts"
+                "x_data: on several hosts a Loader needs the exchange rule BSP() on gradients, since its rows are in "
+                "the memory of this host: expected arrays, data_file or data_parts"
             )
         if y_data is not None:
             raise TypeError(f"y_data: expected None, as the loader has all inputs, got {type(y_data).__name__}")

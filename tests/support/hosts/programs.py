@@ -28,7 +28,6 @@ from synkhronos import ranks
 from synkhronos.data.rows import get_share
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.hosts import mpirun
-from synkhronos.loading import Loader
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import make_train_function, updates
 from synkhronos.training.trainer.death_recovery import RecoveringRunner
@@ -619,29 +618,9 @@ def _call(owner: Any, function: Any, *args: Any) -> Any:
     return function(owner, *args)
 
 
-def make_epochs(model: Any, source: str, n_epochs: int, **kwargs: Any) -> Any:
-    """Return the reports of a training on rows of a source: "arrays", a "loader" or "parts"."""
-    from trainer_model import X, Y
-
-    arrays = [X, Y, np.arange(len(Y))]
-    if source == "loader":
-        rows: Any = Loader(arrays, processes=1), None
-        valid: Any = Loader(arrays, shuffle=False, processes=1)
-    elif source == "parts":
-        parts = [synk.data_parts(partial(_take_rows, array), len(Y)) for array in arrays]
-        rows = valid = parts[0], parts[1:]
-    else:
-        rows = valid = X, arrays[1:]
-    return model.trainer.epochs(*rows, 5, n_epochs, valid=valid, on_death="continue", **kwargs)
-
-
-def _take_rows(array: np.ndarray, start: int, stop: int) -> np.ndarray:
-    return array[start:stop]
-
-
 def survive(name: str, seed: str, source: str = "arrays") -> None:
     """Train without deaths, and with some at random commands; compare rows, and a synchronous rule's numbers."""
-    from trainer_model import SYNCHRONOUS, Model, X
+    from trainer_model import SYNCHRONOUS, Model, X, make_epochs
 
     n, chosen = fork(), random.Random(seed)
 
@@ -680,13 +659,13 @@ def survive_host(name: str, fault: str, source: str = "arrays") -> None:
     """
     import tempfile
 
-    from trainer_model import SYNCHRONOUS, Model, X, Y
+    from trainer_model import SYNCHRONOUS, Model, X, Y, make_epochs, take_rows
 
     from hosts import simulated
     from synkhronos.training import Checkpoint
 
     n = fork()
-    parts = synk.data_parts(partial(_take_rows, Y), len(Y), name="parts")
+    parts = synk.data_parts(partial(take_rows, Y), len(Y), name="parts")
     (host, count), is_ambiguous = HOSTS[-1].split(":"), fault == "host" and len(HOSTS) > 2
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, Killer() as killer, contextlib.ExitStack() as stack:
         model, reports = Model(name), []
@@ -694,10 +673,10 @@ def survive_host(name: str, fault: str, source: str = "arrays") -> None:
             reports.append(report)
             if len(reports) > 1:
                 continue
-            counts = np.sum(synk.gather(model.counts, nd_up=1)[: n - int(count)], axis=0)
             if fault == "agent":
                 killer.moments[killer.count + 2] = n - 1, 0.0, True
             else:
+                counts = np.sum(synk.gather(model.counts, nd_up=1)[: n - int(count)], axis=0)
                 if is_ambiguous:
                     stack.enter_context(mock.patch.object(mpirun, "find_lost_hosts", return_value=[1, 2]))
                 assert simulated.send_request({"operation": "kill", "host": host}) == 0
@@ -707,7 +686,7 @@ def survive_host(name: str, fault: str, source: str = "arrays") -> None:
         cause = "could not start: the hosts" if is_ambiguous else "was lost"
         assert len(deaths) == (3 if is_ambiguous else 1) and cause in deaths[-1]["cause"], deaths
         assert f"rank {left} on host {host} " in str(reports[1])
-        assert float(synk.function([model.y], (model.y.sum(), "sum"))(parts)) == Y.sum()
+        np.testing.assert_array_equal(synk.function([model.y], (model.y, "gather"))(parts), Y)  # loaded again
         if fault == "host":  # killed before the second epoch
             assert (model.count_uses() - counts).tolist() == [2] * len(Y), (model.count_uses(), counts)
         synk.close()
