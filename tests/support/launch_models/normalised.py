@@ -8,9 +8,10 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "demos"))
 import numpy as np
 import theano
 import theano.tensor as T
+from small import Optioned
+
 from lasagne_tools.batch_norm import BatchNormLayer
 from lasagne_tools.library import lasagne
-from small import Optioned
 
 theano.config.floatX = "float64"  # of the layers' parameters
 
