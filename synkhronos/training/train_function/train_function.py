@@ -398,7 +398,7 @@ class TrainFunction:
                 command = StepCommand(gradient, reduce, calls[0], self._exchange, self._n_tail, n_steps)
             else:
                 keys = distribute_variables(session, [self.grad_shared, sharding.row, sharding.rank])
-                command = ShardedStepCommand(gradient, *calls, keys, sharding.reads_whole_gradient, n_steps)
+                command = ShardedStepCommand(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient, n_steps)
             returned = session.run(command)
             if returned is None:
                 return None
