@@ -518,7 +518,7 @@ class _LoaderPool:
         The rows read so far are in that memory, too.
         """
         if self._session is not None and not self._session.has_forked_workers:
-            _kill(self.pids)
+            _kill_loaders(self.pids)
 
     def close(self) -> None:
         """End the loader processes and free their memory."""

@@ -321,15 +321,6 @@ def test_init_takes_defaults_from_the_environment(monkeypatch, tmp_path):
         rules.BSP().init(["cpu"], folder=str(tmp_path / "run"))
 
 
-def test_old_name_of_a_setting_is_refused_outside_of_files(tmp_path):
-    (tmp_path / "session.toml").write_text("root = 'nets'")
-    assert read_session_file(tmp_path / "session.toml") == {"pythonpath": "nets"}
-    with raises(SettingsError, "root"):
-        parse_set_option("root=nets")
-    with raises(SettingsError, "root"):
-        read_environment({"SYNKHRONOS_ROOT": "nets"})
-
-
 # -- precedence of settings ----------------------------------------------------------------------------------
 
 

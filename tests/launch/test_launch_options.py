@@ -9,6 +9,7 @@ from launch_runs import read_json_lines, run, run_cases
 from library import list_sizes
 from paths import SUPPORT
 
+slow, any_library = pytest.mark.slow, pytest.mark.any_library
 #: More slices than three ranks have rows in a step.
 ALL = {"clip_norm": 0.5, "num_slices": 5, "ema": 0.9, "validate_ema": "true"}
 

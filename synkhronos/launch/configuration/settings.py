@@ -145,15 +145,6 @@ class Settings:
 SETTING_KEYS = ("model", "ranks", *(setting.name for setting in dataclasses.fields(Settings)))
 
 
-#: Names that a setting had in files of earlier versions.
-OLD_KEYS = {"root": "pythonpath"}
-
-
-def rename_old_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's settings by today's names."""
-    return {OLD_KEYS.get(key, key): value for key, value in settings.items()}
-
-
 def check_model_options(options: Mapping[str, Any]) -> None:
     """Check names, types and ranges of options; raise TypeError or ValueError, with the option's name first."""
     for name in options:

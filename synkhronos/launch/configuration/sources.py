@@ -12,13 +12,7 @@ from typing import Any
 
 from synkhronos.launch.configuration import theano_mpi_session
 from synkhronos.launch.configuration.placement import split_devices
-from synkhronos.launch.configuration.settings import (
-    OLD_KEYS,
-    SETTING_KEYS,
-    SettingsError,
-    merge_tables,
-    rename_old_keys,
-)
+from synkhronos.launch.configuration.settings import SETTING_KEYS, SettingsError, merge_tables
 
 #: Prefix of environment variables that are settings.
 ENVIRONMENT_PREFIX = "SYNKHRONOS_"
@@ -54,8 +48,6 @@ def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _check_keys(settings: Mapping[str, Any], source: str) -> None:
     for key in settings:
-        if key in OLD_KEYS:
-            raise SettingsError(f"{source}: {key!r} is called {OLD_KEYS[key]!r} now; only files may have the old name")
         if key not in SETTING_KEYS:
             similar = difflib.get_close_matches(key, SETTING_KEYS)
             raise SettingsError(
@@ -101,8 +93,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     settings = {}
     for name, value in environment.items():
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if name.startswith(ENVIRONMENT_PREFIX) and key in (*SETTING_KEYS, *OLD_KEYS):  # other packages have others
-            _check_keys({key: None}, name)
+        if name.startswith(ENVIRONMENT_PREFIX) and key in SETTING_KEYS:  # other packages read other variables
             settings[key] = _parse_value(value)
     return settings
 

@@ -97,7 +97,7 @@ class Model:
         The gradient's vector, if BSP reduces gradients; empty otherwise.
     has_rank_means : bool
         Whether the step has means over the rows of all ranks, as of batch normalisation with ``sync=True``.
-    shown : list of shared variables
+    step_outputs : list of shared variables
         Cost, error and weight of the last step; the latter two if the model has them.
     """
 
@@ -235,7 +235,7 @@ class Model:
                     f"num_slices: expected 1, got {self.num_slices}: the loss has means over all ranks' rows "
                     "(rank_mean, sync=True), and a slice has other means than the batch"
                 )
-            sums = [*self.vels, *self.shown]
+            sums = [*self.vels, *self.step_outputs]
             zeros = [(shared, library.tensor.zeros_like(shared)) for shared in sums]
             self._clear_fn = library.function([], [], updates=zeros)
         if self.validate_ema:
@@ -304,7 +304,8 @@ class Model:
                 if rows.size:
                     self.train_fn(*(array[rows[0] : rows[-1] + 1] for array in batch))
         if self.has_rank_means:  # XLA computes them before the exchange of this step
-            values = [get_library(shared).borrow_value(shared) for shared in (*self.params, *self.vels, *self.shown)]
+            updated = [*self.params, *self.vels, *self.step_outputs]
+            values = [get_library(shared).borrow_value(shared) for shared in updated]
             get_array_device(values[0]).wait(values)
         recorder.end("calc")
         n_costs = 1 if self.error is None else 2
