@@ -29,4 +29,4 @@ class Normalised(Optioned):
         net = layers.DenseLayer(normalised, 1, W=weights[1], nonlinearity=None)
         self.inputs, self.params, self.averages = [x, y], layers.get_all_params(net, trainable=True), {}
         self.loss = T.sqr(layers.get_output(net, average_updates=self.averages)[:, 0] - y).mean()
-        self.tested = [T.sqr(layers.get_output(net, deterministic=True)[:, 0] - y).mean()]
+        self.val_outputs = [T.sqr(layers.get_output(net, deterministic=True)[:, 0] - y).mean()]
