@@ -102,7 +102,7 @@ def test_many_sharded_steps_are_one_command(n_ranks, is_sliceable, monkeypatch):
             for some in [batches] if takes_many else [[batch] for batch in batches]:
                 losses += map(float, train.steps(*data, **{name: some}))
         if n_ranks > 1:  # the optimizer of one rank is not sharded
-            assert n_steps == ([2, 1, 3] if takes_many else [1] * 6)
+            assert n_steps == ([2, 1, 3] if takes_many and not XLA else [1] * 6)
         results.append([losses, *(p.get_value() for p in problem.params), *train.get_optimizer_state()])
     for value, expected in zip(*results, strict=True):
         np.testing.assert_array_equal(value, expected)

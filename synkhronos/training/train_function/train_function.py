@@ -27,6 +27,7 @@ from synkhronos.checks import check_list
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetLayouts
+from synkhronos.devices import HOST
 from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graphs import SharedVariable, Variable, get_library
@@ -281,7 +282,7 @@ class TrainFunction:
         with ``batch_s`` by slices or of all rows, on minibatches, on data of different lengths, on 4 MiB of scattered
         rows or more per rank, on CPU cores, with Theano.
 
-        With `shard_optimizer` such steps share a command on any device, and each is three launches.
+        With `shard_optimizer` such steps share a command on CPU cores, except in JAX mode; each is three launches.
 
         A launch has at most 256 steps.  The scattered rows of all its steps are on the GPU at once: at most 1 GiB per
         rank, and as much again if the next launch's rows are copied while this one computes.  The next call reuses the
@@ -365,6 +366,8 @@ class TrainFunction:
         if not longest:
             return 1  # no step can share a launch; the data may not even have shapes
         engine, max_repeats = get_dispatcher(self.gradient).computation.engine, _MAX_SHARDED_STEPS
+        if self._sharding is not None and engine.device is not HOST:
+            return 1  # slicing the rows of a step out of an array on a GPU takes longer than a command
         if self._sharding is None:
             max_repeats = engine.get_max_repeats(np.dtype(self.grad_shared.type.dtype))
         # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
