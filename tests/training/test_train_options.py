@@ -267,7 +267,7 @@ def check_equals_one_process(problem, averages, batches, **options):
     train = serial.train_by(make_train_function_serial, adam, **step_options)
     for rows in batches:
         train(X, Y, batch=rows)
-    for values in zip([problem.w, *(averages or ())], [serial.w, *(train.ema or ())], strict=True):
+    for values in zip([problem.w, *(averages or ())], [serial.w, *(train.get_ema() or ())], strict=True):
         np.testing.assert_allclose(*(variable.get_value() for variable in values), rtol=1e-9)
 
 
@@ -276,7 +276,7 @@ def train_by_function(**options):
     train = problem.train_by(make_train_function, adam, **options)
     for rows in (None, 7):
         train(X, Y, batch=rows)
-    check_equals_one_process(problem, train.ema, (None, 7), **options)
+    check_equals_one_process(problem, train.get_ema(), (None, 7), **options)
 
 
 def train_by_trainer(**options):
@@ -285,8 +285,8 @@ def train_by_trainer(**options):
     (report,) = trainer.epochs(X, Y, 2, 1, seed=1, valid=(X, Y))
     order, step = np.random.default_rng((1, 0)).permutation(len(X)), 2 * ranks.get_session().size
     batches = [order[start : start + step] for start in range(0, len(X), step)]
-    check_equals_one_process(problem, trainer.ema, batches, **options)
-    validated = trainer.ema[0] if "validate_ema" in options else problem.w
+    check_equals_one_process(problem, trainer.get_ema(), batches, **options)
+    validated = trainer.get_ema()[0] if "validate_ema" in options else problem.w
     np.testing.assert_allclose(report.validation["mse"], compute_mse(validated.get_value()), rtol=1e-9)
 
 
