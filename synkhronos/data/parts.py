@@ -39,16 +39,31 @@ class PartsData(ReadOnlyData):
     _is_published = False
 
     def __init__(self, load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None):
-        session = ranks.get_session()
+        session, self._load = ranks.get_session(), load
         with session.call_lock:
             session.wait_until_idle()
             key, shape, dtype = _load_all_rows(session, load, length)
             super().__init__(dtype, len(shape), name=name)
             self._source = "data_parts" if name is None else name
-            self._map_segment(session.rank.segments[key], shape)
-        self.local_rows = _get_host_share(length, session.size, session.rank.local_ranks)
-        if session.rank.spans_hosts:  # after a worker's death the other hosts' rows are lost
-            session.add_replacement_callback(self, PartsData._release)
+            self._set_segment(key, shape)
+        if session.rank.spans_hosts:
+            session.add_replacement_callback(self, PartsData._reload)
+
+    def _set_segment(self, key: int, shape: tuple[int, ...]) -> None:
+        rank = self._session.rank
+        self._map_segment(rank.segments[key], shape)
+        self.local_rows = _get_host_share(shape[0], rank.size, rank.local_ranks)
+
+    def _reload(self) -> None:
+        """Load all rows again on new workers: the rows of other hosts were lost with their ranks."""
+        layout = self.shape, self.dtype
+        self._release(keep_array=True)
+        key, shape, dtype = _load_all_rows(self._session, self._load, len(self))
+        if (shape, np.dtype(dtype)) != layout:
+            raise ValueError(
+                f"load: expected shape {layout[0]} and {layout[1]}, as before a worker's death, got {shape} and {dtype}"
+            )
+        self._set_segment(key, shape)
 
     @property
     def data(self) -> np.ndarray:
@@ -124,7 +139,8 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
     load : callable
         ``load(start, stop)`` returns an array of numbers: the rows from ``start`` to ``stop - 1``.  Each rank that has
         rows calls it once, in parallel with the others.  The rows are divided as those of a call: contiguous shares, in
-        rank order.  A function that the script defines is sent to the other hosts.
+        rank order.  A function that the script defines is sent to the other hosts.  If a trainer continues after a
+        death on several hosts, all ranks call it again.
     length : int
         Number of rows on all ranks together.
     name : str, optional

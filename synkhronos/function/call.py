@@ -229,7 +229,7 @@ class RankCall:
                 self.compute()
             rank.commit()
         elif n_rank_means:
-            RankMeanContext(rank, n_rank_means).contribute_no_rows()
+            RankMeanContext(rank.all_gather_bytes, n_rank_means).contribute_no_rows()
         elif call.needs_compile and self._writes_disk_cache():
             rank.barrier()
         if call.needs_compile:
@@ -356,7 +356,7 @@ class RankCall:
         """Run the compiled function on the given rows of each input, and return its outputs.  None selects all rows."""
         inputs = self._stage_inputs(rows, sliceable_rows)
         if count := self.compiled.n_rank_means:
-            with RankMeanContext(self._rank, count).activate():
+            with RankMeanContext(self._rank.all_gather_bytes, count).activate():
                 results = self._runner(*inputs)
                 self._runner.wait(results)
             return results

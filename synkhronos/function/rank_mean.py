@@ -13,13 +13,12 @@ a thread of its own, while the main thread waits for the launch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from synkhronos.graphs import get_library
-from synkhronos.ranks import Rank
 
 
 class RankMeanContext:
@@ -27,9 +26,10 @@ class RankMeanContext:
 
     Parameters
     ----------
-    rank : Rank
-    n_means : int
-        Number of means over ranks in the function.
+    all_gather : callable
+        Takes this rank's bytes, and returns those of all ranks, in rank order.
+    n_means : int or None
+        Number of means over ranks in the function; None if it is unknown.
     """
 
     #: The launch in progress in this process.
@@ -37,8 +37,8 @@ class RankMeanContext:
     #: Whether means over ranks are refused, because ranks call functions at their own pace.
     is_forbidden: ClassVar[bool] = False
 
-    def __init__(self, rank: Rank, n_means: int):
-        self._rank, self._n_means = rank, n_means
+    def __init__(self, all_gather: Callable[[bytes], Sequence[bytes]], n_means: int | None = None):
+        self._all_gather, self._n_means = all_gather, n_means
         self._n_done = 0
         self._error: BaseException | None = None
 
@@ -62,20 +62,20 @@ class RankMeanContext:
             raise
         finally:
             RankMeanContext.current = None
-        if self._n_done != self._n_means:
+        if self._n_means not in (None, self._n_done):
             raise RuntimeError(f"this rank has computed {self._n_done} means over ranks, expected {self._n_means}")
 
     def contribute_no_rows(self) -> None:
         """Take part in the collectives of a launch on a rank without rows."""
-        for _ in range(self._n_means):
-            self._rank.all_gather_bytes(b"")
+        for _ in range(self._n_means or 0):
+            self._all_gather(b"")
 
     def average(self, values: np.ndarray, weight: float) -> np.ndarray:
         """Return the mean of the ranks' vectors, each with its rank's weight."""
         self._n_done += 1
         try:
             weighted = np.append(np.asarray(values, np.float64) * weight, weight)
-            gathered = self._rank.all_gather_bytes(weighted.tobytes())
+            gathered = self._all_gather(weighted.tobytes())
             total = np.sum([np.frombuffer(vector) for vector in gathered if vector], axis=0)
         except BaseException as error:
             self._error = error
@@ -112,8 +112,8 @@ def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:
 def make_own_pace_error() -> RuntimeError:
     """Return the error of a mean over ranks that call functions at their own pace."""
     return RuntimeError(
-        "rank_mean, sync=True: ranks call this function at their own pace (exchange rules other than BSP() on "
-        "gradients, the launcher, tasks); use make_train_function, make_trainer with BSP(), or synkhronos.function"
+        "rank_mean, sync=True: ranks call this function at their own pace (exchange rules other than BSP(), a class's "
+        "validation, tasks); use make_train_function, BSP() in make_trainer or the launcher, or synkhronos.function"
     )
 
 

@@ -399,6 +399,11 @@ class Feed:
         """Return the number of the first unit that starts at or after a position."""
         return self._unit - (self.plan.row - position) // self.layout.unit_rows
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the loader processes have ended, and only rows that they have read before are left."""
+        return not self._pids
+
     def is_ready(self, start: int, stop: int) -> bool:
         """Whether the rows at positions ``start`` to ``stop`` are loaded."""
         return self._ring.is_filled(self.find_unit(stop) - 1)
@@ -486,6 +491,7 @@ class _LoaderPool:
                     self.pids.append(start_loader_process(number, layout, packed_config, files, process_socket))
             if self._session is not None:
                 self._session.add_close_callback(self, _LoaderPool.close)
+                self._session.add_replacement_callback(self, _LoaderPool.end_if_memory_moved)
         except BaseException:
             self.close()
             raise
@@ -505,6 +511,14 @@ class _LoaderPool:
             with self._session.call_lock:
                 self._session.wait_until_idle()
         self.ring.start_plan(plan)
+
+    def end_if_memory_moved(self) -> None:
+        """End the loader processes after a replacement of workers by new processes, whose memory is another.
+
+        The rows read so far are in that memory, too.
+        """
+        if self._session is not None and not self._session.has_forked_workers:
+            _kill_loaders(self.pids)
 
     def close(self) -> None:
         """End the loader processes and free their memory."""

@@ -122,6 +122,7 @@ def _convert_graph(graph: Any) -> Callable[..., Any]:
     from pytensor.link.utils import fgraph_to_python
 
     from synkhronos.lowering.linker import to_strong_array
+    from synkhronos.lowering.sum_rewrites import separate_statistics
 
     in_bfloat16 = is_bfloat16_requested()
 
@@ -134,7 +135,7 @@ def _convert_graph(graph: Any) -> Callable[..., Any]:
             run = round_product_factors(run, node, graph)
         dtypes = [getattr(output.type, "dtype", None) for output in node.outputs]
         if len(dtypes) == 1:
-            return lambda *inputs: _cast(run(*inputs), dtypes[0])
+            return separate_statistics(lambda *inputs: _cast(run(*inputs), dtypes[0]), node, graph)
         return lambda *inputs: tuple(map(_cast, run(*inputs), dtypes))
 
     converted: Callable[..., Any] = fgraph_to_python(

@@ -3,7 +3,8 @@
 By default XLA multiplies float32 in TF32 on a GPU.  JAX applies the setting ``"bfloat16"`` on TPUs only; here it also
 applies to GPUs:
 
-- A product gets its factors in bfloat16, and accumulates in float32.
+- A product gets its factors in bfloat16, accumulates in float32, and rounds its result, so that it is written and read
+  in half the bytes.  Gradients of weight matrices, and what the graph returns, stay float32.
 - An elementwise node whose output is such a factor rounds its output, so that XLA writes it to memory once, in
   bfloat16.  This matters because convolutional networks are limited by memory bandwidth.
 
@@ -31,9 +32,8 @@ def is_bfloat16_requested() -> bool:
 def round_product_factors(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
     """Wrap the JAX function of a node so that it rounds factors of products to bfloat16.
 
-    Products accumulate in float32.  Products of matrices are float32 and convolutions bfloat16, so outputs may have
-    another dtype than in the graph.  Outputs of the graph are not rounded, so new values of parameters keep full
-    precision.
+    Products accumulate in float32.  Results of products may be bfloat16, so outputs may have another dtype than in the
+    graph.  Outputs of the graph are not rounded, so new values of parameters keep full precision.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def round_product_factors(run: Callable[..., Any], node: Any, graph: Any) -> Cal
         The node's graph.
     """
     if _is_product(node.op):
-        return _multiply_in_bfloat16(run, node)
+        return _multiply_in_bfloat16(run, node, _rounds_result(node.outputs[0], graph))
     rounded_inputs = [
         i for i, x in enumerate(node.inputs) if i in _list_rounded_positions(node.op) and _is_rounded(x, graph)
     ]
@@ -89,6 +89,35 @@ def _is_rounded(variable: Any, graph: Any) -> bool:
     return any(i in _list_rounded_positions(client.op) for client, i in graph.clients[variable])
 
 
+def _rounds_result(variable: Any, graph: Any) -> bool:
+    """Whether the result of a product is rounded.
+
+    It is not if an output of the graph has its elements, or elementwise functions of them: such outputs are gradients
+    of parameters, and predictions, but not losses.  It is not either if it is only summed, since XLA can make a sum
+    over a batch of products one product.
+    """
+    from pytensor.graph.fg import Output
+    from pytensor.tensor.basic import Join
+    from pytensor.tensor.elemwise import DimShuffle
+    from pytensor.tensor.math import Sum
+    from pytensor.tensor.reshape import JoinDims, SplitDims
+    from pytensor.tensor.shape import Reshape, SpecifyShape
+    from pytensor.tensor.subtensor import Subtensor
+
+    moves = DimShuffle | Join | JoinDims | Reshape | SpecifyShape | SplitDims | Subtensor
+    if all(isinstance(client.op, Sum) for client, _ in graph.clients[variable]):
+        return False
+    found, waiting = {variable}, [variable]
+    while waiting:
+        for client, _ in graph.clients[waiting.pop()]:
+            if isinstance(client.op, Output):
+                return False
+            if _is_elementwise(client.op) or isinstance(client.op, moves):
+                waiting += set(client.outputs) - found
+                found.update(client.outputs)
+    return True
+
+
 def _pass_in_bfloat16(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
     """Wrap an Op's function so that it gets some inputs, whose values are already rounded, in bfloat16."""
     import jax.numpy as jnp
@@ -96,8 +125,8 @@ def _pass_in_bfloat16(run: Callable[..., Any], positions: Sequence[int]) -> Call
     return lambda *inputs: run(*[x.astype(jnp.bfloat16) if i in positions else x for i, x in enumerate(inputs)])
 
 
-def _multiply_in_bfloat16(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
-    """Wrap the function of a product so that it rounds the factors to bfloat16."""
+def _multiply_in_bfloat16(run: Callable[..., Any], node: Any, rounds: bool) -> Callable[..., Any]:
+    """Wrap the function of a product so that it rounds the factors, and the result if it ``rounds``, to bfloat16."""
     import jax.numpy as jnp
     from pytensor.tensor.blas import BatchedDot
     from pytensor.tensor.blockwise import Blockwise
@@ -105,10 +134,11 @@ def _multiply_in_bfloat16(run: Callable[..., Any], node: Any) -> Callable[..., A
 
     if node.outputs[0].type.dtype != "float32":
         return run
+    dtype = jnp.bfloat16 if rounds else jnp.float32
     if isinstance(node.op, Dot):
-        product: Any = lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32)  # noqa: E731
+        product: Any = lambda x, y: jnp.dot(x, y, preferred_element_type=dtype)  # noqa: E731
     elif isinstance(node.op, BatchedDot | Blockwise):
-        product = lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32)  # noqa: E731
+        product = lambda x, y: jnp.matmul(x, y, preferred_element_type=dtype)  # noqa: E731
     else:
         product = run
 

@@ -605,7 +605,7 @@ def test_data_parallel_refuses_joined_blocks_of_rows():
     with pm.Model() as model:
         center = pt.concatenate([pm.Normal("a") * HOURS[:9], pm.Normal("b") * HOURS[9:]])
         pm.Normal("y", center, 1, observed=X[:, 0])
-    with pytest.raises(ValueError, match="split by rows: y: Join mixes rows"):
+    with pytest.raises(ValueError, match="split by rows: y: Join.* mixes rows"):
         data_parallel(model)
 
 

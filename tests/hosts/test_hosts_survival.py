@@ -6,16 +6,34 @@ from hosts import are_simulated, end, run
 pytestmark = [pytest.mark.hosts, pytest.mark.faults, pytest.mark.any_library, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize(("name", "seed"), [("BSP", 0), ("LocalSGD", 1), ("EASGD", 2), ("GoSGD", 3)])
-def test_trainer_goes_on_after_deaths_on_two_hosts(name, seed):
-    assert run(["a:2", "b:2"], "survive", name, seed) == "right\n"
+@pytest.mark.parametrize(
+    ("name", "seed", "source"),
+    [
+        ("BSP", 0, "arrays"),
+        ("LocalSGD", 1, "arrays"),
+        ("EASGD", 2, "arrays"),
+        ("GoSGD", 3, "arrays"),
+        ("BSP", 4, "loader"),
+        ("BSP", 5, "parts"),
+        ("LocalSGD", 6, "parts"),
+    ],
+)
+def test_trainer_goes_on_after_deaths_on_two_hosts(name, seed, source):
+    assert run(["a:2", "b:2"], "survive", name, seed, source) == "right\n"
 
 
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
 @pytest.mark.parametrize(
-    ("name", "hosts", "fault"), [("BSP", ["a:2", "b:2"], "agent"), ("LocalSGD", ["a:1", "b:1", "c:1"], "host")]
+    ("name", "hosts", "fault", "source"),
+    [
+        ("BSP", ["a:2", "b:2"], "agent", "arrays"),
+        ("LocalSGD", ["a:1", "b:1", "c:1"], "host", "arrays"),
+        ("BSP", ["a:2", "b:1"], "host", "loader"),
+        ("BSP", ["a:1", "b:1"], "host", "parts"),
+        ("LocalSGD", ["a:2", "b:1"], "host", "parts"),
+    ],
 )
-def test_trainer_goes_on_without_a_lost_host(name, hosts, fault):
+def test_trainer_goes_on_without_a_lost_host(name, hosts, fault, source):
     pytest.importorskip("safetensors")
-    assert run(hosts, "survive_host", name, fault).endswith("right\n")  # after messages of mpirun
+    assert run(hosts, "survive_host", name, fault, source).endswith("right\n")  # after messages of mpirun
     end(True)  # a host is dead

@@ -144,6 +144,21 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
         assert sum(line["rows"] for line in read_json_lines(tmp_path / "run", f"rank-{rank}")) == 180
 
 
+@pytest.mark.hosts
+@pytest.mark.faults
+@pytest.mark.any_library
+@pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
+def test_on_death_continue_ends_a_run_whose_host_cannot_start_again(tmp_path):
+    pytest.importorskip("safetensors")
+    run = start_run(["a:1", "b:1"], tmp_path, "mlp_variants.py:LosesHost", on_death="continue")
+    _, errors = wait_for_end(run, 1)
+    assert "the run can't start again on a:1, b:1: on_death = 'continue' leaves out no device of several" in errors
+    causes = [death["cause"] for death in json.loads((tmp_path / "deaths.json").read_text())]
+    assert len(causes) == 3 and "was lost" in causes[0], causes
+    assert all("the hosts a, b could not be reached: " in cause for cause in causes[1:]), causes
+    assert "could not be reached" in (tmp_path / "failure.txt").read_text()
+
+
 #: Patterns of the command lines of a run's processes.
 KINDS = {
     "supervisor": r"\S*python\S* -m synkhronos train",

@@ -1,6 +1,7 @@
 """Options of a `Model`'s step (clipping, slices, averages of parameters, loss scaling) on any number of ranks."""
 
 import ast
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -9,15 +10,16 @@ from library import list_sizes
 from paths import SUPPORT
 
 slow, any_library = pytest.mark.slow, pytest.mark.any_library
-ALL = {"clip_norm": 0.5, "num_slices": 3, "ema": 0.9, "validate_ema": "true"}
+#: More slices than three ranks have rows in a step.
+ALL = {"clip_norm": 0.5, "num_slices": 5, "ema": 0.9, "validate_ema": "true"}
 
 
-def train(folder, name, ranks, *arguments, options=None, **settings):
-    """Run ``synkhronos train`` with a model of launch_models/small.py."""
+def train(folder, name, ranks, *arguments, options=None, module="small", status=0, **settings):
+    """Run ``synkhronos train`` with a model of launch_models."""
     sets = [f"--set={key}={value}" for key, value in settings.items()]
     sets += [f"--set=model_options.{key}={value}" for key, value in (options or {}).items()]
-    where = [f"--set=model='launch_models/small.py:{name}'", "--folder", folder, "--devices=cpu", f"--ranks={ranks}"]
-    return run("train", *where, *sets, *arguments, cwd=SUPPORT)
+    where = [f"--set=model='launch_models/{module}.py:{name}'", "--folder", folder, "--devices=cpu", f"--ranks={ranks}"]
+    return run("train", *where, *sets, *arguments, status=status, cwd=SUPPORT)
 
 
 def make_data():
@@ -91,6 +93,30 @@ def test_model_loss_scale_skips_an_overflow_and_resumes(tmp_path, ranks):
     scale, steps, *values = ast.literal_eval(states[0])
     assert (scale, steps) == (2.0**13, count)
     np.testing.assert_allclose(values, [w, average], rtol=1e-4)
+
+
+needs_lasagne = pytest.mark.skipif(find_spec("lasagne") is None, reason="a class with a layer of Lasagne's kind")
+
+
+@needs_lasagne
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=["parameters", "gradients"])
+def test_batch_normalisation_over_all_ranks_equals_one_process(tmp_path, options):
+    for ranks in (1, 3):
+        train(tmp_path / str(ranks), "Normalised", ranks, options=options, module="normalised")
+    values, expected = (load_params(tmp_path / str(ranks)) for ranks in (3, 1))
+    assert len(values) == 7  # three arrays of weights, shift and scale, two averages
+    for value, expected_value in zip(values, expected, strict=True):
+        np.testing.assert_allclose(value, expected_value, rtol=1e-8, atol=1e-12)
+    reports = [read_json_lines(tmp_path / str(ranks), "reports")[-1]["validation"]["cost"] for ranks in (3, 1)]
+    np.testing.assert_allclose(*reports, rtol=1e-8)
+
+
+@needs_lasagne
+def test_batch_normalisation_over_all_ranks_needs_equal_steps_of_whole_batches(tmp_path):
+    done = train(tmp_path / "rule", "Normalised", 2, module="normalised", rule="EASGD", status=1)
+    assert "sync=True: ranks call this function at their own pace" in done.stderr
+    done = train(tmp_path / "slices", "Normalised", 2, module="normalised", options={"num_slices": 2}, status=1)
+    assert "num_slices: expected 1, got 2: the loss has means over all ranks' rows" in done.stderr
 
 
 # -- wrong options

@@ -419,9 +419,9 @@ def _compile(model: pm.Model) -> Callable[[dict[str, Any]], tuple[Any, Any]]:
 def make_inference_data(posterior: dict[str, np.ndarray]) -> Any:
     import arviz
 
-    if hasattr(arviz, "InferenceData"):
-        return arviz.from_dict(posterior=posterior)
-    return arviz.from_dict({"posterior": posterior})
+    groups = {"posterior": posterior}
+    # ArviZ 1 takes a dict of groups, and earlier versions take them as arguments.
+    return arviz.from_dict(groups) if arviz.__version__ >= "1" else arviz.from_dict(**groups)
 
 
 def compare(parallel: Any, serial: Any, words: str) -> None:

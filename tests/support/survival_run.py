@@ -2,8 +2,10 @@
 
     python tests/support/survival_run.py --seconds 60 --every 5 --ranks 3 --rule BSP
     python tests/support/survival_run.py --kills 720 --every 0.3 --random --ranks 3 --rule EASGD
+    python tests/support/hosts/simulated.py -- python tests/support/survival_run.py --hosts a:2,b:2 --source loader
 
-The undisturbed training has the same number of epochs.  Prints a line for each death, and at the end whether the
+On simulated hosts, the next worker is killed some seconds after the training has continued: a device whose workers are
+killed at their start twice would be left out.  The undisturbed training has the same number of epochs.  Prints a line for each death, and at the end whether the
 parameters and the losses are equal, and how often each row was used.  Exits with 1 if a synchronous rule has other
 parameters or losses, or a row was not used once in each epoch.
 """
@@ -19,6 +21,7 @@ import random
 import resource
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -28,7 +31,8 @@ os.environ.setdefault("THEANO_FLAGS", "blas.ldflags=,mode=FAST_COMPILE")
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2]), str(pathlib.Path(__file__).resolve().parent)]
 
 import numpy as np
-from trainer_model import SYNCHRONOUS, Model, X, Y
+from hosts import SIMULATED
+from trainer_model import SYNCHRONOUS, Model, make_epochs
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -51,37 +55,55 @@ class Killer(threading.Thread):
     seed : int
     is_random : bool
         Wait for a random time with the mean `interval` instead: some workers die during a recovery.
+    hosts : list of str
+        Names of simulated hosts, if any.
     """
 
-    def __init__(self, trainer: Trainer, interval: float, seed: int, is_random: bool = False):
+    def __init__(self, trainer: Trainer, interval: float, seed: int, is_random: bool, hosts: list[str]):
         super().__init__(daemon=True)
-        self.trainer = trainer
+        self.trainer, self.hosts = trainer, hosts
         self.interval, self.random, self.is_over, self.n_killed = interval, random.Random(seed), threading.Event(), 0
         self.is_random = is_random
 
     def run(self) -> None:
         """Kill until `is_over` is set."""
-        session = ranks.get_session()
         while self.trainer._loop is None or not self.trainer._loop.operation_runner.has_copy:
             time.sleep(0.01)
+        runner = self.trainer._loop.operation_runner
         while not self.is_over.wait(self.random.expovariate(1 / self.interval) if self.is_random else self.interval):
-            pids = list(session.worker_pids.values())
-            if pids:
-                self.n_killed += 1
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.random.choice(pids), signal.SIGKILL)
+            step = runner.step
+            self.n_killed += self.kill_on_host() if self.hosts else self.kill_worker()
+            while self.hosts and runner.step <= step and not self.is_over.wait(0.05):
+                pass
+
+    def kill_worker(self) -> bool:
+        """Kill a worker of this machine; return whether there was one."""
+        pids = list(ranks.get_session().worker_pids.values())
+        if pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.random.choice(pids), signal.SIGKILL)
+        return bool(pids)
+
+    def kill_on_host(self) -> bool:
+        """Kill a worker of a random host; return whether there was one."""
+        command = [sys.executable, SIMULATED, "rsh", self.random.choice(self.hosts), "pgrep -f [r]un_spawned_worker"]
+        pids = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        command[-1] = f"kill -KILL {self.random.choice(pids)}" if pids else "false"
+        return bool(pids) and subprocess.run(command).returncode == 0
 
 
 def train(options: argparse.Namespace, n_epochs: int, is_disturbed: bool):
     """Train for some seconds, kills, or epochs; return parameters, counts of rows, and reports."""
-    synk.fork(options.ranks, use_gpu=options.gpu)
+    hosts = [name for name in options.hosts.split(",") if name]
+    synk.fork(**({"hosts": hosts} if hosts else {"n_parallel": options.ranks}), use_gpu=options.gpu)
     update = adam if options.shard else None
     model = Model(options.rule, rate=0.001, noise=options.noise, update=update, shard_optimizer=options.shard)
-    killer = Killer(model.trainer, options.every, options.seed, options.random)
+    names = [name.partition(":")[0] for name in hosts]
+    killer = Killer(model.trainer, options.every, options.seed, options.random, names)
     if is_disturbed:
         killer.start()
     start, reports = time.monotonic(), []
-    for report in model.epochs(epochs=n_epochs, valid=(X, Y), on_death="continue", max_deaths=10**6):
+    for report in make_epochs(model, options.source, n_epochs, max_deaths=10**6):
         faulthandler.dump_traceback_later(STUCK, exit=True)
         reports.append(report)
         for death in report.deaths:
@@ -106,6 +128,8 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=5.0)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--gpu", action="store_true", help="ranks on GPUs; --every has to be longer than a recovery")
+    parser.add_argument("--hosts", default="", help="simulated hosts with their numbers of ranks, as a:2,b:2")
+    parser.add_argument("--source", default="arrays", choices=("arrays", "loader", "parts"))
     parser.add_argument("--rule", default="BSP")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--noise", action="store_true", help="a random stream of each rank")

@@ -1,10 +1,13 @@
 """A linear regression for tests of the trainer, which counts the uses of each row."""
 
+from functools import partial
+
 import numpy as np
 from library import NAME, XLA, shared, tensor
 
 import synkhronos as synk
 from synkhronos import rules
+from synkhronos.loading import Loader
 from synkhronos.training import make_trainer
 from synkhronos.training.updates import momentum, nesterov_momentum, sgd
 
@@ -65,6 +68,25 @@ class Model:
 
     def values(self):
         return np.concatenate([np.asarray(self.w.get_value()), np.asarray(self.b.get_value())])
+
+
+def make_epochs(model, source, n_epochs, **kwargs):
+    """Return the reports of a training that survives deaths, on rows of a source: "arrays", a "loader" or "parts"."""
+    arrays = [X, Y, np.arange(len(Y))]
+    if source == "loader":
+        rows = Loader(arrays, processes=1), None
+        valid = Loader(arrays, shuffle=False, processes=1)
+    elif source == "parts":
+        parts = [synk.data_parts(partial(take_rows, array), len(Y)) for array in arrays]
+        rows = valid = parts[0], parts[1:]
+    else:
+        rows = valid = X, arrays[1:]
+    return model.trainer.epochs(*rows, 5, n_epochs, valid=valid, on_death="continue", **kwargs)
+
+
+def take_rows(array, start, stop):
+    """Load rows of `data_parts`."""
+    return array[start:stop]
 
 
 def draw_row_noise():

@@ -109,7 +109,7 @@ class Multiply(Command):
 
         def finish(reducer, spans, is_valid, stream, original=kind.finish):
             original(reducer, spans, is_valid, stream)
-            if self.event and reducer.count == EVENT and rank.number == self.victim:
+            if self.event and reducer.n_sums == EVENT and rank.number == self.victim:
                 globals()[self.event](spans, stream)
 
         return mock.patch.object(kind, "finish", finish)

@@ -12,6 +12,7 @@ from synkhronos import rules
 from synkhronos.extensions.train import make_train_function
 from synkhronos.training import Checkpoint, make_trainer
 from synkhronos.training import updates as u
+from synkhronos.training.train_function.sharded_step_command import ShardedStepCommand
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(13, 5)), rng.normal(size=(13, 3))
@@ -80,6 +81,31 @@ def test_shard_optimizer_accepts_options_and_several_dtypes(n_ranks):
     dtypes = "float32", "float64", "float32"
     sharded = compute_results(u.adam, dtypes, shard_optimizer=True, **OPTIONS)
     assert_equal(sharded, compute_results(u.adam, dtypes, **OPTIONS))
+
+
+@pytest.mark.parametrize("is_sliceable", [False, True])
+def test_many_sharded_steps_are_one_command(n_ranks, is_sliceable, monkeypatch):
+    n_steps, run = [], ShardedStepCommand.run
+    monkeypatch.setattr(ShardedStepCommand, "run", lambda self, rank: n_steps.append(self.n_steps) or run(self, rank))
+    batches = [rng.permutation(12)[: 2 * n_ranks] for _ in range(5)]
+    batches.insert(2, np.arange(2 * n_ranks + 1))
+    results = []
+    for takes_many in (True, False):
+        problem, shareds = ThreeDtypeRegression(), None
+        if is_sliceable:
+            shareds = [shared(X, "x_rows"), shared(Y, "y_rows")]
+        train = problem.train_by(u.adam, shard_optimizer=True, ema=0.9, clip_norm=0.1, sliceable_shareds=shareds)
+        name, data = ("batches_s", ()) if is_sliceable else ("batches", (X, Y))
+        losses = []
+        for _ in range(2):
+            n_steps.clear()
+            for some in [batches] if takes_many else [[batch] for batch in batches]:
+                losses += map(float, train.steps(*data, **{name: some}))
+        if n_ranks > 1:  # the optimizer of one rank is not sharded
+            assert n_steps == ([2, 1, 3] if takes_many and not XLA else [1] * 6)
+        results.append([losses, *(p.get_value() for p in problem.params), *train.get_optimizer_state()])
+    for value, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
 def test_shard_optimizer_divides_the_state(n_ranks):

@@ -13,7 +13,6 @@ from trainer_model import ALL, ROWS, SYNCHRONOUS, Model, X, Y
 
 import synkhronos as synk
 from synkhronos import processes, ranks
-from synkhronos.devices import HOST, JAX
 from synkhronos.loading import Loader
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Death
 from synkhronos.ranks.mailbox import Mailbox
@@ -50,7 +49,7 @@ class Killer:
     """
 
     def __init__(self, monkeypatch, moments=None, waits=True):
-        self.moments, self.count, self.killed = moments or {}, 0, 0
+        self.moments, self.count, self.killed, self.commands = moments or {}, 0, 0, []
         send, copy, self.is_armed = Mailbox.post, RecoveringRunner._copy_state, not waits
 
         def copy_and_arm(survival):
@@ -63,6 +62,7 @@ class Killer:
                 return send(mailbox, *args)
             rank, is_late = self.moments.get(self.count, (None, False))
             self.count += 1
+            self.commands.append(type(args[-1]).__name__)
             if rank is None:
                 return send(mailbox, *args)
             self.killed += 1
@@ -135,23 +135,32 @@ def test_on_death_continue_after_random_deaths(name, seed, monkeypatch, tmp_path
     assert killer.killed > 2 and any(report.deaths for report in disturbed[2])
 
 
-@pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_on_death_continue_works_with_a_loader(name, monkeypatch):
-    def make(part, moments=None):
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("name", "spawns"), [("BSP", False), ("BSP", True), ("LocalSGD", False), ("LocalSGD", True)])
+def test_on_death_continue_works_with_a_loader(name, spawns, monkeypatch):
+    """With new processes in place of forks, as in JAX mode and on several hosts, loader processes start anew, too."""
+
+    def make(moments=None):
         killer = Killer(monkeypatch, moments)
+        monkeypatch.setattr(death_recovery, "is_fork_unsafe", lambda: spawns)
         fork_ranks(RANKS)
-        model = Model(name)
-        loader = Loader([X, Y, np.arange(ROWS)], processes=1)
-        reports = list(model.trainer.epochs(loader, None, 5, 2, on_death="continue"))
+        model, arrays = Model(name), [X, Y, np.arange(ROWS)]
+        if name == "BSP":
+            model.trainer.schedule = lambda epoch: 0.05 / (1 + epoch)
+        loader, valid = Loader(arrays, processes=1), Loader(arrays, shuffle=False, processes=1)
+        reports = list(model.trainer.epochs(loader, None, 5, 2, valid=valid, on_death="continue"))
         result = model.values(), model.count_uses(), reports
         loader.close()
         synk.close()
         monkeypatch.undo()
         return killer, result
 
-    counter, undisturbed = make("undisturbed")
-    killer, disturbed = make("disturbed", {counter.count // 3: (2, True), counter.count // 2: (1, False)})
-    assert killer.killed == 2
+    counter, undisturbed = make()
+    moments = {counter.count // 3: (2, True), counter.count // 2: (1, False)}
+    if name == "BSP":  # a death while the learning rate is set, between two steps
+        moments[counter.commands.index("Assign", 6)] = 1, True
+    killer, disturbed = make(moments)
+    assert killer.killed == len(moments)
     check_same(name, disturbed, undisturbed)
 
 
@@ -331,7 +340,7 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
 def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     """Ranks 4 and 5 are lost with their host; then the host of ranks 2 and 3 can't be reached, at first once."""
     fork_ranks(1)
-    recovery, tried = Model("BSP").trainer._model.make_recovering_runner(100, False, False), []
+    recovery, tried = Model("BSP").trainer._model.make_recovering_runner(100, False), []
     lost = Death(4, "c", 0, "was lost", (4, 5))
     unreachable = Death(2, "b", 0, f"{FAILED_START_PREFIX}: could not be reached", (2, 3))
     session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=lost)
@@ -354,6 +363,18 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     recovery._limit.reset_repeats()
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5], [2, 3, 4, 5]] and session.size == 2
+
+
+@pytest.mark.any_library
+def test_parts_of_a_lost_host_end_an_epoch_unless_one_host_has_all_rows(monkeypatch):
+    fork_ranks(1)
+    recovery, lost = Model("BSP").trainer._model.make_recovering_runner(100, True), Death(2, "b", 0, "was lost", (2, 3))
+    session = SimpleNamespace(rank=SimpleNamespace(master_rank=0), ranks_by_host=[range(2), range(2, 4)])
+    monkeypatch.setattr(recovery, "_session", session)
+    assert recovery._choose_ranks_to_leave_out(lost, (), RuntimeError()) == [2, 3]
+    session.ranks_by_host = [range(2), range(2, 4), range(4, 6)]
+    with pytest.raises(synk.WorkerError, match="resume from a checkpoint that was written at the end of an epoch"):
+        recovery._choose_ranks_to_leave_out(lost, (), RuntimeError())
 
 
 @pytest.mark.any_library
@@ -481,21 +502,6 @@ def test_max_deaths_refuses_other_values(value, kind):
     fork_ranks(1)
     with pytest.raises(kind, match="^max_deaths: "):
         Model("BSP").epochs(on_death="continue", max_deaths=value)
-
-
-def test_on_death_refuses_loaders_in_jax_mode(monkeypatch):
-    fork_ranks(RANKS)
-    model = Model("BSP")
-    iterator = model.epochs(on_death="continue")
-    next(iterator)
-    arguments = model.trainer._model.state, False, 1, True, False
-    with pytest.raises(ValueError, match="^on_death: .* instead of a Loader where JAX has started"):
-        death_recovery.RecoveringRunner(arguments[0], JAX, *arguments[1:])
-    monkeypatch.setattr(death_recovery, "is_fork_unsafe", lambda: True)
-    with pytest.raises(ValueError, match="^on_death: .* instead of a Loader where JAX has started"):
-        death_recovery.RecoveringRunner(arguments[0], HOST, *arguments[1:])
-    monkeypatch.undo()
-    iterator.close()
 
 
 @pytest.mark.parametrize(("name", "noise"), [("BSP", True), ("LocalSGD", False)])

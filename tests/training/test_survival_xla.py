@@ -11,6 +11,7 @@ from trainer_model import Model, X, Y
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.loading import Loader
 from synkhronos.training.trainer.death_recovery import RecoveringRunner
 
 pytestmark = [
@@ -25,12 +26,14 @@ def kill_worker():
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-def train(name, is_disturbed, **options):
+def train(name, is_disturbed, has_loader=False):
     """Train on two new ranks; if `is_disturbed`, the worker dies between two reports.  Return values and reports."""
     fork_ranks(2)
     try:
-        model, reports = Model(name, **options), []
-        for report in model.epochs(epochs=2, every=3, valid=(X, Y), on_death="continue"):
+        model, reports, numbers = Model(name), [], np.arange(len(X))
+        rows = (Loader([X, Y, numbers], processes=1), None) if has_loader else (X, [Y, numbers])
+        valid = X, [Y, numbers]
+        for report in model.trainer.epochs(*rows, 5, 2, every=3, valid=valid, on_death="continue"):
             reports.append(report)
             if is_disturbed and len(reports) == 1:
                 kill_worker()
@@ -39,9 +42,9 @@ def train(name, is_disturbed, **options):
         synk.close()
 
 
-@pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_on_death_continue_with_xla(name):
-    values, used, reports = train(name, is_disturbed=True)
+@pytest.mark.parametrize(("name", "has_loader"), [("BSP", True), ("LocalSGD", False)])
+def test_on_death_continue_with_xla(name, has_loader):
+    values, used, reports = train(name, is_disturbed=True, has_loader=has_loader)
     expected, _, others = train(name, is_disturbed=False)
     assert set(used.tolist()) == {2.0}  # each row once in each epoch
     np.testing.assert_allclose(values, expected, rtol=1e-12)

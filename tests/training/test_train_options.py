@@ -7,7 +7,7 @@ import pytest
 from paths import ROOT
 
 import synkhronos as synk
-from synkhronos import rules
+from synkhronos import ranks, rules
 from synkhronos.launch.configuration.settings import check_model_options
 from synkhronos.training import (
     Checkpoint,
@@ -260,18 +260,38 @@ VALUES = {
 TABLE = re.findall(r"^``(\w+)`` +(yes|no) +(yes|no) +(yes|no)$", (ROOT / "docs" / "training.rst").read_text(), re.M)
 
 
+def check_equals_one_process(problem, averages, batches, **options):
+    """Compare parameters and averages with those of one process after steps on these batches."""
+    serial = LinearRegression()
+    step_options = {name: options[name] for name in options if name not in ("shard_optimizer", "validate_ema")}
+    train = serial.train_by(make_train_function_serial, adam, **step_options)
+    for rows in batches:
+        train(X, Y, batch=rows)
+    for values in zip([problem.w, *(averages or ())], [serial.w, *(train.get_ema() or ())], strict=True):
+        np.testing.assert_allclose(*(variable.get_value() for variable in values), rtol=1e-9)
+
+
 def train_by_function(**options):
-    LinearRegression().train_by(make_train_function, **options)(X, Y)
+    problem = LinearRegression()
+    train = problem.train_by(make_train_function, adam, **options)
+    for rows in (None, 7):
+        train(X, Y, batch=rows)
+    check_equals_one_process(problem, train.get_ema(), (None, 7), **options)
 
 
 def train_by_trainer(**options):
     problem = LinearRegression()
-    trainer = problem.train_by(make_trainer, validate={"mse": problem.loss}, **options)
-    assert len(list(trainer.epochs(X, Y, 2, 1, valid=(X, Y)))) == 1
+    trainer = problem.train_by(make_trainer, adam, validate={"mse": problem.loss}, **options)
+    (report,) = trainer.epochs(X, Y, 2, 1, seed=1, valid=(X, Y))
+    order, step = np.random.default_rng((1, 0)).permutation(len(X)), 2 * ranks.get_session().size
+    batches = [order[start : start + step] for start in range(0, len(X), step)]
+    check_equals_one_process(problem, trainer.get_ema(), batches, **options)
+    validated = trainer.get_ema()[0] if "validate_ema" in options else problem.w
+    np.testing.assert_allclose(report.validation["mse"], compute_mse(validated.get_value()), rtol=1e-9)
 
 
 def set_in_a_model(**options):
-    check_model_options(options)  # trained in tests/launch/test_launch_options.py
+    check_model_options(options)  # equality with one process is tested in tests/launch/test_launch_options.py
 
 
 @pytest.mark.parametrize("option", VALUES)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from paths import SUPPORT
 
 import synkhronos as synk
+from synkhronos.graphs import get_library
 from synkhronos.training import make_train_function, make_train_function_serial, updates
 from synkhronos.training.train_function.training_graph import describe_update_rule
 from synkhronos.training.updates import (
@@ -243,6 +244,15 @@ def test_clip_of_float16_computes_in_float32():
 
 def evaluate_variables(*variables):
     return library.function([], list(variables), mode="FAST_COMPILE")()
+
+
+def test_clipping_by_norm_sums_the_flat_gradient_once():
+    params = [library.shared(np.ones(shape), name) for name, shape in [("v", (2, 3)), ("w", 4), ("b", ())]]
+    loss = sum((p**2).sum() for p in params)
+    for weight in (None, 2.0):
+        values = chain(clip_by_global_norm(1.0), sgd)(loss, params, 0.1, weight=weight).param_updates.values()
+        sums = {node for node in get_library(*params).sort_nodes(list(values)) if type(node.op).__name__ == "Sum"}
+        assert [node.inputs[0].ndim for node in sums] == [1]
 
 
 def test_total_norm_constraint_equals_lasagne():

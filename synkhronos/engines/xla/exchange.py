@@ -12,6 +12,7 @@ import numpy as np
 
 from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
+from synkhronos.engines.xla.vector_parts import run_in_place
 from synkhronos.lowering.jax_function import JaxFunction
 
 #: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass: on one
@@ -99,8 +100,7 @@ class Exchange:
         import jax.numpy as jnp
 
         if self._is_valid is not None:
-            results: Sequence[Any] = function.run(*operands)
-            return results
+            return run_in_place(function, operands)
         evaluator, arrays = self._reduce(function, operands)
         return evaluator.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays))
 
@@ -251,8 +251,7 @@ class ShardedExchange(Exchange):
             return self._run_update(function, operands)
         storages = [*[None] * function.n_inputs, *function.storages]
         operands = [self._matrix if s is self._spec.storage else o for s, o in zip(storages, operands, strict=True)]
-        results: Sequence[Any] = function.run(*operands)
-        return results
+        return run_in_place(function, operands)
 
     def _get_reduced_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[1:]

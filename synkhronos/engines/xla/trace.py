@@ -12,6 +12,7 @@ from typing import Any
 from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines.xla.exchange import AllReduceSpec, Exchange, ShardedExchange
+from synkhronos.engines.xla.vector_parts import run_in_place
 from synkhronos.lowering.jax_function import JaxFunction
 
 
@@ -62,7 +63,7 @@ def trace_functions(
     for function in functions:
         operands = [*islice(inputs, function.n_inputs), *[current[id(s)] for s in function.storages], *lengths]
         try:
-            results = function.run(*operands) if exchange is None else exchange.run(function, operands)
+            results = run_in_place(function, operands) if exchange is None else exchange.run(function, operands)
         except Exception:
             function.raise_with_graph_context()
             raise

@@ -27,8 +27,8 @@ def rank_mean(values: Any, rows: Any) -> Any:
     Raises
     ------
     RuntimeError
-        When ranks compute it at their own pace: under exchange rules without a common step, in the launcher and in
-        ``synkhronos.tasks``.
+        When ranks compute it at their own pace: under exchange rules without a common step, in the validation of a
+        launcher's class and in ``synkhronos.tasks``.
     ValueError
         When the function is called with ``num_slices`` above 1: a slice has other statistics than the batch.
 

@@ -13,6 +13,7 @@ from synkhronos.casts import cast
 from synkhronos.checks import check_at_least, describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import get_array_device
+from synkhronos.function.rank_mean import count_rank_means
 from synkhronos.graphs import get_library
 from synkhronos.launch.configuration.settings import MODEL_OPTIONS, check_model_options
 from synkhronos.loading import Loader
@@ -94,6 +95,8 @@ class Model:
         Moving averages of `trainable_params`, at least float32; None without the option `ema`.
     vels, vels2 : list of shared variables
         The gradient's vector, if BSP reduces gradients; empty otherwise.
+    has_rank_means : bool
+        Whether the step has means over the rows of all ranks, as of batch normalisation with ``sync=True``.
     step_outputs : list of shared variables
         Cost, error and weight of the last step; the latter two if the model has them.
     """
@@ -130,6 +133,7 @@ class Model:
         self.epoch = 0
         check_at_least(self.batch_size, "batch_size", 1)
         self.ema_params: list[Any] | None = None
+        self.has_rank_means = False
         self.vels: list[Any] = []
         self.vels2 = self.vels
         self.train_data, self.val_data = (data if isinstance(data, Loader) else list(data) for data in self.load())
@@ -224,7 +228,13 @@ class Model:
         else:
             new_values |= zip(self.step_outputs, outputs, strict=True)
         self.train_fn = library.function(list(self.inputs), [], updates=list(new_values.items()))
+        self.has_rank_means = bool(count_rank_means(self.train_fn))
         if is_sliced:
+            if self.has_rank_means:
+                raise ValueError(
+                    f"num_slices: expected 1, got {self.num_slices}: the loss has means over all ranks' rows "
+                    "(rank_mean, sync=True), and a slice has other means than the batch"
+                )
             sums = [*self.vels, *self.step_outputs]
             zeros = [(shared, library.tensor.zeros_like(shared)) for shared in sums]
             self._clear_fn = library.function([], [], updates=zeros)
@@ -293,6 +303,10 @@ class Model:
             for rows in np.array_split(np.arange(len(batch[0])), self.num_slices):
                 if rows.size:
                     self.train_fn(*(array[rows[0] : rows[-1] + 1] for array in batch))
+        if self.has_rank_means:  # XLA computes them before the exchange of this step
+            updated = [*self.params, *self.vels, *self.step_outputs]
+            values = [get_library(shared).borrow_value(shared) for shared in updated]
+            get_array_device(values[0]).wait(values)
         recorder.end("calc")
         n_costs = 1 if self.error is None else 2
         values = list(map(_snapshot_value, self.step_outputs))

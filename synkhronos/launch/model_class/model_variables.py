@@ -29,13 +29,15 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     ----------
     model : instance
     exclude_normalization : bool
-        Whether parameters named ``gamma`` or ``beta``, those of batch normalisation, are not exchanged.
+        Whether parameters named ``gamma`` or ``beta``, those of batch normalisation, are not exchanged; without effect
+        on a `Model` that normalises over the rows of all ranks.
 
     Raises
     ------
     ModelInterfaceError
         If no parameter remains to be exchanged.
     """
+    exclude_normalization = exclude_normalization and not getattr(model, "has_rank_means", False)
     excluded = [p for p in model.params if exclude_normalization and p.name in ("gamma", "beta")]
     excluded_ids = {id(p) for p in excluded}
     groups = VariablesByRole([p for p in model.params if id(p) not in excluded_ids], [], excluded, [], [])

@@ -297,7 +297,8 @@ class Supervisor:
         settings = self.settings
         if settings.hosts:
             self._error_console.write(
-                f"rank {rank} can't start: on_death = 'continue' leaves out no devices on several hosts\n"
+                f"the run can't start again on {', '.join(settings.hosts)}: on_death = 'continue' leaves out no device "
+                "of several hosts; if the run has checkpoints, go on with --resume and other --hosts\n"
             )
             return False
         devices = tuple(device for r, device in enumerate(settings.devices) if r != rank)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.collectives.commands import VariableCopy, prepare_copies
 from synkhronos.devices import get_array_device
-from synkhronos.engines import StepShards
+from synkhronos.engines import Runner, StepShards
 from synkhronos.function.call import Call
 from synkhronos.graphs import get_library
 from synkhronos.ranks import Command, Rank
@@ -23,10 +24,11 @@ class _ShardedStepCommandFields(NamedTuple):
     whole_update: Call
     keys: tuple[Any, ...]
     gathers_gradient: bool
+    n_steps: int = 1
 
 
 class ShardedStepCommand(_ShardedStepCommandFields, Command):
-    """Take a training step on all ranks; each rank updates its part of the parameters.
+    """Take a training step, or several, on all ranks; each rank updates its part of the parameters.
 
     Attributes
     ----------
@@ -40,6 +42,8 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         Keys of the matrix, of this rank's row of it, of this rank's number, and of its parts of the optimizer's state.
     gathers_gradient : bool
         Whether ``local_update`` reads the reduced gradient of all rows from the matrix.
+    n_steps : int
+        Number of steps.  The rows of each rank are ordered by steps.
     """
 
     __slots__ = ()
@@ -47,7 +51,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
     @property
     def effect(self) -> str | None:
         """Effect of the command in an error's message."""
-        return "The step was taken"
+        return "The step was taken" if self.n_steps == 1 else "Steps were taken"
 
     @property
     def partial_effect(self) -> str | None:
@@ -57,22 +61,42 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             "broadcast() and set_optimizer_state() make them consistent again."
         )
 
-    def run(self, rank: Rank) -> tuple[Any, list[Any]]:
-        """Take the step on this rank; return the outputs of the gradient's function, and none of the updates."""
+    def run(self, rank: Rank) -> tuple[Any, list[Any]] | None:
+        """Take the steps on this rank.
+
+        Returns
+        -------
+        (outputs of gradient, []) or None
+            None, without a step, if ``n_steps`` is above 1 and a single step has to be taken first, or every time.
+        """
         gradient, local, whole = (call.prepare(rank) for call in (self.gradient, self.local_update, self.whole_update))
+        # At its first call a rank may have to wait for another one to compile, and means over ranks are exchanged
+        # between the launches of a single step.
+        if self.n_steps > 1 and (self.gradient.needs_compile or gradient.compiled.n_rank_means):
+            return None
         self._set_number(rank)
-        fused_step = fuse_calls(rank, self, self.gradient, gradient, [local, whole])
-        if all(rank.all_gather_cached(fused_step is not None)):
-            return gradient.run(fused_step), []
-        with rank.suspend_commits():
-            loss = gradient.run()
-            self._reduce_scatter(rank)
-            if self.gathers_gradient:
-                self._all_gather(rank)
-        local.run()
-        self._all_gather(rank)
-        whole.run()
-        return loss, []
+        if self.n_steps == 1 and rank.device.needs_gpu:
+            fused_step = fuse_calls(rank, self, self.gradient, gradient, [local, whole])
+            if all(rank.all_gather_cached(fused_step is not None)):
+                return gradient.run(fused_step), []
+
+        def take_step(compute_gradient: Callable[[], Any]) -> Any:
+            with rank.suspend_commits():
+                outputs = compute_gradient()
+                self._reduce_scatter(rank)
+                if self.gathers_gradient:
+                    self._all_gather(rank)
+            local.run()
+            self._all_gather(rank)
+            whole.run()
+            return outputs
+
+        if self.n_steps == 1:
+            return take_step(gradient.run), []
+        runner = gradient.compiled.runner
+        return gradient.run(
+            _StepRunner(lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.host_inputs)
+        ), []
 
     # -- StepAllReduce ---------------------------------------------------------------------------------------
 
@@ -131,6 +155,23 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         out = [matrix.transport.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(row.layouts)]
         matrix.communicator.all_gather(row.get_contiguous(), row.layouts, out)
         matrix.store(rows)
+
+
+class _StepRunner(Runner):
+    """Calls a function once for each step, with the step's rows of the inputs."""
+
+    def __init__(self, function: Callable[..., Any], n_repeats: int, host_inputs: frozenset[int]):
+        super().__init__(function)
+        self.n_repeats, self.host_inputs = n_repeats, host_inputs
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Return the outputs of all steps, ordered as by every `Runner` of several computations."""
+        lengths = [len(value) // self.n_repeats for value in inputs]
+        by_step = []
+        for i in range(self.n_repeats):
+            rows = [value[i * n : (i + 1) * n] for value, n in zip(inputs, lengths, strict=True)]
+            by_step.append(super().__call__(*rows))
+        return [value for values in zip(*by_step, strict=True) for value in values]
 
 
 class _Numbered(set[Any]):

@@ -27,6 +27,7 @@ from synkhronos.checks import check_list
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetLayouts
+from synkhronos.devices import HOST
 from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graphs import SharedVariable, Variable, get_library
@@ -48,6 +49,8 @@ from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.sharded_updates import ShardedUpdates
 from synkhronos.training.updates.update_rule import UpdateRule
 
+#: Maximal number of steps with a sharded optimizer in one command.
+_MAX_SHARDED_STEPS = 256
 #: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
 _MAX_LAUNCH_NBYTES = 1 << 30
 #: Number of bytes of scattered rows per step from which each step is a launch.  Such steps take long enough for Python
@@ -283,6 +286,8 @@ class TrainFunction:
         with ``batch_s`` by slices or of all rows, on minibatches, on data of different lengths, on 4 MiB of scattered
         rows or more per rank, on CPU cores, with Theano.
 
+        With `shard_optimizer` such steps share a command on CPU cores, except in JAX mode; each is three launches.
+
         A launch has at most 256 steps.  The scattered rows of all its steps are on the GPU at once: at most 1 GiB per
         rank, and as much again if the next launch's rows are copied while this one computes.  The next call reuses the
         memory.
@@ -359,15 +364,16 @@ class TrainFunction:
 
     def _find_max_steps_per_launch(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
         """Return the maximal number of steps in a launch; 1 if steps cannot share a launch."""
-        if self._sharding is not None:
-            return 1
         if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:
             return 1  # a single step also raises the error for an invalid number
         longest = max((len(indexes) for step in rows if step is not None for indexes in step), default=0)
         if not longest:
             return 1  # no step can share a launch; the data may not even have shapes
-        engine = get_dispatcher(self.gradient).computation.engine
-        max_repeats = engine.get_max_repeats(np.dtype(self.grad_shared.type.dtype))
+        engine, max_repeats = get_dispatcher(self.gradient).computation.engine, _MAX_SHARDED_STEPS
+        if self._sharding is not None and engine.device is not HOST:
+            return 1  # slicing the rows of a step out of an array on a GPU takes longer than a command
+        if self._sharding is None:
+            max_repeats = engine.get_max_repeats(np.dtype(self.grad_shared.type.dtype))
         # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
         row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
         nbytes = row * longest
@@ -399,7 +405,7 @@ class TrainFunction:
                 command = StepCommand(gradient, reduce, calls[0], self._exchange, self._n_tail, n_steps)
             else:
                 keys = distribute_variables(session, [self.grad_shared, sharding.row, sharding.rank, *sharding.parts])
-                command = ShardedStepCommand(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient)
+                command = ShardedStepCommand(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient, n_steps)
             returned = session.run(command)
             if returned is None:
                 return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from synkhronos.function import Function, function, get_dispatcher
+from synkhronos.function import Function, function
 from synkhronos.rules import BSP, Rule
 from synkhronos.training.checkpoints.rank_state import RankStateSpec
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
@@ -68,15 +68,12 @@ class CompiledModel:
         self.state = TrainerState(spec, (update_rule, rule_options), sharded)
         self.launch_shapes: set[Any] = set()
 
-    def make_recovering_runner(self, max_deaths: int, has_loader: bool, has_parts: bool) -> RecoveringRunner:
+    def make_recovering_runner(self, max_deaths: int, has_parts: bool) -> RecoveringRunner:
         """Make the runner of operations for ``on_death="continue"``."""
         ranks_differ = bool(self.state.variables.generators) or any(
             update.may_differ and update.op != "mean" for update in self.graph.extra_updates
         )
-        step = self.local_step if self.joint_step is None else self.joint_step.gradient
-        assert step is not None
-        device = get_dispatcher(step).computation.device
-        return RecoveringRunner(self.state, device, ranks_differ, max_deaths, has_loader, has_parts)
+        return RecoveringRunner(self.state, ranks_differ, max_deaths, has_parts)
 
 
 def _compile_local_step(graph: TrainingGraph) -> Function:

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.devices import HOST, Device, is_fork_unsafe
+from synkhronos.devices import is_fork_unsafe
 from synkhronos.function import distribute
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, describe_rank
@@ -128,14 +128,10 @@ class RecoveringRunner(OperationRunner):
     Parameters
     ----------
     state : TrainerState
-    device : Device
-        Device of the trainer's functions.
     ranks_differ : bool
         Whether ranks with equal parameters have other state that differs, such as random generators.
     max_deaths : int
         Number of deaths after which a further one ends the training.
-    has_loader : bool
-        Whether rows come from a `Loader`.
     has_parts : bool
         Whether rows come from `data_parts`.
 
@@ -152,32 +148,15 @@ class RecoveringRunner(OperationRunner):
     steps_until_copy: int
     max_steps_per_launch = 1
 
-    def __init__(
-        self,
-        state: TrainerState,
-        device: Device,
-        ranks_differ: bool,
-        max_deaths: int,
-        has_loader: bool,
-        has_parts: bool,
-    ):
+    def __init__(self, state: TrainerState, ranks_differ: bool, max_deaths: int, has_parts: bool):
         self._session = ranks.get_session()
         if not self._session.can_replace_workers:
             raise ValueError(
                 "on_death: 'continue' can't start ranks again where mpirun or srun has started this script on all "
                 "hosts: start it once, with fork(hosts=...) or SYNKHRONOS_HOSTS, or use the launcher's on_death"
             )
-        if has_loader and (device is not HOST or is_fork_unsafe() or self._session.rank.spans_hosts):
-            raise ValueError(
-                "on_death: 'continue' needs Data or arrays instead of a Loader where JAX has started, and on several "
-                "hosts: a loader's processes would keep the memory of the workers that died"
-            )
-        if has_parts and self._session.rank.spans_hosts:
-            raise ValueError(
-                "on_death: 'continue' needs Data or arrays instead of data_parts on several hosts: the rows that a "
-                "host has loaded are lost with its ranks; data_file has all rows on each host"
-            )
-        self._state, self._ranks_differ, self._limit = state, ranks_differ, DeathLimit(max_deaths)
+        self._state, self._ranks_differ, self._has_parts = state, ranks_differ, has_parts
+        self._limit = DeathLimit(max_deaths)
         self.deaths: list[RecoveredDeath] = []
         self.step = 0
         self.steps_until_copy = 1
@@ -307,6 +286,9 @@ class RecoveringRunner(OperationRunner):
         if self._sharded_optimizer is not None:
             reason = "with shard_optimizer=True the training needs all ranks: resume from a checkpoint"
             raise WorkerError(f"{failure}; {reason}", death.rank) from error
+        if self._has_parts and sum(any(r not in left_out for r in host) for host in self._session.ranks_by_host) > 1:
+            reason = "the rows of data_parts in this epoch's order are on other hosts now: resume from a checkpoint"
+            raise WorkerError(f"{failure}; {reason} that was written at the end of an epoch", death.rank) from error
         _log.warning("%s %s; the training goes on without ranks %s", who, death.cause, left_out)
         self._limit.reset_repeats()
         return left_out

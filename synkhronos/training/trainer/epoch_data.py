@@ -66,6 +66,7 @@ class InMemoryRows:
     """
 
     max_steps_per_launch = _MAX_STEPS_PER_LAUNCH
+    has_ended = False
 
     def __init__(self, data: list[Any], order: Any):
         self.data, self._order = data, order

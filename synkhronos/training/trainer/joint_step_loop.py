@@ -70,9 +70,9 @@ class JointStepLoop(LaunchLoop):
         """Do nothing: steps exchange gradients."""
 
     def check_stop(self) -> bool:
-        """Return True after a signal, or if a rank was left out, which changes the number of rows per step."""
+        """Return True after a signal, or a death that has ended the source or changed the number of rows per step."""
         is_resized = self.rows_per_step != self.plan.batch_size * ranks.get_session().size
-        return is_resized or self.plan.can_stop and bool(get_requested_stop())
+        return is_resized or self.source.has_ended or self.plan.can_stop and bool(get_requested_stop())
 
 
 def take_joint_steps(

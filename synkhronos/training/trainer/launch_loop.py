@@ -110,11 +110,12 @@ class LaunchLoop(BatchLoop):
         """Launch a step per batch, and pass the losses to the meter."""
         last = self.plan.stop
         spans = [(start, min(start + self.rows_per_step, last)) for start in batches.starts if start < last]
+        # Rows first: a death in `set_learning_rate` may end the loader processes, so that no further rows would come.
+        rows = [indexes for indexes in self.wait_for_row_indexes(spans) if len(indexes)]
         rate = self.plan.get_learning_rate(batches.rate_position)
         if rate != self.rate:
             self.set_learning_rate(rate)
             self.rate = rate
-        rows = [indexes for indexes in self.wait_for_row_indexes(spans) if len(indexes)]
         if not rows:  # no batch is left for this rank, or no row could be read
             self.free(spans)
             return len(batches.starts)

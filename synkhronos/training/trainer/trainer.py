@@ -178,7 +178,8 @@ class Trainer:
         instead.
 
         New workers are forks of the master, so nothing is compiled again.  Once JAX or CUDA has started, and on several
-        hosts, they are new processes, which compile again, and rows may not come from a `Loader`.
+        hosts, they are new processes, which compile again.  Then a `Loader` starts new processes, too, and
+        `data_parts` loads its rows again.
         Variables that the trainer does not use get the master's values on all ranks.  The death of the master ends the
         training, as does a death while your code between two reports calls the ranks.
         """
@@ -209,10 +210,8 @@ class Trainer:
         check_choice(on_death, "on_death", ("stop", "continue"))
         max_deaths, operation_runner = check_at_least(max_deaths, "max_deaths", 1), OperationRunner()
         if on_death == "continue":
-            arrays = [*data, *(valid_data[0] if isinstance(valid_data, tuple) else ())]
-            has_parts = any(isinstance(array, PartsData) for array in arrays)
-            has_loader = loader is not None or isinstance(valid, Loader)
-            operation_runner = self._model.make_recovering_runner(max_deaths, has_loader, has_parts)
+            has_parts = any(isinstance(array, PartsData) for array in data)
+            operation_runner = self._model.make_recovering_runner(max_deaths, has_parts)
         loop = TrainerEpochLoop(
             model=self._model,
             data=EpochData(data, count, batch_size, seed, loader),
@@ -303,6 +302,11 @@ class Trainer:
             if isinstance(y_data, Loader):
                 raise TypeError("y_data: expected arrays, or None and one loader of all inputs as x_data, got a loader")
             return None
+        if self._model.joint_step is None and ranks.get_session().rank.spans_hosts:
+            raise ValueError(
+                "x_data: on several hosts a Loader needs the exchange rule BSP() on gradients, since its rows are in "
+                "the memory of this host: expected arrays, data_file or data_parts"
+            )
         if y_data is not None:
             raise TypeError(f"y_data: expected None, as the loader has all inputs, got {type(y_data).__name__}")
         cast_rows(x_data, [*self._model.graph.x, *self._model.graph.y])

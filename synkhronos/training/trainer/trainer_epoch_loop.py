@@ -214,11 +214,16 @@ class TrainerEpochLoop(EpochLoop):
         """Train up to position ``stop``, or until a signal; return the position reached, and the ranks' totals."""
         plan, loader = self._make_plan(stop), self.data.loader
         is_joint = self.model.joint_step is not None
+
+        def make_source() -> RowSource:
+            return self.data.make_source(plan.epoch, plan.start, is_joint)
+
         try:
-            source = self.data.make_source(plan.epoch, plan.start, is_joint)
             if is_joint:
+                source = self.operation_runner.run_idempotent(make_source)  # a loader frees memory on the ranks
                 ended = [take_joint_steps(plan, source, self.model, self.operation_runner)]
             else:
+                source = make_source()
                 ended = self._run_local_loops(plan, source)
             end, totals = min(end for end, _ in ended), [total for _, total in ended]
             if loader is not None and isinstance(source, Feed):

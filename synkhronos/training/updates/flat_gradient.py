@@ -103,8 +103,22 @@ class FlatGradient:
             yield self.tensor.cast(g, p.dtype)
 
 
-def split_gradient(vector: Variable, params: Sequence[SharedVariable], may_be_zero: bool = True) -> Iterator[Variable]:
-    """Yield the reduced gradient of each parameter, in the vector's dtype.
+class VectorPieces(list[Variable]):
+    """Consecutive pieces of a vector, each with the shape of a parameter.
+
+    Attributes
+    ----------
+    whole : variable
+        All pieces as one vector.  A sum over it is one kernel on a GPU, instead of one or two for each piece.
+    """
+
+    def __init__(self, pieces: Iterable[Variable], whole: Variable):
+        super().__init__(pieces)
+        self.whole = whole
+
+
+def split_gradient(vector: Variable, params: Sequence[SharedVariable], may_be_zero: bool = True) -> VectorPieces:
+    """Return the reduced gradient of each parameter, in the vector's dtype.
 
     The vector has gradients; or their products with weights, followed by the sum of the weights.  If this sum
     ``may_be_zero``, the gradients are 0 where it is.
@@ -115,13 +129,18 @@ def split_gradient(vector: Variable, params: Sequence[SharedVariable], may_be_ze
     if is_weighted and may_be_zero:
         tensor = get_library(vector).tensor
         total = tensor.switch(tensor.eq(total, 0), np.asarray(1, vector.dtype), total)
-    start = 0
-    for p, size in zip(params, sizes, strict=True):
-        # Lengths are numbers instead of symbols, so the gradient is broadcastable along the same axes as p.
-        g = vector[start : start + size].reshape(get_shape(p))
-        # Divided here, so that the division fuses with the arithmetic of the rule.
-        yield g / total if is_weighted else g
-        start += size
+
+    def divide(g: Variable) -> Variable:
+        # Divided after the slice, so that the division fuses with the arithmetic of the rule.
+        return g / total if is_weighted else g
+
+    starts = np.cumsum([0, *sizes]).tolist()
+    # Lengths are numbers instead of symbols, so a gradient is broadcastable along the same axes as its parameter.
+    pieces = [
+        divide(vector[start : start + size].reshape(get_shape(p)))
+        for p, start, size in zip(params, starts, sizes, strict=False)
+    ]
+    return VectorPieces(pieces, divide(vector[: starts[-1]]))
 
 
 def _depends_on_shapes_only(library: GraphLibrary, weight: Variable) -> bool:

@@ -24,7 +24,14 @@ import numpy as np
 from synkhronos.checks import check_positive, is_number
 from synkhronos.graphs import Scalar, SharedVariable, Variable, get_library
 from synkhronos.training.updates.argument_checks import as_gradients, check_params, check_scalars
-from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, get_shape, split_gradient
+from synkhronos.training.updates.flat_gradient import (
+    FlatGradient,
+    RuleUpdates,
+    VectorPieces,
+    as_scalar,
+    get_shape,
+    split_gradient,
+)
 from synkhronos.training.updates.update_rule import UpdateRule
 
 #: Takes gradients, or steps, and parameters; returns new gradients or steps.
@@ -82,9 +89,7 @@ def chain(*parts: Any) -> UpdateRule:
         updates = _check_rule_result(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
         if before:
             updates = _replace_gradient(
-                updates,
-                params,
-                _apply_transformations(before, list(split_gradient(updates.grad_shared, params)), params),
+                updates, params, _apply_transformations(before, split_gradient(updates.grad_shared, params), params)
             )
         return _transform_step(updates, params, after) if after else updates
 
@@ -379,6 +384,8 @@ def norm_constraint(
 
 def global_norm(variables: Sequence[Variable]) -> Variable:
     """Return the Euclidean norm of all elements of all variables, in the widest of their dtypes."""
+    if isinstance(variables, VectorPieces):
+        variables = [variables.whole]
     tensor = get_library(*variables).tensor
     dtype = str(np.result_type(*(v.dtype for v in variables), np.float32))
     return tensor.sqrt(functools.reduce(lambda a, b: a + b, [(tensor.cast(v, dtype) ** 2).sum() for v in variables]))

@@ -105,6 +105,38 @@ def test_bfloat16_dot_rounds_only_factors(name):
     assert not np.array_equal(coarse, round_to_bfloat16(coarse))
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_bfloat16_product_within_a_graph_is_rounded(name):
+    product, inputs, shapes = PRODUCTS[name]
+    outputs = [(product**2).sum(), product.sum(axis=0), *pytensor.grad((product**2).sum(), inputs)]
+    values = [round_to_bfloat16(draw_normal(*shape)) for shape in shapes]
+    exact, coarse = (compute_in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    for actual, expected in zip(coarse, exact, strict=True):
+        check_close(actual, expected, roundings=2)
+        assert not np.array_equal(actual, round_to_bfloat16(actual))  # sums and gradients keep their digits
+    kinds = re.findall(r"stablehlo\.dot_general .* : .* -> tensor<\w*x(\w+)>", lower_to_text(inputs, outputs, values))
+    assert kinds == ["bf16", "f32", "f32"]
+
+
+@pytest.mark.parametrize(
+    ("build_outputs", "expected"),
+    [
+        (lambda y: [y], "f32"),
+        (lambda y: [pt.tanh(y + 1)], "f32"),
+        (lambda y: [pt.concatenate([2 * y.T.flatten()[3:], pt.ones(1, "float32")])], "f32"),
+        (lambda y: [y.sum(), y.reshape((-1, 3))], "f32"),
+        (lambda y: [pt.tanh(y).sum()], "bf16"),
+        (lambda y: [y.max(axis=1), pt.exp(y).mean(axis=0)], "bf16"),
+        (lambda y: [pt.special.softmax(y, axis=1)[:, 0].sum()], "bf16"),
+        (lambda y: [y.sum(axis=0) ** 2], "f32"),  # XLA can compute such a sum within the product
+    ],
+)
+def test_bfloat16_results_keep_float32_if_they_are_returned(build_outputs, expected):
+    """Elementwise functions, and parts of what is returned, count as returned."""
+    text = lower_to_text([X, W], build_outputs(X.dot(W)), [draw_normal(6, 40), draw_normal(40, 5)])
+    assert re.findall(r"stablehlo\.dot_general .* -> tensor<\w*x(\w+)>", text) == [expected]
+
+
 CONVOLUTIONS = [
     (Conv(2, "half"), (2, 3, 7, 6), (4, 3, 3, 3)),
     (Conv(2, "half", (2, 2), flip=False), (2, 3, 7, 6), (4, 3, 3, 3)),

@@ -158,6 +158,17 @@ class DiesOnce(MLP):
         self.kills_parent = config.get("parent", False)
 
 
+class LosesHost(MLP):
+    """Rank 0 kills the simulated host b in the third step of the second epoch."""
+
+    def train_iter(self, count, recorder):
+        if (self.rank, self.epoch, count) == (0, 1, 2):
+            from hosts import simulated
+
+            assert simulated.send_request({"operation": "kill", "host": "b"}) == 0
+        super().train_iter(count, recorder)
+
+
 class Exits(MLP):
     """A model of which rank 1 exits in the third iteration."""
 
