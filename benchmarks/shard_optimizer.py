@@ -68,7 +68,7 @@ def run_synkhronos(settings: Settings) -> dict[str, Any]:
     net = VGG16({"rank": 0, "size": 1, "seed": 0, "batch_size": 1, "units": settings["units"], **config})
     train = make_train_function(
         net.loss,
-        net.trained,
+        net.trainable_params,
         net.inputs[0],
         net.inputs[1],
         getattr(updates, settings["rule"]),
@@ -86,7 +86,7 @@ def run_synkhronos(settings: Settings) -> dict[str, Any]:
     for variable in train.optimizer_state:
         itemsize = np.dtype(variable.type.dtype).itemsize
         state += [itemsize * int(np.prod(shape)) for shape in synk.get_shapes(variable)]
-    result |= {"state": int(state.max()), "parameters": sum(p.get_value(borrow=True).size for p in net.trained)}
+    result |= {"state": int(state.max()), "parameters": sum(p.get_value(borrow=True).size for p in net.trainable_params)}
     if on_gpu:
         import jax
 

@@ -146,6 +146,22 @@ def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, failing_rank,
 
 
 @of_jax
+def test_chunked_step_accepts_ranks_without_rows(fork, set_chunk_size):
+    fork(2)
+    set_chunk_size(4)
+    x, y = T.dmatrix("x"), T.dvector("y")
+    data, made = (RNG.normal(size=(10, 3)), RNG.normal(size=10)), []
+    for make in (make_train_function, make_train_function_serial):
+        w, b = shared(np.zeros(3), "w"), shared(np.zeros(()), "b")
+        made += [make(((x.dot(w) + b - y) ** 2).mean(), [w, b], x, y, updates.momentum, learning_rate=0.1), w]
+    train, w, alone, w_alone = made
+    for batch in (8, 1, 8):
+        with time_limit(PROMPT):
+            np.testing.assert_allclose(train(*data, batch), alone(*data, batch))
+        np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2)
+
+
+@of_jax
 @pytest.mark.parametrize("times", [1, 10, 200])  # the launches of 200 exceed the capacity of a stream
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_failed_training_step_updates_nothing(fork, failing_rank, times):

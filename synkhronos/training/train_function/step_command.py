@@ -29,6 +29,7 @@ class _StepCommandFields(NamedTuple):
     wire_dtype: str | None
     n_tail: int = 1
     n_steps: int = 1
+    every_rank_has_rows: bool = True
 
 
 class StepCommand(_StepCommandFields, Command):
@@ -50,6 +51,9 @@ class StepCommand(_StepCommandFields, Command):
         Number of items at the vector's end that are sent in their own dtype in any case: they are not gradients.
     n_steps : int
         Number of steps in one launch.  The rows of each rank are ordered by steps.
+    every_rank_has_rows : bool
+        Whether each rank has rows to compute.  If not, no rank fuses the step: a fused one may send the gradient in
+        other chunks, or in another dtype.
     """
 
     __slots__ = ()
@@ -78,7 +82,9 @@ class StepCommand(_StepCommandFields, Command):
             None, without a step, if ``n_steps`` is above 1 and a rank cannot fuse the steps into one launch.
         """
         gradient, update = self.gradient.prepare(rank), self.update.prepare(rank)
-        fused_step = fuse_calls(rank, self, self.gradient, gradient, [update], self.n_steps)
+        fused_step = None
+        if self.every_rank_has_rows:
+            fused_step = fuse_calls(rank, self, self.gradient, gradient, [update], self.n_steps)
         if self.n_steps > 1 and not all(rank.all_gather_cached(fused_step is not None)):
             return None
         return self._run_in_parts(rank, gradient, update) if fused_step is None else (gradient.run(fused_step), [])

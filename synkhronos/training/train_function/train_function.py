@@ -393,7 +393,8 @@ class TrainFunction:
             session.wait_until_idle()
             dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]
             gradient = dispatcher.make_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
-            if self._has_rank_without_rows(session, gradient, batch):
+            has_rank_without_rows = self._has_rank_without_rows(session, gradient, batch)
+            if has_rank_without_rows:
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
                 clear = get_dispatcher(self._clear)
                 call = clear.make_call(session)
@@ -402,7 +403,8 @@ class TrainFunction:
             command: StepCommand | ShardedStepCommand
             if sharding is None:
                 reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
-                command = StepCommand(gradient, reduce, calls[0], self._exchange, self._n_tail, n_steps)
+                options = self._exchange, self._n_tail, n_steps, not has_rank_without_rows
+                command = StepCommand(gradient, reduce, calls[0], *options)
             else:
                 keys = distribute_variables(session, [self.grad_shared, sharding.row, sharding.rank, *sharding.parts])
                 command = ShardedStepCommand(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient, n_steps)
