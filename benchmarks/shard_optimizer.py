@@ -86,7 +86,8 @@ def run_synkhronos(settings: Settings) -> dict[str, Any]:
     for variable in train.optimizer_state:
         itemsize = np.dtype(variable.type.dtype).itemsize
         state += [itemsize * int(np.prod(shape)) for shape in synk.get_shapes(variable)]
-    result |= {"state": int(state.max()), "parameters": sum(p.get_value(borrow=True).size for p in net.trainable_params)}
+    result |= {"state": int(state.max())}
+    result["parameters"] = sum(param.get_value(borrow=True).size for param in net.trainable_params)
     if on_gpu:
         import jax
 
