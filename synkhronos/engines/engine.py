@@ -170,18 +170,19 @@ class Engine:
         return Runner(function)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, all_reduce: StepAllReduce, others: Sequence[Runner], n_repeats: int
+        self, rank: Rank, gradient: Runner, all_reduce: StepAllReduce, updates: Sequence[Runner], n_repeats: int
     ) -> Runner | None:
-        """Fuse functions and the all-reduce after the first one into one launch.
+        """Fuse the functions of a step, and the all-reduce between them, into one launch.
 
         Parameters
         ----------
         rank : Rank
-        first : Runner
+        gradient : Runner
             A runner that this engine has made.
         all_reduce : StepAllReduce
-            Variable that the first function updates and the others read.
-        others : sequence of Runner
+            Variable that `gradient` updates and `updates` read.
+        updates : sequence of Runner
+            Functions that run after the all-reduce, in this order.
         n_repeats : int
             Number of steps in the launch, as in `Runner`.
 
@@ -212,7 +213,7 @@ class Engine:
 
     # -- in the master ---------------------------------------------------------------------------------------
 
-    def prepare_call(self, session: Session) -> None:
+    def before_call(self, session: Session) -> None:
         """Prepare the session for a call.  The default is to send NumPy's floating-point error handling to workers."""
         sync_float_errors(session)
 

@@ -335,7 +335,7 @@ class LazyEngine(Engine):
     A call returns a `Result` for each output.  `fetch` must wait for the outputs, and return them as NumPy arrays.
     """
 
-    def prepare_call(self, session: Session) -> None:
+    def before_call(self, session: Session) -> None:
         """Drop outputs whose results were deleted, if there are many."""
         ResultTable.from_session(session).drop_deleted(session)
 

@@ -78,7 +78,7 @@ class Dispatcher:
         has_updates = bool(self.computation.updates)
         try:
             self.ensure_distributed(session)
-            self.computation.engine.prepare_call(session)
+            self.computation.engine.before_call(session)
         except Exception as error:
             if has_updates:  # errors of later stages have such a note too
                 error.add_note("The function's updates were applied on no rank.")

@@ -9,7 +9,7 @@
     supervision: the supervisor     copies the output of the ranks, records the exit status
         │ starts
     rank: the master, rank 0        forks the other ranks
-        │ rank_tasks: prepare_rank, build_model, train_model
+        │ rank_functions: prepare_rank, build_model, train_model
     rank 0 ... n-1                  each trains an instance of the user's model class (`model_class`)
 
 ``import synkhronos`` does not import this package.

@@ -27,7 +27,7 @@ from synkhronos.launch.model_class.model_compilation import compile_model, set_m
 from synkhronos.launch.model_class.model_interface import (
     ModelInterfaceError,
     call_by_signature,
-    check_attributes,
+    check_interface,
     get_batch_size,
     import_model_class,
     make_config,
@@ -102,7 +102,7 @@ class _ModelCheck:
         """Check the class as one rank, then as two."""
         settings = self.settings
         self.model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
-        check_attributes(self.model_class, settings.modelclass)
+        check_interface(self.model_class, settings.modelclass)
         self.check_one_rank()
         if not self.problems:
             self.check_two_ranks()
@@ -127,7 +127,7 @@ class _ModelCheck:
         needs_gradients = self.set_options(instance)
         self.stage = "compile_iter_fns() runs"
         compile_model(instance, self.settings, self.rule, 1, needs_gradients)
-        check_attributes(instance, self.settings.modelclass)
+        check_interface(instance, self.settings.modelclass)
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
             self.problems.append("it has no n_epochs: give --set epochs=N")
         recorder = ModelRecorder(0, rows_per_step=get_batch_size(instance), folder=self.folder)
@@ -152,8 +152,8 @@ class _ModelCheck:
         self.stage = "val_iter() runs"
         batch = 0
         while batch < min(_N_ITERATIONS, int(instance.data.n_batch_val)):
-            batch, has_stopped = parse_val_iter_result(instance.val_iter(0, recorder), batch, batch + 1)
-            if has_stopped:
+            batch, should_stop = parse_val_iter_result(instance.val_iter(0, recorder), batch, batch + 1)
+            if should_stop:
                 break
         rows, sums = recorder.take_validation_sums()
         if instance.data.n_batch_val and not rows:
@@ -186,7 +186,7 @@ class _ModelCheck:
         self.stage = "compile_iter_fns() runs with size 2"
         for instance in ranks:
             exchanged_quantity = compile_model(instance, self.settings, self.rule, 2, needs_gradients)
-            check_attributes(instance, self.settings.modelclass)
+            check_interface(instance, self.settings.modelclass)
         params = [
             FlatVariables(group_variables(instance, exchanged_quantity == "params").exchanged) for instance in ranks
         ]

@@ -323,7 +323,7 @@ class Loader:
                 self.wait_seconds += time.perf_counter() - start_time
             length = ring.unit_lengths[unit % layout.slots]
             rows = ring.select_rows(unit, length)
-            plan = plan._replace(row=plan.row + plan.size * batch_size)
+            plan = plan._replace(row=plan.row + plan.n_ranks * batch_size)
             is_over = length < batch_size if count is None else not plan.list_unit_starts(count, batch_size)
             plan, unit = plan.advance_epoch() if is_over else plan, unit + 1
             # Set before the yield: the caller may leave this loop, and continue from here with another loop.

@@ -232,7 +232,7 @@ class _LoaderProcess:
             is_epoch_over = False
             while not is_epoch_over:
                 unit: list[Any] = []
-                for unit_rank in range(plan.size):
+                for unit_rank in range(plan.n_ranks):
                     batch = list(itertools.islice(numbered_rows, unit_rows))
                     unit = batch if unit_rank == plan.rank else unit
                     if len(batch) < unit_rows:

@@ -72,22 +72,22 @@ class ReadPlan(NamedTuple):
         First epoch, and position in its order of rows at which to start.
     seed : int
         Seed of the shuffle and of the augmentation.
-    rank, size : int
-        Only unit ``rank`` of every ``size`` successive units is read.
+    rank, n_ranks : int
+        Only unit ``rank`` of every ``n_ranks`` successive units is read.
     drop_last : int
-        1 to drop the last rows of an epoch if these do not fill ``size`` units, else 0.
+        1 to drop the last rows of an epoch if these do not fill ``n_ranks`` units, else 0.
     """
 
     epoch: int
     row: int
     seed: int
     rank: int = 0
-    size: int = 1
+    n_ranks: int = 1
     drop_last: int = 0
 
     def list_unit_starts(self, count: int, unit_rows: int) -> range:
         """Return the positions at which the units of an epoch of ``count`` rows start."""
-        stride = self.size * unit_rows
+        stride = self.n_ranks * unit_rows
         stop = self.row + (count - self.row) // stride * stride if self.drop_last else count
         return range(self.row + self.rank * unit_rows, stop, stride)
 

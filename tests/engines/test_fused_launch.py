@@ -205,7 +205,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
     functions += [synk.function([], updates=list(u.items())) for u in (shards.local_updates, shards.whole_updates)]
     synk.distribute()
     first, *others = map(get_runner, functions)
-    parts = [part.shared for part in shards.parts.values()]
+    parts = [variable.shared for variable in shards.sharded_variables.values()]
     storages = ShardSpec(shards.row.container.storage, tuple(part.container.storage for part in parts), False)
     launch = first.fuse(AllReduceSpec(shards.grad_shared.container.storage, divisor=2, shards=storages), others)
     ranks, row = TwoEqualShards(valid), np.arange(1.0, 5.0)

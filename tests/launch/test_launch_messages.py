@@ -114,11 +114,11 @@ FILES = {
 
 #: Classes that miss a part, and the message of `check`.
 CLASSES = {
-    "NoMethods": r"NoMethods lacks:\n  method compile_iter_fns\(\): compiles its functions\n  method train_iter\(\): .*\n  method val_iter\(\): .*\n  method adjust_hyperp\(\): .*\n  method cleanup\(\)",
-    "NoParams": r"NoParams lacks:\n  attribute params: expected a list of shared variables, got None",
-    "StrangeParams": r"StrangeParams lacks:\n  attribute params\[1\]: expected a shared variable, got 3",
-    "NoData": r"NoData lacks:\n  attribute data: expected an object with n_batch_train and n_batch_val, got None",
-    "NoCount": r"NoCount lacks:\n  attribute data.n_batch_val: expected a number of batches, at least 0, got 'many'",
+    "NoMethods": r"NoMethods: missing or invalid:\n  method compile_iter_fns\(\): compiles its functions\n  method train_iter\(\): .*\n  method val_iter\(\): .*\n  method adjust_hyperp\(\): .*\n  method cleanup\(\)",
+    "NoParams": r"NoParams: missing or invalid:\n  attribute params: expected a list of shared variables, got None",
+    "StrangeParams": r"StrangeParams: missing or invalid:\n  attribute params\[1\]: expected a shared variable, got 3",
+    "NoData": r"NoData: missing or invalid:\n  attribute data: expected an object with n_batch_train and n_batch_val, got None",
+    "NoCount": r"NoCount: missing or invalid:\n  attribute data.n_batch_val: expected a number of batches, at least 0, got 'many'",
     "TwoArguments": r"TwoArguments\(\): expected a class that takes one config, got one that takes \['config', 'more'\]",
     "Raises": r"Raises fails when train_iter\(\) runs: KeyError: 'images'",
     "StrangeCall": r"the recorder has no 'celebrate'; it has .*train_error",

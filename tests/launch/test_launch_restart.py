@@ -149,14 +149,14 @@ def test_max_deaths_ends_a_run(tmp_path):
 BROKEN_DEVICES = """
 import json, os, sys
 if "synkhronos.launch.rank.master_process" in sys.orig_argv:
-    from synkhronos.launch.rank import rank_tasks
-    prepare_rank = rank_tasks.prepare_rank
+    from synkhronos.launch.rank import rank_functions
+    prepare_rank = rank_functions.prepare_rank
     def start_or_fail(worker, arguments, devices, ranks_by_host):
         is_too_many = worker.size > int(os.environ["WORKING"])
         if arguments.is_recovery and is_too_many and worker.number == int(os.environ["GONE"]):
             raise OSError(f"{devices[worker.number]} has fallen off the bus")
         return prepare_rank(worker, arguments, devices, ranks_by_host)
-    rank_tasks.prepare_rank = start_or_fail
+    rank_functions.prepare_rank = start_or_fail
 """
 
 

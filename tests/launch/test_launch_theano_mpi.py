@@ -255,9 +255,11 @@ def test_launch_refuses_a_run_that_trains_nothing(tmp_path, name, settings, word
 @pytest.mark.slow
 def test_cdd_needs_vels2(tmp_path):
     done = train(tmp_path / "one", "OneList", status=1)
-    assert re.search(r"OneList lacks:\n  attributes vels and vels2: expected lists of shared variables", done.stderr)
+    assert re.search(
+        r"OneList: missing or invalid:\n  attributes vels and vels2: expected lists of shared variables", done.stderr
+    )
     done = train(tmp_path / "none", "Whole", status=1, rule_options__average="gradient")
-    assert "Whole lacks:\n  attributes vels and vels2: " in done.stderr
+    assert "Whole: missing or invalid:\n  attributes vels and vels2: " in done.stderr
 
 
 def test_check_runs_a_theano_mpi_class(tmp_path):
@@ -277,7 +279,7 @@ print("-- status", check_class("launch_models/theano_mpi.py:Regression", {{"rule
     assert "Idle: train_iter() changes none of params\n-- status 1" in reports["Idle"]
     message = "with size 2 ranks 0 and 1 have taken the same steps: they train on the same rows"
     assert f"Alike: {message}" in reports["Alike"] and f"AlikeInParts: {message}" in reports["AlikeInParts"]
-    assert "OneList lacks:\n  attributes vels and vels2" in reports["OneList"]
+    assert "OneList: missing or invalid:\n  attributes vels and vels2" in reports["OneList"]
     assert reports["Called"].endswith("-- status 0\n"), reports["Called"]
     calls = [call[0] for call in json.loads((tmp_path / "calls-0.json").read_text())]
     assert calls.count("train_iter") == 3  # as rank 0 of two: the last but one to be cleaned up

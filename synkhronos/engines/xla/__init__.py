@@ -51,17 +51,17 @@ class XlaEngine(LazyEngine):
         return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=allows_opaque_outputs)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, all_reduce: StepAllReduce, others: Sequence[Runner], n_repeats: int
+        self, rank: Rank, gradient: Runner, all_reduce: StepAllReduce, updates: Sequence[Runner], n_repeats: int
     ) -> Runner | None:
         """Fuse executables and NCCL's collectives into one launch; return None if that is impossible.
 
         The result may differ between ranks: a fused training step has the same collectives as an unfused one, unless
         the optimizer is sharded.
         """
-        executables = [runner for runner in others if isinstance(runner, Executable)]
-        assert isinstance(first, Executable) and len(executables) == len(others)
+        executables = [runner for runner in updates if isinstance(runner, Executable)]
+        assert isinstance(gradient, Executable) and len(executables) == len(updates)
         if rank.size == 1:
-            return first.fuse(others=executables, n_repeats=n_repeats)
+            return gradient.fuse(others=executables, n_repeats=n_repeats)
         shared = all_reduce.get_shared(rank)
         value = shared.container.storage[0]
         # An unfused step moves and casts a value that the user has set.
@@ -83,7 +83,7 @@ class XlaEngine(LazyEngine):
             rank.spans_hosts,
             storages,
         )
-        fused = first.fuse(spec, executables, n_repeats=n_repeats)
+        fused = gradient.fuse(spec, executables, n_repeats=n_repeats)
         return None if fused is None else FusedRunner(rank, fused, all_reduce)
 
     def get_max_repeats(self, dtype: np.dtype | None = None) -> int:

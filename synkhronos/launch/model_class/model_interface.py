@@ -36,7 +36,7 @@ class ModelInterfaceError(TypeError):
     """A class lacks a method or an attribute that the launcher needs, or a method returns an invalid value."""
 
 
-def list_missing_attributes(model: Any) -> list[str]:
+def list_interface_problems(model: Any) -> list[str]:
     """Return a line for each missing or invalid attribute of a model class or its instance.
 
     For a class only methods are checked: its constructor and ``compile_iter_fns`` set the attributes.
@@ -69,11 +69,11 @@ def list_missing_attributes(model: Any) -> list[str]:
     return problems
 
 
-def check_attributes(model: Any, name: str) -> None:
-    """Raise `ModelInterfaceError`, with a line for each method or attribute that a class or its instance lacks."""
-    lines = list_missing_attributes(model)
+def check_interface(model: Any, name: str) -> None:
+    """Raise `ModelInterfaceError`, if a method or attribute of a class or its instance is missing or invalid."""
+    lines = list_interface_problems(model)
     if lines:
-        raise ModelInterfaceError(f"{name} lacks:\n" + "\n".join(f"  {line}" for line in lines))
+        raise ModelInterfaceError(f"{name}: missing or invalid:\n" + "\n".join(f"  {line}" for line in lines))
 
 
 def shorten_repr(value: Any) -> str:
@@ -156,7 +156,7 @@ def parse_val_iter_result(returned: Any, batch: int, next_batch: int) -> tuple[i
     -------
     next_batch : int
         Number of the next batch.
-    has_stopped : bool
+    should_stop : bool
         Whether the validation and the run end.
 
     Raises

@@ -20,7 +20,7 @@ from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.launch import core_binding
 from synkhronos.launch.configuration.settings import Settings
-from synkhronos.launch.rank import rank_tasks
+from synkhronos.launch.rank import rank_functions
 from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.launch.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
 from synkhronos.processes import fork_pinned
@@ -87,17 +87,17 @@ def _train(settings: Settings, arguments: MasterArguments) -> int:
     devices, cores = list(settings.devices), arguments.rank_cores
     fork_pinned(len(devices), settings.on_gpu, cores, settings.hosts, hosts_output)
     ranks_by_host = get_session().ranks_by_host
-    processes = run(rank_tasks.prepare_rank, arguments, devices, ranks_by_host)
+    processes = run(rank_functions.prepare_rank, arguments, devices, ranks_by_host)
     (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))
     rule = settings.make_rule()
-    size, dtype = run(rank_tasks.build_model, settings, rule)[0]
-    shared_arrays = allocate_shared_arrays(rule, get_session().size, size, np.dtype(dtype))
+    n_elements, dtype = run(rank_functions.build_model, settings, rule)[0]
+    shared_arrays = allocate_shared_arrays(rule, get_session().size, n_elements, np.dtype(dtype))
     stop_flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
     with recording, StopSignalHandler(None, stop_flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        outcome = run(rank_tasks.train_model, settings, rule, shared_arrays, arguments, stop_flag)[0]
+        outcome = run(rank_functions.train_model, settings, rule, shared_arrays, arguments, stop_flag)[0]
         return 128 + get_requested_stop() if outcome is Outcome.STOPPED else 0
 
 

@@ -98,7 +98,8 @@ class ModelBatchLoop(BatchLoop):
             self.sanity_check.compare_ranks(self.worker)
         self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=False)
         self._exchanger.update_steps_left()
-        if self._exchanger.count_steps(steps):
+        self._exchanger.count_steps(steps)
+        if self._exchanger.is_due:
             # If the model has a ``weight``, the exchange weights this rank's parameters by the weight of the last cost.
             has_weight = getattr(self.model, "weight", None) is not None
             self._exchanger.state.count_items = self.recorder.get_last_weight if has_weight else None
@@ -118,7 +119,7 @@ class ModelBatchLoop(BatchLoop):
                 if self.rule.asynchronous and self.state.settings.saves_on_signal:
                     self._stops_at_memory_checkpoint = any(self.worker.all_gather(bool(get_requested_stop())))
 
-    def check_stop(self) -> bool:
+    def decide_stop(self) -> bool:
         """Set `is_stopped_by_signal` and return it: True if a signal ends the training after this batch.
 
         A collective under synchronous rules.

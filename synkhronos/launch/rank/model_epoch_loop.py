@@ -219,21 +219,21 @@ class ModelEpochLoop(EpochLoop):
         """Validate the rule's consensus parameters; a validation that a signal stops has no results."""
         recorder = self.recorder
         generator_states = self.state.get_generator_states()
-        batch, has_stopped, is_ended = 0, False, False
+        batch, should_stop, is_ended = 0, False, False
         per_batch = get_steps_per_batch(self.model)
-        while batch < int(self.model.data.n_batch_val) and not has_stopped and not is_ended:
+        while batch < int(self.model.data.n_batch_val) and not should_stop and not is_ended:
             next_batch = batch + 1
             for _ in range(per_batch):
                 self.worker.progress()
                 with use_model_precision():
                     returned = self.model.val_iter(self._n_trained_batches, recorder)
-                next_batch, has_stopped = parse_val_iter_result(returned, batch, next_batch)
-                if has_stopped:
+                next_batch, should_stop = parse_val_iter_result(returned, batch, next_batch)
+                if should_stop:
                     break
             batch = next_batch
             is_ended = self.batch_loop.is_stop_requested(is_collective=False)
         self._reset_iterator("val")
-        by_rank = self.worker.all_gather((*recorder.take_validation_sums(), has_stopped, is_ended))
+        by_rank = self.worker.all_gather((*recorder.take_validation_sums(), should_stop, is_ended))
         self.batch_loop.is_stopped_by_signal = any(ended for *_, ended in by_rank)
         if self.batch_loop.is_stopped_by_signal:
             self.state.set_generator_states(*generator_states)  # a resumed run repeats the validation
@@ -323,7 +323,7 @@ def _choose_n_epochs(state: ModelState) -> int:
     epochs = state.settings.epochs if state.settings.epochs is not None else getattr(state.model, "n_epochs", None)
     if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
         raise ModelInterfaceError(
-            f"{state.settings.modelclass} lacks:\n  attribute n_epochs: expected a number of epochs, got "
+            f"{state.settings.modelclass}: missing or invalid:\n  attribute n_epochs: expected a number of epochs, got "
             f"{epochs!r}; or give --set epochs=N"
         )
     return int(epochs)

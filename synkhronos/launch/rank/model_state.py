@@ -162,7 +162,7 @@ class ModelState:
     def set_generator_states(self, states: list[Any], global_states: dict[str, Any]) -> None:
         """Set this rank's random generators to states from `get_generator_states`."""
         for shared, state in zip(self.variables.generators, states, strict=True):
-            generator_state.set_state(shared, state)
+            generator_state.set_generator_state(shared, state)
         set_global_generator_states(global_states)
 
     def use_consensus_params(self) -> None:
@@ -250,13 +250,13 @@ def get_global_generator_states() -> dict[str, Any]:
     """Return the states of NumPy's and Python's global random generators, in types that JSON can represent."""
     version, numbers, gauss = random.getstate()
     return {
-        "numpy": generator_state.to_json(np.random.get_state(legacy=False)),
+        "numpy": generator_state.to_json_types(np.random.get_state(legacy=False)),
         "python": [version, list(numbers), gauss],
     }
 
 
 def set_global_generator_states(states: dict[str, Any]) -> None:
     """Set the states of NumPy's and Python's global random generators, as from `get_global_generator_states`."""
-    np.random.set_state(generator_state.from_json(states["numpy"]))
+    np.random.set_state(generator_state.from_json_types(states["numpy"]))
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -81,8 +81,8 @@ class Supervisor:
         self._checkpoint = settings.resume
         if settings.resume == "latest":
             self._checkpoint = str(list_checkpoints(self.folder / "checkpoints")[-1])
-        self._console = Console(1, self._check_deadline)
-        self._error_console = Console(2, self._check_deadline)
+        self._console = Console(1, self._enforce_deadline)
+        self._error_console = Console(2, self._enforce_deadline)
 
     def run(self) -> int:
         """Start the ranks, wait for their end, and return the exit status."""
@@ -208,7 +208,7 @@ class Supervisor:
         with contextlib.suppress(OSError):
             os.write(2, message.encode())
 
-    def _check_deadline(self) -> bool:
+    def _enforce_deadline(self) -> bool:
         """Kill the ranks if their deadline has passed; return True if it has."""
         if self.parent_pid is not None and os.getppid() != self.parent_pid and not self.signal_number:
             self._handle_signal(signal.SIGTERM, None)
@@ -251,7 +251,7 @@ class Supervisor:
                     is_last = not self._master.poll() or not starts_again
                     if is_last or time.monotonic() > end_of_wait:
                         break
-                self._check_deadline()
+                self._enforce_deadline()
             for key in list(selector.get_map().values()):
                 key.data.feed(b"")
 

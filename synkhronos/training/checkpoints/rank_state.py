@@ -62,7 +62,7 @@ def collect_state(worker: Worker, spec: RankStateSpec) -> dict[str, Any]:
     """
     variables, stored = spec.variables, worker.get_storage(spec.name)
     state: State | None = stored.get("state")
-    streams = [generator_state.get_state(shared) for shared in variables.generators]
+    streams = [generator_state.get_generator_state(shared) for shared in variables.generators]
     if spec.is_joint and worker.number:
         return {"streams": streams, "others": variables.read_others()}
     return {
@@ -191,7 +191,7 @@ def set_state(worker: Worker, spec: RankStateSpec, saved: dict[str, Any]) -> Non
     spec.variables.write_values(saved)
     if saved["streams"] is not None:
         for shared, value in zip(spec.variables.generators, saved["streams"], strict=True):
-            generator_state.set_state(shared, value)
+            generator_state.set_generator_state(shared, value)
     if spec.is_joint:
         return
     stored = worker.get_storage(spec.name)

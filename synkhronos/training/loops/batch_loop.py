@@ -2,9 +2,9 @@
 
 Each iteration trains on the next batches::
 
-    iterate_batches --> step --> exchange --> record --> check_stop
-         ^                                                   |
-         +---------------------------------------------------+
+    iterate_batches --> step --> exchange --> record --> decide_stop
+         ^                                                    |
+         +----------------------------------------------------+
 
 `iterate_batches` ends at the next report; the owner of the loop then validates, reports and saves.
 
@@ -37,7 +37,7 @@ class BatchLoop(ABC):
         for batches in self.iterate_batches():
             self.exchange(self.step(batches))
             self.record(batches)
-            if self.check_stop():
+            if self.decide_stop():
                 break
 
     @abstractmethod
@@ -57,7 +57,7 @@ class BatchLoop(ABC):
         """Write the records that are due."""
 
     @abstractmethod
-    def check_stop(self) -> bool:
+    def decide_stop(self) -> bool:
         """Return True if the training stops after these batches.  Some subclasses agree on it by a collective."""
 
 
@@ -76,15 +76,20 @@ class Exchanger:
         self._steps_left = 1
 
     def update_steps_left(self) -> int:
-        """Ask the rule for the number of steps until the next exchange; return it, and store it for `count_steps`."""
+        """Ask the rule for the number of steps until the next exchange; return it, and store it for `is_due`."""
         self._steps_left = self.rule.count_steps_left(self.state)
         return self._steps_left
 
-    def count_steps(self, steps: int) -> bool:
-        """Count ``steps`` steps; return True if an exchange is due after them."""
+    def count_steps(self, steps: int) -> None:
+        """Count ``steps`` steps."""
         self.state.step += steps
         self.state.steps_since_exchange += steps
-        return steps >= self._steps_left
+        self._steps_left -= steps
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an exchange is due after the counted steps."""
+        return self._steps_left <= 0
 
     def exchange(self) -> None:
         """Exchange, and restart the count of steps."""

@@ -69,7 +69,9 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         (outputs of gradient, []) or None
             None, without a step, if ``n_steps`` is above 1 and a single step has to be taken first, or every time.
         """
-        gradient, local, whole = (call.prepare(rank) for call in (self.gradient, self.local_update, self.whole_update))
+        gradient, local, whole = (
+            call.make_rank_call(rank) for call in (self.gradient, self.local_update, self.whole_update)
+        )
         # At its first call a rank may have to wait for another one to compile, and means over ranks are exchanged
         # between the launches of a single step.
         if self.n_steps > 1 and (self.gradient.needs_compile or gradient.compiled.n_rank_means):
@@ -110,19 +112,19 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def get_shards(self, rank: Rank) -> StepShards:
         """Return this rank's row and number."""
-        row, _, *parts = map(rank.get_object, self.keys[1:])
-        return StepShards(row, parts, self.gathers_gradient)
+        row, _, *state_shards = map(rank.get_object, self.keys[1:])
+        return StepShards(row, state_shards, self.gathers_gradient)
 
     def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator, and the matrix's shape, once all ranks have compared theirs."""
-        matrix, _ = self._copies(rank)
+        matrix, _ = self._prepare_copies(rank)
         return matrix.communicator, matrix.layouts[0][0]
 
     # -- in parts --------------------------------------------------------------------------------------------
 
     def _set_number(self, rank: Rank) -> None:
         """Set the variable of the rank's number at the first step on these ranks."""
-        numbered, key = rank.registry.get_or_create(_Numbered), self.keys[2]
+        numbered, key = rank.registry.get_or_create(_NumberedVariables), self.keys[2]
         if key in numbered:
             return
         shared = rank.get_object(key)
@@ -130,7 +132,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         library.store_value(shared, get_array_device(library.borrow_value(shared)).from_host(np.asarray(rank.number)))
         numbered.add(key)
 
-    def _copies(self, rank: Rank) -> tuple[VariableCopy, VariableCopy]:
+    def _prepare_copies(self, rank: Rank) -> tuple[VariableCopy, VariableCopy]:
         """Return this rank's copies of the matrix and of the row; a collective operation."""
         matrix, row = prepare_copies(rank, self.keys[:2], nccl=True)
         for copy in (matrix, row):
@@ -141,7 +143,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def _reduce_scatter(self, rank: Rank) -> None:
         """Reduce the matrix of all ranks, and set this rank's row."""
-        matrix, row = self._copies(rank)
+        matrix, row = self._prepare_copies(rank)
         width = matrix.layouts[0][0][1]
         out = row.get_writable()
         bounds = [r * width for r in range(rank.size + 1)]
@@ -150,7 +152,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def _all_gather(self, rank: Rank) -> None:
         """Set the matrix on every rank to all ranks' rows."""
-        matrix, row = self._copies(rank)
+        matrix, row = self._prepare_copies(rank)
         rows = matrix.get_writable()
         out = [matrix.transport.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(row.layouts)]
         matrix.communicator.all_gather(row.get_contiguous(), row.layouts, out)
@@ -174,5 +176,5 @@ class _StepRunner(Runner):
         return [value for values in zip(*by_step, strict=True) for value in values]
 
 
-class _Numbered(set[Any]):
+class _NumberedVariables(set[Any]):
     """Keys of variables that hold the number of this rank."""

@@ -81,7 +81,7 @@ class StepCommand(_StepCommandFields, Command):
         (outputs of gradient, outputs of update) or None
             None, without a step, if ``n_steps`` is above 1 and a rank cannot fuse the steps into one launch.
         """
-        gradient, update = self.gradient.prepare(rank), self.update.prepare(rank)
+        gradient, update = self.gradient.make_rank_call(rank), self.update.make_rank_call(rank)
         fused_step = None
         if self.every_rank_has_rows:
             fused_step = fuse_calls(rank, self, self.gradient, gradient, [update], self.n_steps)

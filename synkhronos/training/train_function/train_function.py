@@ -63,7 +63,7 @@ class _Sharding(NamedTuple):
 
     row: Any
     rank: Any
-    parts: tuple[Any, ...]
+    state_shards: tuple[Any, ...]
     reads_whole_gradient: bool
 
 
@@ -119,13 +119,14 @@ class TrainFunction:
         self._clear = function([], updates=[(grad_shared, zeros)], name="train_clear")
         # Assigned after the functions: deepcopy copies attributes in order, and functions have to copy the variables.
         self.grad_shared = grad_shared
-        parts, size = ({}, None) if shards is None else (shards.parts, shards.size)
-        self._optimizer = OptimizerState(graph.optimizer_state, parts, size)
+        n_ranks = None if shards is None else ranks.get_session().size
+        sharded_variables = {} if shards is None else shards.sharded_variables
+        self._optimizer = OptimizerState(graph.optimizer_state, sharded_variables, n_ranks)
         self.optimizer_state = self._optimizer.variables
         self._sharding = None
         if shards is not None:
-            divided = tuple(part.shared for part in shards.parts.values())
-            self._sharding = _Sharding(shards.row, shards.rank, divided, shards.reads_whole_gradient)
+            state_shards = tuple(variable.shared for variable in sharded_variables.values())
+            self._sharding = _Sharding(shards.row, shards.rank, state_shards, shards.reads_whole_gradient)
         self._graph = graph
         self._exchange = exchange
 
@@ -140,7 +141,7 @@ class TrainFunction:
         With `shard_optimizer` each rank has a part of them, and this is a collective, which sets the returned variables
         to the averages of this moment, on all ranks.
         """
-        self._optimizer.gather_into(self._graph.ema or ())
+        self._optimizer.gather_whole_values(self._graph.ema or ())
         return self._graph.ema
 
     def get_optimizer_state(self) -> list[np.ndarray]:
@@ -406,7 +407,9 @@ class TrainFunction:
                 options = self._exchange, self._n_tail, n_steps, not has_rank_without_rows
                 command = StepCommand(gradient, reduce, calls[0], *options)
             else:
-                keys = distribute_variables(session, [self.grad_shared, sharding.row, sharding.rank, *sharding.parts])
+                keys = distribute_variables(
+                    session, [self.grad_shared, sharding.row, sharding.rank, *sharding.state_shards]
+                )
                 command = ShardedStepCommand(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient, n_steps)
             returned = session.run(command)
             if returned is None:

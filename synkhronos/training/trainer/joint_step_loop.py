@@ -23,7 +23,7 @@ class JointStepLoop(LaunchLoop):
     def __init__(self, plan: IntervalPlan, source: RowSource, model: CompiledModel, operation_runner: OperationRunner):
         state, graph = model.state, model.graph
         read = make_loss_reader(list, plan.has_weight)
-        meter = Meter(0, plan.recorders, read, model.launch_shapes, state.progress.steps)
+        meter = Meter(0, plan.recorders, read, model.launch_shapes, state.position.steps)
         super().__init__(plan, source, meter, plan.batch_size * ranks.get_session().size, True, state.rate)
         assert model.joint_step is not None
         self._step, self._learning_rate = model.joint_step, model.learning_rate
@@ -61,15 +61,15 @@ class JointStepLoop(LaunchLoop):
 
         return self._operation_runner.run_update(take_steps, len(rows))
 
-    def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
+    def free_after_launch(self, position_ranges: list[tuple[int, int]], steps: int) -> None:
         """Free the rows: `launch` has waited for the steps."""
         self.meter.read_losses()
-        self.free(spans)
+        self.free(position_ranges)
 
     def exchange(self, steps: int) -> None:
         """Do nothing: steps exchange gradients."""
 
-    def check_stop(self) -> bool:
+    def decide_stop(self) -> bool:
         """Return True after a signal, or a death that has ended the source or changed the number of rows per step."""
         is_resized = self.rows_per_step != self.plan.batch_size * ranks.get_session().size
         return is_resized or self.source.has_ended or self.plan.can_stop and bool(get_requested_stop())
@@ -85,5 +85,5 @@ def take_joint_steps(
     finally:
         state.rate = loop.rate
     loop.write_lines(flush=True)
-    state.progress.steps = loop.meter.step
+    state.position.steps = loop.meter.step
     return loop.end, loop.meter.get_totals(loop.rate)

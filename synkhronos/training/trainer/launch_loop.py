@@ -59,7 +59,7 @@ class LaunchLoop(BatchLoop):
         #: Position up to which rows have been trained on.
         self.end = plan.start
         #: Ranges of positions whose rows unfinished steps may still read.
-        self.spans_in_use: list[tuple[int, int]] = []
+        self.position_ranges_in_use: list[tuple[int, int]] = []
         self._bar: Any = None
         if plan.shows_progress_bar and is_master:
             from tqdm import tqdm
@@ -103,51 +103,51 @@ class LaunchLoop(BatchLoop):
         """
 
     @abstractmethod
-    def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
-        """Free rows that finished steps have read, after a launch of ``steps`` steps on the rows of ``spans``."""
+    def free_after_launch(self, position_ranges: list[tuple[int, int]], steps: int) -> None:
+        """Free rows that finished steps have read, after a launch of ``steps`` steps on ``position_ranges``."""
 
     def step(self, batches: LaunchBatches) -> int:
         """Launch a step per batch, and pass the losses to the meter."""
         last = self.plan.stop
-        spans = [(start, min(start + self.rows_per_step, last)) for start in batches.starts if start < last]
+        position_ranges = [(start, min(start + self.rows_per_step, last)) for start in batches.starts if start < last]
         # Rows first: a death in `set_learning_rate` may end the loader processes, so that no further rows would come.
-        rows = [indexes for indexes in self.wait_for_row_indexes(spans) if len(indexes)]
+        rows = [indexes for indexes in self.wait_for_row_indexes(position_ranges) if len(indexes)]
         rate = self.plan.get_learning_rate(batches.rate_position)
         if rate != self.rate:
             self.set_learning_rate(rate)
             self.rate = rate
         if not rows:  # no batch is left for this rank, or no row could be read
-            self.free(spans)
+            self.free(position_ranges)
             return len(batches.starts)
         with self.meter.time_activity("compute") as launch:
             losses = self.launch(rows)
             for (loss, weight), indexes in zip(losses, rows, strict=True):
                 self.meter.add_loss(loss, len(indexes) if weight is None else weight)
                 self.meter.count_step(len(indexes))
-            self.free_after_launch(spans, len(losses))
+            self.free_after_launch(position_ranges, len(losses))
         self.meter.record_launch(len(rows), len(rows[0]), launch.seconds_without_wait)
         return len(batches.starts)
 
-    def wait_for_row_indexes(self, spans: list[tuple[int, int]]) -> list[Any]:
+    def wait_for_row_indexes(self, position_ranges: list[tuple[int, int]]) -> list[Any]:
         """Wait until the rows at some ranges of positions are loaded, and return their row indexes."""
         source = self.source
-        if isinstance(source, Feed) and not all(source.is_ready(*span) for span in spans):
+        if isinstance(source, Feed) and not all(source.is_ready(*position_range) for position_range in position_ranges):
             # The loader processes may need the slots of this rank's rows to read rows for other ranks.
             self.finish_steps()
         with self.meter.time_activity("load"):
-            return [source.wait_for_row_indexes(*span, self.on_poll) for span in spans]
+            return [source.wait_for_row_indexes(*position_range, self.on_poll) for position_range in position_ranges]
 
     def finish_steps(self) -> None:
         """Wait for the launched steps, and free their rows."""
         with self.meter.time_activity("compute"):
             self.meter.read_losses()
-            self.free(self.spans_in_use)
-            self.spans_in_use = []
+            self.free(self.position_ranges_in_use)
+            self.position_ranges_in_use = []
 
-    def free(self, spans: list[tuple[int, int]]) -> None:
+    def free(self, position_ranges: list[tuple[int, int]]) -> None:
         """Allow the loader processes to overwrite the rows at some ranges of positions."""
-        for span in spans:
-            self.source.free(*span)
+        for position_range in position_ranges:
+            self.source.free(*position_range)
 
 
 def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight: bool) -> LossReader:

@@ -109,7 +109,7 @@ class LocalStepLoop(LaunchLoop):
                 return
             yield LaunchBatches(starts[0], starts, min(plan.stop, starts[-1] + plan.batch_size))
 
-    def check_stop(self) -> bool:
+    def decide_stop(self) -> bool:
         """Return True if all ranks agree to stop; asynchronous ranks stop in `_take_batches` instead."""
         return self.plan.can_stop and not self.rule.asynchronous and self._agreement.is_stop_due()
 
@@ -144,16 +144,17 @@ class LocalStepLoop(LaunchLoop):
         steps = [self._step.launch(*(array[indexes] for array in data)) for indexes in rows]
         return [(loss, weight[0] if weight else None) for loss, *weight in steps]
 
-    def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
+    def free_after_launch(self, position_ranges: list[tuple[int, int]], steps: int) -> None:
         """Wait for the previous launch, and free its rows."""
         if isinstance(self.source, Feed):
             self.meter.read_losses(n_pending=steps)
-            self.free(self.spans_in_use)
-            self.spans_in_use = spans
+            self.free(self.position_ranges_in_use)
+            self.position_ranges_in_use = position_ranges
 
     def exchange(self, steps: int) -> None:
         """Count ``steps`` steps, and exchange if an exchange is due."""
-        if not self.exchanger.count_steps(steps):
+        self.exchanger.count_steps(steps)
+        if not self.exchanger.is_due:
             return
         # Launched steps are finished if the exchange waits for them: other ranks may need the memory of their rows.
         if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.steps_since_exchange > 1:

@@ -49,7 +49,7 @@ from synkhronos.training.trainer.epoch_data import (
 )
 from synkhronos.training.trainer.joint_step_loop import take_joint_steps
 from synkhronos.training.trainer.local_step_loop import take_local_steps
-from synkhronos.training.trainer.trainer_state import TrainerProgress
+from synkhronos.training.trainer.trainer_state import TrainerPosition
 
 
 @dataclass(eq=False)
@@ -80,14 +80,14 @@ class TrainerEpochLoop(EpochLoop):
         self.checkpoint_every = 0 if self.checkpoint is None else self.checkpoint.every
 
     @property
-    def progress(self) -> TrainerProgress:
+    def position(self) -> TrainerPosition:
         """Position of the trainer; `Trainer.restore_best` may replace it between two reports."""
-        return self.model.state.progress
+        return self.model.state.position
 
     @property
     def early_stopping(self) -> EarlyStopping:
         """Best value of the metric so far."""
-        return self.progress.early_stopping
+        return self.position.early_stopping
 
     def begin(self, resume: Any) -> None:
         """Allocate shared memory, and restore the checkpoint that ``resume`` names, if any."""
@@ -102,14 +102,14 @@ class TrainerEpochLoop(EpochLoop):
         if resume is not None:
             seen = state.restore(resume, self.data, model.schedule)
             self._remove_later_records(seen)
-        elif self.progress.row and self.progress.order_key != (self.data.n_epoch_rows, self.data.seed):
-            count, seed = self.progress.order_key
+        elif self.position.row and self.position.order_key != (self.data.n_epoch_rows, self.data.seed):
+            count, seed = self.position.order_key
             raise ValueError(
                 f"x_data, seed: expected {count:,} rows and seed {seed}, since the last call ended within an epoch of "
                 f"these, got {self.data.n_epoch_rows:,} and {self.data.seed}"
             )
         elif checkpoint is not None:
-            checkpoint.check_no_newer(self.progress.seen)
+            checkpoint.check_no_newer(self.position.seen)
         metric = "loss" if self.valid is None else f"validation {self.first_metric}"
         if self.metric != (self.first_metric, "min"):
             metric += f", {' '.join(self.metric)}"
@@ -124,7 +124,7 @@ class TrainerEpochLoop(EpochLoop):
 
     def has_trained_all_epochs(self) -> bool:
         """Whether all epochs are trained."""
-        return self.progress.epoch >= self.n_epochs
+        return self.position.epoch >= self.n_epochs
 
     def is_signalled(self) -> bool:
         """Whether a signal has requested a stop."""
@@ -138,19 +138,19 @@ class TrainerEpochLoop(EpochLoop):
     def train(self) -> Outcome:
         """Train to the next report, or until a signal."""
         self.operation_runner.refresh_copy()
-        progress = self.progress
-        if not progress.row:
+        position = self.position
+        if not position.row:
             self._begin_epoch()
-        self.interval_stop = self._find_interval_stop(progress.interval_start)
-        if self.interval_stop < progress.row:  # after a checkpoint of more ranks
-            self.interval_stop = self._find_interval_stop(progress.row)
+        self.interval_stop = self._find_interval_stop(position.interval_start)
+        if self.interval_stop < position.row:  # after a checkpoint of more ranks
+            self.interval_stop = self._find_interval_stop(position.row)
         if self.model.joint_step is not None:
-            while progress.row < self.interval_stop and not self.is_signalled():  # repeats if a rank was left out
-                progress.row, progress.totals = self._train_interval(self.interval_stop)
+            while position.row < self.interval_stop and not self.is_signalled():  # repeats if a rank was left out
+                position.row, position.totals = self._train_interval(self.interval_stop)
             return self._get_outcome()
-        while progress.row < self.interval_stop and not self.is_signalled():
+        while position.row < self.interval_stop and not self.is_signalled():
             began = time.perf_counter()
-            progress.row, progress.totals = self.operation_runner.run_update(self._make_interval_operation())
+            position.row, position.totals = self.operation_runner.run_update(self._make_interval_operation())
             self.operation_runner.adapt_steps_until_copy(time.perf_counter() - began)
         return self._get_outcome()
 
@@ -162,16 +162,16 @@ class TrainerEpochLoop(EpochLoop):
             check_enough_rows(n_rows, data.batch_size)
             self.data = EpochData(data.data, n_rows, data.batch_size, data.seed, data.loader)
             self.data.allocate_row_order()
-        self.progress.order_key = self.data.n_epoch_rows, data.seed
+        self.position.order_key = self.data.n_epoch_rows, data.seed
 
     def _make_interval_operation(self) -> Callable[[], tuple[int, list[RankTotals]]]:
         """Return a function that trains until the next copy of the ranks' state, and may be called again."""
-        progress, attempts = self.progress, itertools.count()
-        stop = min(self.interval_stop, progress.row + self._count_rows_until_copy())
+        position, attempts = self.position, itertools.count()
+        stop = min(self.interval_stop, position.row + self._count_rows_until_copy())
 
         def attempt() -> tuple[int, list[RankTotals]]:
             if next(attempts):
-                self._remove_later_records(progress.seen)
+                self._remove_later_records(position.seen)
             return self._train_interval(stop)
 
         return attempt
@@ -191,21 +191,21 @@ class TrainerEpochLoop(EpochLoop):
 
     def _make_plan(self, stop: int) -> IntervalPlan:
         """Make the plan of an interval from the present position to ``stop``."""
-        model, data, progress = self.model, self.data, self.progress
+        model, data, position = self.model, self.data, self.position
         return IntervalPlan(
-            start=progress.row,
+            start=position.row,
             stop=stop,
             batch_size=data.batch_size,
-            epoch=progress.epoch,
+            epoch=position.epoch,
             n_rows=data.n_epoch_rows,
-            rows_before=progress.rows_before,
+            rows_before=position.rows_before,
             schedule=model.schedule,
             recorders=[recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             shows_progress_bar=self.shows_progress_bar,
             rank_groups=get_ranks_by_host(data.data) or [range(ranks.get_session().size)],
             can_stop=self.checkpoint is not None,
             earlier_totals=resize_totals(
-                progress.totals, 1 if model.joint_step is not None else ranks.get_session().size
+                position.totals, 1 if model.joint_step is not None else ranks.get_session().size
             ),
             has_weight=model.graph.weight is not None,
         )
@@ -259,11 +259,11 @@ class TrainerEpochLoop(EpochLoop):
 
     def make_report(self) -> Report:
         """Make the report of the interval, without validation."""
-        progress, data, n_ranks = self.progress, self.data, ranks.get_session().size
+        position, data, n_ranks = self.position, self.data, ranks.get_session().size
         return make_report(
-            progress.totals,
-            progress.epoch + self.interval_stop / data.n_epoch_rows,
-            progress.rows_before + self.interval_stop,
+            position.totals,
+            position.epoch + self.interval_stop / data.n_epoch_rows,
+            position.rows_before + self.interval_stop,
             f"{n_ranks} x {data.batch_size} = {n_ranks * data.batch_size}",
         )
 
@@ -321,11 +321,11 @@ class TrainerEpochLoop(EpochLoop):
                 f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: "
                 f"{self._explain_nonfinite(report)}; nothing was saved since"
             )
-        progress, is_epoch_over = self.progress, self.interval_stop == self.data.n_epoch_rows
-        progress.totals, progress.metrics = [], report.metrics
-        progress.row = progress.interval_start = 0 if is_epoch_over else self.interval_stop
-        progress.epoch += is_epoch_over
-        progress.rows_before += self.data.n_epoch_rows if is_epoch_over else 0
+        position, is_epoch_over = self.position, self.interval_stop == self.data.n_epoch_rows
+        position.totals, position.metrics = [], report.metrics
+        position.row = position.interval_start = 0 if is_epoch_over else self.interval_stop
+        position.epoch += is_epoch_over
+        position.rows_before += self.data.n_epoch_rows if is_epoch_over else 0
         report.deaths = self.operation_runner.take_deaths()
         for recorder in self.recorders:
             recorder.write(report.to_record())
@@ -337,7 +337,7 @@ class TrainerEpochLoop(EpochLoop):
         message = ""
         if data.row_order is not None:
             names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
-            rows = data.row_order.data[self.progress.interval_start : self.interval_stop]
+            rows = data.row_order.data[self.position.interval_start : self.interval_stop]
             message = describe_nonfinite(dict(zip(names, data.data, strict=True)), rows)
         if not message and isinstance(valid, tuple):
             names = [f"valid, {name}," for name in (*x, *y)]
@@ -362,10 +362,10 @@ class TrainerEpochLoop(EpochLoop):
     def save_at_signal(self) -> NoReturn:
         """Write a checkpoint between two reports, and exit with the status of the signal."""
         number = get_requested_stop()
-        message, progress, checkpoint = f"{signal.Signals(number).name}: training ends", self.progress, self.checkpoint
+        message, position, checkpoint = f"{signal.Signals(number).name}: training ends", self.position, self.checkpoint
         assert checkpoint is not None
-        if all(math.isfinite(total.loss) for total in progress.totals):
-            self._save(progress.seen)
-            message += f"; go on with resume={str(checkpoint.get_path(progress.seen))!r}"
+        if all(math.isfinite(total.loss) for total in position.totals):
+            self._save(position.seen)
+            message += f"; go on with resume={str(checkpoint.get_path(position.seen))!r}"
         sys.stderr.write(f"{message}\n")
         raise SystemExit(128 + number)

@@ -33,7 +33,7 @@ _METADATA_TYPES: dict[str, Any] = {
 
 
 @dataclass
-class TrainerProgress:
+class TrainerPosition:
     """Position of a trainer in its epochs.
 
     Attributes
@@ -105,13 +105,13 @@ class TrainerState:
             self.spec = replace(spec, variables=replace(spec.variables, optimizer=None))
         self._update_rule = update_rule
         self._session: Any = None
-        self.progress, self.rate = TrainerProgress(), math.nan
+        self.position, self.rate = TrainerPosition(), math.nan
 
     def start_session(self, session: ranks.Session, trainer: Any) -> None:
         """Reset the state if the session is new; the ranks release theirs when ``trainer`` is garbage-collected."""
         if self._session is session:
             return
-        self.progress, self.rate = TrainerProgress(), math.nan
+        self.position, self.rate = TrainerPosition(), math.nan
         self.allocate_memory()
         if not self.spec.is_joint:
             session.memory.release_when_deleted(trainer, "object", ("storage", self.spec.name))
@@ -139,32 +139,32 @@ class TrainerState:
 
     def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
         """Write a checkpoint of all ranks; its metrics are those of a report, if it follows one directly."""
-        progress = self.progress
+        position = self.position
         by_rank = run(rank_state.collect_state, self.spec)
         if self._sharded is not None:
             by_rank[0]["optimizer"] = self.get_sharded_optimizer()
         meta = {
             "seen": seen,
-            "epoch": progress.epoch,
-            "row": progress.row,
-            "start": progress.interval_start,
-            "outcomes": [list(total) for total in progress.totals],
-            "metrics": progress.metrics,
-            "stop": progress.early_stopping.to_json(),
+            "epoch": position.epoch,
+            "row": position.row,
+            "start": position.interval_start,
+            "outcomes": [list(total) for total in position.totals],
+            "metrics": position.metrics,
+            "stop": position.early_stopping.to_json(),
             "seed": data.seed,
             "count": data.n_rows,
             "parts": data.describe_data_parts(),
             "batch_size": data.batch_size,
             "schedule": schedules.get_state(schedule),
-            "steps_taken": progress.steps,
+            "steps_taken": position.steps,
         }
         memory = {name: array.data for name, array in self.spec.memory.items()}
-        metrics = {} if progress.totals else progress.metrics
+        metrics = {} if position.totals else position.metrics
         is_joint = self.spec.is_joint
         rank_state.write_states(checkpoint, seen, self._describe(), by_rank, memory, is_joint, meta, metrics)
 
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
-        """Restore all ranks and the progress from a checkpoint; return the number of rows trained on so far."""
+        """Restore all ranks and the position from a checkpoint; return the number of rows trained on so far."""
         meta = read_metadata(path)
         check_same_training(path, meta, self._describe(), _METADATA_TYPES)
         is_grown = not meta["row"] and meta["count"] < data.n_rows  # rows were appended after an epoch
@@ -180,7 +180,7 @@ class TrainerState:
                 "checkpoint from the end of an epoch"
             )
         n_outcomes = 1 if self.spec.is_joint else ranks.get_session().size
-        progress = TrainerProgress(
+        position = TrainerPosition(
             epoch=meta["epoch"],
             row=meta["row"],
             interval_start=meta["start"],
@@ -199,7 +199,7 @@ class TrainerState:
         if not self.spec.is_joint:
             run(rank_state.use_consensus_params, self.spec.name, self.spec.rule)
         schedules.set_state(schedule, meta["schedule"])
-        self.progress = progress
+        self.position = position
         return int(meta["seen"])
 
 

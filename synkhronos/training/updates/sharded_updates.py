@@ -1,11 +1,11 @@
 """Sharded updates (ZeRO-1): each rank has a part of the optimizer's state, and updates that part of the parameters.
 
-`ShardedUpdates` rewrites the updates of a rule for whole parameters.  It divides every parameter into one part per
-rank, of equal lengths; the last parts overlap if the size is not a multiple of the number of ranks.  The gradients of
-the parts are the rows of a matrix, `grad_shared`::
+`ShardedUpdates` rewrites the updates of a rule for whole parameters.  It divides every parameter into one shard per
+rank, of equal lengths; the last shards overlap if the size is not a multiple of the number of ranks.  The gradients of
+the shards are the rows of a matrix, `grad_shared`::
 
-    rank 0   part 0 of w | part 0 of b | tail         The tail, such as the weight of the gradient,
-    rank 1   part 1 of w | part 1 of b | tail         is in every row, since every rank needs it.
+    rank 0   shard 0 of w | shard 0 of b | tail         The tail, such as the weight of the gradient,
+    rank 1   shard 1 of w | shard 1 of b | tail         is in every row, since every rank needs it.
 
 A step is three functions with two collectives between them::
 
@@ -13,7 +13,7 @@ A step is three functions with two collectives between them::
                                                                  |  local_updates
        params <-- whole_updates <-- grad_shared <-- all-gather <-- row of new parameters
 
-An elementwise operation on a parameter becomes an operation on its part, with the same result for each element.  An
+An elementwise operation on a parameter becomes an operation on its shard, with the same result for each element.  An
 operation that reads several elements, such as a norm, is computed from whole arrays on every rank: from parameters and,
 after one more all-gather, from the gradient.  State variables that such an operation reads stay whole on every rank,
 such as the momentum of `muon`'s matrices.  A rule whose operations read all of its state whole, such as `lamb`, cannot
@@ -38,8 +38,8 @@ from synkhronos.training.updates.flat_gradient import RuleUpdates, get_shape
 _RESHAPING_OPS = frozenset({"Reshape", "Flatten", "Rebroadcast", "SpecifyShape", "Unbroadcast"})
 
 
-class DividedVariable(NamedTuple):
-    """Variable of an update rule that is divided among the ranks.
+class ShardedVariable(NamedTuple):
+    """Variable of an update rule that is sharded: each rank has some of its elements.
 
     Attributes
     ----------
@@ -72,21 +72,21 @@ class _ShardedValue:
     ----------
     variable : variable
         The original variable.
-    part : variable or None
+    shard : variable or None
         Vector with this rank's elements of `variable`; None if these do not correspond to elements of a parameter.
     param_index : int or None
         Index of the parameter whose elements correspond to those of `variable`.
     make_whole : callable
-        Returns the whole value; raises `_NotWholeError` if it depends on a divided variable.
+        Returns the whole value; raises `_NotWholeError` if it depends on a sharded variable.
     pieces : list of (int, _ShardedValue)
         For a concatenation of several vectors, their lengths and values; else empty.
     is_unchanged : bool
-        Whether the original variable depends on no divided variable.
+        Whether the original variable depends on no sharded variable.
     """
 
     variable: Any
     make_whole: Callable[[], Any]
-    part: Any = None
+    shard: Any = None
     param_index: int | None = None
     pieces: list[tuple[int, _ShardedValue]] = field(default_factory=list)
     is_unchanged: bool = False
@@ -110,18 +110,18 @@ class _ShardedValue:
 
 
 class _NotWholeError(Exception):
-    """The whole value of a divided variable is needed."""
+    """The whole value of a sharded variable is needed."""
 
 
 class ShardedUpdates:
-    """Updates of a rule, divided among the ranks.
+    """Updates of a rule, sharded over the ranks.
 
     Parameters
     ----------
     updates : RuleUpdates
         Updates of whole parameters from a vector: their gradients in the order of `params`, followed by a tail.
     params : list of shared variables
-    size : int
+    n_ranks : int
         Number of ranks.
     rule_name : str
         Name of the update rule in errors.
@@ -137,11 +137,10 @@ class ShardedUpdates:
     grad_updates, local_updates, whole_updates : OrderedDict
         New values of shared variables: from the rank's rows of the batch, from the reduced row, and from the new
         parameters of all ranks.
-    size : int
-    parts : dict
-        Part of each divided variable of the rule, by the whole variable.
+    sharded_variables : dict
+        Sharded variable of each whole variable that is sharded.
     reads_whole_gradient : bool
-        Whether `local_updates` reads the reduced gradient of all ranks' parts from `grad_shared`.
+        Whether `local_updates` reads the reduced gradient of all ranks' shards from `grad_shared`.
 
     Raises
     ------
@@ -149,15 +148,15 @@ class ShardedUpdates:
         If operations of the rule read all of its state whole; the message names a variable.
     """
 
-    def __init__(self, updates: RuleUpdates, params: Sequence[Any], size: int, rule_name: str):
+    def __init__(self, updates: RuleUpdates, params: Sequence[Any], n_ranks: int, rule_name: str):
         self._library = get_library(*params)
         self._tensor = self._library.tensor
-        self._params, self._size, self._rule_name = list(params), size, rule_name
+        self._params, self._n_ranks, self._rule_name = list(params), n_ranks, rule_name
         self._shapes = [get_shape(p) for p in params]
-        self._is_divided = [_can_divide(p, shape) for p, shape in zip(params, self._shapes, strict=True)]
+        self._is_sharded = [_can_shard(p, shape) for p, shape in zip(params, self._shapes, strict=True)]
         self._lengths = [
-            _compute_part_length(n, size) if divided else n
-            for n, divided in zip(map(_get_size, self._shapes), self._is_divided, strict=True)
+            _compute_shard_length(n, n_ranks) if is_sharded else n
+            for n, is_sharded in zip(map(_get_size, self._shapes), self._is_sharded, strict=True)
         ]
         self._columns = np.cumsum([0, *self._lengths]).tolist()
         self._vector = updates.grad_shared
@@ -166,106 +165,105 @@ class ShardedUpdates:
         self._n_tail = total - self._n_gradients
         # At least one element more: a vector of a single element would be broadcastable.
         dtype, width = self._vector.type.dtype, self._columns[-1] + max(1, self._n_tail)
-        self.grad_shared = self._library.shared(np.zeros((size, width), dtype), name="grad_shared")
+        self.grad_shared = self._library.shared(np.zeros((n_ranks, width), dtype), name="grad_shared")
         self.row = self._library.shared(np.zeros(width, dtype), name="grad_row")
         self.rank = self._library.shared(np.asarray(0, "int64"), name="rank")
-        self._parts: dict[Any, tuple[int, DividedVariable]] = {}
-        self._divide_state(updates.param_updates)
-        self.grad_updates = OrderedDict({self.grad_shared: self._stack_parts(updates.grad_updates[self._vector])})
+        self._sharded_variables: dict[Any, tuple[int, ShardedVariable]] = {}
+        self._shard_state(updates.param_updates)
+        self.grad_updates = OrderedDict({self.grad_shared: self._stack_shards(updates.grad_updates[self._vector])})
         self.local_updates: OrderedDict[Any, Any] = OrderedDict()
         self.whole_updates: OrderedDict[Any, Any] = OrderedDict()
         self._rewrite(updates.param_updates)
-        self.size = size
-        self.parts = {s: part for s, (_, part) in self._parts.items()}
+        self.sharded_variables = {s: variable for s, (_, variable) in self._sharded_variables.items()}
         used = self._library.find_shareds(list(self.local_updates.values()))
         self.reads_whole_gradient = any(shared is self.grad_shared for shared in used)
 
     # -- layout ----------------------------------------------------------------------------------------------
 
-    def _stack_parts(self, vector: Any) -> Any:
-        """Return the matrix with a row for each rank: its parts of a vector of gradients, and the tail."""
+    def _stack_shards(self, vector: Any) -> Any:
+        """Return the matrix with a row for each rank: its shards of a vector of gradients, and the tail."""
         columns, start = [], 0
-        for shape, length, divided in zip(self._shapes, self._lengths, self._is_divided, strict=True):
+        for shape, length, is_sharded in zip(self._shapes, self._lengths, self._is_sharded, strict=True):
             size = _get_size(shape)
-            columns.append(self._to_rows(vector[start : start + size], size, length, divided))
+            columns.append(self._to_rows(vector[start : start + size], size, length, is_sharded))
             start += size
         columns.append(self._repeat_rows(vector[start:] if self._n_tail else self._tensor.zeros((1,), vector.dtype)))
         return self._library.convert_to_type_of(self.grad_shared, self._tensor.concatenate(columns, axis=1))
 
-    def _to_rows(self, flat: Any, size: int, length: int, divided: bool) -> Any:
-        """Return a matrix whose rows are the ranks' parts of a vector."""
-        if not divided:
+    def _to_rows(self, flat: Any, size: int, length: int, is_sharded: bool) -> Any:
+        """Return a matrix whose rows are the ranks' shards of a vector."""
+        if not is_sharded:
             return self._repeat_rows(flat)
         n_full = size // length
-        if n_full == self._size:
-            return flat.reshape((self._size, length))
-        last = self._tensor.zeros((self._size - n_full, 1), flat.dtype) + flat[size - length :].dimshuffle("x", 0)
+        if n_full == self._n_ranks:
+            return flat.reshape((self._n_ranks, length))
+        last = self._tensor.zeros((self._n_ranks - n_full, 1), flat.dtype) + flat[size - length :].dimshuffle("x", 0)
         return self._tensor.concatenate([flat[: n_full * length].reshape((n_full, length)), last], axis=0)
 
     def _repeat_rows(self, flat: Any) -> Any:
-        return self._tensor.zeros((self._size, 1), flat.dtype) + flat.dimshuffle("x", 0)
+        return self._tensor.zeros((self._n_ranks, 1), flat.dtype) + flat.dimshuffle("x", 0)
 
     def _join_rows(self, i: int) -> Any:
-        """Join the parts of one parameter in the rows of `grad_shared` into a vector."""
+        """Join the shards of one parameter in the rows of `grad_shared` into a vector."""
         size, length = _get_size(self._shapes[i]), self._lengths[i]
         rows = self.grad_shared[:, self._columns[i] : self._columns[i + 1]]
-        if not self._is_divided[i]:
+        if not self._is_sharded[i]:
             return rows[0]
         n_full = size // length
         vector = rows[:n_full].reshape((n_full * length,))
         rest = size - n_full * length
         return self._tensor.concatenate([vector, rows[n_full, length - rest :]]) if rest else vector
 
-    def _take_part(self, i: int, variable: Any) -> Any:
+    def _take_shard(self, i: int, variable: Any) -> Any:
         """Return this rank's elements of an array with as many elements as parameter ``i``."""
         # An index of a row instead of the bounds of a slice, so that XLA knows the shape.
         size = _get_size(self._shapes[i])
-        return self._to_rows(variable.flatten(), size, self._lengths[i], self._is_divided[i])[self.rank]
+        return self._to_rows(variable.flatten(), size, self._lengths[i], self._is_sharded[i])[self.rank]
 
     # -- state -----------------------------------------------------------------------------------------------
 
-    def _divide_state(self, updates: OrderedDict[Any, Any]) -> None:
-        """Make this rank's parts of the state variables that elementwise operations relate to a parameter."""
+    def _shard_state(self, updates: OrderedDict[Any, Any]) -> None:
+        """Make this rank's shards of the state variables that elementwise operations relate to a parameter."""
         states = [s for s in updates if not any(s is p for p in self._params) and np.dtype(s.type.dtype).kind == "f"]
-        read_whole, undivided = _find_whole_leaves(list(updates.values())), []
+        read_whole, unsharded = _find_whole_leaves(list(updates.values())), []
         for i, p in enumerate(self._params):
-            if not self._is_divided[i]:
+            if not self._is_sharded[i]:
                 continue
             elementwise = {id(v) for v in _iterate_elementwise_leaves([updates[p]])}
             for s in states:
-                if get_shape(s) != self._shapes[i] or s in self._parts:
+                if get_shape(s) != self._shapes[i] or s in self._sharded_variables:
                     continue
                 if id(s) in read_whole:
-                    undivided.append(s)
+                    unsharded.append(s)
                 elif id(s) in elementwise or any(v is p for v in _iterate_elementwise_leaves([updates[s]])):
-                    self._parts[s] = i, self._make_part(s, self._lengths[i])
-        if undivided and not self._parts:
+                    self._sharded_variables[s] = i, self._make_shard(s, self._lengths[i])
+        if unsharded and not self._sharded_variables:
             raise ValueError(
-                f"shard_optimizer: {self._rule_name} reads the whole of {undivided[0].name or 'its variables'}, so "
+                f"shard_optimizer: {self._rule_name} reads the whole of {unsharded[0].name or 'its variables'}, so "
                 "that no part of its state can be divided among the ranks"
             )
 
-    def _make_part(self, state: Any, length: int) -> DividedVariable:
+    def _make_shard(self, state: Any, length: int) -> ShardedVariable:
         value = np.asarray(state.get_value())
         is_uniform = bool((value == value.flat[0]).all())
         first = value.flat[:1].copy() if is_uniform else value
-        part = np.full(length, value.flat[0], value.dtype)
-        return DividedVariable(self._library.shared(part, name=state.name), state, value.shape, first)
+        shard = np.full(length, value.flat[0], value.dtype)
+        return ShardedVariable(self._library.shared(shard, name=state.name), state, value.shape, first)
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
     def _rewrite(self, updates: OrderedDict[Any, Any]) -> None:
-        """Rewrite the new values of all variables for this rank's parts."""
+        """Rewrite the new values of all variables for this rank's shards."""
         values = self._find_values(list(updates.values()))
         row = []
         for i, p in enumerate(self._params):
             new = self._get_value(values, updates[p])
             with self._explain_errors(p):
-                if not self._is_divided[i]:
+                if not self._is_sharded[i]:
                     self.local_updates[p] = self._library.convert_to_type_of(p, new.whole)
                     row.append(self.row[self._columns[i] : self._columns[i + 1]])
                     continue
-                row.append(self._tensor.cast(self._get_part(i, new), self.row.dtype))
+                row.append(self._tensor.cast(self._get_shard(i, new), self.row.dtype))
                 whole = self._tensor.cast(self._join_rows(i).reshape(self._shapes[i]), p.dtype)
                 if any(n == 1 and not b for n, b in zip(self._shapes[i], p.type.broadcastable, strict=True)):
                     # An axis of length 1 is broadcastable here, but not in the parameter's type.
@@ -278,10 +276,10 @@ class ShardedUpdates:
                 continue
             value = self._get_value(values, new)
             with self._explain_errors(s):
-                if s in self._parts:
-                    i, part = self._parts[s]
-                    self.local_updates[part.shared] = self._library.convert_to_type_of(
-                        part.shared, self._get_part(i, value)
+                if s in self._sharded_variables:
+                    i, variable = self._sharded_variables[s]
+                    self.local_updates[variable.shared] = self._library.convert_to_type_of(
+                        variable.shared, self._get_shard(i, value)
                     )
                 else:
                     self.local_updates[s] = self._library.convert_to_type_of(s, value.whole)
@@ -303,15 +301,15 @@ class ShardedUpdates:
     def _make_leaf_value(self, variable: Any) -> _ShardedValue:
         """Make the value of a variable that no node computes."""
         for i, p in enumerate(self._params):
-            if variable is p and self._is_divided[i]:
-                return _ShardedValue(variable, lambda: variable, self._take_part(i, p), i)
-        if variable in self._parts:
-            i, part = self._parts[variable]
+            if variable is p and self._is_sharded[i]:
+                return _ShardedValue(variable, lambda: variable, self._take_shard(i, p), i)
+        if variable in self._sharded_variables:
+            i, state = self._sharded_variables[variable]
 
             def refuse() -> Any:
-                raise _NotWholeError(f"the whole of {part.whole.name or 'a variable of the rule'}")
+                raise _NotWholeError(f"the whole of {state.whole.name or 'a variable of the rule'}")
 
-            return _ShardedValue(variable, refuse, part.shared, i)
+            return _ShardedValue(variable, refuse, state.shared, i)
         if variable is self._vector:
             return self._make_vector_value()
         return _ShardedValue.from_whole(variable, variable, is_unchanged=True)
@@ -321,7 +319,7 @@ class ShardedUpdates:
         pieces: list[tuple[int, _ShardedValue]] = []
         for i, shape in enumerate(self._shapes):
             columns = self.row[self._columns[i] : self._columns[i + 1]]
-            if self._is_divided[i]:
+            if self._is_sharded[i]:
                 piece = _ShardedValue(columns, partial(self._join_rows, i), columns, i)
             else:
                 piece = _ShardedValue.from_whole(columns, columns)
@@ -339,21 +337,21 @@ class ShardedUpdates:
     def _concatenate(self, variable: Any, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
         """Make the value of a vector that the rule's graph concatenates.
 
-        The parts are concatenated, and then sliced again.  A graph library simplifies arithmetic up to a concatenation,
-        so without this one, results would be rounded differently than in the rule's graph.
+        The shards are concatenated, and then sliced again.  A graph library simplifies arithmetic up to a
+        concatenation, so without this one, results would be rounded differently than in the rule's graph.
         """
         vector = self._join(variable, pieces)
-        parts = [self._tensor.flatten(v.whole if v.is_replicated else v.part) for _, v in pieces]
-        row = self._tensor.concatenate(parts)
+        shards = [self._tensor.flatten(v.whole if v.is_replicated else v.shard) for _, v in pieces]
+        row = self._tensor.concatenate(shards)
         new: list[tuple[int, _ShardedValue]] = []
         start = column = 0
         for length, piece in pieces:
             width = length if piece.param_index is None else self._lengths[piece.param_index]
-            part, whole = row[column : column + width], partial(_slice_whole, vector, start, start + length)
+            shard, whole = row[column : column + width], partial(_slice_whole, vector, start, start + length)
             if piece.is_replicated:
-                new.append((length, _ShardedValue.from_whole(part, part)))
+                new.append((length, _ShardedValue.from_whole(shard, shard)))
             else:
-                new.append((length, _ShardedValue(part, whole, part, piece.param_index)))
+                new.append((length, _ShardedValue(shard, whole, shard, piece.param_index)))
             start, column = start + length, column + width
         return self._join(variable, new)
 
@@ -393,7 +391,7 @@ class ShardedUpdates:
             return self._concatenate(out, pieces)
         is_reshaping = kind in _RESHAPING_OPS or kind == "DimShuffle" and _keeps_order(node.op.new_order)
         if is_reshaping and inputs[0].param_index is not None:
-            return _ShardedValue(out, make_whole, inputs[0].part, inputs[0].param_index)
+            return _ShardedValue(out, make_whole, inputs[0].shard, inputs[0].param_index)
         if kind == "Elemwise":
             return self._rewrite_elementwise(node, inputs, make_whole)
         return _ShardedValue(out, make_whole)
@@ -408,8 +406,8 @@ class ShardedUpdates:
         if len(param_indexes) == 1 and not any(value.pieces for value in arrays):
             (i,) = param_indexes
             if self._have_param_shape(i, [value.variable for value in arrays]):
-                parts = [_as_number(value) if value in scalars_only else self._get_part(i, value) for value in inputs]
-                return _ShardedValue(out, make_whole, node.op(*parts), i)
+                shards = [_as_number(value) if value in scalars_only else self._get_shard(i, value) for value in inputs]
+                return _ShardedValue(out, make_whole, node.op(*shards), i)
             # Some operand is broadcast along an axis: compute the whole if possible, and take this rank's elements.
             whole = make_whole()
             return _ShardedValue.from_whole(out, whole)
@@ -438,17 +436,17 @@ class ShardedUpdates:
         if piece.param_index is None:
             new = node.op(*[value.whole if value is piece else _as_number(value) for value in inputs])
             return _ShardedValue.from_whole(new, new)
-        part = node.op(*[piece.part if value is piece else _as_number(value) for value in inputs])
+        shard = node.op(*[piece.shard if value is piece else _as_number(value) for value in inputs])
         return _ShardedValue(
-            part,
+            shard,
             lambda: node.op(*[piece.whole if value is piece else _as_number(value) for value in inputs]),
-            part,
+            shard,
             piece.param_index,
         )
 
-    def _get_part(self, i: int, value: _ShardedValue) -> Any:
+    def _get_shard(self, i: int, value: _ShardedValue) -> Any:
         """Return this rank's elements of a value with as many elements as parameter ``i``."""
-        return value.part if value.param_index == i else self._take_part(i, value.whole)
+        return value.shard if value.param_index == i else self._take_shard(i, value.whole)
 
     def _slice_pieces(self, node: Any, vector: _ShardedValue) -> _ShardedValue | None:
         """Make the value of a slice of whole pieces, or of elements of a replicated piece; None for other slices."""
@@ -479,16 +477,16 @@ class ShardedUpdates:
         return 1 if all(value.variable.type.broadcastable) else None
 
 
-def get_part_bounds(size: int, n_parts: int) -> list[tuple[int, int]]:
-    """Return the start and stop of each part of an array; parts have equal lengths, and the last ones overlap."""
-    length = _compute_part_length(size, n_parts)
-    starts = [min(r * length, size - length) for r in range(n_parts)]
+def get_shard_bounds(size: int, n_shards: int) -> list[tuple[int, int]]:
+    """Return the start and stop of each shard of an array; shards have equal lengths, and the last ones overlap."""
+    length = _compute_shard_length(size, n_shards)
+    starts = [min(r * length, size - length) for r in range(n_shards)]
     return [(start, start + length) for start in starts]
 
 
-def _compute_part_length(size: int, n_parts: int) -> int:
-    """Compute the length of each part, at least 2 if possible: libraries simplify arithmetic with single elements."""
-    return min(size, max(2, -(-size // n_parts)))
+def _compute_shard_length(size: int, n_shards: int) -> int:
+    """Compute the length of each shard, at least 2 if possible: libraries simplify arithmetic with single elements."""
+    return min(size, max(2, -(-size // n_shards)))
 
 
 def _slice_whole(vector: _ShardedValue, start: int, stop: int) -> Any:
@@ -506,8 +504,8 @@ def _get_size(shape: Sequence[int]) -> int:
     return int(np.prod(shape))
 
 
-def _can_divide(param: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is divided: it is no scalar, and has elements and an axis that is not broadcastable."""
+def _can_shard(param: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is sharded: it is no scalar, and has elements and an axis that is not broadcastable."""
     return bool(_get_size(shape)) and not all(param.type.broadcastable)
 
 

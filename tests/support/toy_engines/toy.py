@@ -48,12 +48,12 @@ class ToyEngine(LazyEngine):
     def make_runner(self, library, function, n_inputs, allows_opaque_outputs):
         return Launch(function) if allows_opaque_outputs else Runner(function)
 
-    def fuse_step(self, rank, first, all_reduce, others, n_repeats):
+    def fuse_step(self, rank, gradient, all_reduce, updates, n_repeats):
         def all_reduce_shared():
             communicator, _ = all_reduce.prepare_all_reduce(rank)
             communicator.all_reduce(all_reduce.get_shared(rank).container.storage[0], all_reduce.op)
 
-        return Launch(first.first, (all_reduce_shared, *(other.first for other in others)), n_repeats)
+        return Launch(gradient.first, (all_reduce_shared, *(update.first for update in updates)), n_repeats)
 
     def get_max_repeats(self, dtype=None):
         return 8

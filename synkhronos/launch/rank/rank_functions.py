@@ -2,9 +2,9 @@
 
 Each rank stores its instance of the model class between `build_model` and `train_model`::
 
-    prepare_rank()    redirect output, print device and cores
-    build_model()  make and check the instance, compile its functions, make parameters equal on all ranks
-    train_model()  train the instance: a ModelEpochLoop loops over epochs, its ModelBatchLoop over batches
+    prepare_rank()  redirect output, print device and cores
+    build_model()   make and check the instance, compile its functions, make parameters equal on all ranks
+    train_model()   train the instance: a ModelEpochLoop loops over epochs, its ModelBatchLoop over batches
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from synkhronos.launch.configuration.settings import Settings
 from synkhronos.launch.model_class.model_compilation import compile_model, set_model_options
 from synkhronos.launch.model_class.model_interface import (
     ModelInterfaceError,
-    check_attributes,
+    check_interface,
     get_batch_size,
     import_model_class,
     make_config,
@@ -85,7 +85,7 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
     """
     model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
     register_loaded_libraries()  # before the class compiles: all ranks compile at once
-    check_attributes(model_class, settings.modelclass)
+    check_interface(model_class, settings.modelclass)
     config = make_config(settings, worker.number, worker.size)
     model = make_instance(model_class, config)
     for name in ("rank", "size", "verbose", "seed"):
@@ -96,7 +96,7 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
     exchanged_quantity = compile_model(model, settings, rule, worker.size, needs_gradients)
     if exchanged_quantity is not None and worker.number == 0:
         sys.stdout.write(f"{_EXCHANGE_DESCRIPTIONS[exchanged_quantity]}\n")
-    check_attributes(model, settings.modelclass)
+    check_interface(model, settings.modelclass)
     if settings.scale_lr:
         if not callable(getattr(model, "scale_lr", None)):
             raise ModelInterfaceError(f"{settings.modelclass} lacks:\n  method scale_lr(size), for scale_lr = true")
