@@ -93,6 +93,7 @@ def compile_model(model: Any, settings: Settings, rule: Rule, size: int, needs_g
     if not specs[0] or specs[0] != specs[1]:
         raise ModelInterfaceError(
             f"{name}: missing or invalid:\n  attributes vels and vels2: expected lists of shared variables of "
-            f"the same shapes, got {shorten_repr(lists[0])} and {shorten_repr(lists[1])}; or give --set rule_options.average=params"
+            f"the same shapes, got {shorten_repr(lists[0])} and {shorten_repr(lists[1])}; or give "
+            "--set rule_options.average=params"
         )
     return "gradient"
