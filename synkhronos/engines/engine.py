@@ -74,14 +74,14 @@ class StepShards(NamedTuple):
     ----------
     row : shared variable
         This rank's row: the second function reads its reduction, and updates it.
-    parts : list of shared variable
+    state_shards : list of shared variable
         Variables that the second function updates, with other values on each rank.
     gathers_gradient : bool
         Whether the second function reads the reduction of all rows from the matrix.
     """
 
     row: Any
-    parts: Sequence[Any]
+    state_shards: Sequence[Any]
     gathers_gradient: bool
 
 

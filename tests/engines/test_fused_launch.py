@@ -205,21 +205,21 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
     functions += [synk.function([], updates=list(u.items())) for u in (shards.local_updates, shards.whole_updates)]
     synk.distribute()
     first, *others = map(get_runner, functions)
-    parts = [variable.shared for variable in shards.sharded_variables.values()]
-    storages = ShardSpec(shards.row.container.storage, tuple(part.container.storage for part in parts), False)
+    state_shards = [variable.shared for variable in shards.sharded_variables.values()]
+    storages = ShardSpec(shards.row.container.storage, tuple(shard.container.storage for shard in state_shards), False)
     launch = first.fuse(AllReduceSpec(shards.grad_shared.container.storage, divisor=2, shards=storages), others)
     ranks, row = TwoEqualShards(valid), np.arange(1.0, 5.0)
     with defer_signals(), launch.ffi_all_reduce.use_reducer(ranks, 2):
         launch(JAX.from_host(row))
-        JAX.wait([get_library(p).borrow_value(p) for p in (*params, *parts)])
+        JAX.wait([get_library(p).borrow_value(p) for p in (*params, *state_shards)])
     assert ranks.calls == calls
     w, b = starts
-    for param, part, start, grad in zip(params, parts, starts, (np.outer(row, b), row @ w), strict=True):
+    for param, shard, start, grad in zip(params, state_shards, starts, (np.outer(row, b), row @ w), strict=True):
         step = -0.5 * grad.ravel()[: start.size // 2]
         new = np.tile(start.ravel()[: start.size // 2] + step, 2).reshape(start.shape)
         # A step is whole or not at all; a part of the state may be newer than the parameters, as the session ends then.
         np.testing.assert_allclose(param.get_value(), new if valid[1] else start, rtol=1e-12)
-        np.testing.assert_allclose(part.get_value(), step if valid[0] else 0 * step, rtol=1e-12)
+        np.testing.assert_allclose(shard.get_value(), step if valid[0] else 0 * step, rtol=1e-12)
 
 
 @on_host

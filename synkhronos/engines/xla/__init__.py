@@ -71,8 +71,8 @@ class XlaEngine(LazyEngine):
         op = "sum" if all_reduce.wire_dtype else all_reduce.op
         shards, storages = all_reduce.get_shards(rank), None
         if shards is not None:
-            parts = tuple(part.container.storage for part in shards.parts)
-            storages = ShardSpec(shards.row.container.storage, parts, shards.gathers_gradient)
+            state_shards = tuple(shard.container.storage for shard in shards.state_shards)
+            storages = ShardSpec(shards.row.container.storage, state_shards, shards.gathers_gradient)
         spec = AllReduceSpec(
             shared.container.storage,
             all_reduce.wire_dtype,

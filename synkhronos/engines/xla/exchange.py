@@ -25,7 +25,7 @@ class ShardSpec(NamedTuple):
     """Storages of a sharded optimizer's step, as in `StepShards`."""
 
     row: list[Any]
-    parts: tuple[list[Any], ...]
+    state_shards: tuple[list[Any], ...]
     gathers_gradient: bool
 
 
@@ -257,9 +257,9 @@ class ShardedExchange(Exchange):
         return shape[1:]
 
     def _get_flag(self, key: int) -> Any:
-        # This rank's parts are valid if its row is.  They are updated at once, in place.
-        is_part = any(key == id(storage) for storage in self._shards.parts)
-        return self._is_row_valid if is_part else self._is_valid
+        # This rank's shards are valid if its row is.  They are updated at once, in place.
+        is_state_shard = any(key == id(storage) for storage in self._shards.state_shards)
+        return self._is_row_valid if is_state_shard else self._is_valid
 
     def _run_gradient(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
         """Return the function's results, with the matrix's old value, or all ranks' reduced rows."""
