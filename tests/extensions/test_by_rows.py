@@ -12,6 +12,7 @@ import pytensor.tensor as pt  # noqa: E402
 from pytensor import sparse  # noqa: E402
 
 from synkhronos.extensions.pymc.rowwise import NotRowwiseError, make_rowwise  # noqa: E402
+from synkhronos.extensions.rows_sum import PickedRows, get_rows  # noqa: E402
 
 N = 9
 RNG = np.random.default_rng(2)
@@ -19,7 +20,7 @@ X, Y, GROUP, KIND = RNG.normal(size=(N, 3)), RNG.normal(size=N), RNG.integers(0,
 REVERSED = np.arange(N)[::-1].copy()
 x, y, group, kind = pt.constant(X), pt.constant(Y), pt.constant(GROUP), pt.constant(KIND)
 SPARSE = csr_matrix(np.where(X > -0.5, X, 0))
-shared_x = pytensor.shared(X, "shared_x")
+shared_x, longer = pytensor.shared(X, "shared_x"), pytensor.shared(np.append(Y, 0.5), "longer")
 a, w, m, offsets = pt.dscalar("a"), pt.dvector("w"), pt.dmatrix("m"), pt.dvector("offsets")
 VALUES = {a: 0.7, w: RNG.normal(size=3), m: RNG.normal(size=(4, 3)), offsets: RNG.normal(size=N)}
 
@@ -53,6 +54,8 @@ GOOD = {
     "of longer rows those that a mask picks": (pt.constant(np.tile(X, (2, 1))) @ w)[np.arange(2 * N) % 2 == 0],
     "reversed": (y * a)[::-1],
     "rows and columns of longer rows": (pt.constant(np.tile(X, (2, 1))) * w)[5 : N + 5, 1],
+    "rows picked from what may change": pt.exp(shared_x * a)[REVERSED],
+    "differences of what may change": longer[1:] - longer[:-1] * a,
     "a column that is set": pt.set_subtensor((x * a)[:, 1], y)[:, 1] + x[:, 0],
     "columns that grow": pt.inc_subtensor(pt.zeros((N, 3))[:, 1:], x[:, :2] * a).sum(axis=1) * x[:, 0],
     "rows that are set": pt.set_subtensor((x * w)[:, 0][np.array([1, 4, 6])], w) * y,
@@ -87,7 +90,7 @@ def test_make_rowwise_of_some_rows_equals_the_whole(case):
     rowwise, rows = make_rowwise(terms, N)
     inputs = list(VALUES)
     whole = pytensor.function(inputs, terms, on_unused_input="ignore")(*VALUES.values())
-    values = [v.get_value() if hasattr(v, "get_value") else np.asarray(v) for v in rows.values()]
+    values = [get_rows(source) for source in rows.values()]
     assert all(len(value) == N for value in values)
     part = pytensor.function([*inputs, *rows], rowwise, on_unused_input="ignore")
     for chosen in (slice(0, N), slice(2, 6), slice(5, 7)):
@@ -100,6 +103,15 @@ def test_make_rowwise_finds_data_once():
     assert sorted(value.shape for value in rows.values()) == [(N,), (N, 3)]
     _, rows = make_rowwise(shared_x @ w, N)
     assert list(rows.values()) == [shared_x]
+
+
+def test_make_rowwise_picks_rows_of_current_values():
+    x = pytensor.shared(X)
+    _, rows = make_rowwise((x @ w)[REVERSED][::-1], N)
+    (picked,) = rows.values()
+    assert isinstance(picked, PickedRows) and picked.source is x
+    x.set_value(X + 1)
+    np.testing.assert_array_equal(get_rows(picked), X + 1)
 
 
 def test_make_rowwise_folds_constants():
@@ -125,7 +137,6 @@ def test_make_rowwise_ignores_constant_columns():
 
 BAD = {
     "one number": ((y * a).sum(), N, "one number for all rows, as where these depend on each other"),
-    "differences of what may change": (shared_x[1:, 0] - shared_x[:-1, 0] * a, N - 1, "picks rows"),
     "differences of a sum over rows": (pt.cumsum(y * a)[1:], N - 1, "picks rows"),
     "rows up to a parameter": ((y * a)[: pt.cast(a, "int64")], N - 1, "picks rows"),
     "a cumulative sum": (pt.cumsum(y * a), N, "mixes rows"),
@@ -135,7 +146,7 @@ BAD = {
     "joined rows": (pt.concatenate([y, y]) * a, 2 * N, "mixes rows"),
     "sorted": (pt.sort(y * a), N, "not known to work row by row"),
     "rows that are set": (pt.set_subtensor((y * a)[:2], 0.0), N, "mixes rows"),
-    "rows picked from what may change": (pt.exp(shared_x * a)[REVERSED], N, "needs all rows at once"),
+    "rows picked by what may change": ((y * a)[pytensor.shared(REVERSED)], N, "needs all rows at once"),
     "rows of a sum over rows": (pt.cumsum(y * a)[REVERSED], N, "needs all rows at once"),
     "a parameter for each row": (y * offsets, N, "'offsets' has an element for each row"),
     "another length": (y * a, N - 1, "has shape (9,), but there are 8 rows"),

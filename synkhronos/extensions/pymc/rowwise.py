@@ -77,7 +77,7 @@ def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None 
     -------
     terms : variable
         Computed from symbolic inputs for the rows, and from parameters.
-    rows : dict of variable to ndarray or shared variable
+    rows : dict of variable to ndarray, shared variable or PickedRows
         The values of these inputs, for `synkhronos.extensions.rows_sum.sum_over_rows`.
 
     Raises
