@@ -56,9 +56,9 @@ def install() -> str:
     >>> install()
     'pytensor'
     """
-    import_hooks.install_shims()
-    import_hooks.install_alias("platoon")
-    import_hooks.install_theanompi()
+    import_hooks.install_shim_finder()
+    import_hooks.install_alias_finder("platoon")
+    import_hooks.install_theanompi_finder()
     if import_hooks.is_theano_replaced():
         return "pytensor"
     selected = os.environ.get(LIBRARY_VARIABLE, "")
@@ -72,7 +72,7 @@ def install() -> str:
             f"{LIBRARY_VARIABLE}=pytensor, but Theano is imported already: import synkhronos.compat before theano, "
             "or start the program with `python -m synkhronos script.py`"
         )
-    import_hooks.install_theano()
+    import_hooks.install_theano_finder()
     return "pytensor"
 
 

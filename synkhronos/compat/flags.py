@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-_LOG = logging.getLogger("synkhronos")
+_log = logging.getLogger("synkhronos")
 
 #: Flags with the same meaning in both libraries; Theano writes a dot for PyTensor's two underscores.
 _COMMON_FLAGS = (
@@ -146,7 +146,7 @@ def to_pytensor_flags(theano_flags: str, pytensor_flags: str = "") -> str:
         passed.insert(0, "mode=JAX")
     dropped = [name for name in flags if name not in _COMMON_FLAGS and name != "device"]
     if dropped:
-        _LOG.info("flags without a meaning in PyTensor are ignored: %s", ", ".join(dropped))
+        _log.info("flags without a meaning in PyTensor are ignored: %s", ", ".join(dropped))
     return ",".join(passed + ([pytensor_flags] if pytensor_flags else []))
 
 

@@ -41,7 +41,7 @@ def is_theano_replaced() -> bool:
     return any(isinstance(finder, TheanoFinder) for finder in sys.meta_path)
 
 
-def install_theano() -> None:
+def install_theano_finder() -> None:
     """Provide ``theano`` on PyTensor from now on."""
     if not is_theano_replaced():
         # First, to precede the finder of an installed Theano.
@@ -59,7 +59,7 @@ class TheanoFinder(importlib.abc.MetaPathFinder):
         if head != "theano":
             return None
         if not parts:
-            _prepare_pytensor()
+            _set_pytensor_flags()
         location = _THEANO_FOLDER.joinpath(*parts)
         file = location / "__init__.py" if location.is_dir() else location.with_suffix(".py")
         if fullname in RE_EXPORTS:
@@ -80,7 +80,7 @@ class _FileLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's code."""
         super().exec_module(module)
-        _explain_missing_names(module)
+        _add_missing_name_errors(module)
 
 
 class _ReExportLoader(importlib.abc.InspectLoader):
@@ -93,10 +93,10 @@ class _ReExportLoader(importlib.abc.InspectLoader):
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's statements."""
         super().exec_module(module)
-        _explain_missing_names(module)
+        _add_missing_name_errors(module)
 
 
-def _explain_missing_names(module: ModuleType) -> None:
+def _add_missing_name_errors(module: ModuleType) -> None:
     """Add a ``__getattr__`` to a module, which raises an error for names that it lacks."""
     own_getattr: Callable[[str], Any] | None = module.__dict__.get("__getattr__")
 
@@ -118,7 +118,7 @@ def _explain_missing_names(module: ModuleType) -> None:
     module.__getattr__ = getattr_  # type: ignore[method-assign]
 
 
-def install_theanompi() -> None:
+def install_theanompi_finder() -> None:
     """Provide ``theanompi`` from now on, with precedence over an installed Theano-MPI."""
     if not any(isinstance(finder, TheanoMpiFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, TheanoMpiFinder())
@@ -143,7 +143,7 @@ class TheanoMpiFinder(importlib.abc.MetaPathFinder):
         return None
 
 
-def install_shims() -> None:
+def install_shim_finder() -> None:
     """Provide the modules of `_SHIMS` from now on, where they are missing."""
     if not any(isinstance(finder, ShimFinder) for finder in sys.meta_path):
         sys.meta_path.append(ShimFinder())  # the last: asked only for modules that no other finder has
@@ -160,7 +160,7 @@ class ShimFinder(importlib.abc.MetaPathFinder):
         return None if file is None else importlib.util.spec_from_file_location(fullname, file)
 
 
-def install_alias(name: str, overrides: bool = False) -> None:
+def install_alias_finder(name: str, overrides: bool = False) -> None:
     """Provide ``synkhronos.compat.<name>`` as ``<name>`` from now on.
 
     Parameters
@@ -179,7 +179,7 @@ def install_alias(name: str, overrides: bool = False) -> None:
 
 
 class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a package of `synkhronos.compat`, and its modules, under another name; see `install_alias`."""
+    """Finds a package of `synkhronos.compat`, and its modules, under another name; see `install_alias_finder`."""
 
     def __init__(self, name: str, overrides: bool):
         self.name, self.overrides = name, overrides
@@ -211,8 +211,8 @@ class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing: `create_module` has run the module's code."""
 
 
-def _prepare_pytensor() -> None:
-    """Raise ImportError without PyTensor; pass THEANO_FLAGS on to a PyTensor that is not imported yet."""
+def _set_pytensor_flags() -> None:
+    """Set PYTENSOR_FLAGS from THEANO_FLAGS if PyTensor is not imported yet; raise ImportError if it is missing."""
     if importlib.util.find_spec("pytensor") is None:
         raise ModuleNotFoundError(
             "neither Theano nor PyTensor is installed; PyTensor takes Theano's place with "

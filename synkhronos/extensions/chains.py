@@ -58,14 +58,14 @@ def find_chain() -> tuple[int, int] | None:
     """
     if _chain is not None:
         return _chain
-    number = re.search(r"(?:worker_chain_|ChainWalker)(\d+)$", current_process().name)
+    match = re.search(r"(?:worker_chain_|ChainWalker)(\d+)$", current_process().name)
     frame: FrameType | None = sys._getframe()
-    while number and (frame := frame and frame.f_back):
+    while match and (frame := frame and frame.f_back):
         values = frame.f_locals if frame.f_globals.get("__name__") in _SAMPLER_MODULES else {}
         if "steppers" in values:  # of a population: all chains step at the same time
-            return int(number[1]), len(values["steppers"])
+            return int(match[1]), len(values["steppers"])
         if "chains" in values and "cores" in values:
-            return int(number[1]), min(values["chains"], values["cores"])
+            return int(match[1]), min(values["chains"], values["cores"])
     return None
 
 
@@ -98,27 +98,27 @@ def start_chain_ranks(max_ranks: int | None = None) -> bool:
     return True
 
 
-def measure_evaluation_rate(evaluate: Callable[[], Any], chains: int) -> float:
+def measure_evaluation_rate(evaluate: Callable[[], Any], n_chains: int) -> float:
     """Return the number of calls of a function per second, added up over chains that are sampled at a time.
 
     Parameters
     ----------
     evaluate : callable
         Evaluates a chain's log-density and its gradient.
-    chains : int
+    n_chains : int
         Number of chains.  Each has a process of its own if there are several.
     """
-    if chains == 1:
+    if n_chains == 1:
         evaluate()
         return _measure_rate(evaluate)
     context = multiprocessing.get_context("fork")
-    barrier, pipes, processes = context.Barrier(chains), [], []
+    barrier, pipes, processes = context.Barrier(n_chains), [], []
     try:
-        for number in range(chains):
+        for number in range(n_chains):
             parent_end, chain_end = context.Pipe()
             pipes.append(parent_end)
             process = context.Process(
-                target=_measure_chain_rate, args=(evaluate, number, chains, barrier, chain_end), daemon=True
+                target=_measure_chain_rate, args=(evaluate, number, n_chains, barrier, chain_end), daemon=True
             )
             processes.append(process)
             process.start()
@@ -134,8 +134,8 @@ def measure_evaluation_rate(evaluate: Callable[[], Any], chains: int) -> float:
     return sum(rates)
 
 
-def _measure_chain_rate(evaluate: Callable[[], Any], number: int, chains: int, barrier: Any, pipe: Any) -> None:
-    set_chain(number, chains)
+def _measure_chain_rate(evaluate: Callable[[], Any], number: int, n_chains: int, barrier: Any, pipe: Any) -> None:
+    set_chain(number, n_chains)
     try:
         evaluate()
         barrier.wait(_READY_SECONDS)

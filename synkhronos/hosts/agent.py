@@ -97,11 +97,11 @@ _POLL_SECONDS, _SHORT_SLEEP_SECONDS = 1e-3, 0.05
 #: Seconds of a short sleep, and of the longest; in between, a sleep is a hundredth of the time without an event.
 _MIN_SLEEP, _MAX_SLEEP = 50e-6, 10e-3
 #: Seconds after which workers that have not exited are killed.
-_EXIT_SECONDS = 2.0
+_WORKER_EXIT_SECONDS = 2.0
 #: Seconds after the master's death for which its host's agent waits for the other hosts to exit.
-_EXIT_SECONDS_WITHOUT_MASTER = 0.5
+_HOST_EXIT_SECONDS = 0.5
 #: Seconds after which an agent exits if MPI has not connected it to the others.
-_START_SECONDS = 90
+_MPI_CONNECT_SECONDS = 90
 
 
 class Agent:
@@ -182,12 +182,12 @@ class Agent:
             for source, message_type, arguments in self._messenger.receive():
                 self._handlers[message_type](source, *arguments)
                 has_events |= message_type != HEARTBEAT
-            if self._frame_transport.progress():
+            if self._frame_transport.advance():
                 self._control.wake_local_ranks(AWAITS_STEP)
                 has_events = True
-            has_events |= self._task_agent.progress()
+            has_events |= self._task_agent.advance()
             now = time.monotonic()
-            self._send_heartbeat(now)
+            self._run_periodic_work(now)
             if has_events:
                 last_event = now
                 continue
@@ -220,7 +220,7 @@ class Agent:
             self._send_step(step)
         if sends_failed:
             self._messenger.send_all(self._messenger.other_hosts, FAILED, failed)
-            self._decide_commands()
+            self._record_common_steps()
         has_events |= sends_step or sends_failed
         if not self._is_master_host:
             has_events |= self._send_done(done)
@@ -273,10 +273,13 @@ class Agent:
         self._task_agent.start_command(self._last_command_number, task)
 
     def _keep_alive(self, max_unsent: int = 1 << 30) -> None:
-        """Send heartbeats during long work, and wait until at most ``max_unsent`` messages are unsent."""
+        """Send heartbeats during long work; with ``max_unsent`` also wait until at most that many messages are unsent.
+
+        The limit is the flow control of pages: their unsent messages occupy memory.
+        """
         while True:
             self._messenger.post_receives(_MAX_UNPROCESSED)
-            self._send_heartbeat(time.monotonic())
+            self._run_periodic_work(time.monotonic())
             if not self._messenger.has_unsent(max_unsent):
                 return
             time.sleep(_MIN_SLEEP)
@@ -300,7 +303,7 @@ class Agent:
         self._messenger.send_all(self._messenger.other_hosts, STEP, step, published)
 
     def _send_done(self, done: tuple[int, ...]) -> bool:
-        """Tell the master's host which ranks have finished: when all have, or one by one after a failure."""
+        """Send the ranks' last finished commands to the master's host: all at once, or one by one after a failure."""
         control, local_ranks, posted = self._control, self._local_ranks, self._last_command_number
         if done == self._sent_done or not (min(done) >= posted or control.words[ControlMemory.FAILED] == posted):
             return False
@@ -313,19 +316,21 @@ class Agent:
         self._messenger.send(0, DONE, done, tuple(control.committed[local_ranks.start : local_ranks.stop]), reports)
         return True
 
-    def _send_heartbeat(self, now: float) -> None:
-        """Send a heartbeat, and check the other hosts and the workers, each if it is due."""
+    def _run_periodic_work(self, now: float) -> None:
+        """Send a heartbeat, and handle deaths of other processes, each if it is due."""
         if now >= self._next_heartbeat and not self._is_ending:
             self._next_heartbeat = now + _HEARTBEAT_SECONDS
             local_ranks, clock = self._local_ranks, time.monotonic_ns()
-            elapsed = [(p and clock - p) for p in self._control.last_progress[local_ranks.start : local_ranks.stop]]
-            sleeping = list(self._control.sleep_reason[local_ranks.start : local_ranks.stop])
-            self._messenger.send_all(self._heartbeat_hosts, HEARTBEAT, elapsed, sleeping)
+            ns_since_progress = [
+                (p and clock - p) for p in self._control.last_progress[local_ranks.start : local_ranks.stop]
+            ]
+            sleep_reasons = list(self._control.sleep_reason[local_ranks.start : local_ranks.stop])
+            self._messenger.send_all(self._heartbeat_hosts, HEARTBEAT, ns_since_progress, sleep_reasons)
         if now >= self._next_check:
             self._next_check = now + _CHECK_SECONDS
-            self._check_peers(now)
+            self._handle_deaths(now)
 
-    def _check_peers(self, now: float) -> None:
+    def _handle_deaths(self, now: float) -> None:
         """Act on the death of the master or of a worker, and on the failure of another host."""
         if self._channel is not None and is_peer_closed(self._channel):
             self._end_without_master(now)
@@ -353,7 +358,7 @@ class Agent:
     def _end_without_master(self, now: float) -> None:
         """End all hosts after the master's death; if some do not answer, exit, so that ``mpirun`` ends them."""
         self._control.words[ControlMemory.END_REQUEST] = ControlMemory.KILL_WORKERS
-        self._exit_deadline = self._exit_deadline or now + _EXIT_SECONDS_WITHOUT_MASTER
+        self._exit_deadline = self._exit_deadline or now + _HOST_EXIT_SECONDS
         if now > self._exit_deadline:
             self._exit_alone(1)
 
@@ -405,9 +410,9 @@ class Agent:
         if command_number > words[ControlMemory.FAILED]:
             words[ControlMemory.FAILED] = command_number
             self._control.wake_all_ranks()
-        self._decide_commands()
+        self._record_common_steps()
 
-    def _decide_commands(self) -> None:
+    def _record_common_steps(self) -> None:
         """Record the last common step of each failed command that all hosts have reported."""
         for command_number, step in self._tally.pop_decided():
             record_common_step(self._control.words, command_number, step)
@@ -426,14 +431,14 @@ class Agent:
     def _on_peer_failure(self, source: int, *failure: Any) -> None:
         self._report_failure(*failure)
 
-    def _on_heartbeat(self, source: int, elapsed: list[int], sleeping: list[int]) -> None:
+    def _on_heartbeat(self, source: int, ns_since_progress: list[int], sleep_reasons: list[int]) -> None:
         control, clock = self._control, time.monotonic_ns()
         for i, r in enumerate(self._ranks_by_host[source]):
-            control.last_progress[r] = elapsed[i] and clock - elapsed[i]
-            control.sleep_reason[r] = sleeping[i]
+            control.last_progress[r] = ns_since_progress[i] and clock - ns_since_progress[i]
+            control.sleep_reason[r] = sleep_reasons[i]
 
     def _on_end(self, source: int, kill: bool) -> None:
-        self._workers.shut_down(0.0 if kill else _EXIT_SECONDS, lambda: False)
+        self._workers.shut_down(0.0 if kill else _WORKER_EXIT_SECONDS, lambda: False)
         self._is_ending = True
         self._messenger.send(0, ENDED)
 
@@ -492,7 +497,7 @@ def main(address: str) -> None:
     # behind if this process were killed during its start.
     os.environ.setdefault("UCX_TLS", "^sm")
     if address:  # else the master may call fork() at any time
-        signal.alarm(_START_SECONDS)  # MPI waits without limit until all are connected
+        signal.alarm(_MPI_CONNECT_SECONDS)  # MPI waits without limit until all are connected
     from mpi4py import MPI
 
     _unlink_shared_memory()
@@ -549,7 +554,7 @@ def _create_control_memory(mpi: Any, config: dict[str, Any], local_ranks: range,
             f"{describe_host(config['host_names'][messenger.host], local_ranks)}: {error}",
             local_ranks.start,
         )
-        deadline = time.monotonic() + _EXIT_SECONDS
+        deadline = time.monotonic() + _WORKER_EXIT_SECONDS
         while time.monotonic() < deadline and all(message_type != END for _, message_type, _ in messenger.receive()):
             time.sleep(_MAX_SLEEP)
         raise

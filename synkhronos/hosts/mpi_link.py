@@ -244,10 +244,10 @@ class MpiLink(Link):
     # -- Link ------------------------------------------------------------------------------
 
     def start_workers(
-        self, control: ControlMemory, file: io.FileIO | None, master_rank: int, profile: bool
+        self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
     ) -> socket.socket:
         """Make the agents start the other hosts' workers; return the channel to this host's agent."""
-        assert self._channel is not None and file is not None
+        assert self._channel is not None and control_file is not None
         self._control, self._layout = control, PipeLayout(control)
         config = {
             "host_names": self.host_names,
@@ -262,7 +262,7 @@ class MpiLink(Link):
             "folder": os.getcwd(),
         }
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        socket.send_fds(self._channel, [json.dumps(config).encode()], [file.fileno()])
+        socket.send_fds(self._channel, [json.dumps(config).encode()], [control_file.fileno()])
         for stream, name in ((self._mpirun.stdout, "stdout"), (self._mpirun.stderr, "stderr")):
             self._output_threads.append(threading.Thread(target=self._forward_output, args=(stream, name), daemon=True))
             self._output_threads[-1].start()

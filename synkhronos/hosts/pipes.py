@@ -177,7 +177,7 @@ class FrameTransport:
         self._command_number = self._first_count = 0
         self._status = mpi.Status()
 
-    def progress(self) -> bool:
+    def advance(self) -> bool:
         """Start and complete transfers without blocking; return True if ranks have to be woken."""
         command_number = self._control.words[ControlMemory.POSTED]
         if command_number != self._command_number:

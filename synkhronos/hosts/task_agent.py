@@ -129,8 +129,8 @@ class TaskAgent:
         """Whether a rank of another host waits for a lock of this one, or a transfer is in progress."""
         return any(self._queues.values()) or bool(self._transfers) or any(self._actions)
 
-    def progress(self) -> bool:
-        """Process requests and transfers without blocking; return True if there were any."""
+    def advance(self) -> bool:
+        """Process requests and transfers without blocking; return True if at least one was processed."""
         has_events = False
         for actions in self._actions:
             while actions and actions[0].command_number <= self._command_number and actions[0].has_received_bytes():

@@ -321,7 +321,7 @@ class Loader:
                 raise
             finally:
                 self.wait_seconds += time.perf_counter() - start_time
-            length = ring.unit_lengths[unit % layout.slots]
+            length = ring.unit_lengths[unit % layout.n_slots]
             rows = ring.select_rows(unit, length)
             plan = plan._replace(row=plan.row + plan.n_ranks * batch_size)
             is_over = length < batch_size if count is None else not plan.list_unit_starts(count, batch_size)
@@ -384,7 +384,7 @@ class Feed:
 
     def __init__(self, pool: _LoaderPool, unit: int, plan: ReadPlan, count: int):
         self.layout, self.data, self.plan = pool.layout, pool.data, plan
-        self.max_steps_per_launch = max(1, self.layout.slots // self.layout.consumers // 2)
+        self.max_steps_per_launch = max(1, self.layout.n_slots // self.layout.n_consumers // 2)
         self._words, self._pids, self._unit, self._count = pool.words, pool.pids, unit, count
         self._ring = pool.ring
 
@@ -463,7 +463,7 @@ class _LoaderPool:
         self._owner = os.getpid()
         self._session = ranks.get_session() if in_session else None
         layout = config.layout
-        shapes = [((layout.slots * layout.unit_rows, *shape), np.dtype(dtype)) for shape, dtype in config.array_specs]
+        shapes = [((layout.n_slots * layout.unit_rows, *shape), np.dtype(dtype)) for shape, dtype in config.array_specs]
         files = []
         nbytes = layout.nbytes + sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
         try:
@@ -476,7 +476,7 @@ class _LoaderPool:
             packed_config = pack_config(config)
         except MemoryError as error:
             error.add_note(
-                f"The loader needs shared memory for {layout.slots} batches of {layout.unit_rows} rows, {nbytes:,} "
+                f"The loader needs shared memory for {layout.n_slots} batches of {layout.unit_rows} rows, {nbytes:,} "
                 "bytes: use a smaller depth or batch, or a smaller dtype such as uint8. Arrays of the source are "
                 "copied to shared memory, too: loading.npy() reads them from their files."
             )
@@ -487,7 +487,7 @@ class _LoaderPool:
         _pools.append((weakref.ref(self), self._owner, self.pids))
         try:
             with defer_signals():
-                for number in range(layout.loaders):
+                for number in range(layout.n_loaders):
                     self.pids.append(start_loader_process(number, layout, packed_config, files, process_socket))
             if self._session is not None:
                 self._session.add_close_callback(self, _LoaderPool.close)

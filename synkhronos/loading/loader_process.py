@@ -137,7 +137,7 @@ def main() -> NoReturn:
     layout = RingLayout(*layout)
     config_fd, socket_fd, words_fd, *array_fds = fds
     memory = np.frombuffer(map_file(words_fd, layout.nbytes), np.uint8)
-    ring = Ring(layout, memory, layout.consumers + number, [])
+    ring = Ring(layout, memory, layout.n_consumers + number, [])
     try:
         config = _unpack_config(config_fd, config_nbytes)
         arrays = [_map_slots(fd, layout, *spec) for fd, spec in zip(array_fds, config.array_specs, strict=True)]
@@ -150,7 +150,7 @@ def main() -> NoReturn:
 
 def _map_slots(fd: int, layout: RingLayout, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Map one array of the ring, of shape ``(slots * unit_rows, *shape)``."""
-    ring_shape = (layout.slots * layout.unit_rows, *shape)
+    ring_shape = (layout.n_slots * layout.unit_rows, *shape)
     nbytes = int(np.prod(ring_shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     return np.ndarray(ring_shape, dtype, map_file(fd, max(1, nbytes)))
 
@@ -183,7 +183,7 @@ class _LoaderProcess:
 
     def _fill_units(self, plan: ReadPlan) -> None:
         """Fill units of a plan until the plan is replaced, or a row can't be read."""
-        ring, slots, unit_rows = self.ring, self.ring.layout.slots, self.ring.layout.unit_rows
+        ring, slots, unit_rows = self.ring, self.ring.layout.n_slots, self.ring.layout.unit_rows
         for unit, (epoch, rows) in enumerate(self._iterate_units(plan)):
             ring.wait_until(
                 lambda: ring.is_free(unit, self.generation) or self._is_replaced(),  # noqa: B023
@@ -256,7 +256,7 @@ class _LoaderProcess:
 
     def _write_share(self, start: int, row_status: np.ndarray, rows: Any, epoch: int, seed: int) -> None:
         """Write this process's share of the unit that begins at row ``start`` of the ring's arrays."""
-        share = get_share(len(rows), self.ring.layout.loaders, self.number)
+        share = get_share(len(rows), self.ring.layout.n_loaders, self.number)
         config = self.config
         if config.augment is None and isinstance(config.source, ArraySource):
             values = config.source.read_rows(rows[share])

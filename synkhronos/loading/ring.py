@@ -114,25 +114,25 @@ class RingLayout(NamedTuple):
 
     Attributes
     ----------
-    consumers : int
+    n_consumers : int
         Maximal number of consumers.
-    loaders : int
+    n_loaders : int
         Number of loader processes.
-    slots : int
+    n_slots : int
         Number of units that fit into the ring.
     unit_rows : int
         Number of rows of a unit.
     """
 
-    consumers: int
-    loaders: int
-    slots: int
+    n_consumers: int
+    n_loaders: int
+    n_slots: int
     unit_rows: int
 
     @property
     def n_words(self) -> int:
         """Number of 8-byte words."""
-        return 1 + len(ReadPlan._fields) + 2 * self.consumers + 3 * self.loaders + 2 * self.slots
+        return 1 + len(ReadPlan._fields) + 2 * self.n_consumers + 3 * self.n_loaders + 2 * self.n_slots
 
     @property
     def reports_offset(self) -> int:
@@ -142,18 +142,18 @@ class RingLayout(NamedTuple):
     @property
     def semaphores_offset(self) -> int:
         """Offset of the semaphores."""
-        end_of_reports = self.reports_offset + self.loaders * _REPORT_NBYTES
+        end_of_reports = self.reports_offset + self.n_loaders * _REPORT_NBYTES
         return -(-end_of_reports // _SEMAPHORE_NBYTES) * _SEMAPHORE_NBYTES
 
     @property
     def status_offset(self) -> int:
         """Offset of the rows' status bytes."""
-        return self.semaphores_offset + (self.consumers + self.loaders) * _SEMAPHORE_NBYTES
+        return self.semaphores_offset + (self.n_consumers + self.n_loaders) * _SEMAPHORE_NBYTES
 
     @property
     def nbytes(self) -> int:
         """Total size in bytes."""
-        return self.status_offset + self.slots * self.unit_rows
+        return self.status_offset + self.n_slots * self.unit_rows
 
 
 class Ring:
@@ -182,16 +182,16 @@ class Ring:
         self.layout, self.index, self.pids, self._memory = layout, index, pids, memory
         words = memoryview(memory[: layout.n_words * 8].data).cast("Q")
         self._words, start = words, 1 + len(ReadPlan._fields)
-        consumers, loaders, slots, unit_rows = layout
+        n_consumers, n_loaders, n_slots, unit_rows = layout
         fields = []
-        for n in (loaders, loaders, loaders + consumers, consumers, slots, slots):
+        for n in (n_loaders, n_loaders, n_loaders + n_consumers, n_consumers, n_slots, n_slots):
             fields.append(words[start : start + n])
             start += n
         self._filled, self._failed, self._sleeping, self._skipped, self._freed, self.unit_lengths = fields
-        self.row_status = memory[layout.status_offset : layout.nbytes].reshape(slots, unit_rows)
+        self.row_status = memory[layout.status_offset : layout.nbytes].reshape(n_slots, unit_rows)
         self._semaphores = [
             Semaphore(memory, layout.semaphores_offset + i * _SEMAPHORE_NBYTES, initialised)
-            for i in range(consumers + loaders)
+            for i in range(n_consumers + n_loaders)
         ]
         self._fence_lock = threading.Lock()
 
@@ -245,11 +245,11 @@ class Ring:
 
     @property
     def _consumer_indexes(self) -> range:
-        return range(self.layout.consumers)
+        return range(self.layout.n_consumers)
 
     @property
     def _loader_indexes(self) -> range:
-        return range(self.layout.consumers, self.layout.consumers + self.layout.loaders)
+        return range(self.layout.n_consumers, self.layout.n_consumers + self.layout.n_loaders)
 
     # -- owner of the loader processes -----------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class Ring:
 
     def select_rows(self, unit: int, length: int) -> Selection:
         """Return the indexes, in the ring's arrays, of the readable rows among the first ``length`` rows of a unit."""
-        slot = unit % self.layout.slots
+        slot = unit % self.layout.n_slots
         start = slot * self.layout.unit_rows
         status = self.row_status[slot, :length]
         if status.all():
@@ -329,7 +329,7 @@ class Ring:
 
     def free(self, unit: int) -> None:
         """Allow the loader processes to overwrite a unit."""
-        self._freed[unit % self.layout.slots] = self._make_tag(unit + 1)
+        self._freed[unit % self.layout.n_slots] = self._make_tag(unit + 1)
         self._wake(self._loader_indexes)
 
     def _make_tag(self, unit: int) -> int:
@@ -345,8 +345,8 @@ class Ring:
 
     def is_free(self, unit: int, generation: int) -> bool:
         """Whether a loader process may write to the slot of a unit."""
-        previous = unit - self.layout.slots
-        return previous < 0 or self._freed[unit % self.layout.slots] == generation << _UNIT_BITS | previous + 1
+        previous = unit - self.layout.n_slots
+        return previous < 0 or self._freed[unit % self.layout.n_slots] == generation << _UNIT_BITS | previous + 1
 
     def mark_filled(self, loader: int, unit: int, generation: int) -> None:
         """Signal that a loader process has written its share of a unit."""

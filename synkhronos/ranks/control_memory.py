@@ -325,13 +325,13 @@ class Semaphore:
         """Increment the semaphore, which wakes one waiting process."""
         _libc.sem_post(self._semaphore)
 
-    def acquire(self, seconds: float) -> bool:
-        """Decrement the semaphore; return False if it stays zero for ``seconds``, or a signal arrives."""
-        deadline, until = self._deadline, time.clock_gettime(_CLOCK) + seconds
+    def acquire(self, timeout: float) -> bool:
+        """Decrement the semaphore; return False if it stays zero for ``timeout`` seconds, or a signal arrives."""
+        deadline, until = self._deadline, time.clock_gettime(_CLOCK) + timeout
         deadline.seconds = seconds_part = int(until)
         deadline.ns = int((until - seconds_part) * 1e9)
         return not _sem_wait(self._semaphore, _CLOCK, self._until)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until the semaphore can be decremented or a signal arrives; return False after ``seconds``."""
-        return self.acquire(seconds) or ctypes.get_errno() != errno.ETIMEDOUT
+    def wait(self, timeout: float) -> bool:
+        """Wait until the semaphore can be decremented or a signal arrives; return False after ``timeout`` seconds."""
+        return self.acquire(timeout) or ctypes.get_errno() != errno.ETIMEDOUT

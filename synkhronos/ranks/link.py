@@ -47,7 +47,7 @@ class Link(ABC):
 
     @abstractmethod
     def start_workers(
-        self, control: ControlMemory, file: io.FileIO | None, master_rank: int, profile: bool
+        self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
     ) -> socket.socket | None:
         """Start the workers of the other hosts.
 
@@ -55,7 +55,7 @@ class Link(ABC):
         ----------
         control : ControlMemory
             Control memory of this host's ranks.
-        file : FileIO or None
+        control_file : FileIO or None
             File of the control memory; None if only forks map it.
         master_rank : int
         profile : bool
@@ -155,7 +155,9 @@ class LocalLink(Link):
     def __init__(self, size: int, bytes_sent: int = 0) -> None:
         self.ranks_by_host, self.bytes_sent = [range(size)], bytes_sent
 
-    def start_workers(self, control: ControlMemory, file: io.FileIO | None, master_rank: int, profile: bool) -> None:
+    def start_workers(
+        self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
+    ) -> None:
         """Do nothing: `WorkerProcesses` starts this host's workers."""
 
     def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:

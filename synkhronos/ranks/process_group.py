@@ -8,8 +8,8 @@ from collections.abc import Callable
 from synkhronos.ranks.control_memory import AWAITS_COMPLETION, POLL_SECONDS, SPIN_SECONDS, ControlMemory
 from synkhronos.ranks.errors import Death, PeerFailure, describe_exit
 from synkhronos.ranks.link import Link
-from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.thread_limit import count_available_cores
+from synkhronos.ranks.worker_main import InheritedState
 from synkhronos.ranks.worker_processes import WorkerProcesses
 
 #: Seconds that workers get to exit by themselves before they are killed.
@@ -54,7 +54,7 @@ class ProcessGroup:
         self._workers = WorkerProcesses(master_rank, self.control, self._control_file if spawn else None)
         self.channels, self.pids = self._workers.channels, self._workers.pids
 
-    def start(self, profile: bool, inherited: tuple[Rank, int]) -> None:
+    def start(self, profile: bool, inherited: InheritedState) -> None:
         """Start all workers; signals must be deferred.  For the parameters see `WorkerProcesses.start`."""
         self._workers.start(profile, inherited)
         agent = self.link.start_workers(self.control, self._control_file, self.master_rank, profile)
@@ -133,7 +133,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Close the channels and the file."""
         self._close_control_file()
-        self._workers.close()
+        self._workers.close_channels()
 
     def _close_control_file(self) -> None:
         if self._control_file is not None:

@@ -66,7 +66,7 @@ def find_byte_range(rows: Any) -> ByteRange:
 
 
 class RankTask:
-    """One rank's view of a task: progress, barriers, messages and locks.
+    """Synchronisation of one rank with the others within a task: progress, barriers, messages and locks.
 
     Parameters
     ----------

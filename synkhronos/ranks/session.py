@@ -28,7 +28,7 @@ from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
 from synkhronos.ranks.weak_key_dict import WeakKeyDict
-from synkhronos.ranks.worker_main import Exit
+from synkhronos.ranks.worker_main import Exit, InheritedState
 
 _log = logging.getLogger("synkhronos")
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class Session(CommandRunner):
         self._run_first_command()
 
     def _start_workers(self) -> None:
-        self._group.start(self._profile, (self.rank, self.memory.last_key))
+        self._group.start(self._profile, InheritedState(self.rank, self.memory.last_key))
         self._watch.start(self._group.channels)
 
     def _run_first_command(self) -> None:

@@ -54,6 +54,21 @@ class LongCommand(Command):
         return command.run(rank)
 
 
+class InheritedState(NamedTuple):
+    """State of the master that its forks inherit.
+
+    Attributes
+    ----------
+    rank : Rank
+        The master's rank, with its segments and replicated objects.
+    newest_key : int
+        Key of its newest segment.
+    """
+
+    rank: Rank
+    newest_key: int
+
+
 def main(
     control: ControlMemory,
     channel: socket.socket,
@@ -62,7 +77,7 @@ def main(
     profile: bool,
     master_pid: int,
     from_main_thread: bool,
-    inherited: tuple[Rank, int] | None = None,
+    inherited: InheritedState | None = None,
 ) -> NoReturn:
     """Run the master's commands until `Exit`, and exit.
 
@@ -82,8 +97,8 @@ def main(
         Process id of the master, which may have exited already, so that it is no longer this process's parent.
     from_main_thread : bool
         Whether the master forked in its main thread.
-    inherited : (Rank, int), optional
-        The master's rank, whose segments and objects a fork has, and the key of its newest segment.
+    inherited : InheritedState, optional
+        None in a process that is no fork.
     """
     code = 1
     try:
@@ -98,8 +113,8 @@ def main(
         rank = Rank(rank_number, master_rank, control, check_peers, thread_limit)
         newest_key = 0
         if inherited is not None:
-            master, newest_key = inherited
-            rank.inherit_from(master)
+            newest_key = inherited.newest_key
+            rank.inherit_from(inherited.rank)
         if profile:
             profiler = cProfile.Profile()
             profiler.runcall(run_commands, rank, channel, newest_key)

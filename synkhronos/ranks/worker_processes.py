@@ -17,7 +17,7 @@ from collections.abc import Callable
 from synkhronos.ranks import worker_main
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE
-from synkhronos.ranks.rank import Rank
+from synkhronos.ranks.worker_main import InheritedState
 
 
 class WorkerProcesses:
@@ -28,7 +28,7 @@ class WorkerProcesses:
     master_rank : int
         Rank of the master, which has no worker process.
     control : ControlMemory
-    file : file or None
+    control_file : file or None
         File of the control memory, for workers that are new processes; None for forks, which inherit the memory.
 
     Attributes
@@ -39,12 +39,12 @@ class WorkerProcesses:
         This process's ends of the socket pairs over which workers receive segments, by rank.
     """
 
-    def __init__(self, master_rank: int, control: ControlMemory, file: io.FileIO | None):
-        self._master_rank, self._control, self._file = master_rank, control, file
+    def __init__(self, master_rank: int, control: ControlMemory, control_file: io.FileIO | None):
+        self._master_rank, self._control, self._control_file = master_rank, control, control_file
         self.pids: dict[int, int] = {}
         self.channels: dict[int, socket.socket] = {}
 
-    def start(self, profile: bool, inherited: tuple[Rank, int] | None = None) -> None:
+    def start(self, profile: bool, inherited: InheritedState | None = None) -> None:
         """Start all workers.
 
         Signals must be deferred: an exception could leave a child unrecorded, or let it continue as a second master.
@@ -52,14 +52,14 @@ class WorkerProcesses:
         Parameters
         ----------
         profile : bool
-        inherited : (Rank, int), optional
-            The master's rank, whose segments and replicated objects forks inherit, and the key of its newest segment.
+        inherited : InheritedState, optional
+            State of the master that forks inherit; None for workers that are new processes.
         """
         for rank in self._control.local_ranks:
             if rank != self._master_rank:
                 self._start_worker(rank, profile, inherited)
 
-    def _start_worker(self, rank: int, profile: bool, inherited: tuple[Rank, int] | None) -> None:
+    def _start_worker(self, rank: int, profile: bool, inherited: InheritedState | None) -> None:
         own_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Descriptors of standard streams that the user has closed are free, but a worker uses them for its streams.
         own_end, worker_end = _move_above_standard_streams(own_end), _move_above_standard_streams(worker_end)
@@ -74,8 +74,8 @@ class WorkerProcesses:
             # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
             # handlers, and refuses to use a JAX that was initialised before.
             warnings.simplefilter("ignore")
-            if self._file is not None:
-                pid = worker_main.spawn_worker(self._control, self._file, worker_end, *arguments)
+            if self._control_file is not None:
+                pid = worker_main.spawn_worker(self._control, self._control_file, worker_end, *arguments)
             elif not (pid := os.fork()):
                 worker_main.main(self._control, worker_end, *arguments, inherited)
         self.pids[rank] = pid
@@ -97,7 +97,7 @@ class WorkerProcesses:
             None if all workers live.  A second call returns `UNKNOWN_EXIT_CODE` for the same worker.
         """
         for rank, pid in list(self.pids.items()):  # another thread may be ending them
-            code = _get_exit_code(pid)
+            code = _collect_exit_code(pid)
             if code is not None:
                 return rank, pid, code
         return None
@@ -107,7 +107,7 @@ class WorkerProcesses:
         deadline = time.monotonic() + grace_seconds
         while self.pids:
             rank, pid = next(iter(self.pids.items()))
-            while _get_exit_code(pid) is None:
+            while _collect_exit_code(pid) is None:
                 if should_kill() or time.monotonic() > deadline:
                     with contextlib.suppress(ProcessLookupError, ChildProcessError):  # another wait() has collected it
                         os.kill(pid, signal.SIGKILL)
@@ -116,7 +116,7 @@ class WorkerProcesses:
                 time.sleep(0.001)
             self.pids.pop(rank, None)
 
-    def close(self) -> None:
+    def close_channels(self) -> None:
         """Close the channels."""
         for channel in self.channels.values():
             channel.close()
@@ -131,8 +131,8 @@ def _has_exited(pid: int) -> bool:
         return True
 
 
-def _get_exit_code(pid: int) -> int | None:
-    """Return a child's exit code (negative: a signal; `UNKNOWN_EXIT_CODE`: collected elsewhere), None if it lives."""
+def _collect_exit_code(pid: int) -> int | None:
+    """Collect a child's exit code (negative: a signal; `UNKNOWN_EXIT_CODE`: collected elsewhere); None if it lives."""
     try:
         exited_pid, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:

@@ -5,7 +5,7 @@ variable.  User classes and functions are pickled by name where the workers can 
 otherwise (see `user_code`)::
 
     master                                            worker
-    Replicator.send(values, variables)
+    Replicator.send(objects, variables)
       pickle  ------ in shared memory ------------->  ReceiveObjects.run
       keys    ------------------------------------->  rank.objects[key] = lambda: object
     rank.objects[key] = weakref(object)               rank.get_object(key)

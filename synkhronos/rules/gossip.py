@@ -66,22 +66,22 @@ class GoSGD(Rule):
         random = np.random.default_rng((self.seed, worker.number, state.step))
         if worker.size == 1 or random.random() >= self.probability:
             return None
-        target = int(random.integers(worker.size - 1))
-        target += target >= worker.number
-        self._send(worker, state, target)
-        return target
+        dest = int(random.integers(worker.size - 1))
+        dest += dest >= worker.number
+        self._send(worker, state, dest)
+        return dest
 
-    def _send(self, worker: Worker, state: State, target: int) -> None:
-        """Merge this rank's parameters, with half of its weight, into the mailbox of rank ``target``."""
+    def _send(self, worker: Worker, state: State, dest: int) -> None:
+        """Merge this rank's parameters, with half of its weight, into the mailbox of rank ``dest``."""
         views, vector = state.get_writable_params()
-        mail, weights = state.shared["mail"][target], state.shared["weights"]
+        mail, weights = state.shared["mail"][dest], state.shared["weights"]
         weight = state.own["weight"] / 2
-        target_mail, target_weight = (state.shared_rows[name][target : target + 1] for name in ("mail", "weights"))
-        with get_rank_lock(worker, target) as lock:
+        target_mail, target_weight = (state.shared_rows[name][dest : dest + 1] for name in ("mail", "weights"))
+        with get_rank_lock(worker, dest) as lock:
             lock.read(target_weight)
-            if weights[target]:
+            if weights[dest]:
                 lock.read(target_mail)
-            share = weight / (float(weights[target]) + weight)
+            share = weight / (float(weights[dest]) + weight)
             if views is None:
                 if share < 1:
                     vector = _interpolate(target_mail.to_device(get_array_device(vector))[0], vector, share)
@@ -90,7 +90,7 @@ class GoSGD(Rule):
                 for x, bounds in state.params.iterate_blocks(views):
                     _interpolate_in_place(mail[bounds], x, share, state.get_scratch("distance", BLOCK_NBYTES))
             state.own["weight"] = weight
-            weights[target] += weight
+            weights[dest] += weight
             lock.write(target_mail, target_weight)
 
     def _receive(self, worker: Worker, state: State) -> None:

@@ -39,7 +39,9 @@ _MAX_PICKLED_NBYTES = 2048
 
 
 class Worker:
-    """One rank's view of a task: the first argument of a program that `synkhronos.run` runs.
+    """Interface of a program to its rank: messages, collectives and locks.
+
+    A program that `synkhronos.run` runs gets it as its first argument.
 
     Attributes
     ----------

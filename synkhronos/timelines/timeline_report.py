@@ -72,8 +72,8 @@ class RankTimeline:
     calls: list[Activity] = field(default_factory=list)
 
 
-class PathActivity(NamedTuple):
-    """An activity on the critical path.  Times are in microseconds."""
+class CriticalPathStep(NamedTuple):
+    """An activity of one rank on the critical path.  Times are in microseconds."""
 
     rank: int
     name: str
@@ -102,14 +102,14 @@ def read_timelines(path: str) -> dict[int, RankTimeline]:
         elif event["tid"] == 0:
             spans[event["pid"]].append(span)
     for rank, timeline in timelines.items():
-        timeline.activities = split_nested(spans[rank])
+        timeline.activities = flatten_spans(spans[rank])
         timeline.calls = sorted(span for span in spans[rank] if span.name == CALL)
     if not any(timeline.calls for timeline in timelines.values()):
         raise ValueError(f"{path} has no call of a function, a collective or a task")
     return dict(sorted(timelines.items()))
 
 
-def split_nested(spans: Iterable[Activity]) -> list[Activity]:
+def flatten_spans(spans: Iterable[Activity]) -> list[Activity]:
     """Return the activities in nested spans.  Each moment belongs to the innermost span that contains it."""
     activities: list[Activity] = []
     open_spans: list[Activity] = []
@@ -141,7 +141,7 @@ def sum_by_name(activities: Iterable[Activity]) -> dict[str, float]:
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def find_critical_path(timelines: dict[int, RankTimeline]) -> list[PathActivity]:
+def find_critical_path(timelines: dict[int, RankTimeline]) -> list[CriticalPathStep]:
     """Return the critical path from the start of the first call to the end of the last, in order."""
     master = next(rank for rank, timeline in timelines.items() if timeline.calls)
     work = {rank: [s for s in timeline.activities if s.category != WAIT] for rank, timeline in timelines.items()}
@@ -150,12 +150,12 @@ def find_critical_path(timelines: dict[int, RankTimeline]) -> list[PathActivity]
     start_of_run, time = timelines[master].calls[0].start, timelines[master].calls[-1].end
     rank, path = master, []
 
-    def find_last_work(worker: int) -> float:
+    def find_last_work_end(rank: int) -> float:
         """Return the end of a rank's last work before ``time``; ``time`` itself if the rank works then."""
-        i = bisect.bisect_left(ends[worker], time)
-        if i < len(work[worker]) and work[worker][i].start < time:
+        i = bisect.bisect_left(ends[rank], time)
+        if i < len(work[rank]) and work[rank][i].start < time:
             return time
-        return ends[worker][i - 1] if i else float("-inf")
+        return ends[rank][i - 1] if i else float("-inf")
 
     while time > start_of_run:
         i = bisect.bisect_left(starts[rank], time) - 1
@@ -163,19 +163,19 @@ def find_critical_path(timelines: dict[int, RankTimeline]) -> list[PathActivity]
         if activity is None or activity.end < time:  # between two spans
             name = SCRIPT if rank == master else "other"
             start = max(start_of_run, activity.end if activity is not None else start_of_run)
-            path.append(PathActivity(rank, name, start, time))
+            path.append(CriticalPathStep(rank, name, start, time))
             time = start
         elif activity.category != WAIT:
             start = max(start_of_run, activity.start)
-            path.append(PathActivity(rank, activity.name, start, time))
+            path.append(CriticalPathStep(rank, activity.name, start, time))
             time = start
         else:
             # A wait for a command ends with the master's work, any other wait with the last peer's work.
             peers = [master] if activity.name == IDLE else [peer for peer in timelines if peer != rank]
-            last_peer = max(peers, key=find_last_work, default=rank)
-            work_end = max(find_last_work(last_peer), activity.start, start_of_run)
+            last_peer = max(peers, key=find_last_work_end, default=rank)
+            work_end = max(find_last_work_end(last_peer), activity.start, start_of_run)
             if work_end < time:
-                path.append(PathActivity(rank, "wake up", work_end, time))
+                path.append(CriticalPathStep(rank, "wake up", work_end, time))
                 time = work_end
             if time > activity.start:
                 rank = last_peer
@@ -187,7 +187,7 @@ def _get_calls(timelines: dict[int, RankTimeline]) -> list[Activity]:
     return next(timeline.calls for timeline in timelines.values() if timeline.calls)
 
 
-def format_report(path: str, timelines: dict[int, RankTimeline], critical_path: Sequence[PathActivity]) -> str:
+def format_report(path: str, timelines: dict[int, RankTimeline], critical_path: Sequence[CriticalPathStep]) -> str:
     """Return the tables that ``python -m synkhronos show`` prints."""
     calls = _get_calls(timelines)
     start, end = calls[0].start, calls[-1].end
@@ -237,7 +237,10 @@ def _format_time(microseconds: float) -> str:
 
 
 def draw_timelines(
-    timelines: dict[int, RankTimeline], critical_path: Sequence[PathActivity], picture: str | Path, n_calls: int = 4
+    timelines: dict[int, RankTimeline],
+    critical_path: Sequence[CriticalPathStep],
+    picture_path: str | Path,
+    n_calls: int = 4,
 ) -> None:
     """Draw the activities of the ranks during some calls from the middle of the run, and the critical path."""
     try:
@@ -274,7 +277,7 @@ def draw_timelines(
     handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in drawn_categories]
     handles.append(Patch(color=_OTHER_COLOUR, label="the library"))
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize="small")
-    figure.savefig(picture, dpi=120)
+    figure.savefig(picture_path, dpi=120)
     pyplot.close(figure)
 
 

@@ -223,7 +223,7 @@ def test_interrupt_after_a_launch_keeps_results_aligned(fork, monkeypatch, entry
     fork(2)
     w = shared(np.zeros(3), "w")
     f = synk.function([], [(w.sum() / 3, None)], updates=[(w, w + 1)])
-    first, entries, raised = f()[0], ScalarLog.add_entries, []
+    first, entries, raised = f()[0], ScalarLog.make_entries, []
 
     def interrupted(log, times):
         if not raised:
@@ -231,7 +231,7 @@ def test_interrupt_after_a_launch_keeps_results_aligned(fork, monkeypatch, entry
             raise Alarm
         return entries(log, times)
 
-    monkeypatch.setattr(ScalarLog, "add_entries", interrupted)
+    monkeypatch.setattr(ScalarLog, "make_entries", interrupted)
     with pytest.raises(Alarm):
         f()
     assert [float(f()[0]) for _ in range(3)] == [2, 3, 4] and float(first) == 0

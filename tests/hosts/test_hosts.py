@@ -551,7 +551,7 @@ def test_agent_reads_messages_before_it_decides():
 
     agent = object.__new__(Agent)
     agent._messenger, silences = Sending(), []
-    agent._send_heartbeat = lambda now: silences.append(now - agent._messenger.last_received[1])
+    agent._run_periodic_work = lambda now: silences.append(now - agent._messenger.last_received[1])
     agent._keep_alive(16)
     assert len(silences) == 3 and max(silences) < 60, silences
 
@@ -569,12 +569,12 @@ def test_early_messages_of_a_task_are_queued():
     agent = TaskAgent(mail, control, [range(1), range(1, 2)], {})
     agent.start_command(4, None)
     agent.handlers[CHANNEL_UPDATE](1, 5, 1, 0, 1, b"first")
-    assert not agent.progress() and not messages
+    assert not agent.advance() and not messages
     agent.start_command(5, None)
     agent._bridge = bridge
     agent.handlers[CHANNEL_UPDATE](1, 5, 1, 0, 2, b"second")
     agent.handlers[CHANNEL_UPDATE](1, 4, 1, 0, 1, b"of a command that has failed")
-    assert agent.progress() and messages == [(1, 0, 1, b"first"), (1, 0, 2, b"second")]
+    assert agent.advance() and messages == [(1, 0, 1, b"first"), (1, 0, 2, b"second")]
     assert not agent.has_unfinished_work
 
 

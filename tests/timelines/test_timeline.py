@@ -18,7 +18,13 @@ from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.timelines import timeline_report
 from synkhronos.timelines.spans import trace_method
-from synkhronos.timelines.timeline_report import Activity, PathActivity, RankTimeline, find_critical_path, split_nested
+from synkhronos.timelines.timeline_report import (
+    Activity,
+    CriticalPathStep,
+    RankTimeline,
+    find_critical_path,
+    flatten_spans,
+)
 
 
 @pytest.fixture
@@ -158,7 +164,7 @@ def test_timeline_records_xla_computations(fork, tmp_path):
 
 def test_timeline_splits_nested_spans():
     spans = [Activity(0, 10, "a", "x"), Activity(2, 5, "b", "x"), Activity(3, 4, "c", "x"), Activity(12, 13, "d", "x")]
-    assert [(s.start, s.end, s.name) for s in split_nested(spans)] == [
+    assert [(s.start, s.end, s.name) for s in flatten_spans(spans)] == [
         (0, 2, "a"),
         (2, 3, "b"),
         (3, 4, "c"),
@@ -183,7 +189,7 @@ def test_timeline_nested_spans_cover_equal_time(data):
         return spans
 
     spans = draw(0, 60, 3)
-    segments = split_nested(spans)
+    segments = flatten_spans(spans)
     assert all(a.end <= b.start for a, b in zip(segments, segments[1:], strict=False))
     for t in range(60):
         covering = [s for s in spans if s.start <= t < s.end]
@@ -208,9 +214,9 @@ def test_critical_path_goes_through_the_slowest_rank():
         [(0, 1, "wait for a command", "wait"), (1, 8, "launch", "launch"), (8, 9, "wait for a command", "wait")],
     )
     assert find_critical_path(ranks) == [
-        PathActivity(0, "post", 0, 1),
-        PathActivity(1, "launch", 1, 8),
-        PathActivity(0, "wake up", 8, 9),
+        CriticalPathStep(0, "post", 0, 1),
+        CriticalPathStep(1, "launch", 1, 8),
+        CriticalPathStep(0, "wake up", 8, 9),
     ]
 
 
@@ -219,7 +225,7 @@ def test_critical_path_changes_ranks_at_a_barrier():
         [(0, 6, "launch", "launch"), (6, 7, "all_reduce", "exchange"), (7, 12, "wait for the ranks", "wait")],
         [(0, 2, "launch", "launch"), (2, 6, "wait for a peer", "wait"), (6, 12, "all_reduce", "exchange")],
     )
-    assert find_critical_path(ranks) == [PathActivity(0, "launch", 0, 6), PathActivity(1, "all_reduce", 6, 12)]
+    assert find_critical_path(ranks) == [CriticalPathStep(0, "launch", 0, 6), CriticalPathStep(1, "all_reduce", 6, 12)]
 
 
 def test_critical_path_covers_the_run(step, tmp_path):

@@ -18,7 +18,7 @@ from synkhronos.compat.platoon.channel.controller_process import Hosts, start_co
 from synkhronos.hosts.host_list import is_this_machine, parse_hosts
 
 #: Exit statuses, see `main`.
-FAILED, WRONG_ARGUMENTS, SYSTEM_ERROR = 1, 2, 3
+LAUNCH_FAILED, WRONG_ARGUMENTS, SYSTEM_ERROR = 1, 2, 3
 #: Seconds that the controller has to end the workers after Ctrl-C.
 _GRACE_SECONDS = 10.0
 #: Maximal bytes of the controller's errors that are printed.
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     errors = (logs / "controller_cpu.err").read_bytes()[-_MAX_PRINTED_BYTES:].decode(errors="replace")
     if status < 0:
         return _report_error(f"{errors}the controller was ended by {signal.Signals(-status).name}", SYSTEM_ERROR)
-    return _report_error(f"{errors}the controller exited with status {status}; see {logs}", FAILED)
+    return _report_error(f"{errors}the controller exited with status {status}; see {logs}", LAUNCH_FAILED)
 
 
 def _start_controller(

@@ -74,7 +74,11 @@ def _watch_other_hosts() -> Iterator[None]:
 
     def watch() -> None:
         while not has_ended.wait(POLL_SECONDS * 4):
-            rank = None if controller_connection.current is None else get_rank(controller_connection.current.worker)
+            rank = (
+                None
+                if controller_connection.current_connection is None
+                else get_rank(controller_connection.current_connection.worker)
+            )
             if rank is not None and rank.has_failed(rank.command_number):
                 _report_failure(0, "a worker of another host has failed; see the logs of all workers")
                 return
@@ -90,8 +94,8 @@ def _watch_other_hosts() -> Iterator[None]:
 
 def _report_failure(rank: int, message: str, is_self_reported: bool = False) -> None:
     """Report a failure to the first controller."""
-    if controller_connection.current is not None:
-        controller_connection.current.report_failure(Failure(rank, 2, message, is_self_reported))
+    if controller_connection.current_connection is not None:
+        controller_connection.current_connection.report_failure(Failure(rank, 2, message, is_self_reported))
 
 
 def _to_visible_device(device: str) -> str:
@@ -126,7 +130,7 @@ def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator
     """
     folder, first_rank = os.path.dirname(settings.logs[0]), get_rank(worker).local_ranks.start
     if settings.hosts is None or not first_rank:
-        controller_connection.current = controller_connection.ControllerConnection(
+        controller_connection.current_connection = controller_connection.ControllerConnection(
             worker, settings.address, f"{folder}/controller_cpu.err", worker.progress
         )
         yield
@@ -143,11 +147,13 @@ def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator
         if controller is not None and controller.poll() is not None:
             raise ScriptError(f"the controller of host {name} ended before its workers began; see {log}.err")
 
-    controller_connection.current = controller_connection.ControllerConnection(worker, address, f"{log}.err", progress)
+    controller_connection.current_connection = controller_connection.ControllerConnection(
+        worker, address, f"{log}.err", progress
+    )
     try:
         yield
     finally:
-        controller_connection.current.report_end()
+        controller_connection.current_connection.report_end()
     if controller is not None:
         while controller.poll() is None:
             worker.progress()
@@ -157,7 +163,7 @@ def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator
 
 
 def _run_worker_file(worker: Worker, settings: WorkerSettings) -> None:
-    assert controller_connection.current is not None
+    assert controller_connection.current_connection is not None
     # Every worker is connected before one of them may end.
     worker.barrier("the workers are connected")
     try:
@@ -182,7 +188,7 @@ def _run_worker_file(worker: Worker, settings: WorkerSettings) -> None:
         status, outcome = 1, f"raised {type(error).__name__}: {error}"
     description = f"worker {worker.number} ({settings.devices[worker.number]}, process {os.getpid()})"
     log = f"{settings.logs[worker.number]}.err"
-    controller_connection.current.report_failure(
+    controller_connection.current_connection.report_failure(
         Failure(worker.number, status, f"{description} {outcome}; see {log}", is_self_reported=True)
     )
     raise ScriptError(f"{description} {outcome.splitlines()[0]}; see {log}")

@@ -114,14 +114,14 @@ class NcclCommunicator(Communicator):
         self._connect_ranks(generations, range(self._rank.size), self._rank.all_gather)
 
     def _connect_ranks(
-        self, generations: Sequence[int], members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]
+        self, generations: Sequence[int], members: Sequence[int], all_gather: Callable[[Any], Sequence[Any]]
     ) -> None:
         if self.generation and set(generations) == {self.generation}:
             return
         self._watchdog.abort(self._connection)
         self._staging.set_current_gpu()
         self._wait_stream()  # earlier work must not count against the timeout of the connection
-        self._connection.connect(max(generations) + 1, members, exchange)
+        self._connection.connect(max(generations) + 1, members, all_gather)
 
     def wait_until_started(self, check: Callable[[], None] | None = None) -> None:
         """Wait until all ranks have started their pending collectives; ``check`` is polled, and may raise."""

@@ -91,7 +91,7 @@ class NcclConnection:
         self._attempt = 0
         self._comm_lock = threading.Lock()
 
-    def connect(self, generation: int, members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]) -> None:
+    def connect(self, generation: int, members: Sequence[int], all_gather: Callable[[Any], Sequence[Any]]) -> None:
         """Connect ranks that have no connection yet.
 
         Parameters
@@ -100,7 +100,7 @@ class NcclConnection:
             Number of the new connection, equal on all members.
         members : sequence of int
             Ranks, in the same order on all of them.
-        exchange : callable
+        all_gather : callable
             Collective that takes this rank's value and returns a list; only the first member's value is used.
 
         Raises
@@ -114,7 +114,7 @@ class NcclConnection:
         with NcclLog(self._rank.spans_hosts) as log:
             try:
                 own_id = bytes(get_unique_id()) if self._rank.number == members[0] else b""
-                unique_id, first_interface = exchange((own_id, log.find_interface()))[0]
+                unique_id, first_interface = all_gather((own_id, log.find_interface()))[0]
                 failure = self._run_init(unique_id)
                 if failure is not None:
                     interfaces = _describe_interfaces(log.find_interface(), first_interface, members[0])

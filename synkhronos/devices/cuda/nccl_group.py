@@ -31,7 +31,7 @@ class NcclGroupCommunicator(NcclCommunicator):
         super().__init__(parent._rank, parent._staging, parent._watchdog)
 
     def connect_members(
-        self, members: Sequence[int], generations: Sequence[int], exchange: Callable[[Any], Sequence[Any]]
+        self, members: Sequence[int], generations: Sequence[int], all_gather: Callable[[Any], Sequence[Any]]
     ) -> None:
         """Connect the members, unless their ``generations`` show that they share a connection.
 
@@ -41,11 +41,11 @@ class NcclGroupCommunicator(NcclCommunicator):
             Ranks in NCCL's order; the first one provides the connection's id.
         generations : sequence of int
             Each member's `generation`.
-        exchange : callable
+        all_gather : callable
             As in `NcclConnection.connect`.
         """
         self._wait_for_earlier_work()
-        self._connect_ranks(generations, members, exchange)
+        self._connect_ranks(generations, members, all_gather)
 
     def all_reduce(self, array: Any, op: str) -> bool:
         """Replace every member's array by the reduction over all members, in place, and wait for completion."""
@@ -56,14 +56,14 @@ class NcclGroupCommunicator(NcclCommunicator):
             )
         return True
 
-    def send(self, array: Any, target: int) -> None:
+    def send(self, array: Any, dest: int) -> None:
         """Send an array to a rank, and wait until the rank has received it."""
         address, count, dtype = self._get_nccl_buffer(array)
-        target = self._connection.members.index(target)
-        self._run_blocking(lambda handle: self._nccl.send(address, count, dtype, target, handle, self._stream))
+        nccl_rank = self._connection.members.index(dest)
+        self._run_blocking(lambda handle: self._nccl.send(address, count, dtype, nccl_rank, handle, self._stream))
 
     def receive(self, array: Any, source: int) -> None:
         """Receive an array from a rank, in place, and wait for completion."""
         address, count, dtype = self._get_nccl_buffer(array)
-        source = self._connection.members.index(source)
-        self._run_blocking(lambda handle: self._nccl.recv(address, count, dtype, source, handle, self._stream))
+        nccl_rank = self._connection.members.index(source)
+        self._run_blocking(lambda handle: self._nccl.recv(address, count, dtype, nccl_rank, handle, self._stream))

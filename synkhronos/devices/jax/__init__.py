@@ -194,7 +194,7 @@ class JaxDevice(CudaDevice):
         fetched = [next(copies) if unread else value for value, unread in zip(values, arrays, strict=False)]
         for log, unread in zip(logs.values(), arrays[len(values) :], strict=True):
             if unread:
-                log.set_copies([next(copies) for _ in unread])
+                log.store_copies([next(copies) for _ in unread])
         return [value.read() if isinstance(value, LogEntry) else value for value in fetched]
 
     def _copy_to_host(self, arrays: Sequence[Any]) -> list[np.ndarray]:

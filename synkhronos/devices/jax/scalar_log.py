@@ -48,7 +48,7 @@ class ScalarLog:
         return self._n_entries + n_repeats <= LOG_CAPACITY
 
     @staticmethod
-    def append(arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+    def trace_append(arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         """Return the arrays of `storages` with a scalar of each output appended; traced by JAX."""
         from jax import lax
 
@@ -61,7 +61,7 @@ class ScalarLog:
             ),
         ]
 
-    def add_entries(self, n_repeats: int) -> list[list[LogEntry]]:
+    def make_entries(self, n_repeats: int) -> list[list[LogEntry]]:
         """Return ``n_repeats`` new entries for each output; called once after each launch."""
         start = self._n_entries
         self._n_entries += n_repeats
@@ -77,7 +77,7 @@ class ScalarLog:
             raise RuntimeError("this output was lost when a later launch of its function failed")
         return [array for (array,) in self.storages[1:]]
 
-    def set_copies(self, arrays: Sequence[np.ndarray]) -> None:
+    def store_copies(self, arrays: Sequence[np.ndarray]) -> None:
         """Store copies of the unread arrays."""
         # Copied again, as a JAX array with a NumPy view can't be donated.
         self._copies = self._n_entries, [np.array(array) for array in arrays]

@@ -233,7 +233,7 @@ class Executable(Runner):
         for storage in self._outputs:
             storage[0] = None  # frees the memory before the next call
         if self._log is not None:
-            for position, entries in zip(self._logged, self._log.add_entries(self.n_repeats), strict=True):
+            for position, entries in zip(self._logged, self._log.make_entries(self.n_repeats), strict=True):
                 results[position * self.n_repeats : position * self.n_repeats] = entries
         return results
 

@@ -76,7 +76,7 @@ def trace_functions(
         current = {key: exchange.keep_old_if_invalid(key, value, old_values[key]) for key, value in current.items()}
     # Logged outputs are not returned: each would be a new array at a new address.
     unlogged = [output for i, output in enumerate(outputs) if i not in logged_positions]
-    new_logs = ScalarLog.append(logs, [outputs[i] for i in logged_positions]) if logs else []
+    new_logs = ScalarLog.trace_append(logs, [outputs[i] for i in logged_positions]) if logs else []
     return (*unlogged, *(current[id(storage)] for storage in updated_storages), *new_logs)
 
 

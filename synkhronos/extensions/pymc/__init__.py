@@ -31,9 +31,9 @@ def data_parallel(model: Any, ranks: str | None = None, chains: int | None = Non
     model : pymc.Model or bambi.Model
         It is not changed.  A model of Bambi is built, if it is not yet; the copy is one of its PyMC model.
     ranks : "auto", optional
-        Measure how long the chains' gradients take with 1, 2, 4, ... ranks for each chain, and take the quickest
-        number.  If PyMC alone is as quick, no variable is split.  A line in PyMC's log has the times.  Default: the
-        ranks are divided among the chains.
+        Choose the number of ranks for each chain by measurement: time the chains' gradients with 1, 2, 4, ... ranks and
+        use the fastest number.  If PyMC alone is as quick, no variable is split.  A line in PyMC's log has the times.
+        Default: the ranks are divided among the chains.
     chains : int, optional
         Number of chains that will be sampled at a time, for ``ranks="auto"``.  Default: PyMC's, one for each core and
         at most four.

@@ -69,8 +69,8 @@ def test_without_a_compiler_no_has_blas_flag(monkeypatch):
 
 
 def test_shims_are_found_last_and_once():
-    import_hooks.install_shims()
-    import_hooks.install_shims()
+    import_hooks.install_shim_finder()
+    import_hooks.install_shim_finder()
     assert sum(isinstance(finder, import_hooks.ShimFinder) for finder in sys.meta_path) == 1
     finder = import_hooks.ShimFinder()
     assert finder.find_spec("theano.tensor.signal.other", None) is None

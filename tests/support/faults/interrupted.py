@@ -111,7 +111,7 @@ def interrupt_close(where: str) -> None:
     signal.signal(signal.SIGINT, _interrupt_the_library)
     grace_seconds, ranks.process_group.GRACE_SECONDS = ranks.process_group.GRACE_SECONDS, 10 * LIMIT
     before = fork_and_close_once()
-    exit_code = worker_processes._get_exit_code
+    exit_code = worker_processes._collect_exit_code
     synk.fork(N, use_gpu=False)
     gather_pids()
     work = Workload()
@@ -125,7 +125,7 @@ def interrupt_close(where: str) -> None:
             looks.append(pid)
             return None
 
-        worker_processes._get_exit_code = not_yet
+        worker_processes._collect_exit_code = not_yet
     else:
         plan_action("perform", "hold:compiled", (2,))
         report_event("first", **attempt(work.call))
@@ -138,7 +138,7 @@ def interrupt_close(where: str) -> None:
 
         CommandRunner._wait_for_completion = joined  # type: ignore[method-assign]
     report_event("outcome", **attempt(synk.close))
-    worker_processes._get_exit_code, ranks.process_group.GRACE_SECONDS = exit_code, grace_seconds
+    worker_processes._collect_exit_code, ranks.process_group.GRACE_SECONDS = exit_code, grace_seconds
     vars(work).clear()
     report_event("dead", before=before, after=measure_footprint())
     synk.fork(N, use_gpu=False)

@@ -25,7 +25,7 @@ from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.gpus import get_n_gpu
 
 #: Exit status of an experiment whose controller, or a worker without a status of its own, has failed.
-FAILED = 2
+EXPERIMENT_FAILED = 2
 
 
 class Controller:
@@ -151,12 +151,12 @@ class Controller:
             controller raised an exception.
         """
         if self._group is None:
-            return FAILED
+            return EXPERIMENT_FAILED
         try:
             failure = self._group.serve(self._answer_request)
         except Exception:
             sys.stderr.write(f"{PlatoonError('the controller has failed')}\n{traceback.format_exc()}")
-            return FAILED
+            return EXPERIMENT_FAILED
         finally:
             self._close()
         if failure is None:

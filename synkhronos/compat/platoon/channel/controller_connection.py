@@ -35,7 +35,7 @@ class ControllerConnection:
         Address of the controller.
     log_path : str
         Path of the controller's standard error, for messages.
-    progress : callable
+    on_poll : callable
         Called while this process waits for the controller; may raise.
 
     Attributes
@@ -46,12 +46,12 @@ class ControllerConnection:
         Rank of this process among the workers of its host, and their number.
     """
 
-    def __init__(self, worker: RankWorker, address: str, log_path: str, progress: Callable[[], None]):
+    def __init__(self, worker: RankWorker, address: str, log_path: str, on_poll: Callable[[], None]):
         self.worker, self.address, self._log_path = worker, address, log_path
         local_ranks = get_rank(worker).local_ranks
         self.local_rank, self.local_size = worker.number - local_ranks.start, len(local_ranks)
         self._send_lock = threading.Lock()
-        connection = sockets.connect(address, progress, _CONNECT_SECONDS)
+        connection = sockets.connect(address, on_poll, _CONNECT_SECONDS)
         if connection is None:
             raise PlatoonError("the controller can't be reached")
         self._connection = connection
@@ -65,7 +65,7 @@ class ControllerConnection:
         except OSError as error:
             raise PlatoonError(f"the controller has ended; see {self._log_path}", error) from error
 
-    def request(self, query: dict[str, Any], seconds: float) -> Any:
+    def request(self, query: dict[str, Any], timeout: float) -> Any:
         """Send a query to the controller, and return its answer.
 
         Raises
@@ -74,28 +74,28 @@ class ControllerConnection:
             If there is no answer in time, or the controller has ended.
         """
         self._send(query)
-        return json.loads(self.receive(self._connection, seconds, "answer of the controller"))
+        return json.loads(self.receive_from(self._connection, timeout, "answer of the controller"))
 
-    def receive(self, connection: Any, seconds: float, description: str) -> bytes:
-        """Wait for a message and return it; raise if another worker fails meanwhile.
+    def receive_from(self, connection: Any, timeout: float, description: str) -> bytes:
+        """Wait for a message on a connection and return it; raise if another worker fails meanwhile.
 
-        ``description`` names the message in the error after ``seconds``.
+        ``description`` names the message in the error after ``timeout`` seconds.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + timeout
         try:
             while not connection.poll(POLL_SECONDS):
                 self.worker.progress()
                 if time.monotonic() > deadline:
-                    raise PlatoonError(f"timeout: no {description} in {seconds:g} seconds")
+                    raise PlatoonError(f"timeout: no {description} in {timeout:g} seconds")
             message: bytes = connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise PlatoonError(f"no {description}: its process has ended; see {self._log_path}", error) from error
         self.worker.progress()
         return message
 
-    def map_memory(self, name: str, nbytes: int, seconds: float) -> tuple[mmap.mmap, bool]:
+    def map_memory(self, name: str, nbytes: int, timeout: float) -> tuple[mmap.mmap, bool]:
         """Map the shared memory of a name and size; return it, and whether this worker was the first to ask for it."""
-        answer = self.request({"memory": {"name": name, "nbytes": nbytes}}, seconds)
+        answer = self.request({"memory": {"name": name, "nbytes": nbytes}}, timeout)
         if "error" in answer:
             raise PlatoonError(answer["error"])
         file = reduction.recv_handle(self._connection)
@@ -116,4 +116,4 @@ class ControllerConnection:
 
 
 #: Connection of this process; None before it is a worker of an experiment.
-current: ControllerConnection | None = None
+current_connection: ControllerConnection | None = None

@@ -37,12 +37,12 @@ def accept(listener: socket.socket) -> Connection | None:
     return _connect_to_same_user(listener.accept()[0])
 
 
-def connect(address: str, progress: Callable[[], None], seconds: float) -> Connection | None:
-    """Wait until a process listens at an address, and connect; None after ``seconds``, or if it is another user's.
+def connect(address: str, on_poll: Callable[[], None], timeout: float) -> Connection | None:
+    """Wait until a process listens at an address, and connect; None after ``timeout`` seconds or for another user's.
 
-    ``progress`` is called while this process waits; it may raise.
+    ``on_poll`` is called while this process waits; it may raise.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout
     while True:
         client = socket.socket(socket.AF_UNIX)
         try:
@@ -50,7 +50,7 @@ def connect(address: str, progress: Callable[[], None], seconds: float) -> Conne
             return _connect_to_same_user(client)
         except (ConnectionRefusedError, BlockingIOError):
             client.close()
-            progress()
+            on_poll()
             if time.monotonic() > deadline:
                 return None
             time.sleep(POLL_SECONDS / 5)

@@ -76,9 +76,9 @@ class Worker(metaclass=SingletonType):
     ):
         if port is not None:
             raise RuntimeError("port: this parameter is called data_port, as in the Controller")
-        if controller_connection.current is None:
+        if controller_connection.current_connection is None:
             raise PlatoonError("this process has no controller: start NAME_worker.py with `synkhronos platoon NAME`")
-        self._controller = controller_connection.current
+        self._controller = controller_connection.current_connection
         self._timeout = socket_timeout / 1000
         self._lock = self._controller.worker.lock(1 + self.global_rank - self.local_rank)  # of this host's first worker
         self._holds_lock = False
@@ -341,7 +341,9 @@ class Worker(metaclass=SingletonType):
         with contextlib.suppress(OSError):  # the sender has ended; its last messages can be read
             self._batches.send_bytes(b"")
         connection = self._batches
-        arrays = batch_queue.receive_arrays(lambda: self._controller.receive(connection, self._timeout, "mini-batch"))
+        arrays = batch_queue.receive_arrays(
+            lambda: self._controller.receive_from(connection, self._timeout, "mini-batch")
+        )
         if arrays is None:
             raise EndOfBatches(self._is_idle)
         self._is_idle = False
