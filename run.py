@@ -505,7 +505,7 @@ def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
     # The main thread waits for Ctrl-C, and the others for the jobs: one more at once than there are cores, since jobs
     # wait for processes and time limits.  Tests run in the first environment while the others are installed.
     installer = ThreadPoolExecutor(1)
-    installs = {each: installer.submit(prepare_environment, each, *extras[each]) for each in environments}
+    installs = {name: installer.submit(prepare_environment, name, *extras[name]) for name in environments}
     pool = ThreadPoolExecutor(1 + len(os.sched_getaffinity(0)))
 
     def run(job: Job, report: Path) -> int:

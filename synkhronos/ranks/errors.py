@@ -185,8 +185,8 @@ def describe_effect(
     if effect is None:
         return ""
     if undecided := [r for r in busy_ranks if r not in applied_ranks]:
-        on = f"ranks {applied_ranks}" if applied_ranks else "no rank"
-        return f"{effect} on {on} so far; ranks {undecided} are still running the command, and may follow."
+        applied = f"ranks {applied_ranks}" if applied_ranks else "no rank"
+        return f"{effect} on {applied} so far; ranks {undecided} are still running the command, and may follow."
     if not applied_ranks:
         return f"{effect} on no rank."
     if partial_effect is not None:

@@ -134,12 +134,12 @@ def make_mixed_dtype_trainer():
 @pytest.mark.parametrize("name", REFUSED)
 def test_trainer_refuses_casts_that_change_targets(fork, name):
     fork(1)
-    targets, words = REFUSED[name]
+    targets, message = REFUSED[name]
     new_trainer, good = make_mixed_dtype_trainer(), np.array([0, 1, 0, 1], "int8")
     targets_data = targets if name == "a mask" else np.array(targets)
-    with pytest.raises(TypeError, match=f"^x_data, y_data: 'y': {words}"):
+    with pytest.raises(TypeError, match=f"^x_data, y_data: 'y': {message}"):
         new_trainer.epochs(X, targets_data, 2, 1)
-    with pytest.raises(TypeError, match=f"^valid: 'y': {words}"):
+    with pytest.raises(TypeError, match=f"^valid: 'y': {message}"):
         new_trainer.epochs(X, good, 2, 1, valid=(X, targets_data))
     with pytest.raises(TypeError, match="^valid: 'x': can't cast float64 to float32 without changing 1e.299"):
         new_trainer.epochs(X, good, 2, 1, valid=(X * 1e300, good))
@@ -214,25 +214,25 @@ def test_loader_refuses_casts_that_change_values(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("y", "words"),
+    ("y", "message"),
     [
         ([1, 0, -129, 1], "can't cast int64 to int8 without changing -129"),
         ([1.0, 0.0, np.nan, 1.0], "can't cast float64 to int8 without changing nan"),
         ([1, 0, np.ma.masked, 1], "expected an array, got a masked one, whose mask would be lost"),
     ],
 )
-def test_loader_names_the_row_that_cannot_be_cast(y, words):
+def test_loader_names_the_row_that_cannot_be_cast(y, message):
     rows = Table(X, y) if y[2] is np.ma.masked else [X, np.array(y)]
     loader = Loader(rows, shuffle=False, vars=[tensor.fmatrix("x"), tensor.bvector("y")])
     try:
-        with pytest.raises(LoadError, match=rf"^row 2 can't be read \(row 2, epoch 0\): TypeError: array 1: {words}"):
+        with pytest.raises(LoadError, match=rf"^row 2 can't be read \(row 2, epoch 0\): TypeError: array 1: {message}"):
             list(loader.arrays(0, 2))
     finally:
         loader.close()
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
         ([X, [200, 0, 0, 0]], "vars: array 1 of a row, for 'y': can't cast int64 to int8 without changing 200:"),
         ([X, [0.5, 0, 0, 0]], "vars: array 1 of a row, for 'y': can't cast float64 to int8 without changing 0.5:"),
@@ -243,9 +243,9 @@ def test_loader_names_the_row_that_cannot_be_cast(y, words):
         (Table(X, [np.ma.masked] * 4), "source: array 1 of a row: expected an array, got a masked one"),
     ],
 )
-def test_loader_refuses_an_uncastable_first_row(source, words):
+def test_loader_refuses_an_uncastable_first_row(source, message):
     source = [source[0], np.array(source[1])] if isinstance(source, list) else source
-    with pytest.raises(TypeError, match=f"^{words}"):
+    with pytest.raises(TypeError, match=f"^{message}"):
         Loader(source, vars=[tensor.fmatrix("x"), tensor.bvector("y")])
 
 
@@ -253,7 +253,7 @@ PICTURE = np.ones((1, 2, 2))
 
 
 @pytest.mark.parametrize(
-    ("provoke", "words"),
+    ("provoke", "message"),
     [
         (lambda: CropMirror(scale=1e300), r"scale: can't cast float64 to float32 without changing 1e\+300"),
         (lambda: CropMirror(mean=[0.1, 1e300]), r"mean: can't cast float64 to float32 without changing 1e\+300"),
@@ -276,9 +276,9 @@ PICTURE = np.ones((1, 2, 2))
         (lambda: Images(["a.jpg"], 2, np.ma.masked_array([1], [True])), "labels: expected an array, got a masked one"),
     ],
 )
-def test_augmentation_and_labels_refuse_changing_casts(provoke, words):
+def test_augmentation_and_labels_refuse_changing_casts(provoke, message):
     pytest.importorskip("PIL")
-    with pytest.raises(TypeError, match=f"^{words}"):
+    with pytest.raises(TypeError, match=f"^{message}"):
         provoke()
 
 
@@ -298,14 +298,14 @@ def test_data_setitem_refuses_changing_casts(fork):
 
 def test_large_integers_are_not_cast_to_floats(fork):
     fork(2)
-    large, words = np.array([0, 2**53 + 1]), r"without changing 9007199254740993 at index \(1,\)"
+    large, message = np.array([0, 2**53 + 1]), r"without changing 9007199254740993 at index \(1,\)"
     x = tensor.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
-    with pytest.raises(TypeError, match=f"^input 0 .*{words}"):
+    with pytest.raises(TypeError, match=f"^input 0 .*{message}"):
         f(large)
     assert float(f(np.array([0, 2**53]))) == 2.0**53
     for take in (synk.data(dtype="float64", ndim=1).set_value, lambda value: synk.data(value, dtype="float64")):
-        with pytest.raises(TypeError, match=words):
+        with pytest.raises(TypeError, match=message):
             take(large)
 
 

@@ -113,14 +113,14 @@ class Gpu:
         self.arrays = self
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
         #: Results of the next queries of the stream.
-        self.seen = []
+        self.query_results = []
         self.driver = self
 
     def cuStreamQuery(self, stream):  # noqa: N802 - CUDA's name
         assert stream == 7
         self.has_room.wait(10)
-        if self.seen:
-            self.state = self.seen.pop(0)
+        if self.query_results:
+            self.state = self.query_results.pop(0)
         return (self.state,)
 
     def set_current_gpu(self):
@@ -206,30 +206,30 @@ def test_all_reduce_returns_before_the_stream_ends(connected):
 def test_all_reduce_of_few_bytes_is_waited_for(connected):
     communicator, gpu = connected()
     gpu.command_number = 5
-    gpu.seen = [DONE, NOT_READY, NOT_READY, DONE]
+    gpu.query_results = [DONE, NOT_READY, NOT_READY, DONE]
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is True
-    assert not gpu.seen and not gpu.pending_operations[0].is_unfinished()
+    assert not gpu.query_results and not gpu.pending_operations[0].is_unfinished()
     assert communicator.all_reduce(np.ones(0, "float32"), "sum") is True  # of an empty array
 
 
 @pytest.mark.parametrize(
-    ("seen", "left"),
+    ("query_results", "left"),
     [
         ([NOT_READY, DONE], [DONE]),  # another computation precedes it, and is not waited for
         ([DONE, 700, DONE], [DONE]),  # an error, which is raised when JAX's array is read
         ([DONE], []),  # not complete yet
     ],
 )
-def test_all_reduce_on_a_busy_stream_is_not_waited_for(connected, seen, left):
+def test_all_reduce_on_a_busy_stream_is_not_waited_for(connected, query_results, left):
     communicator, gpu = connected()
-    gpu.command_number, gpu.seen = 5, seen
+    gpu.command_number, gpu.query_results = 5, query_results
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
-    assert gpu.seen == left
+    assert gpu.query_results == left
 
 
 def test_all_reduce_fails_when_aborted_meanwhile(connected, monkeypatch):
     communicator, gpu = connected()
-    gpu.command_number, gpu.seen = 5, [DONE]
+    gpu.command_number, gpu.query_results = 5, [DONE]
     monkeypatch.setattr("synkhronos.devices.cuda.nccl._QUICK_SECONDS", 10.0)
     threading.Timer(0.1, communicator._watchdog.abort).start()  # then the stream is idle
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
@@ -285,12 +285,12 @@ def test_event_queries_are_serialized(connected, monkeypatch):
     start_all_reduce(communicator, gpu)
     gpu.has_room.clear()
     assert not communicator._watchdog._query_idle()
-    asking = communicator._watchdog._query_thread
+    query_thread = communicator._watchdog._query_thread
     assert [communicator._watchdog._query_idle() for _ in range(4)] == [False] * 4
-    assert communicator._watchdog._query_thread is asking and asking.is_alive()
+    assert communicator._watchdog._query_thread is query_thread and query_thread.is_alive()
     gpu.state = DONE
     gpu.has_room.set()
-    asking.join(5)
+    query_thread.join(5)
     assert communicator._watchdog._query_idle()
 
 
@@ -336,13 +336,13 @@ def test_peer_failure_frees_a_rank_waiting_for_its_gpu(connected, is_master):
 
 def test_failure_after_the_last_barrier_aborts_nothing(connected):
     communicator, gpu = connected()
-    met = []
-    gpu.barrier = lambda look: (met.append(1), setattr(gpu, "arrived", 3))
+    barriers = []
+    gpu.barrier = lambda look: (barriers.append(1), setattr(gpu, "arrived", 3))
     communicator.wait_until_started()
-    assert met == []  # nothing has been started
+    assert barriers == []  # nothing has been started
     start_all_reduce(communicator, gpu, command=5)
     communicator.wait_until_started()
-    assert met == [1]
+    assert barriers == [1]
     gpu.failed = 5
     time.sleep(0.1)
     gpu.pending_operations[0].cancel(5)
@@ -414,14 +414,14 @@ def test_launch_all_reduce_of_chunks_overlaps_and_is_joined(streams):
 
 def test_launch_all_reduce_needs_agreement_of_all_ranks(streams):
     communicator, events = streams
-    combine = GradientReducer(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
-    combine.start([BufferSpan(64, 64, 3, "float32")], 7)
+    reducer = GradientReducer(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
+    reducer.start([BufferSpan(64, 64, 3, "float32")], 7)
     events.clear()
     with pytest.raises(ValueError, match=r"expected shape \(5,\), as before the launch, got 4 items"):
-        combine.finish([BufferSpan(96, 96, 1, "float32")], 128, 7)
+        reducer.finish([BufferSpan(96, 96, 1, "float32")], 128, 7)
     assert events == ["record 8", "7 waits"]  # the written memory may be reused next
-    combine.start([BufferSpan(64, 64, 3, "float32")], 7)
-    combine.finish([BufferSpan(96, 96, 2, "float32")], 128, 7)
+    reducer.start([BufferSpan(64, 64, 3, "float32")], 7)
+    reducer.finish([BufferSpan(96, 96, 2, "float32")], 128, 7)
     assert events[-1] == "flag 7"
 
 

@@ -203,10 +203,10 @@ def test_scatter_add_of_many_rows_to_few_effects_equals_numpy(fork, width):
     )
     shape = () if width is None else (width,)
     picked, weight = RNG.integers(0, places, rows).astype("int32"), RNG.random((rows, *shape))
-    at = RNG.random((places, *shape))
-    expected = np.zeros_like(at)
-    np.add.at(expected, picked, 2 * at[picked] * weight)
-    np.testing.assert_allclose(f(picked, weight, at), expected, rtol=1e-9)
+    values = RNG.random((places, *shape))
+    expected = np.zeros_like(values)
+    np.add.at(expected, picked, 2 * values[picked] * weight)
+    np.testing.assert_allclose(f(picked, weight, values), expected, rtol=1e-9)
 
 
 @of_jax

@@ -268,7 +268,7 @@ def test_in_place_updates_reuse_memory():
     for is_there in (True, False):
         # Not from_host: on the CPU, JAX may share NumPy's memory if it is aligned to 64 bytes, and copies it when donated.
         array = JAX.empty((3,), np.dtype("float32"))
-        at = JAX.get_pointer(array)
+        address = JAX.get_pointer(array)
         written = JAX.rewrap(array, is_there)
         # JAX's cached host copy of the old array would not be updated.
-        assert written is not array and JAX.get_pointer(written) == at
+        assert written is not array and JAX.get_pointer(written) == address

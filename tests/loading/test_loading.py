@@ -65,13 +65,13 @@ def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, dept
     loader = Loader(Numbers(count), processes=processes, depth=depth)
     try:
         for epoch in range(first, first + 3):
-            at = row if epoch == first else 0
+            start_row = row if epoch == first else 0
             orders = [
-                check_and_read_labels(loader.arrays(epoch, batch, seed, at, rank=rank, size=size))
+                check_and_read_labels(loader.arrays(epoch, batch, seed, start_row, rank=rank, size=size))
                 for rank in range(size)
             ]
             turns = [batches[turn] for turn in range(len(orders[0])) for batches in orders if turn < len(batches)]
-            expected = make_order(count, seed, epoch)[at:].tolist()
+            expected = make_order(count, seed, epoch)[start_row:].tolist()
             assert turns == [expected[i : i + batch] for i in range(0, len(expected), batch)]
     finally:
         loader.close()

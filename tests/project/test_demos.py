@@ -63,11 +63,11 @@ def test_lstm_demo_trains_asynchronously():
     small = ("--texts", 80, "--length", 4, "--size", 8, "--epochs", 2, "--batch-size", 8, "--mode", "FAST_COMPILE")
     printed = run_demo(ROOT / "demos" / "lstm" / "train_lstm.py", "--ranks", 2, *small, "--cpu")
     assert "2 ranks, epoch 2: loss 0.6" in printed
-    none, two = (line.split() for line in printed.splitlines() if line.strip().startswith(("none ", "2  ")))
-    assert none[0::2][:2] == ["none", "1.00"] and none[4:6] == ["1.00", "1.00"]
+    serial, two = (line.split() for line in printed.splitlines() if line.strip().startswith(("none ", "2  ")))
+    assert serial[0::2][:2] == ["none", "1.00"] and serial[4:6] == ["1.00", "1.00"]
     assert two[5] == "1.82"  # Platoon's published figure for two GPUs
     # Processor time is printed to hundredths of a second.
-    first, second = float(none[3]), float(two[3])
+    first, second = float(serial[3]), float(two[3])
     assert (first - 0.01) / (second + 0.01) <= float(two[4]) <= (first + 0.01) / max(second - 0.01, 0.001)
 
 

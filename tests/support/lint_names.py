@@ -36,6 +36,8 @@ BARE = frozenset(
     "as at both by each every everything for from in it its kept none of on one so some such that them they this those to "
     "what which who with".split()
 )
+#: Those that may name a variable: a number, and an argument of users.
+BARE_VARIABLES = frozenset(("one", "every"))
 #: Phrases that have a plainer form: "as in `X`", "one for each rank", "in place of", "the class's".
 CLUMSY = re.compile(
     r"\b[Aa]s of `|\bone a rank\b|\bin the place of\b|(?<!')\b(?:class|process|loss|JAX|Linux)' ", re.ASCII
@@ -150,6 +152,8 @@ def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
                     yield Finding("unknown parameter documented", path, node.lineno, f"{node.name}: {name}")
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in BARE:
                 yield Finding("bare name", path, node.lineno, node.name)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in BARE - BARE_VARIABLES:
+                yield Finding("bare name", path, node.lineno, node.id)
             if not path.startswith(PACKAGE):
                 continue
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

@@ -462,7 +462,7 @@ class Soak:
         ops = ["gather" if gather is None else self._draw_op(integer, bool(gather)) for _, _, gather in picked]
 
         def compute(rows, whole, state):
-            return [np.asarray(of(rows[0], whole[0]), dtype) for _, of, _ in picked], []
+            return [np.asarray(evaluate(rows[0], whole[0]), dtype) for _, evaluate, _ in picked], []
 
         outputs = [(graph, op) for (graph, _, _), op in zip(picked, ops, strict=True)]
         name = f"plain_{self.step}"

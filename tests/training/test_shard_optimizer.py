@@ -99,8 +99,8 @@ def test_many_sharded_steps_are_one_command(n_ranks, is_sliceable, monkeypatch):
         losses = []
         for _ in range(2):
             n_steps.clear()
-            for some in [batches] if takes_many else [[batch] for batch in batches]:
-                losses += map(float, train.steps(*data, **{name: some}))
+            for selected in [batches] if takes_many else [[batch] for batch in batches]:
+                losses += map(float, train.steps(*data, **{name: selected}))
         if n_ranks > 1:  # the optimizer of one rank is not sharded
             assert n_steps == ([2, 1, 3] if takes_many and not XLA else [1] * 6)
         results.append([losses, *(p.get_value() for p in problem.params), *train.get_optimizer_state()])

@@ -268,12 +268,12 @@ def test_updates_of_a_scalar_parameter(shape, weight):
 
 
 def test_updates_of_an_empty_parameter():
-    w, none = library.shared(np.ones(2)), library.shared(np.ones((0, 3)))
-    grad_updates, param_updates, _ = updates.sgd((w**2).sum() + none.sum(), [none, w], 0.25)
+    w, empty = library.shared(np.ones(2)), library.shared(np.ones((0, 3)))
+    grad_updates, param_updates, _ = updates.sgd((w**2).sum() + empty.sum(), [empty, w], 0.25)
     compile_function([], updates=grad_updates)()
     compile_function([], updates=param_updates)()
     np.testing.assert_array_equal(w.get_value(), [0.5, 0.5])
-    assert none.get_value().shape == (0, 3)
+    assert empty.get_value().shape == (0, 3)
 
 
 # -- hyperparameters -------------------------------------------------------------------------------------

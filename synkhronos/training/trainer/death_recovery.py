@@ -241,9 +241,9 @@ class RecoveringRunner(OperationRunner):
         while session.has_kept_memory and self.has_copy:
             death = session.death
             assert death is not None
-            who = describe_rank(death.rank, death.host)
+            peer = describe_rank(death.rank, death.host)
             if excess := self._limit.count_death(death.rank, death.cause):
-                raise WorkerError(f"{who} {death.cause}; {excess}", death.rank) from error
+                raise WorkerError(f"{peer} {death.cause}; {excess}", death.rank) from error
             deaths.append(death)
             left_out, size = self._choose_ranks_to_leave_out(death, left_out, error), session.size
             if death.lost_ranks and not left_out:  # a host that could not be reached
@@ -260,7 +260,7 @@ class RecoveringRunner(OperationRunner):
                 self.deaths.append(
                     RecoveredDeath(survived.rank, survived.host, survived.cause, self.step, round(seconds, 3))
                 )
-            _log.warning("%s %s; the training went on from step %d, %.1f s later", who, death.cause, self.step, seconds)
+            _log.warning("%s %s; the training went on from step %d, %.1f s later", peer, death.cause, self.step, seconds)
             return
         raise error
 
@@ -278,8 +278,8 @@ class RecoveringRunner(OperationRunner):
         is_lost = bool(death.lost_ranks) and not death.cause.startswith(FAILED_START_PREFIX)
         if not self._limit.is_rank_unusable and not is_lost:
             return chosen
-        who = describe_rank(death.rank, death.host)
-        failure = f"on_death='continue': {who} {death.cause}"
+        peer = describe_rank(death.rank, death.host)
+        failure = f"on_death='continue': {peer} {death.cause}"
         left_out = sorted({*chosen, *(death.lost_ranks or (death.rank,))})
         if self._session.rank.master_rank in left_out:
             raise WorkerError(f"{failure}; the master can't be left out", death.rank) from error
@@ -289,7 +289,7 @@ class RecoveringRunner(OperationRunner):
         if self._has_parts and sum(any(r not in left_out for r in host) for host in self._session.ranks_by_host) > 1:
             reason = "the rows of data_parts in this epoch's order are on other hosts now: resume from a checkpoint"
             raise WorkerError(f"{failure}; {reason} that was written at the end of an epoch", death.rank) from error
-        _log.warning("%s %s; the training goes on without ranks %s", who, death.cause, left_out)
+        _log.warning("%s %s; the training goes on without ranks %s", peer, death.cause, left_out)
         self._limit.reset_repeats()
         return left_out
 

@@ -1,6 +1,6 @@
 """Graphs that Theano and PyTensor build from the same lines, with their inputs.
 
-Nothing here is drawn anew: a case's name seeds its inputs, and the list of cases is drawn from one seed.
+Cases are reproducible: a case's name seeds its inputs, and one seed determines the list of cases.
 """
 
 import itertools

@@ -10,7 +10,7 @@ import theano
 import theano.tensor as T
 from theano.tensor.shared_randomstreams import RandomStreams
 
-# That PyTensor's JAX mode leaves assertions out, and has copies of generators, is known.
+# PyTensor's JAX mode warns that it leaves out assertions and copies generators.
 pytestmark = pytest.mark.filterwarnings("ignore:Skipping:UserWarning", "ignore:The RandomType:UserWarning")
 
 X = np.random.default_rng(0).normal(size=(25, 6))
@@ -156,14 +156,14 @@ def test_gradient_through_a_scan_of_symbolic_length():
     compare_modes([a, k], T.grad(result[-1].sum(), a), ([1.0, 2], 3), ([2.0, 3, 4], 5), updates=updates)
 
 
-def test_draws_of_as_many_as_there_are_rows(x, i):
+def test_draws_with_the_shape_of_selected_rows(x, i):
     rows, random = T.dmatrix("rows"), RandomStreams(1)
     n = T.iscalar("n")
     mask = random.binomial(size=rows.shape, p=0.5, dtype="float64")
     f = compile_function([i], [mask, rows], givens={rows: x[i * 10 : (i + 1) * 10]})
     for index, length in ((0, 10), (1, 10), (2, 5)):
-        drawn, of = f(index)
-        np.testing.assert_array_equal(of, X[index * 10 : (index + 1) * 10])
+        drawn, selected_rows = f(index)
+        np.testing.assert_array_equal(selected_rows, X[index * 10 : (index + 1) * 10])
         assert drawn.shape == (length, 6) and set(np.unique(drawn)) == {0, 1}
     assert compile_function([n], random.normal(size=(n, 3)))(4).shape == (4, 3)
     assert compile_function([n], random.uniform(size=(n * 2,)))(4).shape == (8,)
@@ -198,7 +198,7 @@ def test_shared_counter_selects_rows_by_length(x):
             np.testing.assert_array_equal(f(), part)
 
 
-def test_rows_from_a_place_that_an_array_holds(x):
+def test_rows_from_an_offset_in_an_array(x):
     place = T.lvector("place")
     start = place[0] * 2
     rows = x[start : start + 3]

@@ -360,7 +360,7 @@ def test_many_requests_of_many_workers(tmp_path):
     assert group.group.serve(answer) is None
     assert not failed and len(answered) == 4 * n_requests
     for rank in range(4):
-        assert [i for each, i in answered if each == rank] == list(range(n_requests))
+        assert [i for worker_rank, i in answered if worker_rank == rank] == list(range(n_requests))
 
 
 def send_failure(connection, failure):

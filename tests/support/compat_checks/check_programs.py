@@ -23,7 +23,7 @@ else:
     from pytensor.compile.mode import Mode, get_mode
 
     # The second is PyTensor's default, in which Numba compiles for minutes.  Both get smaller forms, where there are
-    # some: demos/check_zoo.py trains all of GoogLeNet.
+    # some: demo_checks/check_zoo.py trains all of GoogLeNet.
     MODES = ["JAX", pytest.param("Mode", marks=pytest.mark.lasagne)]
     #: The graphs that the default mode gives to Numba, run by Python: for programs whose Ops Numba compiles for other
     #: programs too.

@@ -36,20 +36,20 @@ def evaluate_expression(expression):
 @pytest.mark.parametrize("border", ["valid", "full", "half", 1, (2, 0)])
 def test_dnn_conv(border, conv_mode):
     x, w = theano.shared(IMAGES), theano.shared(FILTERS)
-    found = dnn.dnn_conv(
+    output = dnn.dnn_conv(
         img=x, kerns=w, border_mode=border, subsample=(2, 1), conv_mode=conv_mode, algo="small", num_groups=2
     )
     flips = conv_mode == "conv"
     expected = conv2d(x, w, border_mode=border, subsample=(2, 1), filter_flip=flips, num_groups=2)
-    assert is_same_graph(found, expected) and found.ndim == 4
+    assert is_same_graph(output, expected) and output.ndim == 4
 
 
 @in_pytensor
 def test_dnn_conv_correlates_as_numpy_does():
     x, w = theano.shared(IMAGES[:, :2]), theano.shared(FILTERS)
-    found = evaluate_expression(dnn.dnn_conv(x, w, dilation=(2, 2), conv_mode="cross"))
+    output = evaluate_expression(dnn.dnn_conv(x, w, dilation=(2, 2), conv_mode="cross"))
     windows = np.lib.stride_tricks.sliding_window_view(IMAGES[:, :2], (5, 3), (2, 3))[..., ::2, ::2]
-    np.testing.assert_allclose(found, np.einsum("bcyxhw,ochw->boyx", windows, FILTERS), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(output, np.einsum("bcyxhw,ochw->boyx", windows, FILTERS), rtol=1e-4, atol=1e-5)
 
 
 def test_dnn_conv_refuses_other_modes():
@@ -119,12 +119,12 @@ def run_program(cwd, *paths):
 
 
 def test_layers_come_from_the_users_copy_and_rules_from_here(tmp_path):
-    copy_of_theirs = tmp_path / "theirs" / "theanompi"
+    user_copy = tmp_path / "theirs" / "theanompi"
     for folder in ("", "models", "lib"):
-        (copy_of_theirs / folder).mkdir(parents=True, exist_ok=True)
-        (copy_of_theirs / folder / "__init__.py").write_text("raise RuntimeError('mpi4py')\n" if not folder else "")
-    (copy_of_theirs / "models" / "layers2.py").write_text("mine = 3\n")
-    (copy_of_theirs / "lib" / "opt.py").write_text("also_mine = 4\n")
+        (user_copy / folder).mkdir(parents=True, exist_ok=True)
+        (user_copy / folder / "__init__.py").write_text("raise RuntimeError('mpi4py')\n" if not folder else "")
+    (user_copy / "models" / "layers2.py").write_text("mine = 3\n")
+    (user_copy / "lib" / "opt.py").write_text("also_mine = 4\n")
     (tmp_path / "program.py").write_text(
         textwrap.dedent("""
         from theanompi import BSP, EASGD, GOSGD
@@ -150,13 +150,14 @@ def test_synkhronos_rules_honour_the_class_attributes(tmp_path, monkeypatch):
     from synkhronos import rules
     from synkhronos.compat.theanompi.rules import BSP
 
-    asked = []
+    requested = []
     from synkhronos.launch import launched_run
 
+    # The division by zero ends `init` as soon as the settings are recorded.
     monkeypatch.setattr(
-        launched_run, "resolve_settings", lambda sources, source_path: asked.append(sources[0]) or 1 / 0
+        launched_run, "resolve_settings", lambda sources, source_path: requested.append(sources[0]) or 1 / 0
     )
-    for made, options in (
+    for rule_class, options in (
         (BSP, {"rule": "BSP", "rule_options": {"average": "gradient"}}),
         (type("BSP", (BSP,), {"sync_type": "avg"}), {"rule": "BSP", "rule_options": {"average": "params"}}),
         (type("BSP", (BSP,), {"sync_type": "swap"}), {"rule": "Swap", "rule_options": {}}),
@@ -166,7 +167,7 @@ def test_synkhronos_rules_honour_the_class_attributes(tmp_path, monkeypatch):
         ),
     ):
         with pytest.raises(ZeroDivisionError):
-            made().init(["cpu"], "models.mlp", "MLP")
-        assert asked.pop() == {**options, "devices": ["cpu"], "modelfile": "models.mlp", "modelclass": "MLP"}
+            rule_class().init(["cpu"], "models.mlp", "MLP")
+        assert requested.pop() == {**options, "devices": ["cpu"], "modelfile": "models.mlp", "modelclass": "MLP"}
     with pytest.raises(ValueError, match="sync_type: expected one of avg, cdd, swap, got 'sum'"):
         type("BSP", (BSP,), {"sync_type": "sum"})().init(["cpu"], "models.mlp", "MLP")

@@ -209,14 +209,14 @@ def test_sync_normalises_by_the_rows_of_all_ranks_as_one_process_does(array, for
     x, updates, values = make_variable(array), OrderedDict(), []
     layer, alone = make_layer(array, sync=True, alpha=0.25), make_layer(array, alpha=0.25)
     target = np.cos(np.arange(array[0].size)).reshape(array[0].shape)
-    for each in (layer, alone):
-        out = each.get_output_for(x, average_updates=updates if each is layer else None)
+    for batch_norm in (layer, alone):
+        out = batch_norm.get_output_for(x, average_updates=updates if batch_norm is layer else None)
         loss = T.sqr(out - target).mean()
-        values.append([out, *T.grad(loss, [each.gamma, each.beta])])
+        values.append([out, *T.grad(loss, [batch_norm.gamma, batch_norm.beta])])
     fork(3)
     f = synk.function([x], list(zip(values[0], ("gather", "mean", "mean"), strict=True)), updates=updates)
-    for one, other in zip(f(array), theano.function([x], values[1])(array), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-10)
+    for actual, expected in zip(f(array), theano.function([x], values[1])(array), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-8, atol=1e-10)
     mean, variance = compute_statistics(array)
     for rank in range(3):  # equal on all ranks, without an all-reduce
         rank_averages = synk.get_value(rank, get_running_averages(layer))

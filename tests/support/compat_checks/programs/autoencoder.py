@@ -49,8 +49,8 @@ def run(steps):
 
     # Whole batches are corrupted by streams; how, is the library's.
     theano_rng = RandomStreams(np.random.RandomState(123).randint(2**30))
-    kept = theano_rng.binomial(size=x.shape, n=1, p=1 - 0.3, dtype=theano.config.floatX)
-    corrupt = theano.function([index], [x, kept * x], givens={x: pixels[rows]})
+    mask = theano_rng.binomial(size=x.shape, n=1, p=1 - 0.3, dtype=theano.config.floatX)
+    corrupt = theano.function([index], [x, mask * x], givens={x: pixels[rows]})
     whole, corrupted = corrupt(0)
     assert np.all((corrupted == 0) | (corrupted == whole)) and 0.6 < np.mean(corrupted == whole) < 0.8
     assert not np.array_equal(corrupt(0)[1], corrupted)

@@ -98,7 +98,7 @@ def run(steps):
     losses = []
     for _ in range(steps):
         words = rng.randint(WORDS, size=(LENGTH, BATCH)).astype("int64")
-        kept = numpy_floatX(np.arange(LENGTH)[:, None] < rng.randint(2, LENGTH + 1, size=BATCH))
-        losses.append(f_grad_shared(words, kept, (words[0] % 2).astype("int64")))
+        mask = numpy_floatX(np.arange(LENGTH)[:, None] < rng.randint(2, LENGTH + 1, size=BATCH))
+        losses.append(f_grad_shared(words, mask, (words[0] % 2).astype("int64")))
         f_update()
     return losses
