@@ -260,7 +260,9 @@ class RecoveringRunner(OperationRunner):
                 self.deaths.append(
                     RecoveredDeath(survived.rank, survived.host, survived.cause, self.step, round(seconds, 3))
                 )
-            _log.warning("%s %s; the training went on from step %d, %.1f s later", peer, death.cause, self.step, seconds)
+            _log.warning(
+                "%s %s; the training went on from step %d, %.1f s later", peer, death.cause, self.step, seconds
+            )
             return
         raise error
 
