@@ -1,7 +1,7 @@
 """Estimated time of a training step on many hosts with eight GPUs each.
 
 An analytical model of ResNet-50 in bfloat16 with float32 gradients: nothing is measured here.  The constants of one
-host were measured on H200s: the time of a step, the bandwidth between GPUs, and the wait for the slowest rank.  Those
+host were measured on H200s: the time of a step, the bandwidth between GPUs, and the loss beyond the exchange.  Those
 of the network are assumptions.  Efficiency is the time of a step on one GPU, divided by that on all GPUs.
 
 - The exchange is hierarchical: between the GPUs of a host, then between hosts by the faster of a ring and a tree.
@@ -21,8 +21,8 @@ from benchmarks._measure import Table, format_duration
 GRADIENT_BYTES, GPUS, HOST_BANDWIDTH = 102.2e6, 8, 314e9
 #: Measured: seconds of a step on one GPU, by number of images.
 STEP_SECONDS = {64: 13.3e-3, 256: 39.2e-3}
-#: Measured on four GPUs: share of a step that ranks wait for the slowest, 2.5 %; here for each doubling of the GPUs.
-SLOWEST_SHARE = 0.025 / 2
+#: Measured on four GPUs: share of a step that is lost beyond the exchange, 2.5 %; here for each doubling of the GPUs.
+LOST_SHARE = 0.025 / 2
 #: Assumed: seconds of a message between hosts, usable share of a network's bandwidth, bytes of a tree's chunk.
 LATENCY, USABLE_SHARE, CHUNK = 20e-6, 0.85, 1 << 20
 #: Pieces of the gradient, and share of the backward pass in a step.
@@ -55,7 +55,7 @@ def estimate_efficiency(images: int, hosts: int, gigabits: float, is_hidden: boo
     if is_hidden:
         last_piece = estimate_exchange(nbytes / N_PIECES, hosts, gigabits)
         exposed = last_piece + max(0.0, exposed - last_piece - BACKWARD_SHARE * step * (1 - 1 / N_PIECES))
-    return step / (step * (1 + SLOWEST_SHARE * math.log2(hosts * GPUS)) + exposed)
+    return step / (step * (1 + LOST_SHARE * math.log2(hosts * GPUS)) + exposed)
 
 
 def main() -> None:
