@@ -13,7 +13,9 @@ from xla_launches import Alarm, DoublingReducer, TwoEqualShards, get_runner, on_
 import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
+from synkhronos.engines.xla import exchange
 from synkhronos.engines.xla.exchange import AllReduceSpec, ShardSpec
+from synkhronos.engines.xla.vector_parts import write_parts
 from synkhronos.graphs import get_library
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.training.updates import momentum, sgd
@@ -140,7 +142,10 @@ SIZES = (5, 300, 700, 1)
 @pytest.mark.parametrize("piece", [100, 2000, 10**6])
 @pytest.mark.parametrize("tail", [1, 451])
 def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, tail, piece, dtype, times):
+    monkeypatch.setattr("synkhronos.engines.xla.vector_parts.MIN_NBYTES_IN_PLACE", 8)
     monkeypatch.setattr("synkhronos.engines.xla.exchange.MIN_CHUNK_BYTES", piece)
+    written = []
+    monkeypatch.setattr(exchange, "write_parts", lambda *arguments: written.append(1) or write_parts(*arguments))
     fork(1)
     rng = np.random.default_rng(0)
     x = T.fmatrix("x")
@@ -166,6 +171,8 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
     np.testing.assert_allclose(w.get_value(), expected, rtol=1e-3 if dtype else 1e-5)
     np.testing.assert_allclose(np.asarray(g.get_value())[-tail:], total[-tail:], rtol=1e-6 if times == 1 else 1e-3)
     assert abs(float(np.asarray(g.get_value())[-1]) / total[-1] - 1) < 1e-6
+    # A whole gradient is written into its own memory.
+    assert bool(written) == (dtype is None and (times > 1 or piece == 10**6))
     if times == 1 and dtype is None:
         # The last chunk comes first, as it is computed last and waited for at once.
         assert standing_in.calls == {100: [[5]], 2000: [[305]], 10**6: [1006]}[piece]

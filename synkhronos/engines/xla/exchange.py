@@ -12,7 +12,7 @@ import numpy as np
 
 from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
-from synkhronos.engines.xla.vector_parts import run_in_place
+from synkhronos.engines.xla.vector_parts import can_hold_parts, run_in_place, write_parts
 from synkhronos.lowering.jax_function import JaxFunction
 
 #: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass: on one
@@ -140,6 +140,7 @@ class Exchange:
         n_tail = spec.n_tail if dtype is not None else 0
         itemsize = jnp.dtype(dtype or own_dtype).itemsize
         chunks = [parts] if self._iterations else self._group_into_chunks(parts, itemsize, n_tail)
+        old_value = operands[function.n_inputs + _find(function.storages, spec.storage)]
 
         def compute_chunk(chunk: list[Any]) -> Any:
             """Return the values of a chunk without the tail, as one array in the dtype in which it is sent."""
@@ -147,6 +148,8 @@ class Exchange:
             if dtype is not None:
                 values = _split_tail(values, n_tail)[0] if chunk is chunks[0] else values
                 values = [(value / spec.divisor).astype(dtype) for value in values]
+            if can_hold_parts(old_value, values):
+                return write_parts(old_value, values)
             return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
 
         def compute_tail() -> list[Any]:

@@ -28,10 +28,16 @@ def run_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any
         if old_value.ndim != 1 or old_value.nbytes < MIN_NBYTES_IN_PLACE:
             continue
         evaluator = JaxprEvaluator(function.run, operands, function.n_outputs, i)
-        types = [part.aval for part in evaluator.parts]
-        if len(types) > 1 and types[0].dtype == old_value.dtype and sum(t.size for t in types) == old_value.size:
+        if can_hold_parts(old_value, [part.aval for part in evaluator.parts]):
             return evaluator.finish(write_parts(old_value, evaluator.compute(evaluator.parts)))
     return function.run(*operands)
+
+
+def can_hold_parts(vector: Any, parts: Sequence[Any]) -> bool:
+    """Whether several vectors are to be written into the memory of ``vector``: it is long, and of their joint type."""
+    if vector.ndim != 1 or vector.nbytes < MIN_NBYTES_IN_PLACE or len(parts) == 1:
+        return False
+    return bool(parts[0].dtype == vector.dtype and sum(part.size for part in parts) == vector.size)
 
 
 def write_parts(vector: Any, parts: Sequence[Any]) -> Any:
