@@ -367,7 +367,10 @@ def test_ranks_auto_avoids_slower_ranks(fork, chains):
     """Computing 60 rows takes less time than a call of the ranks."""
     fork(2)
     model = build_model()
-    parallel = data_parallel(model, ranks="auto", chains=chains)
+    for _ in range(3):  # on cores with other work, one of the measured processes may wait for a core
+        parallel = data_parallel(model, ranks="auto", chains=chains)
+        if not parallel.split_RVs:
+            break
     assert not parallel.split_RVs and "PyMC alone is as quick" in parallel.reasons["y"]
     point = model.initial_point()
     assert parallel.compile_logp(mode=INTERPRETED)(point) == model.compile_logp(mode=INTERPRETED)(point)
