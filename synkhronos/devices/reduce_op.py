@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class ReduceOp:
-    """A reduction: an entry of `REDUCE_OPS`.
+    """A reduction: an entry of ``REDUCE_OPS``.
 
     Attributes
     ----------

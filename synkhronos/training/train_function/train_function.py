@@ -508,7 +508,7 @@ def make_train_function(
         Default number of slices of a step.  Gradients are accumulated over slices, so that a step needs less memory.
     ema : float, optional
         Decay of a moving average of the parameters, such as 0.999.  `TrainFunction.get_ema` returns the averages,
-        in at least float32.  They are also in `TrainFunction.optimizer_state`.
+        in at least float32.  They are also in ``optimizer_state`` of the train function.
     loss_scale : {"dynamic"}, optional
         Multiply the loss by a scale before the backward pass, and divide the gradient by it in float32: small gradients
         in float16 would be 0 otherwise.  If the reduced gradient is infinite or NaN, the parameters, the rule's

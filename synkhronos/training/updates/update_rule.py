@@ -92,7 +92,7 @@ def update_rule(example: str, result: float, **descriptions: str) -> Callable[[C
     result : float
         Value of ``w`` after this step.
     **descriptions : str
-        Descriptions of hyperparameters that `HYPERPARAMETER_DESCRIPTIONS` lacks, or describes otherwise.
+        Descriptions of hyperparameters that ``HYPERPARAMETER_DESCRIPTIONS`` lacks, or describes otherwise.
 
     Returns
     -------
