@@ -15,6 +15,7 @@ Ops of this library have attributes for this: ``is_product``, ``is_elementwise``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 #: Compiler options for graphs with rounded values.  Otherwise XLA would use the unrounded number where it is available,
@@ -136,9 +137,9 @@ def _multiply_in_bfloat16(run: Callable[..., Any], node: Any, rounds: bool) -> C
         return run
     dtype = jnp.bfloat16 if rounds else jnp.float32
     if isinstance(node.op, Dot):
-        product: Any = lambda x, y: jnp.dot(x, y, preferred_element_type=dtype)  # noqa: E731
+        product: Callable[..., Any] = partial(jnp.dot, preferred_element_type=dtype)
     elif isinstance(node.op, BatchedDot | Blockwise):
-        product = lambda x, y: jnp.matmul(x, y, preferred_element_type=dtype)  # noqa: E731
+        product = partial(jnp.matmul, preferred_element_type=dtype)
     else:
         product = run
 

@@ -97,12 +97,10 @@ class Exchange:
 
     def run(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
         """Trace the next function, and the all-reduce that follows the first one; return the function's results."""
-        import jax.numpy as jnp
-
         if self._is_valid is not None:
             return run_in_place(function, operands)
         evaluator, arrays = self._reduce(function, operands)
-        return evaluator.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays))
+        return evaluator.finish(_concatenate(arrays))
 
     def keep_old_if_invalid(self, key: int, new_value: Any, old_value: Any) -> Any:
         """Return a variable's new value if the collectives are valid, else the old one; ``key`` is its storage's id.
@@ -140,7 +138,7 @@ class Exchange:
         n_tail = spec.n_tail if dtype is not None else 0
         itemsize = jnp.dtype(dtype or own_dtype).itemsize
         chunks = [parts] if self._iterations else self._group_into_chunks(parts, itemsize, n_tail)
-        old_value = operands[function.n_inputs + _find(function.storages, spec.storage)]
+        old_value = operands[_find_operand(function, spec.storage)]
 
         def compute_chunk(chunk: list[Any]) -> Any:
             """Return the values of a chunk without the tail, as one array in the dtype in which it is sent."""
@@ -150,7 +148,7 @@ class Exchange:
                 values = [(value / spec.divisor).astype(dtype) for value in values]
             if can_hold_parts(old_value, values):
                 return write_parts(old_value, values)
-            return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
+            return _concatenate(values)
 
         def compute_tail() -> list[Any]:
             # The number of rows, and running averages, would lose too much precision in the wire dtype.
@@ -269,7 +267,7 @@ class ShardedExchange(Exchange):
         import jax.numpy as jnp
 
         evaluator, self._rows = self._reduce(function, operands)
-        matrix = operands[function.n_inputs + _find(function.storages, self._spec.storage)]
+        matrix = operands[_find_operand(function, self._spec.storage)]
         if self._shards.gathers_gradient:
             (matrix,), self._is_valid = self._ffi_all_reduce.trace_finish(
                 [jnp.concatenate(self._rows)], shapes=[matrix.shape]
@@ -280,7 +278,7 @@ class ShardedExchange(Exchange):
         """Return the function's results, with the row's old value."""
         import jax.numpy as jnp
 
-        start = function.n_inputs + _find(function.storages, self._shards.row)
+        start = _find_operand(function, self._shards.row)
         stop, n_ranks = start + len(self._rows), self._spec.divisor
 
         def run(*arguments: Any) -> Sequence[Any]:
@@ -294,15 +292,14 @@ class ShardedExchange(Exchange):
             delayed_arguments=range(start, stop),
         )
         chunks = self._group_into_chunks(evaluator.parts, n_ranks * self._rows[0].dtype.itemsize)
-
-        def compute_chunk(chunk: list[Any]) -> Any:
-            values = evaluator.compute(chunk)
-            return values[0] if len(values) == 1 else jnp.concatenate(values)
-
         self._is_row_valid = self._is_valid
         token = self._is_row_valid >> 1  # 0, after the last collective: a chunk may not depend on what it has reduced
         blocks, self._is_valid = self._trace_chunks(
-            evaluator, chunks, compute_chunk, token, lambda shape: (n_ranks, *shape)
+            evaluator,
+            chunks,
+            lambda chunk: _concatenate(evaluator.compute(chunk)),
+            token,
+            lambda shape: (n_ranks, *shape),
         )
         self._matrix = jnp.concatenate(blocks[::-1], axis=1)
         return evaluator.finish(operands[start])
@@ -311,6 +308,18 @@ class ShardedExchange(Exchange):
 def _find(storages: Sequence[list[Any]], wanted: list[Any]) -> int:
     """Return the position of a storage, compared by identity."""
     return next(i for i, storage in enumerate(storages) if storage is wanted)
+
+
+def _find_operand(function: JaxFunction, storage: list[Any]) -> int:
+    """Return the position of a storage's value among the operands of a function."""
+    return function.n_inputs + _find(function.storages, storage)
+
+
+def _concatenate(arrays: Sequence[Any]) -> Any:
+    """Return arrays concatenated along the last axis; a single one, which may be a scalar, as it is."""
+    import jax.numpy as jnp
+
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
 
 
 def _split_tail(vectors: Sequence[Any], n_tail: int) -> tuple[list[Any], list[Any]]:

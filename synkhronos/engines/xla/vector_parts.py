@@ -25,7 +25,7 @@ def run_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any
     positions = {id(storage): function.n_inputs + i for i, storage in enumerate(function.storages)}
     for i, storage in enumerate(function.result_storages[function.n_outputs :], start=function.n_outputs):
         old_value = operands[positions[id(storage)]]
-        if old_value.ndim != 1 or old_value.nbytes < MIN_NBYTES_IN_PLACE:
+        if not _is_long_vector(old_value):
             continue
         evaluator = JaxprEvaluator(function.run, operands, function.n_outputs, i)
         if can_hold_parts(old_value, [part.aval for part in evaluator.parts]):
@@ -35,9 +35,13 @@ def run_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any
 
 def can_hold_parts(vector: Any, parts: Sequence[Any]) -> bool:
     """Whether several vectors are to be written into the memory of ``vector``: it is long, and of their joint type."""
-    if vector.ndim != 1 or vector.nbytes < MIN_NBYTES_IN_PLACE or len(parts) == 1:
+    if not _is_long_vector(vector) or len(parts) == 1:
         return False
     return bool(parts[0].dtype == vector.dtype and sum(part.size for part in parts) == vector.size)
+
+
+def _is_long_vector(array: Any) -> bool:
+    return bool(array.ndim == 1 and array.nbytes >= MIN_NBYTES_IN_PLACE)
 
 
 def write_parts(vector: Any, parts: Sequence[Any]) -> Any:
