@@ -28,25 +28,10 @@ class _CheckedVariables(WeakKeyDict[Any, bool]):
 
 
 def check_variables(session: Session, shared_vars: Any, allow_generators: bool = False) -> tuple[list[Any], bool]:
-    """Check the shared variables of a collective.
+    """Check the shared variables of a collective; return a list of them, and whether the argument was a single one.
 
-    Parameters
-    ----------
-    session : Session
-    shared_vars : shared variable, or list of them
-    allow_generators : bool
-        Whether random generators are allowed.
-
-    Returns
-    -------
-    variables : list of shared variable
-    is_single : bool
-        Whether the argument was one variable rather than a list.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If a variable is not a shared variable of arrays, is not used by any function, or is given twice.
+    Raise TypeError or ValueError if one is not a shared variable of arrays, or of an allowed random generator, if no
+    function uses it, or if it is given twice.
     """
     is_single = not isinstance(shared_vars, list | tuple)
     variables = [shared_vars] if is_single else list(shared_vars)
@@ -112,10 +97,7 @@ def is_generator_object(variable: Any) -> bool:
 def check_generator_state(session: Session, variable: Any, value: Any, must_jump: bool) -> None:
     """Raise TypeError or ValueError if a value is not a valid state of a random generator.
 
-    Parameters
-    ----------
-    must_jump : bool
-        Whether ranks will jump to different positions in the generator's stream.
+    With ``must_jump``, ranks will jump to different positions in the generator's stream.
     """
     try:
         get_library(variable).check_generator(variable, value, must_jump and session.size > 1)
@@ -164,18 +146,10 @@ def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_op(op: Any, variables: Sequence[Any], nccl: bool) -> tuple[str, bool]:
-    """Check a reduction of variables.
+    """Check a reduction of variables; return its name, and whether NCCL reduces arrays on GPUs.
 
-    Returns
-    -------
-    op : str
-    nccl : bool
-        Whether NCCL reduces arrays on GPUs: the argument ``nccl``, if NCCL has the reduction of these dtypes.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If there is no such reduction, or if it is not defined for a variable's dtype.
+    NCCL does if ``nccl`` is true and it has the reduction of these dtypes.  Raise TypeError or ValueError if there is
+    no such reduction, or if it is not defined for a variable's dtype.
     """
     op = check_op_name(op)
     for variable in variables:

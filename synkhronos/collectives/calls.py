@@ -6,6 +6,8 @@ all ranks, or two if there are random generators among the variables.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
 from synkhronos import ranks
@@ -40,7 +42,7 @@ from synkhronos.data import Data
 from synkhronos.data.rows import get_share, select_rows
 from synkhronos.data.shared_memory import get_array_location
 from synkhronos.graphs import get_library
-from synkhronos.ranks import Session, WeakKeyDict
+from synkhronos.ranks import Command, Session, WeakKeyDict
 from synkhronos.replication.random_streams import record_new_seeds
 
 
@@ -100,9 +102,8 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
         if shared_values is None:
             session.run(Broadcast(distribute_variables(session, arrays), nccl))
             return
-        rows = tuple(select_all_rows(value) for value in shared_values)
-        locations = tuple(get_array_location(value) for value in shared_values)
-        session.run(Assign(distribute_variables(session, arrays), locations, (rows,) * session.size))
+        rows = [select_all_rows(value) for value in shared_values]
+        _assign(session, arrays, shared_values, [rows] * session.size)
 
 
 def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
@@ -151,10 +152,15 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
             for r in range(session.size):
                 share = get_share(len(selection), session.size, r)
                 check_shape(variable, (share.stop - share.start, *value.shape[1:]))
-        locations = tuple(get_array_location(value) for value in shared_values)
         buffers: list[Data] = []
         by_variable = [copy_rank_selections_to_shared(selection, session.size, buffers) for selection in selections]
-        session.run(Assign(distribute_variables(session, variables), locations, tuple(zip(*by_variable, strict=True))))
+        _assign(session, variables, shared_values, zip(*by_variable, strict=True))
+
+
+def _assign(session: Session, variables: list[Any], values: list[Data], rows_by_rank: Iterable[Iterable[Any]]) -> None:
+    """Set each rank's copies of variables to its rows of each value; see `Assign`."""
+    locations = tuple(map(get_array_location, values))
+    session.run(Assign(distribute_variables(session, variables), locations, tuple(map(tuple, rows_by_rank))))
 
 
 def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
@@ -193,14 +199,7 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
         if nd_up not in (0, 1):
             raise ValueError(f"nd_up: expected 0 or 1, got {nd_up}")
         nccl = check_flag(nccl, "nccl")
-        variables, is_single = check_variables(session, shared_vars, allow_generators=True)
-        arrays = [v for v in variables if not is_generator_object(v)]
-        generators = [v for v in variables if is_generator_object(v)]
-        gathered = session.run(Gather(distribute_variables(session, arrays), nd_up, nccl)) if arrays else []
-        if generators:
-            by_rank = session.run(GetGenerators(distribute_variables(session, generators)))
-            gathered.extend(map(list, zip(*by_rank, strict=True)))
-    return _restore_order(variables, [*arrays, *generators], gathered, is_single)
+        return _get_values(session, shared_vars, lambda keys: Gather(keys, nd_up, nccl), list)
 
 
 def all_gather(shared_vars: Any, nccl: bool = True) -> None:
@@ -435,17 +434,9 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
         if states:
             keys = distribute_variables(session, [variable for variable, _ in states])
             session.run(SetGenerators(keys, [value for _, value in states], only_rank=rank))
-        if not variables:
-            return
-        locations = tuple(get_array_location(value) for value in shared_values)
-        no_rows = (None,) * len(variables)
-        session.run(
-            Assign(
-                distribute_variables(session, variables),
-                locations,
-                tuple(tuple(rows) if r == rank else no_rows for r in range(session.size)),
-            )
-        )
+        if variables:
+            no_rows = [None] * len(variables)
+            _assign(session, variables, shared_values, [rows if r == rank else no_rows for r in range(session.size)])
 
 
 def get_value(rank: int, shared_vars: Any) -> Any:
@@ -475,18 +466,21 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     with session.call_lock:
         session.wait_until_idle()
         rank = check_index(rank, "rank", session.size)
-        variables, is_single = check_variables(session, shared_vars, allow_generators=True)
-        arrays = [v for v in variables if not is_generator_object(v)]
-        generators = [v for v in variables if is_generator_object(v)]
-        values = session.run(GetValue(distribute_variables(session, arrays), rank)) if arrays else []
-        if generators:
-            values += session.run(GetGenerators(distribute_variables(session, generators)))[rank]
-    return _restore_order(variables, [*arrays, *generators], values, is_single)
+        return _get_values(session, shared_vars, lambda keys: GetValue(keys, rank), itemgetter(rank))
 
 
-def _restore_order(variables: list[Any], requested: list[Any], values: list[Any], is_single: bool) -> Any:
-    """Return values, given in the order of ``requested``, in the order of ``variables``."""
-    by_variable = {id(variable): value for variable, value in zip(requested, values, strict=True)}
+def _get_values(
+    session: Session, shared_vars: Any, make_command: Callable[[tuple[Any, ...]], Command], select: Callable[[Any], Any]
+) -> Any:
+    """Return the values of variables: of arrays by a command, of generators by ``select`` from the states by rank."""
+    variables, is_single = check_variables(session, shared_vars, allow_generators=True)
+    arrays = [v for v in variables if not is_generator_object(v)]
+    generators = [v for v in variables if is_generator_object(v)]
+    values = session.run(make_command(distribute_variables(session, arrays))) if arrays else []
+    if generators:
+        by_rank = session.run(GetGenerators(distribute_variables(session, generators)))
+        values += map(select, zip(*by_rank, strict=True))
+    by_variable = {id(variable): value for variable, value in zip([*arrays, *generators], values, strict=True)}
     ordered = [by_variable[id(variable)] for variable in variables]
     return ordered[0] if is_single else ordered
 

@@ -53,17 +53,8 @@ def prepare_copies(
 ) -> list[VariableCopy]:
     """Return this rank's copies of variables, with the layouts of all ranks' copies; a collective operation.
 
-    The ranks are connected if their devices transfer arrays directly.
-
-    Parameters
-    ----------
-    rank : Rank
-    keys : sequence
-        Keys of the variables among the rank's objects.
-    nccl : bool
-        Whether devices transfer arrays directly rather than through host memory.
-    has_new_layouts : bool
-        Whether the layouts certainly differ from those of the last call, so that a cached gather would fail.
+    With ``nccl``, the ranks are connected if their devices transfer arrays directly.  ``has_new_layouts`` means that
+    the layouts certainly differ from those of the last call, so that a cached gather would fail.
     """
     shared_vars = [rank.get_object(key) for key in keys]
     values = [get_library(shared).borrow_value(shared) for shared in shared_vars]
@@ -300,17 +291,7 @@ class ReduceScatter(Command):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Command):
-    """Reduce every rank's values into the master's variables, or return the reductions in the master.
-
-    Attributes
-    ----------
-    keys : tuple
-        Keys of the variables.
-    op : str
-    in_place : bool
-        Whether the master's variables are set to the results.
-    nccl : bool
-    """
+    """Reduce every rank's values into the master's variables, or return the reductions in the master."""
 
     keys: tuple[Any, ...]
     op: str
@@ -378,17 +359,10 @@ class PlannedVariable(NamedTuple):
 
 
 class AllReducePlan(NamedTuple):
-    """Layouts of a repeated all-reduce, equal on all ranks.
+    """Layouts of a repeated all-reduce, and generation of the device's connection; equal on all ranks.
 
-    It does not refer to arrays, since an array is only written in place if its container has the only reference.
-
-    Attributes
-    ----------
-    variables : list of PlannedVariable
-    generation : int
-        Generation of the device's connection.
-    digest : bytes
-        Digest of the plan, which each rank with a valid plan passes to `Rank.all_equal`.
+    It does not refer to arrays, since an array is only written in place if its container has the only reference.  Each
+    rank with a valid plan passes the digest to `Rank.all_equal`.
     """
 
     variables: list[PlannedVariable]
@@ -484,17 +458,10 @@ class GetGenerators(Command):
 
 @dataclass(frozen=True, slots=True)
 class SetGenerators(Command):
-    """Set the states of random generators.
+    """Set the states of random generators: on one rank, or on all ranks, each of which jumps to its own stream.
 
-    Attributes
-    ----------
-    keys : tuple
-        Keys of the variables.
-    states : list
-        One for each variable.  A list, so that the command is unhashable and the session does not cache its pickle: an
-        equal generator may have drawn numbers since.
-    only_rank : int or None
-        Rank whose generators are set.  None: all ranks, each of which jumps to its own stream.
+    ``states`` is a list, so that the command is unhashable and the session does not cache its pickle: an equal
+    generator may have drawn numbers since.
     """
 
     keys: tuple[Any, ...]
@@ -518,14 +485,9 @@ def _can_concatenate(layouts: Sequence[ArrayLayout]) -> bool:
 
 
 def _allocate_gathered(device: Device, layouts: Sequence[ArrayLayout], nd_up: int) -> tuple[Any, list[Any]]:
-    """Allocate the result of a gather.
+    """Allocate the result of a gather; return it, and for each rank the items of it that the rank's array fills.
 
-    Returns
-    -------
-    result : array, or list of array
-        A list if the shapes don't fit into one array.
-    out : list of array
-        For each rank, the items of the result that its array fills.
+    The result is a list of arrays if the shapes don't fit into one array.
     """
     shapes = [shape for shape, _ in layouts]
     dtype = layouts[0][1]

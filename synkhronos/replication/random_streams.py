@@ -20,13 +20,7 @@ _max_jumps: WeakKeyDict[Any, int] = WeakKeyDict()
 
 @dataclass(frozen=True, slots=True)
 class JumpStreams(Command):
-    """Make the random generators of each worker jump to the rank's own streams.
-
-    Attributes
-    ----------
-    offsets : tuple of (key, int)
-        Key of each generator, and the number of jumps from the master's stream to the one before the first worker's.
-    """
+    """Make the random generators of each worker jump to the rank's own streams."""
 
     offsets: tuple[tuple[Any, int], ...]
 
@@ -39,12 +33,8 @@ class JumpStreams(Command):
 def reserve_streams(session: Session, shared: Any) -> int:
     """Reserve one stream of a random generator for each worker; return their offset, as in `JumpStreams`.
 
-    For a shared variable that is no random generator, return 0 and reserve nothing.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If the generator can't jump.
+    For a shared variable that is no random generator, return 0 and reserve nothing.  Raise TypeError or ValueError for
+    a generator that can't jump.
     """
     library = get_library(shared)
     if not library.is_generator(shared):
@@ -56,17 +46,9 @@ def reserve_streams(session: Session, shared: Any) -> int:
 
 
 def jump_to_rank(library: GraphLibrary, generator: Any, rank: Rank, offset: int = 0) -> Any:
-    """Return a random generator that has jumped to a rank's stream.
+    """Return a random generator that has jumped to a rank's stream, after ``offset`` jumps of earlier workers.
 
     The master keeps the given generator, so it draws the numbers of a serial program.
-
-    Parameters
-    ----------
-    library : GraphLibrary
-    generator : object
-    rank : Rank
-    offset : int
-        Number of jumps that earlier workers have used.
     """
     n_jumps = (rank.number - rank.master_rank) % rank.size
     return library.jump_generator(generator, offset + n_jumps) if n_jumps else generator

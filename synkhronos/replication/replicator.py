@@ -159,19 +159,9 @@ class Replicator:
         return code
 
     def _pickle_into_shared_memory(self, value: Any) -> tuple[UserCode, ArrayLocation]:
-        """Pickle a value into shared memory, with keys in place of shared variables that the workers have.
+        """Pickle a value, with keys in place of shared variables that the workers have; return the user code in it.
 
-        Returns
-        -------
-        code : UserCode
-            The user's classes and functions in the pickle.
-        pickled : ArrayLocation
-            The pickle and its arrays (see `pickle_buffers`).
-
-        Raises
-        ------
-        TypeError
-            If the value can't be pickled.
+        Raise TypeError if the value can't be pickled.
         """
         session = self._session()
         assert session is not None
@@ -206,16 +196,8 @@ class Replicator:
 class ReceiveObjects(Command):
     """Unpickle objects on the workers.
 
-    Attributes
-    ----------
-    pickled : ArrayLocation
-        Nodes; pairs of key and object; for each shared variable, the number of jumps before the ranks' streams.
-    recursion_limit : int
-        The master's limit, which users raise to compile deep graphs.
-    sys_path : tuple of str
-        The master's ``sys.path``.
-    digests : tuple of (QualifiedName, bytes)
-        The master's digests of the user code that is pickled by name.
+    The pickle has nodes, pairs of key and object, and for each shared variable the number of jumps before the ranks'
+    streams.  The other fields are the master's; users raise the recursion limit to compile deep graphs.
     """
 
     pickled: ArrayLocation
@@ -226,10 +208,7 @@ class ReceiveObjects(Command):
     def run(self, rank: Rank) -> set[str]:
         """Store the objects, and let their random generators jump to this rank's streams.
 
-        Returns
-        -------
-        set of str
-            Modules whose code differs on any rank.  If there are any, no rank stores objects.
+        Return the modules whose code differs on any rank.  If there are any, no rank stores objects.
         """
         if not rank.is_master:
             sys.setrecursionlimit(max(self.recursion_limit, sys.getrecursionlimit()))
@@ -276,18 +255,8 @@ def _pickle_by_value(modules: Iterable[str]) -> Iterator[None]:
 class _Pickler(cloudpickle.Pickler):
     """Pickler that replaces shared variables by keys, and pickles code that can't be imported by value.
 
-    Parameters
-    ----------
-    stream : BytesIO
-        Output.
-    keys : WeakKeyDict
-        Keys of shared variables that the workers have.
-    buffers : list
-        Output: the arrays, which are not in the stream.
-    by_value : set of str
-        Modules whose code is pickled by value.
-    code : UserCode
-        Output: the user's classes and functions.
+    It appends the arrays, which are not in the stream, to ``buffers``, and the user's classes and functions to
+    ``code``.
     """
 
     def __init__(

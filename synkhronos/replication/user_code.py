@@ -17,7 +17,7 @@ import hashlib
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,9 @@ class UserCode:
 
     def update_digests(self) -> None:
         """Compute the digests of the current code."""
-        values = [*self._by_name.values(), *self._by_value]
-        self._digests = [compute_digest(value) for value in values]
-        self._used_names = [used for value in values for used in _iter_all_used_names(value, set())]
+        hashers = [_CodeHasher(value) for value in (*self._by_name.values(), *self._by_value)]
+        self._digests = [hasher.digest() for hasher in hashers]
+        self._used_names = [used for hasher in hashers for used in hasher.used_names]
 
     def list_digests(self) -> tuple[tuple[QualifiedName, bytes], ...]:
         """Return the digest of each class and function that was pickled by name.
@@ -123,60 +123,74 @@ def is_user_module(module: str | None) -> bool:
 
 def compute_digest(value: Any) -> bytes:
     """Return a digest of a user's class or function, including all user code that it uses."""
-    hasher = hashlib.sha256()
-    _hash_value(value, hasher.update, set())
-    return hasher.digest()
+    return _CodeHasher(value).digest()
 
 
-def _hash_value(value: Any, update: Callable[[bytes], None], seen: set[int]) -> None:
-    """Update a hash by a value: a number, string, array, or code with all user code that it uses.
+class _CodeHasher:
+    """Hash of a class or function with all user code that it uses, directly or through other user code.
 
-    Other objects, such as caches and connections, are ignored, since their state is not code.
+    Attributes
+    ----------
+    used_names : list of (mapping, str, object)
+        Namespace, name and value of each name that this code uses.
     """
-    if isinstance(value, type | types.FunctionType):
-        update(f"{value.__module__}.{value.__qualname__}".encode())
-        if not is_user_module(value.__module__) or id(value) in seen:
-            return
-        seen.add(id(value))
-        parts: list[Any]
+
+    def __init__(self, value: Any):
+        self._hash = hashlib.sha256()
+        self._seen: set[int] = set()
+        self.used_names: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._add(value)
+
+    def digest(self) -> bytes:
+        """Return the hash."""
+        return self._hash.digest()
+
+    def _add(self, value: Any) -> None:
+        """Add a value: a number, string, array, or code.
+
+        Other objects, such as caches and connections, are ignored, since their state is not code.
+        """
+        update = self._hash.update
+        if isinstance(value, type | types.FunctionType):
+            update(f"{value.__module__}.{value.__qualname__}".encode())
+            if is_user_module(value.__module__) and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._add_definition(value)
+        elif isinstance(value, staticmethod | classmethod):
+            self._add(value.__func__)
+        elif isinstance(value, property):
+            self._add((value.fget, value.fset, value.fdel))
+        elif isinstance(value, types.ModuleType):
+            update(value.__name__.encode())
+        elif isinstance(value, types.CodeType):
+            update(value.co_code)
+            update(repr((value.co_names, value.co_varnames, value.co_freevars)).encode())
+            for constant in value.co_consts:
+                if isinstance(constant, types.CodeType):
+                    self._add(constant)
+                else:
+                    update(repr(constant).encode())
+        elif isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+            update(repr(value).encode())
+        elif isinstance(value, tuple):
+            for part in value:
+                self._add(part)
+        elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
+            update(f"{value.dtype} {value.shape}".encode())
+            update(np.ascontiguousarray(value).tobytes())
+
+    def _add_definition(self, value: Any) -> None:
+        """Add the code of a class or function, and the names that it uses."""
         if isinstance(value, types.FunctionType):
-            _hash_code(value.__code__, update)
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-            parts = [value.__defaults__, tuple((value.__kwdefaults__ or {}).items()), tuple(cells)]
+            kwdefaults = tuple((value.__kwdefaults__ or {}).items())
+            self._add((value.__code__, value.__defaults__, kwdefaults, tuple(cells)))
         else:
-            parts = [value.__bases__]
-        for part in parts:
-            _hash_value(part, update, seen)
-        for _, name, used in _iter_used_names(value):
-            update(name.encode())
-            _hash_value(used, update, seen)
-    elif isinstance(value, staticmethod | classmethod):
-        _hash_value(value.__func__, update, seen)
-    elif isinstance(value, property):
-        for accessor in (value.fget, value.fset, value.fdel):
-            _hash_value(accessor, update, seen)
-    elif isinstance(value, types.ModuleType):
-        update(value.__name__.encode())
-    elif isinstance(value, types.CodeType):
-        _hash_code(value, update)
-    elif isinstance(value, bool | int | float | complex | str | bytes | np.generic):
-        update(repr(value).encode())
-    elif isinstance(value, tuple):
-        for part in value:
-            _hash_value(part, update, seen)
-    elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
-        update(f"{value.dtype} {value.shape}".encode())
-        update(np.ascontiguousarray(value).tobytes())
-
-
-def _hash_code(code: types.CodeType, update: Callable[[bytes], None]) -> None:
-    update(code.co_code)
-    update(repr((code.co_names, code.co_varnames, code.co_freevars)).encode())
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            _hash_code(constant, update)
-        else:
-            update(repr(constant).encode())
+            self._add(value.__bases__)
+        for names, name, used in _iter_used_names(value):
+            self.used_names.append((names, name, used))
+            self._hash.update(name.encode())
+            self._add(used)
 
 
 def _iter_used_names(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
@@ -218,20 +232,3 @@ def _iter_globals(code: types.CodeType, instruction: str) -> Iterator[str]:
     """Yield the names of the globals that instructions of this kind load or store."""
     if dis.opmap[instruction] in code.co_code[::2]:  # a quick check before the slow disassembly
         yield from (step.argval for step in dis.get_instructions(code) if step.opname == instruction)
-
-
-def _iter_all_used_names(value: Any, seen: set[int]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    """Yield (namespace, name, value) of each name that a class or function uses, directly or through user code."""
-    if isinstance(value, staticmethod | classmethod):
-        value = value.__func__
-    if isinstance(value, property):
-        for part in (value.fget, value.fset, value.fdel):
-            yield from _iter_all_used_names(part, seen)
-    if not isinstance(value, type | types.FunctionType) or not is_user_module(value.__module__) or id(value) in seen:
-        return
-    seen.add(id(value))
-    for names, name, used in _iter_used_names(value):
-        yield names, name, used
-        yield from _iter_all_used_names(used, seen)
-    for base in getattr(value, "__bases__", ()):
-        yield from _iter_all_used_names(base, seen)

@@ -456,10 +456,7 @@ def _choose_transport(rank: Rank, value: Any, op: str = "sum") -> Device:
 def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:
     """Return shape, dtype, op and device, which have to be equal on all ranks.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If the reduction is not defined for the dtype.
+    Raise TypeError or ValueError if the reduction is not defined for the dtype.
     """
     dtype = np.dtype(array.dtype)
     if dtype.hasobject:

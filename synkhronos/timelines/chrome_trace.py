@@ -46,13 +46,7 @@ def write_trace(path: str, ranks: Sequence[RankSpans]) -> None:
 
 
 def read_trace(path: str) -> list[dict[str, Any]]:
-    """Return the events of a trace that `write_trace` wrote.
-
-    Raises
-    ------
-    ValueError
-        If the file is not a trace.
-    """
+    """Return the events of a trace that `write_trace` wrote; raise ValueError for another file."""
     with _open(path, "rt") as file:
         try:
             events: list[dict[str, Any]] = json.load(file)["traceEvents"]
@@ -70,27 +64,16 @@ def _make_events(ranks: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
     starts = [start + rank_spans.offset for rank_spans in ranks for _, _, start, _, _ in rank_spans.spans]
     origin = min(starts, default=0)
     for rank_spans in ranks:
-        name = f"rank {rank_spans.rank} on {rank_spans.host}"
-        yield {"ph": "M", "name": "process_name", "pid": rank_spans.rank, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": rank_spans.rank, "args": {"sort_index": rank_spans.rank}}
-        threads: dict[Any, int] = {rank_spans.main_thread: 0}
-        yield {"ph": "M", "name": "thread_name", "pid": rank_spans.rank, "tid": 0, "args": {"name": "main thread"}}
-
-        def number_thread(key: Any, threads: dict[Any, int] = threads) -> int:
-            return threads.setdefault(key, len(threads))
-
-        def make_event(
-            label: str, category: str, start: int, end: int, thread: int, rank_spans: RankSpans = rank_spans
-        ) -> dict[str, Any]:
-            ts = (start + rank_spans.offset - origin) / 1000
-            event = {"ph": "X", "name": label, "cat": category, "ts": ts, "dur": (end - start) / 1000}
-            return {**event, "pid": rank_spans.rank, "tid": thread}
-
-        for label, category, start, end, thread in rank_spans.spans:
-            yield make_event(label, category, start, end, number_thread(thread))
-        for lane, label, start, end in rank_spans.xla_operations:
-            is_new = lane not in threads
-            number = number_thread(lane)
-            if is_new:
-                yield {"ph": "M", "name": "thread_name", "pid": rank_spans.rank, "tid": number, "args": {"name": lane}}
-            yield make_event(label, "compute", start, end, number)
+        pid, threads = rank_spans.rank, {rank_spans.main_thread: 0}  # type: int, dict[Any, int]
+        name = f"rank {pid} on {rank_spans.host}"
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 0, "args": {"name": "main thread"}}
+        operations = [(label, "compute", start, end, lane) for lane, label, start, end in rank_spans.xla_operations]
+        for label, category, start, end, thread in (*rank_spans.spans, *operations):
+            is_new = thread not in threads
+            tid = threads.setdefault(thread, len(threads))
+            if is_new and isinstance(thread, str):  # a thread of XLA
+                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
+            event = {"ph": "X", "name": label, "cat": category, "pid": pid, "tid": tid}
+            yield {**event, "ts": (start + rank_spans.offset - origin) / 1000, "dur": (end - start) / 1000}

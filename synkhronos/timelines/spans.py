@@ -60,13 +60,7 @@ _traced_methods: list[TracedMethod] = []
 
 
 def trace_method(owner: type, method: str, category: str, name: str | SpanNamer) -> None:
-    """Register a method whose calls become spans of a timeline; see `TracedMethod`.
-
-    Raises
-    ------
-    AttributeError
-        If the class has no such method of its own.
-    """
+    """Register a method of a class itself, whose calls become spans of a timeline; see `TracedMethod`."""
     if method not in vars(owner):
         raise AttributeError(f"{owner.__qualname__} has no method {method!r} to trace")
     _traced_methods.append(TracedMethod(owner, method, category, name))
@@ -111,13 +105,7 @@ def _time_calls(function: Callable[..., Any], category: str, name: str | SpanNam
 
 
 class SpanRecorder:
-    """Records the spans of one rank.
-
-    Attributes
-    ----------
-    spans : deque of Span
-        The latest spans, in the order of their ends.
-    """
+    """Records the latest spans of one rank, in the order of their ends."""
 
     def __init__(self) -> None:
         self.spans: deque[Span] = deque()

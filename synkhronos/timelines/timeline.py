@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_flag
@@ -24,15 +24,12 @@ _CLOCK_READINGS = 15
 _MAX_SPANS = 250_000
 
 
-class _StartFields(NamedTuple):
-    max_spans: int
-    records_xla: bool
-
-
-class StartRecording(_StartFields, Command):
+@dataclass(frozen=True, slots=True)
+class StartRecording(Command):
     """Start recording on every rank."""
 
-    __slots__ = ()
+    max_spans: int
+    records_xla: bool
 
     def run(self, rank: Rank) -> None:
         """Start the recorder and, if requested, XLA's profiler."""
@@ -43,14 +40,11 @@ class StartRecording(_StartFields, Command):
         recorder.install(self.max_spans)
 
 
-class _StopFields(NamedTuple):
-    records_xla: bool
-
-
-class StopRecording(_StopFields, Command):
+@dataclass(frozen=True, slots=True)
+class StopRecording(Command):
     """Stop recording on every rank, and gather the spans in the master."""
 
-    __slots__ = ()
+    records_xla: bool
 
     def run(self, rank: Rank) -> list[RankSpans] | None:
         """Return every rank's spans in the master, in rank order; None in workers."""

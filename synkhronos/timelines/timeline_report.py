@@ -52,19 +52,7 @@ class Activity(NamedTuple):
 
 @dataclass
 class RankTimeline:
-    """Activities of one rank.
-
-    Attributes
-    ----------
-    name : str
-        The rank and its host.
-    activities : list of Activity
-        Activities of the main thread, in order and without overlap.
-    xla_operations : list of Activity
-        XLA's operations, of all threads.
-    calls : list of Activity
-        The master's calls; empty for workers.
-    """
+    """Activities of a rank's main thread, in order and without overlap; XLA's operations; and the master's calls."""
 
     name: str = ""
     activities: list[Activity] = field(default_factory=list)
@@ -82,13 +70,7 @@ class CriticalPathStep(NamedTuple):
 
 
 def read_timelines(path: str) -> dict[int, RankTimeline]:
-    """Return the timelines of a trace, by rank.
-
-    Raises
-    ------
-    ValueError
-        If the file is not a trace of `synkhronos.timeline`.
-    """
+    """Return the timelines of a trace, by rank; raise ValueError if the file is no trace of `synkhronos.timeline`."""
     spans: dict[int, list[Activity]] = defaultdict(list)
     timelines: dict[int, RankTimeline] = defaultdict(RankTimeline)
     for event in read_trace(path):
