@@ -19,12 +19,8 @@ from synkhronos.data.shared_memory import check_session, copy_to_shared, get_arr
 from synkhronos.devices import Selection
 from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
 from synkhronos.graphs import get_library
-from synkhronos.ranks import ArrayLocation, Session, WeakKeyDict
+from synkhronos.ranks import ArrayLocation, Session
 from synkhronos.replication.replicator import Replicator, is_registered
-
-
-class _CheckedVariables(WeakKeyDict[Any, bool]):
-    """Shared variables that an earlier collective has checked."""
 
 
 def check_variables(session: Session, shared_vars: Any, allow_generators: bool = False) -> tuple[list[Any], bool]:
@@ -38,18 +34,9 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
     if not variables:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
     replicator = Replicator.from_session(session)
-    checked = session.registry.get_or_create(_CheckedVariables)
-    try:
-        if is_single and shared_vars in checked:  # such as a training loop's gradients
-            return variables, is_single
-    except TypeError:  # not a variable
-        pass
     for variable in variables:
         _check_variable(replicator, variable, allow_generators)
     check_distinct(variables, "shared_vars")
-    for variable in variables:
-        if not get_library(variable).is_generator(variable):
-            checked[variable] = True
     return variables, is_single
 
 

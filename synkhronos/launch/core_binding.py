@@ -14,23 +14,10 @@ _PCI_FOLDER = Path("/sys/bus/pci/devices")
 def assign_cores(
     devices: Sequence[str], allowed_cores: Sequence[int], gpu_cores: dict[str, list[int]]
 ) -> tuple[list[list[int]], str]:
-    """Assign cores to each rank.
+    """Assign cores to each rank, by its device; return them with a description of the assignment.
 
-    Parameters
-    ----------
-    devices : sequence of str
-        Device of each rank: ``"cpu"``, ``"cuda0"`` and so on.
-    allowed_cores : sequence of int
-        Cores that this process may use.
-    gpu_cores : dict of str to list of int
-        Cores next to each GPU, by its name.
-
-    Returns
-    -------
-    cores : list of list of int
-        Cores of each rank.  Empty if ranks should not be bound, because some would share a core.
-    description : str
-        Description of the assignment.
+    There are none if ranks should not be bound, because some would share a core.  ``allowed_cores`` are those that this
+    process may use, ``gpu_cores`` those next to each GPU.
 
     Examples
     --------

@@ -50,13 +50,10 @@ def main(arguments: list[str]) -> int:
 
 
 def make_report() -> str:
-    """Return the text of ``python -m synkhronos doctor``.
+    """Return the text of ``python -m synkhronos doctor``: facts, one per line, and steps that name a command.
 
-    Returns
-    -------
-    str
-        The facts, one per line; then "Do first" with numbered steps without which ranks cannot run or use only part of
-        the machine, or else "Ready"; then "Optional" with the features that need a package.  Steps name a command.
+    "Do first" has the steps without which ranks cannot run or use only part of the machine; without such steps it is
+    "Ready".  "Optional" has the features that need a package.
     """
     installed = {module for module in _PACKAGES if find_spec(module) is not None}
     gpus = get_n_gpu()

@@ -12,21 +12,10 @@ from synkhronos.launch.configuration.settings import SettingsError
 
 
 def find_module(path_or_module: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
-    """Find the file of the model class, without importing it; return a folder for `sys.path`, and the module's name.
+    """Find the file of the model class without importing it; return a folder for `sys.path`, and the module's name.
 
-    Parameters
-    ----------
-    path_or_module : str
-        A path such as ``models/mlp.py``, or a module such as ``models.mlp``.
-    class_name : str
-        Name of the model class.
-    folders : list of str
-        Folders in which the file is searched; for a module, before those in `sys.path`.
-
-    Raises
-    ------
-    SettingsError
-        If the file does not exist, has a syntax error, or does not define the class.
+    The class's file is a path such as ``models/mlp.py`` or a module such as ``models.mlp``, searched in ``folders`` and
+    then, for a module, in `sys.path`.  Raise SettingsError if it does not exist or does not define the class.
     """
     path, folder = _find_file(path_or_module, folders)
     try:

@@ -14,12 +14,8 @@ from synkhronos.ranks import count_available_cores
 def choose_placement(devices: Any, hosts: Any, n_ranks: int | None) -> tuple[tuple[str, ...], list[Host]]:
     """Check the settings ``devices``, ``hosts`` and ``ranks``; choose values for those that are not set.
 
-    Returns
-    -------
-    devices : tuple of str
-        Device of each rank of this machine.
-    hosts : list of Host
-        The machines with ranks, this one first; empty for this machine alone.
+    Return the device of each rank of this machine, and the machines with ranks, this one first; none if it is the only
+    one.
     """
     machines = _parse_hosts(hosts, n_ranks)
     if machines:

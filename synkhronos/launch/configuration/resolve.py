@@ -47,19 +47,10 @@ _RESULT_FILES = ("rank-*.jsonl", "reports.jsonl", "params.npz", "checkpoints")
 def resolve_settings(
     sources: Sequence[Mapping[str, Any]], source_path: str | os.PathLike[str] | None = None
 ) -> Settings:
-    """Merge and check settings.
+    """Merge and check settings: those of the command line, the environment and the session file, in this order.
 
-    Parameters
-    ----------
-    sources : sequence of dict
-        Settings of the command line, the environment and the session file; earlier ones override later ones.
-    source_path : path, optional
-        Session file or script, whose folder is also searched for the model file.
-
-    Raises
-    ------
-    SettingsError
-        If a setting is missing or wrong; the message begins with its name.
+    Earlier sources override later ones.  The folder of ``source_path``, a session file or script, is also searched for
+    the model file.  Raise SettingsError if a setting is missing or wrong; the message begins with its name.
     """
     merged = merge_sources(sources)
     name, class_name = _get_text(merged, "modelfile"), _get_text(merged, "modelclass")

@@ -21,10 +21,7 @@ ENVIRONMENT_PREFIX = "SYNKHRONOS_"
 def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a session file: ``.toml``, ``.json`` as `Settings.save` writes it, or else Theano-MPI's KEY=VALUE.
 
-    Raises
-    ------
-    SettingsError
-        If the file can't be read or parsed, or has an unknown key.
+    Raise SettingsError if it can't be read or parsed, or has an unknown key.
     """
     path = Path(path)
     try:

@@ -51,18 +51,9 @@ _STATEMENT = re.compile(
 
 
 def parse_exchange_option(key: str, value: str) -> dict[str, Any]:
-    """Return the settings for a value of Theano-MPI's ``sync_type`` or ``exch_strategy``.
+    """Return the settings for ``sync_type`` or ``exch_strategy``, by its name in Theano-MPI or in a session file.
 
-    Parameters
-    ----------
-    key : str
-        ``"sync_type"``, ``"exch_strategy"``, or the key of a session file.
-    value : str
-
-    Raises
-    ------
-    ValueError
-        If the value is unknown.
+    Raise ValueError if the value is unknown.
 
     Examples
     --------
@@ -78,10 +69,7 @@ def parse_exchange_option(key: str, value: str) -> dict[str, Any]:
 def parse_session(text: str) -> dict[str, str | list[str]]:
     r"""Return the assignments of a session file: a string per key, or a list for an array.
 
-    Raises
-    ------
-    ValueError
-        If a line is no assignment; the message begins with its number.
+    Raise ValueError if a line is no assignment; the message begins with its number.
 
     Examples
     --------
@@ -109,13 +97,7 @@ def parse_session(text: str) -> dict[str, str | list[str]]:
 
 
 def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
-    """Convert assignments to settings.
-
-    Raises
-    ------
-    ValueError
-        If a key is unknown, or its value is wrong.
-    """
+    """Convert assignments to settings; raise ValueError if a key is unknown, or its value is wrong."""
     values = {_normalize_key(key): (key, value) for key, value in assignments.items() if value}
     settings: dict[str, Any] = {}
     exchange: list[dict[str, Any]] = []
@@ -146,10 +128,7 @@ def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
 def parse_devices(values: list[str]) -> dict[str, Any]:
     """Return the settings for a list of devices, ``cuda0,cuda1``, or for one list per host, ``node0:cuda0,cuda1``.
 
-    Raises
-    ------
-    ValueError
-        If only some lists name a host, or a host's devices are not its first ones in order.
+    Raise ValueError if only some lists name a host, or a host's devices are not its first ones in order.
 
     Examples
     --------

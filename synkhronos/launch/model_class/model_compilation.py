@@ -32,12 +32,8 @@ def _compile_functions(model: Any, sync_type: str) -> None:
 def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -> bool:
     """Set the options of a `synkhronos.launch.Model`'s step; return True if they need the gradient of all ranks.
 
-    They override attributes of the class, whose ``name`` is for errors.
-
-    Raises
-    ------
-    ModelInterfaceError
-        If the class is not a `Model`, or the rule does not exchange gradients in their own precision.
+    They override attributes of the class, whose ``name`` is for errors.  Raise ModelInterfaceError if the class is not
+    a `Model`, or the rule does not exchange gradients in their own precision.
     """
     if not isinstance(model, Model):
         if options:
@@ -53,27 +49,12 @@ def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: 
 
 
 def compile_model(model: Any, settings: Settings, rule: Rule, size: int, needs_gradients: bool) -> str | None:
-    """Compile an instance's functions, and choose whether ranks exchange gradients or parameters under BSP.
+    """Compile an instance's functions; return "gradient" or "params", which ranks exchange after each step under BSP.
 
     The option ``average`` of the rule decides; by default they exchange gradients if the class has ``vels`` and
-    ``vels2``.
-
-    Parameters
-    ----------
-    size : int
-        Number of ranks.
-    needs_gradients : bool
-        Whether options of the step need the gradient of all ranks: the result of `set_model_options`.
-
-    Returns
-    -------
-    {"gradient", "params"} or None
-        None if ranks do not exchange after each step.
-
-    Raises
-    ------
-    ModelInterfaceError
-        If ranks would exchange gradients, but ``vels`` and ``vels2`` are not lists of variables of equal shapes.
+    ``vels2``. ``needs_gradients`` is the result of `set_model_options`.  Return None if ranks do not exchange after
+    each step.  Raise ModelInterfaceError if they would exchange gradients, but ``vels`` and ``vels2`` are not lists of
+    variables of equal shapes.
     """
     if not needs_gradients and (not isinstance(rule, BSP) or size == 1):
         _compile_functions(model, "avg")

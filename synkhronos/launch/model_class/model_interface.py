@@ -105,12 +105,9 @@ def make_config(settings: Settings, rank: int, size: int) -> dict[str, Any]:
 
 
 def make_instance(model_class: type, config: dict[str, Any]) -> Any:
-    """Make an instance of a model class, whose constructor takes the config or no argument.
+    """Make an instance of a model class; raise ModelInterfaceError if its constructor has several required arguments.
 
-    Raises
-    ------
-    ModelInterfaceError
-        If the constructor has more than one required argument.
+    The constructor takes the config or no argument.
     """
     parameters = [p for p in inspect.signature(model_class).parameters.values() if p.kind is not p.VAR_KEYWORD]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
@@ -141,28 +138,10 @@ def get_steps_per_batch(model: Any) -> int:
 
 
 def parse_val_iter_result(returned: Any, batch: int, next_batch: int) -> tuple[int, bool]:
-    """Interpret the return value of ``val_iter``.
+    """Return the number of the next validation batch, and whether ``val_iter`` has ended the validation and the run.
 
-    Parameters
-    ----------
-    returned : None, int or "stop"
-        The return value.
-    batch : int
-        Number of the batch that was validated.
-    next_batch : int
-        Number of the next batch, unless ``returned`` is a number.
-
-    Returns
-    -------
-    next_batch : int
-        Number of the next batch.
-    should_stop : bool
-        Whether the validation and the run end.
-
-    Raises
-    ------
-    ModelInterfaceError
-        If ``returned`` is another value, or a number that is not above ``batch``.
+    After ``batch`` comes ``next_batch``, unless ``val_iter`` has returned another number above ``batch``.  Raise
+    ModelInterfaceError if it has returned anything else than a number, None or "stop".
 
     Examples
     --------

@@ -111,17 +111,9 @@ class ModelRecorder:
         self._clock_start = time.perf_counter()
 
     def end(self, mode: str) -> None:
-        """Add the time since `start` to an activity.
+        """Add the time since `start` to an activity; raise RuntimeError if `start` was not called.
 
-        Parameters
-        ----------
-        mode : str
-            Theano-MPI's ``calc``, ``comm``, ``sync``, ``wait`` (for data) or ``load``, or any other name.
-
-        Raises
-        ------
-        RuntimeError
-            If `start` was not called.
+        ``mode`` is Theano-MPI's ``calc``, ``comm``, ``sync``, ``wait`` (for data) or ``load``, or any other name.
         """
         if self._clock_start is None:
             raise RuntimeError(f"recorder.end({mode!r}): expected recorder.start() before it")
@@ -252,16 +244,7 @@ class ModelRecorder:
     def begin_epoch(self, epoch: int, steps: int = 0, loss: float = 0.0, weight: float = 0.0) -> None:
         """Begin an epoch, or continue it from a checkpoint.
 
-        Parameters
-        ----------
-        epoch : int
-            Number of the epoch, from 0.
-        steps : int
-            Number of steps of the epoch before the checkpoint.
-        loss : float
-            Sum of the costs of these steps, each times its weight.
-        weight : float
-            Sum of the weights of these steps.
+        ``steps`` steps of it precede the checkpoint, whose costs, each times its weight, have the sum ``loss``.
         """
         self.epoch, self.epoch_began = epoch, time.perf_counter()
         rows = steps * self.rows_per_step
@@ -296,12 +279,8 @@ class ModelRecorder:
     def take_validation_sums(self) -> tuple[float, dict[str, float]]:
         """Return the sums of a validation, and reset them.
 
-        Returns
-        -------
-        rows : float
-            Sum of the batches' weights.
-        sums : dict of str to float
-            Sums of ``cost``, ``error`` and ``top5``, each times the batch's weight.
+        They are the sum of the batches' weights, and the sums of ``cost``, ``error`` and ``top5``, each times its
+        weight.
         """
         sums = self._val_rows, self._val
         self._reset_validation()

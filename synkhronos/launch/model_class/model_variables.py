@@ -18,24 +18,15 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     The functions are attributes of the model, or elements of lists that are attributes.  They are visited in the
     alphabetical order of the attributes, so the order is equal on all ranks and in all runs.
 
-    - `params` and `excluded`: the model's ``params``.
-    - `optimizer`: floats that a function updates, such as velocities and running averages.
-    - `generators`: random generators of a function.
-    - `others`: integers that a function updates, and scalars that it reads, such as a learning rate.
+    - `params` and `excluded`: the model's ``params``. - `optimizer`: floats that a function updates, such as velocities
+    and running averages. - `generators`: random generators of a function. - `others`: integers that a function updates,
+    and scalars that it reads, such as a learning rate.
 
     Variables in `Model.step_outputs` and in ``vels2`` are in no group: they are results, and memory of the exchange.
 
-    Parameters
-    ----------
-    model : instance
-    exclude_normalization : bool
-        Whether parameters named ``gamma`` or ``beta``, those of batch normalisation, are not exchanged; without effect
-        on a `Model` that normalises over the rows of all ranks.
-
-    Raises
-    ------
-    ModelInterfaceError
-        If no parameter remains to be exchanged.
+    With ``exclude_normalization``, parameters named ``gamma`` or ``beta``, those of batch normalisation, are not
+    exchanged, except in a `Model` that normalises over the rows of all ranks.  Raise ModelInterfaceError if no
+    parameter remains.
     """
     exclude_normalization = exclude_normalization and not getattr(model, "has_rank_means", False)
     excluded = [p for p in model.params if exclude_normalization and p.name in ("gamma", "beta")]

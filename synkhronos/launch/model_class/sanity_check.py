@@ -37,12 +37,8 @@ class IneffectiveTrainingError(RuntimeError):
 class SanityCheck:
     """Checks of a rank's first steps: they have to change parameters, and to differ from other ranks' steps.
 
-    Parameters
-    ----------
-    params : list of shared variables
-        All parameters of the class.
-    step_variables : list of shared variables
-        Variables that a step computes from this rank's rows, before the exchange: parameters, or gradients.
+    ``step_variables`` are those that a step computes from this rank's rows, before the exchange: parameters, or
+    gradients.
     """
 
     def __init__(self, params: list[Any], step_variables: list[Any]):

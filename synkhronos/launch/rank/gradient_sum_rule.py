@@ -22,13 +22,6 @@ class GradientSumRule(Rule):
     Theano-MPI's models compile two functions.  One writes the gradient, or the momentum, into `vels`.  The other
     divides `vels2` by the number of ranks, and updates the parameters from it.  A step calls the second function first,
     so a sum is applied one step later.
-
-    Parameters
-    ----------
-    vels, vels2 : list of shared variables
-        Lists of equal length, with equal shapes and dtypes.
-    precision : {None, "float32", "float16", "bfloat16"}
-        Dtype in which ranks exchange; None: the variables'.
     """
 
     def __init__(self, vels: Sequence[Any], vels2: Sequence[Any], precision: str | None = None):

@@ -18,10 +18,7 @@ _MIN_INTERVAL_RATIO = 10.0
 class MemoryCheckpointWriter:
     """Writer of memory checkpoints of a run; all ranks write one together, into the supervisor's folder.
 
-    Attributes
-    ----------
-    due_batch : int
-        Number of batches in the epoch after which the next memory checkpoint is due.
+    The next one is due after ``due_batch`` batches of the epoch.
     """
 
     def __init__(self, folder: str, state: ModelState):
@@ -36,13 +33,9 @@ class MemoryCheckpointWriter:
     def write(self, metrics: Mapping[str, float] | None) -> None:
         """Write the state of all ranks.  A collective.
 
-        As at a report, no message between ranks is pending.  Within an epoch, the ranks have the consensus parameters
-        while the state is written, and their own ones before and afterwards.
-
-        Parameters
-        ----------
-        metrics : dict of str to float, or None
-            Metrics of the epoch that has just ended; None within an epoch.
+        ``metrics`` are those of the epoch that has just ended; None within one.  As at a report, no message between
+        ranks is pending.  Within an epoch, the ranks have the consensus parameters while the state is written, and
+        their own ones before and afterwards.
         """
         state, began = self._state, time.monotonic()
         state.worker.barrier("the memory checkpoint is due")

@@ -143,12 +143,7 @@ class ModelEpochLoop(EpochLoop):
         """Compare a report with the best one so far; return True if it is better.
 
         The metric is that of ``keep_best``, by default the first one of the validation.  Nothing is compared if neither
-        ``patience`` nor ``keep_best`` is set.
-
-        Raises
-        ------
-        ModelInterfaceError
-            If the class does not report this metric.
+        ``patience`` nor ``keep_best`` is set.  Raise ModelInterfaceError if the class does not report the metric.
         """
         if self.settings.patience is None and self.settings.keep_best is None:
             return False
@@ -196,12 +191,9 @@ class ModelEpochLoop(EpochLoop):
         return Outcome.STOPPED if self.batch_loop.is_stopped_by_signal else Outcome.COMPLETED
 
     def make_report(self) -> Report:
-        """Make the report of the epoch; its loss is NaN if the class recorded no cost.
+        """Make the report of the epoch; raise FloatingPointError if the loss is infinite or NaN.
 
-        Raises
-        ------
-        FloatingPointError
-            If the loss is infinite or NaN.
+        It is NaN if the class recorded no cost.
         """
         n_ranks, epoch = self.worker.size, self.n_reports + 1
         seen = self.recorder.meter.step * self.recorder.rows_per_step * n_ranks

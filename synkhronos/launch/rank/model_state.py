@@ -113,12 +113,8 @@ class ModelState:
     def save(self, metrics: Mapping[str, float] | None, checkpoint: Checkpoint | None = None) -> None:
         """Write a checkpoint of all ranks.  A collective.
 
-        Parameters
-        ----------
-        metrics : dict or None
-            Metrics of the epoch that has just ended; None within an epoch.
-        checkpoint : Checkpoint, optional
-            Folder of checkpoints that rank 0 writes to; default: that of the run.
+        ``metrics`` are those of the epoch that has just ended; None within one.  Rank 0 writes into ``checkpoint``, by
+        default the run's.
         """
         is_within_epoch = metrics is None
         if isinstance(self.rule, GradientSumRule) and not self.applies_gradients:
@@ -215,15 +211,8 @@ class ModelState:
         """Advance the instance past the batches of an epoch that were trained on before the checkpoint.
 
         An instance without ``skip_iter`` repeats these steps, which sets its attributes.  Afterwards the checkpoint
-        overwrites the parameters.
-
-        Parameters
-        ----------
-        epoch : int
-            Number of the epoch, from 0.
-        positions : list of dict
-            `position` of each rank at the checkpoint.  If the number of ranks has changed, ranks skip a proportional
-            number of batches.
+        overwrites the parameters.  ``positions`` has the `position` of each rank at the checkpoint.  If the number of
+        ranks has changed, ranks skip a proportional number of batches.
         """
         number, size = self.worker.number, self.worker.size
         position = positions[number % len(positions)]

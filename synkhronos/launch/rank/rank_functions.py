@@ -76,12 +76,8 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
     """Make, check and compile this rank's instance; return the size and dtype of the vector that ranks exchange.
 
     All ranks get the parameters of rank 0.  The rank stores the instance, its variables by role, and whether parameters
-    or gradients are exchanged, for `train_model`.
-
-    Raises
-    ------
-    ModelInterfaceError
-        If the class or the instance lacks a method or an attribute, or the shapes of parameters differ between ranks.
+    or gradients are exchanged, for `train_model`.  Raise ModelInterfaceError if the class or the instance lacks a
+    method or an attribute, or the shapes of parameters differ between ranks.
     """
     model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
     register_loaded_libraries()  # before the class compiles: all ranks compile at once

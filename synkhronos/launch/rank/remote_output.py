@@ -37,10 +37,7 @@ for line in sys.stdin.buffer:
 def redirect_output(rank: int) -> RemoteRecorder:
     """Redirect this process's standard output and error through a forwarder to the supervisor.
 
-    Returns
-    -------
-    RemoteRecorder
-        Recorder that writes to the standard output of before.
+    Return a recorder that writes to the standard output of before.
     """
     standard_output = os.dup(1)
     command = [sys.executable, "-ISc", _FORWARDER_CODE, f"{FILE_NAME_MARK}rank-{rank}.log{FILE_NAME_MARK}"]
@@ -56,12 +53,8 @@ def redirect_output(rank: int) -> RemoteRecorder:
 class RemoteRecorder:
     """Recorder of a rank on another host: the supervisor writes its records into the run's folder.
 
-    Parameters
-    ----------
-    standard_output : int
-        File descriptor of a pipe, to which other processes may write at the same time.
-    forwarder : subprocess.Popen
-        Process that forwards this rank's output.
+    ``standard_output`` is the file descriptor of a pipe, to which other processes may write at the same time.
+    ``forwarder`` is the process that forwards this rank's output.
     """
 
     def __init__(self, standard_output: int, forwarder: subprocess.Popen[bytes]):
@@ -70,10 +63,7 @@ class RemoteRecorder:
     def write_rank_record(self, rank: int, record: Mapping[str, Any]) -> None:
         """Send a record to the supervisor, for the file of a rank.
 
-        Raises
-        ------
-        RuntimeError
-            If the forwarder has exited: output of this rank would be lost.
+        Raise RuntimeError if the forwarder has exited: output of this rank would be lost.
         """
         if self._forwarder.poll() is not None:
             raise RuntimeError(

@@ -28,10 +28,7 @@ _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "saf
 def create_run_folder(settings: Settings, command: list[str]) -> IO[str]:
     """Make the folder of a run, write settings and versions into it, and lock it; return the open file with the lock.
 
-    Raises
-    ------
-    SettingsError
-        If the folder can't be made or written, or is locked by another run.
+    Raise SettingsError if the folder can't be made or written, or is locked by another run.
     """
     folder = Path(settings.folder)
     try:
