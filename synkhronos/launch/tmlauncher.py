@@ -22,8 +22,6 @@ _OPTIONS = {
     ("-bsp_sync_type",): ("BSP_SYNC_TYPE", "cdd, avg or swap"),
     ("-bsp_exch_strategy",): ("BSP_EXCH_STRATEGY", "nccl32, nccl16 or ar"),
 }
-#: All options.
-_FLAGS = {"-h", "--help", "-cfg", "--config", "-b", "-bind", *(flag for flags in _OPTIONS for flag in flags)}
 
 
 def script() -> None:
@@ -53,10 +51,6 @@ def parse_options(arguments: list[str]) -> dict[str, str]:
     parser = _make_parser()
     if not arguments:
         parser.error("expected an option; see --help")
-    for argument in arguments:
-        # argparse would take the rest of "-size=4" as the value of -s.
-        if argument.startswith("-") and argument.partition("=")[0] not in _FLAGS:
-            parser.error(f"unrecognized arguments: {argument}")
     return vars(parser.parse_args(arguments))
 
 

@@ -120,7 +120,7 @@ def test_tmlauncher_accepts_theano_mpis_options(capsys):
     assert options == {
         "config": "a.cfg", "MODELFILE": "models.mlp", "MODELCLASS": "MLP", "RULE": "BSP", "SIZE": "2", "BIND": "True",
     }  # fmt: skip
-    for wrong in ("-x", "-cfg", "session.cfg", "-b=1", "-size=4", "-rule=BSP", "-bsp=1"):
+    for wrong in ("-x", "-cfg", "session.cfg", "-b=1"):
         with pytest.raises(SystemExit, match="2"):
             read_options(wrong)
         assert "usage: tmlauncher" in capsys.readouterr().err

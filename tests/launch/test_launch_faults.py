@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import select
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from launch_runs import ENVIRONMENT, make_synkhronos_command, train
 from paths import SUPPORT
 
 from synkhronos.launch.configuration.settings import Settings
-from synkhronos.launch.rank import remote_output
 from synkhronos.launch.supervision import rank_output, run_folder, supervisor
 
 pytestmark = pytest.mark.any_library
@@ -135,28 +133,6 @@ def test_other_hosts_may_print_anything():
     assert rank_output.split_file_name(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
     for line in ("plain", mark, f"{mark}rank-1.log", f"{mark}../../rank-1.log{mark}text", ""):
         assert rank_output.split_file_name(line) == ("", line)
-
-
-def test_long_records_of_other_hosts_are_sent_in_lines_that_do_not_mix(tmp_path):
-    """Writes up to PIPE_BUF are atomic, so lines of other processes may only come between two lines of a record."""
-    reading, writing = os.pipe()
-    recorder = remote_output.RemoteRecorder(writing, SimpleNamespace(poll=lambda: None))
-    for record in ({"a": "x" * 10_000 + "é"}, {"b": 1}, {"c": "{" * 4_000}):
-        recorder.write_rank_record(3, record)
-    lines = os.read(reading, 1 << 16).splitlines(keepends=True)
-    assert len(lines) == 3 + 1 + 2 and max(map(len, lines)) <= select.PIPE_BUF
-    output = rank_output.OutputWriter(tmp_path, False, *(rank_output.Console(fd, bool) for fd in (1, 2)))
-    splitter, mark = rank_output.LineSplitter("", output), rank_output.FILE_NAME_MARK
-    for line in lines[:1] + lines:  # the first line is that of a rank that was killed
-        splitter.feed(line)
-        splitter.feed(f"{mark}rank-4.log{mark}text\n".encode())
-    output.close()
-    records = [json.loads(line) for line in (tmp_path / "rank-3.jsonl").read_text().splitlines()]
-    assert [list(record.items())[1] for record in records] == [
-        ("a", "x" * 10_000 + "é"),
-        ("b", 1),
-        ("c", "{" * 4_000),
-    ]
 
 
 def test_console_copies_long_lines_in_linear_time():

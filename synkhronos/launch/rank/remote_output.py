@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from synkhronos.launch.supervision.rank_output import CONTINUATION_MARK, FILE_NAME_MARK
+from synkhronos.launch.supervision.rank_output import FILE_NAME_MARK
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.errors import describe_exit
 from synkhronos.training.monitoring.recorder import RANK_FILE_TEMPLATE, format_record
@@ -69,8 +69,5 @@ class RemoteRecorder:
             raise RuntimeError(
                 f"the process that passes on rank {rank}'s output {describe_exit(self._forwarder.returncode)}"
             )
-        name, text = f"{FILE_NAME_MARK}{RANK_FILE_TEMPLATE.format(rank)}{FILE_NAME_MARK}", format_record(record)
-        for start in range(0, len(text), _MAX_LINE_BYTES):  # JSON is ASCII: a byte for each character
-            end = start + _MAX_LINE_BYTES
-            before, after = CONTINUATION_MARK * (start > 0), CONTINUATION_MARK * (end < len(text))
-            os.write(self._standard_output, f"{name}{before}{text[start:end]}{after}\n".encode())
+        name = f"{FILE_NAME_MARK}{RANK_FILE_TEMPLATE.format(rank)}{FILE_NAME_MARK}"
+        os.write(self._standard_output, f"{name}{format_record(record)}\n".encode())  # some hundred bytes

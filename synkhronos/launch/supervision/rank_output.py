@@ -29,9 +29,6 @@ from pathlib import Path
 _MAX_LINE_LENGTH = 1 << 20
 #: Delimiter before and after a file's name at the start of a line: ASCII's record separator.
 FILE_NAME_MARK = "\x1e"
-#: Last character of a line with the beginning of a record, and first one of the line that continues it: ASCII's unit
-#: separator, which JSON escapes.
-CONTINUATION_MARK = "\x1f"
 #: Pattern of lines that start with a file's name; `mpirun` and other programs print lines without one.
 _NAMED_LINE = re.compile(rf"{FILE_NAME_MARK}(rank-\d+\.(?:log|jsonl)){FILE_NAME_MARK}(.*)", re.DOTALL)
 
@@ -108,8 +105,6 @@ class OutputWriter:
         self._folder, self._console, self._errors = folder, console, errors
         self._mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if is_resumed else os.O_TRUNC)
         self._logs: dict[str, int] = {}
-        #: Beginnings of records that are not complete yet, by the names of their files.
-        self._partial_records: dict[str, str] = {}
         #: Names of files that lack lines, and of files that end within a line.
         self._files_with_lost_lines: set[str] = set()
         self._files_with_partial_line: set[str] = set()
@@ -119,10 +114,8 @@ class OutputWriter:
         name = name or "hosts.log"
         try:
             if name.endswith(".jsonl"):  # of another host: ranks of this machine write their own records
-                record = self._join_record(name, text)
-                if record is not None:
-                    with open(self._folder / name, "ab", buffering=0) as file:
-                        self._append(name, file.fileno(), record)
+                with open(self._folder / name, "ab", buffering=0) as file:
+                    self._append(name, file.fileno(), text)
                 return
             if name not in self._logs:
                 self._logs[name] = os.open(self._folder / name, self._mode, 0o666)
@@ -133,16 +126,6 @@ class OutputWriter:
                 self._errors.write(f"{self._folder / name} lacks lines: {error}\n")
         if not name.endswith(".jsonl"):
             self._console.write(f"[{Path(name).stem.replace('-', ' ')}] {text}\n")
-
-    def _join_record(self, name: str, text: str) -> str | None:
-        """Return the record that a line completes; None if it is not complete."""
-        beginning = self._partial_records.pop(name, "")  # dropped if its rank was killed before the next line
-        if text.startswith(CONTINUATION_MARK):
-            text = beginning + text[1:]
-        if not text.endswith(CONTINUATION_MARK):
-            return text
-        self._partial_records[name] = text[:-1]
-        return None
 
     def _append(self, name: str, file: int, text: str) -> None:
         data = f"{text}\n".encode(errors="backslashreplace")
