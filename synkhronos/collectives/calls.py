@@ -476,7 +476,7 @@ def _get_values(
     variables, is_single = check_variables(session, shared_vars, allow_generators=True)
     arrays = [v for v in variables if not is_generator_object(v)]
     generators = [v for v in variables if is_generator_object(v)]
-    values = session.run(make_command(distribute_variables(session, arrays))) if arrays else []
+    values: list[Any] = session.run(make_command(distribute_variables(session, arrays))) if arrays else []
     if generators:
         by_rank = session.run(GetGenerators(distribute_variables(session, generators)))
         values += map(select, zip(*by_rank, strict=True))

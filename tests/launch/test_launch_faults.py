@@ -1,7 +1,6 @@
 """Failed runs print the first failure last, return a nonzero status, and leave no process and no memory."""
 
 import json
-import os
 import re
 import resource
 import subprocess
