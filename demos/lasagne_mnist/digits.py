@@ -28,18 +28,7 @@ EXAMPLES = [
 
 
 def load_digits(options: argparse.Namespace) -> list[Part]:
-    """Load the digits.
-
-    Parameters
-    ----------
-    options : Namespace
-        Parsed command line; uses `data`, `synthetic` and `seed`.
-
-    Returns
-    -------
-    list of three Part
-        To train, to validate and to test: images of shape (n, 1, 28, 28), float32, and labels, int32.
-    """
+    """Return three parts, to train, to validate and to test; images have the shape (n, 1, 28, 28)."""
     try:
         if options.synthetic:
             parts = _make_synthetic(options.synthetic, options.seed)
@@ -68,13 +57,7 @@ def _make_synthetic(n: int, seed: int) -> mnist.Digits:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of all three scripts.
-
-    Parameters
-    ----------
-    parser : ArgumentParser
-        Parser of `lasagne_tools.options.make_parser`.
-    """
+    """Add the arguments of all three scripts."""
     add = parser.add_argument
     add("model", nargs="?", default="mlp", help=f"{MODELS} (default: %(default)s)")
     add(
@@ -92,20 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_options(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; exit with a message if it is invalid.
-
-    Parameters
-    ----------
-    parser : ArgumentParser
-        The script's.
-    words : list of str, optional
-        The arguments, if they are not the command line's.
-
-    Returns
-    -------
-    Namespace
-        The options.
-    """
+    """Parse the command line; exit with a message if it is invalid."""
     options = parser.parse_args(words)
     try:
         parse_model(options.model)

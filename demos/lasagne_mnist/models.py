@@ -24,17 +24,7 @@ _rectify = lasagne.nonlinearities.rectify
 
 
 class Model(NamedTuple):
-    """Parsed name of a model.
-
-    Attributes
-    ----------
-    kind : str
-        ``"mlp"`` or ``"cnn"``.
-    depth, width : int
-        Hidden layers of an MLP, and units in each.
-    drop_input, drop_hidden : float
-        The share of pixels, and of hidden units, that a training step leaves out.
-    """
+    """Parsed name of a model: an ``"mlp"`` or a ``"cnn"``, its hidden layers and its shares of dropout."""
 
     kind: str
     depth: int
@@ -44,49 +34,24 @@ class Model(NamedTuple):
 
 
 class Network(NamedTuple):
-    """A network with its expressions and parameters.
-
-    Attributes
-    ----------
-    output : Layer
-        The last layer.
-    x, y : tensor variables
-        Images, shape (n, 1, 28, 28), and labels, shape (n,).
-    params : list of shared variables
-        Trainable parameters.
-    loss : scalar variable
-        Mean cross-entropy, with dropout.
-    test_loss, test_error : scalar variables
-        Mean cross-entropy, and the share of wrong answers, without dropout.
-    """
+    """A network's last layer, its expressions and its trainable parameters."""
 
     output: Any
+    #: Images of shape (n, 1, 28, 28), and labels.
     x: Any
     y: Any
     params: list[Any]
+    #: Mean cross-entropy, with dropout.
     loss: Any
+    #: Mean cross-entropy, and the share of wrong answers, without dropout.
     test_loss: Any
     test_error: Any
 
 
 def parse_model(name: str) -> Model:
-    """Parse the name of a model.
+    """Parse the name of a model; raise ValueError if there is none of this name.
 
-    Parameters
-    ----------
-    name : str
-        ``mlp``, ``cnn``, or ``custom_mlp:`` with one to four numbers behind it: layers, units, and the shares of
-        pixels and of hidden units to leave out.  By default 2, 800, 0.2 and 0.5.
-
-    Returns
-    -------
-    Model
-        Its sizes and dropout rates.
-
-    Raises
-    ------
-    ValueError
-        If there is no such model.
+    Missing numbers of a ``custom_mlp`` have the values of `DEFAULTS`.
     """
     if name == "mlp":
         return Model("mlp", depth=2, width=800, drop_input=0.2, drop_hidden=0.5)
@@ -112,27 +77,7 @@ def parse_model(name: str) -> Model:
 
 
 def build_network(name: str, seed: int = 1, dropout: bool = True) -> Network:
-    """Make a network.
-
-    Parameters
-    ----------
-    name : str
-        Name of the model; see `parse_model`.
-    seed : int
-        Of the initial weights and of dropout.
-    dropout : bool
-        False leaves out all dropout, whatever the name says.
-
-    Returns
-    -------
-    Network
-        The network, with the initial weights that Lasagne chooses.
-
-    Raises
-    ------
-    ValueError
-        If there is no such model.
-    """
+    """Return a network with Lasagne's initial weights; without `dropout` it has none, whatever its name says."""
     model = parse_model(name)
     if not dropout:
         model = model._replace(drop_input=0.0, drop_hidden=0.0)

@@ -35,19 +35,7 @@ SERIAL = Path(__file__).with_name("train_mnist_theano.py")
 
 
 class CpuDataTrainer:
-    """A network that all ranks train, and its data in host memory.
-
-    Parameters
-    ----------
-    network : Network
-        The network to train.
-    parts : list of three Part
-        Images and labels to train, to validate and to test.
-    options : Namespace
-        Parsed command line.
-    n_ranks : int
-        Number of ranks.
-    """
+    """A network that all ranks train, and its data in host memory."""
 
     def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:
         self.n_ranks, self._options = n_ranks, options

@@ -107,24 +107,7 @@ class BatchNormLayer(lasagne.layers.Layer):
         average_updates: MutableMapping[Any, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the normalised input.
-
-        Parameters
-        ----------
-        input : tensor variable
-            Output of the previous layer.
-        deterministic : bool
-            Whether to use the running averages instead of the batch's own statistics.
-        average_updates : dict, optional
-            Receives the running averages' new values, unless `deterministic`.
-        **kwargs
-            Ignored arguments of other layers.
-
-        Returns
-        -------
-        tensor variable
-            Of the shape of `input`.
-        """
+        """Return the normalised input; `average_updates` gets the running averages' new values."""
         beta = T.zeros_like(self.mean) if self.beta is None else self.beta
         gamma = T.ones_like(self.mean) if self.gamma is None else self.gamma
         if deterministic:
@@ -164,16 +147,5 @@ class BatchNormLayer(lasagne.layers.Layer):
 
 
 def get_running_averages(network: Any) -> list[Any]:
-    """Return the running averages of a network's batch normalisation layers.
-
-    Parameters
-    ----------
-    network : Layer or list of Layer
-        The last layer, or layers.
-
-    Returns
-    -------
-    list of shared variables
-        Means and variances, from the first layer to the last.
-    """
+    """Return means and variances of the layers, from the first to the last; `network` has the last layer, or layers."""
     return lasagne.layers.get_all_params(network, running_average=True)

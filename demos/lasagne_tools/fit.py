@@ -18,13 +18,7 @@ __all__ = ["Run", "Trainer", "fit"]
 
 
 class Trainer(Protocol):
-    """A network's functions and their data.
-
-    Attributes
-    ----------
-    n_ranks : int
-        Number of ranks.
-    """
+    """A network's functions and their data."""
 
     n_ranks: int
 
@@ -43,34 +37,18 @@ class Trainer(Protocol):
 
 @dataclass
 class Run:
-    """Results of a run.
-
-    Attributes
-    ----------
-    title : str
-        Label in tables and pictures.
-    n_ranks : int
-        Number of ranks.
-    losses : list of float
-        Mean training loss of each epoch.
-    validation : list of (float, float)
-        Loss and error rate after each epoch.
-    test : (float, float) or None
-        Loss and error rate of the test data, at the end.
-    setup_seconds : float
-        Time to fork, build and compile, until the first steps are done.
-    seconds : float
-        Time of all training steps, except those that compiled.
-    images : list of int
-        Number of images that each rank computed in this time.
-    """
+    """Results of a run."""
 
     title: str
     n_ranks: int
+    #: Mean training loss of each epoch.
     losses: list[float] = field(default_factory=list)
+    #: Loss and error rate (0 to 1) after each epoch, and of the test data at the end.
     validation: list[tuple[float, float]] = field(default_factory=list)
     test: tuple[float, float] | None = None
+    #: Time to fork, build and compile, until the first steps are done.
     setup_seconds: float = 0.0
+    #: Time of all training steps, except those that compiled, and the images that each rank computed in it.
     seconds: float = 0.0
     images: list[int] = field(default_factory=list)
 
@@ -80,24 +58,7 @@ class Run:
 
 
 def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float) -> Run:
-    """Train for some epochs, and validate after each.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        The network to train.
-    options : Namespace
-        Parsed command line; uses `epochs`, `steps`, `at_once`, `seed` and `quiet`.
-    title : str
-        Name of the run.
-    start : float
-        Start of the program, by `perf_counter`.
-
-    Returns
-    -------
-    Run
-        Losses, errors and times.
-    """
+    """Train for some epochs, and validate after each."""
     rng = np.random.default_rng(options.seed)
     run = Run(title, trainer.n_ranks, images=[0] * trainer.n_ranks)
     compiled: set[Any] = set()

@@ -12,12 +12,7 @@ __all__ = ["ConvLayer", "MeanLayer", "UpscaleLayer"]
 class ConvLayer(lasagne.layers.Conv2DLayer):
     """Convolution with padding and groups; Lasagne 0.1 pads by copying the input into a larger array.
 
-    Parameters
-    ----------
-    *args, **kwargs
-        As for Lasagne's.
-    groups : int
-        Number of groups of channels; each group of filters reads one of them.
+    Each of the `groups` of filters reads one of as many groups of channels.
     """
 
     # The gradient of Lasagne's rectifier needs its input; that of T.nnet.relu on PyTensor needs only its output, which

@@ -24,17 +24,7 @@ LEARNING_RATES = {
 
 
 def make_parser(description: str, examples: list[str], script: str) -> argparse.ArgumentParser:
-    """Return an argument parser that prints examples.
-
-    Parameters
-    ----------
-    description : str
-        Description of the script.
-    examples : list of str
-        Examples of arguments, printed below the options.
-    script : str
-        Path of the script.
-    """
+    """Return an argument parser that prints examples."""
     name = Path(script).name
     lines = "\n".join(f"  python {name} {example}".rstrip() for example in examples)
     return argparse.ArgumentParser(
@@ -48,13 +38,7 @@ def make_parser(description: str, examples: list[str], script: str) -> argparse.
 
 
 def add_device_arguments(arguments: Any) -> None:
-    """Add ``--gpu`` and ``--cpu``.
-
-    Parameters
-    ----------
-    arguments : ArgumentParser or group of one
-        Parser to extend.
-    """
+    """Add ``--gpu`` and ``--cpu``."""
     add = arguments.add_mutually_exclusive_group().add_argument
     settings = {"dest": "use_gpu", "action": "store_const"}
     add("--gpu", const=True, help="compute on GPUs (default: if there are usable GPUs)", **settings)
@@ -62,13 +46,7 @@ def add_device_arguments(arguments: Any) -> None:
 
 
 def add_rank_arguments(arguments: argparse.ArgumentParser) -> None:
-    """Add the arguments of `synkhronos.fork`, and ``--compare``.
-
-    Parameters
-    ----------
-    arguments : ArgumentParser
-        Parser to extend.
-    """
+    """Add the arguments of `synkhronos.fork`, and ``--compare``."""
     group = arguments.add_argument_group("ranks")
     add = group.add_argument
     add("--ranks", type=parse_positive, metavar="N", help="processes (default: one for each GPU, or for each core)")
@@ -77,15 +55,7 @@ def add_rank_arguments(arguments: argparse.ArgumentParser) -> None:
 
 
 def add_training_arguments(arguments: argparse.ArgumentParser, epochs: int, steps_per_launch: int = 1) -> None:
-    """Add epochs, update rule, learning rate and seed.
-
-    Parameters
-    ----------
-    arguments : ArgumentParser
-        Parser to extend.
-    epochs, steps_per_launch : int
-        Defaults.
-    """
+    """Add epochs, update rule, learning rate and seed."""
     add = arguments.add_argument_group("training").add_argument
     add("--epochs", type=parse_positive, default=epochs, metavar="N", help="passes over the data (%(default)s)")
     add("--steps", type=parse_positive, metavar="N", help="at most this many steps in an epoch")
@@ -112,13 +82,7 @@ def add_training_arguments(arguments: argparse.ArgumentParser, epochs: int, step
 
 
 def set_defaults(options: argparse.Namespace) -> None:
-    """Set the default learning rate, and look up the update rule.
-
-    Parameters
-    ----------
-    options : Namespace
-        `learning_rate` is filled in; `update_rule`, a function of `synkhronos.training.updates`, is new.
-    """
+    """Set the default learning rate, and set `update_rule` to the function of `synkhronos.training.updates`."""
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.rule]
     options.update_rule = getattr(updates, options.rule)
@@ -132,15 +96,7 @@ def parse_positive(text: str) -> int:
 
 
 def make_serial_command(script: Path, result: Path) -> list[str]:
-    """Return the command of the serial script with this script's arguments.
-
-    Parameters
-    ----------
-    script : Path
-        Path of the serial script.
-    result : Path
-        File for its results.
-    """
+    """Return the command of the serial script with this script's arguments."""
     arguments, skip = [], False
     for word in sys.argv[1:]:
         if skip:

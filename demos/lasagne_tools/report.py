@@ -19,16 +19,6 @@ def run_serial(script: Path) -> Run:
     """Run the serial script with this script's arguments, and return its results.
 
     It runs in another process before the ranks are forked, so that it has the device and all cores for itself.
-
-    Parameters
-    ----------
-    script : Path
-        The serial script.
-
-    Returns
-    -------
-    Run
-        Its results.
     """
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory, "run.json")
@@ -38,37 +28,14 @@ def run_serial(script: Path) -> Run:
 
 
 def print_results(run: Run, options: argparse.Namespace, serial: Run | None = None) -> None:
-    """Print the table, and write the figures into a file if the command line names one.
-
-    Parameters
-    ----------
-    run : Run
-        The data-parallel run.
-    options : Namespace
-        Parsed command line; uses `result`.
-    serial : Run, optional
-        The run in one process.
-    """
+    """Print the table, and write the figures into a file if the command line names one."""
     print(format_table(run, serial))
     if options.result:
         options.result.write_text(json.dumps(dataclasses.asdict(run), indent=2) + "\n")
 
 
 def format_table(run: Run, serial: Run | None = None) -> str:
-    """Return a table with the run, each of its ranks, and the serial run.
-
-    Parameters
-    ----------
-    run : Run
-        The data-parallel run.
-    serial : Run, optional
-        The run in one process, the reference of the speed-up.
-
-    Returns
-    -------
-    str
-        The table and two notes.
-    """
+    """Return a table with the run, each of its ranks, and the serial run."""
     data_set = "test" if run.test else "validation"
     lines = ["", f"{'':<14} {'seconds':>8} {'images':>10} {'images/s':>10} {'speed-up':>9} {f'{data_set} error':>17}"]
     for result in [run, serial] if serial else [run]:

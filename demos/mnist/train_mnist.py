@@ -62,27 +62,10 @@ EVALUATION_SLICES = 4
 class MLP:
     """A multi-layer perceptron: fully connected layers with rectifiers, and a softmax at the end.
 
-    Parameters
-    ----------
-    sizes : sequence of int
-        Number of units of each layer, the input and the output included.
-    dropout : float
-        The share of hidden units that a training step leaves out, from 0 up to 1.
-    seed : int
-        Seed of the initial weights and the dropout masks.
-
-    Attributes
-    ----------
-    x, y : tensor variables
-        Images, shape (n, sizes[0]), and labels, shape (n,).
-    params : list of shared variables
-        A matrix of weights and a vector of biases for each layer.
-    loss : scalar tensor variable
-        The mean cross-entropy, with dropout.
-    error : scalar tensor variable
-        The share of images whose most probable digit is not the label, without dropout.
-    generators : list of pairs
-        The random generators of `loss`, and their new states after a step.
+    `sizes` are the units of each layer, the input and the output included; `dropout` is the share of hidden units that
+    a training step leaves out.  `loss` is the mean cross-entropy with dropout.  `error` is the share of images whose
+    most probable digit is not the label, without dropout.  `generators` are the random generators of `loss`, with their
+    new states after a step.
     """
 
     def __init__(self, sizes: list[int], dropout: float, seed: int) -> None:
@@ -123,21 +106,9 @@ class MLP:
 
 
 def draw_uniform(shape: Any, seed: int) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Return random numbers from 0 to 1, new ones at each call of the function that they are in.
+    """Return random numbers from 0 to 1, new ones at each call, and the update of their generator.
 
-    Parameters
-    ----------
-    shape : tensor variable
-        Shape of the result.
-    seed : int
-        Seed of the generator.
-
-    Returns
-    -------
-    numbers : tensor variable
-        float32.
-    updates : list of pairs
-        The generator and its new state, to be used as an update; empty with Theano, which updates its own.
+    With Theano there is no update, since Theano updates its generator itself.
     """
     if graph_library.__name__ == "theano":
         return MRG_RandomStreams(seed).uniform(size=shape, dtype="float32"), []
@@ -148,38 +119,21 @@ def draw_uniform(shape: Any, seed: int) -> tuple[Any, list[tuple[Any, Any]]]:
 
 @dataclass
 class Run:
-    """Results of one training run.
-
-    Attributes
-    ----------
-    title : str
-        Label in tables and pictures.
-    n_ranks : int
-        Processes.
-    losses : list of float
-        The mean training loss of each epoch.
-    errors : list of float
-        The validation error, from 0 to 1, before the first epoch and after each.
-    setup_seconds : float
-        From the start to the end of the first step: building, compiling, and for ranks forking.
-    seconds : float
-        Time in all training steps but the first.
-    n_images : int
-        Images that these steps saw.
-    test_accuracy : float
-        From 0 to 1, after the last epoch.
-    blas_threads : int
-        Threads of linear algebra in this process.
-    """
+    """Results of one training run."""
 
     title: str
     n_ranks: int
+    #: The mean training loss of each epoch.
     losses: list[float] = field(default_factory=list)
+    #: The validation error, from 0 to 1, before the first epoch and after each.
     errors: list[float] = field(default_factory=list)
+    #: From the start to the end of the first step: building, compiling, and for ranks forking.
     setup_seconds: float = 0.0
+    #: Time in all training steps but the first, and the number of their images.
     seconds: float = 0.0
     n_images: int = 0
     test_accuracy: float = 0.0
+    #: Threads of linear algebra in this process.
     blas_threads: int = 0
 
     @property
@@ -189,20 +143,7 @@ class Run:
 
 
 def train_on_all_ranks(digits: mnist.Digits, options: argparse.Namespace) -> Run:
-    """Train data-parallel: every rank computes the gradient for its share of each batch.
-
-    Parameters
-    ----------
-    digits : Digits
-        The data.
-    options : Namespace
-        Parsed command line.
-
-    Returns
-    -------
-    Run
-        Curves, times and accuracy.
-    """
+    """Train data-parallel: every rank computes the gradient for its share of each batch."""
     start = perf_counter()
     n_ranks = synk.fork(options.ranks)
     model = MLP(options.sizes, options.dropout, options.seed)
@@ -230,20 +171,7 @@ def train_on_all_ranks(digits: mnist.Digits, options: argparse.Namespace) -> Run
 
 
 def train_in_one_process(digits: mnist.Digits, options: argparse.Namespace) -> Run:
-    """Train the same network without ranks.
-
-    Parameters
-    ----------
-    digits : Digits
-        The data.
-    options : Namespace
-        Parsed command line.
-
-    Returns
-    -------
-    Run
-        Curves, times and accuracy.
-    """
+    """Train the same network without ranks."""
     start = perf_counter()
     # For a fair comparison, BLAS uses all cores, as in a program without Synkhronos.
     with threadpool_limits(len(os.sched_getaffinity(0))):
@@ -273,20 +201,8 @@ def fit(
 ) -> None:
     """Train for some epochs in shuffled batches, validate after each, and test at the end.
 
-    Parameters
-    ----------
-    run : Run
-        Receives the results.
-    start : float
-        Time at which the run began, by `perf_counter`.
-    train : callable
-        Called as ``train(images, labels, batch=rows)``; makes one step and returns the loss.
-    evaluate : callable
-        Called as ``evaluate(images, labels)``; returns the share of wrong answers.
-    parts : sequence of three tuples
-        Images and labels to train, to validate and to test, in the form that `train` and `evaluate` take.
-    options : Namespace
-        Parsed command line.
+    ``train(images, labels, batch=rows)`` takes one step and returns the loss; ``evaluate(images, labels)`` returns the
+    share of wrong answers.  `parts` has the images and labels of all three parts in the form that both take.
     """
     rng = np.random.default_rng(options.seed)
     train_part, valid_part, test_part = parts
@@ -320,24 +236,12 @@ def fit(
 
 
 def count_blas_threads() -> int:
-    """Return the number of threads that linear algebra uses in this process now.
-
-    Returns
-    -------
-    int
-        1 where no BLAS library that threadpoolctl knows is loaded.
-    """
+    """Return the number of threads that linear algebra uses in this process now."""
     return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)
 
 
 def print_table(runs: list[Run]) -> None:
-    """Print a line for each run.
-
-    Parameters
-    ----------
-    runs : list of Run
-        Speed-up is relative to the last run.
-    """
+    """Print a line for each run, with the speed-up relative to the last one."""
     print("\n             ranks  BLAS threads  seconds  images/s  speed-up  test accuracy")
     print("                      in a rank")
     for run in runs:
@@ -352,15 +256,7 @@ def print_table(runs: list[Run]) -> None:
 
 
 def save_plot(runs: list[Run], path: Path) -> None:
-    """Draw the loss and the validation error of each run over the epochs.
-
-    Parameters
-    ----------
-    runs : list of Run
-        The runs.
-    path : Path
-        The picture's file, whose suffix chooses the format.
-    """
+    """Draw the loss and the validation error of each run over the epochs."""
     # Their import waits for matplotlib.use() above.
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
@@ -388,18 +284,7 @@ def save_plot(runs: list[Run], path: Path) -> None:
 
 
 def load_digits(options: argparse.Namespace) -> mnist.Digits:
-    """Load the data that the command line asks for.
-
-    Parameters
-    ----------
-    options : Namespace
-        Parsed command line.
-
-    Returns
-    -------
-    Digits
-        The data.
-    """
+    """Load the data that the command line asks for."""
     if not (options.data or options.download):
         return mnist.load_embedded()
     directory = options.data or Path(pooch.os_cache("synkhronos-mnist"))
@@ -412,13 +297,7 @@ def load_digits(options: argparse.Namespace) -> mnist.Digits:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the command line's options.
-
-    Returns
-    -------
-    Namespace
-        With the update rule itself in `rule`, and all layers' sizes in `sizes`.
-    """
+    """Return the command line's options, with the update rule itself in `rule`, and all layers' sizes in `sizes`."""
     parser = argparse.ArgumentParser(
         prog="train_mnist.py",
         description="Train a network on MNIST on all cores, then in one process, and compare.",
@@ -459,13 +338,7 @@ def parse_positive(text: str) -> int:
 
 
 def main() -> int:
-    """Train both ways, print the table and save the plot.
-
-    Returns
-    -------
-    int
-        The exit status: 0 when the test accuracy is high enough.
-    """
+    """Train both ways, print the table and save the plot; return 0 if the test accuracy is high enough."""
     options = parse_arguments()
     digits = load_digits(options)
     print(

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synkhronos.loading import image_folder
+
 __all__ = ["Part", "load_images", "make_images", "read_folder"]
 
 # Synthetic images are noise over one coarse picture per class, of COARSE x COARSE colours.
@@ -23,37 +25,14 @@ Allocate = Callable[[tuple[int, ...]], Any]
 
 
 class Part(NamedTuple):
-    """Images and their labels.
-
-    Attributes
-    ----------
-    images : array or Data of uint8, shape (n, 3, size, size)
-        Red, green and blue, from 0 to 255.
-    labels : ndarray of int32, shape (n,)
-        Class of each image.
-    """
+    """Images, uint8 of shape (n, 3, size, size), and the class of each, int32."""
 
     images: Any
     labels: np.ndarray
 
 
 def load_images(options: argparse.Namespace, allocate: Allocate) -> tuple[list[Part], int]:
-    """Load or make the images that the command line asks for.
-
-    Parameters
-    ----------
-    options : Namespace
-        Parsed command line; uses `data`, `images`, `classes`, `size`, `validation` and `seed`.
-    allocate : callable
-        Returns an array of bytes, given its shape.
-
-    Returns
-    -------
-    parts : list of two Part
-        To train and to validate.
-    n_classes : int
-        Number of classes.
-    """
+    """Return the images to train and to validate that the command line asks for, and the number of classes."""
     if options.data:
         try:
             return read_folder(options.data, options.size, options.validation, options.seed, allocate)
@@ -65,22 +44,7 @@ def load_images(options: argparse.Namespace, allocate: Allocate) -> tuple[list[P
 
 
 def make_images(counts: Sequence[int], n_classes: int, size: int, seed: int, allocate: Allocate) -> list[Part]:
-    """Make images of coarse colours with noise over them, the same for the same seed.
-
-    Parameters
-    ----------
-    counts : sequence of int
-        Number of images of each part.
-    n_classes, size, seed : int
-        Number of classes, height and width of an image, and seed.
-    allocate : callable
-        Returns an array of bytes, given its shape.
-
-    Returns
-    -------
-    list of Part
-        One for each count.
-    """
+    """Return parts of images with coarse colours and noise over them, the same for the same seed."""
     rng = np.random.default_rng(seed)
     repeats = -(-size // COARSE)
     coarse = rng.integers(128, size=(n_classes, 3, COARSE, COARSE), dtype=np.uint8)
@@ -96,60 +60,23 @@ def make_images(counts: Sequence[int], n_classes: int, size: int, seed: int, all
 
 
 def read_folder(folder: Path, size: int, validation: float, seed: int, allocate: Allocate) -> tuple[list[Part], int]:
-    """Read images from one subfolder per class.
+    """Return the images to train and to validate from one subfolder per class, and the number of classes.
 
-    Parameters
-    ----------
-    folder : Path
-        Has one subfolder of image files for each class, of any size and format that Pillow reads.
-    size : int
-        Height and width; images are scaled, and cropped on both sides.
-    validation : float
-        The share of the images that is kept for validation.
-    seed : int
-        Of the choice of these.
-    allocate : callable
-        Returns an array of bytes, given its shape.
-
-    Returns
-    -------
-    parts : list of two Part
-        To train and to validate.
-    n_classes : int
-        Number of classes, in the alphabetical order of the subfolders.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there are no images.
-    OSError
-        If a file is no image.
+    Images of any size are scaled, and cropped on both sides.  Classes are numbered in the alphabetical order of the
+    subfolders.
     """
-    classes = sorted(path for path in folder.iterdir() if path.is_dir())
-    files = [
-        (path, label)
-        for label, folder_of_class in enumerate(classes)
-        for path in sorted(folder_of_class.iterdir())
-        if path.is_file()
-    ]
-    if len(files) < 2:
-        raise FileNotFoundError(f"{folder} needs a subfolder for each class, with images in it")
-    order = np.random.default_rng(seed).permutation(len(files))
-    n_valid = min(max(1, round(len(files) * validation)), len(files) - 1)
+    source = image_folder(folder, size)
+    labels = np.asarray(source.labels)
+    order = np.random.default_rng(seed).permutation(len(source))
+    n_valid = max(1, round(len(source) * validation))
+    if n_valid == len(source):
+        raise ValueError(f"no image is left to train: {folder} has {len(source)}, {n_valid} to validate")
     parts = []
     for indexes in (order[n_valid:], order[:n_valid]):
         images = allocate((len(indexes), 3, size, size))
         # Pillow lets other threads run while it decodes.
         with ThreadPoolExecutor() as pool:
-            for i, pixels in enumerate(pool.map(lambda index: _read_image(files[index][0], size), indexes)):
+            for i, (pixels, _) in enumerate(pool.map(source.__getitem__, indexes)):
                 images[i] = pixels
-        parts.append(Part(images, np.array([files[index][1] for index in indexes], np.int32)))
-    return parts, len(classes)
-
-
-def _read_image(path: Path, size: int) -> np.ndarray:
-    """Return an image's bytes, colours first."""
-    from PIL import Image, ImageOps  # not needed for synthetic images
-
-    with Image.open(path) as image:
-        return np.asarray(ImageOps.fit(image.convert("RGB"), (size, size))).transpose(2, 0, 1)
+        parts.append(Part(images, labels[indexes]))
+    return parts, len(source.classes)

@@ -35,33 +35,19 @@ _rectify = T.nnet.relu
 
 
 class Network(NamedTuple):
-    """A network with its expressions and parameters.
-
-    Attributes
-    ----------
-    output : Layer
-        The last layer.
-    x, y : tensor variables
-        Images, uint8 of shape (n, 3, size, size), and labels, shape (n,).
-    params : list of shared variables
-        Trainable parameters.
-    averages : list of shared variables
-        The running averages of the batch normalisation layers.
-    loss : scalar variable
-        Mean cross-entropy, by the batch's own statistics, and the penalty of large weights.
-    average_updates : OrderedDict
-        The running averages' new values, after a batch.
-    test_loss, test_error : scalar variables
-        Mean cross-entropy, and the share of wrong answers, by the running averages.
-    """
+    """A network's last layer, its expressions, its trainable parameters and its running averages."""
 
     output: Any
+    #: Images, uint8 of shape (n, 3, size, size), and labels.
     x: Any
     y: Any
     params: list[Any]
     averages: list[Any]
+    #: Mean cross-entropy, by the batch's own statistics, and the penalty of large weights.
     loss: Any
+    #: The running averages' new values, after a batch.
     average_updates: OrderedDict[Any, Any]
+    #: Mean cross-entropy, and the share of wrong answers, by the running averages.
     test_loss: Any
     test_error: Any
 
@@ -75,29 +61,10 @@ def build_network(
     seed: int = 1,
     smoothing: float = 0.0,
 ) -> Network:
-    """Make a residual network.
+    """Return a residual network.
 
-    Parameters
-    ----------
-    blocks : sequence of int
-        Number of bottleneck blocks of each stage; see `BLOCKS`.
-    width : int
-        Filters of the first convolution, and of the inner ones of the first stage.  Each stage doubles it.
-    size : int
-        Height and width of an image.
-    n_classes : int
-        Number of classes.
-    weight_decay : float
-        Factor of the sum of squared weights in the loss.
-    seed : int
-        Of the initial weights.
-    smoothing : float
-        Label smoothing: share of each label that is spread over all classes.
-
-    Returns
-    -------
-    Network
-        The network; nothing is compiled yet.
+    The first convolution, and the inner ones of the first stage, have `width` filters; each stage doubles it.  Label
+    smoothing spreads the share `smoothing` of each label over all classes.
     """
     # The graph libraries walk through a graph by recursion, and this one is deeper than Python allows by default.
     sys.setrecursionlimit(max(sys.getrecursionlimit(), RECURSION_LIMIT))
@@ -132,24 +99,7 @@ def add_residual_layers(layer: Any, blocks: Sequence[int], width: int, n_classes
 
 
 def build_training_loss(output: Any, x: Any, y: Any, smoothing: float = 0.0) -> tuple[Any, OrderedDict[Any, Any]]:
-    """Return the loss of some rows, normalised by the statistics of these rows alone.
-
-    Parameters
-    ----------
-    output : Layer
-        The network's last layer.
-    x, y : tensor variables
-        Images, uint8, and labels.
-    smoothing : float
-        Share of each label that is spread over all classes.
-
-    Returns
-    -------
-    loss : scalar variable
-        The mean cross-entropy.
-    average_updates : OrderedDict
-        The running averages' new values.
-    """
+    """Return the loss, normalised by the statistics of these rows alone, and the running averages' new values."""
     average_updates: OrderedDict[Any, Any] = OrderedDict()
     probabilities = _layers.get_output(output, _standardise(x), average_updates=average_updates)
     loss = lasagne.objectives.categorical_crossentropy(probabilities, y).mean()

@@ -14,13 +14,7 @@ __all__ = ["add_arguments", "describe_run", "parse_options"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of both scripts.
-
-    Parameters
-    ----------
-    parser : ArgumentParser
-        Parser of `lasagne_tools.options.make_parser`.
-    """
+    """Add the arguments of both scripts."""
     add = parser.add_argument_group("network").add_argument
     depths = ", ".join(map(str, BLOCKS))
     add("--depth", type=int, choices=BLOCKS, default=50, metavar="N", help=f"layers: {depths} (%(default)s)")
@@ -51,20 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_options(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; exit with a message if it is invalid.
-
-    Parameters
-    ----------
-    parser : ArgumentParser
-        The script's.
-    words : list of str, optional
-        The arguments, if they are not the command line's.
-
-    Returns
-    -------
-    Namespace
-        The options; `blocks` is filled in.
-    """
+    """Parse the command line, and set `blocks`; exit with a message if it is invalid."""
     options = parser.parse_args(words)
     if not 0 < options.validation < 1:
         parser.error(f"argument --validation: {options.validation} is not between 0 and 1")

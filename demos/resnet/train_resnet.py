@@ -39,19 +39,7 @@ EXAMPLES = [
 
 
 class ParallelTrainer:
-    """A network that all ranks train, and its images.
-
-    Parameters
-    ----------
-    network : Network
-        The network to train.
-    parts : list of two Part
-        Images and labels to train and to validate; the images are Data objects.
-    options : Namespace
-        Parsed command line.
-    n_ranks : int
-        Number of ranks.
-    """
+    """A network that all ranks train, and its images, in Data objects."""
 
     def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:
         self.n_ranks, self._options = n_ranks, options

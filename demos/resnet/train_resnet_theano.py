@@ -9,25 +9,22 @@ from __future__ import annotations
 import synkhronos.compat  # noqa: F401 - before Lasagne
 
 # isort: split
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import synkhronos as synk
-from images import Part, load_images
+from images import load_images
 from lasagne_tools import options as common
-from lasagne_tools.batches import evaluate_in_slices, make_full_batches, take_steps
+from lasagne_tools.batches import make_full_batches
 from lasagne_tools.fit import fit
-from lasagne_tools.library import theano
 from lasagne_tools.report import print_results
-from network import Network, build_network
+from lasagne_tools.serial import SerialTrainer
+from network import build_network
 from settings import add_arguments, describe_run, parse_options
 
 EXAMPLES = [
@@ -35,52 +32,6 @@ EXAMPLES = [
     "--data ~/pictures --epochs 50 --rule adam",
     "--depth 14 --width 16 --size 32 --images 512 --batch-size 16 --cpu",
 ]
-
-
-class SerialTrainer:
-    """A network and its images.
-
-    Parameters
-    ----------
-    network : Network
-        The network to train.
-    parts : list of two Part
-        Images and labels to train and to validate.
-    options : Namespace
-        Parsed command line.
-    """
-
-    n_ranks = 1
-
-    def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace) -> None:
-        self._options = options
-        self._train_part, self._valid_part = parts
-        # The update rules of Synkhronos need no ranks. Lasagne's own have the same formulas.
-        grad_updates, param_updates, _ = options.update_rule(
-            network.loss, network.params, learning_rate=options.learning_rate
-        )
-        inputs = [network.x, network.y]
-        updates = [*grad_updates.items(), *network.average_updates.items()]
-        self._gradient = theano.function(inputs, network.loss, updates=updates)
-        self._update = theano.function([], updates=param_updates)
-        self._evaluate = theano.function(inputs, [network.test_loss, network.test_error])
-
-    def make_batches(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return the epoch's batches: lists of shuffled indexes, without an incomplete last one."""
-        return make_full_batches(rng, len(self._train_part.labels), self._options.batch_size)
-
-    def count_rows(self, batch: np.ndarray) -> list[int]:
-        """Return the number of rows of a batch that the process computes: all."""
-        return [len(batch)]
-
-    def train(self, batches: Sequence[np.ndarray]) -> list[Any]:
-        """Take a step for each batch; return the losses."""
-        return take_steps(self._gradient, self._update, *self._train_part, batches)
-
-    def validate(self) -> tuple[float, float]:
-        """Return loss and error of the validation images."""
-        # The serial counterpart of num_slices.
-        return evaluate_in_slices(self._evaluate, *self._valid_part, self._options.slices)
 
 
 def main() -> None:
@@ -96,7 +47,7 @@ def main() -> None:
     parts, n_classes = load_images(options, lambda shape: np.empty(shape, np.uint8))
     shape = options.blocks, options.width, options.size, n_classes
     network = build_network(*shape, options.weight_decay, options.seed, options.smoothing)
-    trainer = SerialTrainer(network, parts, options)
+    trainer = SerialTrainer(network, parts, options, make_full_batches, network.average_updates)
     print(f"one process, {describe_run(options)}")
     run = fit(trainer, options, "one process", start)
     synk.close()

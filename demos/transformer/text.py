@@ -9,17 +9,11 @@ import numpy as np
 
 
 class Text(NamedTuple):
-    """A text in windows of equal length.
+    """A text in windows of equal length."""
 
-    Attributes
-    ----------
-    alphabet : str
-        The characters of the text, sorted; a character's index here is its number.
-    train, valid : tuple of two ndarrays of int32, shape (windows, length)
-        Characters, and for each the one that follows it.
-    """
-
+    #: The characters of the text, sorted; a character's index here is its number.
     alphabet: str
+    #: Characters, and for each the one that follows it: int32 of shape (windows, length).
     train: tuple[np.ndarray, np.ndarray]
     valid: tuple[np.ndarray, np.ndarray]
 
@@ -34,17 +28,7 @@ def read_text(path: Path | None) -> str:
 
 
 def load_text(path: Path | None, length: int, characters: int | None = None) -> Text:
-    """Return a text in windows; the last tenth is for validation.
-
-    Parameters
-    ----------
-    path : Path or None
-        A text file in UTF-8, or None for Python's own help texts.
-    length : int
-        Characters of a window.
-    characters : int, optional
-        Number of characters to use, from the text's beginning; None for all.
-    """
+    """Return the beginning of a file, or of Python's help texts, in windows; the last tenth is for validation."""
     text = read_text(path)[:characters]
     alphabet = "".join(sorted(set(text)))
     lookup = np.zeros(ord(alphabet[-1]) + 1, "int32")

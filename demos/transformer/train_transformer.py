@@ -29,13 +29,7 @@ warnings.filterwarnings("ignore", "Skipping Assert|Explicitly requested dtype")
 
 
 def train(network: Transformer, text: Text, options: argparse.Namespace, n: int) -> list[Report]:
-    """Train on `n` ranks and print reports; the network then has the averaged parameters.
-
-    Returns
-    -------
-    list of Report
-        One for each epoch.
-    """
+    """Train on `n` ranks and print reports; the network then has the averaged parameters."""
     trainer = make_trainer(
         network.loss_smooth,
         network.params,

@@ -16,21 +16,14 @@ from synkhronos.extensions.attention import dot_product_attention
 
 
 class Transformer(NamedTuple):
-    """A network's variables.
+    """A network's variables."""
 
-    Attributes
-    ----------
-    x, y : matrices of int32, shape (windows, length)
-        Characters, and those that follow.
-    logits : variable of float32, shape (windows, length, characters)
-    loss, loss_smooth : scalar variables of float32
-        Cross-entropy in nats for each character, without and with label smoothing.
-    params : list of shared variables of float32
-    """
-
+    #: Characters, and those that follow, of shape (windows, length).
     x: Any
     y: Any
+    #: Of shape (windows, length, characters).
     logits: Any
+    #: Cross-entropy in nats for each character, without and with label smoothing.
     loss: Any
     loss_smooth: Any
     params: list[Any]
@@ -44,21 +37,7 @@ def is_matrix(param: Any) -> bool:
 def build_transformer(
     characters: int, length: int, size: int, heads: int, layers: int, smoothing: float = 0.0, seed: int = 1
 ) -> Transformer:
-    """Build the network.
-
-    Parameters
-    ----------
-    characters : int
-        Size of the alphabet.
-    length : int
-        Characters of a window; each attends to those before it.
-    size, heads, layers : int
-        Features of a character, attention heads (which divide `size`), and blocks.
-    smoothing : float
-        Share of the label that goes to all characters alike.
-    seed : int
-        Of the initial weights.
-    """
+    """Return a network for windows of `length` characters; `heads` divides `size`, the features of a character."""
     if size % heads:
         raise ValueError(f"heads: {heads} do not divide the size {size}")
     rng = np.random.default_rng(seed)

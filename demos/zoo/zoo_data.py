@@ -16,23 +16,10 @@ Parts = tuple[list[Any], list[Any]]
 
 
 def load_arrays(path: Path) -> Parts:
-    """Read the training and validation arrays of a file or a folder.
+    """Return ``x`` and ``y`` for training and for validation.
 
-    Parameters
-    ----------
-    path : Path
-        An .npz file with the arrays ``x_train``, ``y_train``, ``x_valid`` and ``y_valid``; or a folder with the files
-        ``x_train.npy`` and so on.  These are mapped: each rank reads only its rows.
-
-    Returns
-    -------
-    train, valid : list of two arrays
-        ``x`` and ``y`` of each.
-
-    Raises
-    ------
-    FileNotFoundError
-        If one of them is missing.
+    `path` is an .npz file with the arrays ``x_train``, ``y_train``, ``x_valid`` and ``y_valid``, or a folder with the
+    files ``x_train.npy`` and so on.  These are mapped: each rank reads only its rows.
     """
     names = [f"{name}_{part}" for part in ("train", "valid") for name in ("x", "y")]
     arrays: dict[str, Any] = {}
@@ -48,20 +35,7 @@ def load_arrays(path: Path) -> Parts:
 
 
 def make_image_loaders(folder: Path, side: int) -> tuple[Loader, Loader]:
-    """Return loaders of image folders, with the indexes of their classes.
-
-    Parameters
-    ----------
-    folder : Path
-        Has the folders ``train`` and ``valid``, with a subfolder for each class: the same ones.
-    side : int
-        Height and width; images are scaled, and cropped on both sides.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        If there are no images, or the subfolders differ.
-    """
+    """Return loaders of the folders ``train`` and ``valid``, which have a subfolder of images for each class."""
     train, valid = (image_folder(folder / name, side) for name in ("train", "valid"))
     if train.classes != valid.classes:
         different = sorted(set(train.classes) ^ set(valid.classes))

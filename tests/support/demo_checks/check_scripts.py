@@ -170,8 +170,8 @@ def test_pictures_are_read_as_they_are(pictures):
 
 
 def test_resnet_names_a_file_that_is_no_image(run, capsys, pictures):
-    (pictures / "red" / "notes.txt").write_text("no picture")
-    assert "notes.txt" in run_refused_script(run, capsys, RESNET_ALONE, *SMALL_RESNET, "--data", pictures)
+    (pictures / "red" / "notes.png").write_text("no picture")
+    assert "notes.png" in run_refused_script(run, capsys, RESNET_ALONE, *SMALL_RESNET, "--data", pictures)
 
 
 def test_made_up_pictures_repeat():

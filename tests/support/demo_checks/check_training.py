@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from train_mnist_cpu_data import CpuDataTrainer
 from train_mnist_gpu_data import GpuDataTrainer
-from train_mnist_theano import SerialTrainer as OneProcessMnist
 from train_resnet import ParallelTrainer
-from train_resnet_theano import SerialTrainer as OneProcessResnet
 
 import digits
 import settings
 import synkhronos as synk
 from images import make_images
 from lasagne_tools import options as common
+from lasagne_tools.batches import make_full_batches, make_shuffled_batches
 from lasagne_tools.fit import fit
 from lasagne_tools.library import theano
+from lasagne_tools.serial import SerialTrainer
 from models import build_network as build_mnist
 from network import build_network as build_resnet
 from network import build_training_loss
@@ -73,7 +73,8 @@ def make_mnist_pair(trainer, options):
     networks = [build_mnist(options.model, options.seed, options.dropout) for _ in range(2)]
     assert_close(get_values(networks[0].params), get_values(networks[1].params), tolerance=0)
     parts = digits.load_digits(options)
-    return networks, trainer(networks[0], parts, options, 2), OneProcessMnist(networks[1], parts, options)
+    alone = SerialTrainer(networks[1], parts, options, make_shuffled_batches)
+    return networks, trainer(networks[0], parts, options, 2), alone
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -144,7 +145,8 @@ def test_resnet_with_equal_rows_on_ranks_equals_one_process(together):
     network, trainer = together
     options = make_resnet_options()
     alone = build_resnet_model(options)
-    serial = OneProcessResnet(alone, make_resnet_parts(options, lambda shape: np.empty(shape, "uint8")), options)
+    parts = make_resnet_parts(options, lambda shape: np.empty(shape, "uint8"))
+    serial = SerialTrainer(alone, parts, options, make_full_batches, alone.average_updates)
     for rows in serial.make_batches(np.random.default_rng(3))[:N_STEPS]:
         (loss,) = trainer.train([np.concatenate([rows, rows])])
         np.testing.assert_allclose(loss, serial.train([rows])[0], rtol=1e-4)
