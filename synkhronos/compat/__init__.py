@@ -56,10 +56,10 @@ def install() -> str:
     >>> install()
     'pytensor'
     """
-    import_hooks.install_shim_finder()
-    import_hooks.install_alias_finder("platoon")
-    import_hooks.install_theanompi_finder()
-    if import_hooks.is_theano_replaced():
+    import_hooks.install_finder(import_hooks.find_shim, is_last=True)
+    import_hooks.install_finder(import_hooks.find_platoon)
+    import_hooks.install_finder(import_hooks.find_theanompi)
+    if import_hooks.is_installed(import_hooks.find_theano):
         return "pytensor"
     selected = os.environ.get(LIBRARY_VARIABLE, "")
     if selected not in ("", "theano", "pytensor"):
@@ -72,7 +72,7 @@ def install() -> str:
             f"{LIBRARY_VARIABLE}=pytensor, but Theano is imported already: import synkhronos.compat before theano, "
             "or start the program with `python -m synkhronos script.py`"
         )
-    import_hooks.install_theano_finder()
+    import_hooks.install_finder(import_hooks.find_theano)
     return "pytensor"
 
 

@@ -19,22 +19,7 @@ def dnn_conv(
     precision: str | None = None,
     num_groups: int = 1,
 ) -> Any:
-    """Return the convolution of images with filters.
-
-    Parameters
-    ----------
-    img : variable
-        Images: rows, channels, height, width.
-    kerns : variable
-        Filters: output channels, input channels of a group, height, width.
-    border_mode : {"valid", "full", "half"}, int or tuple of int
-    subsample, dilation : tuple of int
-    conv_mode : {"conv", "cross"}
-        Whether filters are flipped.
-    direction_hint, workmem, algo, precision
-        Select cuDNN's algorithm; ignored.
-    num_groups : int
-    """
+    """Return the convolution of images with filters; the arguments that select cuDNN's algorithm are ignored."""
     from theano.tensor.nnet import conv2d
 
     if conv_mode not in ("conv", "cross"):
@@ -51,20 +36,7 @@ def dnn_conv(
 
 
 def dnn_pool(img: Any, ws: Any, stride: Any = None, mode: str = "max", pad: Any = None) -> Any:
-    """Return pooled images, without windows that extend beyond the border.
-
-    Parameters
-    ----------
-    img : variable
-        Of four dimensions, or five.
-    ws : tuple of int
-        The window's two or three lengths.
-    stride : tuple of int, optional
-        By default 1 in each direction.
-    mode : {"max", "max_deterministic", "sum", "average", "average_inc_pad", "average_exc_pad"}
-    pad : tuple of int, optional
-        By default none.
-    """
+    """Return images, or volumes, pooled without windows that extend beyond the border; the default stride is 1."""
     from theano.tensor.signal.pool import pool_2d, pool_3d
 
     return (pool_2d if len(ws) == 2 else pool_3d)(

@@ -28,90 +28,59 @@ _COMMON_FLAGS = (
 
 #: Theano's flags without a meaning in PyTensor, with their present values: programs may set them, without an effect.
 _emulated_flags: dict[str, Any] = {
+    **dict.fromkeys(
+        """
+        cache_optimizations conv.assert_shape experimental.unpickle_gpu_on_cpu force_device gpuarray.sync
+        lib.amdlibm magma.enabled nvcc.fastmath print_test_value reoptimize_unpickled_function scan.allow_gc
+        scan.debug warn.argmax_pushdown_bug warn.gpu_set_subtensor1 warn.gpusum_01_011_0111_bug
+        warn.identify_1pexp_bug warn.inc_set_subtensor1 warn.reduce_join warn.round warn.signal_conv2d_interface
+        warn.subtensor_merge_bug warn.sum_div_dimshuffle_bug warn.sum_sum_bug warn.vm_gc_bug
+        """.split(),
+        False,
+    ),
+    **dict.fromkeys(
+        """
+        contexts ctc.root dnn.base_path dnn.bin_path dnn.include_path dnn.library_path gpuarray.cache_path
+        init_gpu_device magma.include_path magma.library_path metaopt.optimizer_excluding
+        metaopt.optimizer_including
+        """.split(),
+        "",
+    ),
+    **dict.fromkeys(
+        """
+        dnn.conv.algo_bwd dnn.conv.workmem dnn.conv.workmem_bwd experimental.local_alloc_elemwise
+        experimental.local_alloc_elemwise_assert gpu.local_elemwise_fusion gpuarray.single_stream
+        gpuelemwise.sync pickle_test_value print_active_device tensor.local_elemwise_fusion unpickle_function
+        warn.inc_subtensor1_opt
+        """.split(),
+        True,
+    ),
+    **dict.fromkeys([f"numpy.seterr_{kind}" for kind in ("divide", "invalid", "over", "under")], None),
     "assert_no_cpu_op": "ignore",
-    "cache_optimizations": False,
+    "numpy.seterr_all": "ignore",
     "compute_test_value": "off",
     "compute_test_value_opt": "off",
-    "contexts": "",
-    "conv.assert_shape": False,
-    "ctc.root": "",
     "cuda.include_path": "/usr/local/include",
     "cuda.root": "/usr/local",
     "deterministic": "default",
+    "gpuarray.sched": "default",
     "device": "cpu",
-    "dnn.base_path": "",
-    "dnn.bin_path": "",
-    "dnn.conv.algo_bwd": True,
     "dnn.conv.algo_bwd_data": "none",
     "dnn.conv.algo_bwd_filter": "none",
     "dnn.conv.algo_fwd": "small",
     "dnn.conv.precision": "as_input_f32",
-    "dnn.conv.workmem": True,
-    "dnn.conv.workmem_bwd": True,
     "dnn.enabled": "False",
-    "dnn.include_path": "",
-    "dnn.library_path": "",
-    "experimental.local_alloc_elemwise": True,
-    "experimental.local_alloc_elemwise_assert": True,
-    "experimental.unpickle_gpu_on_cpu": False,
-    "force_device": False,
-    "gpu.local_elemwise_fusion": True,
-    "gpuarray.cache_path": "",
     "gpuarray.preallocate": -1.0,
-    "gpuarray.sched": "default",
-    "gpuarray.single_stream": True,
-    "gpuarray.sync": False,
-    "gpuelemwise.sync": True,
-    "init_gpu_device": "",
     "int_division": "int",
-    "lib.amdlibm": False,
     "lib.cnmem": 0.0,
-    "magma.enabled": False,
-    "magma.include_path": "",
-    "magma.library_path": "",
-    "metaopt.optimizer_excluding": "",
-    "metaopt.optimizer_including": "",
     "metaopt.verbose": 0,
-    "numpy.seterr_all": "ignore",
-    "numpy.seterr_divide": None,
-    "numpy.seterr_invalid": None,
-    "numpy.seterr_over": None,
-    "numpy.seterr_under": None,
-    "nvcc.fastmath": False,
-    "pickle_test_value": True,
-    "print_active_device": True,
-    "print_test_value": False,
-    "reoptimize_unpickled_function": False,
-    "scan.allow_gc": False,
-    "scan.debug": False,
-    "tensor.local_elemwise_fusion": True,
     "unittests.rseed": "666",
-    "unpickle_function": True,
-    "warn.argmax_pushdown_bug": False,
-    "warn.gpu_set_subtensor1": False,
-    "warn.gpusum_01_011_0111_bug": False,
-    "warn.identify_1pexp_bug": False,
     "warn.ignore_bug_before": "0.9",
-    "warn.inc_set_subtensor1": False,
-    "warn.inc_subtensor1_opt": True,
-    "warn.reduce_join": False,
-    "warn.round": False,
-    "warn.signal_conv2d_interface": False,
-    "warn.subtensor_merge_bug": False,
-    "warn.sum_div_dimshuffle_bug": False,
-    "warn.sum_sum_bug": False,
-    "warn.vm_gc_bug": False,
 }
 
 
 def explain_unsupported(name: str) -> str:
-    """Return the message for a module or name of Theano that `synkhronos.compat` does not provide.
-
-    Examples
-    --------
-    >>> explain_unsupported("theano.gpuarray").split(";")[0]
-    'theano.gpuarray is not provided by synkhronos.compat on PyTensor'
-    """
+    """Return the message for a module or name of Theano that `synkhronos.compat` does not provide."""
     return (
         f"{name} is not provided by synkhronos.compat on PyTensor; the page docs/from_theano.rst, "
         '"From Theano", lists the names that are'
@@ -119,26 +88,14 @@ def explain_unsupported(name: str) -> str:
 
 
 def to_pytensor_flags(theano_flags: str, pytensor_flags: str = "") -> str:
-    """Translate flags for Theano to flags for PyTensor.
+    """Translate flags for Theano to flags for PyTensor, whose present flags take precedence.
 
-    Parameters
-    ----------
-    theano_flags : str
-        As in THEANO_FLAGS.  A GPU in ``device=`` asks for JAX mode, which computes on GPUs.
-    pytensor_flags : str
-        Present flags of PyTensor, which take precedence.
-
-    Returns
-    -------
-    str
-        As in PYTENSOR_FLAGS.
+    A GPU in ``device=`` asks for JAX mode, which computes on GPUs.
 
     Examples
     --------
     >>> to_pytensor_flags("floatX=float32,device=cuda,dnn.enabled=False")
     'mode=JAX,floatX=float32'
-    >>> to_pytensor_flags("floatX=float32", "floatX=float64")
-    'floatX=float32,floatX=float64'
     """
     flags = dict(flag.strip().split("=", 1) for flag in theano_flags.split(",") if "=" in flag)
     passed = [f"{_to_pytensor_name(name)}={value}" for name, value in flags.items() if name in _COMMON_FLAGS]

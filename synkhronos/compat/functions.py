@@ -94,11 +94,7 @@ def _get_output_keys(function: Any) -> list[str] | None:
 def add_theano_semantics(function: Any, output_keys: list[str] | None = None) -> Any:
     """Make a function of PyTensor a `TheanoFunction`, if its inputs have default values or its outputs have keys.
 
-    Parameters
-    ----------
-    function : pytensor Function
-    output_keys : list of str, optional
-        Keys of the outputs, which the function then returns in a dict.
+    With ``output_keys``, it returns its outputs in a dict.
     """
     if output_keys is not None or any(getattr(input_spec, "default", ()) for input_spec in function.maker.inputs):
         function.maker.output_keys = output_keys

@@ -1,10 +1,10 @@
 """Import hooks that provide modules under the names of other libraries.
 
-- `TheanoFinder`: ``theano`` on PyTensor.  ``theano.a.b`` is the file ``theano/a/b.py`` of this package, or an entry of
+- `find_theano`: ``theano`` on PyTensor.  ``theano.a.b`` is the file ``theano/a/b.py`` of this package, or an entry of
   `RE_EXPORTS`.  Modules and names that are missing there raise errors that say so.
-- `AliasFinder`: ``platoon``, the package `synkhronos.compat.platoon`.
-- `TheanoMpiFinder`: ``theanompi``, with this library's rules, and the user's copy of Theano-MPI for all else.
-- `ShimFinder`: modules that programs of Theano's time import, and that are missing today.
+- `find_platoon`: ``platoon``, the package `synkhronos.compat.platoon`.
+- `find_theanompi`: ``theanompi``, with this library's rules, and the user's copy of Theano-MPI for all else.
+- `find_shim`: modules that programs of Theano's time import, and that are missing today.
 """
 
 from __future__ import annotations
@@ -33,45 +33,55 @@ _SHIMS = {
     "theano.compat.python2x": _THEANO_FOLDER / "compat" / "python2x.py",
     "theano.tensor.signal.downsample": _THEANO_FOLDER / "tensor" / "signal" / "downsample.py",
 }
+_PLATOON = "synkhronos.compat.platoon"
 _IMPORT_FROM_OPCODE = dis.opmap["IMPORT_FROM"]
+#: Function of a module's full name and its package's path that returns the module's spec.
+FindFunction = Callable[[str, Sequence[str] | None], importlib.machinery.ModuleSpec | None]
 
 
-def is_theano_replaced() -> bool:
-    """Whether ``import theano`` imports this package's modules."""
-    return any(isinstance(finder, TheanoFinder) for finder in sys.meta_path)
+class FunctionFinder(importlib.abc.MetaPathFinder):
+    """Finder that asks a function for the spec of a module, by its full name and its package's path."""
 
-
-def install_theano_finder() -> None:
-    """Provide ``theano`` on PyTensor from now on."""
-    if not is_theano_replaced():
-        # First, to precede the finder of an installed Theano.
-        sys.meta_path.insert(0, TheanoFinder())
-
-
-class TheanoFinder(importlib.abc.MetaPathFinder):
-    """Finds this package's modules under the name ``theano``."""
+    def __init__(self, find: FindFunction):
+        self.find = find
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of ``theano`` or of a module below it."""
-        head, *parts = fullname.split(".")
-        if head != "theano":
-            return None
-        if not parts:
-            _set_pytensor_flags()
-        location = _THEANO_FOLDER.joinpath(*parts)
-        file = location / "__init__.py" if location.is_dir() else location.with_suffix(".py")
-        if fullname in RE_EXPORTS:
-            return importlib.machinery.ModuleSpec(fullname, _ReExportLoader(), is_package=True)
-        if not file.exists():
-            # Without `name` set, since `from package import module` would swallow it.
-            raise ModuleNotFoundError(explain_unsupported(fullname))
-        # Every module is a package, so that Python asks this finder for modules that it lacks.
-        locations = [str(location)] if location.is_dir() else []
-        return importlib.util.spec_from_file_location(
-            fullname, file, loader=_FileLoader(fullname, str(file)), submodule_search_locations=locations
-        )
+        """Return the function's spec; None for modules of other finders."""
+        return self.find(fullname, path)
+
+
+def is_installed(find: FindFunction) -> bool:
+    """Whether the import system asks a function for specs."""
+    return any(isinstance(finder, FunctionFinder) and finder.find is find for finder in sys.meta_path)
+
+
+def install_finder(find: FindFunction, is_last: bool = False) -> None:
+    """Ask a function for specs before all other finders, or after them; do nothing if it is asked already."""
+    if not is_installed(find):
+        sys.meta_path.insert(len(sys.meta_path) if is_last else 0, FunctionFinder(find))
+
+
+def find_theano(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of this package's ``theano``, or of a module below it."""
+    head, *parts = fullname.split(".")
+    if head != "theano":
+        return None
+    if not parts:
+        _set_pytensor_flags()
+    location = _THEANO_FOLDER.joinpath(*parts)
+    file = location / "__init__.py" if location.is_dir() else location.with_suffix(".py")
+    if fullname in RE_EXPORTS:
+        return importlib.machinery.ModuleSpec(fullname, _ReExportLoader(), is_package=True)
+    if not file.exists():
+        # Without `name` set, since `from package import module` would swallow it.
+        raise ModuleNotFoundError(explain_unsupported(fullname))
+    # Every module is a package, so that Python asks this function for modules that it lacks.
+    locations = [str(location)] if location.is_dir() else []
+    return importlib.util.spec_from_file_location(
+        fullname, file, loader=_FileLoader(fullname, str(file)), submodule_search_locations=locations
+    )
 
 
 class _FileLoader(importlib.machinery.SourceFileLoader):
@@ -118,90 +128,51 @@ def _add_missing_name_errors(module: ModuleType) -> None:
     module.__getattr__ = getattr_  # type: ignore[method-assign]
 
 
-def install_theanompi_finder() -> None:
-    """Provide ``theanompi`` from now on, with precedence over an installed Theano-MPI."""
-    if not any(isinstance(finder, TheanoMpiFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, TheanoMpiFinder())
+def find_theanompi(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of ``theanompi``; raise ModuleNotFoundError for modules below it that the user's copy lacks."""
+    if fullname == "theanompi":
+        return importlib.util.spec_from_file_location(fullname, _FOLDER / "theanompi" / "__init__.py")
+    if fullname.startswith("theanompi.") and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
+        raise ModuleNotFoundError(
+            f"{fullname}: layers, models and data are those of your copy of Theano-MPI: put the folder in which "
+            f"its folder theanompi lies into PYTHONPATH, or set pythonpath to that folder; searched in "
+            f"{', '.join(map(str, path or ()))}",
+            name=fullname,
+        )
+    return None
 
 
-class TheanoMpiFinder(importlib.abc.MetaPathFinder):
-    """Finds ``theanompi`` here; its other modules are in the user's copy."""
+def find_shim(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a module in `_SHIMS`."""
+    file = _SHIMS.get(fullname)
+    return None if file is None else importlib.util.spec_from_file_location(fullname, file)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of the package; raise ModuleNotFoundError for modules that the user's copy lacks."""
-        if fullname == "theanompi":
-            return importlib.util.spec_from_file_location(fullname, _FOLDER / "theanompi" / "__init__.py")
-        if fullname.startswith("theanompi.") and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
-            raise ModuleNotFoundError(
-                f"{fullname}: layers, models and data are those of your copy of Theano-MPI: put the folder in which "
-                f"its folder theanompi lies into PYTHONPATH, or set pythonpath to that folder; searched in "
-                f"{', '.join(map(str, path or ()))}",
-                name=fullname,
-            )
+
+def find_platoon(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of ``platoon``, unless Platoon is installed, or of a module below it."""
+    head = fullname.partition(".")[0]
+    if head != "platoon":
         return None
-
-
-def install_shim_finder() -> None:
-    """Provide the modules of `_SHIMS` from now on, where they are missing."""
-    if not any(isinstance(finder, ShimFinder) for finder in sys.meta_path):
-        sys.meta_path.append(ShimFinder())  # the last: asked only for modules that no other finder has
-
-
-class ShimFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules of `_SHIMS`."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module, or None."""
-        file = _SHIMS.get(fullname)
-        return None if file is None else importlib.util.spec_from_file_location(fullname, file)
-
-
-def install_alias_finder(name: str, overrides: bool = False) -> None:
-    """Provide ``synkhronos.compat.<name>`` as ``<name>`` from now on.
-
-    Parameters
-    ----------
-    name : str
-        Name of the package.
-    overrides : bool
-        Whether it takes precedence over an installed library of this name.
-    """
-    for finder in sys.meta_path:
-        if isinstance(finder, AliasFinder) and finder.name == name:
-            finder.overrides |= overrides
-            return
-    # First, or the next finder would load the package's modules again under their other names.
-    sys.meta_path.insert(0, AliasFinder(name, overrides))
-
-
-class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a package of `synkhronos.compat`, and its modules, under another name; see `install_alias_finder`."""
-
-    def __init__(self, name: str, overrides: bool):
-        self.name, self.overrides = name, overrides
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of the package or of a module in it."""
-        head = fullname.partition(".")[0]
-        if head != self.name:
+    if fullname == head:
+        installed = importlib.machinery.PathFinder.find_spec(fullname)
+        if installed is not None and installed.origin is not None:  # a folder of this name has no origin
             return None
-        if fullname == head:
-            installed = None if self.overrides else importlib.machinery.PathFinder.find_spec(fullname)
-            if installed is not None and installed.origin is not None:  # a folder of this name has no origin
-                return None
-        elif sys.modules[head] is not sys.modules.get(f"synkhronos.compat.{head}"):
-            return None
-        target_spec = importlib.util.find_spec(f"synkhronos.compat.{fullname}")
-        if target_spec is None:
-            raise ModuleNotFoundError(f"synkhronos.compat has no module {fullname}", name=fullname)
-        is_package = target_spec.submodule_search_locations is not None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
+    elif sys.modules[head] is not sys.modules.get(_PLATOON):
+        return None
+    target_spec = importlib.util.find_spec(f"synkhronos.compat.{fullname}")
+    if target_spec is None:
+        raise ModuleNotFoundError(f"synkhronos.compat has no module {fullname}", name=fullname)
+    is_package = target_spec.submodule_search_locations is not None
+    return importlib.machinery.ModuleSpec(fullname, _AliasLoader(), is_package=is_package)
+
+
+def replace_platoon() -> None:
+    """Import `synkhronos.compat.platoon` as ``platoon`` from now on, even if Platoon is installed."""
+    sys.modules["platoon"] = importlib.import_module(_PLATOON)
+
+
+class _AliasLoader(importlib.abc.Loader):
+    """Loader of a module that has another name, too: the next finder would load it again."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Return the one module that both names refer to."""

@@ -49,13 +49,7 @@ class RandomStreams:
         return list(self.state_updates)
 
     def seed(self, seed: Any = None) -> None:
-        """Restart all streams from a seed.
-
-        Parameters
-        ----------
-        seed : int or sequence of int, optional
-            By default, the seed of the constructor.
-        """
+        """Restart all streams from a seed, by default that of the constructor."""
         self._sequence = np.random.SeedSequence(self.default_instance_seed if seed is None else seed)
         for (generator, _), seed_sequence in zip(
             self.state_updates, self._sequence.spawn(len(self.state_updates)), strict=True

@@ -15,11 +15,6 @@ def import_theano_before_fork(on_gpu: bool) -> None:
       would be copies of one MPI process, which may not call MPI, and a run that is killed would leave MPI's shared
       memory in /dev/shm.  So Theano is imported as if mpi4py were missing.  A program that imports mpi4py itself
       initialises MPI in its own process, after the fork.
-
-    Parameters
-    ----------
-    on_gpu : bool
-        Whether PyTensor compiles in JAX mode by default: a program compiles its functions itself.
     """
     if on_gpu:
         _set_default("PYTENSOR_FLAGS", "mode", "JAX")

@@ -62,13 +62,7 @@ def get_value(self: Any, borrow: bool = False, return_internal_type: bool = Fals
 
 
 def patch_library(container_class: Any, shared_class: Any) -> None:
-    """Patch a library: the ``value`` of a container gets a method ``sync``, and ``get_value`` returns plain values.
-
-    Parameters
-    ----------
-    container_class, shared_class : type
-        The library's classes Container and SharedVariable.
-    """
+    """Patch a library: the ``value`` of a container gets a method ``sync``, and ``get_value`` returns plain values."""
     if container_class.value.fget is not get_synced_value:
         container_class.value = property(get_synced_value, set_synced_value)
         shared_class.get_value = get_value

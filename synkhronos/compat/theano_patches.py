@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import importlib.abc
 import importlib.machinery
 import os
 import subprocess
@@ -12,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
-from synkhronos.compat import cudnn, sync
+from synkhronos.compat import cudnn, import_hooks, sync
 
 #: Patch for each module of Theano, applied after it has been loaded.
 _PATCHES = {
@@ -21,19 +20,14 @@ _PATCHES = {
 }
 
 
-class PatchFinder(importlib.abc.MetaPathFinder):
-    """Finder of the modules that are patched."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return a module's spec with a loader that patches the module."""
-        if fullname not in _PATCHES:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _PatchLoader(fullname, spec.loader.path)
-        return spec
+def _find_patched(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a module in `_PATCHES`, with a loader that patches the module."""
+    if fullname not in _PATCHES:
+        return None
+    spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+    if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        spec.loader = _PatchLoader(fullname, spec.loader.path)
+    return spec
 
 
 class _PatchLoader(importlib.machinery.SourceFileLoader):
@@ -47,8 +41,8 @@ class _PatchLoader(importlib.machinery.SourceFileLoader):
 
 def install() -> None:
     """Patch Theano, disable its C code for scans, and set a BLAS in THEANO_FLAGS if none is set or found."""
-    if not any(isinstance(finder, PatchFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, PatchFinder())
+    if not import_hooks.is_installed(_find_patched):
+        import_hooks.install_finder(_find_patched)
         for name, patch in _PATCHES.items():
             if name in sys.modules:
                 patch(sys.modules[name])
@@ -64,11 +58,6 @@ def find_blas_flags() -> str:
     """Return the linker flags of OpenBLAS if this machine can link it, else "".
 
     Without a BLAS, Theano multiplies matrices with NumPy.
-
-    Examples
-    --------
-    >>> find_blas_flags() in ("-lopenblas", "")
-    True
     """
     try:
         # GCC prints the path of a library that it finds, and else repeats the name.

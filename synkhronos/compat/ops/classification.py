@@ -20,55 +20,7 @@ from pytensor.tensor.type import TensorType
 
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = [
-    "OneHot",
-    "OneHotCrossentropy",
-    "OneHotCrossentropyGrad",
-    "Softmax",
-    "crossentropy",
-    "log_softmax",
-    "softmax",
-]
-
-
-def softmax(x: Any) -> Any:
-    """Return softmax over the last axis.
-
-    Examples
-    --------
-    >>> softmax(np.zeros((1, 4))).eval()
-    array([[0.25, 0.25, 0.25, 0.25]])
-    """
-    x = pt.as_tensor_variable(x)
-    return Softmax(axis=(x.ndim - 1,))(x)
-
-
-def log_softmax(x: Any) -> Any:
-    """Return the logarithm of softmax over the last axis.
-
-    Examples
-    --------
-    >>> log_softmax(np.array([[0.0, 1000.0]])).eval()
-    array([[-1000.,     0.]])
-    """
-    return special.log_softmax(x, axis=-1)
-
-
-def crossentropy(probabilities: Any, classes: Any) -> Any:
-    """Return minus the logarithm of the probability of each row's class: a vector.
-
-    Parameters
-    ----------
-    probabilities : matrix
-        A row for each example.
-    classes : vector of integers
-
-    Examples
-    --------
-    >>> crossentropy(np.array([[0.5, 0.5], [0.0, 1.0]]), np.array([0, 1])).eval().round(3) + 0.0
-    array([0.693, 0.   ])
-    """
-    return OneHotCrossentropy()(probabilities, classes)
+__all__ = ["OneHot", "OneHotCrossentropy", "OneHotCrossentropyGrad", "Softmax"]
 
 
 class Softmax(special.Softmax):

@@ -19,7 +19,7 @@ from pytensor.tensor.type import TensorType
 from synkhronos.compat.ops.windows import fold, pad_zeros, unfold
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding", "compute_output_length", "compute_padding"]
+__all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding"]
 
 #: "valid", "full", "half", or the padding before and after each axis.
 Padding = str | tuple[tuple[int, int], ...]
@@ -28,37 +28,6 @@ Padding = str | tuple[tuple[int, int], ...]
 _COLUMN_BYTES = 2**25
 #: Maximal number of input channels for which `_convolve_with_space_to_depth` combines positions to channels.
 _MAX_SPACE_TO_DEPTH_CHANNELS = 4
-
-
-def compute_padding(padding: Padding, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[Any, Any]]:
-    """Return the padding before and after each axis.
-
-    Examples
-    --------
-    >>> compute_padding("half", (3, 5), (1, 1))
-    [(1, 1), (2, 2)]
-    """
-    reach = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
-    if padding == "valid":
-        return [(0, 0) for _ in reach]
-    if padding == "full":
-        return [(r, r) for r in reach]
-    if padding == "half":
-        return [((r + 1) // 2, (r + 1) // 2) for r in reach]
-    if isinstance(padding, str):
-        raise ValueError(f"padding: expected 'valid', 'full' or 'half', got {padding!r}")
-    return list(padding)
-
-
-def compute_output_length(length: Any, kernel: Any, pad: tuple[Any, Any], stride: int, dilation: int) -> Any:
-    """Return the number of windows on an axis.
-
-    Examples
-    --------
-    >>> compute_output_length(7, 3, (1, 1), 2, 1)
-    4
-    """
-    return (length + pad[0] + pad[1] - (kernel - 1) * dilation - 1) // stride + 1
 
 
 class _ConvolutionOp(NumpyOp):
@@ -96,6 +65,10 @@ class _ConvolutionOp(NumpyOp):
         self.dilation = tuple(int(d) for d in dilation or (1,) * n_spatial)
         self.flip = bool(flip)
         self.groups = int(groups)
+        if isinstance(padding, str) and padding not in ("valid", "full", "half"):
+            raise ValueError(
+                f"border_mode: expected 'valid', 'full', 'half', an integer or a tuple of {n_spatial}, got {padding!r}"
+            )
         if len(self.stride) != n_spatial or len(self.dilation) != n_spatial:
             raise ValueError(
                 f"stride, dilation: expected {n_spatial} numbers each, got {self.stride} and {self.dilation}"
@@ -120,13 +93,20 @@ class _ConvolutionOp(NumpyOp):
 
     def get_padding(self, kernel: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return the padding before and after each axis."""
-        return compute_padding(self.padding, kernel, self.dilation)
+        if not isinstance(self.padding, str):
+            return list(self.padding)
+        reach = [(k - 1) * d for k, d in zip(kernel, self.dilation, strict=True)]
+        pads = {"valid": [0] * len(reach), "full": reach, "half": [(r + 1) // 2 for r in reach]}[self.padding]
+        return [(p, p) for p in pads]
 
     def compute_output_lengths(self, image: Sequence[Any], kernel: Sequence[Any]) -> list[Any]:
         """Return the output's spatial lengths, of numbers or variables; None if a length is None."""
         around = self.get_padding([1 if k is None else k for k in kernel])
         sizes = zip(image, kernel, around, self.stride, self.dilation, strict=True)
-        return [None if s is None or k is None else compute_output_length(s, k, a, n, d) for s, k, a, n, d in sizes]
+        return [
+            None if length is None or k is None else (length + sum(pads) - (k - 1) * gap - 1) // stride + 1
+            for length, k, pads, stride, gap in sizes
+        ]
 
     def _to_columns(self, padded: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> np.ndarray:
         """Return (batch, groups, channels of a group * kernel, *out)."""

@@ -162,21 +162,32 @@ class Pool(_PoolingOp):
         ]
 
 
-class SumPoolGrad(_PoolingOp):
+class _PoolingGrad(_PoolingOp):
+    """Base class of Ops whose output has one input's shape and another's dtype."""
+
+    #: Positions of these inputs.
+    shape_input: int
+    dtype_input: int
+
+    def make_node(self, *inputs: Any) -> Apply:
+        """Return the node of the inputs."""
+        tensors = self._as_inputs(*inputs)
+        output = TensorType(tensors[self.dtype_input].dtype, shape=tensors[self.shape_input].type.shape)()
+        return Apply(self, tensors, [output])
+
+    def compute_output_shape(self, *shapes: Any) -> tuple[Any, ...]:
+        """Return the shape of an input."""
+        return tuple(shapes[self.shape_input])
+
+
+class SumPoolGrad(_PoolingGrad):
     """The gradient of sums and means; inputs: the output's gradient, and an array of the result's shape."""
 
-    def make_node(self, g: Any, like: Any) -> Apply:
-        """Return the node of the output's gradient and the array."""
-        g, like = self._as_inputs(g, like)
-        return Apply(self, [g, like], [TensorType(g.dtype, shape=like.type.shape)()])
+    shape_input, dtype_input = 1, 0
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Mark the second input as disconnected."""
         return [[True], [False]]
-
-    def compute_output_shape(self, g: Any, like: Any) -> tuple[Any, ...]:
-        """Return the array's shape."""
-        return tuple(like)
 
     def compute(self, g: np.ndarray, like: np.ndarray) -> np.ndarray:
         """Add each window's share to all of its elements."""
@@ -193,20 +204,16 @@ class SumPoolGrad(_PoolingOp):
         return [self._convert_to(Pool)(output_grads[0]), disconnected_type()]
 
 
-class MaxPoolGrad(_PoolingOp):
-    """The gradient of the maximum, which goes to all elements of a window that equal the maximum."""
+class MaxPoolGrad(_PoolingGrad):
+    """The gradient of the maximum, which goes to all elements of a window that equal it.
+
+    Inputs: the array, the maxima, and their gradient.
+    """
+
+    shape_input, dtype_input = 0, 2
 
     #: Positions of inputs that may be rounded; read by `synkhronos.lowering.precision`.
     bfloat16_inputs = (0, 2)
-
-    def make_node(self, x: Any, y: Any, g: Any) -> Apply:
-        """Return the node of the array, the maxima, and their gradient."""
-        x, y, g = self._as_inputs(x, y, g)
-        return Apply(self, [x, y, g], [TensorType(g.dtype, shape=x.type.shape)()])
-
-    def compute_output_shape(self, x: Any, y: Any, g: Any) -> tuple[Any, ...]:
-        """Return the array's shape."""
-        return tuple(x)
 
     def compute(self, x: np.ndarray, y: np.ndarray, g: np.ndarray) -> np.ndarray:
         """Compare each position of the windows with the maxima."""
@@ -222,17 +229,13 @@ class MaxPoolGrad(_PoolingOp):
         return [pt.zeros_like(x), pt.zeros_like(y), self._convert_to(MaxPoolGradGrad)(x, y, output_grads[0])]
 
 
-class MaxPoolGradGrad(_PoolingOp):
-    """The gradient of `MaxPoolGrad` by its third input: each window's sum of values where another array is maximal."""
+class MaxPoolGradGrad(_PoolingGrad):
+    """The gradient of `MaxPoolGrad` by its third input: each window's sum of values where another array is maximal.
 
-    def make_node(self, x: Any, y: Any, values: Any) -> Apply:
-        """Return the node of the array, its maxima, and the array that is summed."""
-        x, y, values = self._as_inputs(x, y, values)
-        return Apply(self, [x, y, values], [TensorType(values.dtype, shape=y.type.shape)()])
+    Inputs: the array, its maxima, and the array that is summed.
+    """
 
-    def compute_output_shape(self, x: Any, y: Any, values: Any) -> tuple[Any, ...]:
-        """Return the maxima's shape."""
-        return tuple(y)
+    shape_input, dtype_input = 1, 2
 
     def compute(self, x: np.ndarray, y: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Compare each position of the windows with the maxima."""

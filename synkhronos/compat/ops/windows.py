@@ -17,13 +17,7 @@ __all__ = ["fold", "to_integer", "iterate_window_slices", "unfold", "pad_zeros"]
 
 
 def to_integer(value: Any) -> int:
-    """Convert a number or a constant variable to an integer.
-
-    Examples
-    --------
-    >>> to_integer(pt.constant(3))
-    3
-    """
+    """Convert a number or a constant variable to an integer."""
     try:
         return int(pt.get_scalar_constant_value(value))
     except NotScalarConstantError:
@@ -33,13 +27,7 @@ def to_integer(value: Any) -> int:
 def iterate_window_slices(
     kernel: Sequence[int], out: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Yield each position in a window, and the slices that select it in all windows.
-
-    Examples
-    --------
-    >>> list(iterate_window_slices((2,), (3,), (2,), (1,)))
-    [((0,), (slice(0, 5, 2),)), ((1,), (slice(1, 6, 2),))]
-    """
+    """Yield each position in a window, and the slices that select it in all windows."""
     for position in itertools.product(*map(range, kernel)):
         starts = [p * d for p, d in zip(position, dilation, strict=True)]
         yield position, tuple(slice(a, a + (n - 1) * s + 1, s) for a, n, s in zip(starts, out, stride, strict=True))
@@ -48,14 +36,7 @@ def iterate_window_slices(
 def unfold(
     array: np.ndarray, kernel: Sequence[int], out: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> np.ndarray:
-    """Return the windows of an array (batch, channel, *spatial) as (batch, channel, *kernel, *out).
-
-    Examples
-    --------
-    >>> unfold(np.arange(4.0).reshape(1, 1, 4), (2,), (3,), (1,), (1,))[0, 0]
-    array([[0., 1., 2.],
-           [1., 2., 3.]])
-    """
+    """Return the windows of an array (batch, channel, *spatial) as (batch, channel, *kernel, *out)."""
     columns: Any = np.empty((*array.shape[:2], *kernel, *out), array.dtype)
     for position, window in iterate_window_slices(kernel, out, stride, dilation):
         columns[(slice(None), slice(None), *position)] = array[(slice(None), slice(None), *window)]
@@ -63,13 +44,7 @@ def unfold(
 
 
 def fold(columns: Any, spatial: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
-    """Return the sum (batch, channel, *spatial) of windows (batch, channel, *kernel, *out), at their positions.
-
-    Examples
-    --------
-    >>> fold(np.ones((1, 1, 2, 3)), (4,), (1,), (1,))[0, 0]
-    array([1., 2., 2., 1.])
-    """
+    """Return the sum (batch, channel, *spatial) of windows (batch, channel, *kernel, *out), at their positions."""
     n = len(spatial)
     kernel, out = columns.shape[2 : 2 + n], columns.shape[2 + n :]
     array: Any = np.zeros((*columns.shape[:2], *spatial), columns.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,24 +56,17 @@ class AllReduce(theano.Op):
         return False
 
 
-def AllReduceSum(src: Any, dest: Any = None, inplace: bool = False, worker: Worker | None = None) -> Any:  # noqa: N802
-    """Return the sum of an array over all workers; ``dest`` has to have the type of ``src``, ``inplace`` is ignored."""
-    return AllReduce("sum", worker)(src, dest)
+def _make_all_reduce(op: str) -> Callable[..., Any]:
+    """Return a function of an array that returns its reduction over all workers."""
+
+    def all_reduce(src: Any, dest: Any = None, inplace: bool = False, worker: Worker | None = None) -> Any:
+        """Return the reduction over all workers; ``dest`` has to have the type of ``src``, ``inplace`` is ignored."""
+        return AllReduce(op, worker)(src, dest)
+
+    return all_reduce
 
 
-def AllReduceProd(src: Any, dest: Any = None, inplace: bool = False, worker: Worker | None = None) -> Any:  # noqa: N802
-    """Return the product over all workers; as `AllReduceSum`."""
-    return AllReduce("prod", worker)(src, dest)
-
-
-def AllReduceMax(src: Any, dest: Any = None, inplace: bool = False, worker: Worker | None = None) -> Any:  # noqa: N802
-    """Return the maximum over all workers; as `AllReduceSum`."""
-    return AllReduce("max", worker)(src, dest)
-
-
-def AllReduceMin(src: Any, dest: Any = None, inplace: bool = False, worker: Worker | None = None) -> Any:  # noqa: N802
-    """Return the minimum over all workers; as `AllReduceSum`."""
-    return AllReduce("min", worker)(src, dest)
+AllReduceSum, AllReduceProd, AllReduceMax, AllReduceMin = map(_make_all_reduce, ("sum", "prod", "max", "min"))
 
 
 if library == "pytensor":

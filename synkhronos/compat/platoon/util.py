@@ -6,30 +6,16 @@ import sys
 from typing import Any
 
 
-class PlatoonException(Exception):
-    """Base class of Platoon's exceptions: a severity, a description, and the exception that caused it."""
-
-    def __init__(self, severity: str, descr: object, from_exc: BaseException | None = None):
-        super().__init__(severity, descr, from_exc)
-        self.severity, self.descr, self.from_exc = severity, descr, from_exc
-
-    def __str__(self) -> str:
-        reason = "" if self.from_exc is None else f"\nReason: {self.from_exc}"
-        return f"{self.severity}! {self.descr}{reason}"
-
-
-class PlatoonError(PlatoonException):
+class PlatoonError(Exception):
     """An error of the connection between a worker and its controller, or wrong use of it."""
 
     def __init__(self, descr: object, from_exc: BaseException | None = None):
-        super().__init__("ERROR", descr, from_exc)
+        super().__init__(descr, from_exc)
+        self.descr, self.from_exc = descr, from_exc
 
-
-class PlatoonWarning(PlatoonException):
-    """A warning."""
-
-    def __init__(self, descr: object, from_exc: BaseException | None = None):
-        super().__init__("WARNING", descr, from_exc)
+    def __str__(self) -> str:
+        reason = "" if self.from_exc is None else f"\nReason: {self.from_exc}"
+        return f"ERROR! {self.descr}{reason}"
 
 
 class EndOfBatches(PlatoonError):
@@ -58,5 +44,5 @@ class SingletonType(type):
         if cls.instance is None:
             cls.instance = super().__call__(*args, **kwargs)
         elif args or kwargs:
-            sys.stderr.write(f"{PlatoonWarning(f'{cls.__name__} exists already: its arguments are ignored')}\n")
+            sys.stderr.write(f"WARNING! {cls.__name__} exists already: its arguments are ignored\n")
         return cls.instance

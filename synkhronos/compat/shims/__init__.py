@@ -1,1 +1,1 @@
-"""Modules that `synkhronos.compat.import_hooks.ShimFinder` provides under their own names."""
+"""Modules that `synkhronos.compat.import_hooks.find_shim` provides under their own names."""

@@ -20,7 +20,7 @@ import synkhronos as synk
 import synkhronos.compat
 from synkhronos.compat import startup
 from synkhronos.compat.flags import Config, to_pytensor_flags
-from synkhronos.compat.import_hooks import TheanoFinder
+from synkhronos.compat.import_hooks import find_theano
 from synkhronos.graphs import get_library, list_loaded_libraries
 
 NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
@@ -112,7 +112,7 @@ def test_linkers_have_a_fast_run():
 
 def test_importing_twice_installs_once():
     assert synkhronos.compat.install() == "pytensor"
-    assert sum(isinstance(finder, TheanoFinder) for finder in sys.meta_path) == 1
+    assert sum(getattr(finder, "find", None) is find_theano for finder in sys.meta_path) == 1
 
 
 def test_hook_imports_only_with_theano():
@@ -202,11 +202,10 @@ def test_losses_return_the_likeliest_class():
 
     x, b, y = T.dmatrix("x"), T.dvector("b"), T.ivector("y")
     with_argmax = T.nnet.crossentropy_softmax_argmax_1hot_with_bias(x, b, y)
-    with_maximum = T.nnet.crossentropy_softmax_max_and_argmax_1hot_with_bias(x, b, y)
-    f = theano.function([x, b, y], [*with_argmax, *with_maximum], mode="FAST_COMPILE")
+    f = theano.function([x, b, y], with_argmax, mode="FAST_COMPILE")
     # As Theano 1.0.5 computed them.
     p = [[0.1, 0.9], [0.5, 0.5]]
-    expected = [[np.log(10), np.log(2)], p, [1, 0], [np.log(10), np.log(2)], p, [0.9, 0.5], [1, 0]]
+    expected = [[np.log(10), np.log(2)], p, [1, 0]]
     for result, value in zip(f([[0, 0], [np.log(9), 0]], [0, np.log(9)], [0, 1]), expected, strict=True):
         np.testing.assert_allclose(result, value)
     assert with_argmax[2].dtype == "int32"

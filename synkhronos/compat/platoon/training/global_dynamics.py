@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,7 @@ class GlobalDynamics:
     """
 
     def __init__(self, worker: Worker | None = None):
-        self._worker: Worker | None = None
-        if worker is not None:
-            self.worker = worker
+        self._worker = worker
         self._fn: Callable[[], object] | None = None
 
     def __call__(self) -> None:
@@ -32,7 +31,7 @@ class GlobalDynamics:
         Raises
         ------
         NotImplementedError
-            If neither `make_rule` nor `register_fn` was called.
+            If neither a rule's `make_rule` nor `register_fn` was called.
         """
         if self._fn is None:
             raise NotImplementedError(f"{type(self).__name__}: call make_rule() or register_fn() first")
@@ -46,22 +45,9 @@ class GlobalDynamics:
             self._worker = get_worker()
         return self._worker
 
-    @worker.setter
-    def worker(self, worker: Worker) -> None:
-        """Set the worker."""
-        if not isinstance(worker, Worker):
-            raise TypeError(f"worker: expected a platoon Worker, got {worker!r}")
-        self._worker = worker
-
     def register_fn(self, fun: Callable[[], object]) -> None:
         """Set the function that is called, without arguments, at each call of this object."""
-        if not callable(fun):
-            raise TypeError(f"fun: expected a function, got {fun!r}")
         self._fn = fun
-
-    def make_rule(self, *args: Any) -> None:
-        """Set up the rule for shared variables."""
-        raise NotImplementedError(f"{type(self).__name__} has no make_rule()")
 
     def _all_reduce(self, vector: Any, average: bool = False) -> Any:
         """Return the sum, or the mean, of the workers' vectors."""
@@ -71,13 +57,7 @@ class GlobalDynamics:
         return total / vector.dtype.type(self.worker.global_size) if average else total
 
 
-class _RuleDynamics(GlobalDynamics):
-    def register_fn(self, fun: Callable[[], object]) -> None:
-        """Raise AttributeError, since the rule defines the function."""
-        raise AttributeError(f"{type(self).__name__} defines its function itself: call make_rule()")
-
-
-class SGD(_RuleDynamics):
+class SGD(GlobalDynamics):
     """Sum or mean of the workers' values.
 
     Parameters
@@ -108,17 +88,10 @@ class SGD(_RuleDynamics):
         self._fn = exchange
 
 
-def SumSGD(worker: Worker | None = None) -> SGD:  # noqa: N802 - Platoon's name
-    """Return the rule SGD of sums."""
-    return SGD(False, worker)
+SumSGD, AverageSGD = functools.partial(SGD, False), functools.partial(SGD, True)
 
 
-def AverageSGD(worker: Worker | None = None) -> SGD:  # noqa: N802
-    """Return the rule SGD of means."""
-    return SGD(True, worker)
-
-
-class EASGD(_RuleDynamics):
+class EASGD(GlobalDynamics):
     """Synchronous elastic averaging; every worker has a copy of the central variables."""
 
     def make_rule(self, local_particle: Any, central_particle: Any, alpha: float) -> None:
@@ -144,14 +117,10 @@ class EASGD(_RuleDynamics):
         self._fn = exchange
 
 
-class Downpour(_RuleDynamics):
+class Downpour(GlobalDynamics):
     """Synchronous Downpour: the workers' accumulated updates are added to the global variables, which all then copy.
 
-    Parameters
-    ----------
-    average : bool
-        Whether the sum of updates is divided by the number of workers.
-    worker : Worker, optional
+    With ``average``, the sum of updates is divided by the number of workers.
     """
 
     def __init__(self, average: bool = False, worker: Worker | None = None):

@@ -55,14 +55,7 @@ def function(
     profile: Any = None,
     on_unused_input: str | None = None,
 ) -> Any:
-    """Compile a function; outputs in a dict, with strings as keys, are returned in a dict.
-
-    Examples
-    --------
-    >>> x = T.dscalar("x")
-    >>> theano.function([x], x**2)(3.0)
-    array(9.)
-    """
+    """Compile a function; outputs in a dict, with strings as keys, are returned in a dict."""
     keys = sorted(outputs) if isinstance(outputs, dict) else None
     kwargs = {"no_default_updates": no_default_updates} if no_default_updates else {}
     with warnings.catch_warnings():
@@ -86,20 +79,7 @@ def function(
 
 
 def shared(value: Any, name: str | None = None, strict: bool = False, allow_downcast: Any = None, **kwargs: Any) -> Any:
-    """Create a shared variable.
-
-    Parameters
-    ----------
-    value, name, strict, allow_downcast
-        As in PyTensor.
-    **kwargs
-        ``borrow``; ``broadcastable``, a pattern of dimensions of length 1; ``target``, which is ignored.
-
-    Examples
-    --------
-    >>> theano.shared(np.zeros((1, 3)), "b", broadcastable=(True, False)).broadcastable
-    (True, False)
-    """
+    """Create a shared variable; ``broadcastable`` is a pattern of dimensions of length 1, and ``target`` is ignored."""
     kwargs.pop("target", None)
     pattern = kwargs.pop("broadcastable", None)
     if pattern is not None:

@@ -60,12 +60,9 @@ def __getattr__(name: str) -> Any:
 
 abs_ = pt.abs
 inv = pt.reciprocal
-isnan_ = pt.isnan
-isinf_ = pt.isinf
-join_ = pt.join
 
 
-def extract_constant(x: Any, elemwise: bool = True, only_process_constants: bool = False) -> Any:
+def _get_constant(x: Any) -> Any:
     """Return the value of a constant scalar, or the variable itself."""
     try:
         return get_scalar_constant_value(x)
@@ -73,25 +70,14 @@ def extract_constant(x: Any, elemwise: bool = True, only_process_constants: bool
         return x
 
 
-def shape_i(var: Any, i: int, fgraph: Any = None) -> Any:
-    """Return a variable's length on axis ``i``."""
-    return var.shape[i]
-
-
 def alloc(value: Any, *shape: Any) -> Any:
     """Fill an array with a value.
 
     As in Theano, the type has the lengths that are constants or simple expressions of one.  `pytensor.tensor.alloc`
     would simplify the graphs of all lengths, which include a network's layers, and dominate the time to build it.
-
-    Examples
-    --------
-    >>> x = T.matrix("x")
-    >>> T.alloc(0.0, x.shape[0], 1).broadcastable
-    (False, True)
     """
     lengths = [pt.as_tensor_variable(n, ndim=0) for n in shape]
-    values = [extract_constant(n) for n in lengths]
+    values = [_get_constant(n) for n in lengths]
     node = pt.alloc(value, *(n.type() if n is k else k for n, k in zip(lengths, values, strict=True))).owner
     return Apply(node.op, [node.inputs[0], *lengths], [node.outputs[0].type()]).outputs[0]
 
@@ -129,13 +115,6 @@ def patternbroadcast(x: Any, broadcastable: Sequence[bool]) -> Any:
     return addbroadcast(x, *(axis for axis, b in enumerate(broadcastable) if b))
 
 
-def makeKeepDims(x: Any, y: Any, axis: Any) -> Any:  # noqa: N802 - Theano's name
-    """Return ``y``, a reduction of ``x``, with the reduced dimensions inserted as length 1."""
-    x = pt.as_tensor_variable(x)
-    axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
-    return pt.expand_dims(y, [a % x.ndim for a in axes])
-
-
 # -- symbolic variables ----------------------------------------------------------------------------------------------
 
 
@@ -156,14 +135,7 @@ tensor3, tensor4, tensor5, tensor6, tensor7 = (_make_constructor(f"tensor{n}") f
 
 
 def tensor(dtype: Any = None, broadcastable: Iterable[bool] | None = None, name: Any = None, **kwargs: Any) -> Any:
-    """Return a symbolic variable, by Theano's arguments or by PyTensor's.
-
-    Parameters
-    ----------
-    dtype : str
-    broadcastable : sequence of bool, optional
-        Whether each dimension has length 1 and is broadcast.  Without it the arguments are those of PyTensor.
-    name : str, optional
+    """Return a symbolic variable, by Theano's arguments, or without a pattern by PyTensor's.
 
     Examples
     --------
@@ -237,13 +209,7 @@ def choose(a: Any, choices: Any, out: Any = None, mode: str = "raise") -> Any:
 
 
 def batched_dot(a: Any, b: Any) -> Any:
-    """Return the dot products of pairs along the first axis.
-
-    Examples
-    --------
-    >>> T.batched_dot(T.tensor3(), T.matrix()).ndim
-    2
-    """
+    """Return the dot products of pairs along the first axis."""
     a, b = pt.as_tensor_variable(a), pt.as_tensor_variable(b)
     if a.ndim == 0 or b.ndim == 0:
         raise TypeError("a and b must have at least one dimension each")
@@ -262,17 +228,8 @@ def batched_dot(a: Any, b: Any) -> Any:
 def batched_tensordot(x: Any, y: Any, axes: Any = 2) -> Any:
     """Return the tensor products of pairs along the first axis, summed over some axes.
 
-    Parameters
-    ----------
-    x, y : variable
-    axes : int, or (list of int, list of int)
-        Number of axes summed over: the last of ``x``, and the first of ``y`` after the axis of pairs; or the axes of
-        each.
-
-    Examples
-    --------
-    >>> T.batched_tensordot(T.tensor4(), T.tensor3(), 2).ndim
-    2
+    ``axes`` is the number of axes summed over, the last of ``x`` and the first of ``y`` after the axis of pairs; or two
+    lists with the axes of each.
     """
     x, y = pt.as_tensor_variable(x), pt.as_tensor_variable(y)
     if isinstance(axes, int):

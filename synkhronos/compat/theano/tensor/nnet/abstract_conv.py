@@ -17,19 +17,9 @@ from synkhronos.compat.ops.windows import to_integer
 
 
 def to_padding(border_mode: Any, n: int) -> Padding:
-    """Convert Theano's border mode to the padding of `Conv`.
-
-    Examples
-    --------
-    >>> to_padding((1, (2, 0)), 2)
-    ((1, 1), (2, 0))
-    """
-    if border_mode in ("valid", "full", "half"):
-        return border_mode
+    """Convert Theano's border mode to the padding of `Conv`."""
     if isinstance(border_mode, str):
-        raise ValueError(
-            f"border_mode: expected 'valid', 'full', 'half', an integer or a tuple of {n}, got {border_mode!r}"
-        )
+        return border_mode
     modes = list(border_mode) if isinstance(border_mode, tuple | list) else [border_mode] * n
     if len(modes) != n:
         raise ValueError(f"border_mode: expected a tuple of {n}, got {border_mode}")
@@ -81,31 +71,10 @@ def _conv(
     image_shape: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Convolve images with filters.
+    """Convolve images (batch, channels, *spatial) with filters (outputs, channels of a group, *spatial).
 
-    Parameters
-    ----------
-    n : int
-        Number of spatial axes: 2 for images, 3 for volumes.
-    input : variable
-        (batch, input channels, *spatial).
-    filters : variable
-        (output channels, input channels / ``num_groups``, *spatial).
-    input_shape, filter_shape, image_shape : optional
-        Ignored.
-    border_mode : 'valid', 'full', 'half', int or tuple
-        Padding with zeros: none; all but one element of a filter; half of a filter; or numbers, by axis, or by axis and
-        side.
-    subsample, filter_dilation : sequence of int, optional
-        Distances between windows, and between a filter's elements, by axis; by default 1.
-    filter_flip : bool
-        Whether filters are flipped, as in the mathematical convolution.
-    num_groups : int
-        Number of groups of channels.
-    unshared : bool
-        Has to be False.
-    **kwargs
-        Ignored, with a warning.
+    ``border_mode`` is 'valid', 'full', 'half', or padding by axis, or by axis and side.  Other arguments are ignored,
+    with a warning.
 
     Examples
     --------
@@ -121,14 +90,7 @@ def _conv(
 def _conv_grad_wrt_inputs(
     n: int, output_grad: Any, filters: Any, input_shape: Any, filter_shape: Any = None, *settings: Any, **kwargs: Any
 ) -> Any:
-    """Return the gradient of a convolution by its input, whose spatial shape is required; settings as in `conv2d`.
-
-    Examples
-    --------
-    >>> T.nnet.conv2d_grad_wrt_inputs(np.ones((1, 1, 1, 1)), np.ones((1, 1, 2, 2)), (1, 1, 2, 2)).eval()[0, 0]
-    array([[1., 1.],
-           [1., 1.]])
-    """
+    """Return the gradient of a convolution by its input, whose spatial shape is required; settings as in `conv2d`."""
     return _compute_input_grad(_make_op(ConvGradInputs, n, *settings, **kwargs), output_grad, filters, input_shape)
 
 
@@ -310,13 +272,7 @@ def get_conv_output_shape(
 
 
 def bilinear_kernel_1D(ratio: int, normalize: bool = True) -> Any:  # noqa: N802 - Theano's name
-    """Return the filter of a linear interpolation that upsamples one axis by an integer.
-
-    Examples
-    --------
-    >>> T.nnet.abstract_conv.bilinear_kernel_1D(2).eval()
-    array([0.5, 1. , 0.5])
-    """
+    """Return the filter of a linear interpolation that upsamples one axis by an integer."""
     half = np.arange(1, to_integer(ratio) + 1, dtype=pytensor.config.floatX)
     kernel = np.concatenate([half, half[-2::-1]])
     return pt.as_tensor_variable(kernel / np.asarray(ratio, kernel.dtype) if normalize else kernel)
@@ -339,11 +295,6 @@ def bilinear_upsampling(
     """Upsample images by an integer ``ratio``, by bilinear interpolation.
 
     ``frac_ratio`` has to be None; ``batch_size``, ``num_input_channels`` and ``use_1D_kernel`` are ignored.
-
-    Examples
-    --------
-    >>> T.nnet.abstract_conv.bilinear_upsampling(np.ones((1, 1, 2, 3)), 2).eval().shape
-    (1, 1, 4, 6)
     """
     if frac_ratio is not None:
         raise NotImplementedError("frac_ratio: bilinear_upsampling by fractions is not supported")

@@ -75,26 +75,9 @@ def batch_normalization_train(
 ) -> tuple[Any, ...]:
     """Normalise by the mean and variance of the inputs, then scale and shift.
 
-    Parameters
-    ----------
-    inputs : variable
-    gamma, beta : variable
-        Scale and shift: with as many dimensions as the inputs, of length 1 on ``axes``, or without ``axes``.
-    axes : 'per-activation', 'spatial' or tuple of int
-        Axes that are averaged over: the first one; all but the second; or others.
-    epsilon : float
-        Added to the variance.
-    running_average_factor : float
-        Weight of these inputs in the running averages.
-    running_mean, running_var : variable, optional
-        Running averages so far.
-
-    Returns
-    -------
-    output, mean, invstd : variable
-        The last is the reciprocal of the standard deviation.
-    new_running_mean, new_running_var : variable
-        Only with running averages.
+    Return the output, the mean and the reciprocal of the standard deviation; with running averages, also their new
+    values.  ``gamma`` and ``beta`` have as many dimensions as the inputs, of length 1 on ``axes``, or lack these.
+    ``axes`` is 'per-activation' for the first one, 'spatial' for all but the second, or a tuple.
 
     Examples
     --------
@@ -133,14 +116,7 @@ def batch_normalization_test(
     axes: str | Sequence[int] = "per-activation",
     epsilon: float = 1e-4,
 ) -> Any:
-    """Normalise by given means and variances, then scale and shift; parameters as in `batch_normalization_train`.
-
-    Examples
-    --------
-    >>> T.nnet.bn.batch_normalization_test(np.ones((2, 1)), [2.0], [0.5], [1.0], [4.0]).eval()
-    array([[0.5],
-           [0.5]])
-    """
+    """Normalise by given means and variances, then scale and shift; parameters as in `batch_normalization_train`."""
     inputs, gamma = pt.as_tensor_variable(inputs), pt.as_tensor_variable(gamma)
     layout = _ParameterLayout(inputs, _resolve_axes(axes, inputs.ndim), gamma)
     scale, shift = layout.expand("gamma", gamma), layout.expand("beta", beta)

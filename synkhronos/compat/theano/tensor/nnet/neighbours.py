@@ -10,20 +10,11 @@ from synkhronos.compat.ops.windows import to_integer
 
 
 def images2neibs(ten4: Any, neib_shape: Any, neib_step: Any = None, mode: str = "valid") -> Any:
-    """Return a matrix with a row for each neighbourhood of some images.
+    """Return a matrix with a row for each neighbourhood in images of four dimensions; the default step is its shape.
 
-    Parameters
-    ----------
-    ten4 : tensor4
-        Images: (list, image, rows, columns).
-    neib_shape : (int, int)
-        Rows and columns of a neighbourhood.
-    neib_step : (int, int), optional
-        Distances between neighbourhoods; by default their shape.
-    mode : {'valid', 'ignore_borders', 'half', 'full', 'wrap_centered'}
-        Neighbourhoods within the images, which they have to fill exactly; the same without this condition;
-        neighbourhoods that extend over the edges, onto zeros, by half of their length or by all but one element;
-        neighbourhoods centred on each element, continued at the opposite edge.
+    With mode 'valid' neighbourhoods have to fill the images exactly, with 'ignore_borders' they need not; with 'half'
+    and 'full' they extend over the edges, onto zeros, by half of their length or by all but one element; with
+    'wrap_centered' they are centred on each element, and continued at the opposite edge.
 
     Examples
     --------
@@ -63,12 +54,6 @@ def neibs2images(neibs: Any, neib_shape: Any, original_shape: Any, mode: str = "
     """Return the images of shape ``original_shape`` from a matrix of `images2neibs` with the default step.
 
     With ``mode="ignore_borders"``, borders outside of all neighbourhoods are zero.
-
-    Examples
-    --------
-    >>> T.nnet.neighbours.neibs2images(np.array([[0.0, 1.0], [2.0, 3.0]]), (1, 2), (1, 1, 2, 2)).eval()[0, 0]
-    array([[0., 1.],
-           [2., 3.]])
     """
     if mode not in ("valid", "ignore_borders"):
         raise NotImplementedError(f"neibs2images: unknown mode {mode!r}")

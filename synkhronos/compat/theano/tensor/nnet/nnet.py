@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import numpy as np
 import pytensor.tensor as pt
-from pytensor.tensor import sigmoid, softplus
+from pytensor.tensor import sigmoid, softplus, special
 
 from synkhronos.compat.ops.classification import OneHotCrossentropy as CrossentropyCategorical1Hot
 from synkhronos.compat.ops.classification import OneHotCrossentropyGrad as CrossentropyCategorical1HotGrad
-from synkhronos.compat.ops.classification import Softmax, crossentropy, log_softmax
-from synkhronos.compat.ops.classification import softmax as _softmax
+from synkhronos.compat.ops.classification import Softmax
 from synkhronos.compat.ops.rectifier import rectifier
 
 # -- nonlinearities --------------------------------------------------------------------------------------------------
@@ -21,14 +19,9 @@ def _as_matrix(c: Any) -> Any:
 
 
 def softmax(c: Any) -> Any:
-    """Return softmax of each row; a vector becomes a matrix of one row.
-
-    Examples
-    --------
-    >>> T.nnet.softmax(np.zeros((1, 2))).eval()
-    array([[0.5, 0.5]])
-    """
-    return _softmax(_as_matrix(c))
+    """Return softmax of each row; a vector becomes a matrix of one row."""
+    x = _as_matrix(c)
+    return Softmax(axis=(x.ndim - 1,))(x)
 
 
 softmax_graph = softmax
@@ -36,7 +29,7 @@ softmax_graph = softmax
 
 def logsoftmax(c: Any) -> Any:
     """Return the logarithm of softmax of each row."""
-    return log_softmax(_as_matrix(c))
+    return special.log_softmax(_as_matrix(c), axis=-1)
 
 
 def softmax_with_bias(x: Any, b: Any) -> Any:
@@ -45,13 +38,7 @@ def softmax_with_bias(x: Any, b: Any) -> Any:
 
 
 def relu(x: Any, alpha: Any = 0) -> Any:
-    """Return ``x``, and ``alpha * x`` where it is negative.
-
-    Examples
-    --------
-    >>> T.nnet.relu(np.array([-2.0, 3.0]), 0.1).eval()
-    array([-0.2,  3. ])
-    """
+    """Return ``x``, and ``alpha * x`` where it is negative."""
     x = pt.as_tensor_variable(x)
     if isinstance(alpha, int | float) and alpha == 0:
         return rectifier(x) if x.dtype.startswith("float") else 0.5 * (x + pt.abs(x))
@@ -89,37 +76,24 @@ def sigmoid_binary_crossentropy(output: Any, target: Any) -> Any:
 
 
 def categorical_crossentropy(coding_dist: Any, true_dist: Any) -> Any:
-    """Return the crossentropy of each row.
-
-    Parameters
-    ----------
-    coding_dist : matrix
-        Predicted probabilities, a row for each example.
-    true_dist : matrix or vector of integers
-        True probabilities, or classes.
-
-    Examples
-    --------
-    >>> p = T.nnet.softmax(np.array([[0.0, 100.0]]))
-    >>> T.nnet.categorical_crossentropy(p, np.array([0])).eval()
-    array([100.])
-    """
+    """Return the crossentropy of each row; ``true_dist`` has probabilities, or integers: classes."""
     coding_dist, true_dist = pt.as_tensor_variable(coding_dist), pt.as_tensor_variable(true_dist)
     if true_dist.ndim == coding_dist.ndim:
         return -pt.sum(true_dist * pt.log(coding_dist), axis=coding_dist.ndim - 1)
     if true_dist.ndim == coding_dist.ndim - 1:
-        return crossentropy(coding_dist, true_dist)
+        return crossentropy_categorical_1hot(coding_dist, true_dist)
     n = coding_dist.ndim
     raise TypeError(f"true_dist: expected {n} or {n - 1} dimensions, got {true_dist.ndim}")
 
 
-crossentropy_categorical_1hot = crossentropy
+#: Minus the logarithm of the probability of each row's class.
+crossentropy_categorical_1hot = CrossentropyCategorical1Hot()
 
 
 def crossentropy_softmax_1hot(x: Any, y_idx: Any, **kwargs: Any) -> Any:
     """Return the crossentropy of softmax and the probabilities."""
     p = softmax(x)
-    return crossentropy(p, y_idx), p
+    return crossentropy_categorical_1hot(p, y_idx), p
 
 
 def crossentropy_softmax_1hot_with_bias(x: Any, b: Any, y_idx: Any, **kwargs: Any) -> Any:
@@ -133,36 +107,14 @@ def crossentropy_softmax_argmax_1hot_with_bias(x: Any, b: Any, y_idx: Any, **kwa
     return losses, p, pt.argmax(p, axis=1).astype(y_idx.dtype)
 
 
-def crossentropy_softmax_max_and_argmax_1hot(x: Any, y_idx: Any, **kwargs: Any) -> Any:
-    """Return the crossentropy of softmax, the probabilities, and the maximum of each row with its class."""
-    losses, p = crossentropy_softmax_1hot(x, y_idx)
-    return losses, p, pt.max(p, axis=1), pt.argmax(p, axis=1)
-
-
-def crossentropy_softmax_max_and_argmax_1hot_with_bias(x: Any, b: Any, y_idx: Any, **kwargs: Any) -> Any:
-    """Return the outputs of `crossentropy_softmax_max_and_argmax_1hot` for ``x + b``."""
-    return crossentropy_softmax_max_and_argmax_1hot(x + b, y_idx)
-
-
 def confusion_matrix(actual: Any, pred: Any) -> list[Any]:
-    """Return the counts of predictions, a row per actual and a column per predicted class, and the sorted classes.
-
-    Examples
-    --------
-    >>> counts, order = T.nnet.confusion_matrix(T.as_tensor_variable([2, 0, 2]), T.as_tensor_variable([0, 0, 2]))
-    >>> counts.eval()
-    array([[1, 0],
-           [1, 1]])
-    """
+    """Return the counts of predictions, a row per actual and a column per predicted class, and the sorted classes."""
     if actual.ndim != 1 or pred.ndim != 1:
         raise ValueError("actual and pred must be 1-d tensor variables")
     order = pt.unique(pt.concatenate([actual, pred]))
     rows = pt.eq(actual[:, None], order).astype("int64")
     columns = pt.eq(pred[:, None], order).astype("int64")
     return [pt.dot(rows.T, columns), order]
-
-
-# -- others ----------------------------------------------------------------------------------------------------------
 
 
 def h_softmax(
@@ -179,16 +131,7 @@ def h_softmax(
 ) -> Any:
     """Return hierarchical softmax in two levels (Goodman, arXiv:cs/0108006): all probabilities, or the targets'.
 
-    Parameters
-    ----------
-    x : matrix
-    batch_size, n_outputs, n_classes, n_outputs_per_class : int
-    W1, b1 : matrix, vector
-        Weights of the classes.
-    W2, b2 : tensor3, matrix
-        Weights of the outputs, for each class.
-    target : vector of integers, optional
-        One output for each row.
+    ``W1`` and ``b1`` are the weights of the classes, ``W2`` and ``b2`` those of the outputs of each class.
     """
     classes = softmax(pt.dot(x, W1) + b1)
     if target is None:
@@ -200,18 +143,3 @@ def h_softmax(
     scores = pt.matmul(x[:, None, :], W2[its_class])[:, 0] + b2[its_class]
     rows = pt.arange(batch_size)
     return classes[rows, its_class] * softmax(scores)[rows, inside]
-
-
-def _prepend_column(value: float, x: Any) -> Any:
-    column = pt.full((x.shape[0], 1), np.asarray(value, x.dtype))
-    return pt.concatenate([column, x], axis=1)
-
-
-def prepend_0_to_each_row(x: Any) -> Any:
-    """Put a zero before each row."""
-    return _prepend_column(0, x)
-
-
-def prepend_1_to_each_row(x: Any) -> Any:
-    """Put a one before each row."""
-    return _prepend_column(1, x)

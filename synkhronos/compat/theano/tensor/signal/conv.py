@@ -16,22 +16,7 @@ def conv2d(
     subsample: Any = (1, 1),
     **kargs: Any,
 ) -> Any:
-    """Convolve each image with each filter; the result has an axis for each stack.
-
-    Parameters
-    ----------
-    input, filters : matrix or tensor3
-        A single one, or a stack.
-    image_shape, filter_shape : optional
-        Ignored.
-    border_mode : {'valid', 'full'}
-    subsample : (int, int)
-
-    Examples
-    --------
-    >>> conv.conv2d(T.tensor3(), T.matrix()).ndim
-    3
-    """
+    """Convolve each image with each filter; the result has an axis for each stack."""
     x, w = pt.as_tensor_variable(input), pt.as_tensor_variable(filters)
     if x.ndim not in (2, 3) or w.ndim not in (2, 3):
         raise ValueError(f"conv2d: expected input and filters of 2 or 3 dimensions, got {x.ndim} and {w.ndim}")

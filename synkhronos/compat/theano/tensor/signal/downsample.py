@@ -10,11 +10,5 @@ max_pool_2d_same_size = pool.max_pool_2d_same_size
 def max_pool_2d(
     input: Any, ds: Any, ignore_border: bool = False, st: Any = None, padding: Any = (0, 0), mode: str = "max"
 ) -> Any:
-    """Pool the last two axes, by the old interface of `pool.pool_2d`.
-
-    Examples
-    --------
-    >>> max_pool_2d(T.ftensor4(), ds=(2, 2)).ndim
-    4
-    """
+    """Pool the last two axes, by the old interface of `pool.pool_2d`."""
     return pool.pool_2d(input, ws=ds, ignore_border=bool(ignore_border), stride=st, pad=padding, mode=mode)

@@ -22,30 +22,7 @@ def _pool(
     st: Any = None,
     padding: Any = None,
 ) -> Any:
-    """Pool the last ``n`` axes.
-
-    Parameters
-    ----------
-    n : int
-    input : variable
-    ws : sequence of int
-        Lengths of a window.
-    ignore_border : bool
-        Whether windows that extend over the edge are omitted; False by default, with a warning.
-    stride : sequence of int, optional
-        Distances between windows; by default their lengths.
-    pad : sequence of int, optional
-        Padding on each side; by default none.
-    mode : {'max', 'sum', 'average_inc_pad', 'average_exc_pad'}
-        The mean includes or excludes the padding.
-    ds, st, padding : optional
-        Old names of ``ws``, ``stride`` and ``pad``.
-
-    Examples
-    --------
-    >>> pool_2d(np.arange(4.0).reshape(1, 1, 2, 2), (2, 2), ignore_border=True).eval()[0, 0]
-    array([[3.]])
-    """
+    """Pool the last ``n`` axes."""
     ws, stride = _resolve_old_name("ws", ws, "ds", ds), _resolve_old_name("stride", stride, "st", st)
     pad = pad if padding is None else padding
     if ws is None:
