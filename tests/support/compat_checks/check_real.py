@@ -71,7 +71,6 @@ def test_without_a_compiler_no_has_blas_flag(monkeypatch):
 def test_shims_are_found_last_and_once():
     import_hooks.install_finder(import_hooks.find_shim, is_last=True)
     assert [getattr(finder, "find", None) for finder in sys.meta_path].count(import_hooks.find_shim) == 1
-    assert sys.meta_path[-1].find is import_hooks.find_shim
     assert import_hooks.find_shim("theano.tensor.signal.other", None) is None
     assert import_hooks.find_shim("pkg_resources", None).origin.endswith("shims/pkg_resources.py")
 
