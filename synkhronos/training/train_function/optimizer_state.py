@@ -28,12 +28,13 @@ class OptimizerState:
 
     Attributes
     ----------
+    n_ranks : int or None
     variables : list of shared variables
         Variables that the ranks update: for a sharded variable, the rank's shard.
     """
 
     def __init__(self, shareds: Sequence[Any], sharded_variables: Mapping[Any, ShardedVariable], n_ranks: int | None):
-        self._shareds, self._sharded_variables, self._n_ranks = list(shareds), dict(sharded_variables), n_ranks
+        self._shareds, self._sharded_variables, self.n_ranks = list(shareds), dict(sharded_variables), n_ranks
         self.variables = [
             sharded_variables[shared].shared if shared in sharded_variables else shared for shared in shareds
         ]
@@ -49,14 +50,14 @@ class OptimizerState:
         RuntimeError
             If the session with the present shards has ended, or has another number of ranks.
         """
-        if self._n_ranks is None:
+        if self.n_ranks is None:
             return
         session = ranks.get_session()
         if self._session is session:
             return
-        if session.size != self._n_ranks:
+        if session.size != self.n_ranks:
             raise RuntimeError(
-                f"shard_optimizer: the training function was made for {self._n_ranks} ranks, got {session.size}"
+                f"shard_optimizer: the training function was made for {self.n_ranks} ranks, got {session.size}"
             )
         if self._session is not None and not sets_all_values:
             raise RuntimeError(
@@ -126,9 +127,9 @@ class OptimizerState:
         return join_shards(gather(variable.shared, nd_up=1), variable.shape)
 
     def _scatter(self, variable: ShardedVariable, value: np.ndarray) -> None:
-        assert self._n_ranks is not None
+        assert self.n_ranks is not None
         flat = value.reshape(-1)
-        shards = [flat[start:stop] for start, stop in get_shard_bounds(flat.size, self._n_ranks)]
+        shards = [flat[start:stop] for start, stop in get_shard_bounds(flat.size, self.n_ranks)]
         scatter(variable.shared, np.concatenate(shards))
 
 

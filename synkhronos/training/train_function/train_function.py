@@ -86,6 +86,12 @@ class TrainFunction:
     """
 
     def __init__(self, graph: TrainingGraph, exchange: str | None = None):
+        self._compile(graph)
+        self._graph = graph
+        self._exchange = exchange
+
+    def _compile(self, graph: TrainingGraph) -> None:
+        """Make the functions, and the variables of a sharded optimizer, for the present number of ranks."""
         rule, self._n_tail = append_averaged_updates(graph.rule_updates, graph.extra_updates, graph.x[0])
         shards = None
         if graph.options.shard_optimizer and ranks.get_session().size > 1:
@@ -127,13 +133,16 @@ class TrainFunction:
         if shards is not None:
             state_shards = tuple(variable.shared for variable in sharded_variables.values())
             self._sharding = _Sharding(shards.row, shards.rank, state_shards, shards.reads_whole_gradient)
-        self._graph = graph
-        self._exchange = exchange
 
-    @property
-    def sharded_state(self) -> OptimizerState | None:
-        """The optimizer's state, if it is sharded."""
-        return None if self._sharding is None else self._optimizer
+    def get_state_vector(self, shareds: Sequence[Any]) -> np.ndarray:
+        """Return whole values of variables of the rule: see `OptimizerState.get_vector`."""
+        return self._optimizer.get_vector(shareds)
+
+    def set_state_vector(self, shareds: Sequence[Any], vector: np.ndarray) -> None:
+        """Set variables of the rule from `get_state_vector`; compile anew if the number of ranks has changed since."""
+        if self._optimizer.n_ranks not in (None, ranks.get_session().size):
+            self._compile(self._graph)
+        self._optimizer.set_vector(shareds, vector)
 
     def get_ema(self) -> list[SharedVariable] | None:
         """Return the moving averages of the parameters, in their order; None without the option `ema`.

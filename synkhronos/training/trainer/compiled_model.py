@@ -37,8 +37,6 @@ class CompiledModel:
         The local step, under other rules.
     validation : Function or None
         Computes the metrics, if there are any.
-    optimizer : list of shared variables
-        Variables of the update rule.
     launch_shapes : set
         Shapes of joint launches so far; see `Meter`.
     """
@@ -54,19 +52,22 @@ class CompiledModel:
         self.local_step: Function | None = None
         if isinstance(rule, BSP) and rule.average == "gradient":
             self.joint_step = TrainFunction(graph, rule.precision)
-            self.optimizer = self.joint_step.optimizer_state
         else:
             self.local_step = _compile_local_step(graph)
-            self.optimizer = graph.optimizer_state
         update_rule, rule_options = describe_update_rule(graph.update_rule, graph.rule_kwargs)
         if graph.options.ema is not None:
             rule_options["ema"] = graph.options.ema
         is_joint = self.joint_step is not None
-        sharded = None if self.joint_step is None else self.joint_step.sharded_state
         name = f"trainer {next(_trainer_numbers)}"
         spec = RankStateSpec(name, variables, rule, {}, is_joint=is_joint)
-        self.state = TrainerState(spec, (update_rule, rule_options), sharded)
+        sharded_step = self.joint_step if graph.options.shard_optimizer else None
+        self.state = TrainerState(spec, (update_rule, rule_options), sharded_step)
         self.launch_shapes: set[Any] = set()
+
+    @property
+    def optimizer(self) -> list[Any]:
+        """Variables of the update rule; those of a sharded optimizer change with the number of ranks."""
+        return self.graph.optimizer_state if self.joint_step is None else self.joint_step.optimizer_state
 
     def make_recovering_runner(self, max_deaths: int, has_parts: bool) -> RecoveringRunner:
         """Make the runner of operations for ``on_death="continue"``."""

@@ -285,9 +285,6 @@ class RecoveringRunner(OperationRunner):
         left_out = sorted({*chosen, *(death.lost_ranks or (death.rank,))})
         if self._session.rank.master_rank in left_out:
             raise WorkerError(f"{failure}; the master can't be left out", death.rank) from error
-        if self._sharded_optimizer is not None:
-            reason = "with shard_optimizer=True the training needs all ranks: resume from a checkpoint"
-            raise WorkerError(f"{failure}; {reason}", death.rank) from error
         if self._has_parts and sum(any(r not in left_out for r in host) for host in self._session.ranks_by_host) > 1:
             reason = "the rows of data_parts in this epoch's order are on other hosts now: resume from a checkpoint"
             raise WorkerError(f"{failure}; {reason} that was written at the end of an epoch", death.rank) from error

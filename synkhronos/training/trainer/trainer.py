@@ -52,8 +52,6 @@ class Trainer:
     params : list of shared variables
         After each report the master has their values for all ranks: the centre, or the mean.  The same applies to
         `extra_updates` with the op "mean".
-    optimizer : list of shared variables
-        Variables of the update rule, such as velocities.
     learning_rate : shared variable
     rule : Rule
     schedule : callable
@@ -62,10 +60,14 @@ class Trainer:
 
     def __init__(self, model: CompiledModel):
         self._model = model
-        self.params, self.optimizer = model.graph.params, model.optimizer
-        self.rule, self.learning_rate = model.rule, model.learning_rate
+        self.params, self.rule, self.learning_rate = model.graph.params, model.rule, model.learning_rate
         #: Loop of the last call of `epochs`.
         self._loop: TrainerEpochLoop | None = None
+
+    @property
+    def optimizer(self) -> list[SharedVariable]:
+        """Variables of the update rule, such as velocities."""
+        return self._model.optimizer
 
     @property
     def schedule(self) -> Schedule:
@@ -174,8 +176,7 @@ class Trainer:
         copy, so each row is used exactly once.  ``report.deaths`` describes the deaths.
 
         If a new worker fails to start twice in a row, its device is left out, and so is a host that is lost: the
-        training continues with fewer ranks, as after a resumption on fewer ranks.  With a sharded optimizer it ends
-        instead.
+        training continues with fewer ranks, as after a resumption on fewer ranks.
 
         New workers are forks of the master, so nothing is compiled again.  Once JAX or CUDA has started, and on several
         hosts, they are new processes, which compile again.  Then a `Loader` starts new processes, too, and

@@ -20,7 +20,7 @@ from synkhronos.training.checkpoints.compatibility import check_same_training, d
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.meter import RankTotals, resize_totals
 from synkhronos.training.schedules import Schedule
-from synkhronos.training.train_function.optimizer_state import OptimizerState
+from synkhronos.training.train_function.train_function import TrainFunction
 from synkhronos.training.trainer.epoch_data import EpochData
 
 #: Entries of a trainer's checkpoint, besides those of `describe_training`.
@@ -81,8 +81,8 @@ class TrainerState:
         Has all variables, those of a sharded optimizer included.
     update_rule : (str, dict)
         Name and options of the update rule.
-    sharded : OptimizerState, optional
-        State of a sharded optimizer.
+    sharded_step : TrainFunction, optional
+        The joint step, if its optimizer is sharded.
 
     Attributes
     ----------
@@ -98,10 +98,10 @@ class TrainerState:
         self,
         spec: rank_state.RankStateSpec,
         update_rule: tuple[str, dict[str, Any]],
-        sharded: OptimizerState | None = None,
+        sharded_step: TrainFunction | None = None,
     ):
-        self.spec, self.variables, self._sharded = spec, spec.variables, sharded
-        if sharded is not None:
+        self.spec, self.variables, self._sharded_step = spec, spec.variables, sharded_step
+        if sharded_step is not None:
             self.spec = replace(spec, variables=replace(spec.variables, optimizer=None))
         self._update_rule = update_rule
         self._session: Any = None
@@ -130,18 +130,19 @@ class TrainerState:
 
     def get_sharded_optimizer(self) -> np.ndarray | None:
         """Gather the variables of a sharded optimizer from all ranks into one vector; None if it is not sharded."""
-        return None if self._sharded is None else self._sharded.get_vector(self.variables.optimizer)
+        step = self._sharded_step
+        return None if step is None else step.get_state_vector(self.variables.optimizer)
 
     def set_sharded_optimizer(self, vector: np.ndarray | None) -> None:
-        """Divide the vector from `get_sharded_optimizer` among the ranks; do nothing if it is None."""
-        if self._sharded is not None and vector is not None:
-            self._sharded.set_vector(self.variables.optimizer, vector)
+        """Divide the vector from `get_sharded_optimizer` among the present ranks; do nothing if it is None."""
+        if self._sharded_step is not None and vector is not None:
+            self._sharded_step.set_state_vector(self.variables.optimizer, vector)
 
     def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
         """Write a checkpoint of all ranks; its metrics are those of a report, if it follows one directly."""
         position = self.position
         by_rank = run(rank_state.collect_state, self.spec)
-        if self._sharded is not None:
+        if self._sharded_step is not None:
             by_rank[0]["optimizer"] = self.get_sharded_optimizer()
         meta = {
             "seen": seen,
@@ -194,7 +195,7 @@ class TrainerState:
         if self.spec.memory:
             self.allocate_memory()  # zeros on every host
         run(rank_state.restore_state, self.spec, str(path), ranks.get_session().rank.number)
-        if self._sharded is not None:
+        if self._sharded_step is not None:
             self.set_sharded_optimizer(read_checkpoint(path).arrays["0.optimizer"])
         if not self.spec.is_joint:
             run(rank_state.use_consensus_params, self.spec.name, self.spec.rule)
