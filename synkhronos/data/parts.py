@@ -42,7 +42,8 @@ class PartsData(ReadOnlyData):
         session, self._load = ranks.get_session(), load
         with session.call_lock:
             session.wait_until_idle()
-            key, shape, dtype = _load_all_rows(session, load, length)
+            self._shares = _divide_rows(length, session.size)
+            key, shape, dtype = _load_shares(session, load, self._shares)
             super().__init__(dtype, len(shape), name=name)
             self._source = "data_parts" if name is None else name
             self._set_segment(key, shape)
@@ -52,13 +53,22 @@ class PartsData(ReadOnlyData):
     def _set_segment(self, key: int, shape: tuple[int, ...]) -> None:
         rank = self._session.rank
         self._map_segment(rank.segments[key], shape)
-        self.local_rows = _get_host_share(shape[0], rank.size, rank.local_ranks)
+        self.local_rows = _join_shares(self._shares, rank.local_ranks)
+
+    def load_again(self, shares: Sequence[range]) -> None:
+        """Load all rows again, each rank those of its share; on a host the shares are contiguous."""
+        with self._session.call_lock:
+            self._session.wait_until_idle()
+            self._shares = list(shares)
+            self._reload()
 
     def _reload(self) -> None:
         """Load all rows again on new workers: the rows of other hosts were lost with their ranks."""
+        if len(self._shares) != self._session.size:
+            self._shares = _divide_rows(len(self), self._session.size)
         layout = self.shape, self.dtype
         self._release(keep_array=True)
-        key, shape, dtype = _load_all_rows(self._session, self._load, len(self))
+        key, shape, dtype = _load_shares(self._session, self._load, self._shares)
         if (shape, np.dtype(dtype)) != layout:
             raise ValueError(
                 f"load: expected shape {layout[0]} and {layout[1]}, as before a worker's death, got {shape} and {dtype}"
@@ -101,7 +111,9 @@ class PartsData(ReadOnlyData):
                 )
 
     def _get_array_location(self) -> ArrayLocation:
-        return _DistributedArrayLocation(self._get_segment_key(), self.dtype.str, self.shape)
+        location = _DistributedArrayLocation(self._get_segment_key(), self.dtype.str, self.shape)
+        location.shares = self._shares
+        return location
 
     def batches(self, size: int, seed: Any = None) -> Iterator[np.ndarray]:
         """Yield batches of shuffled rows, in which each rank's share is on its own host.
@@ -200,10 +212,47 @@ def iterate_shuffled_batches(
         As in `PartsData.batches`.
     """
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
-    orders = [rng.permutation(_get_host_share(length, n_ranks, host_ranks)) for host_ranks in ranks_by_host]
-    counts = [len(_get_host_share(size, n_ranks, host_ranks)) for host_ranks in ranks_by_host]
+    shares, sizes = _divide_rows(length, n_ranks), _divide_rows(size, n_ranks)
+    orders = [rng.permutation(_join_shares(shares, host_ranks)) for host_ranks in ranks_by_host]
+    counts = [len(_join_shares(sizes, host_ranks)) for host_ranks in ranks_by_host]
     for k in range(min(len(order) // count for order, count in zip(orders, counts, strict=True))):
         yield np.concatenate([order[k * count :][:count] for order, count in zip(orders, counts, strict=True)])
+
+
+def deal_rows(
+    rows: np.ndarray, batch_size: int, length: int, ranks_by_host: Sequence[range]
+) -> tuple[np.ndarray, list[range]]:
+    """Deal rows to hosts in steps of ``batch_size`` rows of each rank, which are on the rank's own host.
+
+    Rows at the end that do not fill a step are left out.
+
+    Parameters
+    ----------
+    rows : ndarray
+        Some of ``length`` rows, in any order; enough for a step.
+
+    Returns
+    -------
+    order : ndarray
+        The rows of all steps.
+    shares : list of range
+        Rows that each rank has to load: its share of all rows, and on the first and last rank of a host further ones.
+
+    Examples
+    --------
+    >>> deal_rows(np.array([7, 1, 6, 4, 5, 2]), 1, 8, [range(1), range(1, 2)])
+    (array([1, 7, 4, 6, 2, 5]), [range(0, 5), range(4, 8)])
+    """
+    n_ranks = ranks_by_host[-1].stop
+    n_steps, shares = len(rows) // (batch_size * n_ranks), _divide_rows(length, n_ranks)
+    rows, columns = rows[: n_steps * batch_size * n_ranks], []
+    starts = [host_ranks.start * batch_size * n_steps for host_ranks in ranks_by_host]
+    for host_ranks, own in zip(ranks_by_host, np.split(np.sort(rows), starts[1:]), strict=True):
+        first, last = host_ranks[0], host_ranks[-1]
+        shares[first] = range(min(shares[first].start, int(own[0])), shares[first].stop)
+        shares[last] = range(shares[last].start, max(shares[last].stop, int(own[-1]) + 1))
+        columns.append(rows[(rows >= own[0]) & (rows <= own[-1])].reshape(n_steps, -1))
+    return np.concatenate(columns, axis=1).ravel(), shares
 
 
 def iterate_ordered_batches(length: int, size: int, n_ranks: int) -> Iterator[np.ndarray]:
@@ -220,34 +269,46 @@ def iterate_ordered_batches(length: int, size: int, n_ranks: int) -> Iterator[np
         yield np.concatenate([rows[start : start + count] for rows in shares])
 
 
-def _get_host_share(n_rows: int, n_ranks: int, host_ranks: range) -> range:
-    """Return the rows of a host's consecutive ranks, when ``n_rows`` rows are divided among ``n_ranks`` ranks."""
-    return range(get_share(n_rows, n_ranks, host_ranks[0]).start, get_share(n_rows, n_ranks, host_ranks[-1]).stop)
+def _divide_rows(n_rows: int, n_ranks: int) -> list[range]:
+    """Return the rows of each rank: see `get_share`."""
+    return [range(n_rows)[get_share(n_rows, n_ranks, r)] for r in range(n_ranks)]
+
+
+def _join_shares(shares: Sequence[range], host_ranks: range) -> range:
+    """Return the rows of a host's consecutive ranks."""
+    return range(shares[host_ranks[0]].start, shares[host_ranks[-1]].stop)
 
 
 class _DistributedArrayLocation(ArrayLocation):
-    """Location of an array with distributed rows: each host has the rows of its own ranks."""
+    """Location of an array with distributed rows: each host has the rows of its own ranks.
 
-    __slots__ = ()
+    Attributes
+    ----------
+    shares : sequence of range
+        Rows of each rank.
+    """
+
+    shares: Sequence[range]
 
     def find_local_rows(self, size: int, host_ranks: range) -> range:
         """Return the rows on the host with these ranks, of ``size`` in all."""
-        return _get_host_share(self.shape[0], size, host_ranks)
+        # A single host has all rows, also after one of its ranks was left out.
+        return range(self.shape[0]) if len(host_ranks) == size else _join_shares(self.shares, host_ranks)
 
 
-def _load_all_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...], str]:
-    """Load all rows on the ranks; return the segment's key, the array's shape and its dtype."""
+def _load_shares(session: Session, load: Any, shares: Sequence[range]) -> tuple[int, tuple[int, ...], str]:
+    """Load all rows, each rank its share; return the segment's key, the array's shape and its dtype."""
     key = session.memory.reserve_key()
     try:
         Replicator.from_session(session).send([(("load", key), load)], [])
         session.rank.objects["load", key] = lambda: load  # called like the weak references to other objects
-        shape, dtype = session.run(_LoadRows(key, length))
+        shape, dtype = session.run(_LoadRows(key, tuple(shares)))
     except BaseException:
         session.memory.release("segment", key)
         raise
     finally:
         session.memory.release("object", ("load", key))
-    return key, (length, *shape), dtype
+    return key, (shares[-1].stop, *shape), dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,20 +319,20 @@ class _LoadRows(Command):
     ----------
     key : int
         Key of the segment.
-    length : int
-        Number of rows on all ranks together.
+    shares : tuple of range
+        Rows of each rank.
     """
 
     key: int
-    length: int
+    shares: tuple[range, ...]
 
     def run(self, rank: Rank) -> tuple[tuple[int, ...], str]:
         """Load this rank's rows; return a row's shape, and the dtype."""
-        share = get_share(self.length, rank.size, rank.number)
-        rows = self._call_load(rank, share.start, share.stop) if share.stop > share.start else None
+        share, length = self.shares[rank.number], self.shares[-1].stop
+        rows = self._call_load(rank, share.start, share.stop) if share else None
         shape, dtype = self._gather_layout(rank, rows)
         local_ranks, row_nbytes = rank.local_ranks, math.prod(shape) * np.dtype(dtype).itemsize
-        nbytes, local_rows = max(1, self.length * row_nbytes), _get_host_share(self.length, rank.size, local_ranks)
+        nbytes, local_rows = max(1, length * row_nbytes), _join_shares(self.shares, local_ranks)
         allocated = range(local_rows.start * row_nbytes, local_rows.stop * row_nbytes)
         with contextlib.ExitStack() as files:
             own_file = None
@@ -284,7 +345,7 @@ class _LoadRows(Command):
             segment = Segment(self.key, file.fileno(), nbytes, allocated_bytes=allocated)
             rank.segments.add(segment)
             if rows is not None:
-                segment.view_array((self.length, *shape), dtype)[share] = rows
+                segment.view_array((length, *shape), dtype)[share.start : share.stop] = rows
             rank.barrier()  # then ranks may close the file, and read others' rows
         return shape, dtype
 

@@ -13,7 +13,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.parts import PartsData, iterate_shuffled_batches
+from synkhronos.data.parts import PartsData, deal_rows, iterate_shuffled_batches
 from synkhronos.data.rows import get_share
 
 pytestmark = [
@@ -95,6 +95,27 @@ def test_data_parts_batches_are_local(counts, data):
         np.array_equal(a, b)
         for a, b in zip(batches, iterate_shuffled_batches(length, size, ranks_by_host, seed=3), strict=True)
     )
+
+
+@pytest.mark.any_library
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 4), st.data())
+def test_rows_are_dealt_anew_each_once_to_ranks_that_load_them(counts, batch_size, data):
+    n = sum(counts)
+    ranks_by_host = [range(sum(counts[:h]), sum(counts[: h + 1])) for h in range(len(counts))]
+    length = data.draw(st.integers(batch_size * n, 200))
+    rows = np.array(data.draw(st.permutations(range(length)))[: data.draw(st.integers(batch_size * n, length))])
+    order, shares = deal_rows(rows, batch_size, length, ranks_by_host)
+    step = batch_size * n
+    assert sorted(order) == sorted(rows[: len(rows) // step * step])  # the others do not fill a step
+    for host_ranks in ranks_by_host:
+        loaded = [row for r in host_ranks for row in shares[r]]
+        assert loaded == list(range(loaded[0], loaded[-1] + 1)) if loaded else True
+        own = order.reshape(-1, step)[:, host_ranks.start * batch_size : host_ranks.stop * batch_size].ravel()
+        assert set(own.tolist()) <= set(loaded)
+        assert own.tolist() == [row for row in rows[: len(order)] if row in set(own.tolist())]  # in the epoch's order
+        for r in host_ranks:
+            assert set(range(length)[get_share(length, n, r)]) <= set(shares[r])
 
 
 def test_data_parts_is_read_only_and_can_be_freed(fork):

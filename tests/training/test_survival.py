@@ -345,7 +345,7 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
 def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     """Ranks 4 and 5 are lost with their host; then the host of ranks 2 and 3 can't be reached, at first once."""
     fork_ranks(1)
-    recovery, tried = Model("BSP").trainer._model.make_recovering_runner(100, False), []
+    recovery, tried = Model("BSP").trainer._model.make_recovering_runner(100), []
     lost = Death(4, "c", 0, "was lost", (4, 5))
     unreachable = Death(2, "b", 0, f"{FAILED_START_PREFIX}: could not be reached", (2, 3))
     session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=lost)
@@ -368,18 +368,6 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     recovery._limit.reset_repeats()
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5], [2, 3, 4, 5]] and session.size == 2
-
-
-@pytest.mark.any_library
-def test_parts_of_a_lost_host_end_an_epoch_unless_one_host_has_all_rows(monkeypatch):
-    fork_ranks(1)
-    recovery, lost = Model("BSP").trainer._model.make_recovering_runner(100, True), Death(2, "b", 0, "was lost", (2, 3))
-    session = SimpleNamespace(rank=SimpleNamespace(master_rank=0), ranks_by_host=[range(2), range(2, 4)])
-    monkeypatch.setattr(recovery, "_session", session)
-    assert recovery._choose_ranks_to_leave_out(lost, (), RuntimeError()) == [2, 3]
-    session.ranks_by_host = [range(2), range(2, 4), range(4, 6)]
-    with pytest.raises(synk.WorkerError, match="resume from a checkpoint that was written at the end of an epoch"):
-        recovery._choose_ranks_to_leave_out(lost, (), RuntimeError())
 
 
 @pytest.mark.any_library

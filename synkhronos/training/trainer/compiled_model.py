@@ -69,12 +69,12 @@ class CompiledModel:
         """Variables of the update rule; those of a sharded optimizer change with the number of ranks."""
         return self.graph.optimizer_state if self.joint_step is None else self.joint_step.optimizer_state
 
-    def make_recovering_runner(self, max_deaths: int, has_parts: bool) -> RecoveringRunner:
+    def make_recovering_runner(self, max_deaths: int) -> RecoveringRunner:
         """Make the runner of operations for ``on_death="continue"``."""
         ranks_differ = bool(self.state.variables.generators) or any(
             update.may_differ and update.op != "mean" for update in self.graph.extra_updates
         )
-        return RecoveringRunner(self.state, ranks_differ, max_deaths, has_parts)
+        return RecoveringRunner(self.state, ranks_differ, max_deaths)
 
 
 def _compile_local_step(graph: TrainingGraph) -> Function:

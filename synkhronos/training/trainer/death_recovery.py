@@ -132,8 +132,6 @@ class RecoveringRunner(OperationRunner):
         Whether ranks with equal parameters have other state that differs, such as random generators.
     max_deaths : int
         Number of deaths after which a further one ends the training.
-    has_parts : bool
-        Whether rows come from `data_parts`.
 
     Attributes
     ----------
@@ -148,14 +146,14 @@ class RecoveringRunner(OperationRunner):
     steps_until_copy: int
     max_steps_per_launch = 1
 
-    def __init__(self, state: TrainerState, ranks_differ: bool, max_deaths: int, has_parts: bool):
+    def __init__(self, state: TrainerState, ranks_differ: bool, max_deaths: int):
         self._session = ranks.get_session()
         if not self._session.can_replace_workers:
             raise ValueError(
                 "on_death: 'continue' can't start ranks again where mpirun or srun has started this script on all "
                 "hosts: start it once, with fork(hosts=...) or SYNKHRONOS_HOSTS, or use the launcher's on_death"
             )
-        self._state, self._ranks_differ, self._has_parts = state, ranks_differ, has_parts
+        self._state, self._ranks_differ = state, ranks_differ
         self._limit = DeathLimit(max_deaths)
         self.deaths: list[RecoveredDeath] = []
         self.step = 0
@@ -285,9 +283,6 @@ class RecoveringRunner(OperationRunner):
         left_out = sorted({*chosen, *(death.lost_ranks or (death.rank,))})
         if self._session.rank.master_rank in left_out:
             raise WorkerError(f"{failure}; the master can't be left out", death.rank) from error
-        if self._has_parts and sum(any(r not in left_out for r in host) for host in self._session.ranks_by_host) > 1:
-            reason = "the rows of data_parts in this epoch's order are on other hosts now: resume from a checkpoint"
-            raise WorkerError(f"{failure}; {reason} that was written at the end of an epoch", death.rank) from error
         _log.warning("%s %s; the training goes on without ranks %s", peer, death.cause, left_out)
         self._limit.reset_repeats()
         return left_out

@@ -11,7 +11,7 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
-from synkhronos.data.parts import PartsData, iterate_shuffled_batches
+from synkhronos.data.parts import PartsData, deal_rows, iterate_shuffled_batches
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import Feed, open_feed
 from synkhronos.training.monitoring.recorder import Recorder
@@ -96,6 +96,8 @@ class EpochData:
     loader: Loader | None
     #: Ranks of each host if ranks use only rows of their own host; else None.
     ranks_by_host: list[range] | None = field(init=False)
+    #: Those for which the rows after some position of the epoch were dealt anew; else equal to `ranks_by_host`.
+    dealt_ranks_by_host: list[range] | None = field(init=False)
     #: Number of rows of an epoch.
     n_epoch_rows: int = field(init=False)
     #: Row indexes in the epoch's order; None with a loader, and before `allocate_row_order`.
@@ -103,7 +105,7 @@ class EpochData:
     _ordered_epoch: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
-        self.ranks_by_host = get_ranks_by_host(self.data)
+        self.ranks_by_host = self.dealt_ranks_by_host = get_ranks_by_host(self.data)
         self.n_epoch_rows = self.n_rows if self.ranks_by_host is None else sum(map(len, self._iterate_host_rows(0)))
 
     def count_rows(self) -> int:
@@ -139,7 +141,30 @@ class EpochData:
             else:
                 order[...] = np.concatenate(list(self._iterate_host_rows(epoch)))
             self._ordered_epoch = epoch
+        hosts = get_ranks_by_host(self.data)
+        if hosts is not None and len(hosts) > 1 and hosts != self.dealt_ranks_by_host:
+            self._deal_anew(start, hosts)
         return InMemoryRows(self.data, order)
+
+    def _deal_anew(self, start: int, ranks_by_host: list[range]) -> None:
+        """Deal the epoch's rows from position ``start`` on to the hosts that are left, and load the data again."""
+        assert self.row_order is not None
+        rows = self.row_order.data[start : self.n_epoch_rows]
+        order, shares = deal_rows(rows, self.batch_size, self.n_rows, ranks_by_host)
+        for array in self.data:
+            if isinstance(array, PartsData):
+                array.load_again(shares)
+        self.n_epoch_rows = start + len(order)
+        self.row_order[start : self.n_epoch_rows] = order
+        self.dealt_ranks_by_host = ranks_by_host
+
+    def round_up(self, start: int, stop: int) -> int:
+        """Return the next position from ``stop`` on at which a step ends, if rows were dealt anew; else ``stop``."""
+        hosts = get_ranks_by_host(self.data)
+        if hosts is None or len(hosts) == 1 or hosts == self.ranks_by_host:
+            return stop
+        n_rows = self.batch_size * hosts[-1].stop
+        return min(self.n_epoch_rows, start + -(-(stop - start) // n_rows) * n_rows)
 
     def _iterate_host_rows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the row indexes of each step of an epoch, where ranks use only rows of their own host."""
@@ -148,8 +173,18 @@ class EpochData:
             self.n_rows, self.batch_size * self.ranks_by_host[-1].stop, self.ranks_by_host, (self.seed, epoch)
         )
 
+    @property
+    def order_key(self) -> tuple[int, int, list[int] | None]:
+        """Number of rows of an epoch, and what determines their order."""
+        return self.n_epoch_rows, self.seed, self.describe_data_parts()
+
     def describe_data_parts(self) -> list[int] | None:
-        """Describe the division of rows among hosts, for checkpoints: rows per step, then ranks per host; else None."""
+        """Describe the division of rows among hosts, for checkpoints: rows per step, then ranks per host; else None.
+
+        If the rows of an epoch were dealt anew, no other training has their order, and the description is [].
+        """
+        if self.dealt_ranks_by_host != self.ranks_by_host:
+            return []
         return None if self.ranks_by_host is None else [self.batch_size, *map(len, self.ranks_by_host)]
 
 

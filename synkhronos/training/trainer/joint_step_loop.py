@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,10 @@ from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import OperationRunner
 from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
 from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, make_loss_reader
+
+
+class RowsMovedError(Exception):
+    """The rows of a step are on other hosts than its ranks, since a rank was left out."""
 
 
 class JointStepLoop(LaunchLoop):
@@ -46,6 +51,10 @@ class JointStepLoop(LaunchLoop):
             yield LaunchBatches(position, starts, end)
             position = end
 
+    @property
+    def _is_resized(self) -> bool:
+        return self.rows_per_step != self.plan.batch_size * ranks.get_session().size
+
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate's variable on all ranks."""
         value = np.asarray(rate, self._learning_rate.type.dtype)
@@ -55,6 +64,8 @@ class JointStepLoop(LaunchLoop):
         """Take one step per batch, in one launch if possible, and read the losses."""
 
         def take_steps() -> list[tuple[Any, Any]]:
+            if self._is_resized and min(len(self.plan.rank_groups), len(ranks.get_session().ranks_by_host)) > 1:
+                raise RowsMovedError
             losses = self._step.weighted_steps(self._x, self._y, rows)
             # Losses that are not read yet would be lost with the rank that has them.
             return [(float(loss), weight if weight is None else float(weight)) for loss, weight in losses]
@@ -71,8 +82,7 @@ class JointStepLoop(LaunchLoop):
 
     def decide_stop(self) -> bool:
         """Return True after a signal, or a death that has ended the source or changed the number of rows per step."""
-        is_resized = self.rows_per_step != self.plan.batch_size * ranks.get_session().size
-        return is_resized or self.source.has_ended or self.plan.can_stop and bool(get_requested_stop())
+        return self._is_resized or self.source.has_ended or self.plan.can_stop and bool(get_requested_stop())
 
 
 def take_joint_steps(
@@ -81,7 +91,8 @@ def take_joint_steps(
     """Train all ranks on the rows of an interval; return the position reached, and the totals."""
     loop, state = JointStepLoop(plan, source, model, operation_runner), model.state
     try:
-        loop.run()
+        with contextlib.suppress(RowsMovedError):  # the next interval repeats the step
+            loop.run()
     finally:
         state.rate = loop.rate
     loop.write_lines(flush=True)

@@ -20,7 +20,6 @@ from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_choice, check_flag, check_number, describe
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
-from synkhronos.data.parts import PartsData
 from synkhronos.graphs import SharedVariable, Variable, get_library
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import cast_rows
@@ -211,8 +210,7 @@ class Trainer:
         check_choice(on_death, "on_death", ("stop", "continue"))
         max_deaths, operation_runner = check_at_least(max_deaths, "max_deaths", 1), OperationRunner()
         if on_death == "continue":
-            has_parts = any(isinstance(array, PartsData) for array in data)
-            operation_runner = self._model.make_recovering_runner(max_deaths, has_parts)
+            operation_runner = self._model.make_recovering_runner(max_deaths)
         loop = TrainerEpochLoop(
             model=self._model,
             data=EpochData(data, count, batch_size, seed, loader),

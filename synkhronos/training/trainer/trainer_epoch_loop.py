@@ -102,11 +102,11 @@ class TrainerEpochLoop(EpochLoop):
         if resume is not None:
             seen = state.restore(resume, self.data, model.schedule)
             self._remove_later_records(seen)
-        elif self.position.row and self.position.order_key != (self.data.n_epoch_rows, self.data.seed):
-            count, seed = self.position.order_key
+        elif self.position.row and self.position.order_key != self.data.order_key:
+            count, seed, _ = self.position.order_key
             raise ValueError(
                 f"x_data, seed: expected {count:,} rows and seed {seed}, since the last call ended within an epoch of "
-                f"these, got {self.data.n_epoch_rows:,} and {self.data.seed}"
+                f"these, got {self.data.n_epoch_rows:,} and {self.data.seed}, or data_parts in another order"
             )
         elif checkpoint is not None:
             checkpoint.check_no_newer(self.position.seen)
@@ -146,7 +146,7 @@ class TrainerEpochLoop(EpochLoop):
             self.interval_stop = self._find_interval_stop(position.row)
         if self.model.joint_step is not None:
             while position.row < self.interval_stop and not self.is_signalled():  # repeats if a rank was left out
-                position.row, position.totals = self._train_interval(self.interval_stop)
+                position.row, position.totals = self._train_interval()
             return self._get_outcome()
         while position.row < self.interval_stop and not self.is_signalled():
             began = time.perf_counter()
@@ -162,24 +162,23 @@ class TrainerEpochLoop(EpochLoop):
             check_enough_rows(n_rows, data.batch_size)
             self.data = EpochData(data.data, n_rows, data.batch_size, data.seed, data.loader)
             self.data.allocate_row_order()
-        self.position.order_key = self.data.n_epoch_rows, data.seed
+        self.position.order_key = self.data.order_key
 
     def _make_interval_operation(self) -> Callable[[], tuple[int, list[RankTotals]]]:
         """Return a function that trains until the next copy of the ranks' state, and may be called again."""
         position, attempts = self.position, itertools.count()
-        stop = min(self.interval_stop, position.row + self._count_rows_until_copy())
 
         def attempt() -> tuple[int, list[RankTotals]]:
             if next(attempts):
                 self._remove_later_records(position.seen)
-            return self._train_interval(stop)
+            return self._train_interval()
 
         return attempt
 
     def _count_rows_until_copy(self) -> int:
-        """Count the rows until the next copy of the ranks' state."""
-        steps = self.operation_runner.steps_until_copy
-        if steps is None or self.model.graph.weight is not None:  # rules sum the weights of an interval
+        """Count the rows until the next copy of the ranks' state, where ranks take their own steps."""
+        steps, model = self.operation_runner.steps_until_copy, self.model
+        if steps is None or model.joint_step is not None or model.graph.weight is not None:  # rules sum weights
             return self.data.n_epoch_rows
         return steps * self.data.batch_size * ranks.get_session().size
 
@@ -210,20 +209,22 @@ class TrainerEpochLoop(EpochLoop):
             has_weight=model.graph.weight is not None,
         )
 
-    def _train_interval(self, stop: int) -> tuple[int, list[RankTotals]]:
-        """Train up to position ``stop``, or until a signal; return the position reached, and the ranks' totals."""
-        plan, loader = self._make_plan(stop), self.data.loader
+    def _train_interval(self) -> tuple[int, list[RankTotals]]:
+        """Train until the next copy or report, or a signal; return the position reached, and the ranks' totals."""
+        position, data, loader = self.position, self.data, self.data.loader
         is_joint = self.model.joint_step is not None
 
         def make_source() -> RowSource:
-            return self.data.make_source(plan.epoch, plan.start, is_joint)
+            return data.make_source(position.epoch, position.row, is_joint)
 
         try:
+            # A loader frees memory on the ranks, and data_parts may be loaded again.
+            source = self.operation_runner.run_idempotent(make_source) if is_joint else make_source()
+            self.interval_stop, position.order_key = data.round_up(position.row, self.interval_stop), data.order_key
+            plan = self._make_plan(min(self.interval_stop, position.row + self._count_rows_until_copy()))
             if is_joint:
-                source = self.operation_runner.run_idempotent(make_source)  # a loader frees memory on the ranks
                 ended = [take_joint_steps(plan, source, self.model, self.operation_runner)]
             else:
-                source = make_source()
                 ended = self._run_local_loops(plan, source)
             end, totals = min(end for end, _ in ended), [total for _, total in ended]
             if loader is not None and isinstance(source, Feed):

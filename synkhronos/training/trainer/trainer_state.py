@@ -52,8 +52,8 @@ class TrainerPosition:
         Number of joint steps; ranks that take their own steps count them in their `State`.
     rows_before : int
         Number of rows of all epochs before ``epoch``.
-    order_key : (int, int)
-        Number of rows of ``epoch``, and the seed of their order.
+    order_key : (int, int, list or None)
+        Number of rows of ``epoch``, the seed of their order, and the result of `EpochData.describe_data_parts`.
     """
 
     epoch: int = 0
@@ -64,7 +64,7 @@ class TrainerPosition:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     steps: int = 0
     rows_before: int = 0
-    order_key: tuple[int, int] = (0, 0)
+    order_key: tuple[int, int, list[int] | None] = (0, 0, None)
 
     @property
     def seen(self) -> int:
@@ -190,7 +190,7 @@ class TrainerState:
             early_stopping=EarlyStopping.from_json(meta["stop"]),
             steps=meta["steps_taken"],
             rows_before=meta["seen"] - meta["row"],
-            order_key=(data.n_epoch_rows, data.seed),
+            order_key=data.order_key,
         )
         if self.spec.memory:
             self.allocate_memory()  # zeros on every host
@@ -205,4 +205,6 @@ class TrainerState:
 
 
 def _format_data_parts(parts: list[int] | None) -> str:
+    if parts == []:
+        return "rows that were dealt anew after the loss of a rank"
     return "other data" if parts is None else f"{parts[1:]} ranks on the hosts and {parts[0]} rows in a step of each"

@@ -29,7 +29,7 @@ from synkhronos.data.rows import get_share
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.hosts import mpirun
 from synkhronos.ranks.mailbox import Mailbox
-from synkhronos.training import make_train_function, updates
+from synkhronos.training import make_train_function, make_train_function_serial, updates
 from synkhronos.training.trainer.death_recovery import RecoveringRunner
 
 HOSTS = os.environ.get("HOSTS", "").split(",")  # Open MPI's mpirun does not pass it on to ranks on other hosts
@@ -698,6 +698,48 @@ def survive_host(name: str, fault: str, source: str = "arrays") -> None:
         np.testing.assert_array_equal(resumed.values(), model.values())
         assert [(r.loss, r.validation) for r in resumed_reports] == [(r.loss, r.validation) for r in reports[1:]]
     synk.close()
+    print("right")
+
+
+def survive_parts(name: str, step: str) -> None:
+    """Lose the last host within an epoch over `data_parts`, after some steps; compare with one process.
+
+    The agent of that host is killed, and later a worker.
+    """
+    from trainer_model import Model, X, Y, make_epochs
+
+    from synkhronos.training.trainer.joint_step_loop import JointStepLoop
+
+    n, n_left, batch_size = fork(), fork() - int(HOSTS[-1].split(":")[1]), 5
+    steps: list[Any] = []
+    launch = JointStepLoop.launch
+
+    def launch_and_record(loop: Any, rows: list[Any]) -> Any:
+        losses = launch(loop, rows)
+        steps.extend(np.array(indexes) for indexes in rows)
+        return losses
+
+    with Killer() as killer, mock.patch.object(JointStepLoop, "launch", launch_and_record):
+        model, reports, orders = Model(name, rate=0.01), [], []
+        for report in make_epochs(model, "parts", 3, every=int(step) + 1):
+            reports.append(report)
+            data = model.trainer._loop.data
+            orders.append(data.row_order.data[: data.n_epoch_rows].tolist())
+            if len(reports) == 1:  # after `step` + 1 steps of the first epoch, two copies or so later
+                killer.moments = {killer.count + 4: (n - 1, 0.0, True), killer.count + 40: (1, 0.0)}
+    assert ranks.get_session().size == n_left and sum(len(r.deaths) for r in reports) == 2, reports
+    for order in orders:
+        assert len(set(order)) == len(order) > len(Y) - batch_size * n
+    epochs = [order for order, report in zip(orders, reports, strict=True) if report.epoch % 1 == 0]
+    assert reports[-1].seen == sum(map(len, epochs))
+    if steps:
+        np.testing.assert_array_equal(np.concatenate(steps), np.concatenate(epochs))
+        x, y, w, b = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "w"), shared(np.zeros(1), "b")
+        loss = ((tensor.dot(x, w) + b[0] - y) ** 2).mean()
+        train = make_train_function_serial(loss, [w, b], x, y, updates.sgd, learning_rate=0.01)
+        for rows in steps:
+            train(X[rows], Y[rows])
+        np.testing.assert_allclose(model.values(), [*w.get_value(), *b.get_value()], rtol=1e-12)
     print("right")
 
 
