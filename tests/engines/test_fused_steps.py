@@ -81,10 +81,14 @@ def test_updates_by_lengths_and_constants_are_compiled_once(fork, many_steps_a_l
         x, y, w, k = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w"), shared(value, "k")
         loss = ((x @ w - y) ** 2).mean()
         train = make(loss, [w], x, y, sgd, extra_updates=[(k, expression(x, y), None)], learning_rate=0.1)
-        data = np.eye(4, 3), np.ones(4)
+        data, batches = (np.eye(4, 3), np.ones(4)), [[0, 1], [2, 3], [3, 1]]
         for _ in range(3):
             train(*data, batch=[0, 1])
-            train.steps(*data, batches=[[0, 1], [2, 3], [3, 1]])
+            if make is make_train_function:
+                train.steps(*data, batches=batches)
+            else:
+                for batch in batches:
+                    train(*data, batch=batch)
         return train, w.get_value(), np.asarray(k.get_value())
 
     train, w, k = train_model(make_train_function)
@@ -120,7 +124,8 @@ def test_steps_that_cannot_be_fused_run_one_by_one(fork, many_steps_a_launch):
     train_serial, serial_w = make_model(make_train_function_serial)
     arguments = np.eye(4, 3), np.ones(4), [[0, 1], [2, 3], [3, 1]]
     for _ in range(2):
-        np.testing.assert_allclose(np.array(train.steps(*arguments), float), train_serial.steps(*arguments))
+        expected = [train_serial(*arguments[:2], batch) for batch in arguments[2]]
+        np.testing.assert_allclose(np.array(train.steps(*arguments), float), expected)
         np.testing.assert_allclose(synk.gather(w), [serial_w.get_value()] * 2)
 
 
@@ -144,16 +149,17 @@ class SteppedModels:
     def __init__(self, is_sliceable):
         self.argument = "batches_s" if is_sliceable else "batches"
         self.data = {} if is_sliceable else {"x_data": np.eye(4, 3), "y_data": np.ones(4)}
-        self.trains, self.ws, self.losses = [], [], []
-        for make in (make_train_function, make_train_function_serial):
-            rows = [shared(VALUE[:, None] * [1.0, 2.0, 3.0], "x"), shared(VALUE, "y")] if is_sliceable else None
-            train, w = make_linear_model(make, adam, sliceable_shareds=rows)
-            self.trains.append(train)
-            self.ws.append(w)
+        rows = [VALUE[:, None] * [1.0, 2.0, 3.0], VALUE] if is_sliceable else list(self.data.values())
+        sliceable = [shared(rows[0], "x"), shared(rows[1], "y")] if is_sliceable else None
+        self.rows = rows
+        self.train, w = make_linear_model(make_train_function, adam, sliceable_shareds=sliceable)
+        self.train_serial, serial_w = make_linear_model(make_train_function_serial, adam)
+        self.ws = [w, serial_w]
 
     def take_steps(self, batches=BATCHES):
         """Take a step on each batch with both functions; check that the losses are equal."""
-        losses, expected = (train.steps(**self.data, **{self.argument: list(batches)}) for train in self.trains)
+        losses = self.train.steps(**self.data, **{self.argument: list(batches)})
+        expected = [self.train_serial(*self.rows, batch) for batch in batches]
         np.testing.assert_allclose(np.array(losses, float), np.array(expected, float))
 
     def assert_equal(self):

@@ -74,10 +74,10 @@ def test_sharded_and_unsharded_steps_have_the_same_bits(
     no_ranks, n, name, shape, dtype, clip_norm, num_slices, batches
 ):
     x, y = make_rows(*shape, dtype)
-    options = {"rule": RULES[name], "shape": shape, "dtype": dtype, "clip_norm": clip_norm, "num_slices": num_slices}
+    options = {"rule": RULES[name], "shape": shape, "dtype": dtype, "clip_norm": clip_norm}
     with fork_exact_ranks(n):
-        whole = compute_results(*make(**options), x, y, batches)
-        sharded = compute_results(*make(**options, shard_optimizer=True), x, y, batches)
+        whole = compute_results(*make(**options, num_slices=num_slices), x, y, batches)
+        sharded = compute_results(*make(**options, num_slices=num_slices, shard_optimizer=True), x, y, batches)
     serial = compute_results(*make(**options, maker=make_train_function_serial), x, y, batches)
     tolerance = 1e-4 if dtype == "float32" else 1e-9
     for value, whole_value, serial_value in zip(sharded, whole, serial, strict=True):

@@ -109,14 +109,13 @@ def make_serial_and_plain():
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("num_slices", [1, 3])
-def test_make_train_function_serial_equals_a_plain_function(batch, num_slices):
+def test_make_train_function_serial_equals_a_plain_function(batch):
     model, train, plain, step = make_serial_and_plain()
     model.reset()
     plain.reset()
     rows = batch if batch is not None and not isinstance(batch, int) else slice(batch)
     for _ in range(3):
-        loss = train(X, Y, batch=batch, num_slices=num_slices)
+        loss = train(X, Y, batch=batch)
         np.testing.assert_allclose(loss, step(X[rows], Y[rows]), rtol=1e-12)
         np.testing.assert_allclose(model.values(), plain.values(), rtol=1e-12)
     assert np.shape(loss) == ()
@@ -282,16 +281,6 @@ def test_train_refuses_a_step_without_rows(n_ranks):
     np.testing.assert_array_equal(model.values(), before)
 
 
-def test_make_train_function_serial_accepts_sliceable_shareds():
-    sliceable, plain = SliceableModel(), Model()
-    for shared, values in zip(sliceable.sliceables, (X, Y), strict=True):
-        shared.set_value(values)
-    train, train_plain = (model.train_by(make_train_function_serial) for model in (sliceable, plain))
-    for rows in (None, slice(2, 7), [1, 4, 4]):
-        np.testing.assert_allclose(train(batch_s=rows), train_plain(X, Y, batch=rows), rtol=1e-12)
-    np.testing.assert_allclose(sliceable.values(), plain.values(), rtol=1e-12)
-
-
 @pytest.mark.parametrize("num_slices", [1, 3])
 def test_train_running_averages_equal_one_process(n_ranks, num_slices):
     together, alone = Model(), Model()
@@ -310,7 +299,7 @@ def test_train_running_averages_equal_one_process(n_ranks, num_slices):
     expected, expected_alone = np.zeros((n_ranks, X.shape[1])), np.zeros(X.shape[1])
     for i in range(3):
         loss = trains[0](X, Y, num_slices=num_slices)
-        np.testing.assert_allclose(loss, trains[1](X, Y, num_slices=num_slices), rtol=1e-9)
+        np.testing.assert_allclose(loss, trains[1](X, Y), rtol=1e-9)
         assert_same(together, alone, n_ranks)
         shard_means = np.array([rows.mean(axis=0) for rows in np.array_split(X, n_ranks)])
         expected, expected_alone = 0.5 * (expected + shard_means), 0.5 * (expected_alone + X.mean(axis=0))

@@ -76,8 +76,7 @@ def test_train_functions_work_after_a_new_fork(fork):
         (TypeError, "sliceable_shareds: 'of_x'", {"sliceable_shareds": [library.shared(Y, "of_x"), library.shared(Y)]}),
     ],
 )
-@pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
-def test_make_train_function_refuses_wrong_arguments(two_ranks_anew, make, error, message, change):
+def test_make_train_function_refuses_wrong_arguments(two_ranks_anew, error, message, change):
     model = Model()
     arguments = {
         "loss": model.loss,
@@ -89,8 +88,9 @@ def test_make_train_function_refuses_wrong_arguments(two_ranks_anew, make, error
     }
     if callable(change.get("update_rule")):
         del arguments["learning_rate"]
-    with pytest.raises(error, match=message):
-        make(**{**arguments, **change})
+    for make in [make_train_function] + [make_train_function_serial] * ("sliceable_shareds" not in change):
+        with pytest.raises(error, match=message):
+            make(**{**arguments, **change})
 
 
 @pytest.mark.any_library
@@ -113,10 +113,9 @@ def test_make_train_function_refuses_wrong_arguments(two_ranks_anew, make, error
         (TypeError, "batch_s: .*without sliceable_shareds", {"batch_s": [0]}),
     ],
 )
-@pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
-def test_train_refuses_wrong_arguments(two_ranks_anew, make, error, message, arguments):
+def test_train_refuses_wrong_arguments(two_ranks_anew, error, message, arguments):
     model = Model()
-    train = model.train_by(make)
+    train = model.train_by(make_train_function)
     with pytest.raises(error, match=message):
         train(**{"x_data": X, "y_data": Y, **arguments})
     np.testing.assert_array_equal(model.w.get_value(), W)
@@ -139,12 +138,29 @@ def test_train_refuses_wrong_arguments(two_ranks_anew, make, error, message, arg
         (TypeError, "batches_s: .*without sliceable_shareds; rows are chosen by batches$", {"batches_s": [[0]]}),
     ],
 )
-@pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
-def test_train_steps_refuses_wrong_arguments(two_ranks_anew, make, error, message, arguments):
+def test_train_steps_refuses_wrong_arguments(two_ranks_anew, error, message, arguments):
     model = Model()
-    train = model.train_by(make)
+    train = model.train_by(make_train_function)
     with pytest.raises(error, match=message):
         train.steps(**{"x_data": X, "y_data": Y, **arguments})
+    np.testing.assert_array_equal(model.w.get_value(), W)
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "batch: expected at least one row", {"batch": []}),
+        (IndexError, "batch", {"batch": [0, N_ROWS]}),
+        (TypeError, "batch", {"batch": True}),
+        (ValueError, "x_data, y_data: expected the same number of rows", {"y_data": Y[:5]}),
+        (TypeError, "y_data: expected rows, got None", {"y_data": None}),
+    ],
+)
+def test_serial_step_refuses_wrong_arguments(error, message, arguments):
+    model = Model()
+    with pytest.raises(error, match=message):
+        model.train_by(make_train_function_serial)(**{"x_data": X, "y_data": Y, **arguments})
     np.testing.assert_array_equal(model.w.get_value(), W)
 
 
@@ -186,11 +202,10 @@ def test_train_names_data_that_are_no_array(two_ranks_anew):
         train.steps([[1.0], [1.0, 2.0]], Y[:2], [[0], [1]])
 
 
-@pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
-def test_train_selects_sliceable_shareds_by_batch_s(two_ranks_anew, make):
+def test_train_selects_sliceable_shareds_by_batch_s(two_ranks_anew):
     model = Model()
     sliceables = [library.shared(X), library.shared(Y)]
-    train = make(
+    train = make_train_function(
         model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=sliceables, learning_rate=0.1
     )
     for wrong in ({"x_data": X}, {"y_data": Y}, {"batch": [0]}):

@@ -69,7 +69,8 @@ def test_train_steps_accept_a_weight_and_other_dtypes(n_ranks):
             MaskedModel(make_train_function_serial, adam, dtype),
         )
         x, y, m = take_rows(slice(None), dtype)
-        losses, expected = (model.train.steps(x, [y, m], batches) for model in (data_parallel, serial))
+        losses = data_parallel.train.steps(x, [y, m], batches)
+        expected = [serial.train(x, [y, m], batch) for batch in batches]
         assert all(np.asarray(loss).dtype == dtype for loss in losses)
         np.testing.assert_allclose(np.array(losses, float), np.array(expected, float), rtol=1e-5)
         np.testing.assert_allclose(data_parallel.w.get_value(), serial.w.get_value(), rtol=1e-4)
@@ -79,7 +80,9 @@ def test_train_rows_of_zero_weight_change_nothing(n_ranks):
     for make in (make_train_function, make_train_function_serial):
         model = MaskedModel(make)
         x, y, m = take_rows([1, 4, 5, 11])
-        assert np.isnan(float(model.train(x, [y, m]))) and np.isnan(float(model.train(x, [y, m], num_slices=2)))
+        assert np.isnan(float(model.train(x, [y, m])))
+        if make is make_train_function:
+            assert np.isnan(float(model.train(x, [y, m], num_slices=2)))
         np.testing.assert_array_equal(model.w.get_value(), np.ones(STEPS))
 
 
@@ -110,7 +113,7 @@ def test_extra_updates_of_expressions_are_found(averaging_functions, rows, slice
             if not values:
                 synk.broadcast(variable)
         for _ in range(2):
-            train(X[:rows], [], num_slices=slices)
+            train(X[:rows], [], **({} if values else {"num_slices": slices}))
         values.append([variable.get_value() for variable in shareds])
     for rank_value, serial_value in zip(*values, strict=True):
         np.testing.assert_allclose(rank_value, serial_value, rtol=1e-9)

@@ -244,7 +244,7 @@ class Model:
 
     def _compile_update(self, library: Any) -> dict[Any, Any]:
         """Compile the update of the parameters from the gradient's vector; return the updates of the gradient."""
-        training = TrainingGraph.build(
+        training = TrainingGraph(
             loss=self.loss,
             params=self.trainable_params,
             x=list(self.inputs),

@@ -46,11 +46,8 @@ class ExtraUpdate(NamedTuple):
     @property
     def slice_op(self) -> str | None:
         """Reduction of the new values over slices: "mean" for floats and complex numbers, else None."""
-        return (
-            "mean"
-            if hasattr(self.shared.type, "dtype") and np.dtype(self.shared.type.dtype).kind not in "biu"
-            else None
-        )
+        has_mean = hasattr(self.shared.type, "dtype") and np.dtype(self.shared.type.dtype).kind not in "biu"
+        return "mean" if has_mean else None
 
 
 def parse_extra_updates(
@@ -88,17 +85,8 @@ def parse_extra_updates(
 
 
 def _choose_ops(entries: list[Any], inputs: list[Variable]) -> list[ExtraUpdate]:
-    """Return extra updates with ops.
+    """Return extra updates with ops: by default "mean" for floats, and None for all other variables.
 
-    The default op is "mean" for floats, and None for random streams and all other variables.
-
-    Raises
-    ------
-    TypeError
-        If an update needs an op: ranks may compute different values, which are neither floats nor random streams.
-
-    Notes
-    -----
     The values of a variable with the op None may diverge between ranks.  Then expressions that read it may also differ.
     So the analysis is repeated with these variables as sources, until it finds no more of them.
     """
@@ -146,12 +134,7 @@ def append_averaged_updates(
 
         [weight x gradients | weight | rows x new values | rows]
 
-    Returns
-    -------
-    rule_updates : RuleUpdates
-        Its `param_updates` include the averaged variables; other expressions of it read their new values.
-    n_tail : int
-        Number of items at the vector's end that are not gradients.
+    Return the updates, whose expressions read the averages, and the number of items after the gradients.
     """
     averaged = [u for u in extra_updates if u.op == "mean" and u.may_differ]
     if not averaged:

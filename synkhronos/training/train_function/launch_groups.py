@@ -29,11 +29,6 @@ def assign_rows(batches: Sequence[Any], length: int, n_ranks: int) -> list[StepR
 
     The result is None for a step whose number of rows is not a multiple of the number of ranks, ``n_ranks``.
 
-    Raises
-    ------
-    TypeError, ValueError, IndexError
-        If a batch is not a valid selection, or selects no row; the message names it, as in ``batches[3]``.
-
     Examples
     --------
     >>> assign_rows([slice(0, 4), [7]], length=8, n_ranks=2)
@@ -53,11 +48,6 @@ def collect_sliceable_rows(batches_s: Sequence[Any], n_ranks: int) -> list[StepR
 
     Only a rank knows the length of its data.  So the result is None for a step in which some rank takes a slice, all of
     its rows, or no row; and the range of indexes is not checked.
-
-    Raises
-    ------
-    TypeError, ValueError, IndexError
-        If a selection is not valid; the message names it, as in ``batches_s[3]``.
 
     Examples
     --------

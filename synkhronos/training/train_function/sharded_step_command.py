@@ -62,12 +62,9 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         )
 
     def run(self, rank: Rank) -> tuple[Any, list[Any]] | None:
-        """Take the steps on this rank.
+        """Take the steps on this rank; return the outputs of the gradient.
 
-        Returns
-        -------
-        (outputs of gradient, []) or None
-            None, without a step, if ``n_steps`` is above 1 and a single step has to be taken first, or every time.
+        Return None, without a step, if ``n_steps`` is above 1 and a single step has to be taken first, or every time.
         """
         gradient, local, whole = (
             call.make_rank_call(rank) for call in (self.gradient, self.local_update, self.whole_update)

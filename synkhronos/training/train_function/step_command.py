@@ -60,10 +60,7 @@ class StepCommand(_StepCommandFields, Command):
 
     @property
     def effect(self) -> str | None:
-        """Effect of the command in an error's message.
-
-        It is that of the update: a gradient alone changes no parameter.
-        """
+        """Effect of the command in an error's message; a gradient alone changes no parameter."""
         return self.update.effect if self.n_steps == 1 else "Steps were taken"
 
     @property
@@ -74,12 +71,9 @@ class StepCommand(_StepCommandFields, Command):
         return "Some steps may have been taken, on some ranks more than on others: broadcast() makes them equal again."
 
     def run(self, rank: Rank) -> tuple[Any, Any] | None:
-        """Take the steps on this rank.
+        """Take the steps on this rank; return the outputs of the gradient and of the update.
 
-        Returns
-        -------
-        (outputs of gradient, outputs of update) or None
-            None, without a step, if ``n_steps`` is above 1 and a rank cannot fuse the steps into one launch.
+        Return None, without a step, if ``n_steps`` is above 1 and a rank cannot fuse the steps into one launch.
         """
         gradient, update = self.gradient.make_rank_call(rank), self.update.make_rank_call(rank)
         fused_step = None

@@ -37,17 +37,12 @@ from synkhronos.training.train_function.optimizer_state import OptimizerState
 from synkhronos.training.train_function.sharded_step_command import ShardedStepCommand
 from synkhronos.training.train_function.step_command import StepCommand
 from synkhronos.training.train_function.step_options import StepOptions
-from synkhronos.training.train_function.training_graph import (
-    BatchArgument,
-    DataArgument,
-    TrainingGraph,
-    get_update_rule_name,
-)
+from synkhronos.training.train_function.training_graph import BatchArgument, DataArgument, TrainingGraph
 from synkhronos.training.train_function.weighted_mean import divide_by_weight
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.sharded_updates import ShardedUpdates
-from synkhronos.training.updates.update_rule import UpdateRule
+from synkhronos.training.updates.update_rule import UpdateRule, get_rule_name
 
 #: Maximal number of steps with a sharded optimizer in one command.
 _MAX_SHARDED_STEPS = 256
@@ -59,11 +54,9 @@ _LONG_STEP_NBYTES = 4 << 20
 
 
 class _Sharding(NamedTuple):
-    """Variables of a step with a sharded optimizer; see `ShardedUpdates`."""
+    """Variables of a step with a sharded optimizer: its row, its rank, and the shards of the state."""
 
-    row: Any
-    rank: Any
-    state_shards: tuple[Any, ...]
+    variables: list[Any]
     reads_whole_gradient: bool
 
 
@@ -93,11 +86,9 @@ class TrainFunction:
     def _compile(self, graph: TrainingGraph) -> None:
         """Make the functions, and the variables of a sharded optimizer, for the present number of ranks."""
         rule, self._n_tail = append_averaged_updates(graph.rule_updates, graph.extra_updates, graph.x[0])
-        shards = None
-        if graph.options.shard_optimizer and ranks.get_session().size > 1:
-            shards = ShardedUpdates(
-                rule, graph.params, ranks.get_session().size, get_update_rule_name(graph.update_rule)
-            )
+        shards, n_ranks = None, ranks.get_session().size
+        if graph.options.shard_optimizer and n_ranks > 1:
+            shards = ShardedUpdates(rule, graph.params, n_ranks, get_rule_name(graph.update_rule))
             rule = RuleUpdates(shards.grad_updates, shards.local_updates, shards.grad_shared)
         grad_shared = rule.grad_shared
         inputs = [*graph.x, *graph.y]
@@ -125,14 +116,13 @@ class TrainFunction:
         self._clear = function([], updates=[(grad_shared, zeros)], name="train_clear")
         # Assigned after the functions: deepcopy copies attributes in order, and functions have to copy the variables.
         self.grad_shared = grad_shared
-        n_ranks = None if shards is None else ranks.get_session().size
         sharded_variables = {} if shards is None else shards.sharded_variables
-        self._optimizer = OptimizerState(graph.optimizer_state, sharded_variables, n_ranks)
+        self._optimizer = OptimizerState(graph.optimizer_state, sharded_variables, n_ranks if shards else None)
         self.optimizer_state = self._optimizer.variables
-        self._sharding = None
+        self._sharding: _Sharding | None = None
         if shards is not None:
-            state_shards = tuple(variable.shared for variable in sharded_variables.values())
-            self._sharding = _Sharding(shards.row, shards.rank, state_shards, shards.reads_whole_gradient)
+            state_shards = [variable.shared for variable in sharded_variables.values()]
+            self._sharding = _Sharding([shards.row, shards.rank, *state_shards], shards.reads_whole_gradient)
 
     def get_state_vector(self, shareds: Sequence[Any]) -> np.ndarray:
         """Return whole values of variables of the rule: see `OptimizerState.get_vector`."""
@@ -294,17 +284,12 @@ class TrainFunction:
         In JAX mode on GPUs, successive steps share a launch if each rank has equally many rows in all of them.  Of
         scattered data, all ranks also need equally many rows.  Other steps are taken one by one: with `num_slices`,
         with ``batch_s`` by slices or of all rows, on minibatches, on data of different lengths, on 4 MiB of scattered
-        rows or more per rank, on CPU cores, with Theano.
+        rows or more per rank, on CPU cores, with Theano.  With `shard_optimizer` such steps share a command on CPU
+        cores, except in JAX mode.
 
-        With `shard_optimizer` such steps share a command on CPU cores, except in JAX mode; each is three launches.
-
-        A launch has at most 256 steps.  The scattered rows of all its steps are on the GPU at once: at most 1 GiB per
-        rank, and as much again if the next launch's rows are copied while this one computes.  The next call reuses the
-        memory.
-
-        XLA compiles once for each number of steps in a launch, and for each number of rows, and caches the 16 programs
-        used last.  So take the same number of steps in each call, ten or twenty for instance.  The shapes of variables
-        cannot change within a launch.
+        A launch has at most 256 steps, and at most 1 GiB of scattered rows per rank.  XLA compiles once for each number
+        of steps in a launch, and for each number of rows, and caches the 16 programs used last.  So take the same
+        number of steps in each call, ten or twenty for instance.
 
         The rows of all steps are checked before the first step, except the range of indexes in ``batches_s``, which
         only the ranks know.  A later error has a note with the number of steps taken; their losses are lost.  If a rank
@@ -392,10 +377,7 @@ class TrainFunction:
     def _run_launch(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, n_steps: int = 1) -> Any:
         """Take a step, or ``n_steps`` steps in one launch, with the rows of each rank ordered by steps.
 
-        Returns
-        -------
-        list of (value, weight) or None
-            As from `weighted_steps`.  None if some rank cannot take the steps in one launch: then none has been taken.
+        Return the losses as `weighted_steps` does; None, without a step, if some rank cannot take them in one launch.
         """
         session, sharding = ranks.get_session(), self._sharding
         self._optimizer.scatter_initial_values()
@@ -416,9 +398,7 @@ class TrainFunction:
                 options = self._exchange, self._n_tail, n_steps, not has_rank_without_rows
                 command = StepCommand(gradient, reduce, calls[0], *options)
             else:
-                keys = distribute_variables(
-                    session, [self.grad_shared, sharding.row, sharding.rank, *sharding.state_shards]
-                )
+                keys = distribute_variables(session, [self.grad_shared, *sharding.variables])
                 command = ShardedStepCommand(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient, n_steps)
             returned = session.run(command)
             if returned is None:
@@ -431,13 +411,7 @@ class TrainFunction:
         return list(zip(outputs[:n_steps], weights, strict=True))
 
     def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: Any) -> bool:
-        """Whether some rank has no rows to compute.
-
-        Raises
-        ------
-        ValueError
-            If no rank has any.
-        """
+        """Whether some rank has no rows to compute; raise ValueError if no rank has any."""
         n_ranks = session.size
         if gradient.n_rows is not None:
             if not gradient.n_rows:
@@ -543,11 +517,6 @@ def make_train_function(
         If the loss, without a `weight`, or an averaged expression has a denominator that depends on the values of
         inputs.
 
-    Notes
-    -----
-    Each step computes gradients on all ranks, reduces them by one all-reduce, and updates the parameters on all ranks.
-    Each rank's gradient is weighted by the rank's number of rows, or by `weight`.
-
     Examples
     --------
     >>> import numpy as np
@@ -569,21 +538,10 @@ def make_train_function(
     if exchange not in (None, "bfloat16"):
         raise ValueError(f"exchange: expected None or 'bfloat16', got {exchange!r}")
     options = StepOptions(clip_norm, num_slices, ema, loss_scale=loss_scale, shard_optimizer=shard_optimizer)
-    return TrainFunction(
-        TrainingGraph.build(
-            loss=loss,
-            params=params,
-            x=x,
-            y=y,
-            update_rule=update_rule,
-            rule_kwargs=rule_kwargs,
-            options=options,
-            sliceable_shareds=sliceable_shareds,
-            extra_updates=extra_updates,
-            weight=weight,
-        ),
-        exchange,
+    graph = TrainingGraph(
+        loss, params, x, y, update_rule, rule_kwargs, options, sliceable_shareds, extra_updates, weight
     )
+    return TrainFunction(graph, exchange)
 
 
 def _find_common_length(arrays: list[Any]) -> int | None:

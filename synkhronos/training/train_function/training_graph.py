@@ -1,14 +1,12 @@
 """Symbolic description of a training: a loss with its inputs, an update rule, and extra updates.
 
-`TrainingGraph.build` checks the user's arguments once, for training functions and trainers alike.
+`TrainingGraph` checks the user's arguments once, for training functions and trainers alike.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from synkhronos.checks import check_list
 from synkhronos.data import Data
 from synkhronos.function.rank_mean import RankMeanOp
 from synkhronos.graphs import SharedVariable, Variable, get_library
-from synkhronos.training.train_function.extra_updates import ExtraUpdate, UpdatesArgument, parse_extra_updates
+from synkhronos.training.train_function.extra_updates import UpdatesArgument, parse_extra_updates
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.weighted_mean import (
     check_weight,
@@ -28,7 +26,7 @@ from synkhronos.training.train_function.weighted_mean import (
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
 from synkhronos.training.updates.loss_scale import compute_gradients_with_loss_scale, skip_overflows
 from synkhronos.training.updates.moving_average import add_moving_averages
-from synkhronos.training.updates.update_rule import UpdateRule
+from synkhronos.training.updates.update_rule import UpdateRule, check_rule_result, get_rule_name
 
 #: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
 DataArgument = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]
@@ -37,52 +35,28 @@ DataArgument = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]
 BatchArgument = int | slice | Sequence[int] | npt.NDArray[Any] | None
 
 
-@dataclass(frozen=True)
 class TrainingGraph:
-    """Loss, inputs and updates of a training, checked.
+    """Loss, inputs and updates of a training, checked; the arguments are those of `make_train_function`.
+
+    If one process computes all rows (``is_serial``), no mean depends on the number of ranks, and none is warned of.
 
     Attributes
     ----------
     x, y : list of variable
-        Inputs and targets.
     x_is_list, y_is_list : bool
         Whether the user passed a list, and so has to pass lists of data.
     sliceable : list of shared variable
         Variables that hold the data, one for each of `x` and `y`; empty if the data are arguments of the calls.
-    rule_updates : RuleUpdates
-        Result of the update rule.
-    optimizer_state : list of shared variable
-        Variables that the rule updates besides the parameters.
-    weight : scalar variable, optional
-        Number of items that the loss is a mean over; None for the rows.
-    ema : list of shared variable, optional
-        Moving averages of the parameters, in their order; None without the option `ema`.
     update_rule : callable
         The update rule that made `rule_updates`, with clipping if the options have it.
-    rule_kwargs : dict
-        Its options.
+    optimizer_state : list of shared variable
+        Variables that the rule updates besides the parameters.
+    ema : list of shared variable, optional
+        Moving averages of the parameters, in their order; None without the option `ema`.
     """
 
-    loss: Variable
-    x: list[Variable]
-    y: list[Variable]
-    x_is_list: bool
-    y_is_list: bool
-    sliceable: list[SharedVariable]
-    rule_updates: RuleUpdates
-    optimizer_state: list[SharedVariable]
-    extra_updates: list[ExtraUpdate]
-    weight: Variable | None
-    ema: list[SharedVariable] | None
-    params: list[SharedVariable]
-    update_rule: UpdateRule
-    rule_kwargs: Mapping[str, Any]
-    options: StepOptions
-
-    @classmethod
-    def build(
-        cls,
-        *,
+    def __init__(
+        self,
         loss: Variable,
         params: Sequence[SharedVariable],
         x: Variable | Sequence[Variable],
@@ -94,11 +68,7 @@ class TrainingGraph:
         extra_updates: UpdatesArgument | None = None,
         weight: Variable | None = None,
         is_serial: bool = False,
-    ) -> TrainingGraph:
-        """Check the arguments of `make_train_function`, and apply the rule with its options, ``rule_kwargs``.
-
-        If one process computes all rows (``is_serial``), no mean depends on the number of ranks, and none is warned of.
-        """
+    ):
         if isinstance(loss, list | tuple):
             raise TypeError("loss: expected a symbolic scalar, got a list")
         if not callable(update_rule):
@@ -108,10 +78,13 @@ class TrainingGraph:
             )
         if options.clip_norm is not None:
             update_rule = chain(clip_by_global_norm(options.clip_norm), update_rule)
-        xs, ys = _check_variables("x", x), _check_variables("y", y)
-        if not xs:
+        self.loss, self.weight, self.options = loss, weight, options
+        self.update_rule, self.rule_kwargs = update_rule, rule_kwargs
+        self.x, self.y = _check_variables("x", x), _check_variables("y", y)
+        self.x_is_list, self.y_is_list = isinstance(x, list | tuple), isinstance(y, list | tuple)
+        if not self.x:
             raise ValueError("x: expected at least one variable, got none")
-        sliceable = _check_sliceable(sliceable_shareds, [*xs, *ys])
+        self.sliceable = _check_sliceable(sliceable_shareds, [*self.x, *self.y])
         if weight is not None:
             check_weight(weight, loss, params)
             if any(isinstance(node.op, RankMeanOp) for node in get_library(loss).sort_nodes([loss])):
@@ -119,41 +92,23 @@ class TrainingGraph:
         loss_or_grads, scale = loss, None
         if options.loss_scale is not None:
             scale, loss_or_grads = compute_gradients_with_loss_scale(loss, params)
-        rule = update_rule(loss_or_grads, params, weight=xs[0].shape[0] if weight is None else weight, **rule_kwargs)
-        if not isinstance(rule, tuple) or len(rule) != 3:
-            raise TypeError(
-                "update_rule: expected it to return (grad_updates, param_updates, grad_shared), "
-                f"got {rule!r} of type {type(rule).__name__}"
-            )
-        rule, averages = RuleUpdates(*rule), None
+        row_weight = self.x[0].shape[0] if weight is None else weight
+        rule = check_rule_result(update_rule, update_rule(loss_or_grads, params, weight=row_weight, **rule_kwargs))
+        self.params, self.ema = list(params), None
         if options.ema is not None:
-            rule, averages = add_moving_averages(rule, list(params), options.ema)
+            rule, self.ema = add_moving_averages(rule, self.params, options.ema)
         if scale is not None:
             rule = skip_overflows(rule, scale)
-        state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
-        extra = parse_extra_updates(extra_updates, rule, [*xs, *ys, *sliceable])
+        self.rule_updates = rule
+        self.optimizer_state = [s for s in rule.param_updates if not any(s is p for p in self.params)]
+        inputs = [*self.x, *self.y, *self.sliceable]
+        self.extra_updates = parse_extra_updates(extra_updates, rule, inputs)
         if not is_serial:
-            means = {f"extra_updates: {u.shared.name}": u.expression for u in extra if u.op == "mean" and u.may_differ}
-            warn_of_varying_denominators(
-                means if weight is not None else {"loss": loss, **means}, [*xs, *ys, *sliceable]
-            )
-        return cls(
-            loss=loss,
-            x=xs,
-            y=ys,
-            x_is_list=isinstance(x, list | tuple),
-            y_is_list=isinstance(y, list | tuple),
-            sliceable=sliceable,
-            rule_updates=rule,
-            optimizer_state=state,
-            extra_updates=extra,
-            weight=weight,
-            ema=averages,
-            params=list(params),
-            update_rule=update_rule,
-            rule_kwargs=rule_kwargs,
-            options=options,
-        )
+            means = {} if weight is not None else {"loss": loss}
+            for u in self.extra_updates:
+                if u.op == "mean" and u.may_differ:
+                    means[f"extra_updates: {u.shared.name}"] = u.expression
+            warn_of_varying_denominators(means, inputs)
 
     @property
     def outputs(self) -> list[tuple[Any, str]]:
@@ -174,13 +129,6 @@ class TrainingGraph:
         """Check the data of a call; return an array or Data object per variable; none if they are in shared variables.
 
         ``names`` are those of ``batch`` and ``batch_s`` in errors.
-
-        Raises
-        ------
-        TypeError
-            If data are missing, or given although they are in shared variables; likewise for the selection of rows.
-        ValueError
-            If a list has the wrong length.
         """
         if self.sliceable:
             if x_data is not None or y_data is not None or batch is not None:
@@ -200,15 +148,7 @@ class TrainingGraph:
     def check_steps(
         self, x_data: DataArgument | None, y_data: DataArgument | None, batches: Any, batches_s: Any
     ) -> tuple[list[Any], list[tuple[Any, Any]]]:
-        """Check the data of several steps.
-
-        Returns
-        -------
-        arrays : list
-            As from `check_data`.
-        steps : list of (batch, batch_s)
-            Selection of rows of each step: the first is None if the data are in shared variables, else the second.
-        """
+        """Check the data of several steps; return those of `check_data`, and ``(batch, batch_s)`` of each step."""
         arrays = self.check_data(x_data, y_data, batches, batches_s, ("batches", "batches_s"))
         name, selections = ("batches_s", batches_s) if self.sliceable else ("batches", batches)
         is_sequence = isinstance(selections, np.ndarray) and selections.ndim or isinstance(selections, Sequence)
@@ -287,15 +227,7 @@ def describe_update_rule(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]
     """
     parameters = inspect.signature(update_rule).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "weight"}
-    return get_update_rule_name(update_rule), {**defaults, **rule_kwargs}
-
-
-def get_update_rule_name(update_rule: UpdateRule) -> str:
-    """Return the name of an update rule, that of the function in a `functools.partial`."""
-    function: Any = update_rule
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
+    return get_rule_name(update_rule), {**defaults, **rule_kwargs}
 
 
 def _to_list(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:

@@ -38,21 +38,8 @@ def divide_by_weight(total: Any, weight: Any, dtype: Any) -> np.ndarray:
 def warn_of_varying_denominators(means: Mapping[str, Any], inputs: Sequence[Variable], stacklevel: int = 3) -> None:
     """Warn of means whose denominators depend on the values of inputs, or on random numbers.
 
-    Ranks average them by rows, although their denominators are not proportional to rows.
-
-    Parameters
-    ----------
-    means : dict of str to variable
-        Expressions that ranks average by rows, by their name in the warning.
-    inputs : list of variable
-        Inputs whose rows differ between ranks.
-    stacklevel : int
-        As for `warnings.warn`; 1 is the function that calls this one.
-
-    Warns
-    -----
-    UserWarning
-        Once for each such mean.
+    Ranks average them by rows, although their denominators are not proportional to rows.  ``means`` has the expressions
+    by their names in warnings; ``inputs`` are those whose rows differ between ranks.
     """
     if not means:
         return

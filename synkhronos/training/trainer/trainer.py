@@ -31,10 +31,7 @@ from synkhronos.training.monitoring.validation_metrics import parse_metrics
 from synkhronos.training.schedules import Schedule, as_schedule, compute_rate
 from synkhronos.training.train_function.extra_updates import UpdatesArgument
 from synkhronos.training.train_function.step_options import StepOptions
-from synkhronos.training.train_function.training_graph import (
-    DataArgument,
-    TrainingGraph,
-)
+from synkhronos.training.train_function.training_graph import DataArgument, TrainingGraph
 from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import OperationRunner
 from synkhronos.training.trainer.epoch_data import EpochData, check_enough_rows
@@ -440,16 +437,6 @@ def make_trainer(
     dtype = np.result_type(dtype, np.float32)
     rate = library.shared(np.asarray(compute_rate(schedule, 0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
-    graph = TrainingGraph.build(
-        loss=loss,
-        params=params,
-        x=x,
-        y=y,
-        update_rule=update_rule,
-        rule_kwargs=rule_kwargs,
-        options=options,
-        extra_updates=extra_updates,
-        weight=weight,
-    )
+    graph = TrainingGraph(loss, params, x, y, update_rule, rule_kwargs, options, None, extra_updates, weight)
     metrics = parse_metrics(validate, [*graph.x, *graph.y])
     return Trainer(CompiledModel(graph, rule, rate, schedule, metrics))

@@ -32,7 +32,7 @@ from synkhronos.training.updates.flat_gradient import (
     get_shape,
     split_gradient,
 )
-from synkhronos.training.updates.update_rule import UpdateRule
+from synkhronos.training.updates.update_rule import UpdateRule, check_rule_result
 
 #: Takes gradients, or steps, and parameters; returns new gradients or steps.
 Transformation = Callable[[list[Variable], list[SharedVariable]], list[Variable]]
@@ -86,7 +86,7 @@ def chain(*parts: Any) -> UpdateRule:
         **kwargs: Any,
     ) -> RuleUpdates:
         params = check_params(params)
-        updates = _check_rule_result(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
+        updates = check_rule_result(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
         if before:
             updates = _replace_gradient(
                 updates, params, _apply_transformations(before, split_gradient(updates.grad_shared, params), params)
@@ -162,7 +162,7 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
         for (_, rule), group_params in zip(pairs, members, strict=True):
             if group_params:
                 own = [g for g, p in zip(grads, params, strict=True) if any(p is q for q in group_params)]
-                updates = _check_rule_result(rule, rule(own, group_params, *args, **kwargs))
+                updates = check_rule_result(rule, rule(own, group_params, *args, **kwargs))
                 merged.update(_replace_gradient(updates, group_params, [pieces[p] for p in group_params]).param_updates)
         return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), merged, flat.shared)
 
@@ -438,16 +438,6 @@ def _apply_transformations(transforms: Sequence[Transformation], values: list[An
 
 
 # -- arguments -------------------------------------------------------------------------------------------------
-
-
-def _check_rule_result(rule: UpdateRule, returned: Any) -> RuleUpdates:
-    """Return a rule's result as `RuleUpdates`; raise TypeError for anything but a triple."""
-    if not isinstance(returned, tuple) or len(returned) != 3:
-        raise TypeError(
-            f"update_rule: expected {_get_name(rule)} to return (grad_updates, param_updates, grad_shared), "
-            f"got {returned!r} of type {type(returned).__name__}"
-        )
-    return RuleUpdates(*returned)
 
 
 def _is_rule(part: Any) -> bool:

@@ -135,6 +135,24 @@ def update_rule(example: str, result: float, **descriptions: str) -> Callable[[C
     return decorate
 
 
+def get_rule_name(rule: UpdateRule) -> str:
+    """Return the name of an update rule, that of the function in a `functools.partial`."""
+    function: Any = rule
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def check_rule_result(rule: UpdateRule, returned: Any) -> RuleUpdates:
+    """Return a rule's result as `RuleUpdates`; raise TypeError for anything but a triple."""
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise TypeError(
+            f"update_rule: expected {get_rule_name(rule)} to return (grad_updates, param_updates, grad_shared), "
+            f"got {returned!r} of type {type(returned).__name__}"
+        )
+    return RuleUpdates(*returned)
+
+
 def _common_arguments(
     loss_or_grads: Variable | Sequence[Variable], params: Iterable[SharedVariable], *, weight: Scalar | None = None
 ) -> RuleUpdates:
