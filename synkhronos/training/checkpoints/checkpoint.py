@@ -61,17 +61,7 @@ class CheckedDict(dict[str, Any]):
 
 
 class CheckpointContent(NamedTuple):
-    """Content of a checkpoint.
-
-    Attributes
-    ----------
-    path : Path
-    arrays : dict of str to ndarray
-    meta : dict
-        Anything that JSON can represent.
-    metrics : dict of str to float
-        Loss and validation at the time of the checkpoint.
-    """
+    """Content of a checkpoint: arrays, anything that JSON can represent, and loss and validation by name."""
 
     path: Path
     arrays: CheckedDict
@@ -193,9 +183,7 @@ class Checkpoint:
         return path
 
     def lock(self) -> None:
-        """Lock the folder for this object, and remove unfinished checkpoints of killed writers.
-
-        `save` calls this.
+        """Lock the folder for this object, and remove unfinished checkpoints of killed writers; `save` calls this.
 
         Raises
         ------
@@ -255,12 +243,7 @@ class Checkpoint:
         return None if best is None or costs[best] == np.inf else best
 
     def check_no_newer(self, seen: int) -> None:
-        """Raise if the folder has checkpoints of more than ``seen`` rows: they are of another training.
-
-        Raises
-        ------
-        CheckpointError
-        """
+        """Raise CheckpointError if the folder has checkpoints of more than ``seen`` rows, of another training."""
         for later in self.list_paths()[-1:]:
             if _sort_key(later)[0] > seen:
                 raise CheckpointError(
@@ -297,13 +280,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def copy_checkpoint(path: Path, folder: Path) -> Path:
-    """Copy a checkpoint into another folder, unless that has it; return its path there.
-
-    Raises
-    ------
-    OSError
-        For example if the disk is full; the folder is unchanged then.
-    """
+    """Copy a checkpoint into another folder, unless that has it; return its path there."""
     copy = folder / path.name
     if copy.exists():
         return copy

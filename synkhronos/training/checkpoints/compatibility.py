@@ -47,9 +47,8 @@ def describe_training(
 ) -> dict[str, Any]:
     """Describe the model, the rules and their options, for a checkpoint's ``meta``.
 
-    ``program`` is the kind of program that trains: "trainer" or "run".  ``update_rule`` has the name and the options,
-    None if they are unknown.  A training can resume from a checkpoint if both descriptions are equal, except for
-    `CHANGEABLE_OPTIONS`.
+    ``program`` is the kind of program that trains: "trainer" or "run".  A training can resume from a checkpoint if both
+    descriptions are equal, except for `CHANGEABLE_OPTIONS`.
     """
     name, options = update_rule or (None, {})
     return {

@@ -22,21 +22,10 @@ _UNSUPPORTED_ERRNOS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 
 
 class FolderLock:
-    """Exclusive lock of writers of one folder; readers need none.
+    """Exclusive lock of writers of one existing folder; readers need none.
 
-    A copy of this object, by `copy` or `pickle`, does not hold the lock.
-
-    Parameters
-    ----------
-    folder : Path
-        Existing folder.
-
-    Attributes
-    ----------
-    is_exclusive : bool
-        Whether the lock excludes other processes; False on file systems without locks, and before `acquire`.
-    path : Path
-        The file that is locked.
+    A copy of this object, by `copy` or `pickle`, does not hold the lock.  ``is_exclusive`` is False on file systems
+    without locks, and before `acquire`.
     """
 
     def __init__(self, folder: Path):
@@ -53,14 +42,8 @@ class FolderLock:
     def acquire(self) -> None:
         """Acquire the lock without waiting; does nothing if this object holds it.
 
-        On a file system without locks this warns, and the object holds a lock that excludes no other.
-
-        Raises
-        ------
-        BlockingIOError
-            If another object holds it, in this process or another; the message is the name of the process and its host.
-        OSError
-            If the file cannot be opened or locked.
+        On a file system without locks this warns, and the object holds a lock that excludes no other.  If another
+        object holds the lock, BlockingIOError names its process and host.
         """
         if self._file is not None:
             return

@@ -29,14 +29,8 @@ from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 class RankStateSpec:
     """Variables and exchange rule of a training, which determine the state of a rank.
 
-    Attributes
-    ----------
-    name : str
-        Key under which a rank stores the state.
-    memory : dict of str to Data, or in a task to LocalRows
-        Shared memory of the rule.
-    is_joint : bool
-        Whether each step is one command of all ranks.  Then their parameters are equal, and only rank 0's are saved.
+    A rank stores the state under ``name``.  ``memory`` is the shared memory of the rule, by name.  If each step is one
+    command of all ranks (``is_joint``), their parameters are equal, and only rank 0's are saved.
     """
 
     name: str
@@ -54,11 +48,8 @@ class RankStateSpec:
 def collect_state(worker: Worker, spec: RankStateSpec) -> dict[str, Any]:
     """Return the state of this rank; for joint steps, ranks other than 0 return only entries that may differ.
 
-    Returns
-    -------
-    dict
-        ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`,
-        ``streams`` those of its generators.  ``own``, ``step`` and ``since`` are attributes of `State`.
+    ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`, ``streams``
+    those of its generators.  ``own``, ``step`` and ``since`` are attributes of `State`.
     """
     variables, stored = spec.variables, worker.get_storage(spec.name)
     state: State | None = stored.get("state")
@@ -89,13 +80,7 @@ def _pack_states(states_by_rank: Sequence[dict[str, Any]]) -> dict[str, np.ndarr
 
 
 def _unpack_states(content: CheckpointContent) -> list[dict[str, Any]]:
-    """Return the state of each rank from a checkpoint.
-
-    Raises
-    ------
-    CheckpointError
-        If an array is missing, or its size differs from the description in the checkpoint.
-    """
+    """Return the state of each rank from a checkpoint; raise CheckpointError if it does not fit."""
     meta, arrays = content.meta, content.arrays
     shared = {name.removeprefix("shared."): array for name, array in arrays.items() if name.startswith("shared.")}
     states_by_rank: list[dict[str, Any]] = []
@@ -129,20 +114,9 @@ def write_states(
 ) -> None:
     """Write a checkpoint of all ranks.
 
-    Parameters
-    ----------
-    seen : int
-        Number of rows trained on so far; the launcher passes a number of steps.
-    description : dict
-        Result of `describe_training`.
-    states_by_rank : list of dict
-        Result of `collect_state` on each rank.
-    memory : dict of str to array
-        Shared memory of the rule.
-    is_joint : bool
-        As in `RankStateSpec`.
-    meta : dict
-        Further entries of the checkpoint's ``meta``.
+    ``seen`` is the number of rows trained on so far; the launcher passes a number of steps.  ``description`` is the
+    result of `describe_training`, ``states_by_rank`` that of `collect_state` on each rank, ``memory`` the shared memory
+    of the rule. ``meta`` has further entries of the checkpoint's ``meta``.
     """
     arrays = _pack_states(states_by_rank) | {f"shared.{name}": np.array(array) for name, array in memory.items()}
     own = {"ranks": len(states_by_rank), "alike": is_joint, "streams": [state["streams"] for state in states_by_rank]}

@@ -22,18 +22,12 @@ class VariablesByRole:
     Attributes
     ----------
     exchanged : list of shared variables
-        Variables that ranks exchange: parameters, followed by running averages.  Their values are named
+        Variables that ranks exchange: parameters, followed by ``n_averages`` running averages.  Their values are named
         ``params`` in `read_values` and in checkpoints.
     optimizer : list of shared variables, or None
         Variables of the update rule, such as velocities.  None if they are sharded.
-    excluded : list of shared variables
-        Parameters that are not exchanged.
-    others : list of shared variables
-        Other updated variables, such as counts.
-    generators : list of shared variables
-        Random generators.
-    n_averages : int
-        Number of running averages at the end of `exchanged`.
+    excluded, others, generators : list of shared variables
+        Parameters that are not exchanged; other updated variables, such as counts; random generators.
     """
 
     exchanged: list[Any]

@@ -37,12 +37,9 @@ class EpochLoop(ABC):
         Name of the metric that `early_stopping` observes, and whether its lowest or highest value is the best.
     patience : int or None
         Number of reports without an improvement after which the loop ends; None: no limit.
-    saves_best : bool
-        Whether to write a checkpoint at each new best report.
     checkpoint_every : int
-        Number of reports between two checkpoints; 0: no checkpoints.  One is also written at the end.
-    n_reports : int
-        Number of reports so far.
+        Number of reports between two checkpoints; 0: no checkpoints.  One is also written at the end, and at each new
+        best report if ``saves_best``.
     """
 
     metric: tuple[str, str]

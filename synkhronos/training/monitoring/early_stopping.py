@@ -12,18 +12,7 @@ _SIGNS = {"min": 1.0, "max": -1.0}
 
 
 def parse_monitored_metric(value: Any, name: str) -> tuple[str, str]:
-    """Check an argument that names a metric; return the name, and "min" or "max" for the best value.
-
-    Parameters
-    ----------
-    value : str or (str, {"min", "max"})
-    name : str
-        The argument's name, for the error.
-
-    Raises
-    ------
-    TypeError
-        If ``value`` is anything else.
+    """Check the argument ``name``, which names a metric; return the metric, and "min" or "max" for the best value.
 
     Examples
     --------
@@ -44,15 +33,7 @@ def to_cost(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
 
 @dataclass
 class EarlyStopping:
-    """Best value of a metric so far, as a cost: lower is better.
-
-    Attributes
-    ----------
-    metric : str
-        Description of the metric; "" before the first value.
-    n_reports_since_best : int
-        0 if the last report was the best.
-    """
+    """Best value of a metric so far, as a cost: lower is better; ``metric`` is empty before the first value."""
 
     metric: str = ""
     best: float = math.inf

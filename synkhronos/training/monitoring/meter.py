@@ -27,11 +27,8 @@ class RankTotals(NamedTuple):
 
     Attributes
     ----------
-    loss : float
-        Sum of the steps' losses, each times its weight.
-    weight : float
-        Sum of the weights: values of the model's weight, or numbers of rows.
-    rows, steps : int
+    loss, weight : float
+        Sum of the steps' losses, each times its weight, and sum of the weights: of the model, or numbers of rows.
     seconds : dict of str to float
         Time by activity: compute, exchange, wait, load.
     learning_rate : float
@@ -50,18 +47,7 @@ class RankTotals(NamedTuple):
 
 
 def resize_totals(totals: Sequence[RankTotals], n_ranks: int) -> list[RankTotals]:
-    """Convert totals to another number of ranks; sums over ranks, and means of seconds, are unchanged.
-
-    The first of the new totals has the sums.
-
-    Examples
-    --------
-    >>> first = RankTotals(1.0, 10.0, 10, 2, {"wait": 1.0}, 0.1, (0, 0.0))
-    >>> second = RankTotals(2.0, 5.0, 5, 1, {"wait": 2.0}, 0.1, (0, 0.0))
-    >>> [joined] = resize_totals([first, second], 1)
-    >>> joined.loss, joined.rows, joined.seconds
-    (3.0, 15, {'wait': 1.5})
-    """
+    """Convert totals to another number of ranks: the first has the sums over ranks, and all have the mean seconds."""
     if not totals or len(totals) == n_ranks:
         return list(totals)
     seconds = {name: float(np.mean([total.seconds[name] for total in totals])) for name in totals[0].seconds}
@@ -84,12 +70,7 @@ class ActivityTimer:
     """Context manager that adds the duration of a block to the time of an activity.
 
     The time for which the block waits for other ranks is added to ``wait`` instead.  A block that raises an exception
-    adds nothing.
-
-    Attributes
-    ----------
-    seconds_without_wait : float
-        Seconds of the block without waiting; 0 before its end.
+    adds nothing.  After the block, ``seconds_without_wait`` is its duration without waiting.
     """
 
     def __init__(self, seconds: dict[str, float], activity: str, get_wait_seconds: Callable[[], float]):
@@ -144,25 +125,9 @@ class _LineTotals:
 class Meter:
     """Counters of a rank's time, rows, steps and losses since the last report; also writes lines to recorders.
 
-    Parameters
-    ----------
-    loss_reader : callable
-        A `LossReader`.
-    launch_shapes : set of (int, int), optional
-        Shapes of the launches so far: number of steps, and of rows per step.  The meter adds new ones.
-    step : int
-        Number of steps that the rank has taken so far.
-    get_wait_seconds : callable
-        Returns the seconds for which this rank has waited for others so far.
-
-    Attributes
-    ----------
-    seconds : dict of str to float
-        Time by activity since the meter was made: compute, exchange, wait, load.
-    loss, weight, first_launches
-        As in `RankTotals`, without unread losses.
-    step : int
-        Number of steps that the rank has taken since the training began.
+    Attributes are those of `RankTotals`, without unread losses; ``seconds`` and ``step`` count from the beginning.
+    ``launch_shapes`` are the numbers of steps, and of rows per step, of the launches so far, to which the meter adds
+    new ones.  ``get_wait_seconds`` returns the seconds for which this rank has waited for others so far.
     """
 
     def __init__(
@@ -240,10 +205,9 @@ class Meter:
         )
 
     def write_lines(self, epoch: int, seen: int, learning_rate: float, flush: bool = False) -> None:
-        """Write a line to each recorder whose last line is ``every`` steps ago.
+        """Write a line to each recorder whose last line is ``every`` steps ago; with ``flush``, also after fewer steps.
 
-        With ``flush``, lines are also written after fewer steps.  ``epoch`` is the number of complete epochs, ``seen``
-        that of rows trained on so far, and ``learning_rate`` that of the last step.
+        ``epoch`` is the number of complete epochs, ``seen`` that of rows trained on so far.
         """
         for line in self._lines:
             if self.steps - line.steps < (1 if flush else line.recorder.every):

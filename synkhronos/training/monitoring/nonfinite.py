@@ -18,20 +18,10 @@ _BLOCK_NBYTES = 1 << 26
 
 
 def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
-    """Return a description of the first row with NaN or infinity, for an error message.
+    """Describe the first row with NaN or infinity, for an error message; return "" if all values are finite.
 
-    Parameters
-    ----------
-    arrays : dict of str to ndarray or Data
-        Arrays by their name in the message, searched in this order.  Arrays of integers are skipped.  Of an array of
-        `synkhronos.data_parts` only the rows of this host are searched.
-    rows : ndarray of int, optional
-        Indexes of the rows to search; default: all.
-
-    Returns
-    -------
-    str
-        Empty if all values are finite.
+    ``arrays`` have their names in the message as keys; integers are skipped, and of `synkhronos.data_parts` only the
+    rows of this host are searched.  ``rows`` are the indexes to search, by default all.
 
     Examples
     --------

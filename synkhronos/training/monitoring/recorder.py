@@ -140,19 +140,10 @@ class TensorBoard:
 
 
 def read_records(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return the records in a recorder's folder.
+    """Return the records in a recorder's folder by file: ``rank-0`` and so on, and ``reports``.
 
-    Lines that a killed process left incomplete are skipped.
-
-    Returns
-    -------
-    dict of str to list of dict
-        Records by the file's name without its suffix: ``rank-0`` and so on, and ``reports``.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the folder has no such file.
+    Lines that a killed process left incomplete are skipped.  FileNotFoundError is raised if the folder has no such
+    file.
     """
     folder = Path(folder)
     paths = sorted(folder.glob(RANK_FILE_TEMPLATE.format("*"))) + [folder / REPORT_FILE]

@@ -20,15 +20,9 @@ from synkhronos.training.train_function.weighted_mean import make_weighted_outpu
 
 
 class Metric(NamedTuple):
-    """Scalar expression with the reduction of its values over batches and ranks.
+    """Scalar expression, and the op that reduces its values over batches and ranks: one of `list_metric_ops`.
 
-    Attributes
-    ----------
-    expression : scalar variable
-    op : str
-        Reduction of the values: one of `list_metric_ops`.
-    weight : scalar variable, optional
-        Number of items that the expression is a mean over; None for the rows.
+    ``weight`` is the number of items that the expression is a mean over; None for the rows.
     """
 
     expression: Any
@@ -44,25 +38,9 @@ class Metric(NamedTuple):
 
 
 def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
-    """Return the metrics by name, from the argument `validate` of `make_trainer`.
+    """Return the metrics by name, from the argument `validate` of `make_trainer`; ``inputs`` are those of the model.
 
-    Parameters
-    ----------
-    validate : None, entry, list of entries, or dict of str to entry
-        An entry is a scalar variable, ``(variable, op)`` or ``(variable, "mean", weight)``.  Entries without a name are
-        called ``valid_0``, ``valid_1`` and so on.
-    inputs : list of variable
-        Inputs of the model.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an entry is not valid; the message names it.
-
-    Warns
-    -----
-    UserWarning
-        If a mean over rows has a denominator that depends on the values of inputs.
+    Metrics without a name are called ``valid_0``, ``valid_1`` and so on.
     """
     if validate is None:
         return {}
@@ -108,13 +86,7 @@ def _parse_metric(name: str, entry: Any) -> Metric:
 
 
 class MetricTotals:
-    """Reductions of metrics over batches.
-
-    Attributes
-    ----------
-    rows : int
-        Number of rows of all batches so far.
-    """
+    """Reductions of metrics over batches; ``rows`` is the number of rows so far."""
 
     def __init__(self, metrics: Mapping[str, Metric]):
         self._metrics = metrics

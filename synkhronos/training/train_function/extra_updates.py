@@ -27,15 +27,8 @@ UpdatesArgument = (
 class ExtraUpdate(NamedTuple):
     """Update in a training step that is not one of the rule's.
 
-    Attributes
-    ----------
-    shared : shared variable
-    expression : variable
-        New value of ``shared``.
-    op : {"mean", None}
-        With "mean", ranks average the new values by rows.  With None, each rank has its own value.
-    may_differ : bool
-        Whether ranks may compute different new values in one step, even if their variables are equal before it.
+    With the op "mean", ranks average the new values by rows; with None, each rank has its own.  ``may_differ`` says
+    whether ranks may compute different new values in one step, even if their variables are equal before it.
     """
 
     shared: SharedVariable

@@ -17,14 +17,8 @@ from synkhronos.training.updates.sharded_updates import ShardedVariable, get_sha
 class OptimizerState:
     """Access to the variables of an update rule as whole arrays.
 
-    Parameters
-    ----------
-    shareds : list of shared variables
-        Variables of the unsharded optimizer.
-    sharded_variables : dict
-        Sharded variables, by the variable of the unsharded optimizer.
-    n_ranks : int or None
-        Number of ranks that a sharded optimizer was made for; None if all variables are equal on all ranks.
+    ``sharded_variables`` are by the variable of the unsharded optimizer, ``shareds`` are all of these.  ``n_ranks`` is
+    None if all variables are equal on all ranks.
 
     Attributes
     ----------
@@ -43,12 +37,8 @@ class OptimizerState:
     def scatter_initial_values(self, sets_all_values: bool = False) -> None:
         """Scatter the shards of the initial values to the ranks of a new session; does nothing at later calls.
 
-        With ``sets_all_values`` the caller is about to set all values.
-
-        Raises
-        ------
-        RuntimeError
-            If the session with the present shards has ended, or has another number of ranks.
+        With ``sets_all_values`` the caller is about to set all values.  Otherwise RuntimeError is raised if the session
+        with the present shards has ended.
         """
         if self.n_ranks is None:
             return

@@ -32,12 +32,9 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     Attributes
     ----------
-    gradient : Call
-        Call of the function that writes the gradients of all ranks' shards into a matrix.
-    local_update : Call
-        Call of the function that replaces the gradient in this rank's row by new parameters.
-    whole_update : Call
-        Call of the function that sets the parameters to those in the matrix.
+    gradient, local_update, whole_update : Call
+        Calls that write the gradients of all ranks' shards into a matrix, replace the gradient in this rank's row by
+        new parameters, and set the parameters to those in the matrix.
     keys : tuple
         Keys of the matrix, of this rank's row of it, of this rank's number, and of its shards of the optimizer's state.
     gathers_gradient : bool

@@ -39,12 +39,8 @@ class StepCommand(_StepCommandFields, Command):
 
     Attributes
     ----------
-    gradient : Call
-        Call of the function that writes this rank's gradient into a shared variable.
-    reduce : AllReduceValues
-        All-reduce of that variable, and of no other.
-    update : Call
-        Call of the function that updates the parameters from it; without inputs and outputs.
+    gradient, reduce, update
+        Call that writes this rank's gradient into a shared variable, its all-reduce, and the call that updates from it.
     wire_dtype : str or None
         Dtype in which a fused launch sends the gradients; None for their own.
     n_tail : int
@@ -52,8 +48,7 @@ class StepCommand(_StepCommandFields, Command):
     n_steps : int
         Number of steps in one launch.  The rows of each rank are ordered by steps.
     every_rank_has_rows : bool
-        Whether each rank has rows to compute.  If not, no rank fuses the step: a fused one may send the gradient in
-        other chunks, or in another dtype.
+        If not, no rank fuses the step: a fused one may send the gradient in other chunks, or in another dtype.
     """
 
     __slots__ = ()

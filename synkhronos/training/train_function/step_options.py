@@ -11,20 +11,12 @@ from synkhronos.checks import check_at_least, check_choice, check_flag, check_nu
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a training step, checked; each is described at `synkhronos.training.make_train_function`.
-
-    Attributes
-    ----------
-    validate_ema : bool
-        Whether the averages of `ema` are validated instead of the parameters.
+    """Options of a training step, checked; each is described at `make_train_function` or `make_trainer`.
 
     Examples
     --------
     >>> StepOptions(clip_norm=1.0).non_defaults
     {'clip_norm': 1.0}
-    >>> StepOptions(clip_norm=0)
-    Traceback (most recent call last):
-    ValueError: clip_norm: expected a positive number, got 0
     """
 
     clip_norm: float | None = None

@@ -27,16 +27,13 @@ _trainer_numbers = itertools.count()
 class CompiledModel:
     """Compiled functions that take steps and validate, and the state that they change.
 
-    A *joint step* is one command of all ranks, which exchanges gradients.  A *local step* is taken by one rank alone.
+    A *joint step* is one command of all ranks, which exchanges gradients: under BSP on gradients.  Under other rules
+    each rank takes a *local step* alone.
 
     Attributes
     ----------
     joint_step : TrainFunction or None
-        The joint step, under BSP on gradients.
-    local_step : Function or None
-        The local step, under other rules.
-    validation : Function or None
-        Computes the metrics, if there are any.
+    local_step, validation : Function or None
     launch_shapes : set
         Shapes of joint launches so far; see `Meter`.
     """

@@ -56,14 +56,7 @@ class IntervalPlan:
 
 
 class InMemoryRows:
-    """Source of the rows of data in memory; that of a loader's rows is a `Feed`.
-
-    Parameters
-    ----------
-    data : list of Data, or on a rank of LocalRows
-    order : sequence of int
-        Indexes of the rows, in the epoch's order.
-    """
+    """Source of the rows of data in memory, in the order of the indexes ``order``; see also `Feed`."""
 
     max_steps_per_launch = _MAX_STEPS_PER_LAUNCH
     has_ended = False
@@ -109,13 +102,7 @@ class EpochData:
         self.n_epoch_rows = self.n_rows if self.ranks_by_host is None else sum(map(len, self._iterate_host_rows(0)))
 
     def count_rows(self) -> int:
-        """Count the rows that the data have now; the number may change between epochs.
-
-        Raises
-        ------
-        ValueError
-            If the arrays have different numbers of rows.
-        """
+        """Count the rows that the data have now; the number may change between epochs."""
         lengths = {self.n_rows} if self.loader is not None else {len(array) for array in self.data}
         if len(lengths) > 1:
             raise ValueError(f"x_data, y_data: expected equally many rows of each, got {[len(d) for d in self.data]}")

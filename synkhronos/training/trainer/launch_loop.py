@@ -16,14 +16,8 @@ from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
 class LaunchBatches(NamedTuple):
     """Successive batches of one launch, with one step per batch.
 
-    Attributes
-    ----------
-    rate_position : int
-        Position in the epoch for which the schedule computes the learning rate.
-    starts : list of int
-        Position of each batch's first row.
-    end : int
-        Position after the rows of these batches, on all ranks.
+    The schedule computes the learning rate for ``rate_position`` in the epoch.  ``starts`` are the positions of the
+    batches' first rows, ``end`` that after the rows of these batches, on all ranks.
     """
 
     rate_position: int
@@ -34,12 +28,8 @@ class LaunchBatches(NamedTuple):
 class LaunchLoop(BatchLoop):
     """Base class of loops over the rows of a `RowSource`.
 
-    Parameters
-    ----------
-    is_master : bool
-        Whether this process may show the progress bar.
-    rate : float
-        Present value of the learning rate's variable; NaN if it is unknown.
+    ``is_master`` says whether this process may show the progress bar.  ``rate`` is the present value of the learning
+    rate's variable; NaN if it is unknown.
     """
 
     on_poll: Any = None  # called repeatedly while this rank waits for a loader
@@ -94,12 +84,9 @@ class LaunchLoop(BatchLoop):
 
     @abstractmethod
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Launch one step per batch, whose row indexes are ``rows``.
+        """Launch one step per batch, with row indexes ``rows``; return losses as `TrainFunction.weighted_steps` does.
 
-        Returns
-        -------
-        list of (value, weight)
-            Loss and weight of each step, as from `TrainFunction.weighted_steps`; reading them waits for the step.
+        Reading a loss waits for its step.
         """
 
     @abstractmethod

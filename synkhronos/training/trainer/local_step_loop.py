@@ -25,15 +25,9 @@ _MAX_LAUNCH_NBYTES = 1 << 30
 class LocalStepLoop(LaunchLoop):
     """Loop of one rank that takes its own steps by a compiled function.
 
-    Parameters
-    ----------
-    step : LocalFunction
-        Takes a step, and returns the loss, followed by the weight if there is one.
-    learning_rate : shared variable
-        This rank's copy of the learning rate.
-    n_batches_taken : LocalRows
-        Number of batches that each group of ranks has taken, under asynchronous rules.  The last element is the number
-        of rounds of one batch per rank after which a signal stops the training; 0 without a signal.
+    ``step`` returns the loss, followed by the weight if there is one.  ``n_batches_taken`` has the number of batches
+    that each group of ranks has taken, under asynchronous rules.  Its last element is the number of rounds of one batch
+    per rank after which a signal stops the training; 0 without a signal.
     """
 
     def __init__(
@@ -177,13 +171,8 @@ def take_local_steps(
 ) -> tuple[int, RankTotals]:
     """Train this rank on its rows of an interval, then set the parameters to the rule's consensus.
 
-    The parameters are those of `LocalStepLoop`.
-
-    Returns
-    -------
-    end : int
-        Position up to which the ranks have trained: before ``plan.stop`` if a signal has stopped them.
-    totals : RankTotals
+    The parameters are those of `LocalStepLoop`.  Return the position up to which the ranks have trained (before
+    ``plan.stop`` if a signal has stopped them), and the totals.
     """
     storage, rule = worker.get_storage(spec.name), spec.rule
     state: State | None = storage.get("state")

@@ -310,13 +310,7 @@ class TrainerEpochLoop(EpochLoop):
         return self._get_outcome()
 
     def finish_interval(self, report: Report) -> None:
-        """Move to the next interval, and pass the report to the recorders.
-
-        Raises
-        ------
-        FloatingPointError
-            If the loss or a metric is infinite or NaN.
-        """
+        """Move to the next interval, and pass the report to the recorders; raise FloatingPointError for NaN."""
         if not all(map(math.isfinite, [report.loss, *report.validation.values()])):
             raise FloatingPointError(
                 f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: "

@@ -46,8 +46,6 @@ class TrainerPosition:
         The ranks' totals between ``interval_start`` and ``row``, after a stop between two reports.
     metrics : dict of str to float
         Loss and validation of the last report.
-    early_stopping : EarlyStopping
-        Best value of the metric so far.
     steps : int
         Number of joint steps; ranks that take their own steps count them in their `State`.
     rows_before : int
@@ -73,21 +71,12 @@ class TrainerPosition:
 
 
 class TrainerState:
-    """State of a trainer on the ranks, and its checkpoints.
-
-    Parameters
-    ----------
-    spec : RankStateSpec
-        Has all variables, those of a sharded optimizer included.
-    update_rule : (str, dict)
-        Name and options of the update rule.
-    sharded_step : TrainFunction, optional
-        The joint step, if its optimizer is sharded.
+    """State of a trainer on the ranks, and its checkpoints; ``update_rule`` is the result of `describe_update_rule`.
 
     Attributes
     ----------
     spec : RankStateSpec
-        Variables that each rank saves and restores; without those of a sharded optimizer.
+        Variables that each rank saves and restores; without those of a sharded optimizer, which ``sharded_step`` has.
     variables : VariablesByRole
         All variables.
     rate : float

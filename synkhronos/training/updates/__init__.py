@@ -1,15 +1,8 @@
 """Update rules for training one model on all ranks.
 
-Each rule returns a `RuleUpdates`, the triple ``(grad_updates, param_updates, grad_shared)``.
-
-Signatures, formulas and defaults are those of Lasagne.  One step takes three calls:
-
-1. a function with `grad_updates`: each rank writes the gradient of its own rows into one flat vector,
-2. ``synk.all_reduce(grad_shared)``: one collective, however many parameters there are,
-3. a function with `param_updates`: each rank moves its parameters by the reduced gradient.  All ranks hold
-   the same vector and the same parameters, so that they stay the same.
-
-`synkhronos.training.make_train_function` makes one callable of the three.
+Each rule returns a `RuleUpdates`, the triple ``(grad_updates, param_updates, grad_shared)``.  Signatures, formulas and
+defaults are those of Lasagne.  :doc:`extensions` shows the three calls of a step, which
+`synkhronos.training.make_train_function` makes one callable of.
 
 **The reduced gradient.**  By default the ranks' gradients have equal weights.  For a loss that is a mean over rows this
 is exact only if all ranks have the same number of rows.  Pass ``weight=x.shape[0]`` for an exact mean: each rank's
@@ -29,29 +22,6 @@ its own copy of a shared variable: give it a new value with ``synk.broadcast(lea
 
 **Types.**  Each parameter is updated in its own dtype.  The flat vector has the widest dtype among the
 parameters, and at least float32.
-
-Examples
---------
->>> import numpy as np
->>> import pytensor, pytensor.tensor as pt
->>> import synkhronos as synk
->>> from synkhronos.training.updates import nesterov_momentum
->>> x, y = pt.matrix("x"), pt.vector("y")
->>> w = pytensor.shared(np.zeros(3), name="w")
->>> loss = ((x @ w - y) ** 2).mean()
->>> rule = nesterov_momentum(loss, [w], learning_rate=0.1, weight=x.shape[0])
->>> grad_updates, param_updates, grad_shared = rule
->>> n = synk.fork(2, use_gpu=False)
->>> gradient = synk.function([x, y], (loss, "mean"), updates=grad_updates)
->>> update = synk.function([], updates=param_updates)
->>> x_data, y_data = synk.data(np.eye(3)), synk.data(np.array([1.0, 2.0, 3.0]))
->>> for step in range(300):
-...     value = gradient(x_data, y_data)
-...     synk.all_reduce(grad_shared)
-...     _ = update()
->>> print(w.get_value().round(3))
-[1. 2. 3.]
->>> synk.close()
 """
 
 from synkhronos.training.updates.decoupled_optimizers import adamw, lamb, lion, muon

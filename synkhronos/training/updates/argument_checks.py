@@ -40,13 +40,7 @@ def check_scalars(params: Sequence[Any], **scalars: Any) -> None:
 
 
 def as_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
-    """Convert a loss to its gradients; return a list of gradients unchanged.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If they are no scalar, or not one gradient for each parameter.
-    """
+    """Convert a loss to its gradients; return a list of gradients, one for each parameter, unchanged."""
     if not isinstance(loss_or_grads, list | tuple):
         expected = "loss_or_grads: expected a symbolic scalar or a list of gradients"
         library = _find_library(expected, loss_or_grads, *params)

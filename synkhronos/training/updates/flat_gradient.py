@@ -36,21 +36,9 @@ class RuleUpdates(NamedTuple):
 
 
 class FlatGradient:
-    """The gradients of all parameters in one shared vector.
+    """The gradients of all parameters in one shared vector: one long collective is faster than many short ones.
 
-    One long collective is faster than many short ones.
-
-    Parameters
-    ----------
-    loss_or_grads : scalar variable, or list of variables
-        A loss, or its gradients, one for each parameter.
-    params : iterable of shared variables
-        Parameters.
-    weight : number or symbolic scalar, optional
-        Weight of this rank's gradient in the mean.  None: ranks have equal weights.  A gradient of weight 0 counts as
-        zeros, even if it is NaN.
-    **scalars : numbers or symbolic scalars
-        Hyperparameters of the rule, which are checked.
+    The arguments are those of update rules; ``scalars`` are hyperparameters, which are checked.
 
     Attributes
     ----------
@@ -60,7 +48,8 @@ class FlatGradient:
     shared : shared variable
         The vector of gradients; with `weight`, followed by the weight.
     expression : variable
-        Value that a rank writes into it: the gradients; with `weight`, their products with it.
+        Value that a rank writes into it: the gradients; with `weight`, their products with it.  A gradient of weight 0
+        counts as zeros, even if it is NaN.
     """
 
     def __init__(
@@ -104,12 +93,9 @@ class FlatGradient:
 
 
 class VectorPieces(list[Variable]):
-    """Consecutive pieces of a vector, each with the shape of a parameter.
+    """Consecutive pieces of a vector, each with the shape of a parameter; ``whole`` has all of them as one vector.
 
-    Attributes
-    ----------
-    whole : variable
-        All pieces as one vector.  A sum over it is one kernel on a GPU, instead of one or two for each piece.
+    A sum over ``whole`` is one kernel on a GPU, instead of one or two for each piece.
     """
 
     def __init__(self, pieces: Iterable[Variable], whole: Variable):

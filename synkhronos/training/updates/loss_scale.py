@@ -26,14 +26,9 @@ _MAX_SCALE = 2.0**24
 
 
 def compute_gradients_with_loss_scale(loss: Any, params: Any) -> tuple[Any, list[Any]]:
-    """Compute gradients by a backward pass of the scaled loss, and divide them by the scale.
+    """Return a scale, a shared float32 scalar, and the gradients of the scaled loss divided by it.
 
-    Returns
-    -------
-    scale : shared variable
-        A scalar of float32.
-    gradients : list of variables
-        Gradient of each parameter, in at least float32; infinite or NaN where the scaled gradient overflows.
+    The gradients have at least float32, and are infinite or NaN where the scaled gradient overflows.
     """
     params = check_params(params)
     as_gradients(loss, params)
@@ -44,10 +39,7 @@ def compute_gradients_with_loss_scale(loss: Any, params: Any) -> tuple[Any, list
 
 
 def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
-    """Return updates that change nothing but the scale, unless the reduced gradient is finite.
-
-    The scale is halved after a skipped step, and doubled after 2,000 successive other steps.
-    """
+    """Return updates that change nothing but the scale and its counter, unless the reduced gradient is finite."""
     library, vector = get_library(scale), updates.grad_shared
     tensor = library.tensor
     zero, one, two = (np.asarray(value, "float32") for value in (0, 1, 2))

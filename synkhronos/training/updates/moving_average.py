@@ -11,19 +11,10 @@ from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar
 
 
 def add_moving_averages(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[RuleUpdates, list[Any]]:
-    r"""Add updates that compute moving averages of the parameters over steps.
+    """Add updates that compute moving averages of the parameters; return them, and the averages, in at least float32.
 
-    Returns
-    -------
-    updates : RuleUpdates
-    averages : list of shared variables
-        Average of each parameter, in at least float32.
-
-    Notes
-    -----
-    .. math:: e_t = d\, e_{t-1} + (1 - d)\, p_t
-
-    where :math:`e_0 = p_0` are the parameters before the first step, even if they have changed since the rule was made.
+    They are e_t = d e_{t-1} + (1 - d) p_t, from the parameters before the first step, even if they have changed since
+    the rule was made.
     """
     library = get_library(*params)
     tensor = library.tensor

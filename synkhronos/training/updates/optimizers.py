@@ -114,10 +114,9 @@ def _add_velocity(
     add_velocity: Callable[[Any, Any, Any, Any], NewValues],
     name: str = "velocity",
 ) -> Updates:
-    """Add a velocity to the steps of `updates`.
+    """Add a velocity to the steps of `updates`: ``add_velocity(p, target, v, m)`` returns the new values of both.
 
-    ``add_velocity(p, target, v, m)`` returns the new values of the parameter and of its velocity; ``target`` is the new
-    value of the parameter in `updates`.
+    ``target`` is the new value of the parameter in `updates`.
     """
     if isinstance(updates, tuple) and len(updates) == 3:
         grad_updates, param_updates, grad_shared = updates

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,8 +47,6 @@ class ShardedVariable(NamedTuple):
         Vector with this rank's elements.
     whole : shared variable
         The variable of the unsharded optimizer, which functions do not update.
-    shape : tuple of int
-        Shape of the whole variable.
     initial_value : ndarray
         Initial value of the whole variable, or one of its elements if all are equal.
     """
@@ -58,30 +56,14 @@ class ShardedVariable(NamedTuple):
     shape: tuple[int, ...]
     initial_value: np.ndarray
 
-    @property
-    def size(self) -> int:
-        """Number of elements of the whole variable."""
-        return int(np.prod(self.shape))
-
 
 @dataclass(eq=False)
 class _ShardedValue:
     """Value of a variable of the rule's graph, in the rewritten graph of one rank.
 
-    Attributes
-    ----------
-    variable : variable
-        The original variable.
-    shard : variable or None
-        Vector with this rank's elements of `variable`; None if these do not correspond to elements of a parameter.
-    param_index : int or None
-        Index of the parameter whose elements correspond to those of `variable`.
-    make_whole : callable
-        Returns the whole value; raises `_NotWholeError` if it depends on a sharded variable.
-    pieces : list of (int, _ShardedValue)
-        For a concatenation of several vectors, their lengths and values; else empty.
-    is_unchanged : bool
-        Whether the original variable depends on no sharded variable.
+    ``shard`` has this rank's elements of it, if they correspond to elements of the parameter ``param_index``.
+    ``make_whole`` returns the whole value, or raises `_NotWholeError` if it depends on a sharded variable.  ``pieces``
+    are the lengths and values of the parts of a concatenation.  If ``is_unchanged``, it depends on no sharded variable.
     """
 
     variable: Any
@@ -90,18 +72,15 @@ class _ShardedValue:
     param_index: int | None = None
     pieces: list[tuple[int, _ShardedValue]] = field(default_factory=list)
     is_unchanged: bool = False
-    _whole: Any = None
 
     @classmethod
     def from_whole(cls, variable: Any, whole: Any, is_unchanged: bool = False) -> _ShardedValue:
         """Make the value of a variable whose whole value is known."""
         return cls(variable, lambda: whole, is_unchanged=is_unchanged)
 
-    @property
+    @cached_property
     def whole(self) -> Any:
-        if self._whole is None:
-            self._whole = self.make_whole()
-        return self._whole
+        return self.make_whole()
 
     @property
     def is_replicated(self) -> bool:
@@ -116,24 +95,13 @@ class _NotWholeError(Exception):
 class ShardedUpdates:
     """Updates of a rule, sharded over the ranks.
 
-    Parameters
-    ----------
-    updates : RuleUpdates
-        Updates of whole parameters from a vector: their gradients in the order of `params`, followed by a tail.
-    params : list of shared variables
-    n_ranks : int
-        Number of ranks.
-    rule_name : str
-        Name of the update rule in errors.
+    ``updates`` read a vector of the gradients of whole parameters, in their order, followed by a tail.  ``rule_name``
+    is the rule's name in errors.
 
     Attributes
     ----------
-    grad_shared : shared variable
-        Matrix with a row for each rank; see the module's docstring.
-    row : shared variable
-        This rank's row.
-    rank : shared variable
-        Number of this rank.
+    grad_shared, row, rank : shared variable
+        Matrix with a row for each rank (see the module's docstring); this rank's row; this rank's number.
     grad_updates, local_updates, whole_updates : OrderedDict
         New values of shared variables: from the rank's rows of the batch, from the reduced row, and from the new
         parameters of all ranks.
@@ -305,11 +273,8 @@ class ShardedUpdates:
                 return _ShardedValue(variable, lambda: variable, self._take_shard(i, p), i)
         if variable in self._sharded_variables:
             i, state = self._sharded_variables[variable]
-
-            def refuse() -> Any:
-                raise _NotWholeError(f"the whole of {state.whole.name or 'a variable of the rule'}")
-
-            return _ShardedValue(variable, refuse, state.shared, i)
+            error = _NotWholeError(f"the whole of {state.whole.name or 'a variable of the rule'}")
+            return _ShardedValue(variable, partial(_raise, error), state.shared, i)
         if variable is self._vector:
             return self._make_vector_value()
         return _ShardedValue.from_whole(variable, variable, is_unchanged=True)
@@ -368,7 +333,7 @@ class ShardedUpdates:
                 try:
                     values[out] = self._rewrite_node(node, i, inputs)
                 except _NotWholeError as error:
-                    values[out] = _ShardedValue(out, _make_raiser(error))
+                    values[out] = _ShardedValue(out, partial(_raise, error))
         return values
 
     def _rewrite_node(self, node: Any, number: int, inputs: list[_ShardedValue]) -> _ShardedValue:
@@ -409,8 +374,7 @@ class ShardedUpdates:
                 shards = [_as_number(value) if value in scalars_only else self._get_shard(i, value) for value in inputs]
                 return _ShardedValue(out, make_whole, node.op(*shards), i)
             # Some operand is broadcast along an axis: compute the whole if possible, and take this rank's elements.
-            whole = make_whole()
-            return _ShardedValue.from_whole(out, whole)
+            return _ShardedValue.from_whole(out, make_whole())
         vectors = [value for value in arrays if value.pieces]
         if len(vectors) == 1 and len(arrays) == 1:
             (vector,) = vectors
@@ -433,16 +397,15 @@ class ShardedUpdates:
 
     def _rewrite_piece(self, node: Any, inputs: list[_ShardedValue], piece: _ShardedValue) -> _ShardedValue:
         """Make the value of an elementwise operation on a piece of a vector, and scalars."""
+
+        def apply(operand: Any) -> Any:
+            return node.op(*[operand if value is piece else _as_number(value) for value in inputs])
+
         if piece.param_index is None:
-            new = node.op(*[value.whole if value is piece else _as_number(value) for value in inputs])
+            new = apply(piece.whole)
             return _ShardedValue.from_whole(new, new)
-        shard = node.op(*[piece.shard if value is piece else _as_number(value) for value in inputs])
-        return _ShardedValue(
-            shard,
-            lambda: node.op(*[piece.whole if value is piece else _as_number(value) for value in inputs]),
-            shard,
-            piece.param_index,
-        )
+        shard = apply(piece.shard)
+        return _ShardedValue(shard, lambda: apply(piece.whole), shard, piece.param_index)
 
     def _get_shard(self, i: int, value: _ShardedValue) -> Any:
         """Return this rank's elements of a value with as many elements as parameter ``i``."""
@@ -493,11 +456,8 @@ def _slice_whole(vector: _ShardedValue, start: int, stop: int) -> Any:
     return vector.whole[start:stop]
 
 
-def _make_raiser(error: Exception) -> Callable[[], Any]:
-    def raise_again() -> Any:
-        raise error
-
-    return raise_again
+def _raise(error: Exception) -> Any:
+    raise error
 
 
 def _get_size(shape: Sequence[int]) -> int:

@@ -45,13 +45,7 @@ _RULE_RETURNS_DOC = """RuleUpdates
 
 
 class FormulaContext:
-    """Operations that a formula uses for one parameter; ``c(value)`` is a number or scalar in the parameter's dtype.
-
-    Attributes
-    ----------
-    tensor : module
-        ``tensor`` of the graph library.
-    """
+    """Operations that a formula uses for one parameter; ``c(value)`` is a number or scalar in the parameter's dtype."""
 
     def __init__(
         self, flat: FlatGradient, param: SharedVariable, common_updates: OrderedDict[SharedVariable, Variable]
