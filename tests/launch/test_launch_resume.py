@@ -113,7 +113,7 @@ def test_checkpoint_names_update_rule_variables():
     }
     for before, after in itertools.product(names, repeat=2):
         if before == after:
-            compatibility.check_description(
+            compatibility.check_same_training(
                 "rows",
                 names[before],
                 compatibility.describe_training(
@@ -122,7 +122,7 @@ def test_checkpoint_names_update_rule_variables():
             )
         else:
             with pytest.raises(CheckpointError, match="is of another model: its variables of the update rule are"):
-                compatibility.check_description("rows", names[before], names[after])
+                compatibility.check_same_training("rows", names[before], names[after])
 
 
 @pytest.fixture(scope="module")

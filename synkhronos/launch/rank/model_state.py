@@ -31,14 +31,6 @@ from synkhronos.training.monitoring.recorder import filter_lines
 
 #: Key under which a rank stores its instance, and the `State` of the rule, between tasks.
 STORAGE_KEY = "launch"
-#: Types of the rank_entries of a run's checkpoint, besides those of `describe_training`.
-_METADATA_TYPES: dict[str, Any] = {
-    "epochs": int,
-    "stop": dict,
-    "host_generators": list,
-    "totals": list,
-    "within": list | None,
-}
 
 
 class ModelState:
@@ -173,7 +165,7 @@ class ModelState:
         """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
         worker = self.worker
         meta = worker.broadcast(read_metadata(path) if worker.number == 0 else None)
-        check_same_training(path, meta, self.describe(), _METADATA_TYPES)
+        check_same_training(path, meta, self.describe())
         self.early_stopping = EarlyStopping.from_json(meta["stop"])
         if self.settings.keep_best:
             self.early_stopping.set_metric(" ".join(self.settings.keep_best))

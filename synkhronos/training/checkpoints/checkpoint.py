@@ -21,6 +21,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,12 +53,6 @@ class CheckedDict(dict[str, Any]):
         raise CheckpointError(
             f"{self._path} has no {self._entry_kind} {key!r}: it has {', '.join(sorted(self)) or 'none'}"
         )
-
-    def check_types(self, types: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if an entry is missing, or of another type."""
-        for key, expected_type in types.items():
-            if not isinstance(self[key], expected_type):
-                raise CheckpointError(f"{self._path} has {key} = {self[key]!r}, which is no {expected_type}")
 
 
 class CheckpointContent(NamedTuple):
@@ -328,9 +323,7 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 
 def _parse_header(path: Path, content: bytes) -> dict[str, Any]:
-    def parse(text: bytes) -> Any:
-        return json.loads(text, object_hook=lambda items: CheckedDict(path, "entry", items))
-
+    parse = partial(json.loads, object_hook=partial(CheckedDict, path, "entry"))
     header = _parse_file(path, _META_FILE, content, parse)
     tables = [header, header.get("meta"), header.get("metrics")] if isinstance(header, dict) else [header]
     if not all(isinstance(table, dict) for table in tables):
@@ -355,7 +348,10 @@ def _read_and_verify(path: Path, *names: str) -> dict[str, bytes]:
         # The folder is opened once: a writer may replace it in the meantime.
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            contents = {name: _read_file(name, folder) for name in (*names, _SUMS_FILE)}
+            contents = {}
+            for name in (*names, _SUMS_FILE):
+                with open(name, "rb", opener=partial(os.open, dir_fd=folder)) as file:
+                    contents[name] = file.read()
         finally:
             os.close(folder)
     except FileNotFoundError as error:
@@ -369,11 +365,6 @@ def _read_and_verify(path: Path, *names: str) -> dict[str, bytes]:
         if f"{_compute_digest(content)}  {name}" not in sums:
             raise _make_damage_error(path, f"{name} has another digest than {_SUMS_FILE} says")
     return contents
-
-
-def _read_file(name: str, folder: int) -> bytes:
-    with open(name, "rb", opener=lambda path, flags: os.open(path, flags, dir_fd=folder)) as file:
-        return file.read()
 
 
 def _make_damage_error(path: Path, reason: str) -> CheckpointError:
@@ -404,20 +395,15 @@ def _import_safetensors() -> Any:
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files into a folder, and wait until all of it is on the disk."""
     for name, content in files.items():
-        _write_file(folder / name, content)
+        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(file, view[: 1 << 24]) :]
+            os.fsync(file)
+        finally:
+            os.close(file)
     _sync_folder(folder)
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    """Write a file, and wait until it is on the disk."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(file, view[: 1 << 24]) :]
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from synkhronos.checks import is_number
 from synkhronos.graphs import get_library
 from synkhronos.rules import Rule
-from synkhronos.training.checkpoints.checkpoint import CheckedDict, CheckpointError
+from synkhronos.training.checkpoints.checkpoint import CheckpointError
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.updates.flat_gradient import get_shape
 
@@ -18,20 +18,6 @@ from synkhronos.training.updates.flat_gradient import get_shape
 CHANGEABLE_OPTIONS = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
 #: Placeholder of options that are not numbers, booleans or strings, such as shared variables; it equals any value.
 _SYMBOLIC = "symbolic"
-#: Types of the entries of ``meta`` that `describe_training` and `write_states` make.
-_METADATA_TYPES: dict[str, Any] = {
-    "kind": str,
-    "rule": str,
-    "asynchronous": bool,
-    "rule_options": dict,
-    "update_rule": str | None,
-    "update_rule_options": dict,
-    "variables": dict,
-    "generators": list,
-    "ranks": int,
-    "alike": bool,
-    "streams": list,
-}
 #: Names of the roles of variables in error messages.
 _ROLE_DESCRIPTIONS = {
     "params": "exchanged parameters",
@@ -65,24 +51,8 @@ def describe_training(
     }
 
 
-def check_same_training(
-    path: Any, meta: CheckedDict, expected_meta: Mapping[str, Any], types: Mapping[str, Any]
-) -> None:
-    """Check that a checkpoint is of this training, whose `describe_training` is ``expected_meta``.
-
-    ``types`` are those of the caller's own entries of ``meta``.
-
-    Raises
-    ------
-    CheckpointError
-        If an entry is missing or has another type, or the training is another; the message names the difference.
-    """
-    meta.check_types({**_METADATA_TYPES, **types})
-    check_description(path, meta, expected_meta)
-
-
-def check_description(path: Any, meta: Mapping[str, Any], expected_meta: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``."""
+def check_same_training(path: Any, meta: Mapping[str, Any], expected_meta: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``, that of this training."""
     if meta["kind"] != expected_meta["kind"]:
         raise CheckpointError(f"{path} is a checkpoint of a {meta['kind']}, got a {expected_meta['kind']}")
     _check_variables(path, "params", meta, expected_meta)  # first: with another model, everything else may differ too

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,25 +89,10 @@ class ActivityTimer:
             self._seconds[self._activity] += self.seconds_without_wait
 
 
-class RankRecorder(Protocol):
-    """Interface of recorders of a rank's lines: `Recorder`, and the launcher's `ModelRecorder`.
-
-    Attributes
-    ----------
-    every : int
-        Number of steps between two lines.
-    """
-
-    every: int
-
-    def write_rank_record(self, rank: int, record: dict[str, Any]) -> None:
-        """Write a record as a line of a rank."""
-
-
 class _LineTotals:
     """Counters at a recorder's last line, and sums of losses since then."""
 
-    def __init__(self, recorder: RankRecorder):
+    def __init__(self, recorder: Any):
         self.recorder = recorder
 
     def begin(self, meter: Meter) -> None:
@@ -126,14 +111,15 @@ class Meter:
     """Counters of a rank's time, rows, steps and losses since the last report; also writes lines to recorders.
 
     Attributes are those of `RankTotals`, without unread losses; ``seconds`` and ``step`` count from the beginning.
-    ``launch_shapes`` are the numbers of steps, and of rows per step, of the launches so far, to which the meter adds
-    new ones.  ``get_wait_seconds`` returns the seconds for which this rank has waited for others so far.
+    ``recorders`` have a number of steps ``every`` and a method ``write_rank_record(rank, record)``.  ``launch_shapes``
+    are the numbers of steps, and of rows per step, of the launches so far, to which the meter adds new ones.
+    ``get_wait_seconds`` returns the seconds for which this rank has waited for others so far.
     """
 
     def __init__(
         self,
         rank: int,
-        recorders: Sequence[RankRecorder],
+        recorders: Sequence[Any],
         loss_reader: LossReader,
         launch_shapes: set[Any] | None = None,
         step: int = 0,

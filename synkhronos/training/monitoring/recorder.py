@@ -108,8 +108,6 @@ class TensorBoard:
     ----------
     folder : path
         Created if it does not exist.
-    purge_step : int, optional
-        Number of rows at which a training is resumed: TensorBoard drops earlier events from there on.
 
     Raises
     ------
@@ -117,7 +115,7 @@ class TensorBoard:
         If tensorboardX is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], purge_step: int | None = None):
+    def __init__(self, folder: str | os.PathLike[str]):
         import_package("tensorboardX", "TensorBoard needs tensorboardX", "tensorboard")
         from tensorboardX import event_file_writer, summary
         from tensorboardX.proto import event_pb2
@@ -126,9 +124,6 @@ class TensorBoard:
         os.makedirs(folder, exist_ok=True)
         # A SummaryWriter would write from a thread, at some later time: a killed process would lose events.
         self._file = event_file_writer.EventsWriter(os.path.join(folder, "events"))
-        if purge_step is not None:
-            log = event_pb2.SessionLog
-            self._file.write_event(event_pb2.Event(step=purge_step, session_log=log(status=log.START)))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write an event for each number of a record; the step is the number of rows seen so far."""

@@ -23,14 +23,6 @@ from synkhronos.training.schedules import Schedule
 from synkhronos.training.train_function.train_function import TrainFunction
 from synkhronos.training.trainer.epoch_data import EpochData
 
-#: Entries of a trainer's checkpoint, besides those of `describe_training`.
-_METADATA_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("seen", "epoch", "row", "start", "seed", "count", "steps_taken"), int),
-    "outcomes": list,
-    **dict.fromkeys(("stop", "schedule", "metrics"), dict),
-    "parts": list | None,
-}
-
 
 @dataclass
 class TrainerPosition:
@@ -156,7 +148,7 @@ class TrainerState:
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
         """Restore all ranks and the position from a checkpoint; return the number of rows trained on so far."""
         meta = read_metadata(path)
-        check_same_training(path, meta, self._describe(), _METADATA_TYPES)
+        check_same_training(path, meta, self._describe())
         is_grown = not meta["row"] and meta["count"] < data.n_rows  # rows were appended after an epoch
         if meta["count"] != data.n_rows and not is_grown or meta["seed"] != data.seed:
             raise CheckpointError(
@@ -181,6 +173,7 @@ class TrainerState:
             rows_before=meta["seen"] - meta["row"],
             order_key=data.order_key,
         )
+        schedule_state = meta["schedule"]  # a missing entry is an error before anything is restored
         if self.spec.memory:
             self.allocate_memory()  # zeros on every host
         run(rank_state.restore_state, self.spec, str(path), ranks.get_session().rank.number)
@@ -188,7 +181,7 @@ class TrainerState:
             self.set_sharded_optimizer(read_checkpoint(path).arrays["0.optimizer"])
         if not self.spec.is_joint:
             run(rank_state.use_consensus_params, self.spec.name, self.spec.rule)
-        schedules.set_state(schedule, meta["schedule"])
+        schedules.set_state(schedule, schedule_state)
         self.position = position
         return int(meta["seen"])
 
