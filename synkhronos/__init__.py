@@ -35,7 +35,6 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.processes import bytes_sent, close, fork
 from synkhronos.ranks import WorkerError
 from synkhronos.rules import Rule as _Rule
-from synkhronos.rules.launchable_rule import register_launcher as _register_launcher
 from synkhronos.tasks import Worker, run
 from synkhronos.timelines import Timeline, timeline
 
@@ -82,4 +81,4 @@ def _launch(rule: _Rule, *arguments: _Any, **settings: _Any) -> _Any:
 
 
 # Rules are in a lower layer than the launcher, and cannot import it.
-_register_launcher(_launch)
+_Rule.launch = _launch

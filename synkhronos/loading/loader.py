@@ -267,11 +267,6 @@ class Loader:
         tuple of ndarray
             Views of shared memory, of shape ``(rows, ...)``.  They are valid until the next iteration.
 
-        Raises
-        ------
-        LoadError, MemoryError
-            As for `epoch`.
-
         Examples
         --------
         >>> import numpy as np
@@ -372,14 +367,8 @@ class Loader:
 class Feed:
     """Access to a loader's rows by their positions in an epoch, for the trainer or for each rank.
 
-    A feed may be an argument of `synkhronos.run`.  Then each rank calls `open` with its number.
-
-    Attributes
-    ----------
-    data : list of Data, or in a task of LocalRows
-        The ring's arrays, one for each array of a row.
-    max_steps_per_launch : int
-        Maximal number of units that a consumer may hold at a time, and thus of steps in a launch.
+    A feed may be an argument of `synkhronos.run`.  Then each rank calls `open` with its number.  ``data`` are the
+    ring's arrays, one for each array of a row.  A consumer may hold at most ``max_steps_per_launch`` units at a time.
     """
 
     def __init__(self, pool: _LoaderPool, unit: int, plan: ReadPlan, count: int):
@@ -450,10 +439,8 @@ def record_position(loader: Loader, feed: Feed, row: int) -> None:
 class _LoaderPool:
     """Loader processes and the memory of their ring, in the process that owns them.
 
-    Parameters
-    ----------
-    in_session : bool
-        Whether the ring's arrays are Data, which all ranks map; else this process and the loader processes map them.
+    If ``in_session``, the ring's arrays are Data, which all ranks map; else this process and the loader processes map
+    them.
     """
 
     def __init__(self, config: LoaderConfig, in_session: bool):
@@ -513,10 +500,7 @@ class _LoaderPool:
         self.ring.start_plan(plan)
 
     def end_if_memory_moved(self) -> None:
-        """End the loader processes after a replacement of workers by new processes, whose memory is another.
-
-        The rows read so far are in that memory, too.
-        """
+        """End the loader processes after a replacement of workers by new processes, whose memory is another."""
         if self._session is not None and not self._session.has_forked_workers:
             _kill_loaders(self.pids)
 

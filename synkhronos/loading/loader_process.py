@@ -44,16 +44,9 @@ _OWNER_POLL_SECONDS = 0.5
 
 @dataclass
 class LoaderConfig:
-    """Configuration of the loader processes of a loader.
+    """Configuration of the loader processes of a loader; ``source`` is a result of `as_source`.
 
-    Attributes
-    ----------
-    source
-        Result of `synkhronos.loading.sources.as_source`.
-    skips_unreadable : bool
-        Whether rows that can't be read are skipped.
-    array_specs : list of (shape, dtype)
-        Shape and dtype string of each array of a row.
+    ``array_specs`` are the shape and the dtype string of each array of a row.
     """
 
     source: Any
@@ -65,19 +58,10 @@ class LoaderConfig:
 
 
 def pack_config(config: LoaderConfig) -> tuple[io.FileIO, int]:
-    """Pickle a configuration into shared memory; all loader processes map the same copy of its arrays.
+    """Pickle a configuration into shared memory; return the memory's file and size.
 
-    Returns
-    -------
-    file : file
-        Open file of the memory.
-    nbytes : int
-        Size of the memory.
-
-    Raises
-    ------
-    TypeError
-        If the source or the augmentation can't be pickled.
+    All loader processes map the same copy of its arrays.  TypeError is raised if the source or the augmentation can't
+    be pickled.
     """
     buffers: list[pickle.PickleBuffer] = []
     try:
@@ -106,16 +90,8 @@ def start_loader_process(
 ) -> int:
     """Start a loader process and return its process id.
 
-    Parameters
-    ----------
-    number : int
-        Number of the process among the processes of the loader.
-    packed_config : (file, int)
-        Result of `pack_config`.
-    ring_files : list of file
-        Files of the ring's words, then of its arrays.
-    process_socket : socket
-        The process's end of the pair of sockets.
+    ``number`` is that of the process among those of the loader, ``packed_config`` the result of `pack_config`.
+    ``ring_files`` are those of the ring's words, then of its arrays.
     """
     config_file, config_nbytes = packed_config
     fds = [config_file.fileno(), process_socket.fileno(), *(file.fileno() for file in ring_files)]

@@ -112,16 +112,8 @@ def iterate_units(plan: ReadPlan, count: int, unit_rows: int) -> Iterator[tuple[
 class RingLayout(NamedTuple):
     """Dimensions of a ring, and byte offsets of its parts.
 
-    Attributes
-    ----------
-    n_consumers : int
-        Maximal number of consumers.
-    n_loaders : int
-        Number of loader processes.
-    n_slots : int
-        Number of units that fit into the ring.
-    unit_rows : int
-        Number of rows of a unit.
+    It has ``n_slots`` units, each of ``unit_rows`` rows, for at most ``n_consumers`` consumers and for ``n_loaders``
+    processes.
     """
 
     n_consumers: int
@@ -157,18 +149,10 @@ class RingLayout(NamedTuple):
 
 
 class Ring:
-    """One process's view of a ring.
+    """One process's view of a ring in shared memory.
 
-    Parameters
-    ----------
-    memory : ndarray of uint8
-        The ring's shared memory.
-    index : int
-        Number of this process: consumers come first, then loader processes.
-    pids : list of int
-        Process ids of the loader processes.
-    initialised : bool
-        Whether another process has initialised the semaphores.
+    ``index`` is the number of this process: consumers come first, then loader processes, whose process ids are
+    ``pids``. ``initialised`` says whether another process has initialised the semaphores.
 
     Attributes
     ----------
@@ -210,15 +194,7 @@ class Ring:
     def wait_until(
         self, is_ready: Callable[[], bool], check: Callable[[], None], poll_seconds: float = POLL_SECONDS
     ) -> None:
-        """Wait until ``is_ready()`` is true.
-
-        Parameters
-        ----------
-        check : callable
-            Called about every ``poll_seconds`` seconds; raises an exception to end the wait.
-        poll_seconds : float
-            Interval between calls of ``check``.
-        """
+        """Wait until ``is_ready()`` is true; call ``check`` about every ``poll_seconds``, which may raise."""
         next_check = time.perf_counter() + poll_seconds
         try:
             while True:
@@ -273,19 +249,10 @@ class Ring:
         return min(self._filled) >= self._make_tag(unit + 1)
 
     def wait_filled(self, unit: int, position: tuple[int, int], on_poll: Callable[[], None] | None = None) -> None:
-        """Wait until a unit is filled.
+        """Wait until a unit is filled; raise LoadError if a row of it can't be read, or a loader process has died.
 
-        Parameters
-        ----------
-        position : (int, int)
-            Epoch and row at which the unit starts, for errors.
-        on_poll : callable, optional
-            Called regularly during the wait; may raise an exception.
-
-        Raises
-        ------
-        LoadError
-            If a row of the unit can't be read, or a loader process has died.
+        ``position`` is the epoch and row at which the unit starts, for errors.  ``on_poll`` is called regularly, and
+        may raise.
         """
 
         def check() -> None:

@@ -33,27 +33,10 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class FileArray:
-    """Array that is the concatenation of arrays in files, along the first axis.
+    """Array that is the concatenation of arrays in files, along the first axis; `npy`, `npz` and `hdf5` make it.
 
-    Parameters
-    ----------
-    paths : list of str
-    open_file : callable
-        Takes a path and returns an array, or another object with ``shape``, ``dtype`` and ``[row]``.
-    name : str, optional
-        The array's name in its files, for errors.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        All files' rows together.
-    dtype : dtype
-    ndim : int
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an array has no rows or no numbers, or its rows differ from the first file's in shape or dtype.
+    ``open_file`` takes a path and returns an array, or another object with ``shape``, ``dtype`` and ``[row]``.
+    ``name`` is the array's name in its files, for errors.
     """
 
     def __init__(self, paths: Sequence[str], open_file: Callable[[str], Any], name: str | None = None):
@@ -150,27 +133,12 @@ def npz(paths: Paths, name: str) -> FileArray:
     name : str
         Name of the array in each file.
 
-    Returns
-    -------
-    FileArray
-
     Raises
     ------
-    FileNotFoundError
-        If a file is missing.
     KeyError
         If a file has no array of this name.
     ValueError
         If a file is not an ``.npz`` file, or is compressed: single rows of it can't be read.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> import numpy as np
-    >>> path = tempfile.mkdtemp() + "/xy.npz"
-    >>> np.savez(path, x=np.eye(2), y=np.arange(2))
-    >>> npz(path, "x").shape
-    (2, 2)
     """
     return FileArray(_as_paths(paths), partial(_open_npz, name=name), name)
 
@@ -178,15 +146,13 @@ def npz(paths: Paths, name: str) -> FileArray:
 def hdf5(paths: Paths, name: str) -> FileArray:
     """Return a data set in HDF5 files, as `npy` does; needs h5py.
 
+    Rows are read one by one.  Contiguous data sets, and chunks of one row, are fastest.
+
     Parameters
     ----------
     paths : path, or list of paths
     name : str
         Name of the data set in each file, such as ``"group/x"``.
-
-    Returns
-    -------
-    FileArray
 
     Raises
     ------
@@ -194,18 +160,6 @@ def hdf5(paths: Paths, name: str) -> FileArray:
         If a file is missing, or one to which a virtual data set refers.
     KeyError
         If a file has no data set of this name.
-    ValueError
-        If a file is not an HDF5 file.
-
-    Notes
-    -----
-    Rows are read one by one.  Contiguous data sets, and chunks of one row, are fastest.
-
-    Examples
-    --------
-    .. code-block:: python
-
-        loader = Loader([hdf5("train.h5", "x"), hdf5("train.h5", "y")])
     """
     _import_h5py()
     return FileArray(_as_paths(paths), partial(_open_hdf5, name=name), name)
@@ -389,20 +343,14 @@ def _has_deep_channels(picture: Any) -> bool:
 def image_folder(folder: str | os.PathLike[str], size: int, mode: str = "RGB") -> Images:
     """Return a source of the pictures in a folder with one subfolder per class, as ImageNet has.
 
-    Hidden files and folders are ignored.
+    Hidden files and folders are ignored.  The `classes` of the source are the sorted names of the subfolders, and a
+    label is an index into them.
 
     Parameters
     ----------
     folder : path
-    size : int
-        Height and width of a picture, see `Images`.
-    mode : {"RGB", "L"}
-        Colour, or greyscale.
-
-    Returns
-    -------
-    Images
-        Its `classes` are the sorted names of the subfolders, and a label is an index into them.
+    size, mode
+        As for `Images`.
 
     Raises
     ------
@@ -518,17 +466,7 @@ class IterableSource:
 
 
 def as_source(value: Any) -> Any:
-    """Return the source for a user's argument; raise TypeError or ValueError.
-
-    Parameters
-    ----------
-    value
-        As for `Loader`.
-
-    Returns
-    -------
-    ArraySource, IterableSource, or ``value`` itself if it has ``len()`` and ``[row]``
-    """
+    """Return the source for a user's argument, as for `Loader`; raise TypeError or ValueError."""
     if isinstance(value, list | tuple):
         value = ArraySource(value)
     elif isinstance(value, np.ndarray | Data | FileArray):

@@ -12,8 +12,8 @@ from synkhronos.checks import check_flag
 from synkhronos.devices import get_array_device
 from synkhronos.graphs import Array, SharedVariable
 from synkhronos.rules.elastic import CENTRE_LOCK, read_centre
-from synkhronos.rules.rule import Rule, check_period, reduce_by_rows
-from synkhronos.rules.state import BLOCK_NBYTES, State
+from synkhronos.rules.rule import Rule, SharedArrays, check_period, reduce_by_rows
+from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
 
@@ -53,9 +53,7 @@ class Downpour(Rule):
         if not self.asynchronous and self.push != self.fetch:
             raise ValueError(f"push, fetch: expected equal numbers with asynchronous=False, got {push} and {fetch}")
 
-    def describe_shared_arrays(
-        self, n_ranks: int, size: int, dtype: np.dtype
-    ) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
         """Return the shape and dtype of the centre, and of a counter of pushes."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
@@ -114,7 +112,7 @@ class Downpour(Rule):
         self, state: State, views: list[np.ndarray], pushes: bool, fetches: bool, is_base_current: bool
     ) -> None:
         """Push, fetch, or both, in place in host memory."""
-        centre, base, d = state.shared["centre"], state.own["base"], state.get_scratch("steps", BLOCK_NBYTES)
+        centre, base, d = state.shared["centre"], state.own["base"], state.scratch
         for x, bounds in state.params.iterate_blocks(views):
             c, b, steps = centre[bounds], base[bounds], d[: x.size]
             np.subtract(x, b, out=steps)

@@ -10,8 +10,8 @@ import numpy as np
 from synkhronos.checks import check_flag
 from synkhronos.devices import HOST, get_array_device
 from synkhronos.graphs import Array, SharedVariable
-from synkhronos.rules.rule import Rule, check_fraction, check_momentum
-from synkhronos.rules.state import BLOCK_NBYTES, State
+from synkhronos.rules.rule import Rule, SharedArrays, check_fraction, check_momentum
+from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
 #: Number of the lock of the centre.
@@ -65,9 +65,7 @@ class EASGD(Rule):
         """Compute α for a number of ranks."""
         return self.beta / n_ranks if self.alpha is None else self.alpha
 
-    def describe_shared_arrays(
-        self, n_ranks: int, size: int, dtype: np.dtype
-    ) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
         """Return the shape and dtype of the centre, and of a counter of exchanges."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
@@ -106,12 +104,7 @@ class EASGD(Rule):
             vector = vector - distance
             state.shared_rows["centre"].write(centre + distance)
         else:
-            exchange_blocks(
-                state.params.iterate_blocks(views),
-                state.shared["centre"],
-                alpha,
-                state.get_scratch("distance", BLOCK_NBYTES),
-            )
+            exchange_blocks(state.params.iterate_blocks(views), state.shared["centre"], alpha, state.scratch)
         if vector is not None:
             state.vector = vector
 

@@ -10,8 +10,8 @@ import numpy as np
 from synkhronos.checks import check_at_least
 from synkhronos.devices import get_array_device
 from synkhronos.graphs import Array, SharedVariable
-from synkhronos.rules.rule import Rule, check_fraction, get_rank_lock
-from synkhronos.rules.state import BLOCK_NBYTES, State
+from synkhronos.rules.rule import Rule, SharedArrays, check_fraction, get_rank_lock
+from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
 
@@ -50,9 +50,7 @@ class GoSGD(Rule):
         self.probability = check_fraction(probability, "probability")
         self.seed = check_at_least(seed, "seed", 0)
 
-    def describe_shared_arrays(
-        self, n_ranks: int, size: int, dtype: np.dtype
-    ) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
         """Return the shape and dtype of the mailboxes, and of the weights of their contents."""
         return {"mail": ((n_ranks, size), dtype), "weights": ((n_ranks,), np.float64)}
 
@@ -88,7 +86,7 @@ class GoSGD(Rule):
                 target_mail.write(vector)
             else:
                 for x, bounds in state.params.iterate_blocks(views):
-                    _interpolate_in_place(mail[bounds], x, share, state.get_scratch("distance", BLOCK_NBYTES))
+                    _interpolate_in_place(mail[bounds], x, share, state.scratch)
             state.own["weight"] = weight
             weights[dest] += weight
             lock.write(target_mail, target_weight)
@@ -108,7 +106,7 @@ class GoSGD(Rule):
                 vector = _interpolate(vector, state.shared_rows["mail"][me : me + 1].to_device(device)[0], share)
             else:
                 for x, bounds in state.params.iterate_blocks(views):
-                    _interpolate_in_place(x, mail[bounds], share, state.get_scratch("distance", BLOCK_NBYTES))
+                    _interpolate_in_place(x, mail[bounds], share, state.scratch)
             weights[me] = 0
         if vector is not None:
             state.vector = vector

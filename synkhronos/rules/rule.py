@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,15 +13,16 @@ from synkhronos.data import Data
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.devices import HOST, find_device
 from synkhronos.graphs import Array, SharedVariable
-from synkhronos.rules.launchable_rule import LaunchableRule
 from synkhronos.rules.state import State, concatenate
 from synkhronos.tasks import Lock, Worker
 
+#: Shapes and dtypes of a rule's arrays in shared memory, by name.
+SharedArrays = dict[str, tuple[tuple[int, ...], Any]]
 #: Dtypes in which parameters can be exchanged; None is their own dtype.
 PRECISIONS = (None, "float32", "float16", "bfloat16")
 
 
-class Rule(LaunchableRule):
+class Rule:
     """Base class of exchange rules.  Its own `exchange` does nothing.
 
     A subclass overrides `exchange`, and other methods as needed:
@@ -58,6 +59,11 @@ class Rule(LaunchableRule):
     period: int | Callable[[int], int] = 1
     exclude: Callable[[SharedVariable], bool] | None = None
     precision: str | None = None
+    #: Run that `init` has started; None before, and after `wait`.
+    _launched_run: Any = None
+    #: Function of the launcher that `init` calls with the rule and its arguments.  ``synkhronos/__init__.py`` sets it:
+    #: rules are in a lower layer than the launcher, and cannot import it.
+    launch: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -75,7 +81,8 @@ class Rule(LaunchableRule):
         self.precision = precision
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "exclude": None}  # for the master only; may not be picklable
+        # Of the master only: a function that may not be picklable, and a process.
+        return {**self.__dict__, "exclude": None, "_launched_run": None}
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.get_options().items())
@@ -88,26 +95,12 @@ class Rule(LaunchableRule):
 
     # -- methods for subclasses to override ------------------------------------------------------------------
 
-    def describe_shared_arrays(
-        self, n_ranks: int, size: int, dtype: np.dtype
-    ) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
         """Return the shapes and dtypes of the rule's arrays in shared memory, by name.
 
         The arrays are initially zero.  A rank reads and writes them in ``shared`` of its `State`, under a
         `synkhronos.tasks.Worker.lock`.  With several hosts each host has a copy, which the lock updates: its methods
-        take entries of ``shared_rows`` of the `State`.
-
-        Parameters
-        ----------
-        n_ranks : int
-        size : int
-            Number of elements of `State.vector`.
-        dtype : dtype
-            Dtype of `State.vector`.
-
-        Returns
-        -------
-        dict of str to (tuple of int, dtype)
+        take entries of ``shared_rows`` of the `State`.  ``size`` and ``dtype`` are those of `State.vector`.
         """
         return {}
 
@@ -141,7 +134,6 @@ class Rule(LaunchableRule):
         Returns
         -------
         list of dict
-            State of each of the ``n_ranks`` ranks.
         """
         first = states[0]
         means = {
@@ -158,26 +150,10 @@ class Rule(LaunchableRule):
         return max(1, period - state.steps_since_exchange)
 
     def compute_mean(self, worker: Worker, state: State, relative_weight: float = 1.0) -> Array:
-        """Return the mean of the parameters over all ranks.  A collective.
+        """Return the mean of the parameters over all ranks, as a vector.  A collective.
 
-        Ranks' running averages are weighted by their numbers of rows since the last exchange.
-
-        Parameters
-        ----------
-        worker : Worker
-        state : State
-        relative_weight : float
-            Weight of this rank's parameters divided by the mean weight of all ranks.
-
-        Returns
-        -------
-        array
-            Vector of the shape of `State.vector`.
-
-        Raises
-        ------
-        RuntimeError
-            If the precision has 16 bits, and a subclass's `setup` did not call ``super().setup()``.
+        Ranks' running averages are weighted by their numbers of rows since the last exchange.  ``relative_weight`` is
+        the weight of this rank's parameters divided by the mean weight of all ranks.
         """
 
         def reduce(vector: Array) -> Array:
@@ -195,6 +171,58 @@ class Rule(LaunchableRule):
         )
         state.own["anchor"] = mean
         return mean
+
+    # -- runs of the launcher, as of Theano-MPI's rules -------------------------------------------------------
+
+    def init(
+        self,
+        devices: Sequence[str] | str | None = None,
+        modelfile: str = "",
+        modelclass: str = "",
+        **settings: Any,
+    ) -> None:
+        """Start to train a model class by this rule in new processes, without waiting for them; see `wait`.
+
+        Parameters
+        ----------
+        devices : list of str, optional
+            Device of each rank: ``cpu``, or ``cuda0``, ``gpu0`` and so on.
+        modelfile, modelclass : str
+            Module, such as ``models.mlp`` or ``models/mlp.py``, and the class in it.
+        **settings
+            Other settings of a session file, such as ``folder``, ``epochs`` and ``config``.
+
+        Raises
+        ------
+        SettingsError
+            If a setting is wrong; no process is started.
+        RuntimeError
+            If `init` was called already.
+
+        Examples
+        --------
+        .. code-block:: python
+
+            rule = rules.BSP()
+            rule.init(devices=["cuda0", "cuda1"], modelfile="models.mlp", modelclass="MLP", epochs=10)
+            folder = rule.wait()
+        """
+        if self._launched_run is not None:
+            raise RuntimeError("init() was called already: call wait(), or make another rule")
+        self._launched_run = type(self).launch(self, devices, modelfile, modelclass, **settings)
+
+    def wait(self) -> Any:
+        """Wait for the end of the run that `init` has started, and return its folder.
+
+        Raises
+        ------
+        RuntimeError
+            If the run has failed, or `init` was not called.
+        """
+        if self._launched_run is None:
+            raise RuntimeError("wait(): expected a call of init() before it")
+        run, self._launched_run = self._launched_run, None
+        return run.wait()
 
 
 def _scale_parameters(state: State, vector: Array, relative_weight: float) -> Array:
@@ -218,11 +246,6 @@ def allocate_shared_arrays(rule: Rule, n_ranks: int, size: int, dtype: np.dtype)
     -------
     dict of str to Data
         Arrays to pass to the program, which passes them on as the argument ``shared`` of `State`.
-
-    Raises
-    ------
-    MemoryError
-        If ``/dev/shm`` has too little space.
 
     Examples
     --------

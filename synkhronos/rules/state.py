@@ -8,6 +8,7 @@ with the device's arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,20 +22,9 @@ BLOCK_NBYTES = 1 << 20
 
 
 class FlatVariables:
-    """Shared variables of floats, read and written as one flat vector.
+    """Shared variables of floats, read and written as one flat vector of ``size`` elements.
 
-    Parameters
-    ----------
-    shareds : list of shared variables
-
-    Attributes
-    ----------
-    shapes : list of tuple of int
-        Shapes of the variables.
-    dtype : dtype
-        Widest dtype of the variables.
-    size : int
-        Number of elements of the vector.
+    ``dtype`` is the widest dtype of the variables, ``shapes`` are their shapes.
     """
 
     def __init__(self, shareds: Sequence[SharedVariable]):
@@ -107,13 +97,7 @@ class FlatVariables:
         return views
 
     def iterate_blocks(self, views: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, slice]]:
-        """Yield blocks of at most `BLOCK_NBYTES` bytes of the vector, and the range of each block in it.
-
-        Parameters
-        ----------
-        views : sequence of ndarray
-            Consecutive parts of the vector, as from `State.get_writable_params`.
-        """
+        """Yield blocks of at most `BLOCK_NBYTES` bytes of a vector in the parts ``views``, and their ranges in it."""
         step = max(1, BLOCK_NBYTES // self.dtype.itemsize)
         offset = 0
         for view in views:
@@ -188,7 +172,6 @@ class State:
         self.learning_rate = 1.0
         self.count_items: Callable[[], float] | None = None
         self.own: dict[str, Any] = {}
-        self._scratch: dict[str, np.ndarray] = {}
 
     @property
     def vector(self) -> Array:
@@ -206,15 +189,10 @@ class State:
         return concatenate(vector[: -self.average_size], averages[-self.average_size :])
 
     def get_writable_params(self) -> tuple[list[np.ndarray] | None, Array | None]:
-        """Return views of the parameters in host memory, to be changed in place.
+        """Return views of the parameters in host memory, to be changed in place, and an array to assign to `vector`.
 
-        Returns
-        -------
-        views : list of ndarray, or None
-            Consecutive parts of the vector; None if the vector is not in host memory.
-        vector : array, or None
-            Array to assign to `vector` afterwards: the memory of ``views``, or the device's array.  None if ``views``
-            are the memory of the variables themselves.
+        The views are consecutive parts of the vector; None if it is not in host memory.  The array is the memory of the
+        views, or the device's array; None if the views are the memory of the variables themselves.
         """
         views = self.params.get_writable_views()
         if views is not None:
@@ -226,12 +204,8 @@ class State:
     def velocity(self) -> Array:
         """Velocity of the parameters: the optimizer's variables as one flat vector, a new array of shape ``(n,)``.
 
-        It is 0 for running averages.
-
-        Raises
-        ------
-        ValueError
-            If the numbers of elements of the optimizer's variables and of the parameters differ.
+        It is 0 for running averages.  ValueError is raised if the optimizer's variables have another number of
+        elements.
         """
         size = self.params.size - self.average_size
         if self.optimizer.size != size:
@@ -242,9 +216,7 @@ class State:
         velocity = self.optimizer.get()
         return concatenate(velocity, np.zeros(self.average_size, velocity.dtype)) if self.average_size else velocity
 
-    def get_scratch(self, name: str, size: int) -> np.ndarray:
-        """Return an array of at least ``size`` elements for intermediate results; calls with equal names share it."""
-        scratch = self._scratch.get(name)
-        if scratch is None or scratch.size < size:
-            scratch = self._scratch[name] = np.empty(size, self.params.dtype)
-        return scratch
+    @cached_property
+    def scratch(self) -> np.ndarray:
+        """Array for intermediate results, of a block of `FlatVariables.iterate_blocks`."""
+        return np.empty(BLOCK_NBYTES // self.params.dtype.itemsize, self.params.dtype)

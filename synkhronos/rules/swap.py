@@ -9,7 +9,7 @@ import numpy as np
 
 from synkhronos.checks import check_at_least, check_flag
 from synkhronos.graphs import Array, SharedVariable
-from synkhronos.rules.rule import Rule, get_rank_lock
+from synkhronos.rules.rule import Rule, SharedArrays, get_rank_lock
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
@@ -49,9 +49,7 @@ class Swap(Rule):
         super().__init__(period, exclude)
         self.replace, self.seed = check_flag(replace, "replace"), check_at_least(seed, "seed", 0)
 
-    def describe_shared_arrays(
-        self, n_ranks: int, size: int, dtype: np.dtype
-    ) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
         """Return the shape and dtype of an array with the parameters of all ranks."""
         return {"all": ((n_ranks, size), dtype)}
 
