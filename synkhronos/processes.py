@@ -28,10 +28,9 @@ from synkhronos.hosts import (
     MAX_RANKS_PER_HOST,
     Host,
     MpiLink,
+    check_started_once,
     is_this_machine,
     parse_hosts,
-    read_mpi_rank_and_size,
-    run_agent,
 )
 from synkhronos.ranks import Command, Rank
 
@@ -140,8 +139,7 @@ def fork(
     hosts : list of str, or "all", optional
         Machines with ranks, this one first; ``"a:3"`` means three ranks on ``a``.  ``"all"`` means the hosts of a
         Slurm, PBS or LSF allocation.  Default: the hosts in the environment variable ``SYNKHRONOS_HOSTS``
-        (``a,b:3``), or the hosts on which ``mpirun`` or ``srun`` has started one process each of this script; then
-        `fork` returns on the first host only.  An empty list means this machine only.
+        (``a,b:3``), or else this machine only, as with an empty list.
     host_timeout : float
         Seconds without a message after which a host is considered lost.
 
@@ -191,11 +189,10 @@ def fork(
     if len(host_list) == 1:
         _check_is_this_machine(host_list[0])
         return _start_ranks(host_list[0].n_ranks or n_parallel, use_gpu, master_rank, profile_workers, timeout)
-    mpi_process = read_mpi_rank_and_size() if hosts is None else None
-    if not host_list and mpi_process is not None and mpi_process[0] > 0:
-        run_agent()
-    if host_list or mpi_process is not None:
-        with _start_agents(host_list or None, use_gpu, host_timeout) as link:
+    if host_list or hosts is None:
+        check_started_once()
+    if host_list:
+        with _start_agents(host_list, use_gpu, host_timeout) as link:
             return _start_ranks(n_parallel, use_gpu, master_rank, profile_workers, timeout, link=link)
     return _start_ranks(n_parallel, use_gpu, master_rank, profile_workers, timeout)
 
@@ -240,7 +237,7 @@ def _check_is_this_machine(host: Host) -> None:
 
 @contextlib.contextmanager
 def _start_agents(
-    host_list: Sequence[Host] | None,
+    host_list: Sequence[Host],
     use_gpu: bool | None,
     host_timeout: float = HOST_TIMEOUT,
     output: IO[str] | None = None,

@@ -10,15 +10,7 @@ So a rank always waits for words in its own host's memory, and the layers above 
 `MpiLink` connects the master's session to the agents.
 """
 
-from synkhronos.hosts.host_list import MAX_RANKS_PER_HOST, Host, is_this_machine, parse_hosts, read_mpi_rank_and_size
-from synkhronos.hosts.mpi_link import MpiLink, run_agent
+from synkhronos.hosts.host_list import MAX_RANKS_PER_HOST, Host, check_started_once, is_this_machine, parse_hosts
+from synkhronos.hosts.mpi_link import MpiLink
 
-__all__ = [
-    "MAX_RANKS_PER_HOST",
-    "Host",
-    "MpiLink",
-    "parse_hosts",
-    "is_this_machine",
-    "read_mpi_rank_and_size",
-    "run_agent",
-]
+__all__ = ["MAX_RANKS_PER_HOST", "Host", "MpiLink", "check_started_once", "is_this_machine", "parse_hosts"]

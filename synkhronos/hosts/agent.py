@@ -36,7 +36,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -340,10 +340,10 @@ class Agent:
         for host in self._heartbeat_hosts:
             if now - self._messenger.last_received[host] > timeout:
                 if not self._is_master_host:
-                    if not self._config["script_under_mpirun"] and os.getppid() > 1:
+                    if os.getppid() > 1:
                         with contextlib.suppress(OSError):
                             os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait for ever
-                    self._exit_alone(9)
+                    self._exit_alone()
                 ranks, name = self._ranks_by_host[host], self._host_names[host]
                 death = Death(ranks.start, name, 0, f"has sent no message for {timeout:g} seconds")
                 message = f"no message from {describe_host(name, ranks)} has arrived for {timeout:g} seconds"
@@ -360,7 +360,7 @@ class Agent:
         self._control.words[ControlMemory.END_REQUEST] = ControlMemory.KILL_WORKERS
         self._exit_deadline = self._exit_deadline or now + _HOST_EXIT_SECONDS
         if now > self._exit_deadline:
-            self._exit_alone(1)
+            self._exit_alone()
 
     # -- messages of other hosts ----------------------------------------------------------------------
 
@@ -458,12 +458,10 @@ class Agent:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._config["master"], signal.SIGURG)  # for `PeerWatch`: the master may be computing
 
-    def _exit_alone(self, code: int) -> NoReturn:
+    def _exit_alone(self) -> None:
         """Kill this host's workers and exit, without waiting for the other hosts."""
         self._workers.shut_down(0.0, lambda: True)
-        if not self._config["script_under_mpirun"]:  # else mpirun would also kill the master
-            os.kill(os.getpid(), signal.SIGKILL)  # mpirun may ignore an exit code, but not a death by a signal
-        os._exit(code)
+        os.kill(os.getpid(), signal.SIGKILL)  # mpirun may ignore an exit code, but not a death by a signal
 
 
 def _open_user_file(path: str, nbytes: int) -> io.FileIO:
@@ -479,14 +477,10 @@ def _open_user_file(path: str, nbytes: int) -> io.FileIO:
 def main(address: str) -> None:
     """Run an agent until the ranks end.
 
-    Parameters
-    ----------
-    address : str
-        Abstract Unix socket on which the master waits for the first host's agent; "" if ``mpirun`` has started the
-        user's script, and this agent is of another host.
+    The master waits for the first host's agent on the abstract Unix socket ``address``.
     """
     ignore_job_signals()
-    os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # set for scripts that must not initialise MPI
+    os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # set where scripts must not initialise MPI
     import mpi4py
 
     mpi4py.rc.finalize = False
@@ -496,14 +490,11 @@ def main(address: str) -> None:
     # By default UCX creates shared memory for processes of the same host.  There are none, and the memory would stay
     # behind if this process were killed during its start.
     os.environ.setdefault("UCX_TLS", "^sm")
-    if address:  # else the master may call fork() at any time
-        signal.alarm(_MPI_CONNECT_SECONDS)  # MPI waits without limit until all are connected
+    signal.alarm(_MPI_CONNECT_SECONDS)  # MPI waits without limit until all are connected
     from mpi4py import MPI
 
     _unlink_shared_memory()
     world = MPI.COMM_WORLD
-    if not address and world.rank == 0:  # rank 0 is the master's agent if MPI has connected all
-        raise SystemExit(f"MPI does not connect the process on {platform.node()} with the others that were started")
     host_infos = world.gather(_get_host_info())
     channel, file, config = None, None, None
     if world.rank == 0:
@@ -574,12 +565,11 @@ def _unlink_shared_memory() -> None:
 
 
 def _get_host_info() -> dict[str, Any]:
-    """Return this host's name, numbers of usable cores, GPUs and all cores, and versions, for the master."""
+    """Return this host's name, numbers of usable cores and of GPUs, and versions, for the master."""
     return {
         "name": platform.node(),
         "n_cores": count_available_cores(),
         "n_gpus": get_n_gpu(),
-        "n_host_cores": os.cpu_count() or 1,
         "versions": {"Python": platform.python_version(), **_list_package_versions()},
     }
 

@@ -29,20 +29,20 @@ class Host(NamedTuple):
 
 #: Maximal number of ranks on a host; a larger number is refused as a mistake.
 MAX_RANKS_PER_HOST = 1024
-#: Environment variables with the rank and the number of processes: of MPICH, Open MPI, Slurm.
-_MPI_VARIABLES = [
-    ("PMI_RANK", "PMI_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-]
+#: Environment variables with the number of processes that MPICH, Open MPI or Slurm has started.
+_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
-def read_mpi_rank_and_size() -> tuple[int, int] | None:
-    """Return the rank and the number of processes that ``mpirun`` or ``srun`` has started; None for a single one."""
-    for rank, size in _MPI_VARIABLES:
-        if os.environ.get(rank, "").isdecimal() and os.environ.get(size, "").isdecimal() and int(os.environ[size]) > 1:
-            return int(os.environ[rank]), int(os.environ[size])
-    return None
+def check_started_once() -> None:
+    """Raise ValueError if ``mpirun`` or ``srun`` has started several processes of this program."""
+    for variable in _SIZE_VARIABLES:
+        size = os.environ.get(variable, "")
+        if size.isdecimal() and int(size) > 1:
+            raise ValueError(
+                f"hosts: {size} processes of this program were started, and one starts the ranks of all hosts: start "
+                'it once, with hosts=[...] or "all" (srun --nodes=1 --ntasks=1, or without srun or mpirun); '
+                "independent processes call fork(hosts=[])"
+            )
 
 
 def is_this_machine(name: str) -> bool:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from synkhronos.hosts.host_list import Host, compute_ranks_by_host, describe_hos
 from synkhronos.hosts.page_table import SegmentAccess
 from synkhronos.hosts.pipes import PipeLayout
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
-from synkhronos.ranks.child_process import JOB_SIGNALS, ignore_job_signals
+from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.command import find_row_accesses
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, ControlMemory
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, PeerFailure, StartError, describe_exit
@@ -50,12 +50,6 @@ _COPIED_VARIABLES = re.compile(
 )
 
 
-def run_agent() -> NoReturn:
-    """Run this host's agent in a script that ``mpirun`` has started on every host, and exit with the agent's status."""
-    ignore_job_signals()
-    raise SystemExit(subprocess.call(mpirun.make_agent_command(""), stdin=subprocess.DEVNULL, close_fds=False))
-
-
 @contextlib.contextmanager
 def _block_job_signals() -> Iterator[None]:
     """Start the block's child processes with `JOB_SIGNALS` blocked."""
@@ -74,8 +68,8 @@ class MpiLink(Link):
 
     Parameters
     ----------
-    hosts : sequence of Host, or None
-        The first is this machine.  None if ``mpirun`` has started this script on every host.
+    hosts : sequence of Host
+        The first is this machine.
     timeout : float
         Seconds without a message after which a host is lost.
     output : file, optional
@@ -85,9 +79,9 @@ class MpiLink(Link):
     needs_control_file = True
     max_plan_nbytes = MAILBOX_NBYTES // 2
 
-    def __init__(self, hosts: Sequence[Host] | None, timeout: float, output: IO[str] | None = None):
+    def __init__(self, hosts: Sequence[Host], timeout: float, output: IO[str] | None = None):
         self._hosts = hosts
-        self.host_names = [host.name for host in hosts or ()]
+        self.host_names = [host.name for host in hosts]
         self._timeout, self._output = timeout, output
         self._last_output_lines: deque[str] = deque(maxlen=50)
         self._output_threads: list[threading.Thread] = []
@@ -107,46 +101,32 @@ class MpiLink(Link):
         RuntimeError
             If agents do not start, or hosts have different versions of Python or of a library.
         """
-        hosts = self._hosts
-        if hosts is None:
-            _check_first_start()
         address = f"synkhronos-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + address)
             listener.listen(1)
-            command = (
-                mpirun.make_agent_command(address)
-                if hosts is None
-                else mpirun.make_mpirun_command(self.host_names, address)
-            )
             # A scheduler sends its signals to all processes of a job.  Only the master handles them: mpirun would end
             # the agents.
             with defer_signals(), _block_job_signals():
                 self._mpirun = subprocess.Popen(
-                    command,
+                    mpirun.make_mpirun_command(self.host_names, address),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
                     errors="backslashreplace",
-                    env=mpirun.make_mpirun_environment(hosts is None),
+                    env=mpirun.make_mpirun_environment(),
                     start_new_session=True,  # only the master handles Ctrl-C at the terminal
-                    close_fds=hosts is not None,  # an agent talks to the mpirun above it over inherited files
                 )
             host_infos = self._accept_agent(listener)
-        if hosts is None:
-            hosts = [Host(host["name"], None) for host in host_infos]
-            self.host_names = [host.name for host in hosts]
-            mpirun.check_mpi_processes(host_infos)
-        elif len(host_infos) < len(hosts):
+        if len(host_infos) < len(self._hosts):
             raise RuntimeError(
-                f"{mpirun.find_mpirun()} started {len(hosts)} processes, and MPI connects {len(host_infos)} of them: "
-                "it belongs to another MPI than mpi4py, whose MPI python -c 'from mpi4py import MPI; "
+                f"{mpirun.find_mpirun()} started {len(self._hosts)} processes, and MPI connects {len(host_infos)} of "
+                "them: it belongs to another MPI than mpi4py, whose MPI python -c 'from mpi4py import MPI; "
                 "print(MPI.Get_library_version())' prints; pip install synkhronos[hosts] installs one MPI for both"
             )
         check_versions(self.host_names, [host["versions"] for host in host_infos])
         self._aliases = [(name, host["name"]) for name, host in zip(self.host_names, host_infos, strict=True)]
-        self._listed_counts = [host.n_ranks for host in hosts]
         self._cores, self._gpus = ([host[key] for host in host_infos] for key in ("n_cores", "n_gpus"))
 
     def choose_gpu_default(self) -> bool | None:
@@ -181,7 +161,7 @@ class MpiLink(Link):
         """
         defaults = self._gpus if needs_gpus else self._cores
         self._uses_gpus = needs_gpus
-        counts = [count or n_ranks or n for count, n in zip(self._listed_counts, defaults, strict=True)]
+        counts = [host.n_ranks or n_ranks or n for host, n in zip(self._hosts, defaults, strict=True)]
         for name, n, n_gpus in zip(self.host_names, counts, self._gpus, strict=True):
             if needs_gpus and not 1 <= n <= n_gpus:
                 needed = f", and {n} ranks there need one each" if n else ""
@@ -202,11 +182,6 @@ class MpiLink(Link):
                 channel, _ = listener.accept()
             except TimeoutError:
                 if self._mpirun.poll() is not None:
-                    if self._hosts is None:
-                        raise RuntimeError(
-                            "MPI did not connect the processes that mpirun or srun has started: "
-                            f"{self._read_mpirun_error()}{mpirun.get_srun_advice()}"
-                        ) from None
                     raise RuntimeError(
                         f"the hosts {', '.join(self.host_names)} could not be reached: {self._read_mpirun_error()}"
                     ) from None
@@ -256,7 +231,6 @@ class MpiLink(Link):
             "master_rank": master_rank,
             "profile": profile,
             "timeout": self._timeout,
-            "script_under_mpirun": self._hosts is None,
             "environment": {name: value for name, value in os.environ.items() if _COPIED_VARIABLES.match(name)},
             "path": [os.path.abspath(folder) for folder in sys.path],
             "folder": os.getcwd(),
@@ -326,8 +300,7 @@ class MpiLink(Link):
             reader.join(0.2)
         code = self._mpirun.poll()
         if code is not None and code < 0:
-            process_name = "the agent of this host" if self._hosts is None else "mpirun, which connects the hosts,"
-            text = f"{process_name} (process {self._mpirun.pid}) {describe_exit(code)}"
+            text = f"mpirun, which connects the hosts, (process {self._mpirun.pid}) {describe_exit(code)}"
             return PeerFailure(text, 0, Death(0, "", 0, f"ended: {text}"))
         lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_output_lines)), self._aliases)
         names = [describe_host(self.host_names[i], self.ranks_by_host[i]) for i in lost_hosts]
@@ -373,11 +346,6 @@ class MpiLink(Link):
             reader.join(output_seconds)
         self._earlier_bytes_sent = self.bytes_sent
         self._control = self._layout = None
-
-    @property
-    def can_reconnect(self) -> bool:
-        """Whether this process starts the agents; it can't if ``mpirun`` has started the script on every host."""
-        return self._hosts is not None
 
     def reconnect(self, excluded_ranks: Collection[int]) -> Link:
         """Return a link to the hosts that have ranks left, whose agents have been started."""
@@ -483,26 +451,6 @@ def _check_rows_are_local(access: RowAccess, local_rows: range, segments: Segmen
             f"those from {local_rows.start:,} to {local_rows.stop - 1:,}: rows that a host has loaded are not sent to "
             "others; PartsData.batches() yields batches of rows that each rank's host has"
         )
-
-
-def _check_first_start() -> None:
-    """Raise RuntimeError at the second session of a script that ``mpirun`` started.
-
-    Raises
-    ------
-    RuntimeError
-        The processes on other hosts have exited with the first session.
-    """
-    global _has_started
-    if _has_started:
-        raise RuntimeError(
-            "fork() works once in a script that mpirun has started: run it by itself and name hosts=[...], which works "
-            "any number of times"
-        )
-    _has_started = True
-
-
-_has_started = False
 
 
 def check_versions(names: Sequence[str], versions: Sequence[dict[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Command lines and environments of ``mpirun`` and ``srun``, and the interpretation of their messages."""
+"""The command line and the environment of ``mpirun``, and the interpretation of its messages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from synkhronos.hosts.host_list import read_mpi_rank_and_size
 
 #: Signal by which an agent kills itself after an error of MPI; no other process sends it.
 _MPI_ERROR_SIGNAL = int(signal.SIGUSR2)
@@ -88,14 +84,12 @@ def _resolve_ssh_alias(name: str) -> str:
     return name
 
 
-def make_mpirun_environment(has_started_script: bool) -> dict[str, str]:
-    """Return the environment of ``mpirun``, or of an agent if ``mpirun`` has started this script."""
-    environment = {"UCX_LOG_LEVEL": "error", **os.environ}  # Open MPI's UCX warns at every agent's exit
-    if has_started_script:
-        return environment
+def make_mpirun_environment() -> dict[str, str]:
+    """Return the environment of ``mpirun``."""
+    environment = {"UCX_LOG_LEVEL": "error"}  # Open MPI's UCX warns at every agent's exit
     # In a Slurm step, this process's MPI variables are those of the step, which has one task.
-    environment = {
-        name: value for name, value in environment.items() if not name.startswith("PMI") or name.startswith("PMIX_MCA_")
+    environment |= {
+        name: value for name, value in os.environ.items() if not name.startswith("PMI") or name.startswith("PMIX_MCA_")
     }
     if nodes := environment.get("SLURM_JOB_NODELIST"):
         # Open MPI reads hosts and slots from these, which a step redefines.
@@ -107,41 +101,6 @@ def make_mpirun_environment(has_started_script: bool) -> dict[str, str]:
         # own step.  Without the second one, MPICH aborts where srun provides PMIx by default.
         environment |= {"SLURM_OVERLAP": "1", "SLURM_MPI_TYPE": "none"}
     return environment
-
-
-def check_mpi_processes(host_infos: Sequence[dict[str, Any]]) -> None:
-    """Raise if MPI does not connect the processes, or two are on one host; warn if one is bound to a core."""
-    _, count = read_mpi_rank_and_size() or (0, len(host_infos))
-    if len(host_infos) != count:
-        raise RuntimeError(
-            f"{count} processes were started, and MPI connects {len(host_infos)} of them: start one on each host, by "
-            f"the mpirun of the MPI that mpi4py uses{get_srun_advice()}; independent processes call fork(hosts=[])"
-        )
-    names = [host["name"] for host in host_infos]
-    for name in names:
-        if names.count(name) > 1:
-            raise RuntimeError(
-                f"mpirun has started {names.count(name)} processes on {name}: start one on each host, which forks the "
-                "ranks there (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun --ntasks-per-node=1); independent "
-                "processes call fork(hosts=[])"
-            )
-    for host in host_infos:
-        if host["n_cores"] == 1 < host["n_host_cores"]:
-            warnings.warn(
-                f"the process on {host['name']} may use 1 of {host['n_host_cores']} cores: "
-                "mpirun --bind-to none lets it use them all",
-                stacklevel=6,
-            )
-
-
-def get_srun_advice() -> str:
-    """Return advice on ``srun`` to append to a message; "" if it has not started this script."""
-    if "SLURM_STEP_ID" not in os.environ:
-        return ""
-    return (
-        "; srun --ntasks-per-node=1 --mpi=pmix python ... connects Open MPI (srun --mpi=list says what there is); with "
-        "every MPI the script can be started once: SYNKHRONOS_HOSTS=all srun --nodes=1 --ntasks=1 python ..."
-    )
 
 
 def find_lost_hosts(output: str, aliases: Sequence[Sequence[str]]) -> list[int]:

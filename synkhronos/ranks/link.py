@@ -109,11 +109,6 @@ class Link(ABC):
             Polled meanwhile; the workers are killed as soon as it returns True.
         """
 
-    @property
-    @abstractmethod
-    def can_reconnect(self) -> bool:
-        """Whether `reconnect` is possible."""
-
     @abstractmethod
     def reconnect(self, excluded_ranks: Collection[int]) -> Link:
         """Return a link to the same hosts for new workers, after the end of this one.
@@ -149,7 +144,6 @@ class LocalLink(Link):
     """
 
     needs_control_file = False
-    can_reconnect = True
     control_nbytes = max_plan_nbytes = bytes_sent = 0
 
     def __init__(self, size: int, bytes_sent: int = 0) -> None:

@@ -216,22 +216,17 @@ class Session(CommandRunner):
 
     # -- new workers after a death -----------------------------------------------------------------------------
 
-    @property
-    def can_replace_workers(self) -> bool:
-        """Whether `replace_workers` is possible: not if ``mpirun`` has started this script on all hosts."""
-        return self._group.link.can_reconnect
-
     @contextlib.contextmanager
     def keep_memory(self) -> Iterator[None]:
         """Keep Data and replicated objects after a worker's death in the ``with`` block, for `replace_workers`.
 
         If the session is closed by a death at the end of the context, the memory is freed.
         """
-        self._n_keep_memory_contexts += self.can_replace_workers
+        self._n_keep_memory_contexts += 1
         try:
             yield
         finally:
-            self._n_keep_memory_contexts -= self.can_replace_workers
+            self._n_keep_memory_contexts -= 1
             if self.has_kept_memory and not self._n_keep_memory_contexts:
                 with defer_signals():
                     self.has_kept_memory = False

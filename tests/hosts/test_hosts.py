@@ -12,7 +12,7 @@ from unittest import mock
 import hosts as made
 import numpy as np
 import pytest
-from hosts import are_simulated, launch, run
+from hosts import are_simulated, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_runs import list_marked_processes
@@ -120,23 +120,17 @@ def test_data_file_is_mapped_on_each_host(tmp_path):
     assert run(["a:2", "b:1"], "files", tmp_path / "x.npy", "/dev/shm/x.npy") == "error names the host\n"
 
 
-@pytest.mark.hosts
-@pytest.mark.skipif(not are_simulated(), reason="pretended hosts all have this one's name")
-@pytest.mark.any_library
-def test_script_may_be_started_by_mpirun():
-    done = launch(["a:1", "b:1"], "fork_launched")
-    assert done.returncode == 0, done.stdout + done.stderr
-    ranks, total, again = done.stdout.splitlines()
-    assert (ranks, total) == ("ranks 4", "sum 20.0 sent True")
-    assert again.startswith("fork() works once in a script that mpirun has started")
-
-
-@pytest.mark.hosts
-@pytest.mark.any_library
-def test_fork_refuses_two_processes_on_a_host():
-    done = launch(["a:2", "b:1"], "fork_launched")
-    assert done.returncode != 0
-    assert "processes on" in done.stderr and "--map-by ppr:1:node" in done.stderr
+@pytest.mark.parametrize("size", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_fork_refuses_several_processes_of_a_script(size, monkeypatch):
+    monkeypatch.setenv(size, "2")
+    for hosts in (None, ["a", "b"]):
+        with pytest.raises(ValueError, match="^hosts: 2 processes of this program were started.*srun --nodes=1"):
+            synk.fork(hosts=hosts, use_gpu=False)
+    assert synk.fork(1, hosts=[], use_gpu=False) == 1
+    monkeypatch.setenv(size, "1")
+    synk.close()
+    assert synk.fork(1, use_gpu=False) == 1
+    synk.close()
 
 
 @pytest.mark.parametrize(
@@ -198,13 +192,12 @@ def test_link_to_the_host_that_is_left_counts_the_bytes_sent_before():
 def old_link(monkeypatch):
     """Link of hosts a, b and c with two ranks each on GPUs; the GPUs of ``found`` are there when it is connected again."""
     link, found = MpiLink([Host(name, 2) for name in "abc"], 1.0), {"a": 2, "b": 2, "c": 2}
-    link._gpus, link._cores, link._listed_counts = [2] * 3, [2] * 3, [2] * 3
+    link._gpus, link._cores = [2] * 3, [2] * 3
     link.assign_ranks(None, True)
 
     def start_agents(link):
         if not all(found[name] is not None for name in link.host_names):
             raise RuntimeError("the hosts could not be reached")
-        link._listed_counts = [host.n_ranks for host in link._hosts]
         link._gpus = link._cores = [found[name] for name in link.host_names]
 
     monkeypatch.setattr(MpiLink, "start_agents", start_agents)
@@ -270,19 +263,6 @@ def test_fork_on_one_host_needs_no_mpirun(monkeypatch):
     synk.close()
 
 
-def test_fork_refuses_processes_without_mpi(monkeypatch):
-    reports = [{"name": "a", "n_cores": 2, "n_gpus": 0, "n_host_cores": 2, "versions": {"Python": "3.11"}}]
-    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in (("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_ID", "0")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(mpi_link, "_has_started", False)
-    monkeypatch.setattr(mpirun, "make_agent_command", lambda address: ["sleep", "60"])
-    monkeypatch.setattr(mpi_link.MpiLink, "_accept_agent", lambda self, listener: reports)
-    with pytest.raises(RuntimeError, match="2 processes were started, and MPI connects 1 of them.*srun --ntasks-per"):
-        synk.fork(use_gpu=False)
-
-
 def test_leftovers_of_mpirun_do_not_block(monkeypatch):
     leaves = ["sh", "-c", "sleep 60 & echo no route to host b >&2; exit 255"]
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: leaves)
@@ -333,30 +313,13 @@ def start_hosts_interrupted(press):
 def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # these are children of this process, too
     children = set(list_children(os.getpid()))
-    reports = [{"name": name, "n_cores": 1, "n_gpus": 0, "n_host_cores": 1, "versions": {}} for name in "ab"]
+    reports = [{"name": name, "n_cores": 1, "n_gpus": 0, "versions": {}} for name in "ab"]
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpi_link.MpiLink, "_accept_agent", lambda self, listener: reports)
     for press in range(1, 1 + start_hosts_interrupted(-1)):
         with pytest.raises(KeyboardInterrupt):
             start_hosts_interrupted(press)
         assert set(list_children(os.getpid())) <= children, press
-
-
-def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):
-    versions = iter([{"Python": "3.11"}, {"Python": "3.12"}])
-    reports = [
-        {"name": name, "n_cores": 1, "n_gpus": 0, "n_host_cores": 4, "versions": next(versions)} for name in "ab"
-    ]
-    monkeypatch.setattr(processes, "read_mpi_rank_and_size", lambda: (0, 2))
-    monkeypatch.setattr(mpi_link, "_has_started", False)
-    monkeypatch.setattr(mpirun, "make_agent_command", lambda address: ["sleep", "60"])
-    monkeypatch.setattr(mpi_link.MpiLink, "_accept_agent", lambda self, listener: reports)
-    with (
-        pytest.warns(UserWarning, match="may use 1 of 4 cores") as caught,
-        pytest.raises(RuntimeError, match="3.12 on b"),
-    ):
-        synk.fork(use_gpu=False)
-    assert {frame.filename for frame in caught} == {__file__}
 
 
 def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
@@ -490,13 +453,12 @@ def test_mpirun_in_a_slurm_step_uses_the_jobs_allocation(monkeypatch):
         "SLURM_MPI_TYPE": "none",
         "SLURM_OVERLAP": "1",
     }
-    assert mpirun.make_mpirun_environment(False) == {
+    assert mpirun.make_mpirun_environment() == {
         **expected,
         "SLURM_STEP_ID": "0",
         **user_variables,
         **job_variables,
     }
-    assert mpirun.make_mpirun_environment(True) == os.environ  # the other hosts' addresses for this host's agent
 
 
 ROWS = st.one_of(

@@ -268,7 +268,7 @@ def test_launch_refuses_several_srun_tasks(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     settings = {**MODEL, "folder": str(tmp_path / "run")}
-    with pytest.raises(SettingsError, match="2 of these commands were started.*srun --nodes=1 --ntasks=1"):
+    with pytest.raises(SettingsError, match="2 processes of this program were started.*srun --nodes=1 --ntasks=1"):
         resolve_settings([{**settings, "hosts": "a,b"}])
     assert resolve_settings([settings]).hosts == ()  # independent runs
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")

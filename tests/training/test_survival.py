@@ -505,11 +505,3 @@ def test_on_death_continue_with_spawned_workers(name, noise, monkeypatch):
     disturbed = train(name, noise, rate)
     check_same(name, disturbed, undisturbed)
     assert killer.killed == sum(len(report.deaths) for report in disturbed[2]) == 1
-
-
-def test_on_death_refuses_irreplaceable_ranks(monkeypatch):
-    fork_ranks(1)
-    model = Model("BSP")
-    monkeypatch.setattr(ranks.Session, "can_replace_workers", False)
-    with pytest.raises(ValueError, match="^on_death: 'continue' can't start ranks again where mpirun or srun"):
-        model.epochs(on_death="continue")

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from synkhronos.gpus import get_n_gpu
-from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, parse_hosts, read_mpi_rank_and_size
+from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, check_started_once, parse_hosts
 from synkhronos.launch.configuration.settings import SettingsError, convert_to_settings_error
 from synkhronos.ranks import count_available_cores
 
@@ -81,11 +81,8 @@ def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
         hosts = [host for host in hosts.split(",") if host.strip()]
     with convert_to_settings_error():
         parsed = parse_hosts([] if hosts is None else hosts)
-    if parsed and (process := read_mpi_rank_and_size()) is not None:
-        raise SettingsError(
-            f"hosts: {process[1]} of these commands were started, and one starts the ranks of all hosts: start it once "
-            "(srun --nodes=1 --ntasks=1, or without srun or mpirun)"
-        )
+        if parsed:
+            check_started_once()
     return [Host(host.name, host.n_ranks or n_ranks) for host in parsed]
 
 

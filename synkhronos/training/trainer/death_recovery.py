@@ -148,11 +148,6 @@ class RecoveringRunner(OperationRunner):
 
     def __init__(self, state: TrainerState, ranks_differ: bool, max_deaths: int):
         self._session = ranks.get_session()
-        if not self._session.can_replace_workers:
-            raise ValueError(
-                "on_death: 'continue' can't start ranks again where mpirun or srun has started this script on all "
-                "hosts: start it once, with fork(hosts=...) or SYNKHRONOS_HOSTS, or use the launcher's on_death"
-            )
         self._state, self._ranks_differ = state, ranks_differ
         self._limit = DeathLimit(max_deaths)
         self.deaths: list[RecoveredDeath] = []

@@ -127,16 +127,6 @@ def end(*conditions: bool) -> None:
             _programs.pop(several).end()
 
 
-def launch(hosts: list[str], *program: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """Start one of `PROGRAMS` by ``mpirun`` on these hosts, twice on a host ``a:2``; return the completed process."""
-    mpirun = Path(sys.executable).with_name("mpirun")
-    command, environment = make_command(hosts, PROGRAMS, *program)
-    n = sum(int(host.partition(":")[2]) for host in hosts)
-    start = command.index(sys.executable, 1 if are_simulated() else 0)
-    command[start:start] = [str(mpirun), "-hosts", ",".join(hosts), "-n", str(n)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
-
-
 def can_pretend() -> bool:
     """Return whether this ``mpirun`` can treat one machine as several hosts, as MPICH's does."""
     mpirun = Path(sys.executable).with_name("mpirun")

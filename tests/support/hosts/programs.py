@@ -743,21 +743,6 @@ def survive_parts(name: str, step: str) -> None:
     print("right")
 
 
-def fork_launched() -> None:
-    """Fork where ``mpirun`` has started this program on all hosts."""
-    print("ranks", synk.fork(2, use_gpu=False))
-    x = tensor.dmatrix("x")
-    f = synk.function([x], (x.sum(), "sum"))
-    data = synk.data(np.ones((5, 4)))
-    before = synk.bytes_sent()
-    print("sum", float(f(data)), "sent", synk.bytes_sent() > before)
-    synk.close()
-    try:
-        synk.fork(2, use_gpu=False)
-    except RuntimeError as error:
-        print(error)
-
-
 def serve() -> None:
     """Run the programs named on standard input, each with its arguments; print a line at the end of each."""
     for line in sys.stdin:
