@@ -43,23 +43,8 @@ import numpy as np
 from synkhronos.checks import list_versions
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts.host_list import compute_ranks_by_host, describe_host
-from synkhronos.hosts.messenger import (
-    CHUNK_NBYTES,
-    COMMAND,
-    DONE,
-    DROP_SEGMENTS,
-    END,
-    ENDED,
-    FAILED,
-    HEARTBEAT,
-    MAX_UNSENT_MESSAGES,
-    NEW_SEGMENT,
-    PAGES,
-    PEER_FAILURE,
-    STEP,
-    Messenger,
-)
-from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages, read_pages, write_pages
+from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, Message, Messenger
+from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages, view_pages
 from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, FrameTransport, PipeLayout
 from synkhronos.hosts.task_agent import TaskAgent
 from synkhronos.ranks.agreement import StepTally, record_common_step
@@ -107,20 +92,9 @@ _MPI_CONNECT_SECONDS = 90
 class Agent:
     """Agent of one host.
 
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``.
-    config : dict
-        Configuration from the master: see `synkhronos.hosts.mpi_link.MpiLink.start_workers`.
-    control : ControlMemory
-        Control memory of this host.
-    channel : socket or None
-        Channel to the master, on its host.
-    workers : WorkerProcesses
-        Workers that this agent has started.  On the master's host there are none: the master has started them.
-    frame_comm : mpi4py.MPI.Comm
-        Second communicator of all agents, for frames.
+    ``config`` is the master's configuration (see `synkhronos.hosts.mpi_link.MpiLink.start_workers`).  On the master's
+    host, ``channel`` leads to the master, which has started the ``workers``; on other hosts the agent
+    has.  ``frame_comm`` is a second communicator of all agents, for frames.
     """
 
     def __init__(
@@ -137,6 +111,7 @@ class Agent:
         self._host, self._host_names = world.rank, config["host_names"]
         self._ranks_by_host = compute_ranks_by_host(config["rank_counts"])
         self._local_ranks = control.local_ranks
+        self._local_slice = slice(self._local_ranks.start, self._local_ranks.stop)
         self._layout = PipeLayout(control)
         self._layout.n_next_hosts[0] = world.size - 1 - world.rank
         self._messenger = Messenger(mpi, world)
@@ -156,17 +131,17 @@ class Agent:
         self._heartbeat_hosts = self._messenger.other_hosts if self._is_master_host else [0]
         self._ended_hosts: set[int] = set()
         self._handlers: dict[int, Callable[..., None]] = {
-            COMMAND: self._on_command,
-            NEW_SEGMENT: self._on_new_segment,
-            PAGES: self._on_pages,
-            DROP_SEGMENTS: self._on_drop_segments,
-            STEP: self._on_step,
-            FAILED: self._on_failed,
-            DONE: self._on_done,
-            PEER_FAILURE: self._on_peer_failure,
-            HEARTBEAT: self._on_heartbeat,
-            END: self._on_end,
-            ENDED: self._on_ended,
+            Message.COMMAND: self._on_command,
+            Message.NEW_SEGMENT: self._on_new_segment,
+            Message.PAGES: self._on_pages,
+            Message.DROP_SEGMENTS: self._on_drop_segments,
+            Message.STEP: self._on_step,
+            Message.FAILED: self._on_failed,
+            Message.DONE: self._on_done,
+            Message.PEER_FAILURE: self._on_peer_failure,
+            Message.HEARTBEAT: self._on_heartbeat,
+            Message.END: self._on_end,
+            Message.ENDED: self._on_ended,
             **self._task_agent.handlers,
         }
 
@@ -181,7 +156,7 @@ class Agent:
             has_events = self._poll_memory()
             for source, message_type, arguments in self._messenger.receive():
                 self._handlers[message_type](source, *arguments)
-                has_events |= message_type != HEARTBEAT
+                has_events |= message_type != Message.HEARTBEAT
             if self._frame_transport.advance():
                 self._control.wake_local_ranks(AWAITS_STEP)
                 has_events = True
@@ -209,17 +184,17 @@ class Agent:
         """Send changes of this host's control memory to the other hosts; return True if there were any."""
         words, has_events = self._control.words, False
         # Read before FAILED: a failing rank writes FAILED and then `done`, so DONE is never sent before FAILED.
-        done = tuple(self._control.done[self._local_ranks.start : self._local_ranks.stop])
+        done = tuple(self._control.done[self._local_slice])
         if self._is_master_host and words[ControlMemory.POSTED] > self._last_command_number:
             self._send_command()
             has_events = True
         failed = words[ControlMemory.FAILED]  # read before the ranks' steps: see `ranks.agreement`
-        step = min(self._control.arrived[self._local_ranks.start : self._local_ranks.stop])
+        step = min(self._control.arrived[self._local_slice])
         sends_step, sends_failed = self._tally.record_own_state(failed, step)
         if sends_step:
             self._send_step(step)
         if sends_failed:
-            self._messenger.send_all(self._messenger.other_hosts, FAILED, failed)
+            self._messenger.send_all(self._messenger.other_hosts, Message.FAILED, failed)
             self._record_common_steps()
         has_events |= sends_step or sends_failed
         if not self._is_master_host:
@@ -227,7 +202,7 @@ class Agent:
         elif words[ControlMemory.END_REQUEST] and not self._is_ending:
             self._is_ending = has_events = True
             must_kill = words[ControlMemory.END_REQUEST] == ControlMemory.KILL_WORKERS
-            self._messenger.send_all(self._messenger.other_hosts, END, must_kill)
+            self._messenger.send_all(self._messenger.other_hosts, Message.END, must_kill)
         return has_events
 
     def _send_command(self) -> None:
@@ -243,9 +218,9 @@ class Agent:
                 self._last_segment_key = segment.key
                 self._segments[segment.key] = segment
                 if not segment.is_user_file:
-                    self._page_table.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
+                    self._page_table.add(segment.key, view_pages(segment))
                 messenger.send_all(
-                    messenger.other_hosts, NEW_SEGMENT, segment.key, segment.nbytes, segment.path or None
+                    messenger.other_hosts, Message.NEW_SEGMENT, segment.key, segment.nbytes, segment.path or None
                 )
         length = words[ControlMemory.MESSAGE_NBYTES]
         message = bytes(self._control.mailbox[:length])
@@ -260,13 +235,13 @@ class Agent:
             for key, pages in pages_by_segment.items():
                 for start in range(0, len(pages), CHUNK_NBYTES // PAGE_NBYTES):
                     chunk = pages[start : start + CHUNK_NBYTES // PAGE_NBYTES]
-                    content = read_pages(memory[key], chunk)
+                    content = memory[key][chunk]
                     words[ControlMemory.BYTES_SENT] += content.size
-                    messenger.send(host, PAGES, key, chunk, content)
+                    messenger.send(host, Message.PAGES, key, chunk, content)
                     self._keep_alive(MAX_UNSENT_MESSAGES)
-            messenger.send(host, COMMAND, self._last_command_number, message, task)
+            messenger.send(host, Message.COMMAND, self._last_command_number, message, task)
             if dropped:
-                messenger.send(host, DROP_SEGMENTS, dropped)
+                messenger.send(host, Message.DROP_SEGMENTS, dropped)
         self._page_table.drop(dropped)
         for key in dropped:
             self._segments.pop(key, None)
@@ -300,7 +275,7 @@ class Agent:
                         (r, published_step & 1, bytes(slot[: min(SLOT_HEADER.size + length, SLOT_NBYTES)]))
                     )
         self._last_step = step
-        self._messenger.send_all(self._messenger.other_hosts, STEP, step, published)
+        self._messenger.send_all(self._messenger.other_hosts, Message.STEP, step, published)
 
     def _send_done(self, done: tuple[int, ...]) -> bool:
         """Send the ranks' last finished commands to the master's host: all at once, or one by one after a failure."""
@@ -313,19 +288,17 @@ class Agent:
             for r in local_ranks
             if done[r - local_ranks.start] == posted and control.report_nbytes[r]
         }
-        self._messenger.send(0, DONE, done, tuple(control.committed[local_ranks.start : local_ranks.stop]), reports)
+        self._messenger.send(0, Message.DONE, done, tuple(control.committed[self._local_slice]), reports)
         return True
 
     def _run_periodic_work(self, now: float) -> None:
         """Send a heartbeat, and handle deaths of other processes, each if it is due."""
         if now >= self._next_heartbeat and not self._is_ending:
             self._next_heartbeat = now + _HEARTBEAT_SECONDS
-            local_ranks, clock = self._local_ranks, time.monotonic_ns()
-            ns_since_progress = [
-                (p and clock - p) for p in self._control.last_progress[local_ranks.start : local_ranks.stop]
-            ]
-            sleep_reasons = list(self._control.sleep_reason[local_ranks.start : local_ranks.stop])
-            self._messenger.send_all(self._heartbeat_hosts, HEARTBEAT, ns_since_progress, sleep_reasons)
+            clock = time.monotonic_ns()
+            ns_since_progress = [(p and clock - p) for p in self._control.last_progress[self._local_slice]]
+            sleep_reasons = list(self._control.sleep_reason[self._local_slice])
+            self._messenger.send_all(self._heartbeat_hosts, Message.HEARTBEAT, ns_since_progress, sleep_reasons)
         if now >= self._next_check:
             self._next_check = now + _CHECK_SECONDS
             self._handle_deaths(now)
@@ -352,7 +325,7 @@ class Agent:
         if dead is not None:
             rank, pid, code = dead
             death = Death(rank, self._host_names[self._host], pid, describe_exit(code))
-            self._messenger.send(0, PEER_FAILURE, death.describe(), rank, death)
+            self._messenger.send(0, Message.PEER_FAILURE, death.describe(), rank, death)
             del self._workers.pids[rank]
 
     def _end_without_master(self, now: float) -> None:
@@ -381,15 +354,14 @@ class Agent:
                     send_segment(channel, segment, file.fileno())
         except (MemoryError, OSError) as error:
             name = describe_host(self._host_names[self._host], self._local_ranks)
-            self._messenger.send(0, PEER_FAILURE, f"{name}: {error}", self._local_ranks.start)
+            self._messenger.send(0, Message.PEER_FAILURE, f"{name}: {error}", self._local_ranks.start)
             return
         self._segments[key] = segment
         self._last_segment_key = key
 
     def _on_pages(self, source: int, key: int, pages: np.ndarray, content: np.ndarray) -> None:
         if key in self._segments:  # else it could not be mapped
-            segment = self._segments[key]
-            write_pages(np.frombuffer(segment.buffer, np.uint8, segment.nbytes), pages, content)
+            view_pages(self._segments[key])[pages] = content
 
     def _on_drop_segments(self, source: int, keys: list[int]) -> None:
         for key in keys:
@@ -440,7 +412,7 @@ class Agent:
     def _on_end(self, source: int, kill: bool) -> None:
         self._workers.shut_down(0.0 if kill else _WORKER_EXIT_SECONDS, lambda: False)
         self._is_ending = True
-        self._messenger.send(0, ENDED)
+        self._messenger.send(0, Message.ENDED)
 
     def _on_ended(self, source: int) -> None:
         self._ended_hosts.add(source)
@@ -541,12 +513,14 @@ def _create_control_memory(mpi: Any, config: dict[str, Any], local_ranks: range,
         messenger = Messenger(mpi, mpi.COMM_WORLD)
         messenger.send(
             0,
-            PEER_FAILURE,
+            Message.PEER_FAILURE,
             f"{describe_host(config['host_names'][messenger.host], local_ranks)}: {error}",
             local_ranks.start,
         )
         deadline = time.monotonic() + _WORKER_EXIT_SECONDS
-        while time.monotonic() < deadline and all(message_type != END for _, message_type, _ in messenger.receive()):
+        while time.monotonic() < deadline and all(
+            message_type != Message.END for _, message_type, _ in messenger.receive()
+        ):
             time.sleep(_MAX_SLEEP)
         raise
 

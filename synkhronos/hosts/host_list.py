@@ -13,15 +13,7 @@ from typing import NamedTuple
 
 
 class Host(NamedTuple):
-    """An entry of the list of hosts.
-
-    Attributes
-    ----------
-    name : str
-        Name by which the other hosts reach it.
-    n_ranks : int or None
-        Number of its ranks; None if the entry gives no number.
-    """
+    """A host: the name by which the others reach it, and the number of its ranks; None if it is not given."""
 
     name: str
     n_ranks: int | None
@@ -56,18 +48,11 @@ def is_this_machine(name: str) -> bool:
 
 
 def parse_hosts(hosts: str | Sequence[str] | None) -> list[Host]:
-    """Return the list of hosts for ``fork(hosts=...)`` or ``SYNKHRONOS_HOSTS``; empty for this machine alone.
+    """Return the list of hosts for ``fork(hosts=...)``; empty for this machine alone.
 
-    Parameters
-    ----------
-    hosts : "all", sequence of str, or None
-        Names, optionally with a number of ranks: ``"a:3"``.  ``"all"``: the hosts of a Slurm, PBS or LSF allocation.
-        None: the environment variable.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For other values, a host named twice, or ``"all"`` outside of an allocation.
+    ``hosts`` are names, optionally with a number of ranks: ``"a:3"``; or "all", the hosts of a Slurm, PBS or LSF
+    allocation; or None, for the environment variable ``SYNKHRONOS_HOSTS``.  Raise TypeError or ValueError for other
+    values, a host named twice, or "all" outside of an allocation.
     """
     argument_name = "hosts"
     if hosts is None:

@@ -1,7 +1,7 @@
 """Messages between agents, over MPI.
 
-Messages are pickled tuples of a type and its content; `synkhronos.hosts.agent` lists the types.  Bytes of shared memory
-follow a message that announces them, without being pickled.
+Messages are pickled tuples of a type and its content.  Bytes of shared memory follow a message that announces them,
+without being pickled.
 """
 
 from __future__ import annotations
@@ -12,26 +12,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-#: Types of messages.
-(
-    COMMAND,
-    NEW_SEGMENT,
-    PAGES,
-    DROP_SEGMENTS,
-    STEP,
-    FAILED,
-    DONE,
-    PEER_FAILURE,
-    HEARTBEAT,
-    END,
-    ENDED,
-    CHANNEL_UPDATE,
-    STOP,
-    LOCK_REQUEST,
-    LOCK_REPLY,
-    LOCK_ROWS,
-) = range(16)
-
 #: Seconds, in addition to `host_timeout`, within which a host's first message has to arrive.
 _FIRST_MESSAGE_SECONDS = 10.0
 #: Maximal number of bytes of rows or pages in a message: small, so that it does not delay the next messages for long.
@@ -40,20 +20,18 @@ CHUNK_NBYTES = 1 << 22
 MAX_UNSENT_MESSAGES = 16
 
 
+class Message:
+    """Types of messages; `synkhronos.hosts.agent` lists them."""
+
+    COMMAND, NEW_SEGMENT, PAGES, DROP_SEGMENTS, STEP, FAILED, DONE, PEER_FAILURE = range(8)
+    HEARTBEAT, END, ENDED, CHANNEL_UPDATE, STOP, LOCK_REQUEST, LOCK_REPLY, LOCK_ROWS = range(8, 16)
+
+
 class Messenger:
     """Sends and receives an agent's messages, without blocking.
 
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``.
-    comm : mpi4py.MPI.Comm
-        Communicator of all agents; the rank in it is the number of the host.
-
-    Attributes
-    ----------
-    last_received : dict of int to float
-        Time of the last message of each other host, by the monotonic clock.
+    The rank in ``comm``, a communicator of all agents, is the number of the host.  ``last_received`` has the time of
+    the last message of each other host, by the monotonic clock.
     """
 
     def __init__(self, mpi: Any, comm: Any):

@@ -64,16 +64,8 @@ class MpiLink(Link):
     """Link of a session with ranks on several hosts, of which the master's host is the first.
 
     Its methods are called in this order: `start_agents`, `assign_ranks`, `start_workers`, and then `shut_down`, or
-    `kill` after a failure.
-
-    Parameters
-    ----------
-    hosts : sequence of Host
-        The first is this machine.
-    timeout : float
-        Seconds without a message after which a host is lost.
-    output : file, optional
-        File for the output of the other hosts.  Default: this process's standard streams.
+    `kill` after a failure.  A host is lost after ``timeout`` seconds without a message.  The output of the other hosts
+    is written to ``output``, by default this process's standard streams.
     """
 
     needs_control_file = True
@@ -96,10 +88,7 @@ class MpiLink(Link):
     def start_agents(self) -> None:
         """Start an agent on each host, by ``mpirun``.
 
-        Raises
-        ------
-        RuntimeError
-            If agents do not start, or hosts have different versions of Python or of a library.
+        Raise RuntimeError if agents do not start, or hosts have different versions of Python or of a library.
         """
         address = f"synkhronos-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -132,10 +121,7 @@ class MpiLink(Link):
     def choose_gpu_default(self) -> bool | None:
         """Return the default of ``use_gpu``: False if no host has GPUs; None (this host decides) if all have some.
 
-        Raises
-        ------
-        ValueError
-            If some hosts have GPUs and others none.
+        Raise ValueError if some hosts have GPUs and others none.
         """
         if all(self._gpus):
             return None
@@ -147,17 +133,8 @@ class MpiLink(Link):
     def assign_ranks(self, n_ranks: int | None, needs_gpus: bool) -> None:
         """Assign ranks to the hosts: set `ranks_by_host`, `size` and `control_nbytes`.
 
-        Parameters
-        ----------
-        n_ranks : int or None
-            Number of ranks on each host that is listed without a number.  None: one for each core or GPU of the host.
-        needs_gpus : bool
-            Whether each rank needs a GPU.
-
-        Raises
-        ------
-        ValueError
-            If a host has fewer GPUs than ranks.
+        A host that is listed without a number gets ``n_ranks``; with None, one for each of its GPUs, if ranks need
+        these, or of its cores.  Raise ValueError if a host has fewer GPUs than ranks that need them.
         """
         defaults = self._gpus if needs_gpus else self._cores
         self._uses_gpus = needs_gpus
@@ -389,10 +366,8 @@ class MpiLink(Link):
     def _find_unreachable_hosts(self, hosts: Sequence[Host]) -> list[str]:
         """Return the names of the hosts that this host, the first, can't connect.
 
-        Raises
-        ------
-        RuntimeError
-            If this host can't even start an agent of its own, which would make all others seem unreachable.
+        Raise RuntimeError if this host can't even start an agent of its own, which would make all others seem
+        unreachable.
         """
         own, others = hosts[0], hosts[1:]
         try:

@@ -106,11 +106,7 @@ def make_mpirun_environment() -> dict[str, str]:
 def find_lost_hosts(output: str, aliases: Sequence[Sequence[str]]) -> list[int]:
     """Return the lost host according to the output of ``mpirun``, or all candidates if it names none.
 
-    Parameters
-    ----------
-    output : str
-    aliases : sequence of sequence of str
-        Names of each host.
+    ``aliases`` has the names of each host.
     """
     output = " ".join(output.split())  # line breaks may be anywhere
 

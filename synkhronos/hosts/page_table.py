@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from synkhronos.ranks.segments import Segment
+
 #: Number of bytes of a page, the unit in which memory is compared and sent.
 PAGE_NBYTES = 4096
 #: Number of pages compared at a time.
@@ -45,17 +47,8 @@ class SegmentAccess(NamedTuple):
 class PageTable:
     """Pages of each segment that each other host has; in the agent of the master's host.
 
-    Parameters
-    ----------
-    n_hosts : int
-        Number of other hosts.
-    keep_alive : callable
-        Called repeatedly during long comparisons, to send heartbeats.
-
-    Attributes
-    ----------
-    memory : dict of int to ndarray of uint8
-        Segments of this host, by key.
+    ``keep_alive`` is called repeatedly during long comparisons, to send heartbeats.  ``memory`` has the segments of
+    this host, each as an array of pages of bytes, by key.
     """
 
     def __init__(self, n_hosts: int, keep_alive: Callable[[], object] = bool):
@@ -66,11 +59,11 @@ class PageTable:
         self._held_pages: dict[int, np.ndarray] = {}
 
     def add(self, key: int, memory: np.ndarray) -> None:
-        """Add a segment; no other host has any page of it yet."""
+        """Add a segment, an array of pages; no other host has any page of it yet."""
         self.memory[key] = memory
         # The kernel allocates only pages that are written, and only pages that are sent are written here.
-        self._sent_copies[key] = np.empty(memory.size, np.uint8)
-        self._held_pages[key] = np.zeros((self._n_hosts, -(-memory.size // PAGE_NBYTES)), bool)
+        self._sent_copies[key] = np.empty(memory.shape, np.uint8)
+        self._held_pages[key] = np.zeros((self._n_hosts, len(memory)), bool)
 
     def drop(self, keys: Iterable[int]) -> None:
         """Remove segments."""
@@ -79,17 +72,9 @@ class PageTable:
                 table.pop(key, None)
 
     def take_missing_pages(self, needed: Sequence[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
-        """Return the pages that each host needs and does not have, and mark them as sent.
+        """Return the pages that each host needs and does not have, by segment, and mark them as sent.
 
-        Parameters
-        ----------
-        needed : sequence of dict of int to ndarray
-            Sorted page numbers that each host needs, by segment.
-
-        Returns
-        -------
-        list of dict of int to ndarray
-            Page numbers to send to each host, by segment.
+        ``needed`` has the sorted numbers of the pages that each host needs, by segment.
         """
         for key in set().union(*needed):
             pages = np.unique(
@@ -113,26 +98,15 @@ class PageTable:
         """Mark changed pages as missing on all hosts, and copy the pages that no host has."""
         memory, sent_copy, held = self.memory[key], self._sent_copies[key], self._held_pages[key]
         sent_pages = pages[held[:, pages].any(axis=0)]
-        held[:, sent_pages[_find_changed_pages(read_pages(memory, sent_pages), read_pages(sent_copy, sent_pages))]] = (
-            False
-        )
+        present, sent = (np.take(array, sent_pages, axis=0).view(np.uint64) for array in (memory, sent_copy))
+        held[:, sent_pages[(present != sent).any(axis=1)]] = False
         new_pages = pages[~held[:, pages].any(axis=0)]
-        write_pages(sent_copy, new_pages, read_pages(memory, new_pages))
+        sent_copy[new_pages] = memory[new_pages]
 
 
-def _find_changed_pages(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return a mask of the pages whose bytes differ; the last page may be shorter."""
-    n_full_pages = left.size // PAGE_NBYTES
-    full_pages = slice(n_full_pages * PAGE_NBYTES)
-    left_words, right_words = (
-        content[full_pages].view(np.uint64).reshape(n_full_pages, PAGE_NBYTES // 8) for content in (left, right)
-    )
-    differs = (left_words != right_words).any(axis=1)
-    if left.size % PAGE_NBYTES:
-        differs = np.append(
-            differs, not np.array_equal(left[n_full_pages * PAGE_NBYTES :], right[n_full_pages * PAGE_NBYTES :])
-        )
-    return differs
+def view_pages(segment: Segment) -> np.ndarray:
+    """Return the memory of a segment as an array of pages."""
+    return np.frombuffer(segment.buffer, np.uint8).reshape(-1, PAGE_NBYTES)
 
 
 def find_pages(accesses: Iterable[SegmentAccess], memory: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -142,7 +116,7 @@ def find_pages(accesses: Iterable[SegmentAccess], memory: dict[int, np.ndarray])
         if access.indexes is not None:
             key, start, count, first_row = access.indexes
             pages_by_segment.setdefault(key, []).append(_find_page_range(start, start + 8 * count))
-            index = memory[key][start : start + 8 * count].view(np.int64) - first_row
+            index = memory[key].reshape(-1)[start : start + 8 * count].view(np.int64) - first_row
             pages_by_segment.setdefault(access.key, []).append(_find_row_pages(access, index))
         elif access.rows is not None:
             rows = range(*access.rows)
@@ -171,26 +145,3 @@ def _find_row_pages(access: SegmentAccess, index: np.ndarray) -> np.ndarray:
     last_pages = (access.offset + (index + 1) * access.row_nbytes - 1) // PAGE_NBYTES
     max_pages_per_row = int((last_pages - first_pages).max()) + 1
     return np.minimum(first_pages[:, None] + np.arange(max_pages_per_row), last_pages[:, None]).reshape(-1)
-
-
-def read_pages(memory: np.ndarray, pages: np.ndarray) -> np.ndarray:
-    """Return the bytes of some pages, concatenated; the last page of the memory may be shorter."""
-    if not pages.size:
-        return np.empty(0, np.uint8)
-    n_full_pages = memory.size // PAGE_NBYTES
-    full_pages = memory[: n_full_pages * PAGE_NBYTES].reshape(n_full_pages, PAGE_NBYTES)
-    if pages[-1] < n_full_pages:
-        return np.take(full_pages, pages, axis=0).reshape(-1)
-    return np.concatenate([np.take(full_pages, pages[:-1], axis=0).reshape(-1), memory[n_full_pages * PAGE_NBYTES :]])
-
-
-def write_pages(memory: np.ndarray, pages: np.ndarray, content: np.ndarray) -> None:
-    """Write pages into memory; ``content`` is as `read_pages` returned it."""
-    if not pages.size:
-        return
-    n_full_pages = memory.size // PAGE_NBYTES
-    full_pages = memory[: n_full_pages * PAGE_NBYTES].reshape(n_full_pages, PAGE_NBYTES)
-    n = pages.size if pages[-1] < n_full_pages else pages.size - 1
-    full_pages[pages[:n]] = content[: n * PAGE_NBYTES].reshape(n, PAGE_NBYTES)
-    if n < pages.size:
-        memory[n_full_pages * PAGE_NBYTES :] = content[n * PAGE_NBYTES :]

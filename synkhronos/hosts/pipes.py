@@ -77,14 +77,7 @@ def _compute_words_nbytes(n_local: int) -> int:
 
 
 class Pipe:
-    """A rank's end of one of its host's pipes, or of the stream within the host.
-
-    Parameters
-    ----------
-    rank : Rank
-    layout : PipeLayout
-    pipe : int
-    """
+    """A rank's end of one of its host's pipes, or of the stream within the host."""
 
     def __init__(self, rank: Rank, layout: PipeLayout, pipe: int):
         self._rank, self._layout, self._pipe = rank, layout, pipe
@@ -148,15 +141,7 @@ class FrameTransport:
     """The agent's end of its host's pipes: sends and receives their frames over MPI.
 
     The tag of a message is the number of the command, modulo `_TAGS`.  A frame has no number: frames arrive in order,
-    and both ends count them.
-
-    Parameters
-    ----------
-    mpi : module
-    comm : mpi4py.MPI.Comm
-        Communicator that is used for frames only.
-    control : ControlMemory
-    layout : PipeLayout
+    and both ends count them.  ``comm`` is a communicator that is used for frames only.
     """
 
     #: Number of commands that tags distinguish; every MPI provides at least as many tags.

@@ -33,16 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.hosts.host_list import find_host
-from synkhronos.hosts.messenger import (
-    CHANNEL_UPDATE,
-    CHUNK_NBYTES,
-    LOCK_REPLY,
-    LOCK_REQUEST,
-    LOCK_ROWS,
-    MAX_UNSENT_MESSAGES,
-    STOP,
-    Messenger,
-)
+from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, Message, Messenger
 from synkhronos.ranks.control_memory import AWAITS_PEER, ControlMemory
 from synkhronos.ranks.rank_task import ACQUIRE, READ, RELEASE, WRITE, ByteRange
 from synkhronos.ranks.segments import Segment
@@ -52,13 +43,7 @@ from synkhronos.ranks.task_memory import WORD_NBYTES, TaskMemory, read_ring, rea
 class _ScheduledAction(NamedTuple):
     """An action that waits for its command to start, and for bytes from another host.
 
-    Attributes
-    ----------
-    receive_request : mpi4py.MPI.Request or None
-        Request of the bytes to wait for.
-    command_number : int
-    action : callable
-        Takes the bridge of the command's task.
+    ``receive_request`` is the MPI request of these bytes; None if there are none.
     """
 
     receive_request: Any
@@ -73,18 +58,7 @@ class _ScheduledAction(NamedTuple):
 class TaskAgent:
     """The part of an agent that serves tasks: ranks of its host, and ranks of other hosts that use its host's locks.
 
-    Parameters
-    ----------
-    messenger : Messenger
-    control : ControlMemory
-    ranks_by_host : sequence of range
-    segments : dict of int to Segment
-        Shared memory of this host, by key.
-
-    Attributes
-    ----------
-    handlers : dict of int to callable
-        Handler of each type of message.
+    ``handlers`` has the functions that process messages, by their types.
     """
 
     def __init__(
@@ -109,9 +83,12 @@ class TaskAgent:
         #: Scheduled actions by host, in order.
         self._actions: list[deque[_ScheduledAction]] = [deque() for _ in range(messenger.size)]
         self.handlers: dict[int, Callable[..., None]] = {
-            CHANNEL_UPDATE: self._on_channel_update, STOP: self._on_stop,
-            LOCK_REQUEST: self._on_lock_request, LOCK_REPLY: self._on_lock_reply, LOCK_ROWS: self._on_lock_rows,
-        }  # fmt: skip
+            Message.CHANNEL_UPDATE: self._on_channel_update,
+            Message.STOP: self._on_stop,
+            Message.LOCK_REQUEST: self._on_lock_request,
+            Message.LOCK_REPLY: self._on_lock_reply,
+            Message.LOCK_ROWS: self._on_lock_rows,
+        }
 
     def start_command(self, command_number: int, task: TaskMemory | None) -> None:
         """Start serving a command, which may be a task, and discard the state of the previous one."""
@@ -175,7 +152,7 @@ class TaskAgent:
             peer = target if content is not None else source
             self._messenger.send(
                 find_host(self._ranks_by_host, peer),
-                CHANNEL_UPDATE,
+                Message.CHANNEL_UPDATE,
                 self._command_number,
                 source,
                 target,
@@ -184,7 +161,7 @@ class TaskAgent:
             )
             has_events = True
         if bridge.take_stop_request():
-            self._messenger.send_all(self._messenger.other_hosts, STOP, self._command_number)
+            self._messenger.send_all(self._messenger.other_hosts, Message.STOP, self._command_number)
         return has_events
 
     def _on_channel_update(self, source: int, command_number: int, *update: Any) -> None:
@@ -201,10 +178,10 @@ class TaskAgent:
         home, command_number = find_host(self._ranks_by_host, bridge.memory.get_home_rank(lock)), self._command_number
         if operation == WRITE:
             self._transfers.append(
-                self._send_rows(home, ranges, LOCK_REQUEST, command_number, rank, operation, lock, ())
+                self._send_rows(home, ranges, Message.LOCK_REQUEST, command_number, rank, operation, lock, ())
             )
             return
-        self._messenger.send(home, LOCK_REQUEST, command_number, rank, operation, lock, ranges)
+        self._messenger.send(home, Message.LOCK_REQUEST, command_number, rank, operation, lock, ranges)
         if operation == RELEASE:
             self._deliver_reply(bridge, rank, 0)
 
@@ -234,9 +211,9 @@ class TaskAgent:
             self._queues.setdefault(lock, deque()).append((source, rank))
             bridge.set_agent_waiting(lock, True)
         elif operation == READ:
-            self._transfers.append(self._send_rows(source, ranges, LOCK_REPLY, command_number, rank, 0))
+            self._transfers.append(self._send_rows(source, ranges, Message.LOCK_REPLY, command_number, rank, 0))
         elif operation == WRITE:  # the bytes announced before it have arrived
-            self._messenger.send(source, LOCK_REPLY, command_number, rank, 0)
+            self._messenger.send(source, Message.LOCK_REPLY, command_number, rank, 0)
         else:
             bridge.release(lock)
 
@@ -248,7 +225,7 @@ class TaskAgent:
             return False
         queue.popleft()
         bridge.set_agent_waiting(lock, bool(queue))
-        self._messenger.send(source, LOCK_REPLY, self._command_number, rank, n_earlier_acquisitions)
+        self._messenger.send(source, Message.LOCK_REPLY, self._command_number, rank, n_earlier_acquisitions)
         return True
 
     # -- transfers -------------------------------------------------------------------------------------------------
@@ -259,7 +236,7 @@ class TaskAgent:
             memory = memoryview(self._segments[key].buffer)
             for offset in range(start, start + nbytes, CHUNK_NBYTES):
                 chunk = memory[offset : min(offset + CHUNK_NBYTES, start + nbytes)]
-                self._messenger.send(host, LOCK_ROWS, self._command_number, key, offset, len(chunk))
+                self._messenger.send(host, Message.LOCK_ROWS, self._command_number, key, offset, len(chunk))
                 self._messenger.send_bytes(host, chunk)
                 if self._messenger.host == 0:
                     self._control.words[ControlMemory.BYTES_SENT] += len(chunk)
@@ -279,13 +256,6 @@ class TaskBridge:
 
     The ranks of the host write their own words and channels in the memory; the agent writes those of ranks of other
     hosts.
-
-    Parameters
-    ----------
-    memory : TaskMemory
-    segment : Segment
-    local_ranks : range
-        Ranks of this host.
     """
 
     def __init__(self, memory: TaskMemory, segment: Segment, local_ranks: range):
@@ -310,14 +280,9 @@ class TaskBridge:
     def poll_channels(self) -> Iterator[tuple[int, int, int, bytearray | None]]:
         """Yield the progress since the last call of each channel between this host and others.
 
-        Yields
-        ------
-        source, target : int
-            Ranks of the channel.
-        count : int
-            Number of bytes sent or received through the channel so far.
-        content : bytearray or None
-            Bytes sent since the last call; None if ``count`` are bytes that a rank of this host has received.
+        A channel is a source and a target.  Its count is the number of bytes sent or received through it so far.  The
+        content is that sent since the last call, or None if the count is that of bytes which a rank of this host has
+        received.
         """
         for words, sources, targets, last_counts in self._polled_channels:
             counts = words[np.ix_(sources, targets)]

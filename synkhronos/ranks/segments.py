@@ -172,7 +172,7 @@ class Segment:
         self.allocated_bytes = range(nbytes) if allocated_bytes is None else allocated_bytes
         self.path = os.readlink(f"/proc/self/fd/{fd}") if is_user_file else ""
         self.file_id = _get_file_id(fd)
-        self.buffer = map_file(fd, nbytes, is_user_file)
+        self.buffer = map_file(fd, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, is_user_file)
 
     def view_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
         """Return an array view of the segment's memory from byte ``offset`` on."""

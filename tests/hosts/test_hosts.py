@@ -25,10 +25,10 @@ from synkhronos.hosts import agent as agents
 from synkhronos.hosts import mpi_link, mpirun
 from synkhronos.hosts.agent import Agent
 from synkhronos.hosts.host_list import Host, parse_hosts
-from synkhronos.hosts.messenger import CHANNEL_UPDATE
+from synkhronos.hosts.messenger import Message
 from synkhronos.hosts.mpi_link import MpiLink
 from synkhronos.hosts.mpirun import _check_addresses, find_lost_hosts
-from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, SegmentAccess, find_pages, read_pages, write_pages
+from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, SegmentAccess, find_pages
 from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, N_FRAMES, PipeLayout
 from synkhronos.hosts.task_agent import TaskAgent
 from synkhronos.ranks.control_memory import ControlMemory
@@ -472,11 +472,16 @@ ROWS = st.one_of(
 def test_pull_sends_read_data_to_other_hosts(data):
     """After any writes and reads, a host that pulls the pages it lacks has the current rows."""
     row = data.draw(st.sampled_from([1, 8, 100, 5000, 12288]))
-    memory = {1: np.zeros(60 * row, np.uint8), 2: np.zeros(60 * 8, np.uint8)}
-    hosts = [{key: np.zeros_like(value) for key, value in memory.items()} for _ in range(2)]
+    paged = {
+        key: np.zeros((-(-60 * nbytes // PAGE_NBYTES), PAGE_NBYTES), np.uint8) for key, nbytes in ((1, row), (2, 8))
+    }
+    memory = {
+        key: pages.reshape(-1)[: 60 * nbytes] for (key, pages), nbytes in zip(paged.items(), (row, 8), strict=True)
+    }
+    hosts = [{key: np.zeros_like(pages) for key, pages in paged.items()} for _ in range(2)]
     contents = PageTable(2)
-    for key, value in memory.items():
-        contents.add(key, value)
+    for key, pages in paged.items():
+        contents.add(key, pages)
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     for _ in range(data.draw(st.integers(1, 5))):
         offset, count = data.draw(st.integers(0, 60 * row - 1)), data.draw(st.integers(0, 9000))
@@ -487,13 +492,13 @@ def test_pull_sends_read_data_to_other_hosts(data):
         for _ in hosts:
             rows = data.draw(st.one_of(st.none(), ROWS))
             read = SegmentAccess(1, 0, row, rows, None if rows is not None else (2, 0, len(indexes), 0))
-            needed.append(find_pages([read], memory))
+            needed.append(find_pages([read], paged))
             expected.append(list(range(*rows)) if rows is not None else indexes.tolist())
         for host, pages, rows in zip(hosts, contents.take_missing_pages(needed), expected, strict=True):
             for key, host_pages in pages.items():
-                write_pages(host[key], host_pages, read_pages(memory[key], host_pages))
+                host[key][host_pages] = paged[key][host_pages]
             for r in rows:
-                assert np.array_equal(host[1][r * row : (r + 1) * row], memory[1][r * row : (r + 1) * row])
+                assert np.array_equal(host[1].reshape(-1)[r * row : (r + 1) * row], memory[1][r * row : (r + 1) * row])
         assert contents.take_missing_pages(needed) == [{}, {}]  # no page is sent twice
 
 
@@ -530,12 +535,12 @@ def test_early_messages_of_a_task_are_queued():
     control = SimpleNamespace(fence=lambda: None, wake=lambda rank, reason: None)
     agent = TaskAgent(mail, control, [range(1), range(1, 2)], {})
     agent.start_command(4, None)
-    agent.handlers[CHANNEL_UPDATE](1, 5, 1, 0, 1, b"first")
+    agent.handlers[Message.CHANNEL_UPDATE](1, 5, 1, 0, 1, b"first")
     assert not agent.advance() and not messages
     agent.start_command(5, None)
     agent._bridge = bridge
-    agent.handlers[CHANNEL_UPDATE](1, 5, 1, 0, 2, b"second")
-    agent.handlers[CHANNEL_UPDATE](1, 4, 1, 0, 1, b"of a command that has failed")
+    agent.handlers[Message.CHANNEL_UPDATE](1, 5, 1, 0, 2, b"second")
+    agent.handlers[Message.CHANNEL_UPDATE](1, 4, 1, 0, 1, b"of a command that has failed")
     assert agent.advance() and messages == [(1, 0, 1, b"first"), (1, 0, 2, b"second")]
     assert not agent.has_unfinished_work
 
@@ -549,7 +554,7 @@ def test_agent_reports_missing_memory(monkeypatch):
     agent._host_names, agent._host, agent._local_ranks, agent._segments = "ab", 1, range(2, 3), {}
     agent._messenger = SimpleNamespace(send=lambda *message: sent.append(message))
     agent._on_new_segment(0, 1, 4096, None)
-    assert sent == [(0, agents.PEER_FAILURE, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
+    assert sent == [(0, Message.PEER_FAILURE, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
     assert agent._segments == {}
 
 
@@ -564,11 +569,3 @@ def test_find_pages_of_a_range_lists_no_row_numbers():
     began = time.process_time()
     assert len(find_pages([SegmentAccess(1, 0, 1, (0, 1 << 28, 1), None)], memory)[1]) == (1 << 28) // PAGE_NBYTES
     assert time.process_time() - began < 1
-
-
-def test_write_pages_accepts_a_partial_page():
-    memory = np.arange(2 * PAGE_NBYTES + 5, dtype=np.uint64).astype(np.uint8)
-    copy = np.zeros_like(memory)
-    for pages in ([0, 2], [1]):
-        write_pages(copy, np.array(pages), read_pages(memory, np.array(pages)))
-    assert np.array_equal(copy, memory)
