@@ -480,8 +480,8 @@ def test_pull_sends_read_data_to_other_hosts(data):
     }
     hosts = [{key: np.zeros_like(pages) for key, pages in paged.items()} for _ in range(2)]
     contents = PageTable(2)
-    for key, pages in paged.items():
-        contents.add(key, pages)
+    for key, array in paged.items():
+        contents.add(key, array)
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     for _ in range(data.draw(st.integers(1, 5))):
         offset, count = data.draw(st.integers(0, 60 * row - 1)), data.draw(st.integers(0, 9000))
