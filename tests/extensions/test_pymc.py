@@ -170,6 +170,26 @@ def test_gradient_of_underflowing_terms_is_finite_as_pymcs(fork, monkeypatch):
     np.testing.assert_allclose(parallel_f(point), serial_f(point))
 
 
+@pytest.mark.new_ranks
+@pytest.mark.skipif(XLA, reason="sets the rewrites of a mode without a compiler")
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_gradient_at_a_bound_equals_pymcs_of_data(fork, monkeypatch, value):
+    """PyTensor rewrites with the values of arrays, but not of `pm.Data`: PyMC's gradients at a bound differ."""
+    monkeypatch.setattr(pytensor.config, "mode", INTERPRETED)
+    fork(2)
+    with pm.Model() as model:
+        outcomes, group = pm.Data("outcomes", SUCCESS), pm.Data("group", GROUP)
+        p = pm.Flat("p", shape=5)
+        pm.Bernoulli("y", p[group], observed=outcomes)
+        pm.Binomial("z", pm.Data("n", GROUP + 1), p[4] * pm.Data("ones", np.ones(N)), observed=outcomes)
+    point = {"p": np.array([value, 0.5, value, value, value])}
+    parallel_gradient, serial_gradient = (
+        variant.compile_dlogp(**COMPILE_KWARGS)(point) for variant in (data_parallel(model), model)
+    )
+    assert not np.isfinite(serial_gradient).all()
+    np.testing.assert_allclose(parallel_gradient, serial_gradient)
+
+
 def probability_of_zero():
     pm.Categorical("y", p=pm.Dirichlet("p", np.ones(4)), observed=GROUP)
     return [-400.0, 400.0, 0.0]
@@ -256,6 +276,16 @@ def test_data_parallel_sends_an_array_once(two_reused_ranks):
     parallel = data_parallel(model)
     (rows,) = parallel.distributed_sums
     assert len(rows.make_local_graph()[2]) == 4  # groups, hours, a matrix and its column
+    check_equal(parallel, model)
+
+
+def test_index_of_the_only_row_is_a_constant(two_reused_ranks):
+    """Numba refuses to broadcast an index whose length of 1 it does not know, in the gradient of common probabilities."""
+    with pm.Model() as model:
+        p = pm.Uniform("p")
+        pm.Categorical("y", p=pt.stack([p, 1 - p]), observed=SUCCESS)
+    parallel = data_parallel(model)
+    assert all(param.type.ndim == 0 for param in list_rank_inputs(parallel))
     check_equal(parallel, model)
 
 
@@ -601,9 +631,21 @@ def scan_along_columns(rho):
     return scan(lambda column, h, rho: rho * h + column, [pt.as_tensor(X.T)], rho, outputs_info=[pt.zeros(N)])[-1]
 
 
-def test_data_parallel_refuses_joined_blocks_of_rows():
+def test_data_parallel_splits_joined_blocks_of_rows(two_reused_ranks):
+    """A block of one row, of columns, and of parameters' rows; their order is another one in the observed rows."""
     with pm.Model() as model:
-        center = pt.concatenate([pm.Normal("a") * HOURS[:9], pm.Normal("b") * HOURS[9:]])
+        slopes = pm.Normal("slopes", shape=3)
+        center = pt.concatenate([[0.5], pm.Normal("a")[None] * HOURS[1:9], slopes[GROUP[9:] % 3] + X[9:] @ slopes])
+        scale = pt.concatenate([pt.full(9, pm.HalfNormal("s")), pt.exp(HOURS[9:] * slopes[0])])
+        pm.Normal("y", center[np.argsort(HOURS)], scale, observed=X[:, 0])
+        pm.MvNormal("z", pt.concatenate([slopes * X[:20], X[20:]]), np.eye(3), observed=X[::-1])
+    check_equal(data_parallel(model), model)
+
+
+def test_data_parallel_refuses_joined_blocks_whose_lengths_may_change():
+    with pm.Model() as model:
+        hours = pm.Data("hours", HOURS)
+        center = pt.concatenate([pm.Normal("a") * hours[:9], pm.Normal("b") * hours[9:]])
         pm.Normal("y", center, 1, observed=X[:, 0])
     with pytest.raises(ValueError, match="split by rows: y: Join.* mixes rows"):
         data_parallel(model)

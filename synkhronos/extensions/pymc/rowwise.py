@@ -53,8 +53,9 @@ __all__ = ["NotRowwiseError", "make_rowwise"]
 RowwiseRule = Callable[["RowSearch", Any, int], Any]
 
 
-#: Most elements of padded sparse rows, as a multiple of the rows and their elements.
-_MAX_PADDING = 4
+#: Most elements of padded sparse rows, as a multiple of the rows and their elements; most blocks of joined rows, since
+#: all rows are computed once for each block.
+_MAX_PADDING, _MAX_BLOCKS = 4, 4
 
 
 class NotRowwiseError(ValueError):
@@ -190,19 +191,33 @@ class RowSearch:
             if length < self.length:
                 continue
             key = str(index) if isinstance(index, slice) else index, length
-            subsearch = self._subsearches.get(key)
-            if subsearch is None:
-                # The expression is the same for another selection of rows, so that theirs come first.
-                subsearch = RowSearch(length, self._rules, (selection, *self._selections))
-                subsearch.rows_by_placeholder = self.rows_by_placeholder
-                subsearch.n_rows_variable = self.n_rows_variable
-                self._subsearches[key] = subsearch
             try:
-                return subsearch.restrict(values, axis)
+                return self._get_subsearch(key, length, selection).restrict(values, axis)
             except NotRowwiseError:
                 if getattr(selection, "dtype", None) == "bool":
                     raise
         return None
+
+    def restrict_block(self, values: Any, axis: int, start: int) -> Any:
+        """Return the restriction of a block of rows, the first of which is row ``start``.
+
+        The other rows repeat the block's first or last row.  A block of one row is broadcast.
+        """
+        length = values.type.shape[axis]
+        if length == 1:
+            return values
+        selection = np.clip(np.arange(self.length) - start, 0, length - 1)
+        return self._get_subsearch((start, length), length, selection).restrict(values, axis)
+
+    def _get_subsearch(self, key: Any, length: int, selection: Any) -> RowSearch:
+        """Return the search in data of another length, from which `selection` picks as many rows as this search has."""
+        subsearch = self._subsearches.get(key)
+        if subsearch is None:
+            # The expression is the same for another selection of rows, so that theirs come first.
+            subsearch = self._subsearches[key] = RowSearch(length, self._rules, (selection, *self._selections))
+            subsearch.rows_by_placeholder = self.rows_by_placeholder
+            subsearch.n_rows_variable = self.n_rows_variable
+        return subsearch
 
     def find_row_axis(self, variable: Any) -> int | None:
         """Return the axis of `variable` that runs along the rows; None if the search has not found one so far."""
@@ -465,7 +480,7 @@ def _restrict_advanced_subtensor(search: RowSearch, node: Any, axis: int) -> Any
         if array_axis >= 0 and position == 0 and search.length > 1 and _is_arange(array, array_axis, search.length):
             # values[arange(n), k]: one element of each row; of values with one row, the same row for all.
             if values.type.shape[n_slices] == 1:
-                indexes.append(array)
+                indexes.append(np.zeros([1] * array.type.ndim, "int64"))  # PyTensor may not know the index's length
                 continue
             values = search.restrict(values, n_slices)
             pattern = [*["x"] * array_axis, 0, *["x"] * (array.type.ndim - array_axis - 1)]
@@ -629,9 +644,25 @@ def _restrict_join(search: RowSearch, node: Any, axis: int) -> Any:
     if join_axis is None:
         join_axis = getattr(axis_inputs[0], "data", None)
     arrays = node.inputs[len(axis_inputs) :]
-    if join_axis is None or int(join_axis) % arrays[0].type.ndim == axis:
+    if join_axis is None:
         raise _make_mixes_rows_error(node)
+    if int(join_axis) % arrays[0].type.ndim == axis:
+        return _restrict_joined_blocks(search, node, arrays, axis)
     return node.op(*axis_inputs, *[search.restrict(array, axis) for array in arrays])
+
+
+def _restrict_joined_blocks(search: RowSearch, node: Any, blocks: list[Any], axis: int) -> Any:
+    """Restrict blocks of rows of fixed lengths, one below the other: each row is computed in each block."""
+    lengths = [block.type.shape[axis] for block in blocks]
+    if None in lengths or sum(lengths) != search.length or len(blocks) > _MAX_BLOCKS:
+        raise _make_mixes_rows_error(node)
+    block_numbers = search.restrict(pt.constant(np.repeat(np.arange(len(blocks)), lengths)), 0)
+    pattern = [0 if i == axis else "x" for i in range(blocks[0].type.ndim)]
+    starts = (np.cumsum(lengths) - lengths).tolist()
+    joined, *others = map(search.restrict_block, blocks, [axis] * len(blocks), starts)
+    for number, block in enumerate(others, 1):
+        joined = pt.switch(pt.eq(block_numbers, number).dimshuffle(*pattern), block, joined)
+    return joined.astype(node.outputs[0].type.dtype)
 
 
 def _restrict_alloc(search: RowSearch, node: Any, axis: int) -> Any:
