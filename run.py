@@ -331,15 +331,12 @@ class Job:
         For pytest.
     device : str
         As of the option ``--device``.
-    variables : tuple of pairs of str
-        Environment variables and their values.
     """
 
     environment: Environment
     part: str
     arguments: Sequence[str]
     device: str = "host"
-    variables: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -361,7 +358,7 @@ class Job:
         command = [self.environment.python, "-m", "pytest", *cache, *options, *self.arguments]
         # PyTensor leaves a file per compiled function, which it removes only in processes that end normally.
         with tempfile.TemporaryDirectory(prefix="synk-", ignore_cleanup_errors=True) as folder:
-            variables = {"SYNKHRONOS_TEST_DEVICE": self.device, "TMPDIR": folder, **dict(self.variables)}
+            variables = {"SYNKHRONOS_TEST_DEVICE": self.device, "TMPDIR": folder}
             return run_command(command, heading, **variables)
 
 
@@ -408,16 +405,19 @@ PROGRAM_TESTS = list_test_files("demos", "docs")
 #: other tests must not see. To run one: ``python -m pytest tests/support/compat_checks/check_ops.py``.
 COMPAT_CHECKS = "tests/support/compat_checks"
 DEMO_CHECKS = "tests/support/demo_checks"
+#: Tests of these folders that compile for minutes, by the name of their job: only `test --all` runs them.
+COMPILING_CHECKS = {
+    "zoo": f"{DEMO_CHECKS}/check_zoo.py",
+    "lasagne": f"{COMPAT_CHECKS}/check_lasagne.py",
+    "old programs": f"{COMPAT_CHECKS}/check_programs.py",
+}
 #: Number of failures of a job up to which these tests are run a second time: more are no accident.
 MAX_RETRIED_FAILURES = 5
-#: Markers of tests that only `--all` runs; pyproject.toml describes them.
-MARKERS = ("lasagne", "hosts", "faults")
 #: The longest jobs, by name.  They are started first, so that no core is idle for long while the last ones run.
 LONGEST_JOBS = [
-    "pytensor, old programs in the default mode",
+    "pytensor, faults",
     "pytensor, lasagne",
     "pytensor, zoo",
-    "pytensor, faults",
     "pytensor, training",
     "pytensor, compat",
     "pytensor, launch",
@@ -563,43 +563,22 @@ def list_library_jobs(environment: Environment, with_all: bool, is_second: bool)
     docs and demos only with ``--all``.
     """
     without = " and not any_library" if is_second else ""
-    marker_options = [
-        "-m",
-        " and ".join(f"not {marker}" for marker in (MARKERS if with_all else (*MARKERS, "slow"))) + without,
-    ]
+    selection = "not hosts and not faults" + ("" if with_all else " and not slow") + without
+    marker_options = ["-m", selection]
     folders = {part: [f"tests/{name}" for name in names] for part, names in FOLDERS_OF_PARTS.items()}
     jobs = [Job(environment, part, [*marker_options, *paths]) for part, paths in folders.items()]
     others = [*PROGRAM_TESTS, *(path for paths in folders.values() for path in paths)]
     jobs.append(Job(environment, "", [*marker_options, *(f"--ignore={path}" for path in others)]))
-    ignored = [f"--ignore={COMPAT_CHECKS}/check_{name}.py" for name in ("lasagne", "programs")]
-    jobs.append(Job(environment, "compat", [*marker_options, "--timeout=1200", *ignored, COMPAT_CHECKS]))
+    check_options = [*marker_options, "--timeout=1200", *(f"--ignore={path}" for path in COMPILING_CHECKS.values())]
+    jobs.append(Job(environment, "compat", [*check_options, COMPAT_CHECKS]))
     if with_all or not is_second:
-        ignored = [f"--ignore={DEMO_CHECKS}/check_zoo.py"]
-        jobs.append(Job(environment, "lasagne demos", [*marker_options, "--timeout=1200", *ignored, DEMO_CHECKS]))
+        jobs.append(Job(environment, "lasagne demos", [*check_options, DEMO_CHECKS]))
         jobs.append(Job(environment, "programs", [*marker_options, *PROGRAM_TESTS]))
     if with_all:
-        jobs += [] if is_second else list_lasagne_jobs(environment)
+        if not is_second:
+            jobs += [Job(environment, part, ["--timeout=1200", path]) for part, path in COMPILING_CHECKS.items()]
         jobs.append(Job(environment, "faults", ["-m", f"faults{without}", *list_marked_files("faults")]))
         jobs.append(Job(environment, "hosts", ["-m", f"hosts and not faults{without}", *list_marked_files("hosts")]))
-    return jobs
-
-
-def list_lasagne_jobs(environment: Environment) -> list[Job]:
-    """Return the jobs that compile for minutes: Lasagne's own tests, programs of Theano's time, and the zoo."""
-    limit = "--timeout=1800"
-    jobs = [
-        Job(environment, "zoo", ["-m", "lasagne or not lasagne", limit, f"{DEMO_CHECKS}/check_zoo.py"]),
-        Job(environment, "lasagne", ["-m", "not lasagne", limit, f"{COMPAT_CHECKS}/check_lasagne.py"]),
-        Job(environment, "old programs", ["-m", "not lasagne", limit, f"{COMPAT_CHECKS}/check_programs.py"]),
-    ]
-    if environment is PYTENSOR:
-        # LLVM compiles for as long as the rest of Numba, and its last optimizations are not tested: what it makes
-        # without them has a cache of its own, which users' programs don't load.
-        folder = Path.home() / ".pytensor" / "synkhronos-tests"
-        flags = f"{os.environ.get('PYTENSOR_FLAGS', '')},base_compiledir={folder}"
-        variables = (("PYTENSOR_FLAGS", flags.lstrip(",")), ("NUMBA_OPT", "1"))
-        arguments = ["-m", "lasagne", limit, f"{COMPAT_CHECKS}/check_programs.py"]
-        jobs.append(Job(environment, "old programs in the default mode", arguments, variables=variables))
     return jobs
 
 

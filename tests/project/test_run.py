@@ -149,24 +149,6 @@ def test_run_py_prints_a_single_job_unchanged(module, capfd):
     assert capfd.readouterr().out.startswith("on jax: -m pytest ")
 
 
-def list_jobs_by_part(module, environment, is_all):
-    """Return the arguments of an environment's jobs that select tests by markers, by the name of their part."""
-    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], make_options(all=is_all), [])
-    return {job.part: job.arguments for job in jobs if job.environment is environment and "-m" in job.arguments}
-
-
-def make_marker_suffix(module, environment, is_all):
-    """Return the end of the expression by which the environment's jobs select tests."""
-    skips_any_library = environment is module.THEANO
-    return ("" if is_all else " and not slow") + (" and not any_library" if skips_any_library else "")
-
-
-@pytest.fixture(params=["PYTENSOR", "THEANO"])
-def environment(request, module):
-    """Yield an environment that has jobs for all parts."""
-    return getattr(module, request.param)
-
-
 def make_interpreter(path, line):
     """Make a stand-in of a Python, whose answer is a line of shell."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,44 +184,35 @@ def test_run_py_jobs_have_unique_names_and_existing_files(module, is_all):
     assert any(path.startswith("tests/") for path in paths) and missing == []
 
 
-@pytest.mark.parametrize("is_all", [False, True])
-def test_run_py_jobs_without_markers_of_their_own_cover_all_parts(module, environment, is_all):
-    jobs = list_jobs_by_part(module, environment, is_all)
-    expression = f"not lasagne and not hosts and not faults{make_marker_suffix(module, environment, is_all)}"
-    parts = {part for part, arguments in jobs.items() if arguments[1] == expression}
-    longer_parts = set() if environment is module.THEANO and not is_all else {"programs", "lasagne demos"}
-    assert parts == {"", "compat", *module.FOLDERS_OF_PARTS, *longer_parts}
+TEST_FILES = {str(file.relative_to(ROOT)) for name in ("test", "check") for file in ROOT.glob(f"tests/**/{name}_*.py")}
+
+
+def list_collected_files(job):
+    """Return the paths of the test files that a job's pytest collects."""
+    paths = tuple(word for word in job.arguments if word.startswith("tests/"))
+    ignored = ("tests/support/",) if not paths else ()
+    ignored += tuple(word.removeprefix("--ignore=") for word in job.arguments if word.startswith("--ignore="))
+    return {file for file in TEST_FILES if file.startswith(paths or "tests/") and not file.startswith(ignored)}
 
 
 @pytest.mark.parametrize("is_all", [False, True])
-def test_run_py_files_that_the_unnamed_job_ignores_have_jobs(module, environment, is_all):
-    jobs = list_jobs_by_part(module, environment, is_all)
-    folders = [path for part in module.FOLDERS_OF_PARTS for path in jobs[part][2:]]
-    assert len(set(folders)) == len(folders)
-    assert jobs[""][2:] == [f"--ignore={path}" for path in [*module.PROGRAM_TESTS, *folders]]
-
-
-@pytest.mark.parametrize("is_all", [False, True])
-def test_run_py_tests_of_faults_and_hosts_run_with_all(module, environment, is_all):
-    jobs = list_jobs_by_part(module, environment, is_all)
-    expressions = {arguments[1] for part, arguments in jobs.items() if part in ("faults", "hosts")}
-    suffix = make_marker_suffix(module, environment, is_all)
-    assert expressions == ({f"faults{suffix}", f"hosts and not faults{suffix}"} if is_all else set())
-
-
-@pytest.mark.parametrize("is_all", [False, True])
-@pytest.mark.parametrize("part", ["compat", "lasagne demos"])
-def test_run_py_files_that_a_support_folder_leaves_out_have_jobs(module, environment, is_all, part):
-    jobs = list_jobs_by_part(module, environment, is_all)
-    if part not in jobs:
-        assert environment is module.THEANO and not is_all and part == "lasagne demos"
-        return
-    folder = {"compat": module.COMPAT_CHECKS, "lasagne demos": module.DEMO_CHECKS}[part]
-    assert jobs[part][-1] == folder
-    ignored = {word.removeprefix("--ignore=") for word in jobs[part] if word.startswith("--ignore=")}
-    files = {word for arguments in jobs.values() for word in arguments if word.startswith(f"{folder}/")}
-    # PyTensor's results are compared with tables of Theano's.
-    assert files == (ignored if is_all and environment is module.PYTENSOR else set())
+@pytest.mark.parametrize("name", ["PYTENSOR", "THEANO"])
+def test_run_py_jobs_collect_each_file_once(module, name, is_all):
+    environment, is_second = getattr(module, name), name == "THEANO"
+    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], make_options(all=is_all), [])
+    jobs = {job.part: job for job in jobs if job.environment is environment and job.device == "host"}
+    marked = {part: job.arguments[1] for part, job in jobs.items() if part in ("faults", "hosts")}
+    suffix = " and not any_library" if is_second else ""
+    assert marked == ({"faults": f"faults{suffix}", "hosts": f"hosts and not faults{suffix}"} if is_all else {})
+    suffix = ("" if is_all else " and not slow") + suffix
+    others = [job for part, job in jobs.items() if part not in marked]
+    expressions = {job.arguments[1] for job in others if job.arguments[0] == "-m"}
+    assert expressions == {f"not hosts and not faults{suffix}"}
+    # PyTensor's results in these tests are compared with tables of Theano's.
+    left_out = set() if is_all and not is_second else set(module.COMPILING_CHECKS.values())
+    if is_second and not is_all:
+        left_out |= {*module.PROGRAM_TESTS, *(file for file in TEST_FILES if file.startswith(module.DEMO_CHECKS))}
+    assert sorted(file for job in others for file in list_collected_files(job)) == sorted(TEST_FILES - left_out)
 
 
 def test_run_py_theano_alone_runs_tests_of_any_library(module):

@@ -1,6 +1,5 @@
 """The zoo: each network computes the same on PyTensor as on Theano, and has the published number of parameters."""
 
-import contextlib
 import json
 import os
 import sys
@@ -52,16 +51,14 @@ def no_dropout(monkeypatch):
     without_dropout()
 
 
-def check_losses_equal_theanos(name, model):
+def check_training_equals_theanos(name, model):
+    """Check the losses of a few steps, and that these change all parameters."""
+    before = [np.array(param.get_value()) for param in model.trainable_params]
     recorder = Recorder()
     train_and_validate(model, recorder)
     np.testing.assert_allclose(recorder.losses, TABLE[name], rtol=1e-3, atol=1e-5)
-
-
-@contextlib.contextmanager
-def check_parameters_change(model):
-    before = [np.array(param.get_value()) for param in model.trainable_params]
-    yield
+    if name in ("AlexNet", "WGAN"):  # small steps do not change biases of 0.1; a critic's last bias has no gradient
+        return
     for param, old in zip(model.trainable_params, before, strict=True):
         assert not np.array_equal(param.get_value(), old), param
 
@@ -69,38 +66,21 @@ def check_parameters_change(model):
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in WHOLE])
 def test_network_losses_equal_theano(no_dropout, name):
     model = make_network_for_table(name)
-    check_losses_equal_theanos(name, model)
+    check_training_equals_theanos(name, model)
     if name == "LSGAN":
         generated = model.generate(3)
         assert generated.shape == (3, 1, 28, 28) and 0 < generated.min() < generated.max() < 1
 
 
-@pytest.mark.lasagne
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_network_losses_equal_theano(no_dropout, jax, name):
-    model = make_network_for_table(name)
-    with check_parameters_change(model):
-        check_losses_equal_theanos(name, model)
+    check_training_equals_theanos(name, make_network_for_table(name))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_parameters_are_as_many_as_published(name):
     model = make_network(name, ZeroRandomState(1), batch_size=1, images=1)
     assert sum(param.get_value(borrow=True).size for param in model.trainable_params) == NETWORKS[name][1]
-
-
-@pytest.mark.lasagne
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("name", "side"), [("AlexNet", 67), ("ResNet50", 64), ("WideResNet", 16)])
-def test_zoo_network_trains_all_parameters(jax, name, side):
-    model = make_network(name, rate=1e-4, batch_size=1, side=side, stored=side)
-    model.compile_iter_fns()
-    recorder = Recorder()
-    with check_parameters_change(model):
-        for i in range(2):  # the second step is the first that reads updated parameters
-            model.train_iter(i, recorder)
-    assert np.isfinite(recorder.losses).all()
 
 
 # -- runs ----------------------------------------------------------------------------------------------------
