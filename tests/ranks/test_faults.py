@@ -12,12 +12,10 @@ import time
 
 import pytest
 from faults.harness import Program, check_delay
-from library import NAME
 from system import wait_for_state
 
 pytestmark = pytest.mark.faults
 
-DEADLY = ["SIGKILL", "SIGABRT", "SIGSEGV", "SIGTERM"]
 ELSEWHERE = ["distribute", "build", "arguments"]
 PLACES = ["idle", "call", "compiled", "collective", "distribute"]
 COLLECTIVES = [
@@ -79,7 +77,7 @@ def check_error(outcome, fault_time, error="WorkerError", words=(), worker=None)
 @pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "place"),
-    [*(("SIGKILL", place) for place in PLACES), *((name, "compiled") for name in DEADLY[1:]), ("SIGTERM", "idle")],
+    [*(("SIGKILL", place) for place in PLACES), ("SIGSEGV", "compiled"), ("SIGTERM", "idle")],
 )
 def test_worker_killed_by_a_signal_is_named(name, place):
     with start_held_program(place, [2]) as program:
@@ -95,7 +93,7 @@ def test_worker_killed_by_a_signal_is_named(name, place):
 @pytest.mark.any_library
 @pytest.mark.parametrize(
     ("target", "place"),
-    [*(("worker", place) for place in PLACES), *((w, p) for w in ("master", "all") for p in ("idle", "collective"))],
+    [("worker", "compiled"), ("worker", "distribute"), *((who, "collective") for who in ("worker", "master", "all"))],
 )
 def test_stopped_processes_continue_after_sigcont(place, target):
     fault_ranks = {"worker": [2], "master": [0], "all": [0, 1, 2]}[target]
@@ -114,7 +112,7 @@ def test_stopped_processes_continue_after_sigcont(place, target):
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["idle", "compiled", "collective"])
 def test_worker_ignores_sigint(place):
     with start_held_program(place, [2]) as program:
         pids = wait_until_inside(program, place, 1)
@@ -129,8 +127,8 @@ def test_worker_ignores_sigint(place):
     ("name", "place", "target"),
     [
         *(("SIGKILL", place, "master") for place in PLACES),
-        *((name, "compiled", "master") for name in DEADLY[1:]),
-        *((name, place, "all") for name, place in [("SIGKILL", "idle"), ("SIGTERM", "collective")]),
+        ("SIGTERM", "compiled", "master"),
+        ("SIGKILL", "idle", "all"),
     ],
 )
 def test_master_death_ends_all_processes(name, place, target):
@@ -145,9 +143,7 @@ def test_master_death_ends_all_processes(name, place, target):
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize(
-    ("place", "how"), [("call", "python"), ("call", "sleep"), ("build", "python"), ("collective", "python")]
-)
+@pytest.mark.parametrize(("place", "how"), [("call", "sleep"), ("build", "python"), ("collective", "python")])
 def test_busy_master_notices_a_workers_death(place, how):
     with Program("run_planned_action", where=place, action=f"hold:{how}", fault_ranks=[0]) as program:
         pids = wait_until_inside(program, place, 1)
@@ -179,6 +175,7 @@ def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
         check_next_calls(program, survived=False)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("action", ["raise:ValueError", "hold:python", "kill:SIGKILL"])
 def test_faults_of_spawned_workers_are_reported(action):
     with Program("run_planned_action", where="call", action=action, fault_ranks=[2], spawn=True) as program:
@@ -209,12 +206,11 @@ def test_stopped_worker_ends_with_the_master(place):
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM"])
-def test_worker_that_dies_during_fork_is_named(name):
+def test_worker_that_dies_during_fork_is_named():
     with Program("fork_with_fault", how="worker") as program:
         pid = program.wait_for_event("inside")["pids"]["2"]
-        fault_time = program.send_signal(pid, signal.Signals[name])
-        check_error(program.wait_for_event("outcome"), fault_time, words=["rank 2", str(pid), name], worker=2)
+        fault_time = program.send_signal(pid, signal.SIGKILL)
+        check_error(program.wait_for_event("outcome"), fault_time, words=["rank 2", str(pid), "SIGKILL"], worker=2)
         check_next_calls(program, survived=False)
 
 
@@ -232,6 +228,7 @@ def test_worker_stopped_during_fork_is_waited_for():
         assert program.wait_for_exit() == 0
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "target", "spawn"),
     [("SIGKILL", "master", False), ("SIGTERM", "all", False), ("SIGKILL", "master", True)],
@@ -253,6 +250,7 @@ def test_worker_ends_if_the_master_died_before_it_started():
         program.check_no_leaks()
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(("how", "spawn"), [("raise", False), ("limit", False), ("raise", True)])
 def test_fork_that_fails_half_way_leaves_nothing(how, spawn):
     if how == "limit" and os.geteuid() != 0:
@@ -273,9 +271,7 @@ def run(where, action, fault_ranks=(2,), **kwargs):
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize(
-    ("code", "place"), [(0, "call"), *((7, place) for place in ["call", "slice", "collective", *ELSEWHERE])]
-)
+@pytest.mark.parametrize(("code", "place"), [(0, "call"), (7, "collective"), (7, "distribute"), (7, "build")])
 def test_worker_that_exits_is_named_with_its_status(place, code):
     with run(place, f"_exit:{code}") as program:
         outcome = program.wait_for_event("outcome")
@@ -287,11 +283,9 @@ def test_worker_that_exits_is_named_with_its_status(place, code):
     ("action", "kind", "place"),
     [
         *(("raise:ValueError", "ValueError", place) for place in ["call", "slice", "collective", *ELSEWHERE]),
-        *(("exit:3", "SystemExit", place) for place in ["call", "distribute", "arguments"]),
+        ("exit:3", "SystemExit", "call"),
         ("raise-silent", "UnprintableError", "collective"),
-        # Theano reads the error's message.
-        *([("raise-silent", "UnprintableError", "call")] if NAME == "pytensor" else []),
-        *(("raise-long", "ValueError", place) for place in ["call", "collective"]),
+        ("raise-long", "ValueError", "call"),
     ],
 )
 def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
@@ -304,7 +298,8 @@ def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.parametrize("place", ["call", "slice", "collective", *ELSEWHERE])
+@pytest.mark.any_library
+@pytest.mark.parametrize("place", ["call", "collective", "build"])
 def test_exceptions_of_several_workers_are_reported(place):
     with run(place, "raise:ValueError", fault_ranks=[1, 2]) as program:
         outcome = program.wait_for_event("outcome")
@@ -316,8 +311,11 @@ def test_exceptions_of_several_workers_are_reported(place):
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.parametrize("place", ["call", "slice", "collective", "build"])
-@pytest.mark.parametrize("fault_ranks", [[0], [0, 1, 2]])
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("place", "fault_ranks"),
+    [*((place, [0]) for place in ("call", "slice", "collective", "build")), ("call", [0, 1, 2]), ("build", [0, 1, 2])],
+)
 def test_exception_of_the_master_is_raised_unchanged(place, fault_ranks):
     with run(place, "raise:ValueError", fault_ranks=fault_ranks) as program:
         outcome = program.wait_for_event("outcome")
@@ -331,6 +329,7 @@ def test_exception_of_the_master_is_raised_unchanged(place, fault_ranks):
         check_next_calls(program, survived=True)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(("fault_ranks", "skip"), [([2], 0), ([0], 0), ([0, 1, 2], 0), ([1], 1)])
 def test_error_lists_ranks_with_applied_updates(fault_ranks, skip):
     with run("slice" if skip else "call", "raise:ValueError", fault_ranks=fault_ranks, skip=skip) as program:
@@ -344,6 +343,7 @@ def test_error_lists_ranks_with_applied_updates(fault_ranks, skip):
         assert alive["w"] == [end if r in applied else start for r in range(3)]
 
 
+@pytest.mark.any_library
 def test_worker_raises_memory_error():
     with run("call", "memory") as program:
         outcome = program.wait_for_event("outcome")
@@ -354,7 +354,7 @@ def test_worker_raises_memory_error():
 
 @pytest.mark.any_library
 @pytest.mark.parametrize(
-    ("name", "fault_ranks"), [*((name, [1]) for name in COLLECTIVES), *((name, [0]) for name in STREAMED)]
+    ("name", "fault_ranks"), [*((name, [1]) for name in COLLECTIVES), ("broadcast", [0]), ("all_reduce", [0])]
 )
 def test_collective_raises_memory_errors_of_a_rank(name, fault_ranks):
     with run("collective", "raise:MemoryError", fault_ranks=fault_ranks, name=name, point="object") as program:
@@ -370,7 +370,7 @@ def test_collective_raises_memory_errors_of_a_rank(name, fault_ranks):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize(
-    ("name", "fault_ranks"), [*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED)]
+    ("name", "fault_ranks"), [*((name, [1]) for name in STREAMED), ("broadcast", [0]), ("all_reduce", [0])]
 )
 def test_collective_raises_failures_between_chunks(name, fault_ranks):
     with run("collective", "raise:OSError", fault_ranks=fault_ranks, name=name, skip=1) as program:
@@ -385,7 +385,7 @@ def test_collective_raises_failures_between_chunks(name, fault_ranks):
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("name", ["broadcast", "gather", "all_reduce"])
 def test_collective_reports_deaths_between_chunks(name):
     with run("collective", "kill:SIGKILL", fault_ranks=[1], name=name, skip=1) as program:
         outcome = program.wait_for_event("outcome")
@@ -444,7 +444,7 @@ def test_full_dev_shm_raises_memory_error():
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize("spare", [0, 1, 3, 5])
+@pytest.mark.parametrize("spare", [0, 3])
 def test_fork_names_the_limit_of_open_files(spare):
     with Program("exhaust_file_descriptors", where="fork", spare=spare) as program:
         outcome = program.wait_for_event("outcome")
@@ -533,6 +533,7 @@ def test_failure_in_the_first_command_is_reported():
         assert program.wait_for_exit() == 0
 
 
+@pytest.mark.any_library
 def test_ranks_need_no_standard_streams():
     with Program("call_without_standard_files", "sh", "-c", '"$@" <&- >&- 2>&-', "sh") as program:
         works = program.wait_for_event("works")
