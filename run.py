@@ -411,6 +411,24 @@ COMPILING_CHECKS = {
     "lasagne": f"{COMPAT_CHECKS}/check_lasagne.py",
     "old programs": f"{COMPAT_CHECKS}/check_programs.py",
 }
+#: Tests of what depends on the graph library, which run with Theano beside PyTensor; with Theano alone, all tests run.
+SECOND_LIBRARY_TESTS = [
+    *(f"tests/{name}" for name in ("collectives", "data", "function", "graphs", "replication")),
+    *list_test_files("inherited_settings", "modes", "rank_mean", "release", "replacement", "unpicklable"),
+    *list_test_files("master_weights", "shard_optimizer", "train", "train_means", "train_options", "trainer"),
+    *list_test_files("transformations", "update_rule", "updates", "model", "launch_theano_mpi"),
+]
+SECOND_LIBRARY_DEMO_CHECKS = [f"{DEMO_CHECKS}/check_{name}.py" for name in ("batch_norm", "training")]
+SECOND_LIBRARY_PROGRAMS = [
+    "tests/project/test_demos.py::test_mnist_trains_a_little",
+    "tests/project/test_docs.py::test_page",
+    "tests/project/test_docs.py::test_script",
+    "tests/ranks/test_faults.py::test_exception_in_a_worker_leaves_ranks_usable",
+    "tests/ranks/test_faults.py::test_distribute_refuses_unpicklable_graphs",
+    "tests/ranks/test_interrupts.py::test_interrupt_is_raised_and_the_next_call_works",
+    "tests/hosts/test_hosts.py::test_hosts_compute_the_same_bits_as_one_host[train]",
+    "tests/hosts/test_hosts_gpus.py::test_all_reduce_accepts_theano_gpu_arrays_on_hosts",
+]
 #: Number of failures of a job up to which these tests are run a second time: more are no accident.
 MAX_RETRIED_FAILURES = 5
 #: The longest jobs, by name.  They are started first, so that no core is idle for long while the last ones run.
@@ -426,9 +444,9 @@ LONGEST_JOBS = [
     "pytensor, hosts",
     "pytensor, jax",
     "pymc",
+    "theano",
     "theano, lasagne demos",
     "theano, programs",
-    "theano, training",
 ]
 #: Tests of the environment `pymc`.
 WITH_PYMC = [
@@ -550,35 +568,38 @@ def list_jobs(
             jobs.append(Job(environment, "", WITH_PYMC if environment is PYMC else NEWER))
             continue
         is_second = environment is THEANO and PYTENSOR in environments
-        jobs += list_library_jobs(environment, options.all, is_second)
+        jobs += (list_second_library_jobs if is_second else list_library_jobs)(environment, options.all)
     if PYTENSOR in environments:
         jobs.append(Job(PYTENSOR, "jax", JAX_TESTS_OF_ALL if options.all else JAX_TESTS, "jax"))
     return sorted(jobs, key=lambda job: LONGEST_JOBS.index(job.name) if job.name in LONGEST_JOBS else len(LONGEST_JOBS))
 
 
-def list_library_jobs(environment: Environment, with_all: bool, is_second: bool) -> list[Job]:
-    """Return the jobs of a graph library.
-
-    For the second library there are no tests without a graph library, and none whose results with Theano are in tables;
-    docs and demos only with ``--all``.
-    """
-    without = " and not any_library" if is_second else ""
-    selection = "not hosts and not faults" + ("" if with_all else " and not slow") + without
-    marker_options = ["-m", selection]
+def list_library_jobs(environment: Environment, with_all: bool) -> list[Job]:
+    """Return the jobs with all tests of a graph library; those of docs, demos and faults only with ``--all``."""
+    options = ["-m", "not hosts and not faults" + ("" if with_all else " and not slow")]
     folders = {part: [f"tests/{name}" for name in names] for part, names in FOLDERS_OF_PARTS.items()}
-    jobs = [Job(environment, part, [*marker_options, *paths]) for part, paths in folders.items()]
+    jobs = [Job(environment, part, [*options, *paths]) for part, paths in folders.items()]
     others = [*PROGRAM_TESTS, *(path for paths in folders.values() for path in paths)]
-    jobs.append(Job(environment, "", [*marker_options, *(f"--ignore={path}" for path in others)]))
-    check_options = [*marker_options, "--timeout=1200", *(f"--ignore={path}" for path in COMPILING_CHECKS.values())]
+    jobs.append(Job(environment, "", [*options, *(f"--ignore={path}" for path in others)]))
+    check_options = [*options, "--timeout=1200", *(f"--ignore={path}" for path in COMPILING_CHECKS.values())]
     jobs.append(Job(environment, "compat", [*check_options, COMPAT_CHECKS]))
-    if with_all or not is_second:
-        jobs.append(Job(environment, "lasagne demos", [*check_options, DEMO_CHECKS]))
-        jobs.append(Job(environment, "programs", [*marker_options, *PROGRAM_TESTS]))
+    jobs.append(Job(environment, "lasagne demos", [*check_options, DEMO_CHECKS]))
+    jobs.append(Job(environment, "programs", [*options, *PROGRAM_TESTS]))
     if with_all:
-        if not is_second:
-            jobs += [Job(environment, part, ["--timeout=1200", path]) for part, path in COMPILING_CHECKS.items()]
-        jobs.append(Job(environment, "faults", ["-m", f"faults{without}", *list_marked_files("faults")]))
-        jobs.append(Job(environment, "hosts", ["-m", f"hosts and not faults{without}", *list_marked_files("hosts")]))
+        jobs += [Job(environment, part, ["--timeout=1200", path]) for part, path in COMPILING_CHECKS.items()]
+        jobs.append(Job(environment, "faults", ["-m", "faults", *list_marked_files("faults")]))
+        jobs.append(Job(environment, "hosts", ["-m", "hosts and not faults", *list_marked_files("hosts")]))
+    return jobs
+
+
+def list_second_library_jobs(environment: Environment, with_all: bool) -> list[Job]:
+    """Return the jobs with the tests of what depends on the graph library, for Theano beside PyTensor."""
+    options = ["-m", "not hosts and not faults" + ("" if with_all else " and not slow")]
+    jobs = [Job(environment, "", [*options, *SECOND_LIBRARY_TESTS])]
+    jobs.append(Job(environment, "compat", ["--timeout=1200", f"{COMPAT_CHECKS}/check_real.py"]))
+    if with_all:
+        jobs.append(Job(environment, "lasagne demos", ["--timeout=1200", *SECOND_LIBRARY_DEMO_CHECKS]))
+        jobs.append(Job(environment, "programs", ["-m", "", *SECOND_LIBRARY_PROGRAMS]))
     return jobs
 
 

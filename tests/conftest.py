@@ -83,7 +83,7 @@ import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
-from library import COMPILER, HOSTS, UNCOMPILED, fork_ranks, list_sizes, package
+from library import COMPILER, HOSTS, NAME, UNCOMPILED, fork_ranks, package
 from paths import SUPPORT
 from system import find_leaked_names, list_shared_names
 
@@ -262,9 +262,9 @@ def no_ranks():
     reused_ranks.close()
 
 
-@pytest.fixture(scope="module", params=[2] if DEVICE == "jax" else list_sizes(1, 3))
+@pytest.fixture(scope="module", params=[2] if DEVICE == "jax" else [3] if NAME == "theano" else [1, 3])
 def n_ranks(request, no_ranks):
-    """Fork 1 and 3 ranks for all tests of a module, and yield the number.
+    """Fork 1 and 3 ranks for all tests of a module, and yield the number; 3 alone with Theano.
 
     One rank has no peer; 3 ranks cover 2: they split rows unevenly, and have more than one pair.
     """

@@ -16,8 +16,6 @@ from synkhronos.loading import CropMirror, Images, Loader, LoadError
 from synkhronos.training import make_train_function_serial, make_trainer
 from synkhronos.training.updates import sgd
 
-pytestmark = pytest.mark.any_library
-
 DTYPES = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 DTYPES += ["bool", "float16", "float32", "float64", "complex64", "complex128"]
 MASKED = np.ma.masked_array([0.0, 1.0, 0.0, 1.0], [False, False, True, False])

@@ -29,9 +29,12 @@ def list_reducible_dtypes(op):
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # inf - inf
 
 #: Numbers of ranks, and the master's rank: the last, or one in the middle.  In other tests it is the first.  3 ranks cover 2.
-ONE = pytest.param((1, 0), marks=pytest.mark.any_library)
-TWO = pytest.param((2, 1), marks=[pytest.mark.slow, pytest.mark.any_library])
-RANKS = {"host": [ONE, TWO, (3, 1)], "jax": [(3, 1)], "gpu": [(1, 0), (2, 0), (3, 1), (4, 3)]}[DEVICE]
+TWO = pytest.param((2, 1), marks=pytest.mark.slow)
+RANKS = {
+    "host": [(3, 1)] if NAME == "theano" else [(1, 0), TWO, (3, 1)],
+    "jax": [(3, 1)],
+    "gpu": [(1, 0), (2, 0), (3, 1), (4, 3)],
+}[DEVICE]
 
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda p: f"{p[0]}ranks-master{p[1]}")

@@ -201,7 +201,6 @@ def test_platoon_mini_batches_reach_one_worker_each(contract):
 # -- ends --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("how", "rank", "message"),
     [
@@ -219,7 +218,6 @@ def test_platoon_launcher_reports_the_first_failure(tmp_path, how, rank, message
         assert logs["worker_cpu-1.err"].rstrip().splitlines()[-1] == "ValueError: the third batch is damaged"
 
 
-@pytest.mark.any_library
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("how", "message"),
@@ -238,7 +236,6 @@ def test_platoon_launcher_reports_failures_of_any_kind(tmp_path, how, message):
     assert message in err
 
 
-@pytest.mark.any_library
 def test_platoon_worker_may_exit_early_with_status_0(tmp_path):
     """Two simultaneous experiments with the same ports and names do not interfere."""
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -250,7 +247,6 @@ def test_platoon_worker_may_exit_early_with_status_0(tmp_path):
         assert status == 0, out + err
 
 
-@pytest.mark.any_library
 @pytest.mark.faults
 def test_platoon_worker_fails_if_the_queue_ends_during_its_batch(tmp_path):
     """A worker that has reported its last mini-batch exits with 0."""
@@ -260,7 +256,6 @@ def test_platoon_worker_fails_if_the_queue_ends_during_its_batch(tmp_path):
     assert "EndOfBatches" in err
 
 
-@pytest.mark.any_library
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("how", "number", "status"),
@@ -273,7 +268,6 @@ def test_platoon_launcher_ends_by_a_signal(tmp_path, how, number, status):
     assert finish(process)[0] == status
 
 
-@pytest.mark.any_library
 @pytest.mark.faults
 def test_platoon_launcher_names_a_killed_controller(tmp_path):
     process = start(tmp_path, "fails", *DEVICES, "-w=ask")
@@ -294,7 +288,6 @@ def wait_until_ready(process, folder):
 # -- the command line --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -318,7 +311,6 @@ def test_platoon_launcher_refuses_wrong_arguments(tmp_path, arguments, message):
     assert not (tmp_path / "PLATOON_LOGS").exists()
 
 
-@pytest.mark.any_library
 def test_platoon_launcher_reads_devices_from_the_environment(tmp_path):
     """A controller without ``handle_control`` refuses requests."""
     for file in ("fails_worker.py",):
@@ -333,7 +325,6 @@ def test_platoon_launcher_reads_devices_from_the_environment(tmp_path):
     assert "Controller has no handle_control(), to answer the request 'next'" in err
 
 
-@pytest.mark.any_library
 def test_platoon_launcher_separates_logs_of_simultaneous_experiments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher.time, "strftime", lambda form: "now")
@@ -342,7 +333,6 @@ def test_platoon_launcher_separates_logs_of_simultaneous_experiments(tmp_path, m
     assert all((tmp_path / "PLATOON_LOGS" / "lstm" / folder).is_dir() for folder in folders)
 
 
-@pytest.mark.any_library
 def test_platoon_accepts_names_of_its_first_version(tmp_path):
     (tmp_path / "old_controller.py").write_text(
         "from platoon.channel import Lieutenant\n"
@@ -376,7 +366,6 @@ def test_platoon_accepts_names_of_its_first_version(tmp_path):
     run_experiment(tmp_path, "old", *DEVICES, "-w", "init")
 
 
-@pytest.mark.any_library
 def test_platoon_worker_needs_the_launcher():
     code = "import synkhronos.compat; from platoon.channel import Worker; Worker(5567)"
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
@@ -462,7 +451,6 @@ def test_platoon_shares_parameters_within_a_host_and_reduces_over_all(tmp_path):
 @pytest.mark.hosts
 @needs_namespaces
 @pytest.mark.faults
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("experiment", "how", "message"),
     [
@@ -480,7 +468,6 @@ def test_platoon_launcher_reports_failures_on_hosts(tmp_path, experiment, how, m
 
 @pytest.mark.hosts
 @needs_namespaces
-@pytest.mark.any_library
 def test_platoon_worker_of_another_host_may_exit_early(tmp_path):
     """The controller that it has started still serves the host's other worker."""
     run_on_hosts(tmp_path, "fails", "-w=leave 2")
@@ -489,7 +476,6 @@ def test_platoon_worker_of_another_host_may_exit_early(tmp_path):
 @pytest.mark.hosts
 @needs_namespaces
 @pytest.mark.faults
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("number", "target", "status"),
     [

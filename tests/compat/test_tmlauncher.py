@@ -15,8 +15,6 @@ from synkhronos.launch import SettingsError, tmlauncher
 from synkhronos.launch.configuration import theano_mpi_session
 from synkhronos.launch.configuration.sources import read_session_file
 
-pytestmark = pytest.mark.any_library
-
 #: Session files, and the settings that bash would set.
 FILES = {
     "RULE=BSP\nMODELFILE='models.mlp'\nMODELCLASS=\"MLP\"\nDEVICES=cpu,cpu": {

@@ -73,7 +73,6 @@ def test_data_parts_holds_the_loaded_rows(fork, n):
     check()
 
 
-@pytest.mark.any_library
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_data_parts_batches_are_local(counts, data):
@@ -97,7 +96,6 @@ def test_data_parts_batches_are_local(counts, data):
     )
 
 
-@pytest.mark.any_library
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 4), st.data())
 def test_rows_are_dealt_anew_each_once_to_ranks_that_load_them(counts, batch_size, data):
@@ -158,7 +156,6 @@ def raise_missing_file(start, stop):
     return np.ones(stop - start)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("load", "length", "error", "words"),
     [
@@ -195,14 +192,12 @@ def hosts(request):
 
 
 @pytest.mark.hosts
-@pytest.mark.any_library
 def test_data_parts_loads_each_hosts_rows(hosts):
     output = run(hosts, "parts")
     assert output.splitlines()[-1] == "right", output
 
 
 @pytest.mark.hosts
-@pytest.mark.any_library
 def test_data_parts_work_in_spmd_programs(hosts):
     assert run(hosts, "parts_tasks") == "right 4\n"
 
@@ -210,7 +205,6 @@ def test_data_parts_work_in_spmd_programs(hosts):
 @pytest.mark.hosts
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("counts", ["2+2", "3+1"])  # the first has the hosts of the tests before
-@pytest.mark.any_library
 def test_data_parts_work_in_trainers(counts):
     pytest.importorskip("safetensors")
     one_host = run(["a:4"], "parts_trainer", counts)
@@ -222,7 +216,6 @@ def test_data_parts_work_in_trainers(counts):
 
 
 @pytest.mark.hosts
-@pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
 def test_data_parts_allocates_only_local_rows():
     used = [int(line) for line in run(["a:1", "b:1"], "parts_memory").split()]

@@ -10,7 +10,6 @@ from library import NAME
 from system import LIMIT, run_code
 
 pytestmark = [
-    pytest.mark.any_library,
     pytest.mark.skipif(NAME != "pytensor", reason="Theano's environment has no JAX"),
 ]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

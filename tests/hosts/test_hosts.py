@@ -43,7 +43,7 @@ SHAPES = [["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"], ["a:2", "b:2"]]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "program",
-    ["train", *(pytest.param(name, marks=pytest.mark.any_library) for name in ("collectives", "trainer", "options"))],
+    ["train", "collectives", "trainer", "options"],
 )
 def test_hosts_compute_the_same_bits_as_one_host(program):
     if program in ("trainer", "options"):
@@ -57,7 +57,6 @@ def test_hosts_compute_the_same_bits_as_one_host(program):
 
 
 @pytest.mark.hosts
-@pytest.mark.any_library
 def test_trainer_rules_on_two_hosts_equal_one_host():
     pytest.importorskip("safetensors")
     assert run(SHAPES[-1], "train_asynchronously") == "right\n"
@@ -70,7 +69,6 @@ def test_functions_on_two_hosts_equal_one_host():
 
 @pytest.mark.hosts
 @pytest.mark.parametrize(("named", "kind"), [(SHAPES[-1], "simulated"), (SHAPES[0], "pretended")], ids=str)
-@pytest.mark.any_library
 def test_asynchronous_rules_on_hosts_keep_their_invariants(named, kind, monkeypatch):
     if kind == "pretended":
         if not made.can_pretend():
@@ -80,13 +78,11 @@ def test_asynchronous_rules_on_hosts_keep_their_invariants(named, kind, monkeypa
 
 
 @pytest.mark.hosts
-@pytest.mark.any_library
 def test_locks_on_three_hosts_are_exclusive():
     assert run(["a:1", "b:2", "c:1"], "locks") == "right\n"
 
 
 @pytest.mark.hosts
-@pytest.mark.any_library
 def test_run_programs_on_two_hosts_equal_one_host():
     for hosts, sums in ((["a:1", "b:2", "c:1"], [2, 4, 2, 4]), (["a:2", "b:1"], [2, 1, 2])):
         line = str([(r, float(total)) for r, total in enumerate(sums)]).replace(")", "").replace("(", "")
@@ -96,7 +92,6 @@ def test_run_programs_on_two_hosts_equal_one_host():
 
 @pytest.mark.hosts
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts are no processes")
-@pytest.mark.any_library
 def test_simulated_hosts_end_with_a_killed_parent(tmp_path):
     command = [sys.executable, made.SIMULATED, "--hosts", "a", "--", "sh", "-c", "echo ready; sleep 1000"]
     code = "import subprocess, sys; subprocess.run(sys.argv[1:])"
@@ -114,7 +109,6 @@ def test_simulated_hosts_end_with_a_killed_parent(tmp_path):
 
 @pytest.mark.hosts
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have all files")
-@pytest.mark.any_library
 def test_data_file_is_mapped_on_each_host(tmp_path):
     # A file missing on one host ends the ranks, so no program follows.
     assert run(["a:2", "b:1"], "files", tmp_path / "x.npy", "/dev/shm/x.npy") == "error names the host\n"
@@ -309,7 +303,6 @@ def start_hosts_interrupted(press):
 
 
 @pytest.mark.faults
-@pytest.mark.any_library
 def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # these are children of this process, too
     children = set(list_children(os.getpid()))

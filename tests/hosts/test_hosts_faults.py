@@ -16,7 +16,7 @@ from hosts import are_simulated
 from hosts.tree import SimulatedHosts
 from system import LIMIT
 
-pytestmark = [pytest.mark.hosts, pytest.mark.faults, pytest.mark.any_library]
+pytestmark = [pytest.mark.hosts, pytest.mark.faults]
 needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
 
 #: Seconds of silence after which a host is lost.

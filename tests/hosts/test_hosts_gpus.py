@@ -126,7 +126,6 @@ def test_all_reduce_accepts_theano_gpu_arrays_on_hosts():
     assert run(TWO, "theano") == expected
 
 
-@pytest.mark.any_library
 def test_fork_refuses_hosts_without_pygpu(monkeypatch):
     versions = agent._list_package_versions()
     assert "pygpu" not in versions

@@ -3,7 +3,7 @@
 import pytest
 from hosts import are_simulated, end, run
 
-pytestmark = [pytest.mark.hosts, pytest.mark.faults, pytest.mark.any_library, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.hosts, pytest.mark.faults, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(

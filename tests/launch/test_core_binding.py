@@ -12,14 +12,12 @@ from synkhronos.launch import core_binding, doctor
 from synkhronos.ranks import count_available_cores
 
 
-@pytest.mark.any_library
 def test_launch_shares_cores_among_ranks():
     assert core_binding.assign_cores(["cpu"] * 2, range(5), {})[0] == [[0, 1], [2, 3, 4]]
     assert core_binding.assign_cores(["cpu"] * 3, [4, 6, 9], {})[0] == [[4], [6], [9]]
     assert core_binding.assign_cores(["cpu"] * 3, [0, 1], {}) == ([], "not bound: there are 2 cores for 3 ranks")
 
 
-@pytest.mark.any_library
 def test_binding_places_ranks_near_their_gpus(tmp_path):
     for address, cores in (("0000:1b:00.0", "0-3,8-11"), ("0000:3c:00.0", "0-3,8-11"), ("0000:9d:00.0", "4-7")):
         (tmp_path / address).mkdir()
@@ -40,7 +38,6 @@ def test_binding_places_ranks_near_their_gpus(tmp_path):
     assert core_binding.find_pci_device_cores("0000:ff:00.0", tmp_path) == []
 
 
-@pytest.mark.any_library
 def test_binding_follows_cudas_gpu_order(tmp_path, monkeypatch):
     # The slow GPU is first on the bus; CUDA lists the fast one first.
     names = {"GPU-slow": "0000:1b:00.0", "GPU-fast": "0000:9d:00.0"}
@@ -75,7 +72,6 @@ def test_binding_follows_cudas_gpu_order(tmp_path, monkeypatch):
     assert core_binding.find_gpu_cores(["cuda0", "cuda1"]) == {}
 
 
-@pytest.mark.any_library
 @pytest.mark.skipif(count_available_cores() < 2, reason="needs two cores")
 @pytest.mark.slow
 def test_binding_limits_ranks_and_their_threads(tmp_path):

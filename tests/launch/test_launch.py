@@ -89,7 +89,6 @@ def test_launch_runs_the_seed_examples(tmp_path):
     assert all(np.array_equal(params[0][name], params[1][name]) for name in params[0])
 
 
-@pytest.mark.any_library
 def test_run_folder_describes_the_run(tmp_path):
     done = train(tmp_path / "run", "MLP", epochs=1, seed=4)
     assert done.stdout.startswith("2 ranks on cpu, cpu; ")
@@ -105,7 +104,6 @@ def test_run_folder_describes_the_run(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.any_library
 def test_launch_reports_once_an_epoch(tmp_path):
     (tmp_path / "counted.py").write_text(
         textwrap.dedent("""
@@ -124,7 +122,6 @@ def test_launch_reports_once_an_epoch(tmp_path):
     assert (tmp_path / "run" / "rank-1.log").read_text().count("a report") == 2
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 def test_run_folder_is_locked(tmp_path):
     pytest.importorskip("safetensors")
@@ -154,7 +151,6 @@ def test_run_folder_is_locked(tmp_path):
     assert [report["epoch"] for report in read_json_lines(tmp_path, "reports")] == list(range(1, 22))
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 def test_ranks_with_fewer_batches_do_not_block(tmp_path):
     done = train(tmp_path, "Uneven", epochs=1)
@@ -163,7 +159,6 @@ def test_ranks_with_fewer_batches_do_not_block(tmp_path):
     assert [read_json_lines(tmp_path / "other", f"rank-{r}")[-1]["step"] for r in range(2)] == [9, 4]
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "steps"), [("BSP", [9, 9]), ("EASGD", [9, 12]), ("GOSGD", [9, 12])])
 def test_data_that_grow_between_epochs_do_not_block(tmp_path, rule, steps):
@@ -174,7 +169,6 @@ def test_data_that_grow_between_epochs_do_not_block(tmp_path, rule, steps):
     )
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 def test_random_streams_differ_by_rank(tmp_path):
     train(tmp_path, "Noisy", epochs=1)
@@ -196,7 +190,6 @@ def test_session_class_imports_neighbouring_modules(tmp_path, monkeypatch):
     assert module == "nets.their_net" and import_model_class(root, module, "Net").rate == 3
 
 
-@pytest.mark.any_library
 def test_console_script_runs_the_command(tmp_path, capsys, monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, name = project["scripts"]["synkhronos"].split(":")

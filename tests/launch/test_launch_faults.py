@@ -16,8 +16,6 @@ from paths import SUPPORT
 from synkhronos.launch.configuration.settings import Settings
 from synkhronos.launch.supervision import rank_output, run_folder, supervisor
 
-pytestmark = pytest.mark.any_library
-
 
 def test_first_failure_is_printed_last(tmp_path):
     done = train(tmp_path, "FailsOnOne", status=1)

@@ -45,9 +45,7 @@ def wait_for_end(process, status):
 
 
 @pytest.mark.hosts
-@pytest.mark.parametrize(
-    "hosts", [["a:2", "b:2"], pytest.param(["a:3", "b:1"], marks=pytest.mark.any_library)], ids="+".join
-)
+@pytest.mark.parametrize("hosts", [["a:2", "b:2"], ["a:3", "b:1"]], ids="+".join)
 def test_launch_on_hosts_equals_one_host(tmp_path, hosts):
     output, _ = wait_for_end(start_run(hosts, tmp_path / "hosts", every=4), 0)
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=4", epochs=2, every=4)
@@ -81,7 +79,6 @@ shutil.move(folder, to)
 
 @pytest.mark.hosts
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
-@pytest.mark.any_library
 def test_resume_on_hosts_needs_no_shared_folder(tmp_path, rule):
     pytest.importorskip("safetensors")
     hosts = ["a:2", "b:1"]
@@ -100,7 +97,6 @@ def test_resume_on_hosts_needs_no_shared_folder(tmp_path, rule):
 
 
 @pytest.mark.hosts
-@pytest.mark.any_library
 def test_first_failure_of_another_host_is_printed_last(tmp_path):
     output, errors = wait_for_end(start_run(["a:1", "b:1"], tmp_path, "mlp_variants.py:FailsOnOne"), 1)
     errors = errors.rstrip().splitlines()
@@ -110,7 +106,6 @@ def test_first_failure_of_another_host_is_printed_last(tmp_path):
 
 @pytest.mark.hosts
 @pytest.mark.faults
-@pytest.mark.any_library
 @pytest.mark.parametrize("victim", [0, 1])
 def test_restart_works_on_two_hosts(tmp_path, victim):
     pytest.importorskip("safetensors")
@@ -124,7 +119,6 @@ def test_restart_works_on_two_hosts(tmp_path, victim):
 
 @pytest.mark.hosts
 @pytest.mark.faults
-@pytest.mark.any_library
 @pytest.mark.parametrize("has_lost_host", [False, True])
 def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
     """The agent of a host is the parent of its ranks: its death ends them all."""
@@ -146,7 +140,6 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
 
 @pytest.mark.hosts
 @pytest.mark.faults
-@pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
 def test_on_death_continue_ends_a_run_whose_host_cannot_start_again(tmp_path):
     pytest.importorskip("safetensors")
@@ -172,7 +165,6 @@ KINDS = {
 
 @pytest.mark.hosts
 @pytest.mark.faults
-@pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")
 @pytest.mark.parametrize("target", [*KINDS, "Ctrl-C", "all, by a scheduler"])
 def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, target):
@@ -234,7 +226,6 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, target):
         print(*output)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("asked", "hosts", "n_here"),
     [
@@ -258,7 +249,6 @@ def test_hosts_are_read_from_settings_and_environment(tmp_path, asked, hosts, n_
     assert type(settings).load(settings.folder) == settings
 
 
-@pytest.mark.any_library
 def test_launch_refuses_several_srun_tasks(tmp_path, monkeypatch):
     for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)

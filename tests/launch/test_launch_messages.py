@@ -25,8 +25,6 @@ from synkhronos.launch.model_class.model_interface import import_model_class
 from synkhronos.launch.model_class.model_recorder import ModelRecorder
 from synkhronos.launch.supervision.run_folder import create_run_folder
 
-pytestmark = pytest.mark.any_library
-
 MODEL = {"model": "launch_models/mlp.py:MLP", "devices": "cpu"}
 GPUS = get_n_gpu()
 

@@ -16,8 +16,6 @@ from synkhronos.launch.rank import memory_checkpoint_writer
 from synkhronos.launch.supervision import memory_checkpoint_folder
 from synkhronos.training.checkpoints.checkpoint import list_checkpoints
 
-pytestmark = pytest.mark.any_library
-
 
 def train_with_deaths(folder, victim, epochs, *arguments, status=0, checkpoint=1, **settings):
     """Train with one rank that dies in some epochs; return the command's result."""

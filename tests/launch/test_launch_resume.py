@@ -31,7 +31,6 @@ from synkhronos.training.updates import (
 )
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 def test_resume_from_a_checkpoint_equals_an_undisturbed_run(tmp_path, rule):
     pytest.importorskip("safetensors")
@@ -53,7 +52,6 @@ def test_resume_from_a_checkpoint_equals_an_undisturbed_run(tmp_path, rule):
     assert [line["step"] for line in read_json_lines(tmp_path / "parts", "rank-1")] == [9, 18, 27, 36]
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 def test_early_stop_keeps_the_best_epoch(tmp_path):
     pytest.importorskip("safetensors")
@@ -90,7 +88,6 @@ def test_metric_missing_in_the_class_is_named():
             ModelEpochLoop.observe(SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics))
 
 
-@pytest.mark.any_library
 def test_resume_with_fewer_epochs_trains_none():
     run = SimpleNamespace(n_reports=3, n_epochs=2, is_stopped_by_model=False)
     assert ModelEpochLoop.has_trained_all_epochs(run)
@@ -131,7 +128,6 @@ def signalled_runs(tmp_path_factory):
     return tmp_path_factory.mktemp("signalled")
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("rule", "mode", "place"), [("BSP", "train", [1, 4]), ("BSP", "val", [1, 2]), ("EASGD", "train", [1, 4])]
 )
@@ -165,7 +161,6 @@ def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_run
     assert sum(line["rows"] for line in read_json_lines(tmp_path / "parts", "rank-1")) == 3 * 90
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 def test_signal_ends_an_asynchronous_run(tmp_path):
     pytest.importorskip("safetensors")
@@ -175,7 +170,6 @@ def test_signal_ends_an_asynchronous_run(tmp_path):
     assert [report["epoch"] for report in read_json_lines(tmp_path, "reports")] == [1, 2]
 
 
-@pytest.mark.any_library
 def test_resume_skips_the_batches_of_an_epoch_that_were_used():
     from synkhronos.launch import Model
 
@@ -199,7 +193,6 @@ def test_resume_skips_the_batches_of_an_epoch_that_were_used():
     assert [model.next_batch(recorder)[0].tolist() for _ in range(2)] == batches[3:]
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 def test_resume_repairs_a_truncated_log_line(tmp_path):
     pytest.importorskip("safetensors")
@@ -210,7 +203,6 @@ def test_resume_repairs_a_truncated_log_line(tmp_path):
     assert [line["epoch"] for line in read_json_lines(tmp_path, "rank-1")] == [0, 1]
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 def test_resume_accepts_another_number_of_ranks(tmp_path):
     pytest.importorskip("safetensors")

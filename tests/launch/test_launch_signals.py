@@ -19,8 +19,6 @@ from system import find_leaked_names, is_alive, list_children, list_shared_names
 from synkhronos.launch.configuration.settings import Settings
 from synkhronos.launch.supervision import supervisor
 
-pytestmark = pytest.mark.any_library
-
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_run_status_is_always_recorded(tmp_path, number):

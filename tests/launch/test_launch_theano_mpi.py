@@ -87,7 +87,6 @@ def test_cdd_equals_one_process_delayed_by_a_step(tmp_path):
     np.testing.assert_allclose(load_params(tmp_path / "plain"), train_delayed(2, 3, warmup=False), rtol=1e-5)
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 def test_cdd_equals_its_formula_on_three_ranks_and_one(tmp_path):
     train(tmp_path / "three", "Regression", ranks=3, rule_options__average="gradient")
@@ -96,7 +95,6 @@ def test_cdd_equals_its_formula_on_three_ranks_and_one(tmp_path):
     np.testing.assert_allclose(load_params(tmp_path / "one"), train_delayed(1, 2, late=0), rtol=1e-5)
 
 
-@pytest.mark.any_library
 def test_cdd_in_16_bits_stays_close(tmp_path):
     train(tmp_path, "Regression", rule_options__precision="float16")
     exact = train_delayed(2, 2)
@@ -104,7 +102,6 @@ def test_cdd_in_16_bits_stays_close(tmp_path):
     assert np.abs(load_params(tmp_path) / exact - 1).max() > 2e-5
 
 
-@pytest.mark.any_library
 def test_warmup_is_skipped_if_the_class_scales_its_learning_rate(tmp_path):
     train(tmp_path, "Regression", scale_lr="true")
     assert [report["learning_rate"] for report in read_json_lines(tmp_path, "reports")] == pytest.approx([2 * RATE] * 2)
@@ -141,7 +138,6 @@ def test_avg_excludes_batch_norm_gamma_and_beta(tmp_path):
     np.testing.assert_allclose(load_params(tmp_path), ws[0], rtol=1e-5)  # params.npz has rank 0's parameters
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 @pytest.mark.slow
 def test_class_methods_are_called_in_order(tmp_path, rule):
@@ -170,7 +166,6 @@ def test_class_methods_are_called_in_order(tmp_path, rule):
         assert pictures == {f"{name}-rank-{r}-{n}.png" for name in names for r in range(2) for n in (1, 2)}
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
     (tmp_path / "counted.py").write_text(
@@ -194,7 +189,6 @@ def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
     assert re.findall(r"exchange (\d+)", (tmp_path / "run" / "rank-1.log").read_text()) == ["4", "8", "12"]
 
 
-@pytest.mark.any_library
 def test_val_iter_can_return_the_next_batch_or_stop(tmp_path):
     done = train(tmp_path, "Stops", "--set=checkpoint=0")
     assert "val_iter() has returned 'stop': the run ends after epoch 2" in done.stdout
@@ -204,14 +198,12 @@ def test_val_iter_can_return_the_next_batch_or_stop(tmp_path):
     assert (tmp_path / "params.npz").exists()
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("answer", [2, 3, "halt", True, 0.5, (1, 2)])
 def test_val_iter_refuses_other_return_values(answer):
     with pytest.raises(ModelInterfaceError, match=r"None, 'stop', or the number of the next batch, above 3, got "):
         parse_val_iter_result(answer, 3, 4)
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 def test_cdd_resumes_from_a_checkpoint(tmp_path):
     pytest.importorskip("safetensors")
@@ -233,7 +225,6 @@ def test_cdd_pending_gradients_survive_another_number_of_ranks():
 # -- runs that train nothing ---------------------------------------------------------------------------------
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
@@ -251,7 +242,6 @@ def test_launch_refuses_a_run_that_trains_nothing(tmp_path, name, settings, word
     assert not (tmp_path / "params.npz").exists()
 
 
-@pytest.mark.any_library
 @pytest.mark.slow
 def test_cdd_needs_vels2(tmp_path):
     done = train(tmp_path / "one", "OneList", status=1)
@@ -288,7 +278,6 @@ print("-- status", check_class("launch_models/theano_mpi.py:Regression", {{"rule
 # -- the recorder --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.any_library
 def test_recorder_draws_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     recorder = ModelRecorder(3, folder=tmp_path)
@@ -312,7 +301,6 @@ def test_recorder_draws_pictures(tmp_path):
     nowhere.plot("scores", lines=[[1, 2]])
 
 
-@pytest.mark.any_library
 def test_recorder_returns_the_latest_validation():
     recorder = ModelRecorder(0)
     assert recorder.get_latest_val_info() is None

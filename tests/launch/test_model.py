@@ -78,7 +78,6 @@ def test_model_warns_of_a_mean_without_weight(tmp_path):
     assert "loss: the denominator of a mean depends on the values of mask" in (tmp_path / "rank-0.log").read_text()
 
 
-@pytest.mark.any_library
 def test_model_learning_rate_of_0_changes_nothing(tmp_path):
     for epochs in (1, 2):
         run(
@@ -96,7 +95,6 @@ def test_model_learning_rate_of_0_changes_nothing(tmp_path):
     np.testing.assert_allclose(second, first, rtol=1e-12)
 
 
-@pytest.mark.any_library
 def test_model_base_class_refuses_wrong_arrays():
     from synkhronos.launch import Model
 
@@ -119,7 +117,6 @@ def test_model_base_class_refuses_wrong_arrays():
         Model(config)
 
 
-@pytest.mark.any_library
 def test_model_names_a_nan_row():
     from synkhronos.launch.rank.model_epoch_loop import ModelEpochLoop
 
@@ -142,7 +139,6 @@ def test_model_names_a_nan_row():
         ModelEpochLoop.make_report(run)
 
 
-@pytest.mark.any_library
 def test_model_trains_when_a_loader_skips_batches():
     from synkhronos.launch import Model
     from synkhronos.loading import Loader

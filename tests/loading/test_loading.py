@@ -20,8 +20,6 @@ from synkhronos import loading
 from synkhronos.loading import CropMirror, Loader
 from synkhronos.loading.ring import ReadPlan, has_exited
 
-pytestmark = pytest.mark.any_library
-
 
 def make_order(count, seed, epoch):
     """Return the expected order of rows."""

@@ -22,7 +22,7 @@ from synkhronos.loading import Loader, LoadError
 from synkhronos.training import make_trainer
 from synkhronos.training.updates import sgd
 
-pytestmark = [pytest.mark.faults, pytest.mark.any_library]
+pytestmark = [pytest.mark.faults]
 
 LIMIT = 30
 

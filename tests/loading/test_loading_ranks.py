@@ -42,7 +42,6 @@ def test_loader_rows_on_ranks_equal_numpy(fork, load, n, processes):
     assert loader.wait_seconds > 0 and loader.n_skipped == 0
 
 
-@pytest.mark.any_library
 def test_loader_processes_end_with_the_ranks(fork):
     fork(2)
     loader = Loader(Numbers(9), processes=2)
@@ -78,7 +77,6 @@ def train(rule, data, **kwargs):
     return new_trainer.params[0].get_value(), reports
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.BSP(average="params"), rules.LocalSGD(3)], ids=repr)
 @pytest.mark.parametrize("n", [1, 3])
 def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
@@ -95,7 +93,6 @@ def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
         )
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.EASGD(period=2), rules.GoSGD(probability=0.5), rules.ASGD()], ids=repr)
 def test_loader_with_asynchronous_ranks_reads_each_row_once(fork, load, rule):
     fork(3)
@@ -105,7 +102,6 @@ def test_loader_with_asynchronous_ranks_reads_each_row_once(fork, load, rule):
     assert reports[-1].loss < reports[0].loss
 
 
-@pytest.mark.any_library
 def test_recorder_has_loader_waiting_time(fork, load, tmp_path):
     fork(2)
 
@@ -120,7 +116,6 @@ def test_recorder_has_loader_waiting_time(fork, load, tmp_path):
             assert sum(line["load"] for line in lines[f"rank-{rank}"]) > 0.1
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2)], ids=repr)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 3)])
 @pytest.mark.slow
@@ -146,7 +141,6 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
     assert records[0][1:] == records[1][1:] and report.seen == 15 * before and not np.array_equal(records[0][0], w)
 
 
-@pytest.mark.any_library
 def test_trainer_counts_skipped_loader_rows(fork, load):
     fork(2)
     good = [i for i in range(103) if i not in BAD]
@@ -157,7 +151,6 @@ def test_trainer_counts_skipped_loader_rows(fork, load):
         assert reports[-1].loss < reports[0].loss
 
 
-@pytest.mark.any_library
 def test_trainer_skips_unreadable_batches(fork, load):
     fork(2)
     for rule in (rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)):
@@ -174,7 +167,6 @@ def test_validation_without_readable_rows_is_an_error(fork, load):
         )
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)], ids=repr)
 @pytest.mark.slow
 def test_unreadable_row_ends_training_but_not_the_ranks(fork, load, rule):
@@ -188,7 +180,6 @@ def test_unreadable_row_ends_training_but_not_the_ranks(fork, load, rule):
 # -- classes of the launcher ---------------------------------------------------------------------------------
 
 
-@pytest.mark.any_library
 def test_launcher_model_reads_from_loaders(tmp_path):
     from launch_runs import read_json_lines, run
     from paths import SUPPORT

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from docutils.core import publish_doctree
 
-pytestmark = pytest.mark.any_library
-
 ROOT = Path(__file__).resolve().parents[2]
 
 WORDS = """

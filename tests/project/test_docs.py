@@ -244,7 +244,6 @@ def list_commands() -> list[str]:
     ]
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("line", list_commands())
 def test_launcher_lines_are_parsed(line):
     from synkhronos.launch import train
@@ -348,14 +347,12 @@ def test_ops_are_listed_in_one_table_and_documented_in_one():
 SPEED = ROOT / "docs" / "speed.csv"
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("theme", ["light", "dark", "light_narrow", "dark_narrow"])
 def test_speed_picture_matches_its_table(theme):
     """After a change of the table, ``python docs/speed.py`` must draw the picture again."""
     assert hashlib.sha256(SPEED.read_bytes()).hexdigest() in SPEED.with_name(f"speed_{theme}.svg").read_text()
 
 
-@pytest.mark.any_library
 def test_speed_table_commands_exist():
     with SPEED.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -368,7 +365,6 @@ def test_speed_table_commands_exist():
         assert [option for option in options if option.startswith("--") and f'"{option}"' not in text] == []
 
 
-@pytest.mark.any_library
 def test_readme_has_rows_of_the_speed_table():
     """The README has some rows in the same order, none with a star: its figures are older than its command.
 
@@ -387,7 +383,6 @@ def test_readme_has_rows_of_the_speed_table():
     assert "*" not in table and "docs/speed.rst" in readme
 
 
-@pytest.mark.any_library
 def test_speed_table_ratios_match_its_figures():
     with SPEED.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["Theirs"] != "\\ "]
@@ -397,13 +392,11 @@ def test_speed_table_ratios_match_its_figures():
         assert f"{ratio:.2f}" == row["Times as fast"], row
 
 
-@pytest.mark.any_library
 def test_readme_and_front_page_agree():
     rows = (ROOT / "docs" / "who_gains.txt").read_text().partition("\n\n")[2]
     assert len(rows) > 500 and rows in (ROOT / "README.rst").read_text()
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if not page.stem.startswith("benchmarks")], ids=lambda page: page.stem
 )
@@ -412,7 +405,6 @@ def test_commits_and_dates_are_only_in_benchmarks(page):
     assert matches == []
 
 
-@pytest.mark.any_library
 def test_exchange_rules_table_matches_its_picture():
     curves = json.loads((ROOT / "docs" / "exchange_rules.json").read_text())
     table = re.findall(

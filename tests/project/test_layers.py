@@ -15,7 +15,6 @@ import pytest
 
 import synkhronos
 
-pytestmark = pytest.mark.any_library
 PACKAGE = Path(synkhronos.__file__).resolve().parent
 DOCS = PACKAGE.parent / "docs"
 #: Layers, the lowest first.  Packages of one layer do not import each other.

@@ -14,8 +14,6 @@ from lint_names import (
     findings,
 )
 
-pytestmark = pytest.mark.any_library
-
 WHOLE = '''
 class Parcel:
     """A message and its attachments."""

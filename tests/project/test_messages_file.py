@@ -8,7 +8,6 @@ from paths import ROOT
 
 from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp, list_collective_ops, list_ops
 
-pytestmark = pytest.mark.any_library
 FILE = "tests/project/test_messages_file.py"
 
 

@@ -16,7 +16,7 @@ from library import DEVICE
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.any_library, pytest.mark.skipif(DEVICE != "host", reason="once is enough")]
+pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="once is enough")]
 
 
 def run(root, *arguments, before=(), **variables):
@@ -197,27 +197,22 @@ def list_collected_files(job):
 
 @pytest.mark.parametrize("is_all", [False, True])
 @pytest.mark.parametrize("name", ["PYTENSOR", "THEANO"])
-def test_run_py_jobs_collect_each_file_once(module, name, is_all):
-    environment, is_second = getattr(module, name), name == "THEANO"
-    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], make_options(all=is_all), [])
-    jobs = {job.part: job for job in jobs if job.environment is environment and job.device == "host"}
-    marked = {part: job.arguments[1] for part, job in jobs.items() if part in ("faults", "hosts")}
-    suffix = " and not any_library" if is_second else ""
-    assert marked == ({"faults": f"faults{suffix}", "hosts": f"hosts and not faults{suffix}"} if is_all else {})
-    suffix = ("" if is_all else " and not slow") + suffix
-    others = [job for part, job in jobs.items() if part not in marked]
-    expressions = {job.arguments[1] for job in others if job.arguments[0] == "-m"}
-    assert expressions == {f"not hosts and not faults{suffix}"}
-    # PyTensor's results in these tests are compared with tables of Theano's.
-    left_out = set() if is_all and not is_second else set(module.COMPILING_CHECKS.values())
-    if is_second and not is_all:
-        left_out |= {*module.PROGRAM_TESTS, *(file for file in TEST_FILES if file.startswith(module.DEMO_CHECKS))}
-    assert sorted(file for job in others for file in list_collected_files(job)) == sorted(TEST_FILES - left_out)
+def test_run_py_jobs_of_a_library_collect_each_file_once(module, name, is_all):
+    jobs = {job.part: job for job in module.list_library_jobs(getattr(module, name), is_all)}
+    marked = {part: jobs.pop(part).arguments[1] for part in ("faults", "hosts") if part in jobs}
+    assert marked == ({"faults": "faults", "hosts": "hosts and not faults"} if is_all else {})
+    expressions = {job.arguments[1] for part, job in jobs.items() if part not in module.COMPILING_CHECKS}
+    assert expressions == {"not hosts and not faults" + ("" if is_all else " and not slow")}
+    left_out = set() if is_all else set(module.COMPILING_CHECKS.values())
+    collected = [file for job in jobs.values() for file in list_collected_files(job)]
+    assert sorted(collected) == sorted(TEST_FILES - left_out)
 
 
-def test_run_py_theano_alone_runs_tests_of_any_library(module):
-    jobs = module.list_jobs([module.THEANO], make_options(), [])
-    assert jobs and not any("any_library" in word for job in jobs for word in job.arguments)
+@pytest.mark.parametrize("is_all", [False, True])
+def test_run_py_theano_runs_a_selection_beside_pytensor(module, is_all):
+    jobs = module.list_jobs([module.PYTENSOR, module.THEANO], make_options(all=is_all), [])
+    files = [file for job in jobs if job.environment is module.THEANO for file in list_collected_files(job)]
+    assert 20 < len(set(files)) == len(files) < len(TEST_FILES) / 3
 
 
 @pytest.mark.parametrize(

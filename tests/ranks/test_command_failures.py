@@ -18,8 +18,6 @@ from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled, describe_exit
 from synkhronos.ranks.rank import Rank
 
-pytestmark = pytest.mark.any_library
-
 
 @dataclass(frozen=True)
 class Raise(Command):

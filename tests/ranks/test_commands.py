@@ -16,8 +16,6 @@ from synkhronos.ranks.control_memory import MAILBOX_NBYTES, SLOT_NBYTES
 from synkhronos.ranks.rank import _MAX_CACHED_PICKLES
 from synkhronos.ranks.worker_main import MAX_CACHED_COMMANDS
 
-pytestmark = pytest.mark.any_library
-
 
 @dataclass(frozen=True)
 class MixedSteps(Command):

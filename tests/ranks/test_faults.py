@@ -74,7 +74,6 @@ def check_error(outcome, fault_time, error="WorkerError", words=(), worker=None)
 # -- signals -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "place"),
     [*(("SIGKILL", place) for place in PLACES), ("SIGSEGV", "compiled"), ("SIGTERM", "idle")],
@@ -90,10 +89,9 @@ def test_worker_killed_by_a_signal_is_named(name, place):
         check_next_calls(program, survived=False)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("target", "place"),
-    [("worker", "compiled"), ("worker", "distribute"), *((who, "collective") for who in ("worker", "master", "all"))],
+    [("worker", "compiled"), ("worker", "distribute"), *((kind, "collective") for kind in ("worker", "master", "all"))],
 )
 def test_stopped_processes_continue_after_sigcont(place, target):
     fault_ranks = {"worker": [2], "master": [0], "all": [0, 1, 2]}[target]
@@ -111,7 +109,6 @@ def test_stopped_processes_continue_after_sigcont(place, target):
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("place", ["idle", "compiled", "collective"])
 def test_worker_ignores_sigint(place):
     with start_held_program(place, [2]) as program:
@@ -122,7 +119,6 @@ def test_worker_ignores_sigint(place):
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "place", "target"),
     [
@@ -142,7 +138,6 @@ def test_master_death_ends_all_processes(name, place, target):
         assert program.wait_for_exit() == -signal.Signals[name]
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(("place", "how"), [("call", "sleep"), ("build", "python"), ("collective", "python")])
 def test_busy_master_notices_a_workers_death(place, how):
     with Program("run_planned_action", where=place, action=f"hold:{how}", fault_ranks=[0]) as program:
@@ -153,7 +148,6 @@ def test_busy_master_notices_a_workers_death(place, how):
         check_next_calls(program, survived=False)
 
 
-@pytest.mark.any_library
 def test_death_is_noticed_with_a_replaced_sigchld_handler():
     with Program("run_planned_action", where="call", action="hold:python", fault_ranks=[0, 2], urgent=True) as program:
         pids = wait_until_inside(program, "call", 2)
@@ -164,7 +158,6 @@ def test_death_is_noticed_with_a_replaced_sigchld_handler():
         check_next_calls(program, survived=False)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("reaper", ["system", "master"])
 def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
     with Program("run_planned_action", where="call", action="hold:python", fault_ranks=[2], reaper=reaper) as program:
@@ -175,7 +168,6 @@ def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
         check_next_calls(program, survived=False)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("action", ["raise:ValueError", "hold:python", "kill:SIGKILL"])
 def test_faults_of_spawned_workers_are_reported(action):
     with Program("run_planned_action", where="call", action=action, fault_ranks=[2], spawn=True) as program:
@@ -191,7 +183,6 @@ def test_faults_of_spawned_workers_are_reported(action):
         check_next_calls(program, survived="raise" in action)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("place", ["idle", "call"])
 def test_stopped_worker_ends_with_the_master(place):
     with start_held_program(place, [2]) as program:
@@ -205,7 +196,6 @@ def test_stopped_worker_ends_with_the_master(place):
 # -- while forking -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.any_library
 def test_worker_that_dies_during_fork_is_named():
     with Program("fork_with_fault", how="worker") as program:
         pid = program.wait_for_event("inside")["pids"]["2"]
@@ -214,7 +204,6 @@ def test_worker_that_dies_during_fork_is_named():
         check_next_calls(program, survived=False)
 
 
-@pytest.mark.any_library
 def test_worker_stopped_during_fork_is_waited_for():
     with Program("fork_with_fault", how="worker") as program:
         pid = program.wait_for_event("inside")["pids"]["2"]
@@ -228,7 +217,6 @@ def test_worker_stopped_during_fork_is_waited_for():
         assert program.wait_for_exit() == 0
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "target", "spawn"),
     [("SIGKILL", "master", False), ("SIGTERM", "all", False), ("SIGKILL", "master", True)],
@@ -240,7 +228,6 @@ def test_master_death_during_fork_ends_all_processes(name, target, spawn):
         program.check_no_leaks()
 
 
-@pytest.mark.any_library
 def test_worker_ends_if_the_master_died_before_it_started():
     with Program("fork_with_fault", how="child") as program:
         program.wait_for_event("inside")
@@ -250,7 +237,6 @@ def test_worker_ends_if_the_master_died_before_it_started():
         program.check_no_leaks()
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(("how", "spawn"), [("raise", False), ("limit", False), ("raise", True)])
 def test_fork_that_fails_half_way_leaves_nothing(how, spawn):
     if how == "limit" and os.geteuid() != 0:
@@ -270,7 +256,6 @@ def run(where, action, fault_ranks=(2,), **kwargs):
     return Program("run_planned_action", where=where, action=action, fault_ranks=list(fault_ranks), **kwargs)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(("code", "place"), [(0, "call"), (7, "collective"), (7, "distribute"), (7, "build")])
 def test_worker_that_exits_is_named_with_its_status(place, code):
     with run(place, f"_exit:{code}") as program:
@@ -298,7 +283,6 @@ def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("place", ["call", "collective", "build"])
 def test_exceptions_of_several_workers_are_reported(place):
     with run(place, "raise:ValueError", fault_ranks=[1, 2]) as program:
@@ -311,7 +295,6 @@ def test_exceptions_of_several_workers_are_reported(place):
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("place", "fault_ranks"),
     [*((place, [0]) for place in ("call", "slice", "collective", "build")), ("call", [0, 1, 2]), ("build", [0, 1, 2])],
@@ -329,7 +312,6 @@ def test_exception_of_the_master_is_raised_unchanged(place, fault_ranks):
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(("fault_ranks", "skip"), [([2], 0), ([0], 0), ([0, 1, 2], 0), ([1], 1)])
 def test_error_lists_ranks_with_applied_updates(fault_ranks, skip):
     with run("slice" if skip else "call", "raise:ValueError", fault_ranks=fault_ranks, skip=skip) as program:
@@ -343,7 +325,6 @@ def test_error_lists_ranks_with_applied_updates(fault_ranks, skip):
         assert alive["w"] == [end if r in applied else start for r in range(3)]
 
 
-@pytest.mark.any_library
 def test_worker_raises_memory_error():
     with run("call", "memory") as program:
         outcome = program.wait_for_event("outcome")
@@ -352,7 +333,6 @@ def test_worker_raises_memory_error():
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "fault_ranks"), [*((name, [1]) for name in COLLECTIVES), ("broadcast", [0]), ("all_reduce", [0])]
 )
@@ -368,7 +348,6 @@ def test_collective_raises_memory_errors_of_a_rank(name, fault_ranks):
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "fault_ranks"), [*((name, [1]) for name in STREAMED), ("broadcast", [0]), ("all_reduce", [0])]
 )
@@ -384,7 +363,6 @@ def test_collective_raises_failures_between_chunks(name, fault_ranks):
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("name", ["broadcast", "gather", "all_reduce"])
 def test_collective_reports_deaths_between_chunks(name):
     with run("collective", "kill:SIGKILL", fault_ranks=[1], name=name, skip=1) as program:
@@ -402,7 +380,6 @@ def test_distribute_refuses_unpicklable_graphs():
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.any_library
 def test_fork_timeout_ends_a_hanging_worker():
     with Program("wait_for_missing_rank", timeout=0.5) as program:
         outcome = program.wait_for_event("outcome")
@@ -421,7 +398,6 @@ def _find_mount_command():
     return None
 
 
-@pytest.mark.any_library
 def test_full_dev_shm_raises_memory_error():
     command = _find_mount_command()
     if command is None:
@@ -443,7 +419,6 @@ def test_full_dev_shm_raises_memory_error():
         assert program.wait_for_exit() == 0, program.read_output()
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("spare", [0, 3])
 def test_fork_names_the_limit_of_open_files(spare):
     with Program("exhaust_file_descriptors", where="fork", spare=spare) as program:
@@ -452,7 +427,6 @@ def test_fork_names_the_limit_of_open_files(spare):
         check_next_calls(program, survived=False)
 
 
-@pytest.mark.any_library
 def test_data_need_few_open_files():
     with Program("exhaust_file_descriptors", where="master", spare=8) as program:
         assert program.wait_for_event("outcome").get("value") is True, program.events
@@ -462,7 +436,6 @@ def test_data_need_few_open_files():
         assert program.wait_for_exit() == 0
 
 
-@pytest.mark.any_library
 def test_worker_at_the_limit_of_open_files_continues():
     with Program("exhaust_file_descriptors", where="worker", spare=0) as program:
         assert program.wait_for_event("outcome").get("value") == 15.0, (
@@ -474,7 +447,6 @@ def test_worker_at_the_limit_of_open_files_continues():
         assert program.wait_for_exit() == 0
 
 
-@pytest.mark.any_library
 def test_worker_at_the_limit_of_address_space_continues():
     with Program("create_unmappable_segment") as program:
         outcome = program.wait_for_event("outcome")
@@ -489,7 +461,6 @@ def test_worker_at_the_limit_of_address_space_continues():
 # -- odd circumstances ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.any_library
 def test_segment_creation_reports_an_unnoticed_death():
     with Program("create_segment_after_death") as program:
         pids = program.wait_for_event("ready")["pids"]
@@ -502,7 +473,6 @@ def test_segment_creation_reports_an_unnoticed_death():
         check_next_calls(program, survived=False)
 
 
-@pytest.mark.any_library
 def test_ranks_outlive_the_thread_that_forked_them():
     with Program("fork_in_thread") as program:
         assert program.wait_for_event("fork")["value"] == 3
@@ -513,7 +483,6 @@ def test_ranks_outlive_the_thread_that_forked_them():
         assert program.wait_for_exit() == 0
 
 
-@pytest.mark.any_library
 def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
     with Program("fork_in_thread", busy=True) as program:
         program.wait_for_event("inside")
@@ -522,7 +491,6 @@ def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
         program.check_no_leaks()
 
 
-@pytest.mark.any_library
 def test_failure_in_the_first_command_is_reported():
     with Program("fail_in_first_command") as program:
         outcome = program.wait_for_event("outcome")
@@ -533,7 +501,6 @@ def test_failure_in_the_first_command_is_reported():
         assert program.wait_for_exit() == 0
 
 
-@pytest.mark.any_library
 def test_ranks_need_no_standard_streams():
     with Program("call_without_standard_files", "sh", "-c", '"$@" <&- >&- 2>&-', "sh") as program:
         works = program.wait_for_event("works")
@@ -542,7 +509,6 @@ def test_ranks_need_no_standard_streams():
         assert program.wait_for_exit() == 0
 
 
-@pytest.mark.any_library
 def test_broken_stdout_leaves_ranks_usable():
     read, write = os.pipe()
     with Program("print_without_reader", pass_on={"stdout": write}) as program:
@@ -556,7 +522,6 @@ def test_broken_stdout_leaves_ranks_usable():
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.any_library
 def test_close_ends_stopped_workers():
     with start_held_program("idle", []) as program:
         pids = wait_until_inside(program, "idle", 0)

@@ -62,7 +62,6 @@ class CountPageFaults(Command):
         return rank.all_gather(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
-@pytest.mark.any_library
 def test_ranks_keep_the_memory_of_freed_arrays(fork):
     fork(3)
     assert max(ranks.get_session().run(CountPageFaults())) < 400  # each iteration needs 780 pages
@@ -86,7 +85,6 @@ def assert_footprint_constant(work, n_warm_up, n_repeats, max_growth_kb):
         assert new_memory - memory < max_growth_kb
 
 
-@pytest.mark.any_library
 def test_repeated_fork_and_close_do_not_leak():
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
 
@@ -114,7 +112,6 @@ def test_repeated_fork_and_close_do_not_leak():
     assert set(list_children(os.getpid())) <= set(children)  # nor a zombie
 
 
-@pytest.mark.any_library
 def test_thousands_of_data_do_not_leak(fork):
     fork(3)
 
@@ -198,7 +195,6 @@ PROGRAM = f"""
 """
 
 
-@pytest.mark.any_library
 def test_fork_in_two_programs_does_not_interfere():
     programs = [
         subprocess.Popen(

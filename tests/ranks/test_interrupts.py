@@ -34,11 +34,7 @@ def check_next_calls(program):
 
 @pytest.mark.parametrize(
     ("where", "fault_ranks", "how", "times"),
-    [
-        pytest.param(*place, times, marks=[pytest.mark.any_library] if place[0] == "collective" or times > 1 else [])
-        for times, places in ((1, PLACES), (3, PLACES[::4]))
-        for place in places
-    ],
+    [(*place, times) for times, places in ((1, PLACES), (3, PLACES[::4])) for place in places],
 )
 def test_interrupt_is_raised_and_the_next_call_works(where, fault_ranks, how, times):
     with Program("interrupt_blocked_ranks", where=where, fault_ranks=fault_ranks, how=how) as program:
@@ -53,7 +49,6 @@ def test_interrupt_is_raised_and_the_next_call_works(where, fault_ranks, how, ti
         check_next_calls(program)
 
 
-@pytest.mark.any_library
 def test_interrupt_lists_ranks_with_applied_updates():
     with Program("interrupt_blocked_ranks", where="call", fault_ranks=[0], how="python") as program:
         program.wait_for_event("inside")
@@ -64,7 +59,6 @@ def test_interrupt_lists_ranks_with_applied_updates():
         check_next_calls(program)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("fault_ranks", "applied", "busy"), [([0, 2], "ranks [1]", [2]), ([0, 1, 2], "no rank", [1, 2])]
 )
@@ -82,7 +76,6 @@ def test_interrupt_lists_busy_ranks_as_unknown(fault_ranks, applied, busy):
         check_next_calls(program)
 
 
-@pytest.mark.any_library
 def test_interrupted_program_ends_its_workers():
     with Program("interrupt_blocked_ranks", where="call", fault_ranks=[2], how="compiled", unhandled=True) as program:
         program.wait_for_event("inside")
@@ -92,7 +85,6 @@ def test_interrupted_program_ends_its_workers():
         assert "KeyboardInterrupt" in program.read_output()
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("where", ["master", "child", "worker"])
 def test_interrupt_during_fork_leaves_no_worker(where):
     with Program("interrupt_fork", where=where) as program:
@@ -108,7 +100,6 @@ def test_interrupt_during_fork_leaves_no_worker(where):
         check_next_calls(program)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("where", ["waiting", "busy"])
 def test_interrupt_during_close_ends_workers(where):
     with Program("interrupt_close", where=where) as program:
@@ -138,17 +129,9 @@ ACTIONS = {
 LIMITED = {"data": 17, "free": 11, "broadcast": 29, "fork": 61, "close": 43}
 
 
-#: Actions in which the graph library compiles or calls a function.
-WITH_LIBRARY = ("first call", "call")
-
-
 @pytest.mark.parametrize(
     ("operation", "limit"),
-    [
-        pytest.param(operation, limit, marks=[] if operation in WITH_LIBRARY else [pytest.mark.any_library])
-        for limit, actions in ((False, ACTIONS), (True, LIMITED))
-        for operation in actions
-    ],
+    [(operation, limit) for limit, actions in ((False, ACTIONS), (True, LIMITED)) for operation in actions],
 )
 def test_interrupt_at_any_line_leaves_ranks_usable(operation, limit):
     step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[operation]
@@ -184,7 +167,6 @@ def test_finalizers_swallow_no_interrupt(fork):
     assert [reference() for reference in watched] == [None] * 4
 
 
-@pytest.mark.any_library
 def test_interrupts_at_random_moments_leave_ranks_usable():
     with Program("interrupt_at_random_moments", seed=0, times=40) as program:
         outcome = program.wait_for_event("outcome", 60)
@@ -193,7 +175,6 @@ def test_interrupts_at_random_moments_leave_ranks_usable():
         check_next_calls(program)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "how"),
     [("SIGTERM", "handled"), ("SIGHUP", "handled"), ("SIGTERM", "ignored"), ("SIGUSR1", "handled since")],
@@ -207,7 +188,6 @@ def test_workers_ignore_signals_that_the_master_handles(name, how):
         check_next_calls(program)
 
 
-@pytest.mark.any_library
 def test_workers_end_by_signals_that_end_the_master():
     with Program("receive_signal", name="SIGTERM", how="nothing") as program:
         program.wait_for_event("ready")

@@ -9,7 +9,7 @@ import pytest
 from paths import ROOT, SUPPORT
 from system import LIMIT, find_leaked_names, is_alive, list_children, list_shared_names, read_process_state
 
-pytestmark = [pytest.mark.faults, pytest.mark.any_library]
+pytestmark = [pytest.mark.faults]
 
 pytest.importorskip("ipykernel")
 jupyter_client = pytest.importorskip("jupyter_client")

@@ -9,7 +9,6 @@ from synkhronos import ranks
 from synkhronos.ranks import Command
 
 pytestmark = [
-    pytest.mark.any_library,
     pytest.mark.new_ranks,  # workers that have imported the command
     pytest.mark.skipif(DEVICE != "host", reason="once is enough"),
 ]

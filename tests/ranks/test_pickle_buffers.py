@@ -1,13 +1,10 @@
 """Buffers of a pickle in shared memory."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from synkhronos.ranks.pickle_buffers import measure_buffers, read_buffers, write_buffers
-
-pytestmark = pytest.mark.any_library
 
 
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=20))

@@ -3,13 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
 from synkhronos.function.call import BroadcastInput, Call, ScatteredInput
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.command import find_row_accesses
-
-pytestmark = pytest.mark.any_library
 
 A, B, C, D = (ArrayLocation(key, "i8", (6,)) for key in range(1, 5))
 

@@ -10,8 +10,6 @@ from rank_commands import CountSegments, GatherMessages
 from synkhronos import ranks
 from synkhronos.ranks import Command, segments
 
-pytestmark = pytest.mark.any_library
-
 
 @dataclass(frozen=True)
 class Fill(Command):

@@ -16,8 +16,6 @@ from synkhronos.ranks import Command
 from synkhronos.ranks.control_memory import Semaphore
 from synkhronos.ranks.interrupts import MAX_DEFERRAL_SECONDS, defer_signals, restore_handler
 
-pytestmark = pytest.mark.any_library
-
 
 def test_wait_ignores_wall_clock_changes(monkeypatch):
     semaphore = Semaphore(mmap.mmap(-1, mmap.PAGESIZE), 0, False)

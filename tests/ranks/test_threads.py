@@ -19,8 +19,6 @@ else:
     from theano.gof import Apply, Op
 
 
-pytestmark = pytest.mark.any_library
-
 #: In the master: functions that a `Sleep` calls when it starts to compute, and an event that ends it.
 AT_START, WOKEN = [], threading.Event()
 

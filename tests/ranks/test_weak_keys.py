@@ -2,11 +2,7 @@
 
 import gc
 
-import pytest
-
 from synkhronos import ranks
-
-pytestmark = pytest.mark.any_library
 
 
 class Owner:

@@ -8,7 +8,7 @@ import pytest
 import rule_programs as programs
 from hypothesis import given
 from hypothesis import strategies as st
-from library import ARRAYS, DEVICE, NAME, XLA, fork_ranks, limit_examples, list_sizes, shared
+from library import ARRAYS, DEVICE, NAME, XLA, fork_ranks, limit_examples, shared
 
 import synkhronos as synk
 from synkhronos import rules
@@ -17,7 +17,7 @@ from synkhronos.rules.rule import as_bfloat16
 from synkhronos.rules.state import FlatVariables
 
 # With XLA, as in conftest.py: 3 ranks cover all cases of 2.
-SIZES = [1, 3] if DEVICE == "jax" else list_sizes(1, 2, 3, 4)
+SIZES = [1, 3] if DEVICE == "jax" else [1, 2, 3, 4]
 D, STEPS, ETA = 7, 24, 0.1
 #: Values of the parameter `on_device`: whether variables are JAX arrays.
 ON_DEVICE = [False, True] if XLA else [False]

@@ -64,11 +64,6 @@ def fork_ranks(n, **kwargs):
     return synk.fork(n, use_gpu=DEVICE == "gpu", **kwargs)
 
 
-def list_sizes(*sizes):
-    """Return numbers of ranks as parameters; run.py tests a second graph library with three ranks alone."""
-    return [size if size == 3 else pytest.param(size, marks=pytest.mark.any_library) for size in sizes]
-
-
 def limit_examples(most):
     """Return Hypothesis settings with at most `most` examples, and at most 4 if each compiles for long."""
     return settings(max_examples=min(most, 4) if DEVICE != "host" else most)
@@ -105,7 +100,6 @@ __all__ = [
     "UNCOMPILED",
     "XLA",
     "limit_examples",
-    "list_sizes",
     "fork_ranks",
     "function",
     "grad",

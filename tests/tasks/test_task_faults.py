@@ -16,8 +16,6 @@ from test_tasks import draw_group_programs
 import synkhronos as synk
 from synkhronos import ranks
 
-pytestmark = pytest.mark.any_library
-
 
 @pytest.fixture
 def two_reused_ranks(fork):

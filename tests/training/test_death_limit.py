@@ -1,11 +1,7 @@
 """Limits of deaths after which ``on_death="continue"`` ends a training."""
 
-import pytest
-
 from synkhronos.ranks.errors import FAILED_START_PREFIX
 from synkhronos.training.loops.death_limit import DeathLimit
-
-pytestmark = pytest.mark.any_library
 
 
 def test_deaths_since_the_last_copy_are_limited():

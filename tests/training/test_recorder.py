@@ -15,8 +15,6 @@ from synkhronos.training.monitoring import show_command
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.schedules import get_state, reset_best, set_state
 
-pytestmark = pytest.mark.any_library
-
 
 def write_records(folder, n=4):
     recorder = Recorder(folder)

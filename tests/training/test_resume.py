@@ -13,10 +13,7 @@ from synkhronos import rules
 from synkhronos.training import Checkpoint, CheckpointError, make_trainer, schedules
 from synkhronos.training.updates import adagrad, adam, apply_momentum, momentum, nesterov_momentum, rmsprop, sgd
 
-pytestmark = [
-    pytest.mark.any_library,
-    pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile"),
-]
+pytestmark = pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
 
 
 def build_trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean", counts=(), names="wb", **kwargs):

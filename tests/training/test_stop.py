@@ -22,10 +22,7 @@ from synkhronos.training.loops import stop_signals
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.trainer import trainer_epoch_loop
 
-pytestmark = [
-    pytest.mark.any_library,
-    pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile"),
-]
+pytestmark = pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
 
 
 class SignalAt:

@@ -123,7 +123,6 @@ def test_on_death_continue_equals_an_undisturbed_training(name, monkeypatch):
 
 
 @pytest.mark.faults
-@pytest.mark.any_library
 @pytest.mark.parametrize(("name", "seed"), [(name, i % 2) for i, name in enumerate(ALL)])
 def test_on_death_continue_after_random_deaths(name, seed, monkeypatch, tmp_path):
     source = random.Random(seed)
@@ -253,7 +252,6 @@ def break_devices(monkeypatch, is_broken):
     monkeypatch.setattr(processes._SetUpRank, "run", fail_or_set_up)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("name", ["BSP", "BSP sharded", "LocalSGD", "GoSGD", "EASGD"])
 def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
     options: dict[str, Any] = {"noise": name == "BSP"}
@@ -288,7 +286,6 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
         assert [report.loss for report in others] == [report.loss for report in reports[1:]]
 
 
-@pytest.mark.any_library
 def test_on_death_keeps_the_device_of_a_worker_that_is_killed_at_its_start(monkeypatch):
     fork_ranks(RANKS)
     model, attempts = Model("BSP"), []
@@ -310,7 +307,6 @@ def test_on_death_keeps_the_device_of_a_worker_that_is_killed_at_its_start(monke
     assert ranks.get_session().size == RANKS and set(model.count_uses()) == {3}
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("name", ["BSP", "EASGD"])
 def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     fork_ranks(RANKS)
@@ -325,7 +321,6 @@ def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     assert [velocity.get_value().shape for velocity in model.trainer.optimizer] == [(4,), (1,)]  # not sharded now
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(("name", "source"), [("BSP", "loader"), ("BSP", "parts"), ("EASGD", "parts")])
 def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monkeypatch):
     fork_ranks(RANKS)
@@ -341,7 +336,6 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
     assert max(used) == 4 and (name != "BSP" or min(used) == 4)  # under EASGD the counts of the lost rank are missing
 
 
-@pytest.mark.any_library
 def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     """Ranks 4 and 5 are lost with their host; then the host of ranks 2 and 3 can't be reached, at first once."""
     fork_ranks(1)
@@ -370,7 +364,6 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     assert tried == [[4, 5], [4, 5], [2, 3, 4, 5]] and session.size == 2
 
 
-@pytest.mark.any_library
 def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monkeypatch):
     """The number of ranks falls from 3 to 2 within a validation, which a signal stops."""
     sizes, restored = iter([3, 2]), []
@@ -397,7 +390,6 @@ def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monke
     assert restored == [[["state"]] * 2]
 
 
-@pytest.mark.any_library
 def test_on_death_without_a_device_for_the_master_ends_training(monkeypatch):
     fork_ranks(2)
     model = Model("BSP")
@@ -416,7 +408,6 @@ def test_on_death_without_a_device_for_the_master_ends_training(monkeypatch):
         list(iterator)
 
 
-@pytest.mark.any_library
 def test_on_death_is_recorded_and_each_step_once(monkeypatch, tmp_path):
     killer = Killer(monkeypatch, {1: (1, True), 9: (2, False)})
     train("LocalSGD", recorder=Recorder(tmp_path, every=1))
@@ -426,7 +417,6 @@ def test_on_death_is_recorded_and_each_step_once(monkeypatch, tmp_path):
         assert [record["step"] for record in records[f"rank-{rank}"]] == list(range(1, 9))
 
 
-@pytest.mark.any_library
 def test_on_death_in_the_same_step_ends_training(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
@@ -451,7 +441,6 @@ def test_on_death_in_the_same_step_ends_training(monkeypatch):
         data[0]
 
 
-@pytest.mark.any_library
 def test_max_deaths_limits_deaths(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
@@ -460,7 +449,6 @@ def test_max_deaths_limits_deaths(monkeypatch):
         list(model.epochs(epochs=10, on_death="continue", max_deaths=2))
 
 
-@pytest.mark.any_library
 def test_on_death_stops_by_default(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
@@ -471,7 +459,6 @@ def test_on_death_stops_by_default(monkeypatch):
         ranks.get_session()
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("value", ["go on", True, None, 3, b"continue"])
 def test_on_death_refuses_other_values(value):
     fork_ranks(1)
@@ -479,7 +466,6 @@ def test_on_death_refuses_other_values(value):
         Model("BSP").epochs(on_death=value)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(("value", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("1", TypeError)])
 def test_max_deaths_refuses_other_values(value, kind):
     fork_ranks(1)

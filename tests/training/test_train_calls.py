@@ -51,7 +51,6 @@ def test_train_functions_work_after_a_new_fork(fork):
     np.testing.assert_allclose(synk.gather(together.w), [alone.w.get_value()] * 2, rtol=1e-9)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("error", "message", "change"),
     [
@@ -93,7 +92,6 @@ def test_make_train_function_refuses_wrong_arguments(two_ranks_anew, error, mess
             make(**{**arguments, **change})
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [
@@ -122,7 +120,6 @@ def test_train_refuses_wrong_arguments(two_ranks_anew, error, message, arguments
     np.testing.assert_allclose(train(X, Y), Model().train_by(make_train_function_serial)(X, Y))
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [
@@ -146,7 +143,6 @@ def test_train_steps_refuses_wrong_arguments(two_ranks_anew, error, message, arg
     np.testing.assert_array_equal(model.w.get_value(), W)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [

@@ -26,7 +26,6 @@ def test_trainer_learns_with_every_rule(n_ranks, name):
         assert str(report).startswith(f"epoch {report.epoch:g}: loss ")
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("rows", "batch", "every"), [(60, 5, None), (53, 7, 2), (31, 5, 1)])
 @pytest.mark.slow

@@ -207,7 +207,6 @@ def test_trainer_running_averages_equal_one_process(fork, name):
     assert np.ptp(synk.gather(model.own), axis=0).min() > 1e-3
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("name", [name for name in ALL if name not in EACH_STEP])
 def test_trainer_report_averages_running_averages(fork, name):
     fork(2)

@@ -18,8 +18,6 @@ from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.monitoring.report import make_report
 from synkhronos.training.updates import nesterov_momentum, sgd
 
-pytestmark = pytest.mark.any_library  # the trainer's internal variables
-
 # -- going on ------------------------------------------------------------------------------------------------
 
 

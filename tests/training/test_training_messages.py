@@ -10,7 +10,7 @@ from synkhronos import rules
 from synkhronos.training import Checkpoint, make_train_function, make_trainer, schedules
 from synkhronos.training.updates import adam, adamw, lamb, momentum, muon, sgd
 
-pytestmark = [pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="one host"), pytest.mark.any_library]
+pytestmark = [pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="one host")]
 
 BSP, EASGD = rules.BSP, rules.EASGD
 ROWS = np.ones((8, 3)), np.ones(8)
