@@ -198,19 +198,7 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
 def iterate_shuffled_batches(
     length: int, size: int, ranks_by_host: Sequence[range], seed: Any = None
 ) -> Iterator[np.ndarray]:
-    """Yield batches of shuffled rows, in which each rank's share is on its own host.
-
-    Parameters
-    ----------
-    length : int
-        Number of rows.
-    size : int
-        Number of rows of a batch, at least the number of ranks.
-    ranks_by_host : sequence of range
-        Ranks of each host.
-    seed
-        As in `PartsData.batches`.
-    """
+    """Yield batches of ``size`` shuffled rows of ``length`` in all, as `PartsData.batches`."""
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
     shares, sizes = _divide_rows(length, n_ranks), _divide_rows(size, n_ranks)
     orders = [rng.permutation(_join_shares(shares, host_ranks)) for host_ranks in ranks_by_host]
@@ -313,17 +301,11 @@ def _load_shares(session: Session, load: Any, shares: Sequence[range]) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class _LoadRows(Command):
-    """Load each rank's rows into a segment that the ranks of its host share.
+    """Load each rank's rows into a segment that the ranks of its host share."""
 
-    Attributes
-    ----------
-    key : int
-        Key of the segment.
-    shares : tuple of range
-        Rows of each rank.
-    """
-
+    #: Key of the segment.
     key: int
+    #: Rows of each rank.
     shares: tuple[range, ...]
 
     def run(self, rank: Rank) -> tuple[tuple[int, ...], str]:

@@ -112,14 +112,7 @@ _VALID_BATCHES = "None, an int, a slice, a list or array of indexes, or a boolea
 def as_index_array(batch: Any, name: str, expected: str = _VALID_BATCHES) -> np.ndarray:
     """Return a list of indexes as an array of int64, or a mask as an array of bool, without a check of bounds.
 
-    Parameters
-    ----------
-    batch : array_like of int or bool
-        One-dimensional.
-    name : str
-        Name of the argument in errors.
-    expected : str
-        Description of valid arguments in errors.
+    ``name`` and ``expected`` are the argument and the description of its valid values in errors.
     """
     if isinstance(batch, int | np.integer | str | bytes | dict | set) or not hasattr(batch, "__len__"):
         raise TypeError(f"{name}: expected {expected}, got {batch!r}")
@@ -149,12 +142,6 @@ def get_share(n_rows: int, n_shares: int, index: int) -> slice:
     """Return the bounds of one of ``n_shares`` contiguous shares, into which rows are divided as evenly as possible.
 
     If the number of rows is not a multiple of the number of shares, the first shares have one row more.
-
-    Parameters
-    ----------
-    n_rows, n_shares : int
-    index : int
-        Index of the share, usually a rank.
 
     Examples
     --------

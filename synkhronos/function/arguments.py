@@ -31,17 +31,9 @@ def build_computation(
     kwargs: dict[str, Any],
     device: Device,
 ) -> Computation:
-    """Return the computation of a function; the arguments are those of `synkhronos.function`.
+    """Return the computation of a function, from the arguments of `synkhronos.function`.
 
-    Parameters
-    ----------
-    device : Device
-        Device of the ranks, which determines the default mode.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For wrong arguments.  The message names the argument, its value and the expected type.
+    The ranks' device determines the default mode.
     """
     scattered, broadcast = _as_list(inputs, "inputs"), _as_list(bcast_inputs, "bcast_inputs")
     raw_outputs, raw_ops = _split_outputs_from_ops(outputs)

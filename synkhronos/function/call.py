@@ -31,38 +31,14 @@ from synkhronos.graphs.library import AT_FIRST_CALL, MASTER_FIRST
 from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
 
 
-class BroadcastInput(NamedTuple):
-    """An input of which every rank reads all rows.
-
-    Attributes
-    ----------
-    array : ArrayLocation
-    is_mutable : bool
-        Whether the compiled function may overwrite the value.  Each rank then copies it out of shared memory.
-    """
-
-    array: ArrayLocation
-    is_mutable: bool
-
-
 class ScatteredInput(NamedTuple):
-    """An input whose rows are divided among the ranks.
-
-    Attributes
-    ----------
-    array : ArrayLocation
-    rows : range or ArrayLocation of int64
-        Selected rows of all ranks together.
-    first_row : int
-        Row number of the array's first row in the numbering of ``rows``: above 0 only for a minibatch.
-    is_mutable : bool
-        As in `BroadcastInput`.
-    """
+    """An input whose rows are divided among the ranks."""
 
     array: ArrayLocation
+    #: Selected rows of all ranks together.
     rows: range | ArrayLocation
-    first_row: int
-    is_mutable: bool
+    #: Row number of the array's first row in the numbering of `rows`: above 0 only for a minibatch.
+    first_row: int = 0
 
     def get_row_access(self, size: int, ranks: range) -> RowAccess:
         """Return the rows of the array that consecutive ``ranks``, of ``size`` in all, read."""
@@ -90,7 +66,7 @@ class _CallFields(NamedTuple):
     computation_key: Any
     variant: Variant
     needs_compile: bool
-    inputs: tuple[ScatteredInput | BroadcastInput, ...]
+    inputs: tuple[ScatteredInput | ArrayLocation, ...]
     n_rows: int | None
     batch_s: tuple[Any, ...] | None
     num_slices: int
@@ -108,7 +84,8 @@ class Call(_CallFields, Command):
     variant : Variant
     needs_compile : bool
         Whether the ranks may still have to compile the variant.
-    inputs : tuple of ScatteredInput or BroadcastInput
+    inputs : tuple of ScatteredInput or ArrayLocation
+        Locations are those of inputs of which every rank reads all rows.
     n_rows : int or None
         Number of selected rows of all ranks together; None if no input is scattered.
     batch_s : tuple of (slice or ArrayLocation of int64), or None
@@ -131,10 +108,7 @@ class Call(_CallFields, Command):
     def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
         """Yield the accesses of some ranks: their rows of the inputs, and their selections in `batch_s`."""
         for value in self.inputs:
-            if isinstance(value, ScatteredInput):
-                yield value.get_row_access(size, ranks)
-            else:
-                yield RowAccess(value.array)
+            yield value.get_row_access(size, ranks) if isinstance(value, ScatteredInput) else RowAccess(value)
         for selection in () if self.batch_s is None else self.batch_s[ranks.start : ranks.stop]:
             if isinstance(selection, ArrayLocation):
                 yield RowAccess(selection)
@@ -206,16 +180,8 @@ class RankCall:
     def run(self, fused_runner: Runner | None = None) -> Any:
         """Compute this rank's rows, and pass the outputs to the engine.
 
-        Parameters
-        ----------
-        fused_runner : Runner, optional
-            Launches a program that contains the compiled function, and computes its outputs; default: its own runner.
-
-        Returns
-        -------
-        object
-            In the master, the collected outputs as `Engine.collect` returns them; with ``reads_outputs`` a list of
-            reduced outputs.
+        A `fused_runner` takes the place of the function's own; it launches a program that contains the function.
+        Return the result of `Engine.collect`, or with ``reads_outputs`` the reduced outputs in the master.
         """
         rank, call, n_rank_means = self._rank, self._call, self.compiled.n_rank_means
         if fused_runner is not None:
@@ -368,11 +334,12 @@ class RankCall:
 
     def _stage_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         rank, computation, buffers = self._rank, self.computation, self.computation.buffers
+        arrays = [value.array if isinstance(value, ScatteredInput) else value for value in self._call.inputs]
         devices = computation.choose_input_devices(self._runner)
         values = [
-            device.stage_input(rank, buffers, position, call_input.array, selection, call_input.is_mutable)
-            for position, (device, call_input, selection) in enumerate(
-                zip(devices, self._call.inputs, rows, strict=True)
+            device.stage_input(rank, buffers, position, array, selection, spec.mutable)
+            for position, (device, array, selection, spec) in enumerate(
+                zip(devices, arrays, rows, computation.inputs, strict=True)
             )
         ]
         if sliceable_rows is not None:

@@ -33,21 +33,14 @@ from synkhronos.replication.user_code import UserCode
 
 
 class Variant(NamedTuple):
-    """Options with which a computation is compiled.
+    """Options with which a computation is compiled."""
 
-    Attributes
-    ----------
-    row_inputs : {"slice", "index"} or None
-        Additional inputs that select rows of the sliceable shared variables: "slice" for two integers, start and stop,
-        "index" for a vector of indexes.  None: all rows are used.
-    returns_updates : bool
-        Whether the new values of the updates are returned after the outputs.  Then only random generators are updated.
-    output_subset : tuple of int or None
-        Indexes of the outputs to compute; None for all.
-    """
-
+    #: Additional inputs that select rows of the sliceable shared variables: "slice" for two integers, start and stop,
+    #: "index" for a vector of indexes.  None: all rows are used.
     row_inputs: str | None = None
+    #: Whether the new values of the updates are returned after the outputs.  Then only random generators are updated.
     returns_updates: bool = False
+    #: Indexes of the outputs to compute; None for all.
     output_subset: tuple[int, ...] | None = None
 
 
@@ -58,68 +51,42 @@ _ENGINE_ATTRIBUTES = ("engine", "device", "input_devices")
 
 
 class CompiledVariant(NamedTuple):
-    """A compiled variant of a computation.
+    """A compiled variant of a computation."""
 
-    Attributes
-    ----------
-    function : callable
-        The graph library's compiled function.
-    runner : Runner
-        Launches the function on a rank.
-    spec : OutputSpec
-    n_rank_means : int
-        Number of means over ranks within the function.
-    """
-
+    #: The graph library's compiled function.
     function: Callable[..., Any]
     runner: Runner
     spec: OutputSpec
+    #: Number of means over ranks within the function.
     n_rank_means: int = 0
 
 
 @dataclass
 class Computation(DeviceResident):
-    """The graph of a function, with its reductions and compiled variants.
+    """The graph of a function, with its reductions and compiled variants."""
 
-    Attributes
-    ----------
-    inputs : list of InputSpec
-        The scattered inputs, then the broadcast inputs.
-    n_scattered : int
-        Number of scattered inputs.
-    outputs : list
-        Variables, or instances of the library's ``Out``.
-    output_ops, update_ops : list of OutputOp
-    updates : list of (shared variable, variable)
-    givens : list of (variable, variable)
-        Substitutions in the graph.
-    sliceable : list of shared variable
-        Shared variables whose rows a call can select.
-    kwargs : dict
-        Other arguments of the library's ``function``.
-    name : str
-    library : GraphLibrary
-    compiled : dict
-        Variants that this rank has compiled.
-    buffers : dict
-        Device memory for the selected rows of each input, which later calls use again.
-    user_code : UserCode or None
-        User code that the workers import by name; None until the computation is sent.
-    """
-
+    #: The scattered inputs, then the broadcast inputs.
     inputs: list[InputSpec]
     n_scattered: int
+    #: Variables, or instances of the library's ``Out``.
     outputs: list[Any]
     output_ops: list[OutputOp]
+    #: Pairs of a shared variable and its new value.
     updates: list[tuple[Any, Any]]
     update_ops: list[OutputOp]
+    #: Substitutions in the graph.
     givens: list[tuple[Any, Any]]
+    #: Shared variables whose rows a call can select.
     sliceable: list[Any]
+    #: Other arguments of the library's ``function``.
     kwargs: dict[str, Any]
     name: str
     library: GraphLibrary
+    #: Variants that this rank has compiled.
     compiled: dict[Variant, CompiledVariant] = field(default_factory=dict)
+    #: Device memory for the selected rows of each input, which later calls use again.
     buffers: dict[int, Any] = field(default_factory=dict)
+    #: User code that the workers import by name; None until the computation is sent.
     user_code: UserCode | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from synkhronos.data.rows import (
 )
 from synkhronos.data.shared_memory import SharedBuffers, check_session, get_array_location
 from synkhronos.devices import Selection
-from synkhronos.function.call import BroadcastInput, ScatteredInput
+from synkhronos.function.call import ScatteredInput
 from synkhronos.function.computation import Computation
 from synkhronos.ranks import ArrayLocation, Session
 
@@ -46,13 +46,7 @@ class CallInputWriter:
         self._static_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
 
     def match_arguments(self, args: Sequence[Any], named: dict[str, Any] | None) -> list[Any]:
-        """Return one value for each input, from positional and named arguments and defaults.
-
-        Raises
-        ------
-        TypeError
-            If an input is missing or given twice, or an argument belongs to no input.
-        """
+        """Return one value for each input, from positional and named arguments and defaults."""
         specs = self.computation.inputs
         if len(args) > len(specs):
             raise TypeError(f"{self.computation.name} takes {len(specs)} inputs, got {len(args)}")
@@ -77,19 +71,10 @@ class CallInputWriter:
 
     def write_inputs(
         self, session: Session, args: Sequence[Any], named: dict[str, Any] | None, batch: Any
-    ) -> tuple[tuple[ScatteredInput | BroadcastInput, ...], int | None]:
+    ) -> tuple[tuple[ScatteredInput | ArrayLocation, ...], int | None]:
         """Check the inputs of a call, select their rows, and write arrays into shared memory.
 
-        Returns
-        -------
-        inputs : tuple of ScatteredInput or BroadcastInput
-        n_rows : int or None
-            Number of selected rows; None if no input is scattered.
-
-        Raises
-        ------
-        TypeError, ValueError, IndexError
-            For wrong inputs or a wrong ``batch``.
+        Return the inputs of the command, and the number of selected rows, None if no input is scattered.
         """
         computation, n = self.computation, self.computation.n_scattered
         if not computation.inputs and not args and not named and batch is None:
@@ -102,18 +87,17 @@ class CallInputWriter:
             return tuple(self._write_broadcast_input(i, value) for i, value in enumerate(checked)), None
 
         rows, first_row = self._select_batch(checked[:n], batch)
-        call_inputs: list[ScatteredInput | BroadcastInput] = []
+        call_inputs: list[ScatteredInput | ArrayLocation] = []
         index: ArrayLocation | None = None
         for i, value in enumerate(checked):
-            is_mutable = computation.inputs[i].mutable
             if i >= n:
                 call_inputs.append(self._write_broadcast_input(i, value))
             elif not isinstance(value, Data):
                 array = self._buffers.write(i, value, rows)
-                call_inputs.append(ScatteredInput(array, range(len(rows)), 0, is_mutable))
+                call_inputs.append(ScatteredInput(array, range(len(rows))))
             elif value.minibatch and _is_list_or_mask(batch):
                 # A minibatch has its rows in the order of the list.
-                call_inputs.append(ScatteredInput(get_array_location(value), range(len(rows)), 0, is_mutable))
+                call_inputs.append(ScatteredInput(get_array_location(value), range(len(rows))))
             else:
                 selected: range | ArrayLocation
                 if isinstance(rows, range):
@@ -121,7 +105,7 @@ class CallInputWriter:
                 else:
                     selected = index = self._buffers.write("batch", rows) if index is None else index
                 array_start = first_row if value.minibatch else 0
-                call_inputs.append(ScatteredInput(get_array_location(value), selected, array_start, is_mutable))
+                call_inputs.append(ScatteredInput(get_array_location(value), selected, array_start))
         return tuple(call_inputs), len(rows)
 
     def _to_checked_input(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
@@ -150,14 +134,7 @@ class CallInputWriter:
         return checked
 
     def _select_batch(self, values: Sequence[Data | np.ndarray], batch: Any) -> tuple[Selection, int]:
-        """Return the rows that ``batch`` selects from the scattered inputs, for all ranks together.
-
-        Returns
-        -------
-        rows : range or ndarray of int64
-        first_row : int
-            Row number of the first row of a minibatch.
-        """
+        """Return the rows that ``batch`` selects for all ranks together, and the number of a minibatch's first row."""
         lengths = [len(v) for v in values if not (isinstance(v, Data) and v.minibatch)]
         if not lengths and batch is None:
             lengths = [len(v) for v in values]  # minibatches only: the batch is all their rows
@@ -181,18 +158,11 @@ class CallInputWriter:
                     raise IndexError(f"batch: input {i} is a minibatch of {len(value)} rows, but batch {verb} {needed}")
         return rows, first_row
 
-    def _write_broadcast_input(self, position: int, value: Data | np.ndarray) -> BroadcastInput:
-        array = get_array_location(value) if isinstance(value, Data) else self._buffers.write(position, value)
-        return BroadcastInput(array, self.computation.inputs[position].mutable)
+    def _write_broadcast_input(self, position: int, value: Data | np.ndarray) -> ArrayLocation:
+        return get_array_location(value) if isinstance(value, Data) else self._buffers.write(position, value)
 
     def write_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
-        """Check ``batch_s``, and write its indexes into shared memory.  Each rank checks their range itself.
-
-        Returns
-        -------
-        tuple of (slice or ArrayLocation)
-            One selection for each rank.
-        """
+        """Return one slice, or location of indexes in shared memory, for each rank, which checks their range itself."""
         by_rank = parse_selections_by_rank(batch_s, session.size)
         shared: list[Any] = []
         for r, selection in enumerate([batch_s] if by_rank is None else by_rank):
@@ -223,21 +193,7 @@ def has_only_contiguous_slices(batch_s: Any) -> bool:
 
 
 def parse_selections_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | None:
-    """Return a list with one selection for each rank; None if ``batch_s`` is one selection for all ranks.
-
-    Parameters
-    ----------
-    batch_s : slice, array_like of int, or a list of these
-    size : int
-        Number of ranks.
-    name : str
-        Name of the argument in errors.
-
-    Raises
-    ------
-    ValueError
-        If the list does not have one item for each rank.
-    """
+    """Return one selection for each of ``size`` ranks; None if ``batch_s`` is one selection for all ranks."""
     if isinstance(batch_s, slice):
         return None
     if isinstance(batch_s, list | tuple) and any(
@@ -252,13 +208,7 @@ def parse_selections_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> 
 
 
 def to_index_array(selection: Any, name: str) -> np.ndarray:
-    """Convert a list of indexes to an array of int64; each rank checks their range itself.
-
-    Raises
-    ------
-    TypeError
-        For a mask, and for anything but integers.
-    """
+    """Convert a list of indexes to an array of int64; each rank checks their range itself."""
     index = as_index_array(selection, name, "a slice, a list of indexes, or a list of these, one for each rank")
     if index.dtype == bool:
         raise TypeError(f"{name}: expected integer indexes, got dtype {index.dtype}")

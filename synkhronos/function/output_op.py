@@ -13,34 +13,16 @@ from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 
 @dataclass(frozen=True, slots=True)
 class OutputOp:
-    """The op of an output or an update: the reduction, and where it is computed.
+    """The op of an output or an update: the reduction, and where it is computed."""
 
-    Attributes
-    ----------
-    name : str or None
-        A key of `REDUCE_OPS`.  None: no reduction, but the value of the last slice and of the master.
-    on_host : bool
-        Whether values on GPUs, too, are reduced in host memory: the prefix ``c_``.
-    """
-
+    #: A key of `REDUCE_OPS`.  None: no reduction, but the value of the last slice and of the master.
     name: str | None
+    #: Whether values on GPUs, too, are reduced in host memory: the prefix ``c_``.
     on_host: bool = False
 
     @classmethod
     def parse(cls, op: Any, argument: str) -> OutputOp:
-        """Return the op of a name such as "sum" or "c_sum", or of None.
-
-        Parameters
-        ----------
-        op : str or None
-        argument : str
-            Name of the argument in errors.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If there is no op of this name.
-        """
+        """Return the op of a name such as "sum" or "c_sum", or of None; errors name the argument."""
         if op is None:
             return cls(None)
         if not isinstance(op, str):
@@ -93,13 +75,7 @@ class Accumulator:
         self._dtype: np.dtype | None = None
 
     def add(self, value: Any, n_rows: int) -> None:
-        """Add a value that was computed from ``n_rows`` rows, its weight in a mean.
-
-        Raises
-        ------
-        ValueError
-            If the reduction is elementwise, and the shape differs from that of the earlier values.
-        """
+        """Add a value that was computed from ``n_rows`` rows, its weight in a mean."""
         self._n_rows += n_rows
         self._n_values += 1
         reduce_op = self._reduce_op

@@ -28,34 +28,19 @@ _MAX_SCALARS = 1024
 
 
 class OutputSpec(NamedTuple):
-    """Reduction ops and dtypes of a compiled function's outputs.
-
-    Attributes
-    ----------
-    ops : list of OutputOp
-        One for each output.  An op without a name stands for the master's own value.
-    has_reductions : bool
-        Whether any output is reduced over ranks.
-    scalar_dtypes : tuple of (dtype or None), or None
-        Dtype of each output, None for one that is not reduced, if all reduced outputs are scalars and fit into one
-        record.  None if the outputs are reduced as arrays.
-    """
+    """Reduction ops and dtypes of a compiled function's outputs."""
 
     ops: list[OutputOp]
     has_reductions: bool
+    #: Dtype of each output, None for one that is not reduced, if all reduced outputs are scalars and fit into one
+    #: record.  None if the outputs are reduced as arrays.
     scalar_dtypes: tuple[np.dtype | None, ...] | None
 
     @classmethod
     def from_types(cls, types: Sequence[Any], ops: list[OutputOp], is_sliced: bool) -> OutputSpec:
-        """Return the specification of outputs of these types.
+        """Return the specification of outputs of the graph library's types.
 
-        Parameters
-        ----------
-        types : sequence of Type
-            The graph library's types of the output variables.
-        ops : list of OutputOp
-        is_sliced : bool
-            Whether each rank computes its rows in slices: a scalar that is gathered over slices becomes a vector.
+        If each rank computes its rows in slices, a scalar that is gathered over slices becomes a vector.
         """
         has_reductions = any(op.name is not None for op in ops)
         if len(types) > _MAX_SCALARS or is_sliced and any(op.name == "gather" for op in ops):
@@ -75,22 +60,14 @@ class OutputSpec(NamedTuple):
 
 
 class RankOutputs(NamedTuple):
-    """Outputs that one rank computed in one call.
+    """Outputs that one rank computed in one call."""
 
-    Attributes
-    ----------
-    n_rows : int
-        Number of rows that this rank computed: the weight of its values in a mean.
-    values : list of array
-        One for each output; empty on a rank without rows.
-    spec : OutputSpec
-    compute_zero_rows : callable
-        Computes the outputs of zero rows, for a call in which no rank has rows.
-    """
-
+    #: Number of rows that this rank computed: the weight of its values in a mean.
     n_rows: int
+    #: One for each output; empty on a rank without rows.
     values: list[Any]
     spec: OutputSpec
+    #: Computes the outputs of zero rows, for a call in which no rank has rows.
     compute_zero_rows: Callable[[], list[Any]] = list
 
     @property
@@ -122,26 +99,14 @@ class RankOutputs(NamedTuple):
             return self._replace(compute_zero_rows=fail)
 
     def reduce(self, rank: Rank) -> Any:
-        """Reduce the outputs over all ranks.
-
-        Returns
-        -------
-        list of array or None
-            One value for each output in the master.  Workers ignore the result.
-        """
+        """Reduce the outputs over all ranks; return one value for each output in the master."""
         if not self.spec.has_reductions:
             return self.values or [None] * self.n_outputs
         return _reduce_arrays(rank, self) if self.spec.scalar_dtypes is None else _reduce_scalars(rank, self)
 
     @staticmethod
     def reduce_many(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
-        """Reduce the outputs of several calls, whose records are packed into as few messages as possible.
-
-        Returns
-        -------
-        list
-            For each call the result of `reduce`.
-        """
+        """Return the results of `reduce` for several calls; records are packed into as few messages as possible."""
         results: list[Any] = []
         pending_calls: list[RankOutputs] = []
         nbytes = 0
@@ -238,13 +203,6 @@ def _reduce_records(calls: Sequence[RankOutputs], records_by_rank: Sequence[np.n
     """Reduce the records of calls with the same specification.
 
     The calls are reduced at once, as vectors, if each rank's number of rows is the same in all of them.
-
-    Parameters
-    ----------
-    calls : sequence of RankOutputs
-        This rank's outputs, one item for each call.
-    records_by_rank : sequence of structured array
-        Each rank's records, one item for each call.
     """
     ops, dtypes = calls[0].spec.ops, calls[0].spec.scalar_dtypes or ()
     n_rows = [int(records["rows"][0]) for records in records_by_rank]

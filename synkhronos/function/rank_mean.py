@@ -46,12 +46,7 @@ class RankMeanContext:
     def activate(self) -> Iterator[None]:
         """Context in which the compiled function is launched and waited for.
 
-        Raises
-        ------
-        RuntimeError
-            If the launch has computed another number of means than the function has.
-        Exception
-            The error of a mean within the launch, for which XLA raises one of its own.
+        An error of a mean within the launch is raised in place of the error that XLA makes of it.
         """
         RankMeanContext.current = self
         try:
@@ -94,13 +89,7 @@ class RankMeanContext:
 
 
 def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:
-    """Return the mean of a vector over the ranks.  Outside a call on all ranks, return the vector itself.
-
-    Raises
-    ------
-    RuntimeError
-        If ranks call functions at their own pace.
-    """
+    """Return the mean of a vector over the ranks; outside a call on all ranks, return the vector itself."""
     launch = RankMeanContext.current
     if launch is not None:
         return launch.average(np.asarray(values), float(weight))

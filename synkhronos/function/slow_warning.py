@@ -18,12 +18,7 @@ WARN_AFTER_SECONDS = 5.0
 def warn_if_slow(work: str) -> Iterator[None]:
     """Log a warning if the ``with`` block takes longer than `WARN_AFTER_SECONDS`, and its duration at the end.
 
-    Python prints warnings on stderr by default.
-
-    Parameters
-    ----------
-    work : str
-        Description of the work, as in "compiling f".
+    ``work`` describes it, as in "compiling f".  Python prints warnings on stderr by default.
     """
     start = time.monotonic()
     timer = threading.Timer(WARN_AFTER_SECONDS, _log.warning, ["%s; this may take a minute or two", work])

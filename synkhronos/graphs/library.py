@@ -23,32 +23,20 @@ MASTER_FIRST, IN_PARALLEL, AT_FIRST_CALL = "master first", "in parallel", "at th
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Specification of one input of a function.
-
-    Attributes
-    ----------
-    variable : variable
-        The symbolic variable.
-    name : str or None
-        Name of the keyword argument; None if the input is positional only.
-    mutable : bool
-        Whether the compiled function may overwrite the value.
-    strict : bool
-        Whether values must have the exact dtype.
-    allow_downcast : bool or None
-        Whether a cast may lose precision; None allows it for Python floats.
-    default : tuple
-        Tuple with the default value; empty if there is none.
-    library_input : variable or In
-        The item of ``inputs``: the variable, or an ``In`` that contains it.
-    """
+    """Specification of one input of a function."""
 
     variable: Any
+    #: Name of the keyword argument; None if the input is positional only.
     name: str | None
+    #: Whether the compiled function may overwrite the value.
     mutable: bool
+    #: Whether values must have the exact dtype.
     strict: bool
+    #: Whether a cast may lose precision; None allows it for Python floats.
     allow_downcast: bool | None
+    #: Tuple with the default value; empty if there is none.
     default: tuple[Any, ...]
+    #: The item of ``inputs``: the variable, or an ``In`` that contains it.
     library_input: Any
 
 
@@ -62,11 +50,6 @@ def make_key_files_atomic(key_data_class: Any) -> None:
 
     The library writes into the existing file.  A rank that reads an incomplete file deletes the C module as broken.
     Then the writing rank fails, and every other rank that loads the module.
-
-    Parameters
-    ----------
-    key_data_class : type
-        The library's class ``KeyData``, which stores the keys of a compiled C module.
     """
 
     def save_pkl(self: Any) -> None:
@@ -87,29 +70,16 @@ class GraphLibrary:
     """A graph library: PyTensor or Theano.
 
     The methods `function`, `shared`, `grad`, `clone` and `filter` call the library's functions of these names.
-
-    Parameters
-    ----------
-    package : module
-        ``pytensor`` or ``theano``.
-
-    Attributes
-    ----------
-    name : str
-        Import name.
-    tensor : module
-        ``pytensor.tensor`` or ``theano.tensor``.
-    variable_class, shared_class, constant_class : type
-        Base classes of variables, shared variables and constants.
-    input_class, output_class : type
-        The classes ``In`` and ``Out``, which wrap inputs and outputs.
     """
 
+    #: Import name.
     name: str
     tensor: ModuleType
+    #: Base classes of variables, shared variables and constants.
     variable_class: type
     shared_class: type
     constant_class: type
+    #: The classes ``In`` and ``Out``, which wrap inputs and outputs.
     input_class: Any
     output_class: Any
 
@@ -198,11 +168,8 @@ class GraphLibrary:
     def choose_compile_order(self, mode: Any) -> str:
         """Return the order in which ranks compile functions of this mode.
 
-        Returns
-        -------
-        str
-            `MASTER_FIRST` if ``function`` writes a cache on disk under a lock; `IN_PARALLEL` if it does not;
-            `AT_FIRST_CALL` if the first call of the function writes the cache, so that one rank has to call first.
+        It is `MASTER_FIRST` if ``function`` writes a cache on disk under a lock, `IN_PARALLEL` if it does not, and
+        `AT_FIRST_CALL` if the first call of the function writes the cache, so that one rank has to call first.
         """
         return MASTER_FIRST
 
@@ -281,15 +248,7 @@ class GraphLibrary:
     def filter(
         self, variable_type: Any, value: Any, strict: bool = False, allow_downcast: bool | None = None
     ) -> np.ndarray:
-        """Return a value as an array of a variable's type.  A cast that would change a number raises an error.
-
-        Parameters
-        ----------
-        variable_type : Type
-            The type of the variable.
-        value : array_like
-        strict, allow_downcast
-            As in `InputSpec`.
+        """Return a value as an array of a variable's type; the flags are those of `InputSpec`.
 
         Raises
         ------
@@ -333,21 +292,7 @@ class GraphLibrary:
         return tuple(1 if b else None for b in variable.type.broadcastable)
 
     def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
-        """Check a new value of a random generator's variable.
-
-        Parameters
-        ----------
-        shared : shared variable
-        generator : object
-            The new state.
-        must_jump : bool
-            Whether ranks will jump to different positions in its stream.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If the variable can't hold the value, or if the generator can't jump.
-        """
+        """Raise TypeError or ValueError if a variable can't hold a generator, or if it has to jump and can't."""
 
     def copy_generator(self, shared: Any) -> Any:
         """Return a copy of a random generator at its current position in the stream."""

@@ -97,11 +97,7 @@ class Theano(GraphLibrary):
     def _replace_inputs(self, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Any]]]:
         """Replace inputs by variables of a device's type, where a device has one for them.
 
-        Returns
-        -------
-        inputs : list of variable or In
-        replaced : list of tuple
-            Pairs for ``givens``: the original variable, and its replacement transferred to host memory.
+        Return the inputs, and pairs for ``givens``: a variable, and its replacement transferred to host memory.
         """
         placed, replaced = [], []
         for value in inputs:
@@ -138,18 +134,7 @@ def _is_mrg_state(shared: Any) -> bool:
 
 
 def _jump_mrg(state: np.ndarray, n_jumps: int) -> np.ndarray:
-    """Return MRG states ``n_jumps`` jumps ahead.
-
-    Parameters
-    ----------
-    state : ndarray of shape (n_streams, 6)
-    n_jumps : int
-
-    Examples
-    --------
-    >>> _jump_mrg(np.full((1, 6), 12345, np.int32), 0)[0, 0]
-    12345
-    """
+    """Return MRG states, of shape (n_streams, 6), ``n_jumps`` jumps ahead."""
     power = n_jumps * _MRG_JUMP
     jumped = [
         np.array(_matrix_power(matrix, power, modulus), object) @ part.astype(object).T % modulus

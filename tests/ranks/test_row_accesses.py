@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from synkhronos.function.call import BroadcastInput, Call, ScatteredInput
+from synkhronos.function.call import Call, ScatteredInput
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.command import find_row_accesses
 
@@ -40,7 +40,7 @@ def test_command_accesses_all_arrays_in_its_fields_by_default():
 
 
 def test_call_accesses_the_rows_of_its_ranks():
-    call = make_call((ScatteredInput(A, range(6), 0, False), ScatteredInput(B, C, 2, False), BroadcastInput(D, False)))
+    call = make_call((ScatteredInput(A, range(6)), ScatteredInput(B, C, 2), D))
     expected = [RowAccess(A, range(2, 6)), RowAccess(B, C.slice_items(2, 6), 2), RowAccess(D)]
     assert list(call.find_row_accesses(3, range(1, 3))) == expected
     assert list(WithFields(A, [call]).find_row_accesses(3, range(1, 3))) == [RowAccess(A), *expected]

@@ -98,13 +98,7 @@ def _start_controller(
 
 
 def _find_devices(hosts: Sequence[str]) -> dict[str, list[str]]:
-    """Return the configured devices of each host.
-
-    Raises
-    ------
-    ValueError
-        If a host is named twice or has no devices, or the devices are neither all cores nor GPUs in order.
-    """
+    """Return the configured devices of each host; raise ValueError unless all are cores, or GPUs in order."""
     devices_by_host = {}
     for host in hosts:
         try:

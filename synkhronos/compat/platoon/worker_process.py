@@ -121,13 +121,7 @@ def run_script(worker: Worker, settings: WorkerSettings) -> None:
 
 @contextlib.contextmanager
 def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator[None]:
-    """Connect a worker with its host's controller; the first worker of another host starts that.
-
-    Raises
-    ------
-    ScriptError
-        If that controller has failed.
-    """
+    """Connect a worker with its host's controller; the first worker of another host starts that."""
     folder, first_rank = os.path.dirname(settings.logs[0]), get_rank(worker).local_ranks.start
     if settings.hosts is None or not first_rank:
         controller_connection.current_connection = controller_connection.ControllerConnection(

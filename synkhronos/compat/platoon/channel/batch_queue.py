@@ -28,16 +28,7 @@ _END_HEADER = b"null"
 
 
 class BatchSender:
-    """Sender of mini-batches, with its queue.
-
-    Parameters
-    ----------
-    address : str
-    max_batches : int
-        Maximal number of mini-batches in the queue.
-    have_workers_ended : callable
-        Returns True once the workers have ended.
-    """
+    """Sender of mini-batches, with its queue of at most ``max_batches``."""
 
     def __init__(self, address: str, max_batches: int, have_workers_ended: Callable[[], bool]):
         self._listener = sockets.listen(address)
@@ -52,13 +43,7 @@ class BatchSender:
         threading.Thread(target=self._keep_process_alive).start()
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        """Append a mini-batch to the queue; wait while the queue is full.
-
-        Raises
-        ------
-        PlatoonError
-            If the sender is closed, or the workers have ended.
-        """
+        """Append a mini-batch to the queue; wait while the queue is full."""
         check_dense(list(arrays), "arrays")
         batch = [np.array(array, order="C") for array in arrays]  # the caller may overwrite its own
         for array in batch:

@@ -25,30 +25,15 @@ _CONNECT_SECONDS = 60.0
 
 
 class ControllerConnection:
-    """Connection of a worker to the controller of its host.
+    """Connection of a worker, a rank, to the controller of its host.
 
-    Parameters
-    ----------
-    worker : synkhronos.Worker
-        The rank of this process.
-    address : str
-        Address of the controller.
-    log_path : str
-        Path of the controller's standard error, for messages.
-    on_poll : callable
-        Called while this process waits for the controller; may raise.
-
-    Attributes
-    ----------
-    worker : synkhronos.Worker
-    address : str
-    local_rank, local_size : int
-        Rank of this process among the workers of its host, and their number.
+    ``log_path`` is the path of the controller's standard error, for messages.  ``on_poll`` is called while this process
+    waits for the controller; it may raise.
     """
 
     def __init__(self, worker: RankWorker, address: str, log_path: str, on_poll: Callable[[], None]):
         self.worker, self.address, self._log_path = worker, address, log_path
-        local_ranks = get_rank(worker).local_ranks
+        local_ranks = get_rank(worker).local_ranks  # those of this host
         self.local_rank, self.local_size = worker.number - local_ranks.start, len(local_ranks)
         self._send_lock = threading.Lock()
         connection = sockets.connect(address, on_poll, _CONNECT_SECONDS)
@@ -66,13 +51,7 @@ class ControllerConnection:
             raise PlatoonError(f"the controller has ended; see {self._log_path}", error) from error
 
     def request(self, query: dict[str, Any], timeout: float) -> Any:
-        """Send a query to the controller, and return its answer.
-
-        Raises
-        ------
-        PlatoonError
-            If there is no answer in time, or the controller has ended.
-        """
+        """Send a query to the controller, and return its answer; raise PlatoonError if there is none in time."""
         self._send(query)
         return json.loads(self.receive_from(self._connection, timeout, "answer of the controller"))
 

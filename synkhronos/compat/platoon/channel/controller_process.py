@@ -22,23 +22,15 @@ _HOSTS_VARIABLE = "SYNKHRONOS_PLATOON_HOSTS"
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """The hosts of an experiment, as the controller of one of them sees them.
+    """The hosts of an experiment, as the controller of one of them sees them."""
 
-    Attributes
-    ----------
-    devices : dict of str to list of str
-        Devices of each host, in the order of the workers' ranks.
-    controller_command : list of str
-        The controller's file and arguments, the same on all hosts.
-    index : int
-        Position of this controller's host.
-    address : str
-        Address of this controller; if empty, it chooses one.
-    """
-
+    #: Devices of each host, in the order of the workers' ranks.
     devices: dict[str, list[str]]
+    #: The controller's file and arguments, the same on all hosts.
     controller_command: list[str]
+    #: Position of this controller's host.
     index: int = 0
+    #: Address of this controller; if empty, it chooses one.
     address: str = ""
 
     @classmethod
@@ -57,17 +49,9 @@ def start_controller(
 ) -> subprocess.Popen[bytes]:
     """Start a controller, which ends with this process.
 
-    It has a session of its own, so that a terminal sends Ctrl-C to this process only.
-
-    Parameters
-    ----------
-    command : list of str
-        The controller's file and arguments.
-    output_path : str
-        Path of its output, without ``.out`` and ``.err``.
-    controller_arguments : dict or None
-        Arguments of `Controller`, for the variable `LAUNCH_VARIABLE`; None to pass on this process's.
-    hosts : Hosts or None
+    It has a session of its own, so that a terminal sends Ctrl-C to this process only.  Its output goes to
+    ``output_path`` with the suffixes ``.out`` and ``.err``.  ``controller_arguments`` are those of `Controller`, for
+    the variable `LAUNCH_VARIABLE`; None passes on this process's.
     """
     code = (
         "from synkhronos.ranks.child_process import exit_with_parent; "

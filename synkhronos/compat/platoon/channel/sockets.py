@@ -19,13 +19,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def listen(address: str) -> socket.socket:
-    """Return a listening socket.
-
-    Raises
-    ------
-    OSError
-        If another socket listens at this address.
-    """
+    """Return a listening socket; raise OSError if another one listens at this address."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{address}")
     listener.listen(socket.SOMAXCONN)

@@ -51,23 +51,15 @@ class WorkerSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A worker's failure, which ends the experiment.
+    """A worker's failure, which ends the experiment."""
 
-    Attributes
-    ----------
-    worker : int
-        Rank of the worker that failed.
-    status : int
-        Exit status of the experiment.
-    message : str
-        Description of the failure, with the worker.
-    is_self_reported : bool
-        Whether the worker itself has reported it.
-    """
-
+    #: Rank of the worker that failed.
     worker: int
+    #: Exit status of the experiment.
     status: int
+    #: Description of the failure, with the worker.
     message: str
+    #: Whether the worker itself has reported it.
     is_self_reported: bool
 
 
@@ -75,19 +67,8 @@ class WorkerGroup:
     """The workers of one host.
 
     On the first host the group starts worker 0, the master of all ranks.  On another host the first worker has started
-    this process, and the group ends with its last worker.
-
-    Parameters
-    ----------
-    address : str
-        Address to which the workers connect.
-    experiment_name : str
-    arguments : list of str
-        Each is split as by a shell.
-    devices : list of str
-        Devices of this host.
-    log_directory : str
-    hosts : Hosts or None
+    this process, and the group ends with its last worker.  The workers connect to ``address``; each of their
+    ``arguments`` is split as by a shell, and ``devices`` are those of this host.
     """
 
     def __init__(

@@ -168,13 +168,7 @@ def get_worker() -> Worker:
 
 
 def _to_vectors(*groups: Any) -> list[list[FlatVariables]]:
-    """Return the groups of variables as vectors: for each dtype, a vector of each group.
-
-    Raises
-    ------
-    TypeError
-        If variables at one position of the groups have different dtypes or shapes.
-    """
+    """Return the groups of variables as vectors: for each dtype, a vector of each group."""
     lists = [list(group) if isinstance(group, list | tuple) else [group] for group in groups]
     positions: dict[str, list[tuple[Any, ...]]] = {}
     for variables in zip(*lists, strict=True):
