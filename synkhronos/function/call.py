@@ -63,40 +63,26 @@ class ScatteredInput(NamedTuple):
 
 
 class _CallFields(NamedTuple):
+    #: Key of the computation among the ranks' objects.
     computation_key: Any
     variant: Variant
+    #: Whether the ranks may still have to compile the variant.
     needs_compile: bool
+    #: Locations are those of inputs of which every rank reads all rows.
     inputs: tuple[ScatteredInput | ArrayLocation, ...]
+    #: Number of selected rows of all ranks together; None if no input is scattered.
     n_rows: int | None
-    batch_s: tuple[Any, ...] | None
+    #: Selected rows of the sliceable shared variables, one selection for each rank; None for all rows.
+    batch_s: tuple[slice | ArrayLocation, ...] | None
+    #: Number of slices in which each rank computes its rows.
     num_slices: int
     has_updates: bool
+    #: Whether outputs are reduced in this command, even by an engine that would store them until they are read.
     reads_outputs: bool = False
 
 
 class Call(_CallFields, Command):
-    """Run a computation on all ranks.
-
-    Attributes
-    ----------
-    computation_key : hashable
-        Key of the computation among the ranks' objects.
-    variant : Variant
-    needs_compile : bool
-        Whether the ranks may still have to compile the variant.
-    inputs : tuple of ScatteredInput or ArrayLocation
-        Locations are those of inputs of which every rank reads all rows.
-    n_rows : int or None
-        Number of selected rows of all ranks together; None if no input is scattered.
-    batch_s : tuple of (slice or ArrayLocation of int64), or None
-        Selected rows of the sliceable shared variables, one selection for each rank; None for all rows.
-    num_slices : int
-        Number of slices in which each rank computes its rows.
-    has_updates : bool
-        Whether the function has updates.
-    reads_outputs : bool
-        Whether outputs are reduced in this command, even by an engine that would store them until they are read.
-    """
+    """Run a computation on all ranks."""
 
     __slots__ = ()
 

@@ -15,15 +15,7 @@ from synkhronos.compat.platoon.training.global_dynamics import get_worker
 
 
 class AllReduce(theano.Op):
-    """Reduction of an array over all workers.
-
-    Parameters
-    ----------
-    op : str
-        As in `Worker.all_reduce`.
-    worker : Worker, optional
-        By default the worker of this process.
-    """
+    """Reduction of an array over all workers, by an op of `Worker.all_reduce`."""
 
     __props__ = ("op",)
 

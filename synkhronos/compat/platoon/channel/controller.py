@@ -116,21 +116,9 @@ class Controller:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def handle_control(self, req: Any, worker_id: int, req_info: Any) -> Any:
-        """Return the answer to a request; to be overridden.
+        """Return the answer to a request of `Worker.send_req`; to be overridden.
 
-        Parameters
-        ----------
-        req : object
-            The request, decoded from JSON; usually a str.
-        worker_id : int
-            Process ID of the worker.
-        req_info : object
-            The second argument of `Worker.send_req`.
-
-        Returns
-        -------
-        object
-            Encoded as JSON.
+        Requests and answers are encoded as JSON; ``worker_id`` is the worker's process ID.
         """
         raise NotImplementedError(f"{type(self).__name__} has no handle_control(), to answer the request {req!r}")
 
@@ -144,11 +132,8 @@ class Controller:
     def serve(self) -> int:
         """Answer requests until all workers have ended.
 
-        Returns
-        -------
-        int
-            0 if all workers exited with 0; else the status of the first failure: 2 if a worker was killed, or if this
-            controller raised an exception.
+        Return 0 if all workers exited with 0, else the status of the first failure: 2 if a worker was killed, or if
+        this controller raised an exception.
         """
         if self._group is None:
             return EXPERIMENT_FAILED
@@ -183,20 +168,7 @@ class Controller:
     # -- mini-batches --------------------------------------------------------------------------------------------
 
     def init_data(self, port: int, data_hwm: int = 10) -> None:
-        """Open the queue of mini-batches, in this process or in one forked by it.
-
-        Parameters
-        ----------
-        port : int
-            Name of the queue, for `Worker.init_mb_sock`.
-        data_hwm : int
-            Maximal number of mini-batches in the queue.
-
-        Raises
-        ------
-        PlatoonError
-            If the experiment has a queue of this name.
-        """
+        """Open the queue ``port``, of at most ``data_hwm`` mini-batches, in this process or in one forked by it."""
         try:
             self.asocket = BatchSender(f"{self._address}-{port}", data_hwm, self._have_workers_ended)
         except OSError as error:
@@ -206,18 +178,7 @@ class Controller:
         return bool(self._workers_ended[0]) or self._pid not in (os.getpid(), os.getppid())
 
     def send_mb(self, arrays: Sequence[np.ndarray]) -> None:
-        """Put a mini-batch into the queue; wait while it is full.
-
-        Parameters
-        ----------
-        arrays : list of ndarray
-            `Worker.recv_mb` returns it on the first worker that requests one.
-
-        Raises
-        ------
-        PlatoonError
-            If the queue is closed, or the workers have ended.
-        """
+        """Put a mini-batch, a list of arrays, into the queue for `Worker.recv_mb`; wait while it is full."""
         self.asocket.send(arrays)
 
     # -- arguments -----------------------------------------------------------------------------------------------

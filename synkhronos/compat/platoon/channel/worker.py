@@ -95,20 +95,8 @@ class Worker(metaclass=SingletonType):
     def send_req(self, req: Any, info: Any = None) -> Any:
         """Send a request, and return the answer of the controller's ``handle_control``.
 
-        Parameters
-        ----------
-        req, info : object
-            The request, and further information, encoded as JSON.
-
-        Returns
-        -------
-        object
-            Decoded from JSON: tuples become lists, keys of dicts str.
-
-        Raises
-        ------
-        PlatoonError
-            If there is no answer within ``socket_timeout``, or the controller has ended.
+        Both are encoded as JSON: tuples become lists, keys of dicts str.  If there is no answer within
+        ``socket_timeout``, or the controller has ended, PlatoonError is raised.
         """
         self._is_idle = True
         query = {"worker_id": os.getpid(), "req": req, "req_info": info}
@@ -117,17 +105,8 @@ class Worker(metaclass=SingletonType):
     def lock(self, timeout: float | None = None) -> None:
         """Take the lock of this host's workers.
 
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait for it; by default without a limit.
-
-        Raises
-        ------
-        posix_ipc.BusyError
-            If another worker still holds it then.
-        PlatoonError
-            If this worker holds it already.
+        If another worker still holds it after ``timeout`` seconds, by default without a limit, posix_ipc.BusyError is
+        raised; PlatoonError if this worker holds it already.
         """
         if self._holds_lock:
             raise PlatoonError("lock: this worker holds the lock already")
@@ -136,13 +115,7 @@ class Worker(metaclass=SingletonType):
         self._holds_lock = True
 
     def unlock(self) -> None:
-        """Release the lock.
-
-        Raises
-        ------
-        PlatoonError
-            If this worker does not hold it.
-        """
+        """Release the lock; raise PlatoonError if this worker does not hold it."""
         if not self._holds_lock:
             raise PlatoonError("unlock: this worker does not hold the lock")
         self._holds_lock = False
@@ -209,17 +182,9 @@ class Worker(metaclass=SingletonType):
         return None
 
     def shared(self, array: Any) -> np.ndarray:
-        """Return an array in memory that the workers of this host share.
+        """Return an array of zeros, of an array's shape and dtype, in memory that the workers of this host share.
 
-        Parameters
-        ----------
-        array : ndarray, or array of a GPU
-            Array of the result's shape and dtype; its values are not copied.
-
-        Returns
-        -------
-        ndarray
-            Initially zeros.  Workers that call this for the same number of bytes share one array.
+        Workers that call this for the same number of bytes share one array.
         """
         nbytes = int(np.dtype(array.dtype).itemsize * np.prod(array.shape, dtype=int))
         if nbytes not in self.shared_arrays:
@@ -232,17 +197,8 @@ class Worker(metaclass=SingletonType):
     def init_shared_params(self, params: Sequence[Any], param_sync_rule: ParamSyncRule) -> None:
         """Map the shared parameters of this host; the first worker to call this copies its own into them.
 
-        Parameters
-        ----------
-        params : list of shared variable
-            This worker's parameters; shapes and dtypes are equal on all workers.
-        param_sync_rule : ParamSyncRule
-            Rule of `sync_params`.
-
-        Raises
-        ------
-        PlatoonError
-            If the size of the parameters differs from the first worker's.
+        ``params`` are shared variables, whose shapes and dtypes are equal on all workers; the rule is that of
+        `sync_params`.
         """
         self.local_params = params = list(params)
         self.update_fn = param_sync_rule.make_update_function(params)
@@ -263,13 +219,7 @@ class Worker(metaclass=SingletonType):
             self.unlock()
 
     def sync_params(self, synchronous: bool = True) -> None:
-        """Exchange this worker's parameters and the shared ones by the rule.
-
-        Parameters
-        ----------
-        synchronous : bool
-            Whether to hold the lock during the exchange.
-        """
+        """Exchange this worker's parameters and the shared ones by the rule, if ``synchronous`` with the lock held."""
         self._run_with_lock(lambda: self.update_fn(self.shared_params), synchronous)
 
     def copy_to_local(self, synchronous: bool = True) -> None:
@@ -305,15 +255,7 @@ class Worker(metaclass=SingletonType):
     # -- mini-batches ----------------------------------------------------------------------------------------------
 
     def init_mb_sock(self, port: int, data_hwm: int = 10) -> None:
-        """Wait until the controller has opened a queue of mini-batches, and connect to it.
-
-        Parameters
-        ----------
-        port : int
-            As in `Controller.init_data`.
-        data_hwm : int
-            Ignored: the controller bounds the queue.
-        """
+        """Wait until the controller has opened the queue of this ``port``, and connect to it; ignore ``data_hwm``."""
         self._batches = sockets.connect(
             f"{self._controller.address}-{port}", self._controller.worker.progress, self._timeout
         )

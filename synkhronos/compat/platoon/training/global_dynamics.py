@@ -13,26 +13,14 @@ from synkhronos.rules.state import FlatVariables
 
 
 class GlobalDynamics:
-    """Base class of rules, and the rule of a user's function (`register_fn`).
-
-    Parameters
-    ----------
-    worker : Worker, optional
-        By default the worker of this process.
-    """
+    """Base class of rules, and the rule of a user's function (`register_fn`)."""
 
     def __init__(self, worker: Worker | None = None):
         self._worker = worker
         self._fn: Callable[[], object] | None = None
 
     def __call__(self) -> None:
-        """Exchange the variables of `make_rule` with the other workers.
-
-        Raises
-        ------
-        NotImplementedError
-            If neither a rule's `make_rule` nor `register_fn` was called.
-        """
+        """Exchange the variables of the rule with the other workers."""
         if self._fn is None:
             raise NotImplementedError(f"{type(self).__name__}: call make_rule() or register_fn() first")
         with restore_precision():
@@ -58,27 +46,14 @@ class GlobalDynamics:
 
 
 class SGD(GlobalDynamics):
-    """Sum or mean of the workers' values.
-
-    Parameters
-    ----------
-    average : bool
-        Whether sums are divided by the number of workers.
-    worker : Worker, optional
-    """
+    """Sum of the workers' values, or with ``average`` their mean."""
 
     def __init__(self, average: bool = False, worker: Worker | None = None):
         super().__init__(worker)
         self.average = average
 
     def make_rule(self, local_updates: Any) -> None:
-        """Set up the rule.
-
-        Parameters
-        ----------
-        local_updates : shared variable, or list of shared variable
-            Each is set to the sum, or the mean, of the workers' values.
-        """
+        """Set up the rule for a shared variable, or a list of them, which an exchange sets to the sum or the mean."""
         vectors = _to_vectors(local_updates)
 
         def exchange() -> None:
@@ -95,14 +70,10 @@ class EASGD(GlobalDynamics):
     """Synchronous elastic averaging; every worker has a copy of the central variables."""
 
     def make_rule(self, local_particle: Any, central_particle: Any, alpha: float) -> None:
-        """Set up the rule.
+        """Set up the rule for shared variables, or lists of them.
 
-        Parameters
-        ----------
-        local_particle, central_particle : shared variable, or list of shared variable
-            An exchange adds ``alpha * (central - local)`` to the local variable, and the sum of
-            ``alpha * (local - central)`` over all workers to the central one.
-        alpha : float
+        An exchange adds ``alpha * (central - local)`` to the local variable, and the sum of
+        ``alpha * (local - central)`` over all workers to the central one.
         """
         vectors = _to_vectors(local_particle, central_particle)
         self.alpha = alpha
@@ -128,13 +99,10 @@ class Downpour(GlobalDynamics):
         self.average = average
 
     def make_rule(self, local_particle: Any, local_acc_updates: Any, global_particle: Any) -> None:
-        """Set up the rule.
+        """Set up the rule for shared variables, or lists of them.
 
-        Parameters
-        ----------
-        local_particle, local_acc_updates, global_particle : shared variable, or list of shared variable
-            An exchange adds the sum of ``local_acc_updates`` to ``global_particle``, copies this to ``local_particle``,
-            and sets ``local_acc_updates`` to 0.
+        An exchange adds the sum of ``local_acc_updates`` to ``global_particle``, copies this to ``local_particle``, and
+        sets ``local_acc_updates`` to 0.
         """
         vectors = _to_vectors(local_particle, local_acc_updates, global_particle)
 
@@ -154,13 +122,7 @@ ASGD = Downpour
 
 
 def get_worker() -> Worker:
-    """Return the worker of this process.
-
-    Raises
-    ------
-    AttributeError
-        If the program has not created it yet.
-    """
+    """Return the worker of this process; raise AttributeError if the program has not created it yet."""
     if Worker.instance is None:
         raise AttributeError("Worker instance has not been created yet.")
     worker: Worker = Worker.instance

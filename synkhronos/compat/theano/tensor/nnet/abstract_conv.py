@@ -173,39 +173,12 @@ def causal_conv1d(
 # -- Ops -------------------------------------------------------------------------------------------------------------
 
 
-class AbstractConv:
-    """A convolution with its settings, to be called with images and filters.
+def _make_abstract_conv(
+    op_class: Any, convdim: int, imshp: Any = None, kshp: Any = None, *settings: Any, **kwargs: Any
+) -> Any:
+    """Return a function of a convolution's images and filters, or of a gradient's two inputs and its spatial shape.
 
-    Parameters
-    ----------
-    convdim : int
-        2 or 3.
-    imshp, kshp : optional
-        Ignored.
-    *settings, **kwargs
-        As in `conv2d`, from ``border_mode`` on.
-
-    Examples
-    --------
-    >>> op = T.nnet.abstract_conv.AbstractConv2d(subsample=(2, 2))
-    >>> op(np.ones((1, 1, 4, 4)), np.ones((1, 1, 2, 2))).eval()[0, 0]
-    array([[4., 4.],
-           [4., 4.]])
-    """
-
-    _op: Any = Conv
-
-    def __init__(self, convdim: int, imshp: Any = None, kshp: Any = None, *settings: Any, **kwargs: Any):
-        self.convdim, self.imshp, self.kshp = convdim, imshp, kshp
-        self.op = _make_op(self._op, convdim, *settings, **kwargs)
-
-    def __call__(self, img: Any, kern: Any) -> Any:
-        """Convolve images with filters."""
-        return self.op(img, kern)
-
-
-class AbstractConv_gradInputs(AbstractConv):  # noqa: N801 - Theano's name
-    """The gradient of a convolution by its input: a transposed convolution.
+    Settings are those of `conv2d` from ``border_mode`` on; shapes are ignored.
 
     Examples
     --------
@@ -213,37 +186,27 @@ class AbstractConv_gradInputs(AbstractConv):  # noqa: N801 - Theano's name
     >>> op(np.ones((1, 1, 2, 2)), np.ones((1, 1, 2, 2)), (4, 4)).eval().shape
     (1, 1, 4, 4)
     """
+    op = _make_op(op_class, convdim, *settings, **kwargs)
+    if op_class is Conv:
+        return op
 
-    _op = ConvGradInputs
+    def compute_gradient(operand: Any, topgrad: Any, shape: Any, add_assert_shape: bool = True) -> Any:
+        full_shape = (None, None, *(shape[i] for i in range(convdim)))
+        if op_class is ConvGradInputs:
+            return _compute_input_grad(op, topgrad, operand, full_shape)
+        return _compute_filter_grad(op, operand, topgrad, full_shape)
 
-    def __call__(self, kern: Any, topgrad: Any, shape: Any, add_assert_shape: bool = True) -> Any:  # type: ignore[override]
-        """Return the gradient of the given spatial shape."""
-        return _compute_input_grad(self.op, topgrad, kern, (None, None, *(shape[i] for i in range(self.convdim))))
-
-
-class AbstractConv_gradWeights(AbstractConv):  # noqa: N801 - Theano's name
-    """The gradient of a convolution by its filters."""
-
-    _op = ConvGradWeights
-
-    def __call__(self, img: Any, topgrad: Any, shape: Any, add_assert_shape: bool = True) -> Any:  # type: ignore[override]
-        """Return the gradient of the given spatial shape."""
-        return _compute_filter_grad(self.op, img, topgrad, (None, None, *(shape[i] for i in range(self.convdim))))
+    return compute_gradient
 
 
-def _fix_convdim(base: type, n: int) -> type:
-    """Return a subclass for ``n`` spatial axes, under Theano's name: ``AbstractConv2d_gradInputs``."""
-    name = base.__name__.replace("AbstractConv", f"AbstractConv{n}d")
-
-    def __init__(self: Any, *settings: Any, **kwargs: Any) -> None:  # noqa: N807
-        base.__init__(self, n, *settings, **kwargs)  # type: ignore[misc]
-
-    return type(name, (base,), {"__init__": __init__, "__doc__": base.__doc__, "__module__": __name__})
-
-
-AbstractConv2d, AbstractConv3d = (_fix_convdim(AbstractConv, n) for n in (2, 3))
-AbstractConv2d_gradInputs, AbstractConv3d_gradInputs = (_fix_convdim(AbstractConv_gradInputs, n) for n in (2, 3))
-AbstractConv2d_gradWeights, AbstractConv3d_gradWeights = (_fix_convdim(AbstractConv_gradWeights, n) for n in (2, 3))
+AbstractConv, AbstractConv_gradInputs, AbstractConv_gradWeights = (
+    functools.partial(_make_abstract_conv, op_class) for op_class in (Conv, ConvGradInputs, ConvGradWeights)
+)
+AbstractConv2d, AbstractConv3d = (functools.partial(AbstractConv, n) for n in (2, 3))
+AbstractConv2d_gradInputs, AbstractConv3d_gradInputs = (functools.partial(AbstractConv_gradInputs, n) for n in (2, 3))
+AbstractConv2d_gradWeights, AbstractConv3d_gradWeights = (
+    functools.partial(AbstractConv_gradWeights, n) for n in (2, 3)
+)
 
 
 # -- shapes ----------------------------------------------------------------------------------------------------------
