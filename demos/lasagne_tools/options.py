@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def make_parser(description: str, examples: list[str], script: str) -> argparse.
         description=description,
         epilog=f"examples:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # make_serial_command() compares arguments with their full names.
+        # run_serial() compares arguments with their full names.
         allow_abbrev=False,
     )
 
@@ -93,16 +92,3 @@ def parse_positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return int(text)
-
-
-def make_serial_command(script: Path, result: Path) -> list[str]:
-    """Return the command of the serial script with this script's arguments."""
-    arguments, skip = [], False
-    for word in sys.argv[1:]:
-        if skip:
-            skip = False
-        elif word in ("--ranks", "--result"):
-            skip = True
-        elif word != "--compare" and not word.startswith(("--ranks=", "--result=")):
-            arguments.append(word)
-    return [sys.executable, str(script), *arguments, "--result", str(result)]

@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import json
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from lasagne_tools.fit import Run
-from lasagne_tools.options import make_serial_command
 
 __all__ = ["print_results", "run_serial"]
 
@@ -20,9 +20,18 @@ def run_serial(script: Path) -> Run:
 
     It runs in another process before the ranks are forked, so that it has the device and all cores for itself.
     """
+    arguments, skip = [], False
+    for word in sys.argv[1:]:
+        if skip:
+            skip = False
+        elif word in ("--ranks", "--result"):
+            skip = True
+        elif word != "--compare" and not word.startswith(("--ranks=", "--result=")):
+            arguments.append(word)
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory, "run.json")
-        if subprocess.run(make_serial_command(script, result)).returncode != 0:
+        command = [sys.executable, str(script), *arguments, "--result", str(result)]
+        if subprocess.run(command).returncode != 0:
             raise SystemExit(f"{script.name} failed; its messages are above")
         return Run(**json.loads(result.read_text()))
 

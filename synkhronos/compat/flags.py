@@ -113,14 +113,7 @@ def _to_pytensor_name(name: str) -> str:
 
 
 class Config:
-    """``theano.config``: reads and sets PyTensor's configuration.
-
-    Parameters
-    ----------
-    config : object
-        ``pytensor.config``.
-    section : str
-        Prefix of the names: ``theano.config.blas`` has the section ``blas__``.
+    """``theano.config``: reads and sets PyTensor's configuration; ``theano.config.blas`` has the section ``blas__``.
 
     Examples
     --------

@@ -124,17 +124,7 @@ class Call(_CallFields, Command):
 
 
 class RankCall:
-    """A call on one rank: its rows, its compiled variant, and the outputs.
-
-    Attributes
-    ----------
-    n_rows : int
-        Number of rows to compute: the weight of the outputs in a mean.  1 if the function has no inputs with rows.
-    has_rows : bool
-        Whether this rank has rows to compute.
-    values : list of array
-        Outputs, reduced over slices; empty before `compute`.
-    """
+    """A call on one rank: its rows, its compiled variant, and the outputs."""
 
     def __init__(self, call: Call, computation: Computation, compiled: CompiledVariant, rank: Rank):
         self._call, self._rank = call, rank
@@ -152,15 +142,16 @@ class RankCall:
             else:
                 self._shares.append(None)
         self._sliceable_rows = self._select_sliceable_rows() if call.variant.row_inputs is not None else None
+        #: Outputs, reduced over slices; empty before `compute`.
         self.values: list[Any] = []
+        #: Number of rows to compute: the weight of the outputs in a mean.  1 if the function has no inputs with rows.
+        self.n_rows = 1
         if call.n_rows is not None:
             self.n_rows = len(next(share for share in self._shares if share is not None))
         elif computation.sliceable:
             self.n_rows = (
                 self._get_sliceable_lengths()[0] if self._sliceable_rows is None else len(self._sliceable_rows)
             )
-        else:
-            self.n_rows = 1
         self.has_rows = self.n_rows > 0
 
     def run(self, fused_runner: Runner | None = None) -> Any:

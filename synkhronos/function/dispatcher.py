@@ -30,20 +30,13 @@ _key_numbers = itertools.count()
 
 
 class Dispatcher:
-    """Makes the command of each call of a function, and sends the function's computation to the workers.
-
-    Attributes
-    ----------
-    key : tuple
-        Key of the computation among the ranks' objects.
-    session : Session or None
-        Session to whose workers the computation was sent.
-    input_writer : CallInputWriter
-    """
+    """Makes the command of each call of a function, and sends the function's computation to the workers."""
 
     def __init__(self, computation: Computation):
         self.computation = computation
+        #: Key of the computation among the ranks' objects.
         self.key = ("function", next(_key_numbers))
+        #: Session to whose workers the computation was sent.
         self.session: Session | None = None
         self.input_writer = CallInputWriter(computation)
         self._compiled_variants: set[Variant] = set()  # on all ranks
