@@ -132,17 +132,12 @@ def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"values: {describe(variable)} of type {variable.type} can't take shape {shape}")
 
 
-def check_op(op: Any, variables: Sequence[Any], nccl: bool) -> tuple[str, bool]:
-    """Check a reduction of variables; return its name, and whether NCCL reduces arrays on GPUs.
-
-    NCCL does if ``nccl`` is true and it has the reduction of these dtypes.  Raise TypeError or ValueError if there is
-    no such reduction, or if it is not defined for a variable's dtype.
-    """
+def check_op(op: Any, variables: Sequence[Any]) -> str:
+    """Return the name of a reduction; raise TypeError or ValueError if it is not defined for a variable's dtype."""
     op = check_op_name(op)
     for variable in variables:
         check_op_dtype(op, np.dtype(variable.type.dtype), describe(variable))
-    dtypes = [np.dtype(variable.type.dtype) for variable in variables]
-    return op, nccl and all(map(REDUCE_OPS[op].is_supported_by_nccl, dtypes))
+    return op
 
 
 def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:

@@ -275,7 +275,7 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
         session.wait_until_idle()
         in_place, nccl = check_flag(in_place, "in_place"), check_flag(nccl, "nccl")
         variables, is_single = check_variables(session, shared_vars)
-        op, nccl = check_op(op, variables, nccl)
+        op = check_op(op, variables)
         results = session.run(Reduce(distribute_variables(session, variables), op, in_place, nccl))
     if in_place:
         return None
@@ -330,8 +330,8 @@ def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bo
         by_arguments, command = {}, None
     if command is None:
         variables, is_single = check_variables(session, shared_vars)
-        checked = check_op(op, variables, nccl)  # before any variable is sent
-        command = AllReduceValues(distribute_variables(session, variables), *checked)
+        checked_op = check_op(op, variables)  # before any variable is sent
+        command = AllReduceValues(distribute_variables(session, variables), checked_op, nccl)
         if is_single:
             commands[shared_vars] = {**by_arguments, (op, nccl): command}
     return command
@@ -377,7 +377,7 @@ def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         variables, _ = check_variables(session, shared_vars)
-        op, nccl = check_op(op, variables, nccl)
+        op = check_op(op, variables)
         session.run(ReduceScatter(distribute_variables(session, variables), op, nccl))
 
 

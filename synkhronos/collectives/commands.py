@@ -34,27 +34,28 @@ class _Transfer(NamedTuple):
 
 
 class _TransferCache(BoundedCache[Any, list[_Transfer]]):
-    """A rank's transfers, by the layouts of all ranks."""
+    """A rank's transfers, by the layouts of all ranks, and the arguments ``nccl`` and ``op``."""
 
 
-def _choose_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
+def _choose_transfers(by_rank: Sequence[Any], nccl: bool, op: str | None) -> list[_Transfer]:
     """Return the transfer of each variable, from each rank's (shape, dtype, device name) of all variables."""
     transfers = []
     for layouts in zip(*by_rank, strict=True):
         names = {name for _, _, name in layouts} - {HOST.name}
         device = get_device(names.pop()) if names else HOST
-        is_direct = nccl and all(device.can_communicate(dtype) for _, dtype, _ in layouts)
+        is_direct = nccl and all(device.can_communicate(dtype, op) for _, dtype, _ in layouts)
         transfers.append(_Transfer([layout[:2] for layout in layouts], device, device if is_direct else HOST))
     return transfers
 
 
 def prepare_copies(
-    rank: Rank, keys: Sequence[Any], nccl: bool = False, has_new_layouts: bool = False
+    rank: Rank, keys: Sequence[Any], nccl: bool = False, op: str | None = None, has_new_layouts: bool = False
 ) -> list[VariableCopy]:
     """Return this rank's copies of variables, with the layouts of all ranks' copies; a collective operation.
 
-    With ``nccl``, the ranks are connected if their devices transfer arrays directly.  ``has_new_layouts`` means that
-    the layouts certainly differ from those of the last call, so that a cached gather would fail.
+    With ``nccl``, the ranks are connected if their devices transfer arrays directly, and reduce them by ``op``.
+    ``has_new_layouts`` means that the layouts certainly differ from those of the last call, so that a cached gather
+    would fail.
     """
     shared_vars = [rank.get_object(key) for key in keys]
     values = [get_library(shared).borrow_value(shared) for shared in shared_vars]
@@ -64,9 +65,9 @@ def prepare_copies(
     all_gather = rank.all_gather if has_new_layouts else rank.all_gather_cached
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
     cache = rank.registry.get_or_create(_TransferCache)
-    transfers = cache.get((by_rank, nccl))
+    transfers = cache.get((by_rank, nccl, op))
     if transfers is None:
-        transfers = cache[by_rank, nccl] = _choose_transfers(by_rank, nccl)
+        transfers = cache[by_rank, nccl, op] = _choose_transfers(by_rank, nccl, op)
     copies = [VariableCopy(rank, shared, transfer) for shared, transfer in zip(shared_vars, transfers, strict=True)]
     if any(transfer.transport is rank.device for transfer in transfers):
         communicator.connect(generations)
@@ -269,7 +270,7 @@ class ReduceScatter(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables have equal shapes that can be divided, then reduce."""
-        variables = prepare_copies(rank, self.keys, self.nccl)
+        variables = prepare_copies(rank, self.keys, self.nccl, self.op)
         shares = []
         for variable in variables:
             variable.check_equal_shapes("reduce_scatter")
@@ -302,7 +303,7 @@ class Reduce(Command):
         """Check that shapes are equal, then reduce; return the results in the master."""
         if rank.size == 1 and self.in_place:
             return []  # a reduction over one rank is that rank's value
-        variables = prepare_copies(rank, self.keys, self.nccl)
+        variables = prepare_copies(rank, self.keys, self.nccl, self.op)
         for variable in variables:
             variable.check_equal_shapes("reduce")
         in_place, results = self.in_place and rank.is_master, []
@@ -341,7 +342,7 @@ class AllReduceValues(Command):
             if rank.all_equal(last.digest):
                 return last
             has_new_layouts = True
-        variables = prepare_copies(rank, self.keys, self.nccl, has_new_layouts)
+        variables = prepare_copies(rank, self.keys, self.nccl, self.op, has_new_layouts)
         for variable in variables:
             variable.check_equal_shapes("all_reduce")
         plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, variables)

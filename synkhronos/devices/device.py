@@ -200,8 +200,8 @@ class Device(ABC):
             return rank.registry.get_or_create(HostCommunicator, lambda: HostCommunicator(rank))
         return rank.registry.get_or_create(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
 
-    def can_communicate(self, dtype: np.dtype) -> bool:
-        """Whether the communicator handles arrays of this dtype; arrays of other dtypes are sent as NumPy arrays."""
+    def can_communicate(self, dtype: np.dtype, op: str | None = None) -> bool:
+        """Whether the communicator transfers arrays of a dtype, and reduces them by ``op``; else the host's does."""
         return False
 
     def get_group_communicator(self, rank: Rank, members: Iterable[int]) -> Any:

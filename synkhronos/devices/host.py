@@ -54,8 +54,8 @@ class HostDevice(Device):
         """Return arrays concatenated along axis 0."""
         return np.concatenate(arrays)
 
-    def can_communicate(self, dtype: np.dtype) -> bool:
-        """Return True: the communicators of NumPy arrays handle all dtypes."""
+    def can_communicate(self, dtype: np.dtype, op: str | None = None) -> bool:
+        """Return True: the communicators of NumPy arrays handle all dtypes and reductions."""
         return True
 
     def as_contiguous(self, value: Any) -> Any:

@@ -50,10 +50,6 @@ class ReduceOp:
         """Whether the reduction is defined for a dtype: its result has the same dtype."""
         return dtype.kind not in self.unsupported_kinds
 
-    def is_supported_by_nccl(self, dtype: np.dtype) -> bool:
-        """Whether NCCL reduces values of a dtype to the same result as the ufunc."""
-        return self.nccl_op is not None and not (self.nccl_drops_nan and dtype.kind not in "biu")
-
     def choose_accumulator_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype in which values of a dtype are reduced.
 

@@ -32,7 +32,7 @@ from synkhronos.ranks.command import find_row_accesses
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, ControlMemory
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, PeerFailure, StartError, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.ranks.link import Link, LocalLink
+from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory_table import Release
 from synkhronos.ranks.segments import SegmentTable, is_peer_closed
 
@@ -82,7 +82,6 @@ class MpiLink(Link):
         self._control: ControlMemory | None = None
         self._layout: PipeLayout | None = None
         self._uses_gpus = False
-        #: Bytes that earlier links of the session have sent.
         self._earlier_bytes_sent = 0
 
     def start_agents(self) -> None:
@@ -332,7 +331,7 @@ class MpiLink(Link):
         }
         hosts = [Host(name, len(ranks)) for name, ranks in ranks_left.items() if ranks]
         if len(hosts) == 1:
-            return LocalLink(len(ranks_left[hosts[0].name]), self.bytes_sent)
+            return Link(len(ranks_left[hosts[0].name]), self.bytes_sent)
         try:
             link = self._start_link(hosts)
         except _CONNECTION_ERRORS as error:

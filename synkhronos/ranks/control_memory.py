@@ -97,7 +97,7 @@ class ControlMemory:
     report_nbytes : memoryview of uint64
         Number of bytes of each rank's failure report.
     last_core : memoryview of uint64
-        Core on which each rank ran when it last began to wait, counted from 1.
+        Core on which each rank ran when it last began to wait, counted from 1; 0 before.
     committed : memoryview of uint64
         Last command whose effect each rank has applied.
     last_progress : memoryview of uint64
@@ -287,12 +287,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _CLOCK, _sem_wait = time.CLOCK_MONOTONIC, cast(Any, getattr(_libc, "sem_clockwait", None))
 if _sem_wait is None:  # glibc before 2.30: setting back the system's clock lengthens a wait
     _CLOCK, _sem_wait = time.CLOCK_REALTIME, lambda semaphore, clock, until: _libc.sem_timedwait(semaphore, until)
-_getcpu = getattr(_libc, "sched_getcpu", None)  # Linux only
 
 
 def _get_current_core() -> int:
-    """Return the number of the current core, counted from 1; 0 if the system does not provide it."""
-    return _getcpu() + 1 if _getcpu is not None else 0
+    """Return the number of the current core, counted from 1."""
+    return int(_libc.sched_getcpu()) + 1
 
 
 class _Timespec(ctypes.Structure):

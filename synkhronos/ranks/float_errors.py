@@ -22,23 +22,15 @@ class _SetFloatErrors(Command):
             np.seterr(**{kind: "warn" if how in ("call", "log") else how for kind, how in self.settings})  # type: ignore[arg-type]
 
 
-class _LastSentSettings:
-    """Record of the settings that were last sent to the workers; the master's registry ends with its workers.
-
-    Attributes
-    ----------
-    settings : dict or None
-        As `numpy.geterr` returns it; None if nothing was sent.
-    """
-
-    settings: Any = None
+class _SentSettings(dict[str, Any]):
+    """The settings that were last sent to the workers; empty before."""
 
 
 def sync_float_errors(session: Session) -> None:
     """Send the master's settings (`numpy.seterr`, `numpy.errstate`) to the workers if they have changed."""
     if session.size == 1:
         return
-    settings, sent = np.geterr(), session.rank.registry.get_or_create(_LastSentSettings)
-    if sent.settings != settings:
+    settings, sent = np.geterr(), session.rank.registry.get_or_create(_SentSettings)
+    if sent != settings:
         session.run(_SetFloatErrors(tuple((kind, str(how)) for kind, how in settings.items())))
-        sent.settings = settings
+        sent.update(settings)

@@ -1,7 +1,7 @@
 """Connection between the master's session and the hosts on which the ranks run.
 
-A session posts commands, waits for the ranks and ends them.  `Link` hides from it whether the ranks are on one host
-(`LocalLink`) or on several, whose agents communicate by MPI (`synkhronos.hosts.MpiLink`).
+A session posts commands, waits for the ranks and ends them.  `Link` hides from it whether the ranks are on one host or on
+several, whose agents communicate by MPI (`synkhronos.hosts.MpiLink`).
 
 Other hosts can't read this one's memory.  So before a command runs there, they are sent the rows that their ranks
 access.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 
 from synkhronos.ranks.command import Command
@@ -20,8 +19,15 @@ from synkhronos.ranks.errors import PeerFailure
 from synkhronos.ranks.segments import ArrayLocation, SegmentTable
 
 
-class Link(ABC):
-    """Connection of a session to the hosts of its ranks.
+class Link:
+    """Connection of a session to the hosts of its ranks; this class is for a single host, where shared memory suffices.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    bytes_sent : int
+        Number of bytes that earlier links of the session have sent to other hosts.
 
     Attributes
     ----------
@@ -35,39 +41,34 @@ class Link(ABC):
         Number of bytes of the mailbox that are reserved for the plan of a command's transfers.
     """
 
-    ranks_by_host: list[range]
-    needs_control_file: bool
-    control_nbytes: int
-    max_plan_nbytes: int
+    needs_control_file = False
+    control_nbytes = max_plan_nbytes = 0
+
+    def __init__(self, size: int, bytes_sent: int = 0):
+        self.ranks_by_host, self._earlier_bytes_sent = [range(size)], bytes_sent
 
     @property
     def local_ranks(self) -> range:
         """Ranks of this host."""
         return self.ranks_by_host[0]
 
-    @abstractmethod
+    @property
+    def bytes_sent(self) -> int:
+        """Number of bytes of shared memory that were sent to other hosts."""
+        return self._earlier_bytes_sent
+
     def start_workers(
         self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
     ) -> socket.socket | None:
         """Start the workers of the other hosts.
-
-        Parameters
-        ----------
-        control : ControlMemory
-            Control memory of this host's ranks.
-        control_file : FileIO or None
-            File of the control memory; None if only forks map it.
-        master_rank : int
-        profile : bool
-            Whether workers write a profile at exit.
 
         Returns
         -------
         socket or None
             The channel over which this host's agent receives segments; None without an agent.
         """
+        return None
 
-    @abstractmethod
     def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
         """Return the pickled plan of a command's transfers: the memory that the other hosts need for it.
 
@@ -86,37 +87,24 @@ class Link(ABC):
         ValueError
             If the plan is longer than `max_plan_nbytes`.
         """
+        return b""
 
-    @abstractmethod
     def get_host_name(self, rank: int) -> str:
         """Return the name of a rank's host; "" if there is only one."""
+        return ""
 
-    @abstractmethod
     def find_failure(self) -> PeerFailure | None:
         """Return the failure of another host, or of a worker there; None if there is none."""
+        return None
 
-    @abstractmethod
     def shut_down(self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool]) -> None:
         """End the workers of the other hosts, wait for their exit, and close the connection.
 
-        Parameters
-        ----------
-        kill : bool
-            Whether to kill the workers at once.
-        grace_seconds : float
-            Seconds after which they are killed otherwise.
-        should_kill : callable
-            Polled meanwhile; the workers are killed as soon as it returns True.
+        The workers are killed if ``kill`` is True, after ``grace_seconds``, or as soon as ``should_kill()`` returns True.
         """
 
-    @abstractmethod
     def reconnect(self, excluded_ranks: Collection[int]) -> Link:
-        """Return a link to the same hosts for new workers, after the end of this one.
-
-        Parameters
-        ----------
-        excluded_ranks : collection of int
-            Ranks that are not started again.
+        """Return a link to the same hosts for new workers, after the end of this one, without the excluded ranks.
 
         Raises
         ------
@@ -125,49 +113,4 @@ class Link(ABC):
         OSError, RuntimeError
             If this host can't start or connect the others.
         """
-
-    @property
-    @abstractmethod
-    def bytes_sent(self) -> int:
-        """Number of bytes of shared memory that were sent to other hosts."""
-
-
-class LocalLink(Link):
-    """Link of a session whose ranks are all on this host, where shared memory suffices.
-
-    Parameters
-    ----------
-    size : int
-        Number of ranks.
-    bytes_sent : int
-        Number of bytes that earlier links of the session have sent to other hosts.
-    """
-
-    needs_control_file = False
-    control_nbytes = max_plan_nbytes = bytes_sent = 0
-
-    def __init__(self, size: int, bytes_sent: int = 0) -> None:
-        self.ranks_by_host, self.bytes_sent = [range(size)], bytes_sent
-
-    def start_workers(
-        self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
-    ) -> None:
-        """Do nothing: `WorkerProcesses` starts this host's workers."""
-
-    def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
-        """Return an empty plan."""
-        return b""
-
-    def get_host_name(self, rank: int) -> str:
-        """Return an empty name."""
-        return ""
-
-    def find_failure(self) -> None:
-        """Return None: `WorkerProcesses` detects deaths on this host."""
-
-    def shut_down(self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool]) -> None:
-        """Do nothing: `WorkerProcesses` ends this host's workers."""
-
-    def reconnect(self, excluded_ranks: Collection[int]) -> LocalLink:
-        """Return a link for the ranks that are left."""
-        return LocalLink(len(self.local_ranks) - len(excluded_ranks), self.bytes_sent)
+        return Link(len(self.local_ranks) - len(excluded_ranks), self.bytes_sent)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from synkhronos.ranks.control_memory import AWAITS_COMPLETION, POLL_SECONDS, SPIN_SECONDS, ControlMemory
 from synkhronos.ranks.errors import Death, PeerFailure, describe_exit
 from synkhronos.ranks.link import Link
+from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.thread_limit import count_available_cores
-from synkhronos.ranks.worker_main import InheritedState
 from synkhronos.ranks.worker_processes import WorkerProcesses
 
 #: Seconds that workers get to exit by themselves before they are killed.
@@ -54,9 +54,9 @@ class ProcessGroup:
         self._workers = WorkerProcesses(master_rank, self.control, self._control_file if spawn else None)
         self.channels, self.pids = self._workers.channels, self._workers.pids
 
-    def start(self, profile: bool, inherited: InheritedState) -> None:
-        """Start all workers; signals must be deferred.  For the parameters see `WorkerProcesses.start`."""
-        self._workers.start(profile, inherited)
+    def start(self, profile: bool, master: Rank, newest_key: int) -> None:
+        """Start all workers; signals must be deferred.  For the parameters see `worker_main.main`."""
+        self._workers.start(profile, master, newest_key)
         agent = self.link.start_workers(self.control, self._control_file, self.master_rank, profile)
         if agent is not None:
             self.channels[_AGENT_CHANNEL] = agent

@@ -1,8 +1,7 @@
 """Shared memory that all ranks map.
 
 The master creates a segment as a file without a name.  Workers receive the open file over the socket pairs that they
-inherited at the fork.  So no crash leaves a name in ``/dev/shm``, and no other process can open the memory.  (Where the
-system cannot create files without a name, the name is random, accessible to this user alone, and unlinked at once.)
+inherited at the fork.  So no crash leaves a name in ``/dev/shm``, and no other process can open the memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import io
 import mmap
 import os
 import resource
-import secrets
 import socket
 import struct
 import weakref
@@ -24,7 +22,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
-import posix_ipc
 
 from synkhronos.ranks.interrupts import defer_signals
 
@@ -127,20 +124,12 @@ def create_unlinked_file(nbytes: int, allocated_ranges: Iterable[range] | None =
 
 
 def _open_unlinked() -> int:
-    if hasattr(os, "O_TMPFILE"):
-        try:
-            return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.EACCES):
-                raise
-    while True:
-        name = f"/synkhronos-{secrets.token_hex(16)}"
-        try:
-            fd: int = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600).fd
-        except posix_ipc.ExistentialError:
-            continue
-        posix_ipc.unlink_shared_memory(name)
-        return fd
+    try:
+        return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.EACCES):
+            raise
+        return os.memfd_create("synkhronos")  # /dev/shm is missing, or of another kind
 
 
 class Segment:

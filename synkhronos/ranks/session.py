@@ -25,10 +25,10 @@ from synkhronos.ranks.command import Command
 from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Cancelled, Death, PeerFailure, StartError, WorkerError
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.ranks.link import Link, LocalLink
+from synkhronos.ranks.link import Link
 from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
 from synkhronos.ranks.weak_key_dict import WeakKeyDict
-from synkhronos.ranks.worker_main import Exit, InheritedState
+from synkhronos.ranks.worker_main import Exit
 
 _log = logging.getLogger("synkhronos")
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Session(CommandRunner):
     def __init__(
         self, size: int, master_rank: int, timeout: float | None = None, spawn: bool = False, link: Link | None = None
     ):
-        super().__init__(ProcessGroup(size, master_rank, link or LocalLink(size), spawn), timeout)
+        super().__init__(ProcessGroup(size, master_rank, link or Link(size), spawn), timeout)
         self.is_inherited = False
         self.has_forked_workers = not spawn
         #: Number of `keep_memory` contexts, and whether a death has left the memory in one of them.
@@ -86,7 +86,7 @@ class Session(CommandRunner):
         self._run_first_command()
 
     def _start_workers(self) -> None:
-        self._group.start(self._profile, InheritedState(self.rank, self.memory.last_key))
+        self._group.start(self._profile, self.rank, self.memory.last_key)
         self._watch.start(self._group.channels)
 
     def _run_first_command(self) -> None:

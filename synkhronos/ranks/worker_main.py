@@ -16,7 +16,7 @@ import traceback
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
@@ -54,30 +54,16 @@ class LongCommand(Command):
         return command.run(rank)
 
 
-class InheritedState(NamedTuple):
-    """State of the master that its forks inherit.
-
-    Attributes
-    ----------
-    rank : Rank
-        The master's rank, with its segments and replicated objects.
-    newest_key : int
-        Key of its newest segment.
-    """
-
-    rank: Rank
-    newest_key: int
-
-
 def main(
     control: ControlMemory,
     channel: socket.socket,
+    from_main_thread: bool,
     rank_number: int,
     master_rank: int,
     profile: bool,
     master_pid: int,
-    from_main_thread: bool,
-    inherited: InheritedState | None = None,
+    master: Rank | None = None,
+    newest_key: int = 0,
 ) -> NoReturn:
     """Run the master's commands until `Exit`, and exit.
 
@@ -89,16 +75,18 @@ def main(
     control : ControlMemory
     channel : socket
         This process's end of the socket pair over which segments arrive.
+    from_main_thread : bool
+        Whether the master forked in its main thread.
     rank_number, master_rank : int
         This rank, and the master's rank.
     profile : bool
         Whether to write a profile at exit.
     master_pid : int
         Process id of the master, which may have exited already, so that it is no longer this process's parent.
-    from_main_thread : bool
-        Whether the master forked in its main thread.
-    inherited : InheritedState, optional
-        None in a process that is no fork.
+    master : Rank, optional
+        The master's rank, whose segments and replicated objects a fork inherits; None in a process that is no fork.
+    newest_key : int
+        Key of the newest of these segments.
     """
     code = 1
     try:
@@ -111,10 +99,8 @@ def main(
 
         thread_limit = ThreadLimit(len(control.local_ranks), sets_environment=True)
         rank = Rank(rank_number, master_rank, control, check_peers, thread_limit)
-        newest_key = 0
-        if inherited is not None:
-            newest_key = inherited.newest_key
-            rank.inherit_from(inherited.rank)
+        if master is not None:
+            rank.inherit_from(master)
         if profile:
             profiler = cProfile.Profile()
             profiler.runcall(run_commands, rank, channel, newest_key)
@@ -132,78 +118,26 @@ def main(
             os._exit(code)
 
 
-class WorkerArguments(NamedTuple):
-    """Arguments of a worker that is a new process, as JSON: for `ControlMemory`, and for `main`."""
-
-    size: int
-    spin_seconds: float
-    control_fd: int
-    first_local_rank: int
-    n_local: int
-    link_nbytes: int
-    channel_fd: int
-    rank_number: int
-    master_rank: int
-    profile: bool
-    master_pid: int
-    from_main_thread: bool
-
-
 def spawn_worker(
-    control: ControlMemory,
-    control_file: io.FileIO,
-    channel: socket.socket,
-    rank_number: int,
-    master_rank: int,
-    profile: bool,
-    master_pid: int,
-    from_main_thread: bool,
+    control: ControlMemory, control_file: io.FileIO, channel: socket.socket, from_main_thread: bool, *arguments: int
 ) -> int:
     """Start a worker as a new process and return its process id.
 
     The process inherits the environment, `sys.path` and two files: ``control_file``, that of the control memory, and
-    ``channel``.  The other parameters are those of `main`.
+    ``channel``.  It calls `main` with the other arguments.
     """
-    arguments = WorkerArguments(
-        size=control.size,
-        spin_seconds=control.spin_seconds,
-        control_fd=control_file.fileno(),
-        first_local_rank=control.local_ranks.start,
-        n_local=len(control.local_ranks),
-        link_nbytes=len(control.link_memory),
-        channel_fd=channel.fileno(),
-        rank_number=rank_number,
-        master_rank=master_rank,
-        profile=profile,
-        master_pid=master_pid,
-        from_main_thread=from_main_thread,
-    )
-    files = arguments.control_fd, arguments.channel_fd
-    return spawn("synkhronos.ranks.worker_main", "run_spawned_worker", arguments, files, from_main_thread, os.environ)
+    local_ranks, files = control.local_ranks, (control_file.fileno(), channel.fileno())
+    layout = control.size, control.spin_seconds, local_ranks.start, local_ranks.stop, len(control.link_memory)
+    message = [files, layout, [from_main_thread, *arguments]]
+    return spawn("synkhronos.ranks.worker_main", "run_spawned_worker", message, files, from_main_thread, os.environ)
 
 
 def run_spawned_worker() -> NoReturn:
     """Run the worker that `spawn_worker` started."""
-    arguments = WorkerArguments(*json.loads(sys.argv[2]))
-    local_ranks = range(arguments.first_local_rank, arguments.first_local_rank + arguments.n_local)
-    control = ControlMemory(
-        arguments.size,
-        arguments.spin_seconds,
-        arguments.control_fd,
-        is_initialised=True,
-        local_ranks=local_ranks,
-        link_nbytes=arguments.link_nbytes,
-    )
-    os.close(arguments.control_fd)
-    main(
-        control,
-        socket.socket(fileno=arguments.channel_fd),
-        arguments.rank_number,
-        arguments.master_rank,
-        arguments.profile,
-        arguments.master_pid,
-        arguments.from_main_thread,
-    )
+    (control_fd, channel_fd), (size, spin_seconds, start, stop, link_nbytes), arguments = json.loads(sys.argv[2])
+    control = ControlMemory(size, spin_seconds, control_fd, True, range(start, stop), link_nbytes)
+    os.close(control_fd)
+    main(control, socket.socket(fileno=channel_fd), *arguments)
 
 
 def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from synkhronos.ranks import worker_main
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE
-from synkhronos.ranks.worker_main import InheritedState
+from synkhronos.ranks.rank import Rank
 
 
 class WorkerProcesses:
@@ -44,22 +44,17 @@ class WorkerProcesses:
         self.pids: dict[int, int] = {}
         self.channels: dict[int, socket.socket] = {}
 
-    def start(self, profile: bool, inherited: InheritedState | None = None) -> None:
+    def start(self, profile: bool, master: Rank | None = None, newest_key: int = 0) -> None:
         """Start all workers.
 
         Signals must be deferred: an exception could leave a child unrecorded, or let it continue as a second master.
-
-        Parameters
-        ----------
-        profile : bool
-        inherited : InheritedState, optional
-            State of the master that forks inherit; None for workers that are new processes.
+        For the parameters see `worker_main.main`.
         """
         for rank in self._control.local_ranks:
             if rank != self._master_rank:
-                self._start_worker(rank, profile, inherited)
+                self._start_worker(rank, profile, master, newest_key)
 
-    def _start_worker(self, rank: int, profile: bool, inherited: InheritedState | None) -> None:
+    def _start_worker(self, rank: int, profile: bool, master: Rank | None, newest_key: int) -> None:
         own_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Descriptors of standard streams that the user has closed are free, but a worker uses them for its streams.
         own_end, worker_end = _move_above_standard_streams(own_end), _move_above_standard_streams(worker_end)
@@ -68,7 +63,7 @@ class WorkerProcesses:
             if stream is not None:
                 stream.flush()  # otherwise the child would also write the buffered output
         from_main_thread = threading.current_thread() is threading.main_thread()
-        arguments = rank, self._master_rank, profile, os.getpid(), from_main_thread
+        arguments = from_main_thread, rank, self._master_rank, profile, os.getpid()
         with worker_end, warnings.catch_warnings():
             # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
             # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
@@ -77,7 +72,7 @@ class WorkerProcesses:
             if self._control_file is not None:
                 pid = worker_main.spawn_worker(self._control, self._control_file, worker_end, *arguments)
             elif not (pid := os.fork()):
-                worker_main.main(self._control, worker_end, *arguments, inherited)
+                worker_main.main(self._control, worker_end, *arguments, master, newest_key)
         self.pids[rank] = pid
 
     def find_unstarted_rank(self) -> int | None:

@@ -445,12 +445,10 @@ def get_rank(worker: Worker) -> Rank:
     return worker._rank
 
 
-def _choose_transport(rank: Rank, value: Any, op: str = "sum") -> Device:
+def _choose_transport(rank: Rank, value: Any, op: str | None = None) -> Device:
     """Return the device whose communicator transfers and reduces an array: the rank's GPU if it can, else the host."""
     device: Device = rank.device
-    if device is HOST or not device.owns(value) or not device.can_communicate(value.dtype):
-        return HOST
-    return device if REDUCE_OPS[op].is_supported_by_nccl(value.dtype) else HOST
+    return device if device.owns(value) and device.can_communicate(value.dtype, op) else HOST
 
 
 def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:

@@ -14,7 +14,8 @@ import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines.xla import exchange
-from synkhronos.engines.xla.exchange import AllReduceSpec, ShardSpec
+from synkhronos.engines import StepShards
+from synkhronos.engines.xla.exchange import AllReduceSpec
 from synkhronos.engines.xla.vector_parts import write_parts
 from synkhronos.graphs import get_library
 from synkhronos.ranks.interrupts import defer_signals
@@ -213,8 +214,10 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
     synk.distribute()
     first, *others = map(get_runner, functions)
     state_shards = [variable.shared for variable in shards.sharded_variables.values()]
-    storages = ShardSpec(shards.row.container.storage, tuple(shard.container.storage for shard in state_shards), False)
-    launch = first.fuse(AllReduceSpec(shards.grad_shared.container.storage, divisor=2, shards=storages), others)
+    spec = AllReduceSpec(
+        shards.grad_shared.container.storage, divisor=2, shards=StepShards(shards.row, state_shards, False)
+    )
+    launch = first.fuse(spec, others)
     ranks, row = TwoEqualShards(valid), np.arange(1.0, 5.0)
     with defer_signals(), launch.ffi_all_reduce.use_reducer(ranks, 2):
         launch(JAX.from_host(row))

@@ -1,6 +1,8 @@
 """Shared memory segments: their mapping on all ranks, release and limits."""
 
+import errno
 import gc
+import os
 import warnings
 from dataclasses import dataclass
 
@@ -68,6 +70,15 @@ def test_segments_leave_memory_to_other_programs(monkeypatch):
         segments.create_unlinked_file(128 * MIB)
     assert not opened
     segments.check_free_memory(120 * MIB)
+
+
+def test_shared_memory_needs_no_folder(monkeypatch):
+    def refuse(path, *_):
+        raise FileNotFoundError(errno.ENOENT, "no such folder", path)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with segments.create_unlinked_file(100) as file:
+        assert os.pread(file.fileno(), 200, 0) == bytes(100)
 
 
 def test_segments_are_released_on_all_ranks(session):

@@ -98,7 +98,7 @@ def install():
 
     processes._SetUpRank.run = set_up_jax
     Executable._launch = launch_and_wait
-    JaxDevice.can_communicate = lambda self, dtype: str(dtype) in nccl.NCCL_DTYPES
+    JaxDevice.can_communicate = lambda self, dtype, op=None: str(dtype) in nccl.NCCL_DTYPES
     JaxDevice.get_communicator = lambda self, rank: rank.registry.get_or_create(
         _CommunicatorStandIn, lambda: _CommunicatorStandIn(rank, _StagingStandIn())
     )

@@ -15,6 +15,7 @@ from synkhronos.devices.cuda.nccl import NcclCommunicator, to_nccl_dtype
 from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator
 from synkhronos.devices.cuda.staging import GpuArrayLibrary, ItemRange, Staging
 from synkhronos.devices.device import Device
+from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.selection import Selection
 from synkhronos.ranks import ArrayLocation, Rank
 
@@ -91,9 +92,14 @@ class CudaDevice(Device, GpuArrayLibrary):
             communicators[members] = NcclGroupCommunicator(self.get_communicator(rank))
         return communicators[members]
 
-    def can_communicate(self, dtype: np.dtype) -> bool:
-        """Whether NCCL supports this dtype; arrays of other dtypes are sent through host memory."""
-        return self.is_on_gpu and to_nccl_dtype(dtype) is not None
+    def can_communicate(self, dtype: np.dtype, op: str | None = None) -> bool:
+        """Whether NCCL transfers arrays of a dtype, and reduces them by ``op`` to the same result as NumPy."""
+        if not self.is_on_gpu or to_nccl_dtype(dtype) is None:
+            return False
+        if op is None:
+            return True
+        reduce_op = REDUCE_OPS[op]
+        return reduce_op.nccl_op is not None and not (reduce_op.nccl_drops_nan and dtype.kind not in "biu")
 
     def slice_items(self, array: Any, start: int, shape: tuple[int, ...]) -> ItemRange:
         """Return consecutive items of an array, from flat index ``start``, for `Communicator.gather`."""

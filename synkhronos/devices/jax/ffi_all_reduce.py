@@ -20,7 +20,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -48,17 +48,19 @@ _DTYPES = {
 }
 
 
-class Reducer(Protocol):
+class Reducer:
     """Launches the reductions of one launch of a program; called by XLA."""
 
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
         """Start reductions that overlap the stream's next work."""
+        raise NotImplementedError
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Launch reductions on the stream, make it wait for the started ones, and set the int32 at an address.
+        """Launch reductions on the stream, make it wait for the started ones, and then set a flag.
 
-        ``valid_flag_address`` is an address on the device.
+        ``valid_flag_address`` is the address on the device of an int32: 1 if the results are valid, else 0.
         """
+        raise NotImplementedError
 
     def wait(self, stream: int | None) -> None:
         """Make the stream wait for the reductions that were started, after an error."""

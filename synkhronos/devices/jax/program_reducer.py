@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.cuda.nccl import BufferSpan
+from synkhronos.devices.jax.ffi_all_reduce import Reducer
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
@@ -78,8 +79,8 @@ class InterruptDetector:
             raise KeyboardInterrupt
 
 
-class ProgramReducer:
-    """Base class of the reducers of one program (`synkhronos.devices.jax.ffi_all_reduce.Reducer`).
+class ProgramReducer(Reducer):
+    """Base class of the reducers of one program.  They start no chunks, and an error ends the launch.
 
     Attributes
     ----------
@@ -104,17 +105,6 @@ class ProgramReducer:
         self._interrupt_detector.check()
         self.n_sums += 1
         self._headers[0][self._local_index][_N_BEGUN] = self.n_sums
-
-    def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
-        """Raise NotImplementedError: these programs do not start chunks."""
-        raise NotImplementedError
-
-    def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Sum arrays over the ranks, and set the int32 at the address ``valid_flag_address``."""
-        raise NotImplementedError
-
-    def wait(self, stream: int | None) -> None:
-        """Do nothing: an error ends the launch."""
 
     def wait_until_ended(self) -> None:
         """Wait until the programs of all ranks have ended.
@@ -160,7 +150,7 @@ class HostReducer(ProgramReducer):
         self._n_exchanges = 0
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Sum arrays over the ranks in rank order, and set the int32 at the address ``valid_flag_address``."""
+        """Sum arrays over the ranks, in rank order."""
         self.begin_sum()
         for span in spans:
             self._sum(view_span(span.source, span), view_span(span.target, span))
@@ -200,7 +190,7 @@ class GpuReducer(ProgramReducer):
         self._communicator = communicator
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Launch the sums of arrays over the ranks, and then set the int32 at the address ``valid_flag_address``."""
+        """Launch the sums of arrays over the ranks."""
         self.begin_sum()
         self._rank.check_cancelled()
         self._communicator.launch_on_xla_stream(spans, "sum", valid_flag_address, stream)

@@ -24,7 +24,7 @@ from synkhronos.devices import JAX, Device
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
 from synkhronos.engines.engine import Runner, StepAllReduce
 from synkhronos.engines.lazy import LazyEngine
-from synkhronos.engines.xla.exchange import AllReduceSpec, ShardSpec
+from synkhronos.engines.xla.exchange import AllReduceSpec
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.fused_runner import FusedRunner
 from synkhronos.graphs import GraphLibrary
@@ -69,10 +69,7 @@ class XlaEngine(LazyEngine):
             return None
         # With a wire dtype, the program itself divides by the number of ranks.
         op = "sum" if all_reduce.wire_dtype else all_reduce.op
-        shards, storages = all_reduce.get_shards(rank), None
-        if shards is not None:
-            state_shards = tuple(shard.container.storage for shard in shards.state_shards)
-            storages = ShardSpec(shards.row.container.storage, state_shards, shards.gathers_gradient)
+        shards = all_reduce.get_shards(rank)
         spec = AllReduceSpec(
             shared.container.storage,
             all_reduce.wire_dtype,
@@ -81,7 +78,7 @@ class XlaEngine(LazyEngine):
             JAX.nccl_caller if shards is None else "python",
             op,
             rank.spans_hosts,
-            storages,
+            shards,
         )
         fused = gradient.fuse(spec, executables, n_repeats=n_repeats)
         return None if fused is None else FusedRunner(rank, fused, all_reduce)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
+from synkhronos.engines.engine import StepShards
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.engines.xla.vector_parts import can_hold_parts, run_in_place, write_parts
 from synkhronos.lowering.jax_function import JaxFunction
@@ -19,14 +20,6 @@ from synkhronos.lowering.jax_function import JaxFunction
 #: machine, and on several.  XLA can't fuse operations across the start of a chunk.  Between GPUs of one machine this
 #: costs more than the overlap saves, unless a gradient is long; a network between machines is slower.
 MIN_CHUNK_BYTES, MIN_CHUNK_BYTES_OF_HOSTS = 128_000_000, 25_000_000
-
-
-class ShardSpec(NamedTuple):
-    """Storages of a sharded optimizer's step, as in `StepShards`."""
-
-    row: list[Any]
-    state_shards: tuple[list[Any], ...]
-    gathers_gradient: bool
 
 
 class AllReduceSpec(NamedTuple):
@@ -52,7 +45,7 @@ class AllReduceSpec(NamedTuple):
         Name of the reduction.
     spans_hosts : bool
         Whether there are ranks on other machines.
-    shards : ShardSpec or None
+    shards : StepShards or None
         With a sharded optimizer.  The variable is then a matrix with a row for each rank, and not all-reduced: a
         reduce-scatter reduces this rank's row, and all-gathers after the second function exchange the updated rows.
     """
@@ -64,7 +57,7 @@ class AllReduceSpec(NamedTuple):
     nccl_caller: str = "python"
     op: str = "sum"
     spans_hosts: bool = False
-    shards: ShardSpec | None = None
+    shards: StepShards | None = None
 
     @property
     def collectives(self) -> tuple[str, ...]:
@@ -237,7 +230,7 @@ class ShardedExchange(Exchange):
     def __init__(self, spec: AllReduceSpec, ffi_all_reduce: FfiAllReduce, iterations: Sequence[Any]):
         super().__init__(spec, ffi_all_reduce, iterations)
         assert spec.shards is not None
-        self._shards = spec.shards
+        self._shards, self._row_storage = spec.shards, spec.shards.row.container.storage
         #: Blocks of this rank's reduced row; before the second function.
         self._rows: list[Any] = []
         #: All ranks' updated rows, and the flag of the reduced row; after the second function.
@@ -259,7 +252,7 @@ class ShardedExchange(Exchange):
 
     def _get_flag(self, key: int) -> Any:
         # This rank's shards are valid if its row is.  They are updated at once, in place.
-        is_state_shard = any(key == id(storage) for storage in self._shards.state_shards)
+        is_state_shard = any(key == id(shard.container.storage) for shard in self._shards.state_shards)
         return self._is_row_valid if is_state_shard else self._is_valid
 
     def _run_gradient(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
@@ -278,7 +271,7 @@ class ShardedExchange(Exchange):
         """Return the function's results, with the row's old value."""
         import jax.numpy as jnp
 
-        start = _find_operand(function, self._shards.row)
+        start = _find_operand(function, self._row_storage)
         stop, n_ranks = start + len(self._rows), self._spec.divisor
 
         def run(*arguments: Any) -> Sequence[Any]:
@@ -288,7 +281,7 @@ class ShardedExchange(Exchange):
             run,
             [*operands[:start], *self._rows, *operands[start + 1 :]],
             function.n_outputs,
-            _find(function.result_storages, self._shards.row),
+            _find(function.result_storages, self._row_storage),
             delayed_arguments=range(start, stop),
         )
         chunks = self._group_into_chunks(evaluator.parts, n_ranks * self._rows[0].dtype.itemsize)

@@ -156,7 +156,8 @@ class Executable(Runner):
             can_fuse = spec is None or any(storage is spec.storage for storage in self._functions[0].result_storages)
             can_fuse = can_fuse and not any(executable._has_lengths for executable in executables)
             if spec is not None and spec.shards is not None:
-                can_fuse = can_fuse and any(storage is spec.shards.row for storage in executables[1]._storages)
+                row_storage = spec.shards.row.container.storage
+                can_fuse = can_fuse and any(storage is row_storage for storage in executables[1]._storages)
             if n_repeats > 1:
                 can_fuse = (
                     can_fuse

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from synkhronos.devices.jax.ffi_all_reduce import Reducer
 from synkhronos.engines.engine import Runner, StepAllReduce
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Rank
@@ -60,8 +61,8 @@ class FusedRunner(Runner):
                     self._rank.commit()  # an earlier step may be valid even if a later one fails
 
 
-class GradientReducer:
-    """The reducer of the ranks' gradients in one launch (`devices.jax.ffi_all_reduce.Reducer`).
+class GradientReducer(Reducer):
+    """The reducer of the ranks' gradients in one launch.
 
     Parameters
     ----------
@@ -98,13 +99,6 @@ class GradientReducer:
 
     def finish(self, spans: Sequence[Any], valid_flag_address: int, stream: int | None) -> None:
         """Launch the collective on the rest of the gradient, and make the stream wait for all chunks.
-
-        Parameters
-        ----------
-        spans : list of BufferSpan
-        valid_flag_address : int
-            Address of an int32 on the GPU, which becomes 1 if the reduction is valid.
-        stream : int or None
 
         Raises
         ------
