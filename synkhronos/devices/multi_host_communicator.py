@@ -101,7 +101,6 @@ class MultiHostCommunicator(HostCommunicator):
             Memory for the bytes on this rank; None if the rank does not need them.
         size : int
             Number of bytes.
-        root : int
         receivers : range
             Ranks that receive the bytes.
         """
@@ -152,7 +151,6 @@ class MultiHostCommunicator(HostCommunicator):
             This rank's array; None if the rank does not contribute.
         target : ndarray or None
             Memory for the result on this rank; None if the rank does not need it.
-        op : str
         size : int
             Number of elements.
         dtype : dtype

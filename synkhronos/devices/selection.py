@@ -13,7 +13,6 @@ def take_rows(array: np.ndarray, rows: Selection, out: np.ndarray | None = None)
 
     Parameters
     ----------
-    array : ndarray
     rows : range or ndarray
         Row numbers, non-negative and within the array.
     out : ndarray, optional

@@ -51,12 +51,7 @@ def _get_unread_outputs(rank: Rank) -> _UnreadOutputs:
 
 @dataclass(frozen=True, slots=True)
 class FetchOutputs(Command):
-    """Reduce unread outputs over the ranks.
-
-    Attributes
-    ----------
-    command_numbers : tuple of int
-    """
+    """Reduce unread outputs over the ranks."""
 
     command_numbers: tuple[int, ...]
 
@@ -75,12 +70,7 @@ class FetchOutputs(Command):
 
 @dataclass(frozen=True, slots=True)
 class DropOutputs(Command):
-    """Drop unread outputs.
-
-    Attributes
-    ----------
-    command_numbers : tuple of int
-    """
+    """Drop unread outputs."""
 
     command_numbers: tuple[int, ...]
 
@@ -136,10 +126,8 @@ class ResultTable(PendingOperation):
 
         Parameters
         ----------
-        command_number : int
         nbytes : int
             Size of the outputs on the master's rank.
-        n_outputs : int
 
         Returns
         -------

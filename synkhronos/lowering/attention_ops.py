@@ -37,7 +37,6 @@ class _AttentionOp(Op):
     ----------
     scale : float or None
         Factor of the scores; None for ``1 / sqrt(width)``.
-    is_causal : bool
     """
 
     __props__ = ("scale", "is_causal")

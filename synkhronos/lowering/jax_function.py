@@ -96,7 +96,6 @@ def _pass_keys_instead_of_dicts(
 
     Parameters
     ----------
-    run : callable
     generators : dict of int to dict
         The dicts, by position among the arguments.
     new_generators : set of int

@@ -79,7 +79,6 @@ def to_strong_array(value: Any, dtype: str | None) -> Any:
 
     Parameters
     ----------
-    value : array or number
     dtype : str or None
         Dtype of the variable in the graph.  None: return the value unchanged.
     """

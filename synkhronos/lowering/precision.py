@@ -40,7 +40,6 @@ def round_product_factors(run: Callable[..., Any], node: Any, graph: Any) -> Cal
     ----------
     run : callable
         JAX function of the node's Op, in full precision.
-    node : Apply
     graph : FunctionGraph
         The node's graph.
     """

@@ -62,7 +62,6 @@ class StepTally:
 
     Parameters
     ----------
-    n_hosts : int
     host : int
         Number of this host.
 

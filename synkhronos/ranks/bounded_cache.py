@@ -13,10 +13,6 @@ class BoundedCache(dict[K, V]):
 
     Ranks that assign the same items in the same order have equal caches, whatever they have read from them.
 
-    Parameters
-    ----------
-    max_items : int
-
     Examples
     --------
     >>> cache = BoundedCache(2)

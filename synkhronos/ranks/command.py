@@ -17,7 +17,6 @@ class RowAccess(NamedTuple):
 
     Attributes
     ----------
-    array : ArrayLocation
     rows : range, ArrayLocation of int64, or None
         Indexes of the rows; None for the whole array.
     first_row : int

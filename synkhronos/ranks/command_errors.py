@@ -34,10 +34,8 @@ def make_command_error(
 
     Parameters
     ----------
-    command : Command
     command_number : int
         Number of the command.
-    control : ControlMemory
     master_error : BaseException or None
         Exception of the master's part of the command.
     reports : sequence of FailureReport

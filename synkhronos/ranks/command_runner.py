@@ -63,7 +63,6 @@ class CommandRunner(ABC):
 
     Parameters
     ----------
-    group : ProcessGroup
     timeout : float or None
         Seconds that the master waits for the other ranks in one command; in a task, since a rank's last sign of
         progress.  None: no limit.

@@ -235,7 +235,6 @@ class ControlMemory:
             Sleep reason to publish.
         check_peers : callable
             Called every ``poll_seconds`` seconds; raises, or ends the process, when a peer has died.
-        poll_seconds : float
         """
         if is_ready():
             return
@@ -305,7 +304,6 @@ class Semaphore:
 
     Parameters
     ----------
-    memory : buffer
     offset : int
         First byte in the memory.
     is_initialised : bool

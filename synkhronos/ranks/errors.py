@@ -15,7 +15,6 @@ class FailureReport:
 
     Attributes
     ----------
-    rank : int
     class_name : str
         Name of the exception's class.
     message, traceback : str

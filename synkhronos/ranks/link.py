@@ -74,7 +74,6 @@ class Link:
 
         Parameters
         ----------
-        command : Command
         command_location : ArrayLocation or None
             Location of the pickled command, if it is too long for the mailbox.
         segments : SegmentTable

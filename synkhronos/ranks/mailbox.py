@@ -15,14 +15,7 @@ from synkhronos.ranks.worker_main import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES,
 
 
 class Mailbox:
-    """Posts commands to the workers of this host, and to the agent that sends them to other hosts.
-
-    Parameters
-    ----------
-    control : ControlMemory
-    link : Link
-    memory : MemoryTable
-    """
+    """Posts commands to the workers of this host, and to the agent that sends them to other hosts."""
 
     def __init__(self, control: ControlMemory, link: Link, memory: MemoryTable):
         self._control, self._link, self._memory = control, link, memory

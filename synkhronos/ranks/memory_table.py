@@ -84,7 +84,6 @@ class MemoryTable:
 
         Parameters
         ----------
-        nbytes : int
         in_command : bool
             Whether a command is being sent, so that no other one can be run to free memory.
 

@@ -27,7 +27,6 @@ class ProcessGroup:
     ----------
     size : int
         Number of ranks.
-    master_rank : int
     link : Link
         Connection to other hosts.
     spawn : bool
@@ -35,7 +34,6 @@ class ProcessGroup:
 
     Attributes
     ----------
-    control : ControlMemory
     channels : dict of int to socket
         This process's ends of the socket pairs over which workers, and this host's agent, receive segments.
     pids : dict of int to int

@@ -68,11 +68,6 @@ def find_byte_range(rows: Any) -> ByteRange:
 class RankTask:
     """Synchronisation of one rank with the others within a task: progress, barriers, messages and locks.
 
-    Parameters
-    ----------
-    rank : Rank
-    memory : TaskMemory
-
     Attributes
     ----------
     wait_seconds : float
@@ -307,7 +302,6 @@ class _PublishedWait:
 
     Parameters
     ----------
-    task : RankTask
     condition : int
         `STEP_REACHED`, `BYTES_SENT`, `BYTES_RECEIVED` or `LOCK_FREE`; `NO_CONDITION` for a wait that ends by itself.
     count : int

@@ -88,7 +88,6 @@ def create_unlinked_file(nbytes: int, allocated_ranges: Iterable[range] | None =
 
     Parameters
     ----------
-    nbytes : int
     allocated_ranges : iterable of range, optional
         Ranges of bytes whose pages are allocated now, where a full ``/dev/shm`` raises MemoryError.  A write into other
         pages of a full ``/dev/shm`` is a bus error.  Default: all.
@@ -142,8 +141,6 @@ class Segment:
     ----------
     key : int
         Key of the segment, the same on every rank.
-    fd : int
-    nbytes : int
     is_user_file : bool
         Whether it is a user's file.
     allocated_bytes : range, optional
@@ -200,8 +197,6 @@ class ArrayLocation(NamedTuple):  # a tuple, because it is pickled with every ca
     ----------
     key : int
         Key of the segment.
-    dtype : str
-    shape : tuple of int
     offset : int
         First byte in the segment.
     """
@@ -328,8 +323,6 @@ def map_file(fd: int, nbytes: int, copy_on_write: bool = False) -> mmap.mmap:
 
     Parameters
     ----------
-    fd : int
-    nbytes : int
     copy_on_write : bool
         Whether to map the file copy-on-write.
     """

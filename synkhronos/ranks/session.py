@@ -41,7 +41,6 @@ class Session(CommandRunner):
     ----------
     size : int
         Number of ranks.
-    master_rank : int
     timeout : float, optional
         As in `CommandRunner`.
     spawn : bool

@@ -72,7 +72,6 @@ def main(
 
     Parameters
     ----------
-    control : ControlMemory
     channel : socket
         This process's end of the socket pair over which segments arrive.
     from_main_thread : bool

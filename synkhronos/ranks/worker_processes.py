@@ -27,7 +27,6 @@ class WorkerProcesses:
     ----------
     master_rank : int
         Rank of the master, which has no worker process.
-    control : ControlMemory
     control_file : file or None
         File of the control memory, for workers that are new processes; None for forks, which inherit the memory.
 

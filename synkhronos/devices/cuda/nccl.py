@@ -50,8 +50,6 @@ class BufferSpan(NamedTuple):
     ----------
     source, target : int
         Addresses of the items and of the memory for their reduction; they may be equal.
-    n_items : int
-    dtype : str
     """
 
     source: int
@@ -74,8 +72,6 @@ class NcclCommunicator(Communicator):
 
     Parameters
     ----------
-    rank : Rank
-    staging : Staging
     watchdog : CollectiveWatchdog, optional
         Watchdog of this rank's communicator of all ranks.  None if this is that communicator, which makes one.
     """
@@ -214,7 +210,6 @@ class NcclCommunicator(Communicator):
 
         Parameters
         ----------
-        spans : list of BufferSpan
         op : str
             Name of the reduction; an all-gather has none.
         stream : int

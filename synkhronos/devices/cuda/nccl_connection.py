@@ -47,8 +47,6 @@ class NcclConnection:
 
     Parameters
     ----------
-    rank : Rank
-    staging : Staging
     stream : int
         Handle of the stream on which the first collectives run, which set up NCCL's transports.
     valid_flag : ndarray of int32, shape (1,)

@@ -95,7 +95,6 @@ class ItemRange(NamedTuple):
         The array, referenced so that its memory is not freed.
     pointer : int
         Address of the first item on the GPU.
-    nbytes : int
     """
 
     array: Any
@@ -125,7 +124,6 @@ class _InputBuffer:
 
     Attributes
     ----------
-    array : array
     pointer : int
         Address of the array.
     last_read : cuda.core.Event or None

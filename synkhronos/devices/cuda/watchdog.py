@@ -50,8 +50,6 @@ class CollectiveWatchdog(PendingOperation):
 
     Parameters
     ----------
-    rank : Rank
-    staging : Staging
     connection : NcclConnection
         The connection of all ranks.
     stream : int

@@ -19,7 +19,6 @@ class ComputeStream(NamedTuple):
 
     Attributes
     ----------
-    handle : int
     is_inline : bool
         Whether XLA calls foreign functions in the launching thread, before the launch returns.
     """

@@ -117,7 +117,6 @@ class FfiAllReduce:
 
         Parameters
         ----------
-        reducer : Reducer
         n_reductions : int or None
             Number of all-reduces that the launch must make; None for any number.
 
@@ -146,7 +145,6 @@ class FfiAllReduce:
 
         Parameters
         ----------
-        communicator : NcclCommunicator
         shape : tuple of int
             Shape of the reduced array on all ranks, checked when the program is traced.
         n_reductions : int
@@ -181,7 +179,6 @@ class FfiAllReduce:
 
         Parameters
         ----------
-        array : traced jax.Array
         token : jax.Array of int32
             Token of the previous start; 0 for the first start.
         shape : tuple of int, optional
@@ -220,7 +217,6 @@ class FfiAllReduce:
 
         Parameters
         ----------
-        arrays : list of traced jax.Array
         started : list of jax.Array
             All arrays that `trace_start` has returned.
         token : jax.Array, optional

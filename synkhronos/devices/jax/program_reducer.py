@@ -137,7 +137,6 @@ class HostReducer(ProgramReducer):
     ----------
     rank : Rank
         A rank of a session on one host.
-    detector : InterruptDetector
     """
 
     def __init__(self, rank: Rank, detector: InterruptDetector):
@@ -179,8 +178,6 @@ class GpuReducer(ProgramReducer):
 
     Parameters
     ----------
-    rank : Rank
-    detector : InterruptDetector
     communicator : NcclCommunicator
         A connected communicator.
     """

@@ -77,8 +77,6 @@ class Exchange:
 
     Parameters
     ----------
-    spec : AllReduceSpec
-    ffi_all_reduce : FfiAllReduce
     iterations : list of jax.Array
         In a loop: ``others`` of `FfiAllReduce.trace_finish`; else empty.
     """
@@ -186,8 +184,6 @@ class Exchange:
 
         Parameters
         ----------
-        evaluator : JaxprEvaluator
-        chunks : list of list of jaxpr variables
         compute_chunk : callable
             Returns the array of a chunk.
         token : jax.Array of int32

@@ -66,9 +66,6 @@ class GradientReducer(Reducer):
 
     Parameters
     ----------
-    rank : Rank
-    communicator : NcclCommunicator
-    op : str
     shape : tuple of int
         Shape of the gradient on all ranks.
     is_repeated : bool

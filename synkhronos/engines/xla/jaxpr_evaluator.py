@@ -21,7 +21,6 @@ class JaxprEvaluator:
     ----------
     function : callable
         Takes arrays, and returns a sequence of arrays.
-    arguments : list of traced jax.Array
     n_forward : int
         Number of results at the start, such as the loss, that belong to the forward pass.  Values that they need are
         never delayed, as XLA may compute them again where they are used.

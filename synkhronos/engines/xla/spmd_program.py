@@ -44,7 +44,6 @@ class SpmdProgram:
 
     Parameters
     ----------
-    rank : Rank
     is_vectorized : bool
         Whether the program applies `jax.vmap` to loops with sums.
 
@@ -123,7 +122,6 @@ class SpmdProgram:
             Compiles a graph, like ``pytensor.function``.
         inputs : list of variable
             Parameters of the returned function, then a variable for each array in ``rows``.
-        output : variable
         rows : list of array
             This rank's rows.
         """

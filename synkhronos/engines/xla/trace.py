@@ -89,8 +89,6 @@ def trace_loop(
     ----------
     compute_once : callable
         Takes inputs and the state; returns new values of the items at ``changed_positions`` of the state.
-    n_repeats : int
-    n_inputs : int
     changed_positions : list of int
         Positions in the state.
     *arguments : jax.Array
