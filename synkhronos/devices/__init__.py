@@ -95,12 +95,8 @@ def get_array_device(array: Any) -> Device:
 def read_environment_device() -> Device | None:
     """Return the device that the environment variable SYNKHRONOS_DEVICE names; None if the variable is empty.
 
-    Devices on GPUs can't be named there: `choose_device` selects them.
-
-    Raises
-    ------
-    ValueError
-        If no device has this name.
+    Devices on GPUs can't be named there: `choose_device` selects them.  ValueError is raised if no device has this
+    name.
     """
     name = os.environ.get("SYNKHRONOS_DEVICE")
     if not name:
@@ -112,7 +108,7 @@ def read_environment_device() -> Device | None:
 
 
 def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
-    """Choose the device and the number of ranks for `fork`.
+    """Choose the device and the number of ranks for `fork`, and return both.
 
     Parameters
     ----------
@@ -120,11 +116,6 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
         None uses GPUs if there are any and the packages for them are installed.
     n_parallel : int or None
         Number of ranks.  None means one for each GPU, or for each core that this process may use.
-
-    Returns
-    -------
-    device : Device
-    n_ranks : int
 
     Raises
     ------

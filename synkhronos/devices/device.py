@@ -56,14 +56,8 @@ class Device(ABC):
     def assign_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
         """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it; "" without GPUs.
 
-        Called before `initialize`: in the master for its host, and on every rank of the other hosts.
-
-        Parameters
-        ----------
-        n_local_ranks : int
-            Number of ranks of this host.
-        local_master_index : int
-            Index of the master among them; 0 on other hosts.
+        Called before `initialize`: in the master for its host, and on every rank of the other hosts, where
+        ``local_master_index``, the index of the master among the ranks of this host, is 0.
         """
         return [""] * n_local_ranks
 
@@ -146,18 +140,9 @@ class Device(ABC):
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
-        The result may be a buffer, which the next call with the same ``key`` overwrites.
-
-        Parameters
-        ----------
-        rank : Rank
-        buffers : dict
-            Buffers that calls reuse; this method stores its buffer under ``key``.
-        key : hashable
-        location : ArrayLocation
-        rows : range, ndarray or None
-        must_copy : bool
-            Whether the input must not share memory with the segment, because the function may overwrite it.
+        The result may be a buffer, stored in ``buffers`` under ``key``, which the next call with the same key
+        overwrites.  With ``must_copy``, it must not share memory with the segment, because the function may overwrite
+        it.
         """
         return self.load(rank, location, rows)
 
@@ -215,23 +200,15 @@ class Device(ABC):
     def as_writable(self, value: Any, has_other_references: bool) -> Any:
         """Return a container's value if it is contiguous and may be written in place, else a copy.
 
-        Parameters
-        ----------
-        value : array
-        has_other_references : bool
-            Whether there are references to the value besides the container's.
+        ``has_other_references`` says whether there are references to the value besides the container's.
         """
         return self.from_host(self.to_host(value))
 
     def rewrap(self, value: Any, is_complete: bool = False) -> Any:
         """Return a new array object for the memory of an array that a communicator writes in place.
 
-        Parameters
-        ----------
-        value : array
-            Not to be used afterwards.
-        is_complete : bool
-            Whether the memory has been written already, as `Communicator.all_reduce` returns.
+        The old object must not be used afterwards.  ``is_complete`` says whether the memory has been written already,
+        as `Communicator.all_reduce` returns.
         """
         return value
 

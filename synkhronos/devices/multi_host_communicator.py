@@ -91,18 +91,10 @@ class MultiHostCommunicator(HostCommunicator):
     def _stream_bytes(
         self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, receivers: range
     ) -> None:
-        """Stream bytes from the root to a range of ranks, through all hosts between them.
+        """Stream ``size`` bytes from the root to a range of ranks, through all hosts between them.
 
-        Parameters
-        ----------
-        source : ndarray of uint8 or None
-            Bytes to send, on the root.
-        target : ndarray of uint8 or None
-            Memory for the bytes on this rank; None if the rank does not need them.
-        size : int
-            Number of bytes.
-        receivers : range
-            Ranks that receive the bytes.
+        ``source`` are the bytes on the root.  ``target`` is the memory for them on this rank; None if it does not need
+        them.
         """
         local_ranks, number = self._local_ranks, self._rank.number
         from_below, from_above = root < local_ranks.start, root >= local_ranks.stop
@@ -143,21 +135,7 @@ class MultiHostCommunicator(HostCommunicator):
         dtype: np.dtype,
         contributors: Sequence[int],
     ) -> None:
-        """Reduce an array over ranks.
-
-        Parameters
-        ----------
-        source : ndarray or None
-            This rank's array; None if the rank does not contribute.
-        target : ndarray or None
-            Memory for the result on this rank; None if the rank does not need it.
-        size : int
-            Number of elements.
-        dtype : dtype
-            Dtype of the elements.
-        contributors : sequence of int
-            Ranks whose arrays are reduced, in order.
-        """
+        """Reduce ``source`` over the contributors into every ``target`` that is not None."""
         rank, local_ranks, reduce_op = self._rank, self._local_ranks, REDUCE_OPS[op]
         accumulator = reduce_op.choose_accumulator_dtype(dtype)
         chunk_size = FRAME_NBYTES // accumulator.itemsize
@@ -215,16 +193,8 @@ class MultiHostCommunicator(HostCommunicator):
     ) -> None:
         """Copy a chunk of the result into this rank's target, and pass it to the previous host.
 
-        Parameters
-        ----------
-        target : ndarray or None
-            Memory for the whole result; None if this rank does not need it.
-        chunk : (int, int)
-            First element and number of elements.
-        accumulator : dtype
-            Dtype of the result in the pipes.
-        n_newer : int
-            Number of chunks that this rank has begun since this one.
+        ``chunk`` are its first element and its number of elements; ``n_newer`` is the number of chunks that this rank
+        has begun since this one.
         """
         offset, count = chunk
         if self._is_last:

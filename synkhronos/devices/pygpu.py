@@ -43,10 +43,7 @@ class PygpuDevice(CudaDevice):
     def open_gpu(self, gpu: str) -> None:
         """Make Theano open the GPU, for all variables and functions that are made from then on.
 
-        Raises
-        ------
-        RuntimeError
-            If Theano can't open the GPU, or doesn't launch on a single stream.
+        RuntimeError is raised if Theano can't open the GPU, or doesn't launch on a single stream.
         """
         # Theano has set this variable for its child processes if the master has opened a GPU.
         os.environ.pop("THEANO_GPU_IS_ALREADY_ACTIVE", None)

@@ -9,18 +9,9 @@ Selection = range | np.ndarray
 
 
 def take_rows(array: np.ndarray, rows: Selection, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the selected rows of an array.
+    """Return the selected rows of an array, whose numbers are non-negative and within the array.
 
-    Parameters
-    ----------
-    rows : range or ndarray
-        Row numbers, non-negative and within the array.
-    out : ndarray, optional
-        Array for the result.  Without it, a range returns a view of ``array``.
-
-    Returns
-    -------
-    ndarray
+    The result is written into ``out``; without it, a range returns a view of the array.
 
     Examples
     --------

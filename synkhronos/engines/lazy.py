@@ -124,14 +124,7 @@ class ResultTable(PendingOperation):
     def add_call(self, command_number: int, nbytes: int, n_outputs: int) -> list[Result]:
         """Add a call that has just been launched, and return a `Result` for each of its outputs.
 
-        Parameters
-        ----------
-        nbytes : int
-            Size of the outputs on the master's rank.
-
-        Returns
-        -------
-        list of Result
+        ``nbytes`` is the size of the outputs on the master's rank.
         """
         call = _CallOutputs(command_number)
         # The callback is a C function: a callback in Python could swallow an interrupt.
@@ -190,12 +183,8 @@ class ResultTable(PendingOperation):
     def get_values(self, call: _CallOutputs) -> list[Any]:
         """Return a call's outputs; read all unread outputs first if these are unread.
 
-        Raises
-        ------
-        RuntimeError
-            If the ranks ended before the outputs were read.
-        Exception
-            The error of the outputs' reduction.
+        RuntimeError is raised if the ranks ended before the outputs were read, or else the error of the outputs'
+        reduction.
         """
         if call.values is None:
             if call.error is None and call.command_number in self._unread:

@@ -33,10 +33,7 @@ from synkhronos.lowering.numpy_op import register_lowering
 class _AttentionOp(Op):
     """Base class of `Attention` and `AttentionGradient`.
 
-    Parameters
-    ----------
-    scale : float or None
-        Factor of the scores; None for ``1 / sqrt(width)``.
+    ``scale`` is the factor of the scores; None stands for ``1 / sqrt(width)``.
     """
 
     __props__ = ("scale", "is_causal")

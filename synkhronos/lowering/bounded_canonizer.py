@@ -17,13 +17,7 @@ MAX_ALWAYS_EXPANDED = 8
 
 
 class _BoundedCanonizer:
-    """A canonizer that does not expand sums or products if the graph would grow.
-
-    Parameters
-    ----------
-    canonizer : AlgebraicCanonizer
-        The canonizer without a bound.
-    """
+    """A canonizer that does not expand sums or products if the graph would grow."""
 
     def __init__(self, canonizer: AlgebraicCanonizer):
         self._canonizer = canonizer

@@ -22,6 +22,8 @@ def fuse_sums(
 ) -> Callable[..., Any]:
     """Return a function that computes several sums on each rank, and reduces them by one all-reduce.
 
+    It takes the parameters of all functions, in order, and returns the sum, or a tuple of sums.
+
     Parameters
     ----------
     functions : list of callable
@@ -32,11 +34,6 @@ def fuse_sums(
         Positions of the differentiable parameters of each function.
     all_reduce : callable
         Takes a vector, and returns its sum over the ranks.
-
-    Returns
-    -------
-    callable
-        Takes the parameters of all functions, in order, and returns the sum, or a tuple of sums.
     """
     import jax
     import jax.numpy as jnp
@@ -94,16 +91,8 @@ def make_callback_sum(
 ) -> Callable[..., Any]:
     """Return a differentiable function of JAX arrays that computes a sum by a callback to functions of NumPy arrays.
 
-    Parameters
-    ----------
-    compute_value : callable
-        Takes a list of arrays, and returns the sum.
-    compute_value_and_gradients : callable
-        Takes a list of arrays, and returns a list of the sum and its gradients.
-    dtype : str
-        Dtype of the sum.
-    differentiable_positions : list of int
-        Positions of the parameters with a gradient.
+    ``compute_value`` takes a list of arrays, and returns the sum; ``compute_value_and_gradients`` returns a list of the
+    sum and its gradients with respect to the parameters at ``differentiable_positions``.  ``dtype`` is that of the sum.
     """
     import jax
     import jax.numpy as jnp

@@ -23,14 +23,7 @@ if TYPE_CHECKING:  # it imports PyTensor, and the engines import this module wit
 class JaxFunction:
     """A PyTensor function, compiled in JAX mode, as a function of JAX arrays on a device.
 
-    Parameters
-    ----------
-    function : Function
-        The compiled function.
-    n_inputs : int
-        Number of inputs that are passed in a call; the remaining inputs are shared variables.
-    device : Device
-        Device that owns the arrays.
+    ``n_inputs`` is the number of inputs that are passed in a call; the remaining inputs are shared variables.
 
     Attributes
     ----------
@@ -92,14 +85,8 @@ def _pass_keys_instead_of_dicts(
 ) -> Callable[..., Any]:
     """Wrap a function whose random generators are dicts, so that it takes and returns only the JAX key of each dict.
 
-    The other five items of a dict are not used, but would be copied at each launch.
-
-    Parameters
-    ----------
-    generators : dict of int to dict
-        The dicts, by position among the arguments.
-    new_generators : set of int
-        Positions of updated dicts among the results.
+    The other five items of a dict are not used, but would be copied at each launch.  ``generators`` are the dicts, by
+    position among the arguments; ``new_generators`` are the positions of updated dicts among the results.
     """
 
     def run_with_keys(*arguments: Any) -> tuple[Any, ...]:

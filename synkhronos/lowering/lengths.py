@@ -66,14 +66,9 @@ _INDEXING_OPS = (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtenso
 
 
 class FixedLengthSubtensor(Op):
-    """Indexing, or an update by index, with the lengths of some slices as additional inputs.
+    """Indexing, or an update by index, with the lengths of some slices as additional inputs, the last ones of the node.
 
-    Parameters
-    ----------
-    op : Op
-        PyTensor's Op: ``Subtensor``, ``AdvancedSubtensor``, ``IncSubtensor`` or ``AdvancedIncSubtensor``.
-    positions : tuple of int
-        Positions of these slices among the indices.  Their lengths are the last inputs of the node.
+    ``op`` is PyTensor's indexing Op; ``positions`` are those of the slices among the indices.
     """
 
     __props__ = ("op", "positions")
@@ -103,16 +98,14 @@ class StaticLengthGraph:
     Parameters
     ----------
     graph : FunctionGraph
-        The graph for JAX.  Its last inputs are the lengths.
+        The graph for JAX: its inputs are those of the original graph, then the lengths.
     inputs : sequence of variable
-        Inputs of the original graph: the first inputs of `graph`.
+        Inputs of the original graph.
     lengths : sequence of variable or _SliceLength
         The lengths, as expressions in `inputs`.
 
     Attributes
     ----------
-    n_lengths : int
-        Number of lengths.
     deciding_inputs : list of int
         Positions of the scalar inputs whose values determine lengths.
     """
@@ -182,17 +175,9 @@ class StaticLengthGraph:
 
 
 def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
-    """Replace the lengths in a graph that depend on the values of inputs by additional inputs.
+    """Replace the lengths in a graph for JAX mode that depend on the values of inputs by additional inputs.
 
-    Parameters
-    ----------
-    graph : FunctionGraph
-        A graph for JAX mode.  It is not changed.
-
-    Returns
-    -------
-    StaticLengthGraph or None
-        None if no length depends on the value of an input.
+    The graph is not changed.  None is returned if no length depends on the value of an input.
     """
     if not any(map(_is_integer_scalar, graph.inputs)):
         return None
@@ -351,14 +336,9 @@ def _find_varying_slices(node: Any, known_variables: KnownVariables) -> Iterator
 
 
 def split_indexing(op: Op, inputs: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
-    """Split the inputs of an indexing Op, or the inputs' values, into operands and indices.
+    """Split the inputs of an indexing Op, or the inputs' values, into operands and indices, as in ``x[indices]``.
 
-    Returns
-    -------
-    operands : sequence
-        The array; for an update also the new values.
-    indices : tuple
-        Slices and integers or arrays, as in ``x[indices]``.
+    The operands are the array and, for an update, the new values.  Indices are slices and integers or arrays.
     """
     n_operands = 2 if isinstance(op, IncSubtensor | AdvancedIncSubtensor) else 1
     # Before 3.0, advanced indexing has slices among its inputs and no `idx_list`.

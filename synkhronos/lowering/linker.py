@@ -72,15 +72,10 @@ class StaticLengthLinker(JAXLinker):
 
 
 def to_strong_array(value: Any, dtype: str | None) -> Any:
-    """Convert a Python number, or an array with a weak dtype, to an array with a strong dtype.
+    """Convert a Python number, or an array with a weak dtype, to an array with a strong dtype; None: no conversion.
 
     Lengths are Python integers within a graph.  The dtype of an array that was computed from numbers alone is "weak" in
     JAX.  An update by such a value would change the variable's type, and JAX would compile the function again.
-
-    Parameters
-    ----------
-    dtype : str or None
-        Dtype of the variable in the graph.  None: return the value unchanged.
     """
     import jax
     import jax.numpy as jnp

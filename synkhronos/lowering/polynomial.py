@@ -24,14 +24,8 @@ Polynomial = Counter[tuple[Any, ...]]
 def find_constant_extent(index: slice, polynomials: Mapping[Any, Polynomial]) -> int | None:
     """Return stop minus start of a slice, at least 0, if it is a constant; None otherwise.
 
-    It is the length of the slice, or an upper bound where the array ends before ``stop``.
-
-    Parameters
-    ----------
-    index : slice
-        The bounds are variables or None.
-    polynomials : mapping of variable to Polynomial
-        Known polynomials of variables in the bounds.
+    It is the length of the slice, or an upper bound where the array ends before ``stop``.  The bounds are variables,
+    whose polynomials may be known, or None.
     """
     step = index.step
     if (

@@ -35,13 +35,6 @@ def round_product_factors(run: Callable[..., Any], node: Any, graph: Any) -> Cal
 
     Products accumulate in float32.  Results of products may be bfloat16, so outputs may have another dtype than in the
     graph.  Outputs of the graph are not rounded, so new values of parameters keep full precision.
-
-    Parameters
-    ----------
-    run : callable
-        JAX function of the node's Op, in full precision.
-    graph : FunctionGraph
-        The node's graph.
     """
     if _is_product(node.op):
         return _multiply_in_bfloat16(run, node, _rounds_result(node.outputs[0], graph))

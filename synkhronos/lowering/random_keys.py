@@ -32,12 +32,8 @@ _key_storages: WeakKeyDict[Any, tuple[np.random.Generator, Any]] = WeakKeyDict()
 def share_key_storage(container: Any, storage: list[Any]) -> list[Any]:
     """Return the storage of a function's input; for a random generator, the key storage that functions share.
 
-    Parameters
-    ----------
-    container : Container
-        Container of the shared variable.
-    storage : list
-        The function's storage of this input: a list with one item, a dict if the input is a random generator.
+    ``container`` is that of the shared variable.  ``storage`` is the function's: a list with one item, a dict if the
+    input is a random generator.
     """
     if not isinstance(storage[0], dict):
         return storage

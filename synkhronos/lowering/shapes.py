@@ -304,23 +304,11 @@ def _lower_fixed_length(op: FixedLengthSubtensor, node: Any = None, **kwargs: An
 def _index_with_lengths(
     op: Any, operands: Sequence[Any], indices: Sequence[Any], positions: Sequence[int], lengths: Any, is_exact: bool
 ) -> Any:
-    """Index an array, or update it by index, with given lengths of some slices.
+    """Index an array, or update it by index, with given lengths of the slices at ``positions``.
 
-    Parameters
-    ----------
-    op : Op
-        PyTensor's indexing Op.
-    operands : sequence of array
-        The array; for an update also the new values.
-    indices : sequence
-        Indices; the bounds of slices at `positions` may be traced.
-    positions : sequence of int
-        Positions of the slices among `indices`.
-    lengths : sequence of int
-        Length of each of these slices.
-    is_exact : bool
-        Whether the slices certainly have these lengths.  Otherwise the result is filled with `_get_invalid_value` if a
-        slice has another length, for example where it extends beyond the end, since its shape can't change.
+    The bounds of these slices may be traced.  The operands are the array, and for an update also the new values.
+    Unless ``is_exact``, the result is filled with `_get_invalid_value` if a slice has another length, for example where
+    it extends beyond the end, since its shape can't change.
     """
     import jax.numpy as jnp
 
@@ -349,15 +337,7 @@ def _index_with_lengths(
 
 
 def _find_elements(index: slice, axis_length: int, length: int) -> tuple[Any, Any]:
-    """Compute the positions of a slice's elements.
-
-    Returns
-    -------
-    elements : traced integer or traced vector
-        Position of the first element if the step is 1, else positions of all elements.
-    matches_length : traced bool
-        Whether the slice has this length.
-    """
+    """Return the positions of a slice's elements, or of the first if the step is 1, and whether it has this length."""
     import jax.numpy as jnp
 
     step = 1 if index.step is None else index.step

@@ -73,14 +73,7 @@ def _split_centered_sum(fgraph: FunctionGraph, node: Any) -> list[Any] | None:
 
 
 def _split_factors(term: Any, axes: tuple[int, ...]) -> tuple[Any, list[tuple[Any, bool]]]:
-    """Split a term into a rest and factors that are constant along the axes.
-
-    Returns
-    -------
-    rest : variable
-    factors : list of (variable, bool)
-        The bool is True for a divisor.
-    """
+    """Split a term into a rest and factors that are constant along the axes, each with True if it is a divisor."""
     factors: list[tuple[Any, bool]] = []
     while term.owner is not None:
         if _is_elementwise(term.owner, TrueDiv) and _is_constant_along(term.owner.inputs[1], axes):

@@ -45,8 +45,7 @@ STEP_BITS = 24
 def record_common_step(words: Any, command_number: int, step: int) -> None:
     """Record the last step that all ranks reached in a failed command.
 
-    Successive commands use two words in turn: all ranks have finished a command before the second one after it is
-    posted.
+    Two words are used in turn: all ranks have finished a command before the second one after it is posted.
     """
     words[ControlMemory.COMMON_STEP + (command_number & 1)] = max(step, command_number << STEP_BITS)
 
@@ -58,12 +57,7 @@ def read_common_step(words: Any, command_number: int) -> int | None:
 
 
 class StepTally:
-    """Last step and failed commands that each host has reported.
-
-    Parameters
-    ----------
-    host : int
-        Number of this host.
+    """Last step and failed commands that each host has reported; ``host`` is the number of this one.
 
     Attributes
     ----------
@@ -83,19 +77,10 @@ class StepTally:
         self.last_failed = 0
 
     def record_own_state(self, failed_command: int, step: int) -> tuple[bool, bool]:
-        """Record the state of this host, and return which messages it has to send.
+        """Record the state of this host; return whether to send STEP, and whether to send FAILED after it.
 
-        Parameters
-        ----------
-        failed_command : int
-            Number of the last command that failed.  It has to be read before ``step``.
-        step : int
-            Last step that all ranks of this host have reached.
-
-        Returns
-        -------
-        sends_step, sends_failed : bool
-            Whether to send STEP, and whether to send FAILED after it.
+        ``failed_command`` is the number of the last command that failed, read before ``step``, the last step that all
+        ranks of this host have reached.
         """
         sends_step = step > self.steps[self._host] and step >> STEP_BITS > self.last_failed
         if sends_step:

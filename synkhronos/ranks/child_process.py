@@ -29,23 +29,17 @@ def spawn(
     from_main_thread: bool,
     environment: Mapping[str, str],
 ) -> int:
-    """Start a new Python process that calls a function, and return its process id.
+    """Start a new Python process that calls a function of a module, and return its process id.
 
-    The process inherits `sys.path`.  It starts with SIGINT and `JOB_SIGNALS` blocked; the function sets their handlers
-    and unblocks them.
+    The process inherits `sys.path` and the file descriptors ``fds``.  It starts with SIGINT and `JOB_SIGNALS` blocked;
+    the function sets their handlers and unblocks them.
 
     Parameters
     ----------
-    module, function : str
-        The function takes no arguments: it reads ``sys.argv[2]``.
     arguments : sequence
-        Written as JSON into ``sys.argv[2]``.
-    fds : sequence of int
-        File descriptors to inherit.
+        Written as JSON into ``sys.argv[2]``, where the function, which takes no arguments, reads them.
     from_main_thread : bool
         Whether this call is made in the main thread.  If so, the kernel kills the process when the thread ends.
-    environment : mapping
-        Environment variables.
     """
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -69,13 +63,6 @@ def exit_with_parent(parent_pid: int, from_main_thread: bool) -> None:
     The kernel sends the signal when the thread that started this process ends.  If that is not the parent's main
     thread, it may end before the parent.  A thread of this process then watches the parent instead; it cannot act while
     compiled code holds the GIL.
-
-    Parameters
-    ----------
-    parent_pid : int
-        Process id of the parent, which may have exited already.
-    from_main_thread : bool
-        Whether the parent's main thread started this process.
     """
     if from_main_thread:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -32,23 +32,17 @@ class Command(ABC):
     """A small picklable object whose method `run` every rank runs, including the master's.
 
     A command is sent once and may run many times from the same object: `run` must not change it.
-
-    Attributes
-    ----------
-    effect : str or None
-        Effect of the command as a sentence for error messages ("The function's updates were applied").  A command with
-        an effect calls `Rank.commit` after it has applied it.  The error of a failed command names the ranks that have.
-    partial_effect : str or None
-        Sentence for error messages if some ranks may have applied only a part of the effect.
-    task_memory : TaskMemory or None
-        Memory that the ranks share while the command runs, if it is a task.
     """
 
     __slots__ = ()
 
     @property
     def effect(self) -> str | None:
-        """Effect of the command, for error messages; None if it changes nothing."""
+        """Effect of the command, as a sentence for errors ("The function's updates were applied"); None if it has none.
+
+        A command with an effect calls `Rank.commit` after it has applied it.  The error of a failed command names the
+        ranks that have.
+        """
         return None
 
     @property
@@ -62,16 +56,10 @@ class Command(ABC):
         return None
 
     def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
-        """Yield the rows of shared memory that the command accesses on the ranks of a host.
+        """Yield the rows of shared memory that the command accesses on ``ranks``, the ranks of a host.
 
         The default is all rows of all arrays in the command's fields, and the accesses of commands in its fields.
-
-        Parameters
-        ----------
-        size : int
-            Number of all ranks.
-        ranks : range
-            Ranks of the host.
+        ``size`` is the number of all ranks.
         """
         return find_row_accesses(_get_nested_values(self), size, ranks)
 

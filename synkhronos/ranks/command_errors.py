@@ -32,14 +32,7 @@ def make_command_error(
 ) -> BaseException:
     """Return the exception that a failed command raises for the user.
 
-    Parameters
-    ----------
-    command_number : int
-        Number of the command.
-    master_error : BaseException or None
-        Exception of the master's part of the command.
-    reports : sequence of FailureReport
-        Reports of the workers.
+    ``master_error`` is the exception of the master's part or None, ``reports`` are those of the workers.
     """
     size = control.size
     applied_ranks = [r for r in range(size) if control.committed[r] == command_number]

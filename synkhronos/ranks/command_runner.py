@@ -65,7 +65,7 @@ class CommandRunner(ABC):
     ----------
     timeout : float or None
         Seconds that the master waits for the other ranks in one command; in a task, since a rank's last sign of
-        progress.  None: no limit.
+        progress.
 
     Attributes
     ----------
@@ -118,16 +118,11 @@ class CommandRunner(ABC):
 
     @property
     def call_lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Lock of one call, held from the check of its arguments to its results.
+        """Lock of one call; RuntimeError if this thread holds it, and so is in the middle of another call.
 
         It is implemented in C: a ``with`` statement acquires and releases it with no moment between at which a signal
         handler could raise.  A context manager in Python that also calls `wait_until_idle` would have such moments, and
         the lock would stay acquired.
-
-        Raises
-        ------
-        RuntimeError
-            If this thread holds it: it is in the middle of another call.
         """
         if self._holds_call_lock():
             raise RuntimeError(_NESTED_CALL)
@@ -135,13 +130,7 @@ class CommandRunner(ABC):
 
     @property
     def nested_call_lock(self) -> contextlib.AbstractContextManager[Any]:
-        """`call_lock`, also for the thread that is preparing a call and runs a command for it.
-
-        Raises
-        ------
-        RuntimeError
-            If this thread is in the middle of another command.
-        """
+        """`call_lock`, also for the thread that is preparing a call, but not for one in the middle of a command."""
         if self._is_running and self._holds_call_lock():
             raise RuntimeError(_NESTED_CALL)
         return self._call_lock
@@ -163,10 +152,7 @@ class CommandRunner(ABC):
     def _wait_for_last_command(self) -> None:
         """Wait until all ranks have finished the last command, and release memory that the master no longer uses.
 
-        Raises
-        ------
-        RuntimeError
-            If this thread is in the middle of a command, or the session has ended.
+        RuntimeError is raised if this thread is in the middle of a command, or the session has ended.
         """
         if self._is_running:
             raise RuntimeError(_NESTED_CALL)
@@ -182,12 +168,7 @@ class CommandRunner(ABC):
     def run(self, command: Command) -> Any:
         """Run a command on every rank and return the result of the master's part.  The lock has to be held.
 
-        Raises
-        ------
-        WorkerError
-            If a worker raised an exception, or died.
-        BaseException
-            The exception of the master's own part.
+        It raises WorkerError if a worker raised an exception or died, or the exception of the master's own part.
         """
         self.send_releases()
         return self._execute(command)

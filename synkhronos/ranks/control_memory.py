@@ -83,29 +83,24 @@ class ControlMemory:
     ----------
     words : memoryview of uint64
         Words of the whole session, indexed by the constants of this class.  `POSTED` and `FAILED` are the numbers of
-        the last posted and the last failed command.  `MESSAGE_NBYTES` and `PLAN_NBYTES` are the lengths of the
-        pickled command and of the link's plan, both in the mailbox.  `NEWEST_KEY` is the key of the newest segment
-        that was sent.  `END_REQUEST` is `END_WORKERS` or `KILL_WORKERS` once agents have to do so, and 0 before.
+        the last posted and the last failed command.  `MESSAGE_NBYTES` and `PLAN_NBYTES` are the lengths of the pickled
+        command and of the link's plan, both in the mailbox.  `NEWEST_KEY` is the key of the newest segment that was
+        sent.  `END_REQUEST` is `END_WORKERS` or `KILL_WORKERS` once agents have to do so, and 0 before.
         `FAILURE_NBYTES` is the length of an agent's failure message.  `BYTES_SENT` counts bytes sent to other hosts.
         `COMMON_STEP` and the next word belong to `agreement`.
-    done : memoryview of uint64
-        Last command that each rank has finished.
-    arrived : memoryview of uint64
-        Last step that each rank has reached.
+    done, arrived, committed : memoryview of uint64
+        Last command that each rank has finished, last step that it has reached, last command whose effect it has
+        applied.
     sleep_reason : memoryview of uint64
         Reason for which each rank sleeps; `AWAKE` if it does not.
     report_nbytes : memoryview of uint64
         Number of bytes of each rank's failure report.
     last_core : memoryview of uint64
         Core on which each rank ran when it last began to wait, counted from 1; 0 before.
-    committed : memoryview of uint64
-        Last command whose effect each rank has applied.
     last_progress : memoryview of uint64
         Time of each rank's last sign of progress, in nanoseconds of the monotonic clock.
     mailbox : memoryview
         The pickled command, and behind it the link's plan.
-    link_memory : memoryview
-        Memory for the link.
     decision_lock : Semaphore
         Held by the rank that decides a failed command: see `agreement`.
     """
@@ -225,16 +220,8 @@ class ControlMemory:
     ) -> None:
         """Wait until a condition on the counters holds.
 
-        Parameters
-        ----------
-        rank : int
-            Rank that waits.
-        is_ready : callable
-            Returns whether the condition holds.  It is cheap, and stays true once it is.
-        reason : int
-            Sleep reason to publish.
-        check_peers : callable
-            Called every ``poll_seconds`` seconds; raises, or ends the process, when a peer has died.
+        ``is_ready`` returns whether it does: it is cheap, and stays true.  ``reason`` is the sleep reason to publish.
+        ``check_peers`` is called every ``poll_seconds`` seconds; it raises, or ends the process, when a peer has died.
         """
         if is_ready():
             return
@@ -301,13 +288,6 @@ class Semaphore:
     """A POSIX semaphore in shared memory, between processes; its initial value is 0.
 
     It has no name: a name would stay behind if the process were killed before it is unlinked.
-
-    Parameters
-    ----------
-    offset : int
-        First byte in the memory.
-    is_initialised : bool
-        Whether another process has initialised it.
     """
 
     def __init__(self, memory: Any, offset: int, is_initialised: bool):

@@ -25,14 +25,7 @@ def fork(
 ) -> Session:
     """Start a session and run its first command; if either fails, end the session and raise the error.
 
-    Parameters
-    ----------
-    size, master_rank, timeout, spawn, link
-        As in `Session`.
-    profile : bool
-        Write a profile of each worker when it exits.
-    first_command : Command, optional
-        Command to run first.
+    With ``profile``, each worker writes a profile when it exits.  The other parameters are those of `Session`.
     """
     global _current
     check_no_session()

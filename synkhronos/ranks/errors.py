@@ -13,14 +13,7 @@ from typing import NamedTuple
 class FailureReport:
     """Text description of a rank's exception, from which the master makes a `WorkerError`.
 
-    Attributes
-    ----------
-    class_name : str
-        Name of the exception's class.
-    message, traceback : str
-        Shortened in the middle if they are long.
-    host : str
-        Name of the rank's host; "" if there is only one.
+    The message and the traceback are shortened in the middle if they are long.  ``host`` is "" if there is only one.
     """
 
     rank: int
@@ -110,8 +103,6 @@ class Death(NamedTuple):
     ----------
     rank : int
         The worker's rank, or the first rank of a lost host.
-    host : str
-        Name of the rank's host; "" if there is only one.
     pid : int
         Process id of a worker that has exited, else 0.
     cause : str
@@ -132,16 +123,9 @@ class Death(NamedTuple):
 
 
 class PeerFailure(NamedTuple):
-    """Failure of a worker or of a host that ends the session.
+    """Failure of a worker or of a host that ends the session, with the worker's rank or the host's first one.
 
-    Attributes
-    ----------
-    message : str
-        Description for an error message.
-    rank : int
-        Rank of the worker, or first rank of the host.
-    death : Death or None
-        None if no process has died, or if new workers would fail in the same way.
+    ``death`` is None if no process has died, or if new workers would fail in the same way.
     """
 
     message: str
@@ -150,13 +134,7 @@ class PeerFailure(NamedTuple):
 
 
 class StartError(RuntimeError):
-    """The hosts of a session can't be connected again.
-
-    Attributes
-    ----------
-    death : Death
-        The ranks that can't start.
-    """
+    """The hosts of a session can't be connected again; ``death`` names the ranks that can't start."""
 
     def __init__(self, message: str, death: Death):
         super().__init__(message)
@@ -172,14 +150,7 @@ def describe_effect(
 ) -> str:
     """Return a sentence on the ranks on which a failed command has applied its effect; "" without an effect.
 
-    Parameters
-    ----------
-    effect, partial_effect : str or None
-        As in `synkhronos.ranks.Command`.
-    applied_ranks, busy_ranks : list of int
-        Ranks that have applied the effect, and ranks that have not finished the command.
-    size : int
-        Number of ranks.
+    ``effect`` and ``partial_effect`` are as in `Command`.  ``busy_ranks`` have not finished the command.
     """
     if effect is None:
         return ""

@@ -1,7 +1,7 @@
 """Connection between the master's session and the hosts on which the ranks run.
 
-A session posts commands, waits for the ranks and ends them.  `Link` hides from it whether the ranks are on one host or on
-several, whose agents communicate by MPI (`synkhronos.hosts.MpiLink`).
+A session posts commands, waits for the ranks and ends them.  `Link` hides from it whether the ranks are on one host or
+on several, whose agents communicate by MPI (`synkhronos.hosts.MpiLink`).
 
 Other hosts can't read this one's memory.  So before a command runs there, they are sent the rows that their ranks
 access.
@@ -21,13 +21,6 @@ from synkhronos.ranks.segments import ArrayLocation, SegmentTable
 
 class Link:
     """Connection of a session to the hosts of its ranks; this class is for a single host, where shared memory suffices.
-
-    Parameters
-    ----------
-    size : int
-        Number of ranks.
-    bytes_sent : int
-        Number of bytes that earlier links of the session have sent to other hosts.
 
     Attributes
     ----------
@@ -60,24 +53,13 @@ class Link:
     def start_workers(
         self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
     ) -> socket.socket | None:
-        """Start the workers of the other hosts.
-
-        Returns
-        -------
-        socket or None
-            The channel over which this host's agent receives segments; None without an agent.
-        """
+        """Start the other hosts' workers; return the channel over which this host's agent gets segments, or None."""
         return None
 
     def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
         """Return the pickled plan of a command's transfers: the memory that the other hosts need for it.
 
-        Parameters
-        ----------
-        command_location : ArrayLocation or None
-            Location of the pickled command, if it is too long for the mailbox.
-        segments : SegmentTable
-            Segments of the master's rank.
+        ``command_location`` is the location of the pickled command if it is too long for the mailbox, else None.
 
         Raises
         ------
@@ -99,7 +81,7 @@ class Link:
     def shut_down(self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool]) -> None:
         """End the workers of the other hosts, wait for their exit, and close the connection.
 
-        The workers are killed if ``kill`` is True, after ``grace_seconds``, or as soon as ``should_kill()`` returns True.
+        The workers are killed if ``kill`` is True, after ``grace_seconds``, or once ``should_kill()`` returns True.
         """
 
     def reconnect(self, excluded_ranks: Collection[int]) -> Link:

@@ -51,8 +51,6 @@ class MemoryTable:
 
     Parameters
     ----------
-    rank : Rank
-        The master's rank.
     channels : dict of int to socket
         The master's ends of the workers' socket pairs, by rank.
     run : callable
@@ -60,8 +58,6 @@ class MemoryTable:
 
     Attributes
     ----------
-    segments : SegmentTable
-        Segments that the master has mapped.
     last_key : int
         Key of the newest segment.
     last_sent_key : int
@@ -82,10 +78,7 @@ class MemoryTable:
     def create_segment(self, nbytes: int, in_command: bool = False) -> Segment:
         """Create a segment, which every rank has under the same key from the next command on.
 
-        Parameters
-        ----------
-        in_command : bool
-            Whether a command is being sent, so that no other one can be run to free memory.
+        With ``in_command``, a command is being sent, so that no other one can be run to free memory.
 
         Raises
         ------
@@ -111,29 +104,11 @@ class MemoryTable:
             return create_unlinked_file(nbytes)
 
     def add_file(self, file: io.FileIO, nbytes: int, in_command: bool = False) -> Segment:
-        """Register a file as a segment, which every rank has under the same key from the next command on.
-
-        Parameters
-        ----------
-        file : FileIO
-            Open file of shared memory, from `create_file`; the table closes it.
-        nbytes : int
-            Size of the segment.
-        in_command : bool
-            Whether a command is running in this process.
-        """
+        """Register a file of `create_file`, which the table closes, as a segment; see `create_segment`."""
         return self._add(Segment(self.last_key + 1, file.fileno(), nbytes), file, in_command)
 
     def map_user_file(self, path: str) -> Segment:
-        """Map a user's file as a segment, which every rank has under the same key from the next command on.
-
-        The file has to be the same on every host.
-
-        Raises
-        ------
-        OSError
-            If there is no such file, or it is not readable.
-        """
+        """Map a user's file, the same on every host, as a segment; raise OSError if it is missing or not readable."""
         self.release_unused()
         with defer_signals():
             file = io.FileIO(path)

@@ -21,16 +21,8 @@ _AGENT_CHANNEL = -1
 class ProcessGroup:
     """The master's workers on this host and, through the link, on others, with their control memory.
 
-    Workers are replaced by the end of a group and the start of another.
-
-    Parameters
-    ----------
-    size : int
-        Number of ranks.
-    link : Link
-        Connection to other hosts.
-    spawn : bool
-        Start this host's workers as new processes, not as forks of this one.
+    Workers are replaced by the end of a group and the start of another.  With ``spawn``, this host's workers are new
+    processes and not forks of this one.
 
     Attributes
     ----------
@@ -101,12 +93,8 @@ class ProcessGroup:
     def find_timeout(self, start_time: float, timeout: float) -> PeerFailure | None:
         """Return the failure of a rank that exceeds the time limit; None if there is none.
 
-        Parameters
-        ----------
-        start_time : float
-            Time of the command's start, by the monotonic clock.
-        timeout : float
-            Seconds without a sign of progress that are allowed.
+        ``start_time`` is that of the command, by the monotonic clock; ``timeout`` are the seconds without a sign of
+        progress that are allowed.
         """
         control, master, start_ns, now = self.control, self.master_rank, int(start_time * 1e9), time.monotonic_ns()
         silent = [r for r in range(control.size) if now - max(start_ns, control.last_progress[r]) > timeout * 1e9]

@@ -92,8 +92,6 @@ class Rank:
         Counters and memory that the ranks share.
     check_peers : callable
         Raises, or ends this process, when a peer has died.
-    thread_limit : ThreadLimit
-        Limit of this process's threads.
     has_peer_died : callable, optional
         Returns True once a peer process has exited.  Only the master's rank is informed.
 
@@ -143,13 +141,7 @@ class Rank:
         self.attach(number, master_rank, control, check_peers, has_peer_died)
 
     def get_object(self, key: Any) -> Any:
-        """Return this rank's copy of a replicated object: in the master, the object itself.
-
-        Raises
-        ------
-        KeyError
-            If the object was not sent, or has been released.
-        """
+        """Return this rank's copy of a replicated object: in the master, the object itself."""
         return self.objects[key]()
 
     def attach(
@@ -247,17 +239,9 @@ class Rank:
             control.wake(self.master_rank, AWAITS_STEP)
 
     def barrier(self, check: Callable[[], None] | None = None) -> None:
-        """Return when every rank has arrived at this step.
+        """Return when every rank has arrived at this step; raise `Cancelled` if a rank failed in this command.
 
-        Parameters
-        ----------
-        check : callable, optional
-            Called repeatedly while waiting; may raise.
-
-        Raises
-        ------
-        Cancelled
-            If a rank failed in this command.
+        ``check`` is called repeatedly while waiting, and may raise.
         """
         self.arrive()
         self._wait_for_step(self._step, check=check)
@@ -352,13 +336,7 @@ class Rank:
         return [b"".join(chunks_of_rank) for chunks_of_rank in chunks]
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
-        """Gather at most `MAX_SLOT_NBYTES` bytes of each rank in the master; workers do not wait.
-
-        Returns
-        -------
-        list of bytes or None
-            Every rank's bytes in rank order in the master; None in workers.
-        """
+        """Gather at most `MAX_SLOT_NBYTES` bytes of each rank in the master, in rank order; workers do not wait."""
         step = self._write_slot(payload)
         if not self.is_master:
             self.arrive()
@@ -402,21 +380,10 @@ class Rank:
     def wait(
         self, is_ready: Callable[[], bool], check: Callable[[], None] | None = None, reason: int = AWAITS_STEP
     ) -> None:
-        """Wait until a condition on shared memory holds.
+        """Wait until a condition on shared memory holds; raise `Cancelled` if a rank failed in this command.
 
-        Parameters
-        ----------
-        is_ready : callable
-            Returns whether it holds.
-        check : callable, optional
-            Called repeatedly while waiting; may raise.
-        reason : int
-            Sleep reason: the rank that makes the condition true wakes the ranks that sleep for this reason.
-
-        Raises
-        ------
-        Cancelled
-            If a rank failed in this command.
+        ``check`` is called repeatedly while waiting, and may raise.  The rank that makes the condition true wakes the
+        ranks that sleep for this reason.
         """
         words, failed, command_number = self.control.words, ControlMemory.FAILED, self.command_number
         poll = self.check_peers

@@ -57,10 +57,7 @@ ByteRange = tuple[int, int, int]
 def find_byte_range(rows: Any) -> ByteRange:
     """Return the bytes of contiguous rows in shared memory; each class of rows registers an implementation.
 
-    Raises
-    ------
-    ValueError
-        If the rows are not contiguous, or belong to a file.
+    It raises ValueError if the rows are not contiguous, or belong to a file.
     """
     raise TypeError(f"rows: expected rows of a Data object, got {type(rows).__name__}")
 
@@ -68,10 +65,7 @@ def find_byte_range(rows: Any) -> ByteRange:
 class RankTask:
     """Synchronisation of one rank with the others within a task: progress, barriers, messages and locks.
 
-    Attributes
-    ----------
-    wait_seconds : float
-        Seconds for which this rank has waited for others.
+    The attribute ``wait_seconds`` counts the seconds for which this rank has waited for others.
     """
 
     def __init__(self, rank: Rank, memory: TaskMemory):
@@ -109,24 +103,10 @@ class RankTask:
     # -- all ranks together ----------------------------------------------------------------------------------
 
     def barrier(self, description: str, value: Hashable = None) -> list[Any]:
-        """Wait until all ranks have arrived at this barrier, and exchange a small value.
+        """Wait until all ranks have arrived at this barrier; exchange a small value, and return every rank's.
 
-        Parameters
-        ----------
-        description : str
-            Description of the barrier in errors.
-        value : hashable
-            Immutable value that is often the same.
-
-        Returns
-        -------
-        list
-            Every rank's value.
-
-        Raises
-        ------
-        RuntimeError
-            If another rank is at a barrier with another description.
+        The value is immutable and often the same.  RuntimeError is raised if another rank is at a barrier with another
+        description.
         """
         with _PublishedWait(self, STEP_REACHED, self.rank.next_step, f"at {description}"):
             by_rank = self.rank.all_gather_cached((description, value))
@@ -300,16 +280,9 @@ class RankTask:
 class _PublishedWait:
     """Context manager that publishes the condition for which this rank waits, and adds up the seconds of its waits.
 
-    Parameters
-    ----------
-    condition : int
-        `STEP_REACHED`, `BYTES_SENT`, `BYTES_RECEIVED` or `LOCK_FREE`; `NO_CONDITION` for a wait that ends by itself.
-    count : int
-        Step, or number of bytes, that ends the wait.
-    description : str
-        Description of the wait in the error message of a deadlock.
-    index : int
-        Number of the channel or of the lock.
+    The condition is `STEP_REACHED`, `BYTES_SENT`, `BYTES_RECEIVED` or `LOCK_FREE`, and `NO_CONDITION` for a wait that
+    ends by itself.  ``count`` is the step or number of bytes that ends the wait, ``index`` the number of the channel or
+    lock, and ``description`` is shown in the error message of a deadlock.
     """
 
     def __init__(self, task: RankTask, condition: int, count: int, description: str, index: int = 0):

@@ -57,10 +57,7 @@ def check_free_memory(nbytes: int) -> None:
 def get_free_memory(root: str = "") -> int:
     """Return the number of bytes that this process can still allocate, within the limits of its control groups.
 
-    Parameters
-    ----------
-    root : str
-        Folder that contains ``/proc`` and ``/sys``.
+    ``root`` is the folder that contains ``/proc`` and ``/sys``.
     """
     lines = Path(f"{root}/proc/meminfo").read_text().splitlines()
     kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
@@ -86,16 +83,9 @@ def get_free_memory(root: str = "") -> int:
 def create_unlinked_file(nbytes: int, allocated_ranges: Iterable[range] | None = None) -> io.FileIO:
     """Create shared memory as a file without a name, and return the open file.
 
-    Parameters
-    ----------
-    allocated_ranges : iterable of range, optional
-        Ranges of bytes whose pages are allocated now, where a full ``/dev/shm`` raises MemoryError.  A write into other
-        pages of a full ``/dev/shm`` is a bus error.  Default: all.
-
-    Raises
-    ------
-    MemoryError
-        If there is not enough memory, or a limit of this process is exceeded.
+    The pages of ``allocated_ranges``, by default of all bytes, are allocated now, where a full ``/dev/shm`` raises
+    MemoryError.  A write into other pages of a full ``/dev/shm`` is a bus error.  MemoryError is also raised if a limit
+    of this process is exceeded.
     """
     allocated_ranges = [range(nbytes)] if allocated_ranges is None else [span for span in allocated_ranges if span]
     n_allocated = sum(span.stop - span.start for span in allocated_ranges)  # len() of a range has a limit
@@ -132,19 +122,11 @@ def _open_unlinked() -> int:
 
 
 class Segment:
-    """Shared memory, or a user's file, mapped into this process.
+    """Shared memory, or a user's file, mapped into this process; its key is the same on every rank.
 
     The memory is freed when every process has unmapped it.  A process unmaps it when the last NumPy view is deleted, so
-    dropping a segment never invalidates an array.  A user's file is mapped copy-on-write: it does not change.
-
-    Parameters
-    ----------
-    key : int
-        Key of the segment, the same on every rank.
-    is_user_file : bool
-        Whether it is a user's file.
-    allocated_bytes : range, optional
-        Range of bytes with allocated memory; the other bytes are only addresses.  Default: all.
+    dropping a segment never invalidates an array.  A user's file is mapped copy-on-write: it does not change.  Bytes
+    outside of ``allocated_bytes`` (default: all) are only addresses.
     """
 
     __slots__ = ("buffer", "allocated_bytes", "file_id", "is_user_file", "key", "nbytes", "path")
@@ -193,12 +175,7 @@ class UnmappedSegment:
 class ArrayLocation(NamedTuple):  # a tuple, because it is pickled with every call
     """Location of an array in shared memory; commands contain it in place of the array.
 
-    Attributes
-    ----------
-    key : int
-        Key of the segment.
-    offset : int
-        First byte in the segment.
+    ``key`` is the key of the segment, ``offset`` the array's first byte in it.
     """
 
     key: int
@@ -222,10 +199,8 @@ class ArrayLocation(NamedTuple):  # a tuple, because it is pickled with every ca
 class SegmentTable:
     """Segments that a rank has mapped, by key; the keys are the same on every rank.
 
-    Attributes
-    ----------
-    before_unmap_callbacks : list of callable
-        Called with a segment before its memory is unmapped or mapped anew, so that a device unlocks its pages.
+    ``before_unmap_callbacks`` are called with a segment before its memory is unmapped or mapped anew, so that a device
+    unlocks its pages.
     """
 
     def __init__(self) -> None:
@@ -253,14 +228,8 @@ class SegmentTable:
     def reopen_files(self) -> Iterator[tuple[Segment, io.FileIO]]:
         """Reopen the file of each segment, or copy its memory to a new file; yield segments and open files by key.
 
-        New processes can't map the old file, as its descriptor is closed.  Views of the memory stay valid.
-
-        Raises
-        ------
-        MemoryError
-            If ``/dev/shm`` has not enough space for a copy of the segment.
-        OSError
-            If a user's file has been replaced by another one.
+        New processes can't map the old file, as its descriptor is closed.  Views of the memory stay valid.  MemoryError
+        is raised if ``/dev/shm`` has not enough space for a copy, and OSError if a user's file has been replaced.
         """
         for key in sorted(self._segments):
             segment = self._segments[key]
@@ -320,11 +289,6 @@ def map_file(fd: int, nbytes: int, copy_on_write: bool = False) -> mmap.mmap:
     Python's mmap of a file duplicates the file descriptor, and a process may have only about a thousand.  So anonymous
     memory is mapped with Python, and the file is mapped over it.  The destructor of `mmap.mmap` unmaps the memory: a
     finalizer in Python could be interrupted, and leak.
-
-    Parameters
-    ----------
-    copy_on_write : bool
-        Whether to map the file copy-on-write.
     """
     error = 0
     try:

@@ -39,10 +39,6 @@ class Session(CommandRunner):
 
     Parameters
     ----------
-    size : int
-        Number of ranks.
-    timeout : float, optional
-        As in `CommandRunner`.
     spawn : bool
         Start workers as new processes, not as forks of this one.
     link : Link, optional
@@ -70,14 +66,9 @@ class Session(CommandRunner):
         self._replacement_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
 
     def start(self, profile: bool, first_command: Command | None = None) -> None:
-        """Start the workers and run a first command.
+        """Start the workers and run a first command, which workers that `replace_workers` starts run, too.
 
-        Parameters
-        ----------
-        profile : bool
-            Whether each worker writes a profile at exit.
-        first_command : Command, optional
-            Also run by workers that `replace_workers` starts.
+        With ``profile``, each worker writes a profile at exit.
         """
         self._profile, self._first_command = profile, first_command
         with defer_signals():
@@ -123,12 +114,8 @@ class Session(CommandRunner):
     def close(self, kill: bool = False) -> None:
         """End the workers and free all shared memory.  The second call does nothing.
 
-        A running call of another thread has `GRACE_SECONDS` seconds to finish; after that it raises an error.
-
-        Parameters
-        ----------
-        kill : bool
-            Do not wait for pending operations and for the workers' orderly exit.
+        A running call of another thread has `GRACE_SECONDS` seconds to finish; after that it raises an error.  With
+        ``kill``, pending operations and the workers' orderly exit are not waited for.
         """
         if self.close_reason is not None:
             return

@@ -26,14 +26,7 @@ _CACHE_LINE_NBYTES = 64
 class TaskMemory:
     """Layout of a task's shared memory: words, descriptions of waits, locks, and a channel from each rank to each.
 
-    Attributes
-    ----------
-    key : int
-        Key of the segment.
-    size : int
-        Number of ranks.
-    n_locks : int
-        Number of locks.
+    ``key`` is the key of the segment, ``size`` the number of ranks.
     """
 
     key: int

@@ -26,20 +26,10 @@ def count_available_cores() -> int:
 
 
 class ThreadLimit:
-    """Limit of one rank's thread pools (BLAS, OpenMP).
+    """Limit of one rank's thread pools (BLAS, OpenMP): each may have ``n_threads`` threads.
 
-    Parameters
-    ----------
-    n_local_ranks : int
-        Number of ranks of this host.
-    sets_environment : bool
-        Whether to also set environment variables, for libraries that are loaded later.  True in workers only: the
-        master's environment belongs to the user.
-
-    Attributes
-    ----------
-    n_threads : int
-        Maximal number of threads of each pool.
+    ``n_local_ranks`` is the number of ranks of this host.  ``sets_environment``, in workers only, also sets environment
+    variables, for libraries that are loaded later: the master's environment belongs to the user.
     """
 
     def __init__(self, n_local_ranks: int, sets_environment: bool):

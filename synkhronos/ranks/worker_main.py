@@ -120,10 +120,9 @@ def main(
 def spawn_worker(
     control: ControlMemory, control_file: io.FileIO, channel: socket.socket, from_main_thread: bool, *arguments: int
 ) -> int:
-    """Start a worker as a new process and return its process id.
+    """Start a worker as a new process, which calls `main` with ``arguments``; return its process id.
 
-    The process inherits the environment, `sys.path` and two files: ``control_file``, that of the control memory, and
-    ``channel``.  It calls `main` with the other arguments.
+    The process inherits the environment, `sys.path`, the file of the control memory and the channel.
     """
     local_ranks, files = control.local_ranks, (control_file.fileno(), channel.fileno())
     layout = control.size, control.spin_seconds, local_ranks.start, local_ranks.stop, len(control.link_memory)

@@ -23,12 +23,8 @@ from synkhronos.ranks.rank import Rank
 class WorkerProcesses:
     """Worker processes of this host.
 
-    Parameters
-    ----------
-    master_rank : int
-        Rank of the master, which has no worker process.
-    control_file : file or None
-        File of the control memory, for workers that are new processes; None for forks, which inherit the memory.
+    ``control_file`` is the file of the control memory, for workers that are new processes; None for forks, which
+    inherit it.
 
     Attributes
     ----------
@@ -83,12 +79,9 @@ class WorkerProcesses:
         return any(_has_exited(pid) for pid in list(self.pids.values()))
 
     def reap(self) -> tuple[int, int, int] | None:
-        """Collect the exit status of one worker that has exited.
+        """Return rank, process id and exit code of one worker that has exited; None if all live.
 
-        Returns
-        -------
-        (rank, process id, exit code) or None
-            None if all workers live.  A second call returns `UNKNOWN_EXIT_CODE` for the same worker.
+        A second call returns `UNKNOWN_EXIT_CODE` for the same worker.
         """
         for rank, pid in list(self.pids.items()):  # another thread may be ending them
             code = _collect_exit_code(pid)

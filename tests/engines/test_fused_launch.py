@@ -13,8 +13,8 @@ from xla_launches import Alarm, DoublingReducer, TwoEqualShards, get_runner, on_
 import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
-from synkhronos.engines.xla import exchange
 from synkhronos.engines import StepShards
+from synkhronos.engines.xla import exchange
 from synkhronos.engines.xla.exchange import AllReduceSpec
 from synkhronos.engines.xla.vector_parts import write_parts
 from synkhronos.graphs import get_library

@@ -44,10 +44,7 @@ def has_context() -> bool:
 def find_missing_packages(requirements: dict[tuple[str, ...], str]) -> list[str]:
     """Return the names of the requirements that are not installed.
 
-    Parameters
-    ----------
-    requirements : dict
-        Maps alternative modules, of which one suffices, to the name of the requirement in messages.
+    ``requirements`` maps alternative modules, of which one suffices, to the name of the requirement in messages.
     """
 
     def is_installed(name: str) -> bool:

@@ -26,12 +26,7 @@ class LaunchState(ctypes.Structure):
         self.n_finished = self.has_side_work = self.failed_function = self.error = 0
 
     def check(self) -> None:
-        """Raise the first error of the last launch, if there was one.
-
-        Raises
-        ------
-        RuntimeError
-        """
+        """Raise RuntimeError for the first error of the last launch, if there was one."""
         if not self.failed_function:
             return
         if self.failed_function == _ABORTED:
@@ -44,10 +39,7 @@ class LaunchState(ctypes.Structure):
 def find_function_addresses() -> dict[str, int]:
     """Return the addresses of the functions that the handlers call, by their names in `LaunchState`.
 
-    Raises
-    ------
-    Exception
-        If this process has not loaded the functions.
+    It raises an error if this process has not loaded them.
     """
     from nccl.bindings._internal import nccl as loaded
 

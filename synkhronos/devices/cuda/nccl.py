@@ -46,10 +46,7 @@ _QUICK_BYTES, _QUICK_SECONDS = 1 << 16, 50e-6
 class BufferSpan(NamedTuple):
     """Consecutive items on the GPU to be reduced over the ranks.
 
-    Attributes
-    ----------
-    source, target : int
-        Addresses of the items and of the memory for their reduction; they may be equal.
+    ``source`` and ``target`` are the addresses of the items and of the memory for their reduction; they may be equal.
     """
 
     source: int
@@ -68,12 +65,8 @@ class NcclCommunicator(Communicator):
     """Collectives over arrays on the ranks' GPUs.
 
     A failure in the middle of a collective aborts the connection, but only on the ranks that have started it.  Before
-    every collective, callers therefore compare the ranks' generations and call `connect`.
-
-    Parameters
-    ----------
-    watchdog : CollectiveWatchdog, optional
-        Watchdog of this rank's communicator of all ranks.  None if this is that communicator, which makes one.
+    every collective, callers therefore compare the ranks' generations and call `connect`.  A group's communicator takes
+    the watchdog of this rank's communicator of all ranks, which makes one.
     """
 
     def __init__(self, rank: Rank, staging: Staging, watchdog: CollectiveWatchdog | None = None):
@@ -130,13 +123,7 @@ class NcclCommunicator(Communicator):
     # -- all_reduce, which does not wait for completion ------------------------------------------------------
 
     def all_reduce(self, array: Any, op: str) -> bool:
-        """Launch an all-reduce that replaces every rank's array by the reduction over all ranks.
-
-        Returns
-        -------
-        bool
-            Whether the result is complete already.
-        """
+        """Launch an all-reduce of every rank's array, in place; return whether the result is complete already."""
         address, count, dtype = self._get_nccl_buffer(array)
         if not count:
             return True
@@ -167,22 +154,10 @@ class NcclCommunicator(Communicator):
 
     @contextlib.contextmanager
     def enable_native_calls(self, is_recordable: bool) -> Iterator[LaunchState]:
-        """Let the handlers of the launch in the ``with`` block call NCCL without Python.
+        """Let the handlers of the launch in the ``with`` block call NCCL without Python; yield the state for them.
 
-        Parameters
-        ----------
-        is_recordable : bool
-            Whether XLA may record the launch as a CUDA graph.
-
-        Yields
-        ------
-        LaunchState
-            State to pass to the handlers.
-
-        Raises
-        ------
-        RuntimeError
-            If NCCL or CUDA has failed, or the connection was aborted.
+        With ``is_recordable``, XLA may record the launch as a CUDA graph.  RuntimeError is raised if NCCL or CUDA has
+        failed, or the connection was aborted.
         """
         connection = self._connection
         state = connection.launch_state
@@ -206,17 +181,10 @@ class NcclCommunicator(Communicator):
     def launch_on_side_stream(
         self, spans: Sequence[BufferSpan], op: str, stream: int, collective: str = "all_reduce"
     ) -> None:
-        """Launch collectives on the side stream, ordered after the work launched so far on XLA's stream.
+        """Launch collectives on the side stream, ordered after the work launched so far on ``stream``, XLA's.
 
-        Parameters
-        ----------
-        op : str
-            Name of the reduction; an all-gather has none.
-        stream : int
-            Handle of XLA's stream.
-        collective : {"all_reduce", "reduce_scatter", "all_gather"}
-            A reduce-scatter divides the items into equal parts, one for each rank, and writes this rank's part.  An
-            all-gather writes the items of all ranks.
+        A reduce-scatter divides the items into equal parts, one for each rank, and writes this rank's part.  An
+        all-gather has no ``op``, and writes the items of all ranks.
         """
         self._order_after(self._staging.side_stream, stream)
         self._has_side_work = True
@@ -232,13 +200,8 @@ class NcclCommunicator(Communicator):
     ) -> None:
         """Launch collectives on XLA's stream, and make it wait for those on the side stream.
 
-        Parameters
-        ----------
-        spans, op, stream, collective
-            As in `launch_on_side_stream`.
-        valid_flag_address : int
-            Address of an int32 on the GPU.  It becomes 1, or 0 if the connection was aborted, so that all targets are
-            undefined.
+        The int32 at ``valid_flag_address`` on the GPU becomes 1, or 0 if the connection was aborted, so that all
+        targets are undefined.  The other parameters are as in `launch_on_side_stream`.
         """
         self.join_side_stream(stream)
         self._launch_collectives(spans, op, stream, collective)
@@ -364,10 +327,7 @@ class NcclCommunicator(Communicator):
     def _run_blocking(self, launch: Callable[[Any], None]) -> None:
         """Launch an operation on an idle stream, and wait for its completion.  An exception aborts the connection.
 
-        Parameters
-        ----------
-        launch : callable
-            Launches the operation; takes the communicator's handle.
+        ``launch`` takes the communicator's handle.
         """
         self._wait_for_earlier_work()
         try:
@@ -393,13 +353,7 @@ class NcclCommunicator(Communicator):
         return self._arrays.get_pointer(array), array.size, to_nccl_dtype(array.dtype)
 
     def _wait_stream(self, check_peers: Callable[[], None] | None = None) -> None:
-        """Wait until the stream is idle.
-
-        Parameters
-        ----------
-        check_peers : callable, optional
-            Polled meanwhile; may raise.  Default: `_abort_on_failure`.
-        """
+        """Wait until the stream is idle; poll ``check_peers``, by default `_abort_on_failure`, which may raise."""
         check_peers = check_peers or self._abort_on_failure
         start = last_check = perf_counter()
         while not self._watchdog.is_stream_idle():

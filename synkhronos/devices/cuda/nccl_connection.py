@@ -45,12 +45,7 @@ STUCK_TIMEOUT = 0.5
 class NcclConnection:
     """NCCL communicator of all ranks, or of a group of ranks.
 
-    Parameters
-    ----------
-    stream : int
-        Handle of the stream on which the first collectives run, which set up NCCL's transports.
-    valid_flag : ndarray of int32, shape (1,)
-        Memory for the attribute of this name.
+    The first collectives, which set up NCCL's transports, run on ``stream``.
 
     Attributes
     ----------

@@ -19,12 +19,7 @@ class NcclGroupCommunicator(NcclCommunicator):
     """Communicator of a group of ranks: all-reduces, and messages between two members.
 
     Every operation starts on an idle stream and waits for completion.  The group connects at its first use, and again
-    after any command has failed.
-
-    Parameters
-    ----------
-    parent : NcclCommunicator
-        This rank's communicator of all ranks, whose watchdog the group uses.
+    after any command has failed.  It uses the watchdog of ``parent``, this rank's communicator of all ranks.
     """
 
     def __init__(self, parent: NcclCommunicator):
@@ -35,14 +30,8 @@ class NcclGroupCommunicator(NcclCommunicator):
     ) -> None:
         """Connect the members, unless their ``generations`` show that they share a connection.
 
-        Parameters
-        ----------
-        members : sequence of int
-            Ranks in NCCL's order; the first one provides the connection's id.
-        generations : sequence of int
-            Each member's `generation`.
-        all_gather : callable
-            As in `NcclConnection.connect`.
+        ``members`` are ranks in NCCL's order, of which the first one provides the connection's id; ``all_gather`` is as
+        in `NcclConnection.connect`.
         """
         self._wait_for_earlier_work()
         self._connect_ranks(generations, members, all_gather)

@@ -14,15 +14,10 @@ _MAX_WARNINGS = 3
 
 
 class NcclLog:
-    """Context manager that records NCCL's log in memory while NCCL connects.
+    """Context manager that records NCCL's log in memory while NCCL connects, if ``is_enabled``.
 
     NCCL reads its settings of the log once per process.  If the user has set NCCL_DEBUG, nothing is recorded, and the
     user's settings apply.
-
-    Parameters
-    ----------
-    is_enabled : bool
-        Whether to record the log.
     """
 
     _file: int | None = None

@@ -87,14 +87,9 @@ class GpuArrayLibrary(Protocol):
 
 
 class ItemRange(NamedTuple):
-    """Consecutive items of an array, to be written in place.
+    """Consecutive items of an array, to be written in place: the address of the first one on the GPU, and their bytes.
 
-    Attributes
-    ----------
-    array : array
-        The array, referenced so that its memory is not freed.
-    pointer : int
-        Address of the first item on the GPU.
+    The array is referenced so that its memory is not freed.
     """
 
     array: Any
@@ -103,13 +98,7 @@ class ItemRange(NamedTuple):
 
 
 def check_result(results: Any) -> Any:
-    """Return the value of a call of the CUDA driver.
-
-    Raises
-    ------
-    RuntimeError
-        If the call has failed.
-    """
+    """Return the value of a call of the CUDA driver; raise RuntimeError if the call has failed."""
     error, *values = results
     if error != _SUCCESS:
         from cuda.bindings import driver
@@ -120,15 +109,7 @@ def check_result(results: Any) -> Any:
 
 
 class _InputBuffer:
-    """A buffer on the GPU for an input.
-
-    Attributes
-    ----------
-    pointer : int
-        Address of the array.
-    last_read : cuda.core.Event or None
-        Recorded after the last launch that reads the buffer.
-    """
+    """A buffer on the GPU for an input; the event ``last_read`` is recorded after the last launch that reads it."""
 
     __slots__ = ("array", "last_read", "pointer")
 
@@ -166,18 +147,11 @@ class _DoubleBuffer:
 class Staging:
     """Copies rows of shared memory to the GPU, and small arrays back.
 
-    Parameters
-    ----------
-    arrays : GpuArrayLibrary
-        Library of the arrays on the GPU.
-
     Attributes
     ----------
     stream : cuda.core.Stream
         Stream of the copies.  Its priority is higher than that of computations, so that the next step's rows are copied
         during a step.
-    stream_handle : int
-        Handle of ``stream``.
     event : CUevent
         Reused for ordering one stream after another.
     host_flags : ndarray of int32
@@ -283,14 +257,7 @@ class Staging:
     def fetch(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
         """Copy small arrays to host memory once they are computed, and wait for the copies.
 
-        Returns
-        -------
-        list of ndarray, or None
-            None if the arrays are not small.
-
-        Notes
-        -----
-        The compute stream must be known.
+        None is returned if the arrays are not small.  The compute stream must be known.
         """
         if sum(array.nbytes for array in arrays) > _MAX_FETCH_BYTES:
             return None
@@ -472,10 +439,7 @@ class Staging:
 class _PinnedMemory:
     """Page-locked memory for small arrays that are being copied.
 
-    Attributes
-    ----------
-    used : int
-        Number of bytes in use.  The user of this object sets it to 0 when all copies are complete.
+    ``used`` is the number of bytes in use.  The user of this object sets it to 0 when all copies are complete.
     """
 
     def __init__(self, staging: Staging):

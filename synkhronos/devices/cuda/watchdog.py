@@ -46,14 +46,7 @@ GPU_POLL_SECONDS = 0.0002
 
 
 class CollectiveWatchdog(PendingOperation):
-    """Aborts pending collectives that can't complete.
-
-    Parameters
-    ----------
-    connection : NcclConnection
-        The connection of all ranks.
-    stream : int
-        Handle of the stream on which collectives are launched.
+    """Aborts pending collectives that can't complete, on one stream.
 
     Attributes
     ----------
@@ -117,10 +110,7 @@ class CollectiveWatchdog(PendingOperation):
     def wait_until_started(self, check: Callable[[], None] | None = None) -> None:
         """Wait until all ranks have started the pending collectives, which then complete unless a peer exits.
 
-        Parameters
-        ----------
-        check : callable, optional
-            Polled meanwhile; may raise.
+        ``check`` is polled meanwhile, and may raise.
         """
         if self._started_step == math.inf:
             step = self._started_step = self._rank.next_step

@@ -39,13 +39,7 @@ class JaxDevice(CudaDevice):
         return bridge is not None and bool(bridge.backends_are_initialized())
 
     def open_gpu(self, gpu: str) -> None:
-        """Start JAX on the only GPU that is visible.
-
-        Raises
-        ------
-        RuntimeError
-            If JAX does not compute on the GPU.
-        """
+        """Start JAX on the only GPU that is visible; raise RuntimeError if JAX does not compute on it."""
         platforms = os.environ.pop("JAX_PLATFORMS", None)
         try:
             devices = self._import_jax().devices()

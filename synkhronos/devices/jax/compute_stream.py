@@ -15,12 +15,9 @@ _log = logging.getLogger("synkhronos")
 
 
 class ComputeStream(NamedTuple):
-    """The stream on which XLA computes.
+    """The stream on which XLA computes; if ``is_inline``, XLA calls foreign functions in the launching thread.
 
-    Attributes
-    ----------
-    is_inline : bool
-        Whether XLA calls foreign functions in the launching thread, before the launch returns.
+    It does so before the launch returns.
     """
 
     handle: int

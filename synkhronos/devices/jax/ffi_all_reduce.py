@@ -112,18 +112,9 @@ class FfiAllReduce:
     def use_reducer(self, reducer: Reducer, n_reductions: int | None = 1) -> Iterator[None]:
         """Use a reducer for the launches in the ``with`` block, and raise its error at the end.
 
-        Signals must be deferred meanwhile (`ranks.interrupts.defer_signals`): a signal handler could raise at the first
-        instruction of a callback, where nothing can catch the exception.
-
-        Parameters
-        ----------
-        n_reductions : int or None
-            Number of all-reduces that the launch must make; None for any number.
-
-        Raises
-        ------
-        RuntimeError
-            If the launch has made another number of all-reduces.
+        RuntimeError is raised if the launch has made another number of all-reduces than ``n_reductions``; None stands
+        for any number.  Signals must be deferred meanwhile (`ranks.interrupts.defer_signals`): a signal handler could
+        raise at the first instruction of a callback, where nothing can catch the exception.
         """
         self._reducer, self._error, self._n_started, self._n_finished = reducer, None, 0, 0
         try:
@@ -143,19 +134,9 @@ class FfiAllReduce:
     def use_communicator(self, communicator: Any, shape: tuple[int, ...], n_reductions: int) -> Iterator[None]:
         """Use a communicator for the launch in the ``with`` block, by the handlers in C++.
 
-        Parameters
-        ----------
-        shape : tuple of int
-            Shape of the reduced array on all ranks, checked when the program is traced.
-        n_reductions : int
-            Number of all-reduces that the launch must make.
-
-        Raises
-        ------
-        ValueError
-            If the program reduces another number of items.
-        RuntimeError
-            If NCCL has failed, the connection was aborted, or the launch has made another number of all-reduces.
+        ``shape`` is that of the reduced array on all ranks.  ValueError is raised if the program, when it is traced,
+        reduces another number of items.  RuntimeError is raised if NCCL has failed, the connection was aborted, or the
+        launch has made another number of all-reduces than ``n_reductions``.
         """
         self._expected_shape = shape
         library, is_recordable = nccl_handlers.load_handlers(), self.nccl_caller == "graph"
@@ -172,23 +153,12 @@ class FfiAllReduce:
     # -- traced ----------------------------------------------------------------------------------------------
 
     def trace_start(self, array: Any, token: Any, shape: tuple[int, ...] | None = None) -> tuple[Any, Any]:
-        """Trace the start of an array's all-reduce, or of another collective of the reducer.
+        """Trace the start of an array's all-reduce, or of another collective; return its result and a token.
 
         XLA may order independent operations differently on different ranks.  The token makes each start depend on the
-        previous one, so that all ranks start the all-reduces in the same order.
-
-        Parameters
-        ----------
-        token : jax.Array of int32
-            Token of the previous start; 0 for the first start.
-        shape : tuple of int, optional
-            Shape of the result; default: the result replaces the array.
-
-        Returns
-        -------
-        array : jax.Array
-            Its content is undefined until `trace_finish`, which takes it and the token.
-        token : jax.Array of int32
+        previous one, so that all ranks start the all-reduces in the same order; that of the first start is 0.  The
+        result has the shape ``shape``, or replaces the array.  Its content is undefined until `trace_finish`, which
+        takes it and the token.
         """
         import jax
 
@@ -266,17 +236,9 @@ class FfiAllReduce:
         return reduced, is_valid
 
     def trace_sum(self, array: Any) -> Any:
-        """Trace the sum of an array over the ranks.
+        """Trace the sum of an array of floats over the ranks; it is NaN if the connection was aborted.
 
-        Parameters
-        ----------
-        array : traced jax.Array of floats
-            Under `jax.vmap`, the whole batch is reduced at once.
-
-        Returns
-        -------
-        jax.Array
-            NaN if the connection was aborted.
+        Under `jax.vmap`, the whole batch is reduced at once.
         """
         import jax
         import jax.numpy as jnp

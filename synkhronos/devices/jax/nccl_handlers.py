@@ -34,13 +34,7 @@ _DEFAULT_CALLER = "python"
 
 
 def read_nccl_caller() -> str:
-    """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiAllReduce`: "python", "native" or "graph".
-
-    Raises
-    ------
-    ValueError
-        If the environment variable has another value.
-    """
+    """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiAllReduce`; raise ValueError for another value."""
     caller = os.environ.get("SYNKHRONOS_NCCL_CALLS") or _DEFAULT_CALLER
     if caller not in NCCL_CALLERS:
         raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of {', '.join(NCCL_CALLERS)}, got {caller!r}")
@@ -51,10 +45,7 @@ def read_nccl_caller() -> str:
 def load_handlers() -> Any:
     """Load the handlers and register them with XLA; compile them first if they are not in the cache.
 
-    Returns
-    -------
-    ctypes.CDLL or None
-        None if the handlers can't be compiled or loaded; the reason is logged.
+    None is returned if the handlers can't be compiled or loaded; the reason is logged.
     """
     try:
         library = ctypes.CDLL(str(compile_handlers()))
@@ -72,10 +63,7 @@ def load_handlers() -> Any:
 def compile_handlers() -> Path:
     """Return the path of the compiled handlers; compile them unless another process has.
 
-    Raises
-    ------
-    OSError, subprocess.SubprocessError
-        If there is no compiler, or it fails.
+    OSError or SubprocessError is raised if there is no compiler, or it fails.
     """
     import jax
     import jaxlib

@@ -82,10 +82,7 @@ class InterruptDetector:
 class ProgramReducer(Reducer):
     """Base class of the reducers of one program.  They start no chunks, and an error ends the launch.
 
-    Attributes
-    ----------
-    n_sums : int
-        Number of sums so far.
+    ``n_sums`` is the number of sums so far.
     """
 
     def __init__(self, rank: Rank, detector: InterruptDetector):
@@ -107,13 +104,7 @@ class ProgramReducer(Reducer):
         self._headers[0][self._local_index][_N_BEGUN] = self.n_sums
 
     def wait_until_ended(self) -> None:
-        """Wait until the programs of all ranks have ended.
-
-        Raises
-        ------
-        RuntimeError
-            If another rank waits for a sum that this rank does not compute.
-        """
+        """Wait until the programs of all ranks have ended; raise RuntimeError if one waits for a further sum."""
 
         def check() -> None:
             if any(header[_N_BEGUN] > self.n_sums for header in self._headers[0]):
@@ -125,18 +116,13 @@ class ProgramReducer(Reducer):
 
 
 class HostReducer(ProgramReducer):
-    """Sums of arrays in host memory, through the scratch areas of shared memory.
+    """Sums of arrays in host memory, through the scratch areas of shared memory, between ranks of one host.
 
     Exchanges do not use the steps of a command, whose number is limited.  A rank writes its array, and then the number
     of the exchange, into its own scratch half.  Then it waits until the halves of all ranks have the same number.
 
     Invariant: a half is written again two exchanges later.  A rank takes part in the exchange in between only after it
     has read the half.
-
-    Parameters
-    ----------
-    rank : Rank
-        A rank of a session on one host.
     """
 
     def __init__(self, rank: Rank, detector: InterruptDetector):
@@ -174,13 +160,7 @@ class HostReducer(ProgramReducer):
 
 
 class GpuReducer(ProgramReducer):
-    """Sums of arrays on GPUs by NCCL, in XLA's stream.
-
-    Parameters
-    ----------
-    communicator : NcclCommunicator
-        A connected communicator.
-    """
+    """Sums of arrays on GPUs by NCCL, in XLA's stream; the communicator is connected."""
 
     def __init__(self, rank: Rank, detector: InterruptDetector, communicator: Any):
         super().__init__(rank, detector)

@@ -19,12 +19,7 @@ LOG_CAPACITY = 256
 
 
 class ScalarLog:
-    """Scalar outputs of consecutive launches.
-
-    Parameters
-    ----------
-    dtypes : list of dtype
-        One for each scalar output.
+    """Scalar outputs of consecutive launches, with these dtypes.
 
     Attributes
     ----------

@@ -75,10 +75,7 @@ class AllReduceSpec(NamedTuple):
 class Exchange:
     """The all-reduce of one computation, while it is traced.
 
-    Parameters
-    ----------
-    iterations : list of jax.Array
-        In a loop: ``others`` of `FfiAllReduce.trace_finish`; else empty.
+    ``iterations`` are, in a loop, the ``others`` of `FfiAllReduce.trace_finish`; else empty.
     """
 
     def __init__(self, spec: AllReduceSpec, ffi_all_reduce: FfiAllReduce, iterations: Sequence[Any]):
@@ -111,12 +108,8 @@ class Exchange:
         """Trace the part of a function that computes the variable, and the variable's reduction.
 
         The all-reduce of the last parameters' gradients starts while the gradients of earlier parameters are computed.
-
-        Returns
-        -------
-        evaluator : JaxprEvaluator
-        arrays : list of jax.Array
-            Arrays whose concatenation along the last axis is the reduced value.
+        The arrays that are returned beside the evaluator are the reduced value, if they are concatenated along the last
+        axis.
         """
         import jax.numpy as jnp
 

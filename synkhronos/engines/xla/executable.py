@@ -143,11 +143,8 @@ class Executable(Runner):
     ) -> Executable | None:
         """Fuse this executable, an all-reduce and other executables into one launch that computes ``n_repeats`` times.
 
-        Returns
-        -------
-        Executable or None
-            The same object for the same arguments.  None if values of inputs determine lengths of arrays, if this
-            executable does not update the reduced variable, or if ``n_repeats > 1`` and an output is no scalar.
+        The same arguments return the same object.  None is returned if values of inputs determine lengths of arrays, if
+        this executable does not update the reduced variable, or if ``n_repeats > 1`` and an output is no scalar.
         """
         key = spec and spec.key, *others, n_repeats
         fused = self._fused.pop(key, None)

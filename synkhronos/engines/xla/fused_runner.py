@@ -62,16 +62,10 @@ class FusedRunner(Runner):
 
 
 class GradientReducer(Reducer):
-    """The reducer of the ranks' gradients in one launch.
+    """The reducer of the ranks' gradients, of one shape on all ranks, in one launch.
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape of the gradient on all ranks.
-    is_repeated : bool
-        Whether the launch takes several steps.
-    collectives : tuple of str
-        Collectives of one step, as in `AllReduceSpec`.
+    ``is_repeated`` says whether the launch takes several steps; ``collectives`` are those of one step, as in
+    `AllReduceSpec`.
     """
 
     def __init__(
@@ -97,10 +91,7 @@ class GradientReducer(Reducer):
     def finish(self, spans: Sequence[Any], valid_flag_address: int, stream: int | None) -> None:
         """Launch the collective on the rest of the gradient, and make the stream wait for all chunks.
 
-        Raises
-        ------
-        ValueError
-            If the number of items does not match the shape that the ranks have compared.
+        ValueError is raised if the number of items does not match the shape that the ranks have compared.
         """
         if self._is_repeated:
             self._rank.commit()  # an earlier step may be valid even if a later one fails

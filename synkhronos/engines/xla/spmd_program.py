@@ -42,15 +42,8 @@ _JAX_FLAGS = (
 class SpmdProgram:
     """A program that all ranks run at the same time, on one of the ranks.
 
-    Parameters
-    ----------
-    is_vectorized : bool
-        Whether the program applies `jax.vmap` to loops with sums.
-
-    Attributes
-    ----------
-    current : SpmdProgram or None
-        The program that is running in this process.
+    ``is_vectorized`` says whether it applies `jax.vmap` to loops with sums.  ``current`` is the program that is running
+    in this process.
     """
 
     current: SpmdProgram | None = None
@@ -65,26 +58,10 @@ class SpmdProgram:
         return vector if self.rank.size == 1 else self._ffi_all_reduce.trace_sum(vector)
 
     def run(self, function: Callable[[], Sequence[np.ndarray]], settings: dict[str, Any]) -> Sequence[np.ndarray]:
-        """Run a function on every rank.
+        """Run a function on every rank, and return its sequence of arrays, which is equal on all ranks.
 
-        Parameters
-        ----------
-        function : callable
-            Returns a sequence of arrays.
-        settings : dict
-            JAX's settings in the master, as `get_jax_settings` returns them.
-
-        Returns
-        -------
-        list of ndarray
-            The function's result, which is equal on all ranks.
-
-        Raises
-        ------
-        RuntimeError
-            If the results differ.
-        NotImplementedError
-            If this device can't all-reduce within a program.
+        ``settings`` are JAX's in the master, as `get_jax_settings` returns them.  RuntimeError is raised if the results
+        differ, and NotImplementedError if this device can't all-reduce within a program.
         """
         rank, detector = self.rank, InterruptDetector()
         # No signal handler may raise within XLA's callbacks.  SIGINT ends the launch at the next all-reduce.
@@ -116,14 +93,8 @@ class SpmdProgram:
     ) -> Callable[..., Any]:
         """Return a function of JAX arrays that computes a variable on this rank's rows.
 
-        Parameters
-        ----------
-        compile_function : callable
-            Compiles a graph, like ``pytensor.function``.
-        inputs : list of variable
-            Parameters of the returned function, then a variable for each array in ``rows``.
-        rows : list of array
-            This rank's rows.
+        ``compile_function`` compiles a graph, like ``pytensor.function``.  ``inputs`` are the parameters of the
+        returned function, then a variable for each array in ``rows``.
         """
         import jax
         import jax.numpy as jnp

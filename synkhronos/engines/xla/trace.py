@@ -83,21 +83,10 @@ def trace_functions(
 def trace_loop(
     compute_once: Callable[..., Any], n_repeats: int, n_inputs: int, changed_positions: Sequence[int], *arguments: Any
 ) -> tuple[Any, ...]:
-    """Trace a loop over equal parts of the inputs.
+    """Trace a loop over ``n_repeats`` equal parts of the inputs; return the final values at ``changed_positions``.
 
-    Parameters
-    ----------
-    compute_once : callable
-        Takes inputs and the state; returns new values of the items at ``changed_positions`` of the state.
-    changed_positions : list of int
-        Positions in the state.
-    *arguments : jax.Array
-        The inputs, then the state.
-
-    Returns
-    -------
-    tuple of jax.Array
-        Final values of the items at ``changed_positions``.
+    ``arguments`` are the inputs, then the state.  ``compute_once`` takes inputs and the state, and returns new values
+    of the items at ``changed_positions`` of the state.
     """
     from jax import lax
 
