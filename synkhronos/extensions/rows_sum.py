@@ -71,9 +71,10 @@ warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows
 #: that the gradient does not read the rows from memory again.
 _SLICE_BYTES = 4 << 20
 
-#: Maximal number of elements of an array that an evaluation compares with the scattered ones.  Of larger arrays it
-#: compares rows and elements at equal distances.
-_SAMPLE_SIZE = 1 << 15
+#: Maximal number of elements of an array that an evaluation compares with the scattered ones.  Of a larger array it
+#: compares a sample: rows and elements at equal distances.  Reading more would delay each evaluation, as nearly each
+#: element is in another cache line.
+_MAX_COMPARED_SIZE, _SAMPLE_SIZE = 1 << 15, 1 << 12
 
 _counter = itertools.count()
 #: The sums of this process by process id and number: unpickling in this process returns the original.
@@ -683,10 +684,10 @@ def _take_sample(values: Any) -> Any:
     array = np.asarray(values)
     if array.base is None and not array.flags.writeable:
         return None
-    if array.size <= _SAMPLE_SIZE:
+    if array.size <= _MAX_COMPARED_SIZE:
         return array.shape, array.tobytes()
     # Rows have all columns, but miss other rows; elements are in all long rows, but may miss columns.
-    step = -(-3 * array.size // _SAMPLE_SIZE)
+    step = -(-2 * array.size // _SAMPLE_SIZE)
     if array.ndim == 1:
         return array.shape, array[::step].tobytes()
     flat = array.reshape(-1) if array.flags.c_contiguous else array.flat  # an iterator is slow
