@@ -175,16 +175,20 @@ def test_recorder_writes_tensorboard_files(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
     record = {"loss": np.float32(0.5), "validation": {"error": 0.25}, "seen": 10, "rule": "BSP", "lr": np.array(0.125)}
-    TensorBoard(tmp_path / "new").write(record)
+    recorder = TensorBoard(tmp_path / "new")
+    recorder.truncate(5)
+    recorder.write(record)
     (file,) = (tmp_path / "new").iterdir()  # the file is flushed
     content, written = file.read_bytes(), {}
     while content:  # an event: 8 bytes of length, 4 of checksum, the data, 4 of checksum
         length = int.from_bytes(content[:8], "little")
         event = Event.FromString(content[12 : 12 + length])
         written.update({(value.tag, event.step): value.simple_value for value in event.summary.value})
+        if event.HasField("session_log"):
+            written["purged from"] = event.step
         content = content[16 + length :]
     numbers = {"loss": 0.5, "validation/error": 0.25, "seen": 10.0, "lr": 0.125}
-    assert written == {(name, 10): value for name, value in numbers.items()}
+    assert written == {"purged from": 5, **{(name, 10): value for name, value in numbers.items()}}
 
 
 def test_schedules_can_be_combined():

@@ -121,7 +121,7 @@ class Checkpoint:
         meta: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
     ) -> Path:
-        """Write a checkpoint; then remove checkpoints of more rows, and the oldest ones beyond `keep`.
+        """Write a checkpoint and return its path; remove checkpoints of more rows, and the oldest ones beyond `keep`.
 
         Parameters
         ----------
@@ -133,10 +133,6 @@ class Checkpoint:
             Anything that JSON can represent.
         metrics : dict of str to float, optional
             Loss and validation; `keep_best` names one of them.
-
-        Returns
-        -------
-        Path
 
         Raises
         ------

@@ -125,6 +125,11 @@ class TensorBoard:
         # A SummaryWriter would write from a thread, at some later time: a killed process would lose events.
         self._file = event_file_writer.EventsWriter(os.path.join(folder, "events"))
 
+    def truncate(self, seen: int) -> None:
+        """Have TensorBoard drop all events after ``seen`` rows of training, which resumes there."""
+        log = self._proto.SessionLog
+        self._file.write_event(self._proto.Event(step=seen, session_log=log(status=log.START)))
+
     def write(self, record: Mapping[str, Any]) -> None:
         """Write an event for each number of a record; the step is the number of rows seen so far."""
         step = int(record.get("seen", 0))

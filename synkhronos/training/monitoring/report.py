@@ -44,7 +44,7 @@ class Report:
     seconds : dict of str to float
         Mean time of a rank by activity: compute, exchange, wait, load.
     batch : str
-        Rows of a step as a text: number of ranks times rows per rank, such as ``"4 x 100 = 400"``.
+        Rows of a step: ranks times rows per rank, such as ``"4 x 100 = 400"``.
     deaths : list of dict
         Deaths of workers since the last report after which the training continued: ``rank``, ``host``, ``cause``,
         ``step`` from which it continued, and ``seconds`` lost.
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Loss and validation by name; without the loss if it is NaN."""
+        """Loss and validation by name."""
         return self.validation if math.isnan(self.loss) else {"loss": self.loss, **self.validation}
 
     def to_record(self) -> dict[str, Any]:

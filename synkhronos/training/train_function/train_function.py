@@ -151,22 +151,6 @@ class TrainFunction:
         list of ndarray
             One for each variable of `optimizer_state`, with the shapes and in the order of a function without
             `shard_optimizer`.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import pytensor, pytensor.tensor as pt
-        >>> import synkhronos as synk
-        >>> from synkhronos.training.updates import momentum
-        >>> x, w = pt.matrix("x"), pytensor.shared(np.zeros(3), name="w")
-        >>> n = synk.fork(2, use_gpu=False)
-        >>> train = make_train_function((x @ w).mean(), [w], x, [], momentum, learning_rate=1.0, shard_optimizer=True)
-        >>> _ = train(np.eye(3), [])
-        >>> synk.gather(train.optimizer_state[0]).shape
-        (2, 2)
-        >>> train.get_optimizer_state()
-        [array([-0.33333333, -0.33333333, -0.33333333])]
-        >>> synk.close()
         """
         return self._optimizer.get()
 
@@ -256,30 +240,19 @@ class TrainFunction:
 
         Parameters
         ----------
-        x_data, y_data
+        x_data, y_data, num_slices
             As for a single step: all the data.  Each step takes a batch of them.
-        batches : sequence
-            The argument `batch` of each step.
-        num_slices : int, optional
-            As for a single step.
-        batches_s : sequence, optional
-            The argument `batch_s` of each step, if the data are in `sliceable_shareds`.
+        batches, batches_s : sequence
+            The argument `batch` of each step; or `batch_s`, if the data are in `sliceable_shareds`.
 
         Returns
         -------
         list of ndarray
             Loss before each step.
 
-        Raises
-        ------
-        TypeError, ValueError, IndexError
-            If an argument is wrong; the message names it.
-        WorkerError
-            If a worker raised an exception, or died.
-
         Notes
         -----
-        The results are equal to those of single steps.
+        The results, and errors, are those of single steps.
 
         In JAX mode on GPUs, successive steps share a launch if each rank has equally many rows in all of them.  Of
         scattered data, all ranks also need equally many rows.  Other steps are taken one by one: with `num_slices`,
@@ -316,9 +289,7 @@ class TrainFunction:
     def weighted_steps(
         self, x_data: Any, y_data: Any, batches: Any, num_slices: int | None = None, batches_s: Any = None
     ) -> list[tuple[Any, Any]]:
-        """Take several steps, and return their losses as terms of a weighted mean.
-
-        The arguments are those of `steps`.
+        """Take several steps, as `steps` does, and return their losses as terms of a weighted mean.
 
         Returns
         -------

@@ -165,20 +165,10 @@ class Trainer:
 
         Notes
         -----
-        With ``on_death="continue"`` the master copies the state of all ranks in memory: parameters, the variables of
-        the update rule and of the exchange rule, random streams and counters.  Under BSP on gradients it copies after
-        each step, and after a death the results are bit for bit those of a training without deaths.  Under other rules
-        it copies about every second, or at each report if the loss has a weight.  After a death all ranks return to the
-        copy, so each row is used exactly once.  ``report.deaths`` describes the deaths.
-
-        If a new worker fails to start twice in a row, its device is left out, and so is a host that is lost: the
-        training continues with fewer ranks, as after a resumption on fewer ranks.
-
-        New workers are forks of the master, so nothing is compiled again.  Once JAX or CUDA has started, and on several
-        hosts, they are new processes, which compile again.  Then a `Loader` starts new processes, too, and
-        `data_parts` loads its rows again.
-        Variables that the trainer does not use get the master's values on all ranks.  The death of the master ends the
-        training, as does a death while your code between two reports calls the ranks.
+        With ``on_death="continue"`` the master copies the state of all ranks in memory: after each step under BSP on
+        gradients, and else about every second, or at each report if the loss has a weight.  After a death new workers
+        start, and all ranks return to the copy, so each row is used exactly once.  ``report.deaths`` describes the
+        deaths.  :ref:`deaths` has the details: ranks that can't start again, JAX and CUDA, several hosts.
         """
         loader = self._find_loader(x_data, y_data)
         data, count = ([], len(loader)) if loader else self._make_data(x_data, y_data, "x_data, y_data")
@@ -259,15 +249,10 @@ class Trainer:
                 raise SystemExit(128 + get_requested_stop())
 
     def restore_best(self) -> Path:
-        """Restore all ranks from the best checkpoint of the last call of `epochs`.
+        """Restore all ranks from the best checkpoint of the last call of `epochs`, and return its path.
 
         Parameters, the update rule's variables, random streams and the position in the data are then those of the best
         report.  To train on from there, call `epochs` with the path as ``resume``.
-
-        Returns
-        -------
-        Path
-            The checkpoint, as `Checkpoint.find_best` finds it.
 
         Raises
         ------
@@ -384,10 +369,6 @@ def make_trainer(
         trainers resume on any number of ranks, with this option or without.
     **rule_kwargs
         Options of the update rule, such as ``momentum=0.9``.
-
-    Returns
-    -------
-    Trainer
 
     Warns
     -----

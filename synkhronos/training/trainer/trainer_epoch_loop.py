@@ -35,7 +35,7 @@ from synkhronos.training.loops.stop_signals import get_requested_stop
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.meter import RankTotals, resize_totals
 from synkhronos.training.monitoring.nonfinite import describe_nonfinite
-from synkhronos.training.monitoring.recorder import Recorder
+from synkhronos.training.monitoring.recorder import Recorder, TensorBoard
 from synkhronos.training.monitoring.report import Report, make_report
 from synkhronos.training.monitoring.validation_metrics import MetricTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
@@ -119,7 +119,7 @@ class TrainerEpochLoop(EpochLoop):
     def _remove_later_records(self, seen: int) -> None:
         """Remove the records after ``seen`` rows, since those steps are repeated."""
         for recorder in self.recorders:
-            if isinstance(recorder, Recorder):
+            if isinstance(recorder, Recorder | TensorBoard):
                 recorder.truncate(seen)
 
     def has_trained_all_epochs(self) -> bool:

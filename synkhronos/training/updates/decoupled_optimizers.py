@@ -48,9 +48,7 @@ def adamw(
 
     :math:`\epsilon` is added to the corrected root, as in optax and PyTorch; `adam` adds it to the uncorrected one.
 
-    References
-    ----------
-    .. [1] Loshchilov, I. and Hutter, F. (2019): Decoupled weight decay regularization. ICLR, arXiv:1711.05101.
+    Loshchilov, I. and Hutter, F. (2019): Decoupled weight decay regularization. ICLR, arXiv:1711.05101.
     """
     new, step = _adam_step(p, g, c, beta1, beta2, epsilon)
     return {**new, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, mask)}
@@ -81,9 +79,7 @@ def lion(
        p_t &= p_{t-1} - \eta\, (\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1)\, g_t) + \lambda\, p_{t-1}) \\
        m_t &= \beta_2 m_{t-1} + (1 - \beta_2)\, g_t
 
-    References
-    ----------
-    .. [1] Chen, X. et al. (2023): Symbolic discovery of optimization algorithms. arXiv:2302.06675.
+    Chen, X. et al. (2023): Symbolic discovery of optimization algorithms. arXiv:2302.06675.
     """
     m = c.zeros("m")
     sign = getattr(c.tensor, "sign", None) or c.tensor.sgn  # Theano's
@@ -114,10 +110,8 @@ def lamb(
 
     The ratio is 1 where one of the norms is 0.
 
-    References
-    ----------
-    .. [1] You, Y. et al. (2020): Large batch optimization for deep learning: training BERT in 76 minutes. ICLR,
-       arXiv:1904.00962.
+    You, Y. et al. (2020): Large batch optimization for deep learning: training BERT in 76 minutes. ICLR,
+    arXiv:1904.00962.
     """
     new, step = _adam_step(p, g, c, beta1, beta2, epsilon)
     step = _add_decay(p, step, c, weight_decay, mask)
@@ -162,10 +156,8 @@ def muon(
     (a, b, c) = (3.4445, -4.7750, 2.0315).  Other parameters do not decay.  They step by `adamw`, as in the paper; optax
     adds Nesterov's momentum to it.
 
-    References
-    ----------
-    .. [1] Jordan, K. et al. (2024): Muon: an optimizer for hidden layers in neural networks.
-       https://kellerjordan.github.io/posts/muon/
+    Jordan, K. et al. (2024): Muon: an optimizer for hidden layers in neural networks.
+    https://kellerjordan.github.io/posts/muon/
     """
     if p.ndim != 2 or mask is not None and not mask(p):
         new, step = _adam_step(p, g, c, beta1, beta2, epsilon)

@@ -25,16 +25,6 @@ def master_weights(rule: Any) -> Any:
     rule : callable
         An update rule.
 
-    Returns
-    -------
-    callable
-        An update rule with the signature of the given one.
-
-    Raises
-    ------
-    TypeError
-        If `rule` is not callable.
-
     Notes
     -----
     The variables of the rule also have the value of the parameter after the last step.  If the parameter has another

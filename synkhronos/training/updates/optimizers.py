@@ -42,10 +42,8 @@ def sgd(p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar
     -----
     .. math:: p_t = p_{t-1} - \eta\, g_t
 
-    References
-    ----------
-    .. [1] Robbins, H. and Monro, S. (1951): A stochastic approximation method.
-       The Annals of Mathematical Statistics 22(3), 400-407.
+    Robbins, H. and Monro, S. (1951): A stochastic approximation method.
+    The Annals of Mathematical Statistics 22(3), 400-407.
     """
     return {p: p - c(learning_rate) * g}
 
@@ -74,10 +72,8 @@ def momentum(
 
     Steps grow by up to :math:`1 / (1 - \mu)` over those of `sgd`.
 
-    References
-    ----------
-    .. [1] Polyak, B. T. (1964): Some methods of speeding up the convergence of iteration methods.
-       USSR Computational Mathematics and Mathematical Physics 4(5), 1-17.
+    Polyak, B. T. (1964): Some methods of speeding up the convergence of iteration methods.
+    USSR Computational Mathematics and Mathematical Physics 4(5), 1-17.
     """
     return _add_polyak_velocity(p, p - c(learning_rate) * g, c.zeros("velocity"), c(momentum))
 
@@ -193,10 +189,8 @@ def adagrad(
        a_t &= a_{t-1} + g_t^2 \\
        p_t &= p_{t-1} - \eta\, g_t / \sqrt{a_t + \epsilon}
 
-    References
-    ----------
-    .. [1] Duchi, J., Hazan, E. and Singer, Y. (2011): Adaptive subgradient methods for online learning and
-       stochastic optimization. JMLR 12, 2121-2159.
+    Duchi, J., Hazan, E. and Singer, Y. (2011): Adaptive subgradient methods for online learning and
+    stochastic optimization. JMLR 12, 2121-2159.
     """
     a = c.zeros("accu")
     a_new = a + g**2
@@ -220,10 +214,8 @@ def rmsprop(
        a_t &= \rho\, a_{t-1} + (1 - \rho)\, g_t^2 \\
        p_t &= p_{t-1} - \eta\, g_t / \sqrt{a_t + \epsilon}
 
-    References
-    ----------
-    .. [1] Tieleman, T. and Hinton, G. (2012): Lecture 6.5: rmsprop. Neural networks for machine
-       learning, Coursera.
+    Tieleman, T. and Hinton, G. (2012): Lecture 6.5: rmsprop. Neural networks for machine
+    learning, Coursera.
     """
     a = c.zeros("mean_square")
     a_new = c(rho) * a + c(1 - rho) * g**2
@@ -255,9 +247,7 @@ def adadelta(
        b_t &= \rho\, b_{t-1} + (1 - \rho)\, d_t^2 \\
        p_t &= p_{t-1} - \eta\, d_t
 
-    References
-    ----------
-    .. [1] Zeiler, M. D. (2012): ADADELTA: An adaptive learning rate method. arXiv:1212.5701.
+    Zeiler, M. D. (2012): ADADELTA: An adaptive learning rate method. arXiv:1212.5701.
     """
     a, b, sqrt = c.zeros("accu"), c.zeros("delta_accu"), c.tensor.sqrt
     a_new = c(rho) * a + c(1 - rho) * g**2
@@ -289,9 +279,7 @@ def adam(
     This is the shorter form at the end of the paper's section 2, where :math:`\epsilon` stands beside the
     uncorrected root.
 
-    References
-    ----------
-    .. [1] Kingma, D. P. and Ba, J. (2015): Adam: A method for stochastic optimization. ICLR, arXiv:1412.6980.
+    Kingma, D. P. and Ba, J. (2015): Adam: A method for stochastic optimization. ICLR, arXiv:1412.6980.
     """
     m, v = c.zeros("m"), c.zeros("v")
     m_new = c(beta1) * m + c(1 - beta1) * g
@@ -321,9 +309,7 @@ def adamax(
        u_t &= \max(\beta_2 u_{t-1}, |g_t|) \\
        p_t &= p_{t-1} - \frac{\eta}{1 - \beta_1^t}\, \frac{m_t}{u_t + \epsilon}
 
-    References
-    ----------
-    .. [1] Kingma, D. P. and Ba, J. (2015): Adam: A method for stochastic optimization. ICLR, arXiv:1412.6980.
+    Kingma, D. P. and Ba, J. (2015): Adam: A method for stochastic optimization. ICLR, arXiv:1412.6980.
     """
     m, u = c.zeros("m"), c.zeros("u")
     m_new = c(beta1) * m + c(1 - beta1) * g
@@ -354,10 +340,8 @@ def amsgrad(
 
     The paper leaves out the corrections by :math:`1 - \beta^t`; Lasagne has those of `adam`.
 
-    References
-    ----------
-    .. [1] Reddi, S. J., Kale, S. and Kumar, S. (2018): On the convergence of Adam and beyond. ICLR,
-       arXiv:1904.09237.
+    Reddi, S. J., Kale, S. and Kumar, S. (2018): On the convergence of Adam and beyond. ICLR,
+    arXiv:1904.09237.
     """
     m, v, v_hat = c.zeros("m"), c.zeros("v"), c.zeros("v_hat")
     m_new = c(beta1) * m + c(1 - beta1) * g

@@ -39,23 +39,13 @@ Transformation = Callable[[list[Variable], list[SharedVariable]], list[Variable]
 
 
 def chain(*parts: Any) -> UpdateRule:
-    """Compose an update rule with transformations of its gradient and of its step.
+    """Return an update rule composed of a rule, and of transformations of its gradient and of its step.
 
     Parameters
     ----------
     *parts : transformations, and one update rule
         In the order in which they are applied.  Transformations before the rule change the reduced gradient.  Those
         after the rule change the step, which is subtracted from the parameters: it has the gradient's sign.
-
-    Returns
-    -------
-    callable
-        An update rule with the signature of the given one.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If there is not exactly one update rule, or a part is not callable.
 
     Examples
     --------
@@ -99,7 +89,7 @@ def chain(*parts: Any) -> UpdateRule:
 
 
 def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | UpdateRule) -> UpdateRule:
-    """Compose an update rule of several, each for the parameters that a predicate selects.
+    """Return an update rule composed of several, each for the parameters that a predicate selects.
 
     Gradients travel in one vector nevertheless.
 
@@ -108,18 +98,6 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
     *groups : (predicate, update rule), the last may be an update rule alone
         A parameter belongs to the first group whose predicate is true of it.  Give options of a group's rule by
         ``functools.partial``; options of the composed rule are passed to all groups.
-
-    Returns
-    -------
-    callable
-        An update rule.
-
-    Raises
-    ------
-    TypeError
-        If a group is not a pair of callables.
-    ValueError
-        By the update rule, if a parameter is in no group.
 
     Examples
     --------
@@ -180,26 +158,20 @@ def _set_name(name: str, transform: Transformation) -> Transformation:
 
 
 def clip_by_global_norm(max_norm: Scalar) -> Transformation:
-    r"""Scale all gradients such that their common norm is at most `max_norm`.
+    r"""Return a transformation that scales all gradients such that their common norm is at most `max_norm`.
 
     Parameters
     ----------
     max_norm : float or symbolic scalar
         A number must be positive.
 
-    Returns
-    -------
-    transformation
-
     Notes
     -----
     With the norm :math:`n = \sqrt{\sum_p \sum_i g_{p,i}^2}` over all elements of all parameters, each gradient is
     multiplied by :math:`\min(1, c / n)`.
 
-    References
-    ----------
-    .. [1] Pascanu, R., Mikolov, T. and Bengio, Y. (2013): On the difficulty of training recurrent neural networks.
-       ICML, arXiv:1211.5063.
+    Pascanu, R., Mikolov, T. and Bengio, Y. (2013): On the difficulty of training recurrent neural networks.
+    ICML, arXiv:1211.5063.
 
     Examples
     --------
@@ -224,16 +196,12 @@ def clip_by_global_norm(max_norm: Scalar) -> Transformation:
 
 
 def clip(max_delta: Scalar) -> Transformation:
-    r"""Limit each element of the gradients to :math:`[-\delta, \delta]`.
+    r"""Return a transformation that limits each element of the gradients to :math:`[-\delta, \delta]`.
 
     Parameters
     ----------
     max_delta : float or symbolic scalar
         A number must be positive.
-
-    Returns
-    -------
-    transformation
     """
     _check_positive_scalar("max_delta", max_delta)
 
@@ -245,7 +213,7 @@ def clip(max_delta: Scalar) -> Transformation:
 
 
 def add_decayed_weights(weight_decay: Scalar, mask: Callable[[SharedVariable], bool] | None = None) -> Transformation:
-    r"""Add :math:`\lambda p` to the gradient of each parameter, or to its step.
+    r"""Return a transformation that adds :math:`\lambda p` to the gradient of each parameter, or to its step.
 
     Before a rule this is an L2 penalty.  Behind a rule the decay is decoupled; there it is not multiplied by the
     learning rate, unlike `adamw`'s.
@@ -256,10 +224,6 @@ def add_decayed_weights(weight_decay: Scalar, mask: Callable[[SharedVariable], b
         A number must be finite and not negative.
     mask : callable, optional
         Predicate of a parameter: whether it decays, as in ``lambda p: p.ndim > 1``, which leaves out biases and norms.
-
-    Returns
-    -------
-    transformation
     """
     if is_number(weight_decay) and not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay: expected a number of at least 0, got {weight_decay!r}")
@@ -280,16 +244,12 @@ def add_decayed_weights(weight_decay: Scalar, mask: Callable[[SharedVariable], b
 
 
 def scale(factor: Scalar) -> Transformation:
-    """Multiply gradients, or the steps of a preceding rule, by a factor.
+    """Return a transformation that multiplies gradients, or the steps of a preceding rule, by a factor.
 
     Parameters
     ----------
     factor : float, symbolic scalar, or callable
         A function of a parameter gives each its own: after a rule, learning rates by group.
-
-    Returns
-    -------
-    transformation
     """
     if is_number(factor) and not math.isfinite(factor):
         raise ValueError(f"factor: expected a finite number, got {factor!r}")
