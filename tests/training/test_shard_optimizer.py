@@ -12,7 +12,7 @@ from synkhronos import rules
 from synkhronos.extensions.train import make_train_function
 from synkhronos.training import Checkpoint, make_trainer
 from synkhronos.training import updates as u
-from synkhronos.training.train_function.sharded_step_command import ShardedStepCommand
+from synkhronos.training.train_function.step_command import ShardedStepCommand
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(13, 5)), rng.normal(size=(13, 3))

@@ -36,16 +36,11 @@ def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
             local = array.local_rows
             chosen = chosen[(chosen >= local.start) & (chosen < local.stop)]
         step = max(1, _BLOCK_NBYTES // max(1, int(np.prod(array.shape[1:])) * array.dtype.itemsize))
-        rows_found = np.concatenate(
-            [_find_nonfinite(array, chosen[i : i + step]) for i in range(0, len(chosen), step)] or [chosen]
-        )
+        blocks = [chosen[i : i + step] for i in range(0, len(chosen), step)]
+        found = [block[~np.isfinite(array[block]).reshape(len(block), -1).all(1)] for block in blocks]
+        rows_found = np.concatenate(found or [chosen])
         if len(rows_found):
             row = np.asarray(array[rows_found[:1]])
             others = f", the first of {len(rows_found):,} such rows" if len(rows_found) > 1 else ""
             return f"row {rows_found[0]:,} of {name} has {row[~np.isfinite(row)][0]}{others}"
     return ""
-
-
-def _find_nonfinite(array: Any, rows: np.ndarray) -> np.ndarray:
-    """Return the indexes among ``rows`` of the rows with a value that is not finite."""
-    return rows[~np.isfinite(array[rows]).reshape(len(rows), -1).all(1)]

@@ -15,8 +15,9 @@ import numpy as np
 
 from synkhronos.devices.reduce_op import list_metric_ops
 from synkhronos.function.output_op import Accumulator, OutputOp
-from synkhronos.graphs import get_library, is_variable
+from synkhronos.graphs import is_variable
 from synkhronos.training.train_function.weighted_mean import make_weighted_outputs, warn_of_varying_denominators
+from synkhronos.training.updates.argument_checks import find_library
 
 
 class Metric(NamedTuple):
@@ -75,10 +76,7 @@ def _parse_metric(name: str, entry: Any) -> Metric:
     if metric.weight is not None and metric.op != "mean":
         raise ValueError(f"{expected}; an op {metric.op!r} has no weight")
     variables = [metric.expression] if metric.weight is None else [metric.expression, metric.weight]
-    try:
-        get_library(*variables)
-    except TypeError as error:
-        raise TypeError(f"{expected}; {error}") from None
+    find_library(expected, *variables)
     for variable in variables:
         if getattr(variable, "ndim", None) != 0:
             raise ValueError(f"{expected}, got {variable!r} of {variable.type}")

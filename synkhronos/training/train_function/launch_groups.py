@@ -28,11 +28,6 @@ def assign_rows(batches: Sequence[Any], length: int, n_ranks: int) -> list[StepR
     """Return the row indexes of each step on each rank, for data that are scattered.
 
     The result is None for a step whose number of rows is not a multiple of the number of ranks, ``n_ranks``.
-
-    Examples
-    --------
-    >>> assign_rows([slice(0, 4), [7]], length=8, n_ranks=2)
-    [[array([0, 1]), array([2, 3])], None]
     """
     steps: list[StepRows] = []
     for i, batch in enumerate(batches):
@@ -48,11 +43,6 @@ def collect_sliceable_rows(batches_s: Sequence[Any], n_ranks: int) -> list[StepR
 
     Only a rank knows the length of its data.  So the result is None for a step in which some rank takes a slice, all of
     its rows, or no row; and the range of indexes is not checked.
-
-    Examples
-    --------
-    >>> collect_sliceable_rows([[[0, 1], [5]], slice(0, 2)], n_ranks=2)
-    [[array([0, 1]), array([5])], None]
     """
     steps: list[StepRows] = []
     for i, batch_s in enumerate(batches_s):

@@ -1,4 +1,4 @@
-"""The command of a training step.
+"""The commands of a training step, with an unsharded and with a sharded optimizer (see `updates.sharded_updates`).
 
 A step is two compiled functions with an all-reduce between them::
 
@@ -10,12 +10,16 @@ fuse the three parts runs it in one launch, several times over if asked to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from synkhronos.collectives.commands import AllReduceValues
-from synkhronos.engines import Runner, StepAllReduce
+import numpy as np
+
+from synkhronos.collectives.commands import AllReduceValues, VariableCopy, prepare_copies
+from synkhronos.devices import get_array_device
+from synkhronos.engines import Runner, StepAllReduce, StepShards
 from synkhronos.function.call import Call, RankCall
+from synkhronos.graphs import get_library
 from synkhronos.graphs.library import AT_FIRST_CALL
 from synkhronos.ranks import Command, Rank
 
@@ -128,3 +132,161 @@ def fuse_calls(
         return None  # the master makes this call first, alone: in a fused launch it would wait for the others
     runners = [update.compiled.runner for update in updates]
     return computation.engine.fuse_step(rank, gradient_call.compiled.runner, step, runners, n_steps)
+
+
+class _ShardedStepCommandFields(NamedTuple):
+    """Fields of `ShardedStepCommand`; a named tuple cannot have a second base class."""
+
+    gradient: Call
+    local_update: Call
+    whole_update: Call
+    keys: tuple[Any, ...]
+    gathers_gradient: bool
+    n_steps: int = 1
+
+
+class ShardedStepCommand(_ShardedStepCommandFields, Command):
+    """Take a training step, or several, on all ranks; each rank updates its part of the parameters.
+
+    Attributes
+    ----------
+    gradient, local_update, whole_update : Call
+        Calls that write the gradients of all ranks' shards into a matrix, replace the gradient in this rank's row by
+        new parameters, and set the parameters to those in the matrix.
+    keys : tuple
+        Keys of the matrix, of this rank's row of it, of this rank's number, and of its shards of the optimizer's state.
+    gathers_gradient : bool
+        Whether ``local_update`` reads the reduced gradient of all rows from the matrix.
+    n_steps : int
+        Number of steps.  The rows of each rank are ordered by steps.
+    """
+
+    __slots__ = ()
+
+    @property
+    def effect(self) -> str | None:
+        """Effect of the command in an error's message."""
+        return "The step was taken" if self.n_steps == 1 else "Steps were taken"
+
+    @property
+    def partial_effect(self) -> str | None:
+        """Effect in the message of an error after the update of some rank's part."""
+        return (
+            "Some ranks may have updated their parts of the parameters or of the optimizer's state, and others not: "
+            "broadcast() and set_optimizer_state() make them consistent again."
+        )
+
+    def run(self, rank: Rank) -> tuple[Any, list[Any]] | None:
+        """Take the steps on this rank; return the outputs of the gradient.
+
+        Return None, without a step, if ``n_steps`` is above 1 and a single step has to be taken first, or every time.
+        """
+        gradient, local, whole = (
+            call.make_rank_call(rank) for call in (self.gradient, self.local_update, self.whole_update)
+        )
+        # At its first call a rank may have to wait for another one to compile, and means over ranks are exchanged
+        # between the launches of a single step.
+        if self.n_steps > 1 and (self.gradient.needs_compile or gradient.compiled.n_rank_means):
+            return None
+        self._set_number(rank)
+        if self.n_steps == 1 and rank.device.needs_gpu:
+            fused_step = fuse_calls(rank, self, self.gradient, gradient, [local, whole])
+            if all(rank.all_gather_cached(fused_step is not None)):
+                return gradient.run(fused_step), []
+
+        def take_step(compute_gradient: Callable[[], Any]) -> Any:
+            with rank.suspend_commits():
+                outputs = compute_gradient()
+                self._reduce_scatter(rank)
+                if self.gathers_gradient:
+                    self._all_gather(rank)
+            local.run()
+            self._all_gather(rank)
+            whole.run()
+            return outputs
+
+        if self.n_steps == 1:
+            return take_step(gradient.run), []
+        runner = gradient.compiled.runner
+        return gradient.run(
+            _StepRunner(lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.host_inputs)
+        ), []
+
+    # -- StepAllReduce ---------------------------------------------------------------------------------------
+
+    wire_dtype = None
+    n_tail = 0
+    op = "avg"
+
+    def get_shared(self, rank: Rank) -> Any:
+        """Return this rank's copy of the matrix."""
+        return rank.get_object(self.keys[0])
+
+    def get_shards(self, rank: Rank) -> StepShards:
+        """Return this rank's row and number."""
+        row, _, *state_shards = map(rank.get_object, self.keys[1:])
+        return StepShards(row, state_shards, self.gathers_gradient)
+
+    def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+        """Return the communicator, and the matrix's shape, once all ranks have compared theirs."""
+        matrix, _ = self._prepare_copies(rank)
+        return matrix.communicator, matrix.layouts[0][0]
+
+    # -- in parts --------------------------------------------------------------------------------------------
+
+    def _set_number(self, rank: Rank) -> None:
+        """Set the variable of the rank's number at the first step on these ranks."""
+        numbered, key = rank.registry.get_or_create(_NumberedVariables), self.keys[2]
+        if key in numbered:
+            return
+        shared = rank.get_object(key)
+        library = get_library(shared)
+        library.store_value(shared, get_array_device(library.borrow_value(shared)).from_host(np.asarray(rank.number)))
+        numbered.add(key)
+
+    def _prepare_copies(self, rank: Rank) -> tuple[VariableCopy, VariableCopy]:
+        """Return this rank's copies of the matrix and of the row; a collective operation."""
+        matrix, row = prepare_copies(rank, self.keys[:2], nccl=True)
+        for copy in (matrix, row):
+            copy.check_equal_shapes("shard_optimizer")
+        if matrix.device is not row.device:
+            matrix.raise_on_all_ranks("shard_optimizer: the gradient and its reduction are on different devices")
+        return matrix, row
+
+    def _reduce_scatter(self, rank: Rank) -> None:
+        """Reduce the matrix of all ranks, and set this rank's row."""
+        matrix, row = self._prepare_copies(rank)
+        width = matrix.layouts[0][0][1]
+        out = row.get_writable()
+        bounds = [r * width for r in range(rank.size + 1)]
+        matrix.communicator.reduce_scatter(matrix.get_contiguous(), self.op, bounds, out)
+        row.store(out)
+
+    def _all_gather(self, rank: Rank) -> None:
+        """Set the matrix on every rank to all ranks' rows."""
+        matrix, row = self._prepare_copies(rank)
+        rows = matrix.get_writable()
+        out = [matrix.transport.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(row.layouts)]
+        matrix.communicator.all_gather(row.get_contiguous(), row.layouts, out)
+        matrix.store(rows)
+
+
+class _StepRunner(Runner):
+    """Calls a function once for each step, with the step's rows of the inputs."""
+
+    def __init__(self, function: Callable[..., Any], n_repeats: int, host_inputs: frozenset[int]):
+        super().__init__(function)
+        self.n_repeats, self.host_inputs = n_repeats, host_inputs
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Return the outputs of all steps, ordered as by every `Runner` of several computations."""
+        lengths = [len(value) // self.n_repeats for value in inputs]
+        by_step = []
+        for i in range(self.n_repeats):
+            rows = [value[i * n : (i + 1) * n] for value, n in zip(inputs, lengths, strict=True)]
+            by_step.append(super().__call__(*rows))
+        return [value for values in zip(*by_step, strict=True) for value in values]
+
+
+class _NumberedVariables(set[Any]):
+    """Keys of variables that hold the number of this rank."""

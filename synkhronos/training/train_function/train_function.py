@@ -34,8 +34,7 @@ from synkhronos.graphs import SharedVariable, Variable, get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
 from synkhronos.training.train_function.launch_groups import StepRows, assign_rows, collect_sliceable_rows, group_steps
 from synkhronos.training.train_function.optimizer_state import OptimizerState
-from synkhronos.training.train_function.sharded_step_command import ShardedStepCommand
-from synkhronos.training.train_function.step_command import StepCommand
+from synkhronos.training.train_function.step_command import ShardedStepCommand, StepCommand
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import BatchArgument, DataArgument, TrainingGraph
 from synkhronos.training.train_function.weighted_mean import divide_by_weight

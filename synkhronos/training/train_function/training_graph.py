@@ -24,8 +24,12 @@ from synkhronos.training.train_function.weighted_mean import (
     warn_of_varying_denominators,
 )
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
-from synkhronos.training.updates.loss_scale import compute_gradients_with_loss_scale, skip_overflows
-from synkhronos.training.updates.moving_average import add_moving_averages
+from synkhronos.training.updates.argument_checks import find_library
+from synkhronos.training.updates.rule_extensions import (
+    add_moving_averages,
+    compute_gradients_with_loss_scale,
+    skip_overflows,
+)
 from synkhronos.training.updates.update_rule import UpdateRule, check_rule_result, get_rule_name
 
 #: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
@@ -162,10 +166,7 @@ def _check_variables(argument: str, value: Any) -> list[Any]:
     variables = list(value) if isinstance(value, list | tuple) else [value]
     for i, variable in enumerate(variables):
         expected = f"{argument}: expected a variable or a list of variables"
-        try:
-            get_library(variable)
-        except TypeError as error:
-            raise TypeError(f"{expected}; {error}") from None
+        find_library(expected, variable)
         if not getattr(variable, "ndim", 0):
             raise ValueError(f"{expected} with rows to scatter, got {variable!r} of {variable.type} at index {i}")
     return variables

@@ -15,6 +15,7 @@ import numpy as np
 
 from synkhronos.graphs import Variable, get_library
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
+from synkhronos.training.updates.argument_checks import find_library
 
 
 def make_weighted_outputs(expression: Any, weight: Any) -> list[tuple[Any, str]]:
@@ -64,10 +65,7 @@ def check_weight(weight: Any, loss: Any, params: Sequence[Any]) -> None:
     The gradient of a weighted mean is the weighted mean of gradients only if the weights do not depend on parameters.
     """
     expected = "weight: expected a symbolic scalar, the number of items that the loss is a mean over"
-    try:
-        library = get_library(weight, loss)
-    except TypeError as error:
-        raise TypeError(f"{expected}; {error}") from None
+    library = find_library(expected, weight, loss)
     if getattr(weight, "ndim", None) != 0 or np.dtype(weight.dtype).kind not in "biuf":
         raise TypeError(f"{expected}, got {weight!r} of {weight.type}")
     for shared in library.find_shareds([weight]):

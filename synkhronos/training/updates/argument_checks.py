@@ -9,6 +9,14 @@ from synkhronos.checks import is_number
 from synkhronos.graphs import GraphLibrary, get_library, is_variable
 
 
+def find_library(expected: str, *variables: Any) -> GraphLibrary:
+    """Return the graph library of the variables; raise TypeError, with a message that begins with `expected`."""
+    try:
+        return get_library(*variables)
+    except TypeError as error:
+        raise TypeError(f"{expected}; {error}") from None
+
+
 def check_params(params: Iterable[Any]) -> list[Any]:
     """Check parameters and return them as a list: distinct shared variables of floats, of one graph library."""
     expected = "params: expected a list of shared variables of floats"
@@ -19,12 +27,12 @@ def check_params(params: Iterable[Any]) -> list[Any]:
     if not listed:
         raise ValueError(f"{expected}, got none")
     for i, p in enumerate(listed):
-        library = _find_library(expected, p)
+        library = find_library(expected, p)
         if not library.is_shared(p) or not str(getattr(p, "dtype", None)).startswith("float"):
             raise TypeError(f"{expected}, got {_describe_value(p)} at index {i}")
         if any(p is q for q in listed[:i]):
             raise ValueError(f"{expected}, each once, got {p!r} again at index {i}")
-    _find_library(expected, *listed)
+    find_library(expected, *listed)
     return listed
 
 
@@ -34,7 +42,7 @@ def check_scalars(params: Sequence[Any], **scalars: Any) -> None:
         if is_number(value):
             continue
         expected = f"{argument}: expected a number or a symbolic scalar"
-        _find_library(expected, value, *params)
+        find_library(expected, value, *params)
         if getattr(value, "ndim", None) != 0:
             raise ValueError(f"{expected}, got {_describe_value(value)}")
 
@@ -43,7 +51,7 @@ def as_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
     """Convert a loss to its gradients; return a list of gradients, one for each parameter, unchanged."""
     if not isinstance(loss_or_grads, list | tuple):
         expected = "loss_or_grads: expected a symbolic scalar or a list of gradients"
-        library = _find_library(expected, loss_or_grads, *params)
+        library = find_library(expected, loss_or_grads, *params)
         if getattr(loss_or_grads, "ndim", None) != 0:
             raise ValueError(f"{expected}, got {_describe_value(loss_or_grads)}")
         used = {id(shared) for shared in library.find_shareds([loss_or_grads])}
@@ -54,20 +62,12 @@ def as_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
     if len(loss_or_grads) != len(params):
         raise ValueError(f"{expected}, got {len(loss_or_grads)}")
     for i, (g, p) in enumerate(zip(loss_or_grads, params, strict=True)):
-        _find_library(expected, g, p)
+        find_library(expected, g, p)
         if getattr(g, "ndim", None) != p.ndim:
             raise ValueError(
                 f"{expected}, that of {p!r} with {p.ndim} dimensions, got {_describe_value(g)} at index {i}"
             )
     return list(loss_or_grads)
-
-
-def _find_library(expected: str, *variables: Any) -> GraphLibrary:
-    """Return the graph library of the variables; raise TypeError, with a message that begins with `expected`."""
-    try:
-        return get_library(*variables)
-    except TypeError as error:
-        raise TypeError(f"{expected}; {error}") from None
 
 
 def _describe_value(value: Any) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from synkhronos.graphs import Scalar, SharedVariable, Variable
 from synkhronos.training.updates.flat_gradient import get_shape
-from synkhronos.training.updates.optimizers import one_minus_power
+from synkhronos.training.updates.optimizers import one_minus_power, update_moments
 from synkhronos.training.updates.update_rule import FormulaContext, NewValues, update_rule
 
 Mask = Callable[[SharedVariable], bool] | None
@@ -175,12 +175,10 @@ def _adam_step(
     p: SharedVariable, g: Variable, c: FormulaContext, beta1: Scalar, beta2: Scalar, epsilon: Scalar
 ) -> tuple[NewValues, Variable]:
     """Return new moments, and Adam's step of learning rate 1."""
-    m, v = c.zeros("m"), c.zeros("v")
-    new_m = c(beta1) * m + c(1 - beta1) * g
-    new_v = c(beta2) * v + c(1 - beta2) * g**2
+    new, new_m, new_v = update_moments(g, c, beta1, beta2)
     mean = new_m / c(one_minus_power(beta1, c.t, "beta1"))
     root = c.tensor.sqrt(new_v / c(one_minus_power(beta2, c.t, "beta2")))
-    return {m: new_m, v: new_v}, mean / (root + c(epsilon))
+    return new, mean / (root + c(epsilon))
 
 
 def _add_decay(p: SharedVariable, step: Variable, c: FormulaContext, weight_decay: Scalar, mask: Mask) -> Variable:

@@ -281,11 +281,9 @@ def adam(
 
     Kingma, D. P. and Ba, J. (2015): Adam: A method for stochastic optimization. ICLR, arXiv:1412.6980.
     """
-    m, v = c.zeros("m"), c.zeros("v")
-    m_new = c(beta1) * m + c(1 - beta1) * g
-    v_new = c(beta2) * v + c(1 - beta2) * g**2
+    new, m, v = update_moments(g, c, beta1, beta2)
     rate = _correct_bias(c, learning_rate, beta1, beta2)
-    return {m: m_new, v: v_new, p: p - rate * m_new / (c.tensor.sqrt(v_new) + c(epsilon))}
+    return {**new, p: p - rate * m / (c.tensor.sqrt(v) + c(epsilon))}
 
 
 @update_rule(
@@ -343,12 +341,21 @@ def amsgrad(
     Reddi, S. J., Kale, S. and Kumar, S. (2018): On the convergence of Adam and beyond. ICLR,
     arXiv:1904.09237.
     """
-    m, v, v_hat = c.zeros("m"), c.zeros("v"), c.zeros("v_hat")
-    m_new = c(beta1) * m + c(1 - beta1) * g
-    v_new = c(beta2) * v + c(1 - beta2) * g**2
-    v_hat_new = c.tensor.maximum(v_hat, v_new)
+    new, m, v = update_moments(g, c, beta1, beta2)
+    v_hat = c.zeros("v_hat")
+    v_hat_new = c.tensor.maximum(v_hat, v)
     rate = _correct_bias(c, learning_rate, beta1, beta2)
-    return {m: m_new, v: v_new, v_hat: v_hat_new, p: p - rate * m_new / (c.tensor.sqrt(v_hat_new) + c(epsilon))}
+    return {**new, v_hat: v_hat_new, p: p - rate * m / (c.tensor.sqrt(v_hat_new) + c(epsilon))}
+
+
+def update_moments(
+    g: Variable, c: FormulaContext, beta1: Scalar, beta2: Scalar
+) -> tuple[NewValues, Variable, Variable]:
+    """Return the new running means of gradients and of their squares: by shared variable, and both."""
+    m, v = c.zeros("m"), c.zeros("v")
+    new_m = c(beta1) * m + c(1 - beta1) * g
+    new_v = c(beta2) * v + c(1 - beta2) * g**2
+    return {m: new_m, v: new_v}, new_m, new_v
 
 
 def _correct_bias(c: FormulaContext, learning_rate: Scalar, beta1: Scalar, beta2: Scalar | None = None) -> Variable:

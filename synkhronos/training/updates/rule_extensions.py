@@ -1,7 +1,8 @@
-"""Dynamic loss scaling, which keeps small gradients of float16 parameters from becoming zero.
+"""Additional updates of an update rule: moving averages of parameters, and dynamic loss scaling.
 
-The loss is multiplied by a scale before the backward pass, and the gradient is divided by it in float32.  If the
-reduced gradient has infinity or NaN, all ranks skip the step and halve the scale; all of them read the same vector::
+Loss scaling keeps small gradients of float16 parameters from becoming zero.  The loss is multiplied by a scale before
+the backward pass, and the gradient is divided by it in float32.  If the reduced gradient has infinity or NaN, all ranks
+skip the step and halve the scale; all of them read the same vector::
 
     loss * scale ──> gradients (float16) ──> / scale (float32) ──> all-reduce ──> all finite? ──> step, or scale / 2
 """
@@ -15,7 +16,7 @@ import numpy as np
 
 from synkhronos.graphs import get_library
 from synkhronos.training.updates.argument_checks import as_gradients, check_params
-from synkhronos.training.updates.flat_gradient import RuleUpdates
+from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar
 
 #: Initial scale: the largest power of two in float16.
 _INITIAL_SCALE = 2.0**15
@@ -53,3 +54,25 @@ def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
     new_values[scale] = tensor.switch(is_finite, grown, tensor.maximum(scale / two, one))
     new_values[count] = tensor.switch(is_finite, tensor.switch(is_due, zero, count + one), zero)
     return updates._replace(param_updates=new_values)
+
+
+def add_moving_averages(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[RuleUpdates, list[Any]]:
+    """Add updates that compute moving averages of the parameters; return them, and the averages, in at least float32.
+
+    They are e_t = d e_{t-1} + (1 - d) p_t, from the parameters before the first step, even if they have changed since
+    the rule was made.
+    """
+    library = get_library(*params)
+    tensor = library.tensor
+    has_begun = library.shared(np.zeros((), "float32"), name="ema_has_begun")
+    new_values, averages = updates.param_updates.copy(), []
+    for p in params:
+        average_type = p.type.clone(dtype=str(np.result_type(p.dtype, np.float32)))
+        value = np.asarray(p.get_value(), average_type.dtype)
+        average = type(p)(type=average_type, value=value, strict=False, name=f"{p.name or 'param'}_ema")
+        before = tensor.switch(tensor.eq(has_begun, 0), tensor.cast(p, average_type.dtype), average)
+        new = tensor.cast(updates.param_updates[p], average_type.dtype)
+        new_values[average] = as_scalar(decay, average) * before + as_scalar(1 - decay, average) * new
+        averages.append(average)
+    new_values[has_begun] = tensor.ones_like(has_begun)
+    return updates._replace(param_updates=new_values), averages
