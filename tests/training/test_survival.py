@@ -19,7 +19,6 @@ from synkhronos.ranks.errors import FAILED_START_PREFIX, Death
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import Checkpoint, Recorder, make_trainer
 from synkhronos.training.loops.death_limit import MAX_REPEATED_DEATHS
-from synkhronos.training.loops.epoch_loop import Outcome
 from synkhronos.training.monitoring import recorder
 from synkhronos.training.trainer import death_recovery, trainer_epoch_loop
 from synkhronos.training.trainer.death_recovery import RecoveringRunner
@@ -384,9 +383,9 @@ def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monke
         model=SimpleNamespace(state=SimpleNamespace(spec=SimpleNamespace(variables=variables))),
         checkpoint=True,
         operation_runner=SimpleNamespace(run_update=run_twice),
-        _validate=lambda report: Outcome.STOPPED,
+        _validate=lambda report: False,
     )
-    assert trainer_epoch_loop.TrainerEpochLoop.validate(loop, None) is Outcome.STOPPED
+    assert trainer_epoch_loop.TrainerEpochLoop.validate(loop, None) is False
     assert restored == [[["state"]] * 2]
 
 

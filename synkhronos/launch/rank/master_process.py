@@ -30,7 +30,6 @@ from synkhronos.ranks.errors import FAILED_START_PREFIX
 from synkhronos.rules import allocate_shared_arrays
 from synkhronos.tasks import run
 from synkhronos.timelines import timeline
-from synkhronos.training.loops.epoch_loop import Outcome
 from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
 
 
@@ -97,8 +96,8 @@ def _train(settings: Settings, arguments: MasterArguments) -> int:
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
     with recording, StopSignalHandler(None, stop_flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        outcome = run(rank_functions.train_model, settings, rule, shared_arrays, arguments, stop_flag)[0]
-        return 128 + get_requested_stop() if outcome is Outcome.STOPPED else 0
+        is_complete = run(rank_functions.train_model, settings, rule, shared_arrays, arguments, stop_flag)[0]
+        return 0 if is_complete else 128 + get_requested_stop()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.launch.supervision.run_folder import DeathLog
 from synkhronos.rules import BSP, Swap
 from synkhronos.tasks import LocalRows
-from synkhronos.training.loops.epoch_loop import EpochLoop, Outcome
+from synkhronos.training.loops.epoch_loop import EpochLoop
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.meter import RankTotals
 from synkhronos.training.monitoring.nonfinite import describe_nonfinite
@@ -89,8 +89,8 @@ class ModelEpochLoop(EpochLoop):
         """Best value of the metric so far."""
         return self.state.early_stopping
 
-    def train_all_epochs(self) -> Outcome:
-        """Train all epochs and write the parameters, unless a signal stops the training."""
+    def train_all_epochs(self) -> bool:
+        """Train all epochs and write the parameters; return False if a signal stops the training."""
         is_master, n_before = self.worker.number == 0, self.n_reports
         if is_master and self.memory_checkpoints:
             for death in DeathLog(self.state.folder).record_recovery(self.recorder.meter.step):
@@ -108,13 +108,13 @@ class ModelEpochLoop(EpochLoop):
                 worse = f"{best.metric}: no better for {best.n_reports_since_best} epochs"
                 sys.stdout.write(f"{worse}; the run ends after {self.n_reports}\n")
         if self.batch_loop.is_stopped_by_signal:
-            return Outcome.STOPPED
+            return False
         if self.n_reports == n_before:  # the run had ended between its last checkpoint and the following lines
             self.state.use_consensus_params()
         self._save_params("params.npz")
         if self.settings.keep_best:
             self._save_best()
-        return Outcome.COMPLETED
+        return True
 
     def has_trained_all_epochs(self) -> bool:
         """Whether all epochs are trained, or ``val_iter`` has ended the training."""
@@ -158,7 +158,7 @@ class ModelEpochLoop(EpochLoop):
         self.early_stopping.set_metric(f"{name} {mode}")
         return super().observe(report)
 
-    def train(self) -> Outcome:
+    def train(self) -> bool:
         """Train to the end of the epoch, or until a signal stops some rank."""
         epoch, is_resumed = self.n_reports, self.state.position["batch"] > 0
         self.state.restore_own_params()
@@ -188,7 +188,7 @@ class ModelEpochLoop(EpochLoop):
             if self.state.rule.asynchronous:
                 self.sanity_check.compare_ranks(self.worker)
         self.state.use_consensus_params()
-        return Outcome.STOPPED if self.batch_loop.is_stopped_by_signal else Outcome.COMPLETED
+        return not self.batch_loop.is_stopped_by_signal
 
     def make_report(self) -> Report:
         """Make the report of the epoch; raise FloatingPointError if the loss is infinite or NaN.
@@ -207,7 +207,7 @@ class ModelEpochLoop(EpochLoop):
             raise FloatingPointError(f"the cost is {report.loss} in epoch {epoch}: {why}")
         return report
 
-    def validate(self, report: Report) -> Outcome:
+    def validate(self, report: Report) -> bool:
         """Validate the rule's consensus parameters; a validation that a signal stops has no results."""
         recorder = self.recorder
         generator_states = self.state.get_generator_states()
@@ -229,7 +229,7 @@ class ModelEpochLoop(EpochLoop):
         self.batch_loop.is_stopped_by_signal = any(ended for *_, ended in by_rank)
         if self.batch_loop.is_stopped_by_signal:
             self.state.set_generator_states(*generator_states)  # a resumed run repeats the validation
-            return Outcome.STOPPED
+            return False
         sums: dict[str, float] = {}
         total = sum(rows for rows, *_ in by_rank)
         for _, rank_sums, *_ in by_rank:
@@ -240,7 +240,7 @@ class ModelEpochLoop(EpochLoop):
         if means:
             self.model.current_info = recorder.get_latest_val_info()
         self.is_stopped_by_model = any(stopped for _, _, stopped, _ in by_rank)
-        return Outcome.COMPLETED
+        return True
 
     def save_at_signal(self) -> None:
         """Write a checkpoint within the epoch; raise FloatingPointError if the loss is not finite."""

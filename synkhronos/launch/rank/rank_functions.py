@@ -38,7 +38,6 @@ from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.rules import Rule
 from synkhronos.rules.state import FlatVariables
 from synkhronos.tasks import LocalRows, Worker
-from synkhronos.training.loops.epoch_loop import Outcome
 from synkhronos.training.monitoring.recorder import Recorder
 
 #: Descriptions of the exchange under BSP, by the values that ranks exchange.
@@ -123,11 +122,8 @@ def train_model(
     shared: dict[str, LocalRows],
     arguments: MasterArguments,
     stop_flag: LocalRows,
-) -> Outcome:
-    """Train the instance from `build_model`, and call its ``cleanup``.
-
-    A training that a signal stops has written a checkpoint.
-    """
+) -> bool:
+    """Train the instance from `build_model`, and call its ``cleanup``; return False after a checkpoint at a signal."""
     stored = worker.get_storage(STORAGE_KEY)
     model = stored["model"]
     if stored["exchanged_quantity"] == "gradient":

@@ -7,7 +7,7 @@ Epochs are divided into intervals, each of which ends with a report::
       +-------------------------------------------------------------------------------------------+
 
 `observe` compares the report with the best one so far, and `save` is called only for some reports.
-A signal may stop `train` or `validate`, which then return `Outcome.STOPPED`.  Then `save_at_signal` saves the position
+A signal may stop `train` or `validate`, which then return False.  Then `save_at_signal` saves the position
 within the interval, and there is no report.
 """
 
@@ -15,17 +15,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from enum import Enum
 
 from synkhronos.training.monitoring.early_stopping import EarlyStopping, to_cost
 from synkhronos.training.monitoring.report import Report
-
-
-class Outcome(Enum):
-    """Outcome of a part of a training: it was completed, or a signal stopped it."""
-
-    COMPLETED = "completed"
-    STOPPED = "stopped"
 
 
 class EpochLoop(ABC):
@@ -51,8 +43,8 @@ class EpochLoop(ABC):
     def iterate_reports(self) -> Iterator[Report]:
         """Yield the report of each interval, until the last epoch or a signal."""
         while not self.is_over():
-            report = self.make_report() if self.train() is Outcome.COMPLETED else None
-            if report is None or self.validate(report) is Outcome.STOPPED:
+            report = self.make_report() if self.train() else None
+            if report is None or not self.validate(report):
                 self.save_at_signal()
                 return
             self.finish_interval(report)
@@ -86,16 +78,16 @@ class EpochLoop(ABC):
         """Whether all epochs are trained."""
 
     @abstractmethod
-    def train(self) -> Outcome:
-        """Train to the end of the interval, or until a signal."""
+    def train(self) -> bool:
+        """Train to the end of the interval; return False if a signal stops it."""
 
     @abstractmethod
     def make_report(self) -> Report:
         """Return the report of the interval, without validation."""
 
     @abstractmethod
-    def validate(self, report: Report) -> Outcome:
-        """Compute the validation of a report, unless a signal stops it."""
+    def validate(self, report: Report) -> bool:
+        """Compute the validation of a report; return False if a signal stops it."""
 
     @abstractmethod
     def save_at_signal(self) -> None:

@@ -30,7 +30,7 @@ from synkhronos.tasks import run
 from synkhronos.training import schedules
 from synkhronos.training.checkpoints import generator_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint
-from synkhronos.training.loops.epoch_loop import EpochLoop, Outcome
+from synkhronos.training.loops.epoch_loop import EpochLoop
 from synkhronos.training.loops.stop_signals import get_requested_stop
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.meter import RankTotals, resize_totals
@@ -130,13 +130,10 @@ class TrainerEpochLoop(EpochLoop):
         """Whether a signal has requested a stop."""
         return self.checkpoint is not None and bool(get_requested_stop())
 
-    def _get_outcome(self) -> Outcome:
-        return Outcome.STOPPED if self.is_signalled() else Outcome.COMPLETED
-
     # -- an interval -----------------------------------------------------------------------------------------
 
-    def train(self) -> Outcome:
-        """Train to the next report, or until a signal."""
+    def train(self) -> bool:
+        """Train to the next report; return False if a signal stops it."""
         self.operation_runner.refresh_copy()
         position = self.position
         if not position.row:
@@ -147,12 +144,12 @@ class TrainerEpochLoop(EpochLoop):
         if self.model.joint_step is not None:
             while position.row < self.interval_stop and not self.is_signalled():  # repeats if a rank was left out
                 position.row, position.totals = self._train_interval()
-            return self._get_outcome()
+            return not self.is_signalled()
         while position.row < self.interval_stop and not self.is_signalled():
             began = time.perf_counter()
             position.row, position.totals = self.operation_runner.run_update(self._make_interval_operation())
             self.operation_runner.adapt_steps_until_copy(time.perf_counter() - began)
-        return self._get_outcome()
+        return not self.is_signalled()
 
     def _begin_epoch(self) -> None:
         """Start an epoch of all rows that the data have now."""
@@ -268,24 +265,24 @@ class TrainerEpochLoop(EpochLoop):
             f"{n_ranks} x {data.batch_size} = {n_ranks * data.batch_size}",
         )
 
-    def validate(self, report: Report) -> Outcome:
+    def validate(self, report: Report) -> bool:
         """Compute the metrics over all validation rows, unless a signal stops the validation."""
         generators = self.model.state.spec.variables.generators if self.checkpoint is not None else []
 
-        def validate_or_undo() -> Outcome:
+        def validate_or_undo() -> bool:
             # Repeated as a whole after a death: there may be fewer ranks then.
             states = run(generator_state.collect_states, generators) if generators else []
-            outcome = self._validate(report)  # the metrics may draw random numbers
-            if outcome is Outcome.STOPPED and generators:  # a resumed training repeats the validation
+            is_complete = self._validate(report)  # the metrics may draw random numbers
+            if not is_complete and generators:  # a resumed training repeats the validation
                 run(generator_state.restore_states, generators, states)
-            return outcome
+            return is_complete
 
         return self.operation_runner.run_update(validate_or_undo)
 
-    def _validate(self, report: Report) -> Outcome:
+    def _validate(self, report: Report) -> bool:
         model, valid = self.model, self.valid
         if valid is None:
-            return Outcome.COMPLETED
+            return True
         assert model.validation is not None
         if model.graph.options.validate_ema:
             assert model.joint_step is not None
@@ -307,7 +304,7 @@ class TrainerEpochLoop(EpochLoop):
         if not totals.rows:
             raise LoadError("none of the rows of the validation data could be read")
         report.validation = totals.compute()
-        return self._get_outcome()
+        return not self.is_signalled()
 
     def finish_interval(self, report: Report) -> None:
         """Move to the next interval, and pass the report to the recorders; raise FloatingPointError for NaN."""
