@@ -40,11 +40,6 @@ class CropMirror:
     center : bool
         Whether to crop the centre, as for validation, instead of a random window.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For wrong arguments; for a picture that does not fit them, when it is augmented.
-
     Notes
     -----
     With ``mean`` or ``scale`` the result is float32.  float64 is rounded; other dtypes whose values float32 can't hold

@@ -77,21 +77,16 @@ class Loader:
     ----------
     wait_seconds : float
         Seconds spent waiting for batches.
-    source : object
-        The source of rows, such as `Images`.
 
     Raises
     ------
-    TypeError, ValueError
-        For wrong arguments, or if the first row does not fit them.
     LoadError
         If the first row can't be read.
 
     Notes
     -----
-    Loader processes are started at the first batch.  They share no threads, locks or GPUs with this process, and get
-    copies of the source and the augmentation.  The order of rows and their values do not depend on the number of ranks
-    or of processes.
+    Loader processes are started at the first batch, and get copies of the source and the augmentation.  The order of
+    rows and their values do not depend on the number of ranks or of processes.
 
     Examples
     --------

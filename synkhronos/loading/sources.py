@@ -106,8 +106,6 @@ def npy(paths: Paths) -> FileArray:
 
     Raises
     ------
-    FileNotFoundError
-        If a file is missing.
     ValueError, TypeError
         If a file is not a ``.npy`` file of numbers, or its rows differ from the first file's in shape or dtype.
 
@@ -237,6 +235,8 @@ def _import_h5py() -> Any:
 class Images:
     """Source of picture files and their labels: rows of ``(picture, label)``.  Needs Pillow.
 
+    Files are opened when their rows are read.
+
     A picture is a uint8 array of shape ``(3, size, size)``, or ``(1, size, size)`` for mode ``"L"``.
 
     Parameters
@@ -256,13 +256,6 @@ class Images:
     labels : ndarray of int32, or None
     classes : list of str
         Name of each label's class, if the source was made by `image_folder`; else empty.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For wrong arguments.  Files are opened later, when their rows are read.
-    ImportError
-        If Pillow is not installed.
 
     Examples
     --------

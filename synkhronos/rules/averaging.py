@@ -112,11 +112,9 @@ class PostLocal(LocalSGD):
 
     Parameters
     ----------
-    period : int or callable
-        Number of steps between two averages, from step ``start`` on.
     start : int
         Number of steps after which ``period`` applies.
-    state, exclude, precision
+    period, state, exclude, precision
         See `LocalSGD`.
     """
 

@@ -11,13 +11,13 @@ import numpy as np
 from synkhronos.checks import check_flag
 from synkhronos.devices import get_array_device
 from synkhronos.graphs import Array, SharedVariable
-from synkhronos.rules.elastic import CENTRE_LOCK, read_centre
-from synkhronos.rules.rule import Rule, SharedArrays, check_period, reduce_by_rows
+from synkhronos.rules.elastic import CENTRE_LOCK, CentreRule, read_centre
+from synkhronos.rules.rule import check_period, reduce_by_rows
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
 
-class Downpour(Rule):
+class Downpour(CentreRule):
     """Downpour SGD: a rank adds its change to a centre every ``push`` steps, and copies it every ``fetch`` steps.
 
     With a, the sum of a rank's steps since its last push: x̃ ← x̃ + a, a ← 0 at a push; x ← x̃ at a fetch.  Dean et
@@ -31,7 +31,7 @@ class Downpour(Rule):
         Number of a rank's steps between two pushes, and between two fetches.
     asynchronous : bool
         Whether each rank exchanges at its own pace, under a lock.
-    exclude : callable, optional
+    exclude
         See `Rule`.
 
     Examples
@@ -53,10 +53,6 @@ class Downpour(Rule):
         if not self.asynchronous and self.push != self.fetch:
             raise ValueError(f"push, fetch: expected equal numbers with asynchronous=False, got {push} and {fetch}")
 
-    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
-        """Return the shape and dtype of the centre, and of a counter of pushes."""
-        return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
-
     def count_steps_left(self, state: State) -> int:
         """Return the number of steps until the next exchange.
 
@@ -69,11 +65,7 @@ class Downpour(Rule):
         """Set the centre, and this rank's base, to the parameters."""
         state.own["base"] = state.vector
         state.own["seen"] = 0
-        if not self.asynchronous:
-            return
-        if worker.number == 0:
-            state.shared_rows["centre"].write(state.own["base"])
-        worker.barrier("the centre is set")
+        super().setup(worker, state)
 
     def exchange(self, worker: Worker, state: State) -> int | None:
         """Push, fetch, or both; return the number of earlier pushes, or None without a push or if synchronous."""
@@ -166,9 +158,7 @@ class ASGD(Downpour):
 
     Parameters
     ----------
-    period : int
-        Number of a rank's steps between two exchanges.
-    exclude : callable, optional
+    period, exclude
         See `Rule`.
     """
 

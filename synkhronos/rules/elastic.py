@@ -18,7 +18,22 @@ from synkhronos.tasks import Worker
 CENTRE_LOCK = 0
 
 
-class EASGD(Rule):
+class CentreRule(Rule):
+    """Base class of rules with a centre: in shared memory, with a counter of exchanges, if they are asynchronous."""
+
+    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
+        """Return the shape and dtype of the centre, and of the counter."""
+        return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
+
+    def setup(self, worker: Worker, state: State) -> None:
+        """Set the centre in shared memory to the parameters."""
+        if self.asynchronous:
+            if worker.number == 0:
+                state.shared_rows["centre"].write(state.vector)
+            worker.barrier("the centre is set")
+
+
+class EASGD(CentreRule):
     """Elastic averaging SGD: each rank moves towards a centre, and the centre towards the rank.
 
     Every ``period`` steps a rank computes d = α (x^i − x̃), x^i ← x^i − d, x̃ ← x̃ + d: Zhang, Choromanska and LeCun,
@@ -39,7 +54,7 @@ class EASGD(Rule):
         α itself, in (0, 1]; ``beta`` is then ignored.
     asynchronous : bool
         Whether each rank exchanges at its own pace, under a lock.
-    exclude : callable, optional
+    exclude
         See `Rule`.
 
     Examples
@@ -65,18 +80,11 @@ class EASGD(Rule):
         """Compute α for a number of ranks."""
         return self.beta / n_ranks if self.alpha is None else self.alpha
 
-    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
-        """Return the shape and dtype of the centre, and of a counter of exchanges."""
-        return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
-
     def setup(self, worker: Worker, state: State) -> None:
         """Set the centre to the parameters."""
         if not self.asynchronous:
             state.own["centre"] = state.vector
-            return
-        if worker.number == 0:
-            state.shared_rows["centre"].write(state.vector)
-        worker.barrier("the centre is set")
+        super().setup(worker, state)
 
     def exchange(self, worker: Worker, state: State) -> int | None:
         """Exchange with the centre; return the number of earlier exchanges, or None if synchronous."""

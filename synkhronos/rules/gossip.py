@@ -32,7 +32,7 @@ class GoSGD(Rule):
         Probability that a rank sends after a step, in (0, 1].
     seed : int
         Seed of the random choices.
-    exclude : callable, optional
+    exclude
         See `Rule`.
 
     Examples

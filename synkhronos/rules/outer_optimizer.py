@@ -51,13 +51,9 @@ class SlowMo(_OuterOptimizerRule):
 
     Parameters
     ----------
-    period : int or callable
-        Number of steps between two averages.
-    lr : float
-        α, the slow learning rate, above 0.
-    momentum : float
-        β, in [0, 1).
-    exclude, precision
+    lr, momentum : float
+        α, the slow learning rate, above 0; β, in [0, 1).
+    period, exclude, precision
         See `Rule`.
 
     Examples
@@ -96,15 +92,11 @@ class DiLoCo(_OuterOptimizerRule):
 
     Parameters
     ----------
-    period : int or callable
-        Number of steps between two averages.
-    lr : float
-        Outer learning rate, above 0.
-    momentum : float
-        Outer momentum µ, in [0, 1).
+    lr, momentum : float
+        Outer learning rate, above 0; outer momentum µ, in [0, 1).
     nesterov : bool
         Whether the momentum is Nesterov's.
-    exclude, precision
+    period, exclude, precision
         See `Rule`.
 
     Examples

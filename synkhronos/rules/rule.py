@@ -192,13 +192,6 @@ class Rule:
         **settings
             Other settings of a session file, such as ``folder``, ``epochs`` and ``config``.
 
-        Raises
-        ------
-        SettingsError
-            If a setting is wrong; no process is started.
-        RuntimeError
-            If `init` was called already.
-
         Examples
         --------
         .. code-block:: python
@@ -212,13 +205,7 @@ class Rule:
         self._launched_run = type(self).launch(self, devices, modelfile, modelclass, **settings)
 
     def wait(self) -> Any:
-        """Wait for the end of the run that `init` has started, and return its folder.
-
-        Raises
-        ------
-        RuntimeError
-            If the run has failed, or `init` was not called.
-        """
+        """Wait for the end of the run that `init` has started, and return its folder; RuntimeError if it has failed."""
         if self._launched_run is None:
             raise RuntimeError("wait(): expected a call of init() before it")
         run, self._launched_run = self._launched_run, None

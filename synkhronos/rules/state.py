@@ -126,20 +126,16 @@ class State:
     Parameters
     ----------
     params : list of shared variables
-        Variables that ranks exchange: parameters, followed by running averages.
+        Variables that ranks exchange: parameters, followed by ``n_averages`` running averages.
     optimizer : list of shared variables
         Variables of the update rule, such as velocities; only floats are used.
     shared : dict of str to LocalRows
         Shared memory of the rule, from `allocate_shared_arrays`.
-    n_averages : int
-        Number of running averages at the end of ``params``, which ranks exchange but the optimizer does not train.
 
     Attributes
     ----------
-    step : int
-        Number of steps of this rank.
-    steps_since_exchange : int
-        Number of steps since the last exchange.
+    step, steps_since_exchange : int
+        Number of steps of this rank, in all and since the last exchange.
     learning_rate : float
         Learning rate of the last step.
     count_items : callable, optional

@@ -24,13 +24,11 @@ class Swap(Rule):
 
     Parameters
     ----------
-    period : int or callable
-        Number of steps between two swaps.
     replace : bool
         Whether one rank of each pair, chosen at random, copies its parameters to the other, instead of a swap.
     seed : int
         Seed of the random choices.
-    exclude : callable, optional
+    period, exclude
         See `Rule`.
 
     Examples

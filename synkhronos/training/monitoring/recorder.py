@@ -33,10 +33,9 @@ REPORT_FILE = "reports.jsonl"
 class Recorder:
     """Recorder that appends lines of JSON to files in a folder.
 
-    Each rank writes its own file, ``rank-0.jsonl`` and so on, during the training: epoch, step, rows, loss, learning
-    rate, rows per second, and the seconds since its last line spent on computing, exchanging, waiting for other ranks
-    and loading rows.  The master writes the reports of `Trainer.epochs` to ``reports.jsonl``.  When a training is
-    resumed from a checkpoint, later lines are removed.
+    Each rank writes its own file during the training: epoch, step, rows, loss, learning rate, rows per second, and the
+    seconds since its last line by activity.  The master writes the reports of `Trainer.epochs` to ``reports.jsonl``.
+    When a training is resumed from a checkpoint, later lines are removed.
 
     Parameters
     ----------

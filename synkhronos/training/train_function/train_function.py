@@ -446,40 +446,34 @@ def make_train_function(
         The default op is "mean" for floats, and None for random streams.  Another variable needs an op, unless its new
         value is equal on all ranks.  Parameters are updated after these.
     exchange : str, optional
-        With ``"bfloat16"``, GPUs send gradients in half the bytes: each rank's gradient is divided by the number of
-        ranks, rounded to eight bits of mantissa, and summed in that precision.  The update computes in the parameters'
-        precision.  Gradients are sent in their own precision by default, and wherever a step is not one launch on
-        GPUs: on CPU cores, in slices, with ranks that have no rows, with Theano.
+        With ``"bfloat16"``, GPUs send gradients in half the bytes, rounded to eight bits of mantissa, where a step is
+        one launch: not on CPU cores, in slices, with ranks that have no rows, or with Theano.  The update computes in
+        the parameters' precision.
     weight : scalar variable, optional
         Number of items that the loss is a mean over, if they are not the rows of `x`: ``mask.sum()`` for the loss
         ``(mask * errors).sum() / mask.sum()``.  It must not depend on `params`.  Gradients and losses are averaged by
         this weight over ranks and slices.  A loss of weight 0 is ignored, even if it is NaN.
     clip_norm : float, optional
-        Maximal norm of the gradient: of all elements of all parameters, after the all-reduce.  A longer gradient is
-        scaled to it.
+        Maximal norm of the gradient, after the all-reduce.  A longer gradient is scaled to it.
     num_slices : int, optional
         Default number of slices of a step.  Gradients are accumulated over slices, so that a step needs less memory.
     ema : float, optional
-        Decay of a moving average of the parameters, such as 0.999.  `TrainFunction.get_ema` returns the averages,
-        in at least float32.  They are also in ``optimizer_state`` of the train function.
+        Decay of a moving average of the parameters, such as 0.999, in at least float32: `TrainFunction.get_ema`.
     loss_scale : {"dynamic"}, optional
-        Multiply the loss by a scale before the backward pass, and divide the gradient by it in float32: small gradients
-        in float16 would be 0 otherwise.  If the reduced gradient is infinite or NaN, the parameters, the rule's
-        variables and the averages stay unchanged on all ranks, and the scale is halved.  It is doubled after 2,000
-        other steps.  `extra_updates` are not skipped.
+        Scale the loss, so that small gradients in float16 are not 0.  If the reduced gradient is infinite or NaN, the
+        parameters, the rule's variables and the averages stay unchanged on all ranks, and the scale is halved.  It is
+        doubled after 2,000 other steps.  `extra_updates` are not skipped.
     shard_optimizer : bool, optional
-        Divide the optimizer's state among the ranks (ZeRO-1), so that each needs memory for one n-th of it.  Gradients
-        are reduced by a reduce-scatter, each rank updates its part of the parameters, and an all-gather distributes
-        them.  State that the rule reads as a whole, such as the momentum of `muon`'s matrices, stays whole on every
-        rank.  `lamb`, which reads all of its state so, is refused.  See `TrainFunction.get_optimizer_state`.
+        Divide the optimizer's state among the ranks (ZeRO-1), so that each needs memory for one n-th of it.  State that
+        the rule reads as a whole, such as the momentum of `muon`'s matrices, stays whole on every rank.  `lamb`, which
+        reads all of its state so, is refused.  See `TrainFunction.get_optimizer_state`.
     **rule_kwargs
         Options of the rule, such as ``learning_rate=0.1``.
 
     Returns
     -------
     TrainFunction
-        Callable as ``train(x_data, y_data, batch=None, num_slices=1)``, or with `sliceable_shareds` as
-        ``train(batch_s=None, num_slices=1)``; returns the loss.
+        Called as ``train(x_data, y_data, batch=None)``, or with `sliceable_shareds` as ``train(batch_s=None)``.
 
     Warns
     -----

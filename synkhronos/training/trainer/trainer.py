@@ -349,16 +349,14 @@ def make_trainer(
         A number, or a schedule: see `synkhronos.training.schedules`.
     validate : dict of str to metric, or list of metrics, or metric, optional
         Values to compute on validation data.  `patience` and `schedules.plateau` use the first.  A metric is a scalar
-        variable that is a mean over rows; or ``(variable, op)``, whose values are reduced over batches and ranks by the
-        op, such as "mean" (weighted by rows), "sum" or "max" (see :ref:`ops`); or ``(variable, "mean", weight)``, whose
-        weight is a scalar variable, such as the sum of a mask.
+        variable that is a mean over rows; or ``(variable, op)``, reduced over batches and ranks by an op of :ref:`ops`,
+        such as "max"; or ``(variable, "mean", weight)`` with a scalar variable, such as the sum of a mask.
     extra_updates : dict, or list of (shared variable, expression) or (shared variable, expression, op), optional
         As for `synkhronos.training.make_train_function`.  Those with the op "mean" are exchanged with the
-        parameters: averaging rules weight them by the number of rows of each rank since the last exchange, other rules
-        treat them as parameters.  At a report the master has the values of all ranks.
+        parameters; at a report the master has the values of all ranks.
     weight : scalar variable, optional
-        As for `synkhronos.training.make_train_function`: number of items that the loss is a mean over, if they are not
-        the rows of `x`.  Losses in reports and records are means with this weight, under all rules.
+        As for `synkhronos.training.make_train_function`.  Losses in reports and records are means with this weight,
+        under all rules.
     clip_norm, num_slices, ema, loss_scale
         As for `synkhronos.training.make_train_function`.  They need a `rule` that averages gradients, which
         is the default.  `Trainer.get_ema` returns the averages; checkpoints have them.
