@@ -5,9 +5,10 @@
     python tests/support/hosts/simulated.py -- python tests/support/survival_run.py --hosts a:2,b:2 --source loader
 
 On simulated hosts, the next worker is killed some seconds after the training has continued: a device whose workers are
-killed at their start twice would be left out.  The undisturbed training has the same number of epochs.  Prints a line for each death, and at the end whether the
-parameters and the losses are equal, and how often each row was used.  Exits with 1 if a synchronous rule has other
-parameters or losses, or a row was not used once in each epoch.
+killed at their start twice would be left out.  With ``--twice`` another one is killed 0.2 to 3 seconds after each: in
+the recovery.  The undisturbed training has the same number of epochs.  Prints a line for each death, and at the end
+whether the parameters and the losses are equal, and how often each row was used.  Exits with 1 if a synchronous rule
+has other parameters or losses, or a row was not used once in each epoch.
 """
 
 from __future__ import annotations
@@ -57,13 +58,17 @@ class Killer(threading.Thread):
         Wait for a random time with the mean `interval` instead: some workers die during a recovery.
     hosts : list of str
         Names of simulated hosts, if any.
+    kills_twice : bool
+        Kill another worker of the hosts 0.2 to 3 seconds after each.
     """
 
-    def __init__(self, trainer: Trainer, interval: float, seed: int, is_random: bool, hosts: list[str]):
+    def __init__(
+        self, trainer: Trainer, interval: float, seed: int, is_random: bool, hosts: list[str], kills_twice: bool
+    ):
         super().__init__(daemon=True)
         self.trainer, self.hosts = trainer, hosts
         self.interval, self.random, self.is_over, self.n_killed = interval, random.Random(seed), threading.Event(), 0
-        self.is_random = is_random
+        self.is_random, self.kills_twice = is_random, kills_twice
 
     def run(self) -> None:
         """Kill until `is_over` is set."""
@@ -73,6 +78,8 @@ class Killer(threading.Thread):
         while not self.is_over.wait(self.random.expovariate(1 / self.interval) if self.is_random else self.interval):
             step = runner.step
             self.n_killed += self.kill_on_host() if self.hosts else self.kill_worker()
+            if self.kills_twice and not self.is_over.wait(self.random.uniform(0.2, 3)):
+                self.n_killed += self.kill_on_host()
             while self.hosts and runner.step <= step and not self.is_over.wait(0.05):
                 pass
 
@@ -99,7 +106,7 @@ def train(options: argparse.Namespace, n_epochs: int, is_disturbed: bool):
     update = adam if options.shard else None
     model = Model(options.rule, rate=0.001, noise=options.noise, update=update, shard_optimizer=options.shard)
     names = [name.partition(":")[0] for name in hosts]
-    killer = Killer(model.trainer, options.every, options.seed, options.random, names)
+    killer = Killer(model.trainer, options.every, options.seed, options.random, names, options.twice)
     if is_disturbed:
         killer.start()
     start, reports = time.monotonic(), []
@@ -136,6 +143,7 @@ def main() -> int:
     parser.add_argument("--shard", action="store_true", help="Adam, sharded, under BSP")
     parser.add_argument("--kills", type=int, default=10**9, help="end after so many kills")
     parser.add_argument("--random", action="store_true", help="random times between two deaths, some in recoveries")
+    parser.add_argument("--twice", action="store_true", help="on hosts: another kill in each recovery")
     options = parser.parse_args()
     if options.random:
         death_limit.MAX_REPEATED_DEATHS = 10**6
