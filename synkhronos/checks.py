@@ -7,6 +7,7 @@ argument's name, the expected values and the given value.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.metadata
 import math
@@ -15,6 +16,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+
+
+def format_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the names that are similar to an unknown one, for its error; "" if none is.
+
+    Examples
+    --------
+    >>> format_similar("colour", ["color", "shape"])
+    '; similar: color'
+    """
+    similar = difflib.get_close_matches(name, names, cutoff=cutoff)
+    return f"; similar: {', '.join(similar)}" if similar else ""
 
 
 def check_integer(value: Any, name: str, expected: str = "an integer") -> int:

@@ -171,12 +171,13 @@ class _ModelCheck:
         self.stage = "cleanup() runs"
         instance.cleanup()
 
-    def call_optional(self, instance: Any, name: str, *arguments: Any, **named: Any) -> None:
-        """Call an optional method if the class has it."""
+    def call_optional(self, instance: Any, name: str, *arguments: Any, **named: Any) -> Any:
+        """Call an optional method if the class has it, and return its result."""
         method = getattr(instance, name, None)
-        if callable(method):
-            self.stage = f"{name}() runs"
-            call_by_signature(method, *arguments, **named)
+        if not callable(method):
+            return None
+        self.stage = f"{name}() runs"
+        return call_by_signature(method, *arguments, **named)
 
     def check_two_ranks(self) -> None:
         """Train two instances as ranks 0 and 1 of two, with an exchange after each step."""
@@ -207,12 +208,13 @@ class _ModelCheck:
             for rank, instance in enumerate(ranks):
                 instance.train_iter(i, recorder)
                 step_hashes[rank].append(hash_values(sources[rank]))
-            total = sources[0].get() + sources[1].get()
-            for target in targets:
-                target.set(total if exchanged_quantity == "gradient" else total / 2)
-            if exchanged_quantity == "gradient":
-                for instance in ranks:
-                    self.call_optional(instance, "apply_gradients")
+            exchanges_again = True
+            while exchanges_again:
+                total = sources[0].get() + sources[1].get()
+                for target in targets:
+                    target.set(total if exchanged_quantity == "gradient" else total / 2)
+                applied = ranks if exchanged_quantity == "gradient" else []
+                exchanges_again = True in [self.call_optional(instance, "apply_gradients") for instance in applied]
         self.stage = "cleanup() runs with size 2"
         for instance in ranks:
             instance.cleanup()

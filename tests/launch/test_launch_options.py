@@ -61,6 +61,18 @@ def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
     assert np.mean((x[120:] @ w - y[120:]) ** 2) < 0.99 * errors[-1]  # differs from the value for the parameters
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow)])
+def test_sharded_optimizer_equals_one_process_and_resumes_sharded_or_not(tmp_path, ranks):
+    options = {"clip_norm": 0.5, "ema": 0.9, "validate_ema": "true"}
+    train(tmp_path, "Sharded", ranks, options=options, epochs=1, checkpoint=1)
+    for r in range(ranks):  # velocity and average of three parameters, of which a rank has two
+        assert (tmp_path / f"rank-{r}.log").read_text().endswith("shapes [(2,), (2,)]\n")
+    train(tmp_path, "Optioned", 1, "--resume", options=options, epochs=2, checkpoint=1)
+    train(tmp_path, "Sharded", ranks % 3 + 1, "--resume", options=options, epochs=3, checkpoint=1)
+    _, average, mean = train_in_numpy(3)
+    np.testing.assert_allclose(load_params(tmp_path), [average, mean], rtol=1e-9)
+
+
 def test_options_of_the_class_apply_to_lasagne_rules(tmp_path):
     train(tmp_path, "Lasagnes", 2, options={"clip_norm": 0.25}, epochs=2)
     np.testing.assert_allclose(load_params(tmp_path)[0], train_in_numpy(2, clip_norm=0.25, momentum=0)[0], rtol=1e-9)
@@ -131,7 +143,9 @@ WRONG = {
     "an unknown scale": ({"loss_scale": "static"}, "loss_scale: expected one of"),
     "a scale of a wrong type": ({"loss_scale": 2}, "loss_scale: expected one of"),
     "a flag of a wrong type": ({"validate_ema": 1}, "validate_ema: expected True or False, got 1"),
-    "an unknown option": ({"clipnorm": 1}, "clipnorm: unknown option, expected one of clip_norm, num_slices, ema"),
+    "an unknown option": ({"clipnorm": 1}, "clipnorm: unknown option; similar: clip_norm"),
+    "a misspelt option": ({"shard_optimiser": True}, "shard_optimiser: unknown option; similar: shard_optimizer"),
+    "a flag that is a number": ({"shard_optimizer": 1}, "shard_optimizer: expected True or False, got 1"),
 }
 
 
@@ -166,9 +180,8 @@ report("right", "launch_models/small.py:Lasagnes", {{"model_options": {{"num_sli
 def test_check_reports_a_wrong_option_of_a_session_or_a_class(checked, name):
     message = WRONG[name][1]
     assert checked[name].startswith(f"refused: model_options.{message}")
-    if name != "an unknown option":  # other attributes of a class are its own
-        output = checked[f"class: {name}"]
-        assert message in output and output.endswith("-- status 1\n")
+    output = checked[f"class: {name}"]
+    assert message in output and output.endswith("-- status 1\n")
 
 
 @pytest.mark.parametrize(

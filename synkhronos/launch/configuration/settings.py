@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos import rules
-from synkhronos.training.train_function.step_options import check_step_options
+from synkhronos.checks import format_similar
+from synkhronos.training.train_function.step_options import StepOptions, check_step_options
 
 #: File in a run's folder to which `Settings.save` writes.
 SETTINGS_FILE = "settings.json"
@@ -23,7 +24,7 @@ RULE_CLASSES: dict[str, type[rules.Rule]] = {
     if isinstance(kind, type) and issubclass(kind, rules.Rule) and kind is not rules.Rule
 }
 #: Names of the options of a model's step: attributes of its class, which the setting ``model_options`` overrides.
-MODEL_OPTIONS = ("clip_norm", "num_slices", "ema", "validate_ema", "loss_scale")
+MODEL_OPTIONS = tuple(option.name for option in dataclasses.fields(StepOptions))
 
 
 class SettingsError(ValueError):
@@ -146,7 +147,8 @@ def check_model_options(options: Mapping[str, Any]) -> None:
     """Check names, types and ranges of options; raise TypeError or ValueError, with the option's name first."""
     for name in options:
         if name not in MODEL_OPTIONS:
-            raise ValueError(f"{name}: unknown option, expected one of {', '.join(MODEL_OPTIONS)}")
+            similar = format_similar(name, MODEL_OPTIONS)
+            raise ValueError(f"{name}: unknown option{similar}; options are {', '.join(MODEL_OPTIONS)}")
     check_step_options(options)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import tomllib
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from synkhronos.checks import format_similar
 from synkhronos.launch.configuration import theano_mpi_session
 from synkhronos.launch.configuration.placement import split_devices
 from synkhronos.launch.configuration.settings import SETTING_KEYS, SettingsError, merge_tables
@@ -46,11 +46,9 @@ def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _check_keys(settings: Mapping[str, Any], source: str) -> None:
     for key in settings:
         if key not in SETTING_KEYS:
-            similar = difflib.get_close_matches(key, SETTING_KEYS)
             raise SettingsError(
-                f"{source}: {key!r} is not a setting"
-                + (f"; similar: {', '.join(similar)}" if similar else "")
-                + f"; for an argument of the class, config.{key}. Settings are {', '.join(sorted(SETTING_KEYS))}"
+                f"{source}: {key!r} is not a setting{format_similar(key, SETTING_KEYS)}; for an argument of the class, "
+                f"config.{key}. Settings are {', '.join(sorted(SETTING_KEYS))}"
             )
 
 

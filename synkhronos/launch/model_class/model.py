@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.casts import cast
-from synkhronos.checks import check_at_least, describe
+from synkhronos.checks import check_at_least, describe, format_similar
 from synkhronos.data.rows import get_share
 from synkhronos.devices import get_array_device
 from synkhronos.function.rank_mean import count_rank_means
@@ -27,6 +27,7 @@ from synkhronos.training.train_function.training_graph import (
 )
 from synkhronos.training.train_function.weighted_mean import warn_of_varying_denominators
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates
+from synkhronos.training.updates.sharded_updates import ShardedUpdates, ShardedVariable
 
 
 def _count_rows(data: Any) -> int:
@@ -84,7 +85,7 @@ class Model:
         The learning rate; override `adjust_hyperp` to change ``shared_lr`` after an epoch.
     updates : callable
         Update rule of `synkhronos.training.updates` or Lasagne: ``updates(loss, params, learning_rate=...)``.
-    clip_norm, num_slices, ema, loss_scale
+    clip_norm, num_slices, ema, loss_scale, shard_optimizer
         Options of the step, as in `synkhronos.training.make_train_function`.  A session sets them in the table
         ``model_options``.  With one of them BSP reduces gradients, so that the result equals that of one process.
     validate_ema : bool
@@ -95,6 +96,8 @@ class Model:
         Moving averages of `trainable_params`, at least float32; None without the option `ema`.
     vels, vels2 : list of shared variables
         The gradient's vector, if BSP reduces gradients; empty otherwise.
+    sharded_variables : dict
+        Sharded variables of the optimizer, by the variable of the unsharded one; empty without ``shard_optimizer``.
     has_rank_means : bool
         Whether the step has means over the rows of all ranks, as of batch normalisation with ``sync=True``.
     step_outputs : list of shared variables
@@ -111,6 +114,7 @@ class Model:
     ema: float | None = None
     validate_ema = False
     loss_scale: str | None = None
+    shard_optimizer = False
 
     #: Set by `build`.
     inputs: Sequence[Any]
@@ -134,6 +138,9 @@ class Model:
         check_at_least(self.batch_size, "batch_size", 1)
         self.ema_params: list[Any] | None = None
         self.has_rank_means = False
+        self.sharded_variables: dict[Any, ShardedVariable] = {}
+        self._gather_fn: Any = None
+        self._has_new_shards = False
         self.vels: list[Any] = []
         self.vels2 = self.vels
         self.train_data, self.val_data = (data if isinstance(data, Loader) else list(data) for data in self.load())
@@ -183,6 +190,11 @@ class Model:
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Set options of the step, before `compile_iter_fns`; raise TypeError or ValueError for a wrong one."""
         check_model_options(options)
+        kinds = type(self).__mro__
+        for name in {*vars(self), *(name for kind in kinds[: kinds.index(Model)] for name in vars(kind))}:
+            similar = "" if name.startswith("_") or hasattr(Model, name) else format_similar(name, MODEL_OPTIONS, 0.85)
+            if similar:
+                raise ValueError(f"{name}: unknown option{similar}")
         StepOptions(**{**self._read_options(), **options})
         for name, value in options.items():
             setattr(self, name, value)
@@ -258,11 +270,32 @@ class Model:
         )
         rule, _ = append_averaged_updates(training.rule_updates, training.extra_updates, training.x[0])
         equal = {u.shared: u.expression for u in training.extra_updates if not u.may_differ}
+        if self.shard_optimizer and self.size > 1:
+            rule = self._shard_updates(library, rule)
         self.ema_params, vector = training.ema, rule.grad_shared
         self.vels = self.vels2 = [vector]
         self._apply_fn = library.function([], [], updates=list({**rule.param_updates, **equal}.items()))
         gradient = rule.grad_updates[vector]
         return {vector: vector + gradient if self.num_slices > 1 else gradient}
+
+    def _shard_updates(self, library: Any, rule: RuleUpdates) -> RuleUpdates:
+        """Shard updates over the ranks.
+
+        The new ones leave this rank's new parameters in the gradient's matrix, and zeros in the rows of the others.
+        The sum of all ranks' matrices then has all parameters, which `_gather_fn` sets.
+        """
+        shards = ShardedUpdates(rule, self.trainable_params, self.size, f"{type(self).__name__}.updates()")
+        matrix, self.sharded_variables = shards.grad_shared, shards.sharded_variables
+        for variable in self.sharded_variables.values():
+            variable.set_shard(self.rank, self.size)
+        number = library.tensor.constant(self.rank, dtype="int64")
+        own = {shards.row: matrix[self.rank], shards.rank: number}
+        new_values = library.clone(list(shards.local_updates.values()), own)
+        updates = OrderedDict(zip(shards.local_updates, new_values, strict=True))
+        row = updates.pop(shards.row)
+        updates[matrix] = library.tensor.set_subtensor(library.tensor.zeros_like(matrix)[self.rank], row)
+        self._gather_fn = library.function([], [], updates=list(shards.whole_updates.items()))
+        return RuleUpdates(shards.grad_updates, updates, matrix)
 
     def _update_by_gradients(
         self, loss_or_grads: Any, params: list[Any], weight: Any = None, learning_rate: Any = None
@@ -313,10 +346,18 @@ class Model:
         weight = {} if self.weight is None else {"weight": values[n_costs]}
         recorder.train_error(count, *values[:n_costs], **weight)
 
-    def apply_gradients(self) -> None:
-        """Update the parameters from the gradient, which all ranks have reduced; without effect in a one-part step."""
-        if self.vels:
+    def apply_gradients(self) -> bool:
+        """Update the parameters from the gradient, which all ranks have reduced; without effect in a one-part step.
+
+        Return True if the ranks have to sum `vels` again, and then call this method again: with ``shard_optimizer`` it
+        has the new parameters of each rank.
+        """
+        if self._has_new_shards:
+            self._gather_fn()
+        elif self.vels:
             self._apply_fn()
+        self._has_new_shards = self._gather_fn is not None and not self._has_new_shards
+        return self._has_new_shards
 
     def next_batch(self, recorder: Any) -> list[np.ndarray]:
         """Return the next batch of this rank; each epoch has another order.  The time is recorded as "wait"."""

@@ -46,6 +46,8 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     for _, value in sorted(vars(model).items()):
         for function in value if isinstance(value, list | tuple) else [value]:
             _group_function_variables(function, groups, grouped_ids)
+    wholes = {id(variable.shared): whole for whole, variable in getattr(model, "sharded_variables", {}).items()}
+    groups.optimizer = [wholes.get(id(shared), shared) for shared in groups.optimizer]
     return groups
 
 

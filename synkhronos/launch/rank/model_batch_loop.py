@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.launch.model_class.model_interface import get_steps_per_batch, use_model_precision
@@ -104,9 +105,12 @@ class ModelBatchLoop(BatchLoop):
             has_weight = getattr(self.model, "weight", None) is not None
             self._exchanger.state.count_items = self.recorder.get_last_weight if has_weight else None
             self._exchanger.exchange()
-        if self.state.applies_gradients:
-            with use_model_precision():
-                self.model.apply_gradients()
+        while self.state.applies_gradients and self._apply_gradients() is True:
+            self._exchanger.exchange()
+
+    def _apply_gradients(self) -> Any:
+        with use_model_precision():
+            return self.model.apply_gradients()
 
     def record(self, batches: tuple[int, bool]) -> None:
         """After the last step of a batch, count it, and write the line and the memory checkpoint that are due."""

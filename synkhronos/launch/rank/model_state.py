@@ -28,6 +28,7 @@ from synkhronos.training.checkpoints.compatibility import check_same_training, d
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.recorder import filter_lines
+from synkhronos.training.train_function.optimizer_state import join_shards
 
 #: Key under which a rank stores its instance, and the `State` of the rule, between tasks.
 STORAGE_KEY = "launch"
@@ -74,6 +75,7 @@ class ModelState:
     ):
         self.worker, self.settings, self.rule, self.model, self.variables = worker, settings, rule, model, variables
         self.recorder = recorder
+        self._sharded_variables = list(getattr(model, "sharded_variables", {}).values())
         self._spec = rank_state.RankStateSpec(STORAGE_KEY, variables, rule, shared, is_joint=False)
         self.folder = Path(settings.folder)
         self.applies_gradients = isinstance(rule, GradientSumRule) and callable(getattr(model, "apply_gradients", None))
@@ -142,6 +144,8 @@ class ModelState:
     def restore(self, path: str) -> None:
         """Restore variables, rule state and random generators from a checkpoint, which rank 0 reads for all ranks."""
         rank_state.restore_state(self.worker, self._spec, path, 0)
+        for variable in self._sharded_variables:
+            variable.set_shard(self.worker.number, self.worker.size)
 
     def get_generator_states(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the states of this rank's random generators, and of its global ones."""
@@ -154,8 +158,11 @@ class ModelState:
         set_global_generator_states(global_states)
 
     def use_consensus_params(self) -> None:
-        """Set the parameters to the rule's consensus."""
+        """Set the parameters to the rule's consensus, and the whole variables of a sharded optimizer."""
         rank_state.use_consensus_params(self.worker, STORAGE_KEY, self.rule)
+        for variable in self._sharded_variables:
+            shards = self.worker.all_gather(np.asarray(variable.shared.get_value()))
+            variable.whole.set_value(join_shards(shards, variable.shape))
 
     def restore_own_params(self) -> None:
         """Set the parameters back to this rank's own, after `use_consensus_params`."""

@@ -56,6 +56,12 @@ class ShardedVariable(NamedTuple):
     shape: tuple[int, ...]
     initial_value: np.ndarray
 
+    def set_shard(self, rank: int, n_ranks: int) -> None:
+        """Set `shared` to this rank's elements of the value of `whole`."""
+        flat = np.ravel(self.whole.get_value())
+        start, stop = get_shard_bounds(flat.size, n_ranks)[rank]
+        self.shared.set_value(flat[start:stop])
+
 
 @dataclass(eq=False)
 class _ShardedValue:

@@ -96,6 +96,15 @@ class Optioned(Line):
         self.averages = {average: 0.9 * average + 0.1 * x.mean(axis=0)}
 
 
+class Sharded(Optioned):
+    """Has a sharded optimizer, and prints the shapes of its variables."""
+
+    shard_optimizer = True
+
+    def cleanup(self):
+        print("shapes", [variable.shared.get_value().shape for variable in self.sharded_variables.values()])
+
+
 class Lasagnes(Optioned):
     """Updates by a function of Lasagne's kind, and clips in the class."""
 
