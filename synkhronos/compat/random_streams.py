@@ -57,9 +57,16 @@ class RandomStreams:
             generator.set_value(np.random.default_rng(seed_sequence), borrow=True)
 
     def _draw(
-        self, distribution: Callable[..., Any], *parameters: Any, transform: Callable[[Any], Any], **kwargs: Any
+        self,
+        distribution: Callable[..., Any],
+        *parameters: Any,
+        transform: Callable[[Any], Any] | None = None,
+        cast_to: Any = None,
+        **kwargs: Any,
     ) -> Any:
-        """Return a random variable with a generator of its own, after applying ``transform`` to PyTensor's."""
+        """Return a random variable of PyTensor with a generator of its own, transformed and cast."""
+        if "size" in kwargs:
+            kwargs["size"] = _to_size(kwargs["size"])
         (seed_sequence,) = self._sequence.spawn(1)
         generator = pytensor.shared(np.random.default_rng(seed_sequence), borrow=True)
         with warnings.catch_warnings():
@@ -73,16 +80,15 @@ class RandomStreams:
             warnings.filterwarnings("ignore", "Setting default_update", DeprecationWarning)
             generator.default_update = next_state
         self.state_updates.append((generator, next_state))
-        result = transform(variable)
+        result = variable if transform is None else transform(variable)
+        result = result if cast_to is None else result.astype(cast_to)
         # Attributes by which programs seed one variable, or copy its state.
         result.rng, result.update = generator, (generator, next_state)
         return result
 
     def _draw_uniform(self, size: Any, transform: Callable[[Any], Any]) -> Any:
         """Return uniform numbers between 0 and 1 after applying ``transform``."""
-        return self._draw(
-            pt.random.uniform, 0.0, 1.0, size=_to_size(size), dtype=pytensor.config.floatX, transform=transform
-        )
+        return self._draw(pt.random.uniform, 0.0, 1.0, size=size, dtype=pytensor.config.floatX, transform=transform)
 
     # -- continuous --------------------------------------------------------------------------------------------------
 
@@ -96,8 +102,7 @@ class RandomStreams:
         nstreams: Any = None,
     ) -> Any:
         """Draw from the interval between ``low`` and ``high``, of dtype floatX by default."""
-        dtype = dtype or pytensor.config.floatX
-        return self._draw(pt.random.uniform, low, high, size=_to_size(size), dtype=dtype, transform=_identity)
+        return self._draw(pt.random.uniform, low, high, size=size, dtype=dtype or pytensor.config.floatX)
 
     def normal(
         self,
@@ -112,8 +117,7 @@ class RandomStreams:
         """Draw from the normal distribution; with ``truncate``, within two standard deviations of the mean."""
         if truncate:
             return self.truncated_normal(size, avg, std, dtype=dtype)
-        dtype = dtype or pytensor.config.floatX
-        return self._draw(pt.random.normal, avg, std, size=_to_size(size), dtype=dtype, transform=_identity)
+        return self._draw(pt.random.normal, avg, std, size=size, dtype=dtype or pytensor.config.floatX)
 
     def truncated_normal(
         self,
@@ -129,9 +133,11 @@ class RandomStreams:
         dtype = dtype or pytensor.config.floatX
 
         def to_truncated_normal(position: Any) -> Any:
-            return (avg + std * np.sqrt(2.0) * pt.erfinv(2 * position - 1)).astype(dtype)
+            return avg + std * np.sqrt(2.0) * pt.erfinv(2 * position - 1)
 
-        return self._draw(pt.random.uniform, low, high, size=_to_size(size), dtype=dtype, transform=to_truncated_normal)
+        return self._draw(
+            pt.random.uniform, low, high, size=size, dtype=dtype, transform=to_truncated_normal, cast_to=dtype
+        )
 
     # -- discrete ----------------------------------------------------------------------------------------------------
 
@@ -143,17 +149,17 @@ class RandomStreams:
             # A comparison is much cheaper than the general algorithm; dropout draws so.
             p = pt.as_tensor_variable(p)
             return self._draw_uniform(p.shape if size is None else size, lambda keys: pt.lt(keys, p).astype(dtype))
-        return self._draw(pt.random.binomial, n, p, size=_to_size(size), transform=_make_cast(dtype))
+        return self._draw(pt.random.binomial, n, p, size=size, cast_to=dtype)
 
     def random_integers(
         self, size: Any = None, low: Any = 0, high: Any = 1, ndim: Any = None, dtype: Any = "int64"
     ) -> Any:
         """Draw integers from ``low`` to ``high``, both included."""
-        return self._draw(pt.random.integers, low, high + 1, size=_to_size(size), transform=_make_cast(dtype))
+        return self._draw(pt.random.integers, low, high + 1, size=size, cast_to=dtype)
 
     def poisson(self, size: Any = None, lam: Any = 1.0, ndim: Any = None, dtype: Any = "int64") -> Any:
         """Draw from the Poisson distribution of a mean."""
-        return self._draw(pt.random.poisson, lam, size=_to_size(size), transform=_make_cast(dtype))
+        return self._draw(pt.random.poisson, lam, size=size, cast_to=dtype)
 
     def choice(
         self,
@@ -166,8 +172,7 @@ class RandomStreams:
         nstreams: Any = None,
     ) -> Any:
         """Draw from ``0 ... a - 1``, or from the elements of an array, with probabilities."""
-        transform = _identity if dtype is None else _make_cast(dtype)
-        return self._draw(pt.random.choice, a, size=_to_size(size), replace=replace, p=p, transform=transform)
+        return self._draw(pt.random.choice, a, size=size, replace=replace, p=p, cast_to=dtype)
 
     def multinomial(
         self,
@@ -179,12 +184,12 @@ class RandomStreams:
         nstreams: Any = None,
     ) -> Any:
         """Draw the counts of each outcome in ``n`` trials; ``pvals`` has a row of probabilities for each draw."""
-        return self._draw(pt.random.multinomial, n, pvals, size=_to_size(size), transform=_make_cast(dtype))
+        return self._draw(pt.random.multinomial, n, pvals, size=size, cast_to=dtype)
 
     def permutation(self, size: Any = None, n: Any = 1, ndim: Any = None, dtype: Any = "int64") -> Any:
         """Draw a permutation of ``0 ... n - 1``; with ``size``, an array of them."""
         if size is None:
-            return self._draw(pt.random.permutation, n, transform=_make_cast(dtype))
+            return self._draw(pt.random.permutation, n, cast_to=dtype)
         return self._draw_uniform((*_to_size(size), n), lambda keys: pt.argsort(keys, axis=-1).astype(dtype))
 
     def shuffle_row_elements(self, input: Any) -> Any:
@@ -192,15 +197,6 @@ class RandomStreams:
         return self._draw_uniform(
             input.shape, lambda keys: pt.take_along_axis(input, pt.argsort(keys, axis=-1), axis=-1)
         )
-
-
-def _identity(drawn: Any) -> Any:
-    return drawn
-
-
-def _make_cast(dtype: Any) -> Callable[[Any], Any]:
-    """Return a function that casts to a dtype."""
-    return lambda drawn: drawn.astype(dtype)
 
 
 def _to_size(size: Any) -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
-
-import numpy.typing as npt
 
 from synkhronos import ranks
 from synkhronos.data.array import Data
@@ -30,16 +27,11 @@ class ReadOnlyData(Data):
             raise ValueError(f"{self._source}: this Data object's memory was freed: make a new one")
         return self._segment.key
 
-    def _raise_read_only(self) -> NoReturn:
-        raise ValueError(f"{self._source}: this Data can't be changed: synkhronos.data(array) is a copy that can")
-
     def __setitem__(self, key: Any, value: Any) -> None:
         self._raise_read_only()
 
-    def set_value(self, x: npt.ArrayLike, force_cast: bool = False, oversize: float = 1) -> None:
-        """Raise ValueError: the content is read-only."""
+    def _lock_and_reshape(self, *arguments: Any, **options: Any) -> NoReturn:
         self._raise_read_only()
 
-    def set_shape(self, shape: int | Sequence[int], oversize: float = 1) -> None:
-        """Raise ValueError: the shape is fixed."""
-        self._raise_read_only()
+    def _raise_read_only(self) -> NoReturn:
+        raise ValueError(f"{self._source}: this Data can't be changed: synkhronos.data(array) is a copy that can")

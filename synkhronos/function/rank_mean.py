@@ -24,12 +24,8 @@ from synkhronos.graphs import get_library
 class RankMeanContext:
     """The means over ranks that one launch of a compiled function computes on this rank.
 
-    Parameters
-    ----------
-    all_gather : callable
-        Takes this rank's bytes, and returns those of all ranks, in rank order.
-    n_means : int or None
-        Number of means over ranks in the function; None if it is unknown.
+    ``all_gather`` takes this rank's bytes, and returns those of all ranks, in rank order.  ``n_means`` is the number of
+    means over ranks in the function; None if it is unknown.
     """
 
     #: The launch in progress in this process.
@@ -150,10 +146,7 @@ class RankMeanOp:
 def count_rank_means(function: Any) -> int:
     """Return the number of means over ranks in a compiled function.
 
-    Raises
-    ------
-    NotImplementedError
-        If one is within an inner graph, such as a loop's, which ranks may run different numbers of times.
+    Within an inner graph, such as a loop's, which ranks may run different numbers of times, they are an error.
     """
     nodes = function.maker.fgraph.toposort()
     count = sum(isinstance(node.op, RankMeanOp) for node in nodes)

@@ -54,19 +54,7 @@ def is_variable(value: Any) -> bool:
 
 
 def get_library(*variables: Any) -> GraphLibrary:
-    """Return the graph library of variables.
-
-    Raises
-    ------
-    TypeError
-        If one of them is not a variable of PyTensor or Theano, or if they belong to different libraries.
-
-    Examples
-    --------
-    >>> import pytensor.tensor as pt
-    >>> get_library(pt.matrix("x")).name
-    'pytensor'
-    """
+    """Return the graph library of variables; raise TypeError for other values, and for variables of two libraries."""
     common: GraphLibrary | None = None
     if len(variables) == 1 and (common := _library_by_class.get(type(variables[0]))) is not None:
         return common

@@ -22,12 +22,7 @@ _SUM_PRESERVING_OPS = "Cast Neg Mul Add Sub Maximum ScalarMaximum Minimum Scalar
 class DependenceAnalysis:
     """Dependence of expressions, and of the variables from which they are computed, on sources.
 
-    Parameters
-    ----------
-    library : GraphLibrary
-    expressions : sequence of variable
-    sources : iterable of variable
-        Inputs and shared variables whose values differ between ranks.
+    Sources are inputs and shared variables whose values differ between ranks.
 
     Examples
     --------

@@ -40,12 +40,7 @@ class ParamSyncRule:
 
 
 class EASGD(ParamSyncRule):
-    """Elastic averaging: worker and shared parameters move by ``alpha`` times their difference towards each other.
-
-    Parameters
-    ----------
-    alpha : float
-    """
+    """Elastic averaging: worker and shared parameters move by ``alpha`` times their difference towards each other."""
 
     def __init__(self, alpha: float):
         self.set_alpha(alpha)
@@ -59,15 +54,7 @@ class EASGD(ParamSyncRule):
         self.alpha = alpha
 
     def update_params(self, local_params: list[np.ndarray], master_params: Sequence[np.ndarray]) -> None:
-        """Move the parameters towards each other.
-
-        Examples
-        --------
-        >>> local, master = np.array([4.0]), np.array([0.0])
-        >>> EASGD(0.25).update_params([local], [master])
-        >>> local, master
-        (array([3.]), array([1.]))
-        """
+        """Move the parameters towards each other."""
         for local, master in zip(local_params, master_params, strict=True):
             force = local.dtype.type(self.alpha) * (local - master)
             local -= force

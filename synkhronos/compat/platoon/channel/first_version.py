@@ -18,14 +18,7 @@ from synkhronos.compat.platoon.param_sync import ParamSyncRule
 class Lieutenant(Controller):
     """A `Controller` that gets its workers from the launcher, not from command-line arguments.
 
-    Parameters
-    ----------
-    port : int, optional
-        Data port; see `Controller.init_data`.
-    cport : int, optional
-        Ignored: workers find their controller by themselves.
-    hwm : int
-        Bound of the queue of mini-batches.
+    ``port`` is the data port, and ``hwm`` the bound of the queue of mini-batches; ``cport`` is ignored.
     """
 
     def __init__(self, port: int | None = None, cport: int | None = None, hwm: int = 10):
@@ -48,17 +41,7 @@ class Lieutenant(Controller):
 
 
 class Soldier(Worker):
-    """A `Worker` with the first version's methods.
-
-    Parameters
-    ----------
-    port, cport : int, optional
-        Data and control port.
-    socket_timeout : int
-        Milliseconds that a request or a mini-batch may take.
-    hwm : int
-        Ignored: the controller bounds the queue.
-    """
+    """A `Worker` with the first version's methods; ``port`` and ``cport`` are the data and the control port."""
 
     def __init__(self, port: int | None = None, cport: int | None = None, socket_timeout: int = 300000, hwm: int = 10):
         super().__init__(cport, port, socket_timeout, hwm)

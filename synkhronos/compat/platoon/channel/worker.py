@@ -150,21 +150,10 @@ class Worker(metaclass=SingletonType):
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, src: Any, op: str, dest: Any = None) -> Any:
-        """Reduce the arrays of all workers; a collective.
+        """Return the reduction of the arrays of all workers, on the host or on GPUs, or None if ``dest`` gets it.
 
-        Parameters
-        ----------
-        src : ndarray, or array of a GPU
-            Values of this worker; shape and dtype are equal on all workers.
-        op : {"sum", "prod", "max", "min"}
-            Platoon's other names, such as ``"+"`` and ``"maximum"``, are accepted.
-        dest : ndarray, optional
-            Array for the result, of the same shape and dtype.
-
-        Returns
-        -------
-        ndarray, array of a GPU, or None
-            The result, the same on all workers; None if ``dest`` has it.
+        All arrays have one shape and dtype.  ``op`` is ``"sum"``, ``"prod"``, ``"max"``, ``"min"``, or another name of
+        Platoon's, such as ``"+"`` and ``"maximum"``.
         """
         name = _OP_NAMES.get(str(op).lower())
         if name is None:
@@ -263,12 +252,7 @@ class Worker(metaclass=SingletonType):
             raise PlatoonError(f"port: the controller has opened no queue {port}")
 
     def recv_mb(self) -> list[np.ndarray]:
-        """Return the next mini-batch of the queue; each is received by one worker.
-
-        Returns
-        -------
-        list of ndarray
-            The arrays of `Controller.send_mb`.
+        """Return the next mini-batch of the queue, the arrays of `Controller.send_mb`; each is received by one worker.
 
         Raises
         ------
