@@ -32,12 +32,10 @@ LOCAL_STREAM = 4
 
 
 class PipeLayout:
-    """Layout of the link's part of the control memory.
+    """Layout of the link's part of the control memory: the fields of a `PeerFailure` as JSON, words, and frames.
 
     Attributes
     ----------
-    failure_message : memoryview
-        Fields of a `PeerFailure`, as JSON.
     n_next_hosts : memoryview of uint64
         One word: number of hosts after this one in the chain.
     n_transferred : memoryview of uint64

@@ -85,12 +85,8 @@ def check_class(model: str, overrides: Mapping[str, Any] | None = None) -> int:
 class _ModelCheck:
     """Check of one model class.
 
-    Attributes
-    ----------
-    stage : str
-        Description of the current step, for the message of an exception.
-    problems : list of str
-        Messages that follow the name of the class.
+    ``problems`` are messages that follow the name of the class.  ``stage`` describes the current step, for the message
+    of an exception.
     """
 
     def __init__(self, settings: Settings, folder: Path):

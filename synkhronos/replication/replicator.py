@@ -103,24 +103,11 @@ class Replicator:
         return self._keys.get(shared)
 
     def send(self, objects: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> UserCode | None:
-        """Copy objects to the workers, with the shared variables in them that the workers don't have.
+        """Copy objects with their keys to the workers, and the shared variables in them that the workers don't have.
 
-        Parameters
-        ----------
-        objects : list of (key, object)
-            Objects for the workers' `Rank.objects`; may be empty.
-        variables : list of variables
-            All variables in the objects.
-
-        Returns
-        -------
-        UserCode or None
-            User code in the pickle; None without workers.
-
-        Raises
-        ------
-        TypeError
-            If a graph can't be pickled, or if a random generator can't jump.  Nothing has been sent then.
+        ``variables`` are all variables in the objects.  Return the user code in the pickle; None without
+        workers.  Raise TypeError if a graph can't be pickled, or if a random generator can't jump; nothing has been
+        sent then.
         """
         session = self._session()
         assert session is not None

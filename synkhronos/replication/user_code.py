@@ -129,10 +129,7 @@ def compute_digest(value: Any) -> bytes:
 class _CodeHasher:
     """Hash of a class or function with all user code that it uses, directly or through other user code.
 
-    Attributes
-    ----------
-    used_names : list of (mapping, str, object)
-        Namespace, name and value of each name that this code uses.
+    ``used_names`` has the namespace, name and value of each name that this code uses.
     """
 
     def __init__(self, value: Any):

@@ -103,15 +103,8 @@ class _RunProgramFields(NamedTuple):
 class RunProgram(_RunProgramFields, Command):
     """Run a program on every rank.
 
-    Attributes
-    ----------
-    task_memory : TaskMemory
-    payload : bytes
-        Pickled program and arguments.
-    functions : tuple
-        Keys of the functions among the arguments.
-    arrays : tuple of ArrayLocation
-        Data objects among the arguments whose rows the command sends to other hosts.
+    ``functions`` are keys of the functions among its arguments.  ``arrays`` are the Data objects among them whose rows
+    the command sends to other hosts.
     """
 
     __slots__ = ()

@@ -18,14 +18,9 @@ from synkhronos.timelines.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class RankSpans:
-    """The spans of one rank.
+    """The spans of one rank, and XLA's operations.
 
-    Attributes
-    ----------
-    offset : int
-        Nanoseconds by which the master's clock is ahead of the rank's.
-    xla_operations : list of Operation
-        XLA's operations.
+    ``offset`` is the number of nanoseconds by which the master's clock is ahead of the rank's.
     """
 
     rank: int

@@ -39,30 +39,8 @@ class RecordWriter(Protocol):
 class ModelRecorder:
     """Recorder with the methods of Theano-MPI's recorder: collects costs, errors and times, and writes lines.
 
-    Parameters
-    ----------
-    rank : int
-    recorder : RecordWriter, optional
-        Recorder to which lines are written; default: lines are only printed.
-    every : int
-        Number of steps between two lines.
-    rows_per_step : int
-        Number of rows per step.
-    folder : path, optional
-        Folder of the run; `plot` saves pictures in its subfolder ``plots``.  Default: pictures are not drawn.
-
-    Attributes
-    ----------
-    verbose : bool
-        Whether this is rank 0's recorder.
-    meter : Meter
-        Counters of the epoch, and times since the start of the run.
-    learning_rate : float
-        Learning rate to write into lines; the run sets it.  NaN if it is unknown.
-    epoch : int
-        Number of the epoch, from 0.
-    epoch_began : float
-        Time at which the epoch, or its resumption, began, by `time.perf_counter`.
+    Lines are written to ``recorder``, or only printed without one, every ``every`` steps.  `plot` saves pictures in the
+    subfolder ``plots`` of ``folder``, the run's; without one none are drawn.
 
     Examples
     --------
@@ -123,16 +101,9 @@ class ModelRecorder:
         self._clock_start = None
 
     def train_error(self, count: int, cost: Any, error: Any = None, weight: Any = 1) -> None:
-        """Record the cost of an iteration.
+        """Record the cost of an iteration; ``count``, Theano-MPI's, changes nothing.
 
-        Parameters
-        ----------
-        count : int
-            Theano-MPI's; changes nothing.
-        cost : scalar
-        error : scalar, optional
-        weight : scalar
-            Number of items over which cost and error are means.  A cost of weight 0 is ignored.
+        ``weight`` is the number of items over which cost and error are means.  A cost of weight 0 is ignored.
         """
         self.meter.add_loss(cost, weight)
         self._last_weight = weight
@@ -150,16 +121,9 @@ class ModelRecorder:
         self._last_weight = 0
 
     def val_error(self, count: int, cost: Any, error: Any = None, error_top_5: Any = None, rows: float = 1) -> None:
-        """Add a batch to the sums of the validation.
+        """Add the means of a batch to the sums of the validation; ``count``, Theano-MPI's, changes nothing.
 
-        Parameters
-        ----------
-        count : int
-            Theano-MPI's; changes nothing.
-        cost, error, error_top_5 : scalar, optional
-            Means over the batch.
-        rows : float
-            Weight of the batch.  A batch of weight 0 is ignored.
+        ``rows`` is the weight of the batch.  A batch of weight 0 is ignored.
         """
         self._val_rows += rows
         if not rows:
@@ -179,26 +143,14 @@ class ModelRecorder:
         self._plots.setdefault(name, 0)
 
     def plot(self, name: str, lines: Any = None, image: Any = None, save: bool = False, **style: Any) -> None:
-        """Draw lines or an image, and save a new picture in the run's folder.
+        """Draw lists of numbers as lines, or an array as an image, and save a new picture in the run's folder.
 
-        Without a folder or matplotlib nothing is drawn.  If matplotlib is missing, the first call prints a message.
+        An image has two dimensions, or three with red, green and blue last.  Styles are ``lw``, the width of lines, and
+        ``cmap``, the colours of images.  ``save``, Theano-MPI's, changes nothing.  Without a folder or matplotlib
+        nothing is drawn.  If matplotlib is missing, the first call prints a message.
 
-        Parameters
-        ----------
-        name : str
-            Name given to `plot_init`.
-        lines : list of lists of numbers, optional
-        image : ndarray, optional
-            Array of two dimensions, or of three with red, green and blue last.
-        save
-            Theano-MPI's; changes nothing.
-        **style
-            ``lw``, the width of lines; ``cmap``, the colours of images.
-
-        Raises
-        ------
-        ValueError
-            If both or neither of ``lines`` and ``image`` are given, or `plot_init` was not called with this name.
+        Raise ValueError if both or neither of ``lines`` and ``image`` are given, or `plot_init` was not called with
+        this name.
         """
         if name not in self._plots:
             raise ValueError(f"plot(): expected a name given to plot_init(), got {name!r}")

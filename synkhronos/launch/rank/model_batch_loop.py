@@ -19,15 +19,7 @@ from synkhronos.training.loops.stop_signals import StopAgreement, StopPoll, get_
 
 
 class ModelBatchLoop(BatchLoop):
-    """Loop of one rank over the batches of a model class, which chooses the rows and takes the steps.
-
-    Attributes
-    ----------
-    is_last_step : bool
-        Whether the present step is the last one of its batch.
-    is_stopped_by_signal : bool
-        Whether a signal has ended the training on this rank.
-    """
+    """Loop of one rank over the batches of a model class, which chooses the rows and takes the steps."""
 
     def __init__(
         self,

@@ -43,19 +43,7 @@ _SAVE_EPOCHS = 5
 
 
 class ModelEpochLoop(EpochLoop):
-    """Loop of one rank over the epochs of an instance of a model class.
-
-    Attributes
-    ----------
-    n_epochs : int
-        Number of epochs to train in total, of which `n_reports` are complete.
-    batch_loop : ModelBatchLoop
-        Loop over the batches of an epoch.
-    totals : list of RankTotals
-        Totals of each rank in the epoch.
-    is_stopped_by_model : bool
-        Whether ``val_iter`` has returned ``"stop"`` on some rank.
-    """
+    """Loop of one rank over the epochs of an instance of a model class, of which `n_reports` are complete."""
 
     def __init__(self, state: ModelState, arguments: MasterArguments, stop_flag: LocalRows):
         settings = state.settings

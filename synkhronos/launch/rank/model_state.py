@@ -37,25 +37,12 @@ STORAGE_KEY = "launch"
 class ModelState:
     """Instance of a model class on one rank, its position in the training, and its checkpoints.
 
-    Parameters
-    ----------
-    worker, settings, rule
-    model : instance of the model class
-    variables : VariablesByRole
-        Shared variables of the instance, by role.
-    shared : dict of str to LocalRows
-        Shared memory of the rule.
-    recorder : ModelRecorder
-        Recorder that the methods of the instance get.
+    ``variables`` are the shared variables of the instance by role, ``shared`` the shared memory of the rule.
 
     Attributes
     ----------
-    folder : Path
-        The run's folder.
     applies_gradients : bool
         Whether ``apply_gradients()`` of the instance updates the parameters after an exchange of gradients.
-    n_complete_epochs : int
-        Number of complete epochs.
     position : dict
         Position in the epoch: ``batch``, the number of batches trained on; ``generators``, their states at the start of
         the epoch; and after a resumption ``record``, the number of steps and the sums of costs and weights.

@@ -50,17 +50,9 @@ _EXIT_SECONDS = 10.0
 
 
 class Supervisor:
-    """Parent process of a run's ranks.
+    """Parent process of a run's ranks.  It stops the run when the process ``parent_pid`` exits, if it is given.
 
-    Parameters
-    ----------
-    parent_pid : int, optional
-        ID of a process; the run is stopped when this process exits.
-
-    Attributes
-    ----------
-    signal_number : int
-        Number of the first signal received; 0 before it.
+    ``signal_number`` is that of the first signal received; 0 before it.
     """
 
     def __init__(self, settings: Settings, parent_pid: int | None = None):
