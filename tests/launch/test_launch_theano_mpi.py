@@ -294,8 +294,6 @@ def test_recorder_draws_pictures(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             recorder.plot(**arguments)
-    with pytest.raises(TypeError, match=r"plot_init\(\): expected a string as name, got 3"):
-        recorder.plot_init(3)
     nowhere = ModelRecorder(0)  # a record of a rank on another host
     nowhere.plot_init("scores")
     nowhere.plot("scores", lines=[[1, 2]])

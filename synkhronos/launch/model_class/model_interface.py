@@ -132,6 +132,13 @@ def call_by_signature(method: Any, *arguments: Any, **named: Any) -> Any:
     return method(*arguments[:n_positional], **named)
 
 
+def call_optional(model: Any, name: str, *arguments: Any, **named: Any) -> None:
+    """Call an optional method of a model, if it has it, with those arguments that its signature accepts."""
+    method = getattr(model, name, None)
+    if callable(method):
+        call_by_signature(method, *arguments, **named)
+
+
 def get_steps_per_batch(model: Any) -> int:
     """Return the number of steps per batch: ``n_subb`` of the model, by default 1."""
     return max(1, int(getattr(model, "n_subb", 1)))

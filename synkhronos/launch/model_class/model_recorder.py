@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,13 +27,6 @@ from synkhronos.training.monitoring.meter import Meter, RankTotals
 
 #: Names of activities in this library's records, by Theano-MPI's names.
 _ACTIVITIES = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}
-
-
-class RecordWriter(Protocol):
-    """Interface of `synkhronos.training.Recorder` and `RemoteRecorder`: a rank's records, as lines of a file."""
-
-    def write_rank_record(self, rank: int, record: dict[str, Any]) -> None:
-        """Write a record as a line of a rank."""
 
 
 class ModelRecorder:
@@ -56,7 +49,7 @@ class ModelRecorder:
     def __init__(
         self,
         rank: int,
-        recorder: RecordWriter | None = None,
+        recorder: Any = None,
         every: int = 40,
         rows_per_step: int = 1,
         folder: Path | None = None,
@@ -75,12 +68,6 @@ class ModelRecorder:
         self.clear_train_info()
         self._reset_validation()
         self.begin_epoch(0)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        calls = sorted(method for method in vars(type(self)) if not method.startswith("_"))
-        raise AttributeError(f"the recorder has no {name!r}; it has {', '.join(calls)}")
 
     # -- interface of classes --------------------------------------------------------------------------------
 
@@ -138,8 +125,6 @@ class ModelRecorder:
 
     def plot_init(self, name: str, fig_specs: Any = None, save: bool = False) -> None:
         """Declare the name of a picture for `plot`.  The other arguments, of Theano-MPI, have no effect."""
-        if not isinstance(name, str):
-            raise TypeError(f"plot_init(): expected a string as name, got {name!r}")
         self._plots.setdefault(name, 0)
 
     def plot(self, name: str, lines: Any = None, image: Any = None, save: bool = False, **style: Any) -> None:

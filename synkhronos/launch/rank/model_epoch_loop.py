@@ -15,6 +15,7 @@ from synkhronos.launch.model_class.model import Model
 from synkhronos.launch.model_class.model_interface import (
     ModelInterfaceError,
     call_by_signature,
+    call_optional,
     get_learning_rate,
     get_steps_per_batch,
     parse_val_iter_result,
@@ -171,7 +172,7 @@ class ModelEpochLoop(EpochLoop):
         self.batch_loop.is_stopped_by_signal = any(is_stopped for _, is_stopped in ended)
         if not self.batch_loop.is_stopped_by_signal:
             self.recorder.clear_train_info()
-            self._reset_iterator("train")
+            call_optional(self.model, "reset_iter", "train")
             self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=True)
             if self.state.rule.asynchronous:
                 self.sanity_check.compare_ranks(self.worker)
@@ -212,7 +213,7 @@ class ModelEpochLoop(EpochLoop):
                     break
             batch = next_batch
             is_ended = self.batch_loop.is_stop_requested(is_collective=False)
-        self._reset_iterator("val")
+        call_optional(self.model, "reset_iter", "val")
         by_rank = self.worker.all_gather((*recorder.take_validation_sums(), should_stop, is_ended))
         self.batch_loop.is_stopped_by_signal = any(ended for *_, ended in by_rank)
         if self.batch_loop.is_stopped_by_signal:
@@ -239,8 +240,7 @@ class ModelEpochLoop(EpochLoop):
         """Call the class's ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
         self._save_snapshot(self.n_reports - 1, self.is_over())
         call_by_signature(self.model.adjust_hyperp, self.n_reports - 1)
-        if callable(getattr(self.model, "print_info", None)):
-            call_by_signature(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
+        call_optional(self.model, "print_info", self.recorder, verbose=self.worker.number == 0)
 
     def finish_interval(self, report: Report) -> None:
         """Move to the next epoch; on rank 0, print and write the report."""
@@ -264,12 +264,6 @@ class ModelEpochLoop(EpochLoop):
         """Write a checkpoint after an epoch."""
         self.state.save(report.metrics)
 
-    def _reset_iterator(self, mode: str) -> None:
-        """Call ``reset_iter`` of the model, if it has this method, to restart its training or validation batches."""
-        method = getattr(self.model, "reset_iter", None)
-        if callable(method):
-            call_by_signature(method, mode)
-
     def _save_snapshot(self, epoch: int, last: bool) -> None:
         """Call ``save(path)`` of the model, if it has this method, on rank 0 every five epochs and at the end."""
         save = getattr(self.model, "save", None)
@@ -291,7 +285,7 @@ class ModelEpochLoop(EpochLoop):
 
     def _save_best(self) -> None:
         """Write the parameters of the best checkpoint, if there is one.  A collective."""
-        best = self.worker.broadcast(self.state.open_checkpoints().find_best() if self.worker.number == 0 else None)
+        best = self.worker.broadcast(self.state.checkpoints.find_best() if self.worker.number == 0 else None)
         if best is not None:
             self.state.restore(str(best))
             self.state.use_consensus_params()

@@ -11,6 +11,7 @@ import math
 import random
 import sys
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,6 @@ class ModelState:
         self.n_complete_epochs = 0
         self.position: dict[str, Any] = {"batch": 0}
         self.early_stopping = EarlyStopping()
-        self._checkpoint: Checkpoint | None = None
         worker.get_storage(STORAGE_KEY)["state"] = State(
             variables.exchanged, variables.optimizer, shared, variables.n_averages
         )
@@ -80,16 +80,10 @@ class ModelState:
         state: State = self.worker.get_storage(STORAGE_KEY)["state"]
         return state
 
-    def describe(self) -> dict[str, Any]:
-        """Describe this run; a run can resume from a checkpoint if their descriptions match."""
-        return describe_training("run", self.rule, self.variables, None)
-
-    def open_checkpoints(self) -> Checkpoint:
-        """Open the run's folder of checkpoints.  Only rank 0 may call this."""
-        if self._checkpoint is None:
-            folder, settings = self.folder / "checkpoints", self.settings
-            self._checkpoint = Checkpoint(folder, settings.keep, keep_best=settings.keep_best)
-        return self._checkpoint
+    @cached_property
+    def checkpoints(self) -> Checkpoint:
+        """The run's folder of checkpoints.  Only rank 0 may open it."""
+        return Checkpoint(self.folder / "checkpoints", self.settings.keep, keep_best=self.settings.keep_best)
 
     def save(self, metrics: Mapping[str, float] | None, checkpoint: Checkpoint | None = None) -> None:
         """Write a checkpoint of all ranks.  A collective.
@@ -117,9 +111,9 @@ class ModelState:
                 "within": [position for *_, position in rank_entries] if is_within_epoch else None,
             }
             rank_state.write_states(
-                checkpoint or self.open_checkpoints(),
+                checkpoint or self.checkpoints,
                 meter.step,
-                self.describe(),
+                describe_training("run", self.rule, self.variables, None),
                 [state for state, *_ in rank_entries],
                 self.rule_state.shared,
                 False,
@@ -159,7 +153,7 @@ class ModelState:
         """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
         worker = self.worker
         meta = worker.broadcast(read_metadata(path) if worker.number == 0 else None)
-        check_same_training(path, meta, self.describe())
+        check_same_training(path, meta, describe_training("run", self.rule, self.variables, None))
         self.early_stopping = EarlyStopping.from_json(meta["stop"])
         if self.settings.keep_best:
             self.early_stopping.set_metric(" ".join(self.settings.keep_best))
