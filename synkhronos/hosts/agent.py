@@ -540,19 +540,16 @@ def _unlink_shared_memory() -> None:
 
 def _get_host_info() -> dict[str, Any]:
     """Return this host's name, numbers of usable cores and of GPUs, and versions, for the master."""
+    versions = list_versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
+    versions |= {"Python": platform.python_version()}
+    if find_spec("pygpu") is not None:  # linked into environments without metadata
+        versions["pygpu"] = "installed"
     return {
         "name": platform.node(),
         "n_cores": count_available_cores(),
         "n_gpus": get_n_gpu(),
-        "versions": {"Python": platform.python_version(), **_list_package_versions()},
+        "versions": versions,
     }
-
-
-def _list_package_versions() -> dict[str, str]:
-    versions = list_versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
-    if find_spec("pygpu") is not None:  # linked into environments without metadata
-        versions["pygpu"] = "installed"
-    return versions
 
 
 def _connect(address: str, host_infos: Any) -> tuple[socket.socket, dict[str, Any] | None, Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,13 +31,10 @@ def make_agent_command(address: str) -> list[str]:
 def make_mpirun_command(names: Sequence[str], address: str) -> list[str]:
     """Return the command line that starts an agent on each host."""
     mpirun = find_mpirun()
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    options = ["-hosts"] if "HYDRA" in version.upper() else ["--bind-to", "none", "-H"]  # MPICH, or Open MPI
     host_list = ",".join(f"{name}:1" for name in names)
-    if _is_mpich(mpirun):
-        options = ["-hosts", host_list]
-    else:
-        _check_addresses(names)
-        options = ["-H", host_list, "--bind-to", "none"]
-    return [mpirun, *options, "-n", str(len(names)), *make_agent_command(address)]
+    return [mpirun, *options, host_list, "-n", str(len(names)), *make_agent_command(address)]
 
 
 def find_mpirun() -> str:
@@ -52,36 +47,6 @@ def find_mpirun() -> str:
             "own MPI and pip install mpi4py"
         )
     return path
-
-
-def _is_mpich(mpirun: str) -> bool:
-    output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    return "HYDRA" in output.upper()
-
-
-def _check_addresses(names: Sequence[str]) -> None:
-    """Raise RuntimeError if hosts have no address, which Open MPI reports only after half a minute."""
-    unknown = [name for name in names if not _has_address(name) and not _has_address(_resolve_ssh_alias(name))]
-    if unknown:
-        raise RuntimeError(
-            f"the hosts {', '.join(names)} could not be reached: this machine has no address of {', '.join(unknown)}"
-        )
-
-
-def _has_address(name: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(name, None))
-    except OSError:
-        return False
-
-
-def _resolve_ssh_alias(name: str) -> str:
-    """Return the host name or address for a name in the user's ssh configuration."""
-    with contextlib.suppress(OSError):
-        output = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False).stdout
-        if match := re.search(r"^hostname (\S+)$", output, re.MULTILINE):
-            return match[1]
-    return name
 
 
 def make_mpirun_environment() -> dict[str, str]:

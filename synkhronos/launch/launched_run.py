@@ -27,13 +27,6 @@ from synkhronos.rules import Rule
 from synkhronos.training.loops.stop_signals import STOP_SIGNALS
 
 
-def _read_theano_mpi_attributes(rule: Rule) -> list[dict[str, Any]]:
-    """Return the settings for the attributes that Theano-MPI's rules have: ``sync_type`` and ``exch_strategy``."""
-    values = {name: getattr(rule, name, None) for name in ("sync_type", "exch_strategy")}
-    with convert_to_settings_error():
-        return [parse_exchange_option(name, value) for name, value in values.items() if value is not None]
-
-
 class LaunchedRun:
     """Handle of a run in other processes, which the constructor starts with the settings of ``rule.init``.
 
@@ -44,7 +37,12 @@ class LaunchedRun:
         self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **other_settings: Any
     ):
         rule_settings = {"rule": type(rule).__name__, "rule_options": get_rule_options(rule)}
-        settings = merge_tables([rule_settings, *_read_theano_mpi_attributes(rule), other_settings])
+        attributes = {
+            name: getattr(rule, name, None) for name in ("sync_type", "exch_strategy")
+        }  # of Theano-MPI's rules
+        with convert_to_settings_error():
+            exchange = [parse_exchange_option(name, value) for name, value in attributes.items() if value is not None]
+        settings = merge_tables([rule_settings, *exchange, other_settings])
         for name, value in (("devices", devices), ("modelfile", modelfile), ("modelclass", modelclass)):
             if value not in (None, ""):  # else the environment may set it
                 settings[name] = value

@@ -48,14 +48,6 @@ def main(arguments: list[str]) -> int:
 
 def parse_options(arguments: list[str]) -> dict[str, str]:
     """Parse the command line; return the values of the options that are given, by keys of session files."""
-    parser = _make_parser()
-    if not arguments:
-        parser.error("expected an option; see --help")
-    return vars(parser.parse_args(arguments))
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    """Make a parser of the options, whose result has only those that are given."""
     parser = argparse.ArgumentParser(
         prog="tmlauncher",
         description="Run a session file of Theano-MPI. Settings in the file override these options.",
@@ -66,7 +58,9 @@ def _make_parser() -> argparse.ArgumentParser:
     for flags, (key, description) in _OPTIONS.items():
         parser.add_argument(*flags, dest=key, metavar=key, help=description)
     parser.add_argument("-b", "-bind", dest="BIND", action="store_const", const="True", help="bind ranks to cores")
-    return parser
+    if not arguments:
+        parser.error("expected an option; see --help")
+    return vars(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

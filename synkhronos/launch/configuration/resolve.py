@@ -66,6 +66,7 @@ def resolve_settings(
     n_ranks = None if merged.get("ranks") is None else _check_integer(merged["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
     devices, hosts = choose_placement(merged.get("devices"), merged.get("hosts"), n_ranks)
     rule = normalize_rule_name(_get_text(merged, "rule") or Settings.rule)
+    new_name = f"{class_name}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     others = {key: check(merged[key], key) for key, check in _CHECKS.items() if merged.get(key) is not None}
     settings = Settings(
         modelfile=module,
@@ -75,7 +76,7 @@ def resolve_settings(
         hosts=tuple(host.name if host.n_ranks is None else f"{host.name}:{host.n_ranks}" for host in hosts),
         rule=rule,
         rule_options=_check_table(merged, "rule_options"),
-        folder=os.path.abspath(_get_path(merged, "folder") or _make_folder_name(class_name, rule)),
+        folder=os.path.abspath(_get_path(merged, "folder") or os.path.join("runs", new_name)),
         config=_check_config(merged),
         model_options=_check_model_options(merged),
         keep_best=_check_keep_best(merged.get("keep_best")),
@@ -197,7 +198,3 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "grace": _check_seconds,
     "on_death": _check_on_death,
 }
-
-
-def _make_folder_name(class_name: str, rule: str) -> str:
-    return os.path.join("runs", f"{class_name}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")

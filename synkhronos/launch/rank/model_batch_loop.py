@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from synkhronos.function.rank_mean import RankMeanContext
@@ -67,17 +67,14 @@ class ModelBatchLoop(BatchLoop):
         recorder = self.recorder
         self.worker.progress()
         began, before = time.perf_counter(), dict(recorder.meter.seconds)
-        with use_model_precision(), self._allow_rank_means():
+        # Under BSP all ranks take equal steps, so the class's functions may have means over ranks.
+        is_bsp = self.state.settings.rule == "BSP"
+        rank_means = RankMeanContext(self.worker.all_gather).activate() if is_bsp else nullcontext()
+        with use_model_precision(), rank_means:
             self.model.train_iter(batch, recorder)
         recorder.count_iteration(time.perf_counter() - began)
         self.record_compute_time(began, before)
         return int(self.is_last_step or not self.rule.asynchronous)
-
-    def _allow_rank_means(self) -> AbstractContextManager[None]:
-        """Return a context for means over ranks in the class's functions: under BSP all ranks take equal steps."""
-        if self.state.settings.rule != "BSP":
-            return nullcontext()
-        return RankMeanContext(self.worker.all_gather).activate()
 
     def exchange(self, steps: int) -> None:
         """Exchange with other ranks if an exchange is due; before that, check that steps change parameters.
