@@ -75,19 +75,10 @@ def prepare_copies(
 
 
 class VariableCopy:
-    """One rank's copy of a variable in a collective.
+    """One rank's copy of a variable in a collective, with the layouts of all ranks' copies.
 
-    Attributes
-    ----------
-    shared : shared variable
-    library : GraphLibrary
-    value : array
-    layouts : list of ArrayLayout
-        Layout of each rank's copy.
-    device : Device
-        Device of the value: a GPU if any rank's value is on its GPU.  Users may have assigned NumPy arrays.
-    transport : Device
-        Device whose communicator transfers the value: ``device``, or the host.
+    ``device`` is that of the value: a GPU if any rank's value is on its GPU, as users may have assigned NumPy arrays.
+    ``transport`` is the device whose communicator transfers the value: ``device``, or the host.
     """
 
     __slots__ = ("_rank", "device", "layouts", "library", "shared", "transport", "value")
@@ -182,14 +173,7 @@ class Broadcast(Command):
 class Assign(Command):
     """Set each rank's copies of variables to the rank's rows of values in shared memory.
 
-    Attributes
-    ----------
-    keys : tuple
-        Keys of the variables.
-    values : tuple of ArrayLocation
-        One for each variable.
-    rows : tuple of tuple of (range, ArrayLocation or None)
-        For each rank, its rows of each value.  None: the variable is not changed.
+    ``rows`` has for each rank its rows of each value, or None for a variable that is not changed.
     """
 
     keys: tuple[Any, ...]

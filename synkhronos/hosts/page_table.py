@@ -22,19 +22,10 @@ _PAGES_PER_COMPARISON = 1024
 
 
 class SegmentAccess(NamedTuple):
-    """Rows of a segment that a host reads: an entry of the master's plan.
+    """Rows of a segment that a host reads, from byte ``offset`` on: an entry of the master's plan.
 
-    Attributes
-    ----------
-    key : int
-        Key of the segment.
-    offset : int
-        First byte of row 0.
-    row_nbytes : int
-    rows : (start, stop, step) or None
-        Range of rows; None if there are indexes.
-    indexes : (key, offset, count, first_row) or None
-        Location of ``count`` row indexes, of dtype int64, in another segment.  ``first_row`` is subtracted from each.
+    ``rows`` are start, stop and step of a range; None if there are ``indexes``: key and offset of a segment with row
+    indexes of dtype int64, their number, and the first row, which is subtracted from each.
     """
 
     key: int

@@ -37,9 +37,7 @@ class LaunchedRun:
         self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **other_settings: Any
     ):
         rule_settings = {"rule": type(rule).__name__, "rule_options": get_rule_options(rule)}
-        attributes = {
-            name: getattr(rule, name, None) for name in ("sync_type", "exch_strategy")
-        }  # of Theano-MPI's rules
+        attributes = {name: getattr(rule, name, None) for name in ("sync_type", "exch_strategy")}  # Theano-MPI's
         with convert_to_settings_error():
             exchange = [parse_exchange_option(name, value) for name, value in attributes.items() if value is not None]
         settings = merge_tables([rule_settings, *exchange, other_settings])

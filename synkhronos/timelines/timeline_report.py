@@ -60,13 +60,8 @@ class RankTimeline:
     calls: list[Activity] = field(default_factory=list)
 
 
-class CriticalPathStep(NamedTuple):
-    """An activity of one rank on the critical path.  Times are in microseconds."""
-
-    rank: int
-    name: str
-    start: float
-    end: float
+#: An activity on the critical path, and its rank.
+CriticalPathStep = tuple[int, Activity]
 
 
 def read_timelines(path: str) -> dict[int, RankTimeline]:
@@ -130,7 +125,7 @@ def find_critical_path(timelines: dict[int, RankTimeline]) -> list[CriticalPathS
     ends = {rank: [s.end for s in activities] for rank, activities in work.items()}
     starts = {rank: [s.start for s in timeline.activities] for rank, timeline in timelines.items()}
     start_of_run, time = timelines[master].calls[0].start, timelines[master].calls[-1].end
-    rank, path = master, []
+    rank, path = master, []  # type: int, list[CriticalPathStep]
 
     def find_last_work_end(rank: int) -> float:
         """Return the end of a rank's last work before ``time``; ``time`` itself if the rank works then."""
@@ -144,23 +139,21 @@ def find_critical_path(timelines: dict[int, RankTimeline]) -> list[CriticalPathS
         activity = timelines[rank].activities[i] if i >= 0 else None
         if activity is None or activity.end < time:  # between two spans
             name = SCRIPT if rank == master else "other"
-            start = max(start_of_run, activity.end if activity is not None else start_of_run)
-            path.append(CriticalPathStep(rank, name, start, time))
-            time = start
-        elif activity.category != WAIT:
-            start = max(start_of_run, activity.start)
-            path.append(CriticalPathStep(rank, activity.name, start, time))
-            time = start
-        else:
+            activity = Activity(start_of_run if activity is None else activity.end, time, name, "call")
+        elif activity.category == WAIT:
             # A wait for a command ends with the master's work, any other wait with the last peer's work.
             peers = [master] if activity.name == IDLE else [peer for peer in timelines if peer != rank]
             last_peer = max(peers, key=find_last_work_end, default=rank)
             work_end = max(find_last_work_end(last_peer), activity.start, start_of_run)
             if work_end < time:
-                path.append(CriticalPathStep(rank, "wake up", work_end, time))
+                path.append((rank, Activity(work_end, time, "wake up", "call")))
                 time = work_end
             if time > activity.start:
                 rank = last_peer
+            continue
+        start = max(start_of_run, activity.start)
+        path.append((rank, activity._replace(start=start, end=time)))
+        time = start
     return path[::-1]
 
 
@@ -194,8 +187,8 @@ def format_report(path: str, timelines: dict[int, RankTimeline], critical_path: 
         cells = (100 * _measure_union(timeline.xla_operations) / total for timeline in timelines.values())
         lines.append(f"{'XLA computes':<{width}}" + "".join(f"{cell:9.1f}" for cell in cells))
     path_times: dict[tuple[str, int], float] = defaultdict(float)
-    for step in critical_path:
-        path_times[step.name, step.rank] += step.end - step.start
+    for rank, step in critical_path:
+        path_times[step.name, rank] += step.end - step.start
     lines += ["", "critical path: the activities that determine the duration"]
     for (name, rank), time in sorted(path_times.items(), key=lambda item: -item[1])[:_MAX_LINES]:
         lines.append(f"{100 * time / total:5.1f} %  {_format_time(time / len(calls)):>9} a call  {name}, rank {rank}")
@@ -242,9 +235,7 @@ def draw_timelines(
         rows.append((f"rank {rank}", timeline.activities))
         if timeline.xla_operations:
             rows.append((f"rank {rank}, XLA", timeline.xla_operations))
-    categories = {s.name: s.category for timeline in timelines.values() for s in timeline.activities}
-    path = [Activity(s.start, s.end, s.name, categories.get(s.name, "call")) for s in critical_path]
-    rows.append(("critical path", path))
+    rows.append(("critical path", [step for _, step in critical_path]))
     figure, axis = pyplot.subplots(figsize=(11, 1.2 + 0.55 * len(rows)), layout="constrained")
     drawn_categories: set[str] = set()
     for y, (_, activities) in enumerate(rows):

@@ -20,7 +20,6 @@ from synkhronos.timelines import timeline_report
 from synkhronos.timelines.spans import trace_method
 from synkhronos.timelines.timeline_report import (
     Activity,
-    CriticalPathStep,
     RankTimeline,
     find_critical_path,
     flatten_spans,
@@ -214,9 +213,9 @@ def test_critical_path_goes_through_the_slowest_rank():
         [(0, 1, "wait for a command", "wait"), (1, 8, "launch", "launch"), (8, 9, "wait for a command", "wait")],
     )
     assert find_critical_path(ranks) == [
-        CriticalPathStep(0, "post", 0, 1),
-        CriticalPathStep(1, "launch", 1, 8),
-        CriticalPathStep(0, "wake up", 8, 9),
+        (0, Activity(0, 1, "post", "post")),
+        (1, Activity(1, 8, "launch", "launch")),
+        (0, Activity(8, 9, "wake up", "call")),
     ]
 
 
@@ -225,7 +224,10 @@ def test_critical_path_changes_ranks_at_a_barrier():
         [(0, 6, "launch", "launch"), (6, 7, "all_reduce", "exchange"), (7, 12, "wait for the ranks", "wait")],
         [(0, 2, "launch", "launch"), (2, 6, "wait for a peer", "wait"), (6, 12, "all_reduce", "exchange")],
     )
-    assert find_critical_path(ranks) == [CriticalPathStep(0, "launch", 0, 6), CriticalPathStep(1, "all_reduce", 6, 12)]
+    assert find_critical_path(ranks) == [
+        (0, Activity(0, 6, "launch", "launch")),
+        (1, Activity(6, 12, "all_reduce", "exchange")),
+    ]
 
 
 def test_critical_path_covers_the_run(step, tmp_path):
@@ -233,6 +235,7 @@ def test_critical_path_covers_the_run(step, tmp_path):
         call_and_all_reduce(step, 5)
     ranks = timeline_report.read_timelines(str(tmp_path / "run.json"))
     path = find_critical_path(ranks)
+    path = [activity for _, activity in path]
     assert all(a.end == b.start for a, b in zip(path, path[1:], strict=False))
     assert (path[0].start, path[-1].end) == (ranks[0].calls[0].start, ranks[0].calls[-1].end)
 
