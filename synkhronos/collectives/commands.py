@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -462,6 +463,14 @@ class SetGenerators(Command):
                 library.set_generator(shared, jump_to_rank(library, copy.deepcopy(state), rank))
             elif self.only_rank == rank.number:
                 library.set_generator(shared, copy.deepcopy(state))
+
+
+def gather_pickles(rank: Rank, pickled: bytes) -> list[Any]:
+    """Gather a pickled object of each rank in the master, and return the objects; an empty list in workers."""
+    layouts: list[ArrayLayout] = [((length,), np.dtype(np.uint8)) for length in rank.all_gather(len(pickled))]
+    out = [np.empty(*layout) for layout in layouts] if rank.is_master else None
+    HOST.get_communicator(rank).gather(np.frombuffer(pickled, np.uint8), rank.master_rank, layouts, out)
+    return [] if out is None else [pickle.loads(array.data) for array in out]
 
 
 def _can_concatenate(layouts: Sequence[ArrayLayout]) -> bool:

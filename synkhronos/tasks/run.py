@@ -13,13 +13,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cloudpickle
-import numpy as np
 
 from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
+from synkhronos.collectives.commands import gather_pickles
 from synkhronos.data import Data
 from synkhronos.data.shared_memory import check_session, get_array_location, is_published
-from synkhronos.devices import HOST
 from synkhronos.function import Function, get_dispatcher
 from synkhronos.function.computation import DEFAULT_VARIANT
 from synkhronos.function.rank_mean import RankMeanContext
@@ -130,15 +129,7 @@ class RunProgram(_RunProgramFields, Command):
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"the result of the program can't be pickled: {error}") from error
         task.barrier("the end of the program")
-        return self._gather_results(rank, payload)
-
-    def _gather_results(self, rank: Rank, payload: bytes) -> list[Any]:
-        """Gather the pickled results of all ranks in the master."""
-        lengths = rank.all_gather(len(payload))
-        layouts = [((length,), np.dtype(np.uint8)) for length in lengths]
-        out = [np.empty(*layout) for layout in layouts] if rank.is_master else None
-        HOST.get_communicator(rank).gather(np.frombuffer(payload, np.uint8), rank.master_rank, layouts, out)
-        return [] if out is None else [pickle.loads(pickled.data) for pickled in out]
+        return gather_pickles(rank, payload)
 
     def _compile_functions(self, rank: Rank) -> None:
         """Compile the functions among the arguments: first on the master, which writes the compiler's cache."""

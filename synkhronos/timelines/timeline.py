@@ -7,14 +7,14 @@ import pickle
 import statistics
 import threading
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_flag
+from synkhronos.collectives.commands import gather_pickles
 from synkhronos.engines.xla.profile import Operation, XlaProfile
-from synkhronos.ranks import MAX_SLOT_NBYTES, Command, PendingOperation, Rank
+from synkhronos.ranks import Command, PendingOperation, Rank
 from synkhronos.ranks.session import Session
 from synkhronos.timelines.chrome_trace import RankSpans, write_trace
 from synkhronos.timelines.spans import Span, SpanRecorder
@@ -46,15 +46,15 @@ class StopRecording(Command):
 
     records_xla: bool
 
-    def run(self, rank: Rank) -> list[RankSpans] | None:
-        """Return every rank's spans in the master, in rank order; None in workers."""
+    def run(self, rank: Rank) -> list[RankSpans]:
+        """Return every rank's spans in the master, in rank order; an empty list in workers."""
         recorder = rank.registry.get_or_create(SpanRecorder)
         recorder.uninstall()
         spans = list(recorder.spans)
         recorder.spans.clear()
         offset = _estimate_clock_offset(rank)
         xla_operations = rank.registry.get_or_create(XlaProfile).stop() if self.records_xla else []
-        return _gather_spans(rank, _make_rank_spans(rank, spans, offset, xla_operations))
+        return gather_pickles(rank, pickle.dumps(_make_rank_spans(rank, spans, offset, xla_operations)))
 
 
 def _make_rank_spans(
@@ -74,19 +74,6 @@ def _estimate_clock_offset(rank: Rank) -> int:
         clock = time.monotonic_ns()
         offsets.append(rank.all_gather(clock)[rank.master_rank] - clock)
     return int(statistics.median(offsets))
-
-
-def _gather_spans(rank: Rank, spans: RankSpans) -> list[RankSpans] | None:
-    """Gather the ranks' spans in the master, compressed and in chunks."""
-    payload = zlib.compress(pickle.dumps(spans, pickle.HIGHEST_PROTOCOL), 1)
-    max_nbytes = max(rank.all_gather(len(payload)))
-    payloads: list[list[bytes]] = [[] for _ in range(rank.size)]
-    for start in range(0, max_nbytes, MAX_SLOT_NBYTES):
-        chunks_by_rank = rank.gather_bytes(payload[start : start + MAX_SLOT_NBYTES])
-        if chunks_by_rank is not None:
-            for chunks, chunk in zip(payloads, chunks_by_rank, strict=True):
-                chunks.append(chunk)
-    return [pickle.loads(zlib.decompress(b"".join(chunks))) for chunks in payloads] if rank.is_master else None
 
 
 class _Recording(PendingOperation):

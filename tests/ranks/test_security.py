@@ -193,8 +193,8 @@ def test_unpickling_happens_only_in_known_places():
         ("ranks/worker_main.py", "loads"),  # commands, from the mailbox or a segment that the master filled
         ("tasks/run.py", "Unpickler"),  # the program of a task, from its command
         ("tasks/run.py", "load"),
-        ("tasks/run.py", "loads"),  # results of ranks, from the slots
-        ("timelines/timeline.py", "loads"),  # records of ranks, from the slots
+        ("collectives/commands.py", "loads"),  # results of tasks and records of ranks, through the host's communicator
+        ("collectives/commands.py", "load"),  # a device's method, which copies rows
         ("tasks/worker.py", "loads"),  # objects of ranks, from the slots
     }
 
