@@ -127,8 +127,8 @@ def test_all_reduce_accepts_theano_gpu_arrays_on_hosts():
 
 
 def test_fork_refuses_hosts_without_pygpu(monkeypatch):
-    versions = agent._list_package_versions()
+    versions = agent._get_host_info()["versions"]
     assert "pygpu" not in versions
     monkeypatch.syspath_prepend(GPUS / "pretended")
     with pytest.raises(RuntimeError, match="hosts need the same versions: pygpu is installed on a and missing on b"):
-        mpi_link.check_versions(["a", "b"], [agent._list_package_versions(), versions])
+        mpi_link.check_versions(["a", "b"], [agent._get_host_info()["versions"], versions])
