@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,30 +48,6 @@ _RETRY_SECONDS = 1.0
 _COPY_INTERVAL_SECONDS = 1.0
 #: Copies of the states of all ranks, by the trainer's name.  Forked workers inherit them.
 _copies_by_trainer: dict[str, list[dict[str, Any]]] = {}
-
-
-@dataclass(frozen=True)
-class RecoveredDeath:
-    """Death of a worker after which a training continued.
-
-    Attributes
-    ----------
-    rank : int
-    host : str
-        Name of the rank's machine; "" if there is only one.
-    cause : str
-        Description of the worker's exit, such as "was killed by SIGKILL".
-    step : int
-        Number of steps taken before the copy from which the training continued: joint steps, or steps of the master.
-    seconds : float
-        Time lost: from the start of the failed operation until the copy was restored.
-    """
-
-    rank: int
-    host: str
-    cause: str
-    step: int
-    seconds: float
 
 
 class OperationRunner:
@@ -137,10 +112,10 @@ class RecoveringRunner(OperationRunner):
     ----------
     max_steps_per_launch : int
         1: after a death the whole launch is repeated.
-    deaths : list of RecoveredDeath
-        Deaths since `take_deaths` was last called.
+    deaths : list of dict
+        Deaths since `take_deaths` was last called, as in `Report.deaths`.
     step : int
-        Number of steps taken before the present copy.
+        Number of steps taken before the present copy: joint steps, or steps of the master.
     """
 
     steps_until_copy: int
@@ -150,7 +125,7 @@ class RecoveringRunner(OperationRunner):
         self._session = ranks.get_session()
         self._state, self._ranks_differ = state, ranks_differ
         self._limit = DeathLimit(max_deaths)
-        self.deaths: list[RecoveredDeath] = []
+        self.deaths: list[dict[str, Any]] = []
         self.step = 0
         self.steps_until_copy = 1
         self._values: dict[str, Any] = {}
@@ -194,7 +169,7 @@ class RecoveringRunner(OperationRunner):
     def take_deaths(self) -> list[dict[str, Any]]:
         """Return the deaths since the last call, for a report."""
         deaths, self.deaths = self.deaths, []
-        return [asdict(death) for death in deaths]
+        return deaths
 
     def adapt_steps_until_copy(self, seconds: float) -> None:
         """Set `steps_until_copy` such that its steps take about a second; ``seconds`` is their last duration."""
@@ -249,10 +224,8 @@ class RecoveringRunner(OperationRunner):
                     left_out = ()
                 continue
             seconds = time.perf_counter() - began
-            for survived in deaths:
-                self.deaths.append(
-                    RecoveredDeath(survived.rank, survived.host, survived.cause, self.step, round(seconds, 3))
-                )
+            lost = {"step": self.step, "seconds": round(seconds, 3)}
+            self.deaths += [{"rank": one.rank, "host": one.host, "cause": one.cause, **lost} for one in deaths]
             _log.warning(
                 "%s %s; the training went on from step %d, %.1f s later", peer, death.cause, self.step, seconds
             )
