@@ -23,19 +23,7 @@ PRECISIONS = (None, "float32", "float16", "bfloat16")
 
 
 class Rule:
-    """Base class of exchange rules.  Its own `exchange` does nothing.
-
-    A subclass overrides `exchange`, and other methods as needed:
-
-    .. code-block:: python
-
-        class Halfway(rules.Rule):
-            "Moves each rank half-way to the mean every 5 steps."
-
-            period = 5
-
-            def exchange(self, worker, state):
-                state.vector = 0.5 * (state.vector + worker.all_reduce(state.vector, "avg"))
+    """Base class of exchange rules; :doc:`exchange_rules` has a subclass.  Its own `exchange` does nothing.
 
     Parameters
     ----------
@@ -192,13 +180,6 @@ class Rule:
         **settings
             Other settings of a session file, such as ``folder``, ``epochs`` and ``config``.
 
-        Examples
-        --------
-        .. code-block:: python
-
-            rule = rules.BSP()
-            rule.init(devices=["cuda0", "cuda1"], modelfile="models.mlp", modelclass="MLP", epochs=10)
-            folder = rule.wait()
         """
         if self._launched_run is not None:
             raise RuntimeError("init() was called already: call wait(), or make another rule")
@@ -220,26 +201,8 @@ def _scale_parameters(state: State, vector: Array, relative_weight: float) -> Ar
 def allocate_shared_arrays(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
     """Allocate the arrays of `Rule.describe_shared_arrays`, as zeros, for a program of `synkhronos.run`.
 
-    Parameters
-    ----------
-    rule : Rule
-    n_ranks : int
-    size : int
-        Number of elements of the parameters.
-    dtype : dtype
-        Dtype of the parameters.
-
-    Returns
-    -------
-    dict of str to Data
-        Arrays to pass to the program, which passes them on as the argument ``shared`` of `State`.
-
-    Examples
-    --------
-    .. code-block:: python
-
-        shared = rules.allocate_shared_arrays(rule, n_ranks=2, size=1000, dtype=np.dtype("float32"))
-        synk.run(program, rule, params, shared)
+    The program passes them on as the argument ``shared`` of `State`.  ``size`` and ``dtype`` are those of the
+    parameters together.
     """
     layout = rule.describe_shared_arrays(n_ranks, size, dtype)
     return {name: create_unpublished(shape, item_dtype) for name, (shape, item_dtype) in layout.items()}

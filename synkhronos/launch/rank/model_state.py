@@ -23,7 +23,7 @@ from synkhronos.launch.model_class.model_recorder import ModelRecorder
 from synkhronos.launch.rank.gradient_sum_rule import GradientSumRule
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalRows, Worker
-from synkhronos.training.checkpoints import generator_state, rank_state
+from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, read_metadata
 from synkhronos.training.checkpoints.compatibility import check_same_training, describe_training
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
@@ -130,12 +130,14 @@ class ModelState:
 
     def get_generator_states(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the states of this rank's random generators, and of its global ones."""
-        return generator_state.collect_states(self.worker, self.variables.generators), get_global_generator_states()
+        return rank_state.collect_generator_states(
+            self.worker, self.variables.generators
+        ), get_global_generator_states()
 
     def set_generator_states(self, states: list[Any], global_states: dict[str, Any]) -> None:
         """Set this rank's random generators to states from `get_generator_states`."""
         for shared, state in zip(self.variables.generators, states, strict=True):
-            generator_state.set_generator_state(shared, state)
+            rank_state.set_generator_state(shared, state)
         set_global_generator_states(global_states)
 
     def use_consensus_params(self) -> None:
@@ -219,13 +221,13 @@ def get_global_generator_states() -> dict[str, Any]:
     """Return the states of NumPy's and Python's global random generators, in types that JSON can represent."""
     version, numbers, gauss = random.getstate()
     return {
-        "numpy": generator_state.to_json_types(np.random.get_state(legacy=False)),
+        "numpy": rank_state.to_json_types(np.random.get_state(legacy=False)),
         "python": [version, list(numbers), gauss],
     }
 
 
 def set_global_generator_states(states: dict[str, Any]) -> None:
     """Set the states of NumPy's and Python's global random generators, as from `get_global_generator_states`."""
-    np.random.set_state(generator_state.from_json_types(states["numpy"]))
+    np.random.set_state(rank_state.from_json_types(states["numpy"]))
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))

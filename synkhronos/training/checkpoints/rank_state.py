@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.graphs import get_library
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import Worker
-from synkhronos.training.checkpoints import generator_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointContent, CheckpointError, read_checkpoint
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 
@@ -53,7 +53,7 @@ def collect_state(worker: Worker, spec: RankStateSpec) -> dict[str, Any]:
     """
     variables, stored = spec.variables, worker.get_storage(spec.name)
     state: State | None = stored.get("state")
-    streams = [generator_state.get_generator_state(shared) for shared in variables.generators]
+    streams = [get_generator_state(shared) for shared in variables.generators]
     if spec.is_joint and worker.number:
         return {"streams": streams, "others": variables.read_others()}
     return {
@@ -165,7 +165,7 @@ def set_state(worker: Worker, spec: RankStateSpec, saved: dict[str, Any]) -> Non
     spec.variables.write_values(saved)
     if saved["streams"] is not None:
         for shared, value in zip(spec.variables.generators, saved["streams"], strict=True):
-            generator_state.set_generator_state(shared, value)
+            set_generator_state(shared, value)
     if spec.is_joint:
         return
     stored = worker.get_storage(spec.name)
@@ -201,3 +201,58 @@ def resize_states(saved: list[dict[str, Any]], spec: RankStateSpec, n_ranks: int
     for state in states_by_rank:
         del state["shared"]  # not sent to ranks: they map the rule's memory
     return states_by_rank
+
+
+# -- states of random generators in shared variables, in types that JSON can represent -------------------------
+
+
+def collect_generator_states(worker: Worker, generators: Sequence[Any]) -> list[Any]:
+    """Return the states of this rank's generators."""
+    return [get_generator_state(shared) for shared in generators]
+
+
+def restore_generator_states(worker: Worker, generators: Sequence[Any], states_by_rank: Sequence[list[Any]]) -> None:
+    """Set this rank's generators to their states in ``states_by_rank``, the results of `collect_generator_states`."""
+    for shared, state in zip(generators, states_by_rank[worker.number], strict=True):
+        set_generator_state(shared, state)
+
+
+def get_generator_state(shared: Any) -> Any:
+    """Return the state of a generator in types that JSON can represent."""
+    value = get_library(shared).copy_generator(shared)
+    if isinstance(value, np.random.Generator):
+        return to_json_types(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return to_json_types(value.get_state(legacy=False))
+    return to_json_types(np.asarray(value))
+
+
+def set_generator_state(shared: Any, state: Any) -> None:
+    """Set the state of a generator to a result of `get_generator_state`."""
+    library, state = get_library(shared), from_json_types(state)
+    value = library.copy_generator(shared)
+    if isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(state)
+    else:
+        value = state
+    library.set_generator(shared, value)
+
+
+def to_json_types(value: Any) -> Any:
+    """Convert NumPy arrays and scalars in a generator's state to types that JSON can represent."""
+    if isinstance(value, dict):
+        return {key: to_json_types(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "values": value.tolist()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def from_json_types(value: Any) -> Any:
+    """Convert a result of `to_json_types` back."""
+    if isinstance(value, dict) and set(value) == {"dtype", "values"}:
+        return np.array(value["values"], value["dtype"])
+    if isinstance(value, dict):
+        return {key: from_json_types(item) for key, item in value.items()}
+    return value

@@ -28,7 +28,7 @@ from synkhronos.loading.loader import Feed, record_position
 from synkhronos.ranks import WorkerError
 from synkhronos.tasks import run
 from synkhronos.training import schedules
-from synkhronos.training.checkpoints import generator_state
+from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint
 from synkhronos.training.loops.epoch_loop import EpochLoop
 from synkhronos.training.loops.stop_signals import get_requested_stop
@@ -271,10 +271,10 @@ class TrainerEpochLoop(EpochLoop):
 
         def validate_or_undo() -> bool:
             # Repeated as a whole after a death: there may be fewer ranks then.
-            states = run(generator_state.collect_states, generators) if generators else []
+            states = run(rank_state.collect_generator_states, generators) if generators else []
             is_complete = self._validate(report)  # the metrics may draw random numbers
             if not is_complete and generators:  # a resumed training repeats the validation
-                run(generator_state.restore_states, generators, states)
+                run(rank_state.restore_generator_states, generators, states)
             return is_complete
 
         return self.operation_runner.run_update(validate_or_undo)

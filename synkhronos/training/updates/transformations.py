@@ -23,7 +23,7 @@ import numpy as np
 
 from synkhronos.checks import check_positive, is_number
 from synkhronos.graphs import Scalar, SharedVariable, Variable, get_library
-from synkhronos.training.updates.argument_checks import as_gradients, check_params, check_scalars
+from synkhronos.training.updates.argument_checks import as_gradients, check_params, check_scalars, find_library
 from synkhronos.training.updates.flat_gradient import (
     FlatGradient,
     RuleUpdates,
@@ -354,19 +354,13 @@ def global_norm(variables: Sequence[Variable]) -> Variable:
 # -- graphs ----------------------------------------------------------------------------------------------------
 
 
-def _is_weighted(updates: RuleUpdates, params: list[Any]) -> bool:
-    """Whether the vector ends with the gradients' weight."""
-    size = sum(int(np.prod(shape)) for shape in map(get_shape, params))
-    return get_shape(updates.grad_shared)[0] > size
-
-
 def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any]) -> RuleUpdates:
     """Return updates that read these gradients instead of those in `grad_shared`."""
     vector = updates.grad_shared
     library = get_library(vector)
     tensor = library.tensor
     parts = [tensor.cast(g, vector.dtype).flatten() for g in grads]
-    if _is_weighted(updates, params):
+    if get_shape(vector)[0] > sum(int(np.prod(get_shape(p))) for p in params):  # it ends with the gradients' weight
         parts.append(tensor.constant(np.ones(1, vector.dtype)))
     # Zeros, because a vector of one element would be broadcastable.
     new = tensor.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -410,11 +404,8 @@ def _check_positive_scalar(name: str, value: Any) -> None:
     """Raise TypeError or ValueError unless a value is a positive number or a symbolic variable."""
     if is_number(value):
         check_positive(value, name)
-        return
-    try:
-        get_library(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected a positive number or a symbolic scalar, got {value!r}") from None
+    else:
+        find_library(f"{name}: expected a positive number or a symbolic scalar, got {value!r}", value)
 
 
 def _to_scalar(name: str, value: Any, like: Any) -> Any:
