@@ -51,20 +51,12 @@ _copies_by_trainer: dict[str, list[dict[str, Any]]] = {}
 
 
 class OperationRunner:
-    """Runner of a training's operations for ``on_death="stop"``: the death of a worker ends the training.
+    """Runner of a training's operations for ``on_death="stop"``: the death of a worker ends the training."""
 
-    Attributes
-    ----------
-    steps_until_copy : int or None
-        Number of steps per rank until the next copy, where ranks take their own steps; None without copies.
-    max_steps_per_launch : int
-        Maximal number of joint steps in a launch.
-    has_copy : bool
-        Whether a death is recoverable: there is a copy of the state.
-    """
-
+    #: Number of steps per rank until the next copy, where ranks take their own steps; None without copies.
     steps_until_copy: int | None = None
     max_steps_per_launch = sys.maxsize
+    #: Whether a death is recoverable: there is a copy of the state.
     has_copy = False
 
     def enable_recovery(self) -> contextlib.AbstractContextManager[None]:
@@ -82,14 +74,7 @@ class OperationRunner:
         return operation()
 
     def run_update(self, operation: Callable[[], T], steps: int = 0) -> T:
-        """Call an operation that changes the state of ranks.
-
-        Parameters
-        ----------
-        operation : callable
-        steps : int
-            Number of joint steps in the operation.
-        """
+        """Call an operation that changes the state of ranks, and takes ``steps`` joint steps."""
         return operation()
 
     def take_deaths(self) -> list[dict[str, Any]]:
@@ -100,32 +85,19 @@ class OperationRunner:
 class RecoveringRunner(OperationRunner):
     """Runner for ``on_death="continue"``: copies the state of a trainer, and replaces workers that die.
 
-    Parameters
-    ----------
-    state : TrainerState
-    ranks_differ : bool
-        Whether ranks with equal parameters have other state that differs, such as random generators.
-    max_deaths : int
-        Number of deaths after which a further one ends the training.
-
-    Attributes
-    ----------
-    max_steps_per_launch : int
-        1: after a death the whole launch is repeated.
-    deaths : list of dict
-        Deaths since `take_deaths` was last called, as in `Report.deaths`.
-    step : int
-        Number of steps taken before the present copy: joint steps, or steps of the master.
+    If ``ranks_differ``, ranks with equal parameters have other state that differs, such as random generators.
     """
 
     steps_until_copy: int
-    max_steps_per_launch = 1
+    max_steps_per_launch = 1  # after a death the whole launch is repeated
 
     def __init__(self, state: TrainerState, ranks_differ: bool, max_deaths: int):
         self._session = ranks.get_session()
         self._state, self._ranks_differ = state, ranks_differ
         self._limit = DeathLimit(max_deaths)
+        #: Deaths since `take_deaths` was last called, as in `Report.deaths`.
         self.deaths: list[dict[str, Any]] = []
+        #: Number of steps taken before the present copy: joint steps, or steps of the master.
         self.step = 0
         self.steps_until_copy = 1
         self._values: dict[str, Any] = {}
