@@ -63,12 +63,11 @@ def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow)])
 def test_sharded_optimizer_equals_one_process_and_resumes_sharded_or_not(tmp_path, ranks):
-    options = {"clip_norm": 0.5, "ema": 0.9, "validate_ema": "true"}
-    train(tmp_path, "Sharded", ranks, options=options, epochs=1, checkpoint=1)
+    train(tmp_path, "Sharded", ranks, options=ALL, epochs=1, checkpoint=1)
     for r in range(ranks):  # velocity and average of three parameters, of which a rank has two
         assert (tmp_path / f"rank-{r}.log").read_text().endswith("shapes [(2,), (2,)]\n")
-    train(tmp_path, "Optioned", 1, "--resume", options=options, epochs=2, checkpoint=1)
-    train(tmp_path, "Sharded", ranks % 3 + 1, "--resume", options=options, epochs=3, checkpoint=1)
+    train(tmp_path, "Optioned", 1, "--resume", options=ALL, epochs=2, checkpoint=1)
+    train(tmp_path, "Sharded", ranks % 3 + 1, "--resume", options=ALL, epochs=3, checkpoint=1)
     _, average, mean = train_in_numpy(3)
     np.testing.assert_allclose(load_params(tmp_path), [average, mean], rtol=1e-9)
 

@@ -704,7 +704,7 @@ def survive_host(name: str, fault: str, source: str = "arrays") -> None:
 def survive_parts(name: str, step: str) -> None:
     """Lose the last host within an epoch over `data_parts`, after some steps; compare with one process.
 
-    The agent of that host is killed, and later a worker.
+    The agent of that host is killed, and later a worker.  Under BSP the optimizer is sharded.
     """
     from trainer_model import Model, X, Y, make_epochs
 
@@ -720,7 +720,8 @@ def survive_parts(name: str, step: str) -> None:
         return losses
 
     with Killer() as killer, mock.patch.object(JointStepLoop, "launch", launch_and_record):
-        model, reports, orders = Model(name, rate=0.01), [], []
+        options = {"update": updates.momentum, "shard_optimizer": True} if name == "BSP" else {}
+        model, reports, orders = Model(name, rate=0.01, **options), [], []
         for report in make_epochs(model, "parts", 3, every=int(step) + 1):
             reports.append(report)
             data = model.trainer._loop.data
@@ -736,7 +737,7 @@ def survive_parts(name: str, step: str) -> None:
         np.testing.assert_array_equal(np.concatenate(steps), np.concatenate(epochs))
         x, y, w, b = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "w"), shared(np.zeros(1), "b")
         loss = ((tensor.dot(x, w) + b[0] - y) ** 2).mean()
-        train = make_train_function_serial(loss, [w, b], x, y, updates.sgd, learning_rate=0.01)
+        train = make_train_function_serial(loss, [w, b], x, y, updates.momentum, learning_rate=0.01)
         for rows in steps:
             train(X[rows], Y[rows])
         np.testing.assert_allclose(model.values(), [*w.get_value(), *b.get_value()], rtol=1e-12)
