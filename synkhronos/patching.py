@@ -1,9 +1,10 @@
-"""Temporary changes of other libraries."""
+"""Temporary changes of other libraries, and of the environment."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -26,3 +27,22 @@ def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def set_environment(**variables: str | None) -> Iterator[None]:
+    """Set environment variables within the ``with`` block, or remove those whose value is None."""
+    originals = {name: os.environ.get(name) for name in variables}
+    _assign_environment(variables)
+    try:
+        yield
+    finally:
+        _assign_environment(originals)
+
+
+def _assign_environment(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -186,15 +186,9 @@ def fork(
     if not check_number(host_timeout, "host_timeout", "a number of seconds") >= 1:
         raise ValueError(f"host_timeout: expected a number of seconds, at least 1, got {host_timeout!r}")
     host_list = parse_hosts(hosts)
-    if len(host_list) == 1:
-        _check_is_this_machine(host_list[0])
-        return _start_ranks(host_list[0].n_ranks or n_parallel, use_gpu, master_rank, profile_workers, timeout)
-    if host_list or hosts is None:
+    if len(host_list) != 1 and (host_list or hosts is None):
         check_started_once()
-    if host_list:
-        with _start_agents(host_list, use_gpu, host_timeout) as link:
-            return _start_ranks(n_parallel, use_gpu, master_rank, profile_workers, timeout, link=link)
-    return _start_ranks(n_parallel, use_gpu, master_rank, profile_workers, timeout)
+    return _start_ranks(host_list, n_parallel, use_gpu, master_rank, profile_workers, timeout, (), host_timeout)
 
 
 def fork_pinned(
@@ -206,41 +200,17 @@ def fork_pinned(
 ) -> int:
     """Start the ranks like `fork`, each pinned to its own cores.
 
-    Parameters
-    ----------
-    n_parallel : int
-    use_gpu : bool
-    cores : sequence of sequence of int
-        Cores of each rank on this host; empty if ranks are not pinned to cores.
-    hosts : sequence of str
-    output : file, optional
-        File for the output of other hosts.
+    ``cores`` are those of each rank on this host; empty if ranks are not pinned to cores.  ``output`` is a file for the
+    output of other hosts.
     """
-    rank_cores = tuple(map(tuple, cores))
     host_list = parse_hosts(hosts)
-    if len(host_list) > 1:
-        with _start_agents(host_list, use_gpu, output=output) as link:
-            return _start_ranks(None, use_gpu, cores=rank_cores, link=link)
-    for host in host_list:
-        _check_is_this_machine(host)
-    return _start_ranks(n_parallel, use_gpu, cores=rank_cores)
-
-
-def _check_is_this_machine(host: Host) -> None:
-    """Raise RuntimeError for another machine.  A single host has no agents that would detect this."""
-    if not is_this_machine(host.name):
-        raise RuntimeError(
-            f"the hosts {host.name} could not be reached: the first host has to be the machine that calls fork(), and "
-            f"{host.name} is not"
-        )
+    n_ranks = None if len(host_list) > 1 else n_parallel
+    return _start_ranks(host_list, n_ranks, use_gpu, cores=tuple(map(tuple, cores)), output=output)
 
 
 @contextlib.contextmanager
 def _start_agents(
-    host_list: Sequence[Host],
-    use_gpu: bool | None,
-    host_timeout: float = HOST_TIMEOUT,
-    output: IO[str] | None = None,
+    host_list: Sequence[Host], use_gpu: bool | None, host_timeout: float, output: IO[str] | None
 ) -> Iterator[MpiLink]:
     """Start the agents of the hosts, and end them if the ``with`` block fails."""
     ranks.check_no_session()
@@ -256,33 +226,46 @@ def _start_agents(
 
 
 def _start_ranks(
+    host_list: Sequence[Host],
     n_parallel: int | None,
     use_gpu: bool | None,
     master_rank: int = 0,
     profile_workers: bool = False,
     timeout: float | None = None,
     cores: tuple[tuple[int, ...], ...] = (),
-    link: MpiLink | None = None,
+    host_timeout: float = HOST_TIMEOUT,
+    output: IO[str] | None = None,
 ) -> int:
-    if link is None:
-        device, size = choose_device(use_gpu, n_parallel)
-        check_index(master_rank, "master_rank", size, ValueError)
-        n_local = size
-    else:
-        device, _ = choose_device(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
-        link.assign_ranks(n_parallel, device.needs_gpu)
-        size, n_local = link.size, len(link.local_ranks)
-        if master_rank not in link.local_ranks:
-            raise ValueError(f"master_rank: expected a rank of this host, below {n_local}, got {master_rank}")
-    # From the master's states, so that runs with the same seed are equal.
-    states = np.random.get_state(legacy=False), random.getstate()
-    seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
-    # Imports modules before the fork, so that workers inherit them.
-    register_loaded_libraries()
-    engines.list_engines()
-    gpu_numbers = () if link is None else tuple(i for host in link.ranks_by_host for i in range(len(host)))
-    first_command = _SetUpRank(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
-    ranks.fork(size, master_rank, profile_workers, timeout, first_command, is_fork_unsafe(), link)
+    with contextlib.ExitStack() as stack:
+        link: MpiLink | None = None
+        gpu_numbers: tuple[int, ...] = ()
+        if len(host_list) > 1:
+            link = stack.enter_context(_start_agents(host_list, use_gpu, host_timeout, output))
+            device, _ = choose_device(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
+            link.assign_ranks(n_parallel, device.needs_gpu)
+            size, n_local = link.size, len(link.local_ranks)
+            if master_rank not in link.local_ranks:
+                raise ValueError(f"master_rank: expected a rank of this host, below {n_local}, got {master_rank}")
+            gpu_numbers = tuple(i for host in link.ranks_by_host for i in range(len(host)))
+        else:
+            for name, n_ranks in host_list:
+                if not is_this_machine(name):  # a single host has no agents that would detect this
+                    raise RuntimeError(
+                        f"the hosts {name} could not be reached: the first host has to be the machine that calls "
+                        f"fork(), and {name} is not"
+                    )
+                n_parallel = n_ranks or n_parallel
+            device, size = choose_device(use_gpu, n_parallel)
+            check_index(master_rank, "master_rank", size, ValueError)
+            n_local = size
+        # From the master's states, so that runs with the same seed are equal.
+        states = np.random.get_state(legacy=False), random.getstate()
+        seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
+        # Imports modules before the fork, so that workers inherit them.
+        register_loaded_libraries()
+        engines.list_engines()
+        first_command = _SetUpRank(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
+        ranks.fork(size, master_rank, profile_workers, timeout, first_command, is_fork_unsafe(), link)
     return size
 
 

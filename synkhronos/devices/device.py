@@ -20,7 +20,7 @@ from synkhronos.devices.communicator import Communicator
 from synkhronos.devices.host_communicator import HostCommunicator
 from synkhronos.devices.multi_host_communicator import MultiHostCommunicator
 from synkhronos.devices.reduce_op import ReduceOp
-from synkhronos.devices.selection import Selection, take_rows
+from synkhronos.devices.selection import Buffers, Selection, take_rows
 from synkhronos.ranks import ArrayLocation, Rank
 
 
@@ -130,13 +130,7 @@ class Device(ABC):
         rank.segments[key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_host(value)
 
     def stage_input(
-        self,
-        rank: Rank,
-        buffers: dict[Any, Any],
-        key: Any,
-        location: ArrayLocation,
-        rows: Selection | None,
-        must_copy: bool,
+        self, rank: Rank, buffers: Buffers, key: Any, location: ArrayLocation, rows: Selection | None, must_copy: bool
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
@@ -146,7 +140,7 @@ class Device(ABC):
         """
         return self.load(rank, location, rows)
 
-    def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, key: Any, values: np.ndarray) -> Any:
         """Return a vector of indexes as an input of the next launch.
 
         The result may be a buffer, which the next call with the same ``key`` overwrites.

@@ -10,7 +10,7 @@ import numpy as np
 
 from synkhronos.devices.device import Device
 from synkhronos.devices.reduce_op import ReduceOp
-from synkhronos.devices.selection import Selection, take_rows
+from synkhronos.devices.selection import Buffers, Selection, take_rows
 from synkhronos.ranks import ArrayLocation, Rank
 
 
@@ -69,13 +69,7 @@ class HostDevice(Device):
         return np.array(value, order="C")
 
     def stage_input(
-        self,
-        rank: Rank,
-        buffers: dict[Any, Any],
-        key: Any,
-        location: ArrayLocation,
-        rows: Selection | None,
-        must_copy: bool,
+        self, rank: Rank, buffers: Buffers, key: Any, location: ArrayLocation, rows: Selection | None, must_copy: bool
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
@@ -97,7 +91,7 @@ class HostDevice(Device):
             buffer = buffers[key] = np.empty(size, array.dtype)
         return take_rows(array, rows, buffer[:size].reshape(shape))
 
-    def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, key: Any, values: np.ndarray) -> Any:
         """Return the vector of indexes itself, as functions take NumPy arrays."""
         return values
 

@@ -30,12 +30,10 @@ from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 class HostCommunicator(Communicator):
     """Collectives over NumPy arrays, through shared memory."""
 
-    generation = 0  # the fork connects the ranks
-
     def __init__(self, rank: Rank):
         self._rank = rank
         self._halves = [
-            [np.frombuffer(rank.get_scratch(r, half), np.uint8) for r in rank.local_ranks] for half in range(2)
+            [np.frombuffer(rank.control.get_scratch(r, half), np.uint8) for r in rank.local_ranks] for half in range(2)
         ]
         self._command_number = self._half = 0
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.reduce_op import ReduceOp
-from synkhronos.devices.selection import Selection
+from synkhronos.devices.selection import Buffers, Selection
 from synkhronos.ranks import ArrayLocation, Rank
 
 _log = logging.getLogger("synkhronos")
@@ -161,13 +161,7 @@ class PygpuDevice(CudaDevice):
         return pygpu.array(array, context=self._context)
 
     def stage_input(
-        self,
-        rank: Rank,
-        buffers: dict[Any, Any],
-        key: Any,
-        location: ArrayLocation,
-        rows: Selection | None,
-        must_copy: bool,
+        self, rank: Rank, buffers: Buffers, key: Any, location: ArrayLocation, rows: Selection | None, must_copy: bool
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch."""
         # A function that may overwrite its input may also return it as a shared variable's new value.

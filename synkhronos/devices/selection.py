@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 #: Row numbers, in order: an evenly spaced range, or an int64 array of any non-negative numbers.
 Selection = range | np.ndarray
+#: Buffers of a device that calls reuse, by input.
+Buffers = dict[Any, Any]
 
 
 def take_rows(array: np.ndarray, rows: Selection, out: np.ndarray | None = None) -> np.ndarray:

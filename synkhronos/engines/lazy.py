@@ -13,7 +13,7 @@ the ranks, by one command::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
@@ -91,18 +91,8 @@ class _CallOutputs:
         self.error: Exception | None = None
 
 
-class _CallReference(weakref.ref[_CallOutputs]):
-    """A weak reference with the command's number and the size of the outputs, for use after the deletion."""
-
-    command_number: int
-    nbytes: int
-
-    @classmethod
-    def from_call(cls, call: _CallOutputs, callback: Callable[[Any], None], nbytes: int) -> _CallReference:
-        """Make a reference, which is passed to ``callback`` when the call's results are deleted."""
-        reference = cls(call, callback)
-        reference.command_number, reference.nbytes = call.command_number, nbytes
-        return reference
+#: A weak reference whose key, the command's number and the bytes of the outputs, can be used after the deletion.
+_CallReference = weakref.KeyedRef[tuple[int, int], _CallOutputs]
 
 
 class ResultTable(PendingOperation):
@@ -128,7 +118,7 @@ class ResultTable(PendingOperation):
         """
         call = _CallOutputs(command_number)
         # The callback is a C function: a callback in Python could swallow an interrupt.
-        self._unread[command_number] = _CallReference.from_call(call, self._deleted.append, nbytes)
+        self._unread[command_number] = _CallReference(call, self._deleted.append, (command_number, nbytes))
         return [Result(self, call, i) for i in range(n_outputs)]
 
     def drop_deleted(self, session: Session) -> None:
@@ -176,9 +166,10 @@ class ResultTable(PendingOperation):
     def _mark_dropped(self, reference: _CallReference) -> None:
         """Move a call from the unread calls to the calls that the ranks may drop."""
         # An interrupt may come between any two lines.  The call is added first, as dropping it twice has no effect.
-        self._dropped.append(reference.command_number)
-        self._dropped_bytes += reference.nbytes
-        self._unread.pop(reference.command_number, None)
+        command_number, nbytes = reference.key
+        self._dropped.append(command_number)
+        self._dropped_bytes += nbytes
+        self._unread.pop(command_number, None)
 
     def get_values(self, call: _CallOutputs) -> list[Any]:
         """Return a call's outputs; read all unread outputs first if these are unread.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control_memory import SCRATCH_NBYTES, ControlMemory
+from synkhronos.ranks.control_memory import AWAITS_STEP, SCRATCH_NBYTES, ControlMemory
 
 #: Maximal number of bytes of a frame, the unit of streaming.
 FRAME_NBYTES = SCRATCH_NBYTES
@@ -124,7 +124,7 @@ class Pipe:
                 nbytes  # equal on all ranks of the host
             )
         self._n_processed[self._local_rank] = self._first_count + count + 1
-        self._rank.wake_local_ranks()
+        self._rank.control.wake_local_ranks(AWAITS_STEP)
 
     def wait_all_processed(self, n_newer: int = 0) -> None:
         """Wait until all ranks of the host have processed this rank's frames, except the ``n_newer`` newest."""

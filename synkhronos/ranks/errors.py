@@ -32,14 +32,9 @@ class FailureReport:
         text = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__qualname__, shorten_middle(message, max_chars), shorten_middle(text, max_chars))
 
-    @property
-    def rank_name(self) -> str:
-        """Name of the rank, followed by that of its host if there are several hosts."""
-        return describe_rank(self.rank, self.host)
-
     def summarize(self) -> str:
         """Return a line with the rank, the exception's class and the first line of its message."""
-        return f"{self.rank_name}: {self.class_name}: {(self.message.splitlines() or [''])[0]}"
+        return f"{describe_rank(self.rank, self.host)}: {self.class_name}: {(self.message.splitlines() or [''])[0]}"
 
 
 def describe_rank(rank: int, host: str) -> str:
@@ -82,7 +77,7 @@ class WorkerError(RuntimeError):
     def _from_reports(cls, reports: Sequence[FailureReport], effect: str = "") -> WorkerError:
         """Build the error for ranks that raised exceptions; ``effect`` is a sentence of `describe_effect`."""
         first = reports[0]
-        head = f"{first.rank_name} raised {first.class_name}: {first.message}"
+        head = f"{describe_rank(first.rank, first.host)} raised {first.class_name}: {first.message}"
         others = "".join(f"\n  {report.summarize()}" for report in reports[1:])
         if others:
             head += f"\nOther ranks failed too:{others}"

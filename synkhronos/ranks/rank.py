@@ -400,14 +400,6 @@ class Rank:
         if words[failed] == command_number:
             raise Cancelled
 
-    def get_scratch(self, rank: int, half: int) -> memoryview:
-        """Return one half of the scratch memory of a rank of this host."""
-        return self.control.get_scratch(rank, half)
-
-    def wake_local_ranks(self) -> None:
-        """Wake the ranks of this host that are in `wait`; call it after the write that they wait for."""
-        self.control.wake_local_ranks(AWAITS_STEP)
-
     def _write_slot(self, payload: bytes | memoryview, message_nbytes: int | None = None) -> int:
         """Write into this rank's slot for the next step, and return that step.
 

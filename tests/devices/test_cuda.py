@@ -21,6 +21,7 @@ from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
 from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
 from synkhronos.engines.xla.fused_runner import GradientReducer
+from synkhronos.patching import set_environment
 from synkhronos.ranks import Cancelled
 
 # -- GPUs by rank, and hints for installing --------------------------------------------------------------------
@@ -48,12 +49,12 @@ def test_assign_gpus_gives_each_rank_a_gpu(monkeypatch, visible, size, root, min
 
 
 @pytest.mark.parametrize("before", [None, "1,0"])
-def test_restrict_visible_gpu_shows_one_gpu(monkeypatch, before):
+def test_environment_is_set_in_a_block(monkeypatch, before):
     if before is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-    with pytest.raises(KeyError), cuda.restrict_visible_gpu("1"):
+    with pytest.raises(KeyError), set_environment(CUDA_VISIBLE_DEVICES="1"):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
         raise KeyError
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before

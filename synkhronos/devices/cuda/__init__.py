@@ -7,27 +7,11 @@ work on that stream.  It uses addresses and sizes, and is independent of the lib
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 #: Requirements of every device on GPUs, as `find_missing_packages` takes them.
 GPU_REQUIREMENTS: dict[tuple[str, ...], str] = {("nccl.core",): "nccl4py", ("cuda.core",): "cuda-core"}
-
-
-@contextlib.contextmanager
-def restrict_visible_gpu(gpu: str) -> Iterator[None]:
-    """Make one GPU the only visible one for CUDA, if CUDA is started within the ``with`` block."""
-    old_value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    try:
-        yield
-    finally:
-        if old_value is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = old_value
 
 
 def has_context() -> bool:

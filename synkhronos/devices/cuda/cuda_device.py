@@ -16,7 +16,8 @@ from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator
 from synkhronos.devices.cuda.staging import GpuArrayLibrary, ItemRange, Staging
 from synkhronos.devices.device import Device
 from synkhronos.devices.reduce_op import REDUCE_OPS
-from synkhronos.devices.selection import Selection
+from synkhronos.devices.selection import Buffers, Selection
+from synkhronos.patching import set_environment
 from synkhronos.ranks import ArrayLocation, Rank
 
 
@@ -70,7 +71,7 @@ class CudaDevice(Device, GpuArrayLibrary):
     def initialize(self, gpu: str) -> None:
         """Start the library on one GPU, and hide all others from this process."""
         if self._gpu is None:  # else CUDA was started after an earlier fork(), and can't change its GPU
-            with cuda.restrict_visible_gpu(gpu):
+            with set_environment(CUDA_VISIBLE_DEVICES=gpu):
                 self.open_gpu(gpu)
             self._gpu = gpu
 
@@ -125,20 +126,14 @@ class CudaDevice(Device, GpuArrayLibrary):
             super().store(rank, key, offset, value)
 
     def stage_input(
-        self,
-        rank: Rank,
-        buffers: dict[Any, Any],
-        key: Any,
-        location: ArrayLocation,
-        rows: Selection | None,
-        must_copy: bool,
+        self, rank: Rank, buffers: Buffers, key: Any, location: ArrayLocation, rows: Selection | None, must_copy: bool
     ) -> Any:
         """Start a copy of rows of shared memory to a reused buffer, and return the buffer's array."""
         if not self.is_on_gpu:
             return super().stage_input(rank, buffers, key, location, rows, must_copy)
         return self.staging.stage_input(rank, buffers, key, location, rows)
 
-    def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, key: Any, values: np.ndarray) -> Any:
         """Start a copy of a vector of indexes to a reused buffer, and return the buffer's array."""
         return self.staging.stage_indexes(rank, buffers, key, values) if self.is_on_gpu else values
 

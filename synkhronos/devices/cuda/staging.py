@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from synkhronos.devices.selection import Selection
+from synkhronos.devices.selection import Buffers, Selection
 from synkhronos.ranks import ArrayLocation, Rank, Segment
 
 _log = logging.getLogger("synkhronos")
@@ -210,7 +210,7 @@ class Staging:
     # -- to the GPU ------------------------------------------------------------------------------------------
 
     def stage_input(
-        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: ArrayLocation, rows: Selection | None
+        self, rank: Rank, buffers: Buffers, key: Any, location: ArrayLocation, rows: Selection | None
     ) -> Any:
         """Start a copy of rows (None: all) to a reused buffer; return the buffer's array."""
         self._rank = rank
@@ -220,7 +220,7 @@ class Staging:
         self._filled.append(buffer)
         return buffer.array
 
-    def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, key: Any, values: np.ndarray) -> Any:
         """Start a copy of a vector of indexes to a reused buffer; return the buffer's array."""
         self._rank = rank
         self.set_current_gpu()
@@ -318,9 +318,7 @@ class Staging:
 
     # -- buffers ---------------------------------------------------------------------------------------------
 
-    def _get_double_buffer(
-        self, buffers: dict[Any, Any], key: Any, shape: tuple[int, ...], dtype: str
-    ) -> _DoubleBuffer:
+    def _get_double_buffer(self, buffers: Buffers, key: Any, shape: tuple[int, ...], dtype: str) -> _DoubleBuffer:
         buffers_by_shape: dict[Any, _DoubleBuffer] = buffers.setdefault(key, {})
         double_buffer = buffers_by_shape.get((shape, dtype))
         if double_buffer is None:

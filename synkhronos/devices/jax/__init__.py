@@ -18,6 +18,7 @@ from synkhronos.devices.jax import nccl_handlers
 from synkhronos.devices.jax.compute_stream import ComputeStream, find_compute_stream
 from synkhronos.devices.jax.scalar_log import LogEntry
 from synkhronos.devices.reduce_op import ReduceOp
+from synkhronos.patching import set_environment
 
 
 class JaxDevice(CudaDevice):
@@ -40,12 +41,8 @@ class JaxDevice(CudaDevice):
 
     def open_gpu(self, gpu: str) -> None:
         """Start JAX on the only GPU that is visible; raise RuntimeError if JAX does not compute on it."""
-        platforms = os.environ.pop("JAX_PLATFORMS", None)
-        try:
+        with set_environment(JAX_PLATFORMS=None):
             devices = self._import_jax().devices()
-        finally:
-            if platforms is not None:
-                os.environ["JAX_PLATFORMS"] = platforms
         if devices[0].platform != "gpu":
             raise RuntimeError(
                 f"JAX computes on {devices[0].platform!r} although GPU {gpu} is visible: its CUDA plugin does not "

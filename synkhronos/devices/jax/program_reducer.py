@@ -27,7 +27,7 @@ import numpy as np
 from synkhronos.devices.cuda.nccl import BufferSpan
 from synkhronos.devices.jax.ffi_all_reduce import Reducer
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control_memory import SCRATCH_NBYTES
+from synkhronos.ranks.control_memory import AWAITS_STEP, SCRATCH_NBYTES
 
 #: Number of bytes of the header in front of the data in half of a scratch area, and the positions of its words: number
 #: of the exchange of the data; number of sums that the rank has begun; number of all its sums plus 1, 0 while its
@@ -90,7 +90,7 @@ class ProgramReducer(Reducer):
         self.n_sums = 0
         local_ranks = rank.local_ranks
         self._headers = [
-            [rank.get_scratch(r, half)[:_HEADER_NBYTES].cast("Q") for r in local_ranks] for half in range(2)
+            [rank.control.get_scratch(r, half)[:_HEADER_NBYTES].cast("Q") for r in local_ranks] for half in range(2)
         ]
         self._local_index = rank.number - local_ranks.start
         for headers in self._headers:
@@ -111,7 +111,7 @@ class ProgramReducer(Reducer):
                 raise RuntimeError(DIVERGED_MESSAGE)
 
         self._headers[0][self._local_index][_N_FINAL] = self.n_sums + 1
-        self._rank.wake_local_ranks()
+        self._rank.control.wake_local_ranks(AWAITS_STEP)
         self._rank.wait(lambda: all(header[_N_FINAL] for header in self._headers[0]), check)
 
 
@@ -129,7 +129,7 @@ class HostReducer(ProgramReducer):
         super().__init__(rank, detector)
         assert not rank.spans_hosts
         self._data = [
-            [np.frombuffer(rank.get_scratch(r, half), np.uint8)[_HEADER_NBYTES:] for r in rank.local_ranks]
+            [np.frombuffer(rank.control.get_scratch(r, half), np.uint8)[_HEADER_NBYTES:] for r in rank.local_ranks]
             for half in range(2)
         ]
         self._n_exchanges = 0
@@ -151,7 +151,7 @@ class HostReducer(ProgramReducer):
             inputs = [data[: chunk.nbytes].view(chunk.dtype) for data in self._data[half]]
             inputs[rank.number][:] = chunk
             headers[rank.number][_EXCHANGE_NUMBER] = number
-            rank.wake_local_ranks()
+            rank.control.wake_local_ranks(AWAITS_STEP)
             rank.wait(partial(_have_all_written, headers, number))
             result = target[offset : offset + n_items]
             np.add(inputs[0], inputs[1], out=result)

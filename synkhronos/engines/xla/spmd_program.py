@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from synkhronos.devices.jax.program_reducer import (
     ProgramReducer,
 )
 from synkhronos.lowering.jax_function import JaxFunction
-from synkhronos.patching import replace_attribute
+from synkhronos.patching import replace_attribute, set_environment
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
@@ -68,7 +67,7 @@ class SpmdProgram:
         with (
             defer_signals(),
             detector.watch(),
-            _limit_xla_threads(rank),
+            set_environment(NPROC=str(rank.thread_limit.n_threads)),  # XLA's threads, if it is started here
             _use_jax_settings(settings),
             contextlib.nullcontext() if rank.size == 1 or rank.device is HOST else _compile_without_autotuning(),
             contextlib.nullcontext() if rank.is_master else _discard_output(),
@@ -190,20 +189,6 @@ def _compile_without_autotuning() -> Iterator[None]:
 
     with replace_attribute(compiler, "get_compile_options", get_compile_options):
         yield
-
-
-@contextlib.contextmanager
-def _limit_xla_threads(rank: Rank) -> Iterator[None]:
-    """Limit XLA to this rank's number of threads, if it is started within the ``with`` block."""
-    original = os.environ.get("NPROC")
-    os.environ["NPROC"] = str(rank.thread_limit.n_threads)
-    try:
-        yield
-    finally:
-        if original is None:
-            del os.environ["NPROC"]
-        else:
-            os.environ["NPROC"] = original
 
 
 @contextlib.contextmanager

@@ -13,19 +13,19 @@ import os
 
 import pynvml
 
-from synkhronos.devices import cuda
+from synkhronos.devices.cuda import cuda_device
 
 _handle = pynvml.nvmlDeviceGetHandleByIndex
-_only = cuda.restrict_visible_gpu
+_set_environment = cuda_device.set_environment
 
 
 @contextlib.contextmanager
-def show_only_gpu(place):
-    os.environ["NCCL_HOSTID"] = f"host-{place}"
-    with _only("0"):
+def show_only_gpu(*, CUDA_VISIBLE_DEVICES):
+    os.environ["NCCL_HOSTID"] = f"host-{CUDA_VISIBLE_DEVICES}"
+    with _set_environment(CUDA_VISIBLE_DEVICES="0"):
         yield
 
 
 pynvml.nvmlDeviceGetCount = lambda: 2
 pynvml.nvmlDeviceGetHandleByIndex = lambda index: _handle(0)
-cuda.restrict_visible_gpu = show_only_gpu
+cuda_device.set_environment = show_only_gpu
