@@ -45,17 +45,7 @@ def check_dense(value: Any, argument: str) -> None:
 
 
 def as_numbers(value: Any, argument: str) -> np.ndarray:
-    """Return an argument as a NumPy array of numbers; an array is not copied.
-
-    Parameters
-    ----------
-    value : array_like
-    argument : str
-        Name of the argument in errors.
-
-    Returns
-    -------
-    ndarray
+    """Return an argument, called ``argument`` in errors, as a NumPy array of numbers; an array is not copied.
 
     Raises
     ------
@@ -77,23 +67,8 @@ def as_numbers(value: Any, argument: str) -> np.ndarray:
 def cast(value: Any, dtype: npt.DTypeLike, argument: str) -> np.ndarray:
     """Return an argument as a NumPy array of a dtype; raise TypeError unless the cast is safe.
 
-    Parameters
-    ----------
-    value : array_like
-    dtype : dtype_like
-        A dtype of numbers.
-    argument : str
-        Name of the argument in errors.
-
-    Returns
-    -------
-    ndarray
-        The argument itself if it is an array of this dtype.
-
-    Raises
-    ------
-    TypeError
-        If a number would change, or if an imaginary part would be lost.  Also the errors of `as_numbers`.
+    The argument, called ``argument`` in errors, is returned itself if it is an array of this dtype.  The cast is unsafe
+    if a number would change, or if an imaginary part would be lost.  The errors of `as_numbers` are raised, too.
 
     Examples
     --------

@@ -33,17 +33,7 @@ def format_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 def check_integer(value: Any, name: str, expected: str = "an integer") -> int:
     """Return an integer.  All types that Python accepts as an index are valid, except for booleans.
 
-    Parameters
-    ----------
-    value : object
-    name : str
-        Name of the argument in errors.
-    expected : str
-        Description of valid values in errors.
-
-    Raises
-    ------
-    TypeError
+    ``name`` is the argument's name in errors, and ``expected`` the description of valid values there.
 
     Examples
     --------
@@ -151,20 +141,10 @@ def describe(variable: Any) -> str:
 
 
 def import_package(module: str, requirement: str, extra: str) -> Any:
-    """Import an optional package.
+    """Import an optional package; raise ImportError if it is not installed.
 
-    Parameters
-    ----------
-    module : str
-    requirement : str
-        Beginning of the error message, such as "HDF5 files need h5py".
-    extra : str
-        Extra of Synkhronos that installs the package.
-
-    Raises
-    ------
-    ImportError
-        If the package is not installed.
+    ``requirement`` is the beginning of the message, such as "HDF5 files need h5py", and ``extra`` the extra of
+    Synkhronos that installs the package.
     """
     try:
         return importlib.import_module(module)

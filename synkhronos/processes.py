@@ -51,7 +51,6 @@ class _SetUpRank(Command):
 
     Attributes
     ----------
-    device_name : str
     gpus : list of str
         GPU of each rank of the master's host, as ``CUDA_VISIBLE_DEVICES`` names it.  Other hosts assign their own.
     seeds : tuple of bytes

@@ -110,19 +110,9 @@ def read_environment_device() -> Device | None:
 def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
     """Choose the device and the number of ranks for `fork`, and return both.
 
-    Parameters
-    ----------
-    use_gpu : bool or None
-        None uses GPUs if there are any and the packages for them are installed.
-    n_parallel : int or None
-        Number of ranks.  None means one for each GPU, or for each core that this process may use.
-
-    Raises
-    ------
-    RuntimeError
-        If the GPUs can't be used as requested, or Theano already computes on a GPU and can't return to the CPU.
-    ValueError
-        If there are fewer GPUs than ranks.
+    By default there is one rank for each GPU if there are any and the packages for them are installed, else one for
+    each core that this process may use.  RuntimeError is raised if the GPUs can't be used as requested, or if Theano
+    already computes on a GPU and can't return to the CPU, and ValueError if there are fewer GPUs than ranks.
     """
     environment_device = read_environment_device()
     if environment_device is not None:

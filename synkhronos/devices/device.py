@@ -134,9 +134,8 @@ class Device(ABC):
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
-        The result may be a buffer, stored in ``buffers`` under ``key``, which the next call with the same key
-        overwrites.  With ``must_copy``, it must not share memory with the segment, because the function may overwrite
-        it.
+        The result may be a buffer, stored under ``key``, which the next call with the same key overwrites.  With
+        ``must_copy``, it must not share memory with the segment, because the function may overwrite it.
         """
         return self.load(rank, location, rows)
 

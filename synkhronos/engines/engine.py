@@ -68,16 +68,8 @@ class StepShards(NamedTuple):
     """Variables of a step in which each rank updates its part of the parameters.
 
     The all-reduced variable is a matrix with a row for each rank.  It is reduce-scattered, and all-gathered after the
-    second function.
-
-    Attributes
-    ----------
-    row : shared variable
-        This rank's row: the second function reads its reduction, and updates it.
-    state_shards : list of shared variable
-        Variables that the second function updates, with other values on each rank.
-    gathers_gradient : bool
-        Whether the second function reads the reduction of all rows from the matrix.
+    second function.  That function reads the reduction of this rank's ``row``, and updates it and ``state_shards``,
+    with other values on each rank.  With ``gathers_gradient``, it reads the reduction of all rows from the matrix, too.
     """
 
     row: Any

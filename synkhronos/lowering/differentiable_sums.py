@@ -22,18 +22,9 @@ def fuse_sums(
 ) -> Callable[..., Any]:
     """Return a function that computes several sums on each rank, and reduces them by one all-reduce.
 
-    It takes the parameters of all functions, in order, and returns the sum, or a tuple of sums.
-
-    Parameters
-    ----------
-    functions : list of callable
-        Each takes parameters, and returns this rank's share of a sum.
-    n_params : list of int
-        Number of parameters of each function.
-    differentiable_positions : list of list of int
-        Positions of the differentiable parameters of each function.
-    all_reduce : callable
-        Takes a vector, and returns its sum over the ranks.
+    It takes the parameters of all functions, in order, and returns the sum, or a tuple of sums.  Each of ``functions``
+    takes ``n_params`` of them, those at its ``differentiable_positions`` differentiable, and returns this rank's share
+    of a sum. ``all_reduce`` takes a vector, and returns its sum over the ranks.
     """
     import jax
     import jax.numpy as jnp

@@ -94,20 +94,9 @@ class StaticLengthGraph:
     """A graph with lengths as additional inputs, and a list of steps in which Python computes these lengths.
 
     A slot contains one value.  A step computes the value of one slot, or of several consecutive ones, from other slots.
-
-    Parameters
-    ----------
-    graph : FunctionGraph
-        The graph for JAX: its inputs are those of the original graph, then the lengths.
-    inputs : sequence of variable
-        Inputs of the original graph.
-    lengths : sequence of variable or _SliceLength
-        The lengths, as expressions in `inputs`.
-
-    Attributes
-    ----------
-    deciding_inputs : list of int
-        Positions of the scalar inputs whose values determine lengths.
+    The inputs of ``graph``, which is for JAX, are those of the original graph, then the lengths; ``lengths`` are
+    expressions in ``inputs``.  ``deciding_inputs`` are the positions of the scalar inputs whose values determine
+    lengths.
     """
 
     def __init__(self, graph: FunctionGraph, inputs: Sequence[Any], lengths: Sequence[Any]):

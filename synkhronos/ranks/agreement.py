@@ -59,15 +59,8 @@ def read_common_step(words: Any, command_number: int) -> int | None:
 class StepTally:
     """Last step and failed commands that each host has reported; ``host`` is the number of this one.
 
-    Attributes
-    ----------
-    steps : list of int
-        Last reported step of each host.
-    undecided : list of deque of (int, int)
-        For each host, the numbers of the failed commands that are not decided, and the last step that it had reported
-        before each.
-    last_failed : int
-        Number of the last failed command that this host has reported.
+    ``undecided`` has for each host the numbers of the failed commands that are not decided, and the last step that it
+    had reported before each.  ``last_failed`` is the last failed command that this host has reported.
     """
 
     def __init__(self, n_hosts: int, host: int):

@@ -31,15 +31,10 @@ def spawn(
 ) -> int:
     """Start a new Python process that calls a function of a module, and return its process id.
 
-    The process inherits `sys.path` and the file descriptors ``fds``.  It starts with SIGINT and `JOB_SIGNALS` blocked;
-    the function sets their handlers and unblocks them.
-
-    Parameters
-    ----------
-    arguments : sequence
-        Written as JSON into ``sys.argv[2]``, where the function, which takes no arguments, reads them.
-    from_main_thread : bool
-        Whether this call is made in the main thread.  If so, the kernel kills the process when the thread ends.
+    The function takes no arguments, and reads ``arguments`` as JSON from ``sys.argv[2]``.  The process inherits
+    `sys.path` and the file descriptors ``fds``.  It starts with SIGINT and `JOB_SIGNALS` blocked; the function sets
+    their handlers and unblocks them.  If this thread is the main thread (``from_main_thread``), the kernel kills the
+    process when it ends.
     """
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "

@@ -13,14 +13,9 @@ from synkhronos.ranks.task_memory import TaskMemory
 
 
 class RowAccess(NamedTuple):
-    """Rows of an array in shared memory that a rank accesses.
+    """Rows of an array in shared memory that a rank accesses; None for all rows.
 
-    Attributes
-    ----------
-    rows : range, ArrayLocation of int64, or None
-        Indexes of the rows; None for the whole array.
-    first_row : int
-        Index of the array's first row; it is subtracted from each index.
+    ``first_row`` is the index of the array's first row; it is subtracted from each index.
     """
 
     array: ArrayLocation

@@ -69,8 +69,6 @@ class CommandRunner(ABC):
 
     Attributes
     ----------
-    rank : Rank
-        The master's rank.
     memory : MemoryTable
         Segments and object copies that all ranks have until the master releases them.
     registry : Registry

@@ -66,8 +66,6 @@ class ControlMemory:
 
     Parameters
     ----------
-    size : int
-        Number of ranks.
     spin_seconds : float
         Seconds for which to spin on a counter before sleeping.
     fd : int
@@ -76,31 +74,25 @@ class ControlMemory:
         Whether another process has initialised the memory.
     local_ranks : range, optional
         Ranks of this host; its agent (`synkhronos.hosts`) writes the counters of the others.  Default: all ranks.
-    link_nbytes : int
-        Number of bytes that are reserved for the link.
 
     Attributes
     ----------
     words : memoryview of uint64
         Words of the whole session, indexed by the constants of this class.  `POSTED` and `FAILED` are the numbers of
         the last posted and the last failed command.  `MESSAGE_NBYTES` and `PLAN_NBYTES` are the lengths of the pickled
-        command and of the link's plan, both in the mailbox.  `NEWEST_KEY` is the key of the newest segment that was
+        command and of the link's plan behind it in the mailbox.  `NEWEST_KEY` is the key of the newest segment that was
         sent.  `END_REQUEST` is `END_WORKERS` or `KILL_WORKERS` once agents have to do so, and 0 before.
         `FAILURE_NBYTES` is the length of an agent's failure message.  `BYTES_SENT` counts bytes sent to other hosts.
         `COMMON_STEP` and the next word belong to `agreement`.
     done, arrived, committed : memoryview of uint64
         Last command that each rank has finished, last step that it has reached, last command whose effect it has
         applied.
-    sleep_reason : memoryview of uint64
-        Reason for which each rank sleeps; `AWAKE` if it does not.
-    report_nbytes : memoryview of uint64
-        Number of bytes of each rank's failure report.
+    sleep_reason, report_nbytes : memoryview of uint64
+        Reason for which each rank sleeps (`AWAKE` if it does not), and number of bytes of its failure report.
     last_core : memoryview of uint64
         Core on which each rank ran when it last began to wait, counted from 1; 0 before.
     last_progress : memoryview of uint64
         Time of each rank's last sign of progress, in nanoseconds of the monotonic clock.
-    mailbox : memoryview
-        The pickled command, and behind it the link's plan.
     decision_lock : Semaphore
         Held by the rank that decides a failed command: see `agreement`.
     """

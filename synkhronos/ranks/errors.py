@@ -94,16 +94,8 @@ FAILED_START_PREFIX = "could not start"
 class Death(NamedTuple):
     """Exit of a worker, its failure to start, or failure of a host, that ended a session.
 
-    Attributes
-    ----------
-    rank : int
-        The worker's rank, or the first rank of a lost host.
-    pid : int
-        Process id of a worker that has exited, else 0.
-    cause : str
-        Verb phrase, such as "was killed by SIGKILL".
-    lost_ranks : sequence of int
-        All ranks of lost hosts, which can't start again.
+    ``rank`` is the worker's, or the first of a lost host.  ``pid`` is 0 unless a worker has exited.  ``cause`` is a
+    verb phrase, such as "was killed by SIGKILL".  ``lost_ranks`` are all ranks of lost hosts, which can't start again.
     """
 
     rank: int

@@ -28,10 +28,9 @@ class Link:
         Ranks of each host; this host is the first.
     needs_control_file : bool
         Whether the control memory has to be a file, because a process that is no fork of this one maps it.
-    control_nbytes : int
-        Number of bytes of the control memory that are reserved for the link.
-    max_plan_nbytes : int
-        Number of bytes of the mailbox that are reserved for the plan of a command's transfers.
+    control_nbytes, max_plan_nbytes : int
+        Number of bytes reserved for the link in the control memory, and for the plan of a command's transfers in the
+        mailbox.
     """
 
     needs_control_file = False

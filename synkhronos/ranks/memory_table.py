@@ -49,19 +49,9 @@ class Release(Command):
 class MemoryTable:
     """The master's table of segments and replicated objects; used under the session's lock.
 
-    Parameters
-    ----------
-    channels : dict of int to socket
-        The master's ends of the workers' socket pairs, by rank.
-    run : callable
-        Runs a command on all ranks; raises if another one is running.
-
-    Attributes
-    ----------
-    last_key : int
-        Key of the newest segment.
-    last_sent_key : int
-        Key of the newest segment that the workers have.
+    ``channels`` are the master's ends of the workers' socket pairs, by rank.  ``run`` runs a command on all ranks, and
+    raises if another one is running.  ``last_key`` is the key of the newest segment, ``last_sent_key`` that of the
+    newest one that the workers have.
     """
 
     def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):

@@ -37,15 +37,8 @@ class PeerDied(BaseException):
 class PeerWatch:
     """Raises `PeerDied` in the main thread when a worker dies while that thread runs the master's part of a command.
 
-    Parameters
-    ----------
-    has_peer_died : callable
-        Returns whether a worker has exited, or another host is lost.
-    has_pending_operation_between_commands : callable
-        Returns whether an operation with the workers is pending although no command runs.  A death invalidates its
-        results.
-    raise_error : callable
-        Raises the user's error after a death during such an operation.
+    A death between commands invalidates the results of an operation with the workers that is pending then;
+    ``raise_error`` raises the user's error.
 
     Attributes
     ----------

@@ -22,14 +22,7 @@ class ProcessGroup:
     """The master's workers on this host and, through the link, on others, with their control memory.
 
     Workers are replaced by the end of a group and the start of another.  With ``spawn``, this host's workers are new
-    processes and not forks of this one.
-
-    Attributes
-    ----------
-    channels : dict of int to socket
-        This process's ends of the socket pairs over which workers, and this host's agent, receive segments.
-    pids : dict of int to int
-        Process ids of this host's workers, by rank.
+    processes and not forks of this one.  ``channels`` also has that of this host's agent.
     """
 
     def __init__(self, size: int, master_rank: int, link: Link, spawn: bool):

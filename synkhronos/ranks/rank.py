@@ -86,10 +86,6 @@ class Rank:
 
     Parameters
     ----------
-    number, master_rank : int
-        Rank of this process, and rank of the master.
-    control : ControlMemory
-        Counters and memory that the ranks share.
     check_peers : callable
         Raises, or ends this process, when a peer has died.
     has_peer_died : callable, optional
@@ -97,14 +93,10 @@ class Rank:
 
     Attributes
     ----------
-    local_ranks : range
-        Ranks of this host.
     spans_hosts : bool
         Whether there are ranks on other hosts; their agents then decide failed commands.
     command_number : int
         Number of the command that this rank runs; it is unique in a session.
-    segments : SegmentTable
-        Shared memory that this rank has mapped.
     objects : dict
         References to this rank's copies of replicated objects, by key; see `get_object`.
     registry : Registry

@@ -330,17 +330,12 @@ class Lock:
         self.release()
 
     def acquire(self, timeout: float | None = None) -> bool:
-        """Acquire the lock without a ``with`` statement.
+        """Acquire the lock without a ``with`` statement; return False if it was not free within ``timeout`` seconds.
 
         Parameters
         ----------
         timeout : float, optional
             Maximal number of seconds to wait.  Only for locks of this rank's host.  Default: no limit.
-
-        Returns
-        -------
-        bool
-            False if the lock was not free within ``timeout`` seconds.
 
         Raises
         ------

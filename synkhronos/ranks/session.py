@@ -35,14 +35,7 @@ T = TypeVar("T")
 
 
 class Session(CommandRunner):
-    """The master and the workers that it started.
-
-    Parameters
-    ----------
-    spawn : bool
-        Start workers as new processes, not as forks of this one.
-    link : Link, optional
-        Connection to other hosts.
+    """The master and the workers that it started: with ``spawn``, new processes in place of forks of this one.
 
     Attributes
     ----------
@@ -219,7 +212,7 @@ class Session(CommandRunner):
                     self._free_memory()
 
     def replace_workers(self, spawn: bool = False, excluded_ranks: Collection[int] = ()) -> bool:
-        """Start new workers after a death within `keep_memory`.
+        """Start new workers after a death within `keep_memory`; return True if they were spawned, False if forked.
 
         They are copies of this process as it is now: they inherit its segments, and its replicated objects with their
         present values and compiled functions.
@@ -231,11 +224,6 @@ class Session(CommandRunner):
             when these are used next.
         excluded_ranks : collection of int
             Workers that are not started again, with their devices; ranks above them move down.
-
-        Returns
-        -------
-        bool
-            True if the new workers were spawned, False if they were forked.
 
         Raises
         ------

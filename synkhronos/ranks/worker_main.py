@@ -76,16 +76,10 @@ def main(
         This process's end of the socket pair over which segments arrive.
     from_main_thread : bool
         Whether the master forked in its main thread.
-    rank_number, master_rank : int
-        This rank, and the master's rank.
-    profile : bool
-        Whether to write a profile at exit.
     master_pid : int
         Process id of the master, which may have exited already, so that it is no longer this process's parent.
     master : Rank, optional
-        The master's rank, whose segments and replicated objects a fork inherits; None in a process that is no fork.
-    newest_key : int
-        Key of the newest of these segments.
+        The master's rank, whose segments, the newest of key ``newest_key``, and replicated objects a fork inherits.
     """
     code = 1
     try:

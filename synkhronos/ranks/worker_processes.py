@@ -21,17 +21,10 @@ from synkhronos.ranks.rank import Rank
 
 
 class WorkerProcesses:
-    """Worker processes of this host.
+    """Worker processes of this host, and this process's ends of the socket pairs over which they receive segments.
 
     ``control_file`` is the file of the control memory, for workers that are new processes; None for forks, which
-    inherit it.
-
-    Attributes
-    ----------
-    pids : dict of int to int
-        Process ids by rank, until `shut_down`.
-    channels : dict of int to socket
-        This process's ends of the socket pairs over which workers receive segments, by rank.
+    inherit it.  ``pids`` and ``channels`` are by rank.
     """
 
     def __init__(self, master_rank: int, control: ControlMemory, control_file: io.FileIO | None):

@@ -57,8 +57,6 @@ class NcclConnection:
         Held during calls of NCCL, so that `abort` does not free the communicator meanwhile.
     valid_flag : ndarray of int32, shape (1,)
         1 while the connection is valid, else 0.  The GPU copies it after a reduction within a launch.
-    launch_state : LaunchState
-        State of launches in which XLA calls NCCL without Python.
     communicator_number : int
         Number of the communicator, unique in this process.
     is_recordable : bool
@@ -87,19 +85,9 @@ class NcclConnection:
     def connect(self, generation: int, members: Sequence[int], all_gather: Callable[[Any], Sequence[Any]]) -> None:
         """Connect ranks that have no connection yet.
 
-        Parameters
-        ----------
-        generation : int
-            Number of the new connection, equal on all members.
-        members : sequence of int
-            Ranks, in the same order on all of them.
-        all_gather : callable
-            Collective that takes this rank's value and returns a list; only the first member's value is used.
-
-        Raises
-        ------
-        RuntimeError
-            If this rank could not be connected.  On several hosts, the message names NCCL's network interfaces.
+        ``generation`` and ``members`` are equal on all of these ranks.  ``all_gather`` is a collective that takes this
+        rank's value and returns a list, of which only the first member's value is used.  RuntimeError is raised if this
+        rank could not be connected; on several hosts, the message names NCCL's network interfaces.
         """
         from nccl.core import get_unique_id
 

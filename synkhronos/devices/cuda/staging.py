@@ -147,15 +147,9 @@ class _DoubleBuffer:
 class Staging:
     """Copies rows of shared memory to the GPU, and small arrays back.
 
-    Attributes
-    ----------
-    stream : cuda.core.Stream
-        Stream of the copies.  Its priority is higher than that of computations, so that the next step's rows are copied
-        during a step.
-    event : CUevent
-        Reused for ordering one stream after another.
-    host_flags : ndarray of int32
-        Page-locked memory that the GPU can read.
+    The priority of ``stream``, that of the copies, is higher than that of computations, so that the next step's rows
+    are copied during a step.  ``event`` is reused for ordering one stream after another.  ``host_flags`` are in
+    page-locked memory, which the GPU can read.
     """
 
     def __init__(self, arrays: GpuArrayLibrary):

@@ -54,10 +54,9 @@ class CollectiveWatchdog(PendingOperation):
         This rank's connections; the first one is of all ranks, the others are of groups.
     active_connection : NcclConnection
         Connection that has launched work on the stream last.
-    has_lost_peer : bool
-        Whether a collective was aborted because a peer has exited.
-    writes_in_place : bool
-        Whether pending collectives leave variables undefined if they are aborted.
+    has_lost_peer, writes_in_place : bool
+        Whether a collective was aborted because a peer has exited, and whether pending ones leave variables undefined
+        then.
     """
 
     def __init__(self, rank: Rank, staging: Staging, connection: NcclConnection, stream: int):

@@ -187,10 +187,8 @@ class FfiAllReduce:
 
         Parameters
         ----------
-        started : list of jax.Array
-            All arrays that `trace_start` has returned.
-        token : jax.Array, optional
-            Last token that `trace_start` has returned.
+        started, token
+            All arrays, and the last token, that `trace_start` has returned.
         others : list of jax.Array
             Further operands of the call.  In a loop: a value that differs in each iteration, without which XLA would
             hoist the call out of the loop.  Arrays whose collectives were started with a shape: XLA would reuse their

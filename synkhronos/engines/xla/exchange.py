@@ -175,23 +175,9 @@ class Exchange:
     ) -> tuple[list[Any], Any]:
         """Trace the collective on chunks, each of which starts before the next chunk is computed.
 
-        Parameters
-        ----------
-        compute_chunk : callable
-            Returns the array of a chunk.
-        token : jax.Array of int32
-            0.  The first chunk is sent after the token is computed.
-        get_shape : callable
-            Takes the shape of an array, and returns that of its result; None for a result in place of the array.
-        compute_tail : callable
-            Returns further arrays to send.
-
-        Returns
-        -------
-        results : list of jax.Array
-            Results of the chunks, then of the tail.
-        is_valid : jax.Array of int32
-            As `FfiAllReduce.trace_finish` returns it.
+        The first chunk is sent after ``token``, 0, is computed.  ``get_shape`` takes the shape of an array, and returns
+        that of its result; None for a result in place of the array.  ``compute_tail`` returns further arrays to send.
+        The results of the chunks and of the tail are returned with the flag of `FfiAllReduce.trace_finish`.
         """
         sent, started = [], []
         for chunk in chunks[:-1]:

@@ -15,12 +15,10 @@ from typing import Any
 
 
 class JaxprEvaluator:
-    """Evaluates the equations of a function's jaxpr on request.
+    """Evaluates the equations of a function's jaxpr on request; the function returns a sequence of arrays.
 
     Parameters
     ----------
-    function : callable
-        Takes arrays, and returns a sequence of arrays.
     n_forward : int
         Number of results at the start, such as the loss, that belong to the forward pass.  Values that they need are
         never delayed, as XLA may compute them again where they are used.

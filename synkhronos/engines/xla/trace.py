@@ -37,8 +37,6 @@ def trace_functions(
         Storages of all shared variables, and of the updated ones.
     logged_positions : list of int
         Positions of the outputs that are appended to the log instead of being returned.
-    in_loop : bool
-        Whether this is the body of a loop.
     lengths : tuple of int
         Last arguments of the function, if there is a single one.
     *arguments : jax.Array
