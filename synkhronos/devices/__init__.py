@@ -93,11 +93,7 @@ def get_array_device(array: Any) -> Device:
 
 
 def read_environment_device() -> Device | None:
-    """Return the device that the environment variable SYNKHRONOS_DEVICE names; None if the variable is empty.
-
-    Devices on GPUs can't be named there: `choose_device` selects them.  ValueError is raised if no device has this
-    name.
-    """
+    """Return the device that the environment variable SYNKHRONOS_DEVICE names, which may not be on a GPU, or None."""
     name = os.environ.get("SYNKHRONOS_DEVICE")
     if not name:
         return None

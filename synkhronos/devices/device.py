@@ -191,10 +191,7 @@ class Device(ABC):
         return value
 
     def as_writable(self, value: Any, has_other_references: bool) -> Any:
-        """Return a container's value if it is contiguous and may be written in place, else a copy.
-
-        ``has_other_references`` says whether there are references to the value besides the container's.
-        """
+        """Return a container's value if it is contiguous and may be written in place, else a copy."""
         return self.from_host(self.to_host(value))
 
     def rewrap(self, value: Any, is_complete: bool = False) -> Any:

@@ -99,10 +99,7 @@ class StepAllReduce(Protocol):
         """Return variables of a sharded optimizer; None if every rank updates all parameters."""
 
     def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
-        """Compare the variable's shape with the other ranks; return the connected communicator, and the shape.
-
-        This is a collective operation, right before the launch.
-        """
+        """Compare the shape on all ranks, right before the launch; return the connected communicator, and the shape."""
 
 
 class ReducibleOutputs(Protocol):

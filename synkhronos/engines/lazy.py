@@ -112,10 +112,7 @@ class ResultTable(PendingOperation):
         return session.registry.get_or_create(cls, lambda: cls(session))
 
     def add_call(self, command_number: int, nbytes: int, n_outputs: int) -> list[Result]:
-        """Add a call that has just been launched, and return a `Result` for each of its outputs.
-
-        ``nbytes`` is the size of the outputs on the master's rank.
-        """
+        """Add a call with outputs of ``nbytes`` on the master's rank; return a `Result` for each of its outputs."""
         call = _CallOutputs(command_number)
         # The callback is a C function: a callback in Python could swallow an interrupt.
         self._unread[command_number] = _CallReference(call, self._deleted.append, (command_number, nbytes))

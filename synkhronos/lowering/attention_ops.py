@@ -31,10 +31,7 @@ from synkhronos.lowering.numpy_op import register_lowering
 
 
 class _AttentionOp(Op):
-    """Base class of `Attention` and `AttentionGradient`.
-
-    ``scale`` is the factor of the scores; None stands for ``1 / sqrt(width)``.
-    """
+    """Base class of `Attention` and `AttentionGradient`; a ``scale`` of None stands for ``1 / sqrt(width)``."""
 
     __props__ = ("scale", "is_causal")
     #: Inputs are rounded for products in bfloat16; see `synkhronos.lowering.precision`.

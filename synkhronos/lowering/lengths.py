@@ -66,10 +66,7 @@ _INDEXING_OPS = (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtenso
 
 
 class FixedLengthSubtensor(Op):
-    """Indexing, or an update by index, with the lengths of some slices as additional inputs, the last ones of the node.
-
-    ``op`` is PyTensor's indexing Op; ``positions`` are those of the slices among the indices.
-    """
+    """An indexing Op of PyTensor with the lengths of the slices at some positions as its last inputs."""
 
     __props__ = ("op", "positions")
 
@@ -94,9 +91,8 @@ class StaticLengthGraph:
     """A graph with lengths as additional inputs, and a list of steps in which Python computes these lengths.
 
     A slot contains one value.  A step computes the value of one slot, or of several consecutive ones, from other slots.
-    The inputs of ``graph``, which is for JAX, are those of the original graph, then the lengths; ``lengths`` are
-    expressions in ``inputs``.  ``deciding_inputs`` are the positions of the scalar inputs whose values determine
-    lengths.
+    The inputs of ``graph`` are those of the original graph, then the lengths.  ``deciding_inputs`` are the positions of
+    the scalar inputs whose values determine lengths.
     """
 
     def __init__(self, graph: FunctionGraph, inputs: Sequence[Any], lengths: Sequence[Any]):

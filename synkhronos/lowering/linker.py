@@ -72,7 +72,7 @@ class StaticLengthLinker(JAXLinker):
 
 
 def to_strong_array(value: Any, dtype: str | None) -> Any:
-    """Convert a Python number, or an array with a weak dtype, to an array with a strong dtype; None: no conversion.
+    """Convert a Python number, or an array with a weak dtype, to an array with a strong dtype, unless that is None.
 
     Lengths are Python integers within a graph.  The dtype of an array that was computed from numbers alone is "weak" in
     JAX.  An update by such a value would change the variable's type, and JAX would compile the function again.

@@ -26,10 +26,7 @@ _completed_registrations: set[Callable[[], None]] = set()
 
 
 class NumpyOp(Op):
-    """An Op that NumPy or XLA computes.
-
-    Subclasses define `compute` and `compute_output_shape`.
-    """
+    """An Op that NumPy or XLA computes; subclasses define `compute` and `compute_output_shape`."""
 
     #: Function that maps the inputs' values to the output.
     compute: Callable[..., np.ndarray]

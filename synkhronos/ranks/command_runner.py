@@ -148,10 +148,7 @@ class CommandRunner(ABC):
         self._wait_for_last_command()
 
     def _wait_for_last_command(self) -> None:
-        """Wait until all ranks have finished the last command, and release memory that the master no longer uses.
-
-        RuntimeError is raised if this thread is in the middle of a command, or the session has ended.
-        """
+        """Wait until all ranks have finished the last command, and release memory that the master no longer uses."""
         if self._is_running:
             raise RuntimeError(_NESTED_CALL)
         if self.close_reason is None:

@@ -51,13 +51,7 @@ def close() -> None:
 
 
 def get_session() -> Session:
-    """Return the running session.
-
-    Raises
-    ------
-    RuntimeError
-        If there is none: before `fork`, after `close`, or after the death of a worker.
-    """
+    """Return the running session; RuntimeError before `fork`, after `close`, and after the death of a worker."""
     if _current is None:
         raise RuntimeError("no ranks are running: call synkhronos.fork() first")
     if _current.close_reason is not None:

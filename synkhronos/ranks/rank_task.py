@@ -63,10 +63,7 @@ def find_byte_range(rows: Any) -> ByteRange:
 
 
 class RankTask:
-    """Synchronisation of one rank with the others within a task: progress, barriers, messages and locks.
-
-    The attribute ``wait_seconds`` counts the seconds for which this rank has waited for others.
-    """
+    """Synchronisation of one rank with the others within a task; ``wait_seconds`` counts the seconds of its waits."""
 
     def __init__(self, rank: Rank, memory: TaskMemory):
         self.rank = rank
@@ -133,10 +130,7 @@ class RankTask:
         return self.memory.capacity // 2 - WORD_NBYTES
 
     def send(self, dest: int, chunk: Any, description: str) -> None:
-        """Send at most `max_chunk` bytes to a rank, and wait while its channel is full.
-
-        ``description`` names the content in the error message of a deadlock.
-        """
+        """Send at most `max_chunk` bytes, described for errors, to a rank, and wait while its channel is full."""
         me, sent = self.rank.number, self._sent
         channel = me * self.memory.size + dest
         end = sent[channel] + WORD_NBYTES + len(chunk)

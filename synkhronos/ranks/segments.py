@@ -55,10 +55,7 @@ def check_free_memory(nbytes: int) -> None:
 
 
 def get_free_memory(root: str = "") -> int:
-    """Return the number of bytes that this process can still allocate, within the limits of its control groups.
-
-    ``root`` is the folder that contains ``/proc`` and ``/sys``.
-    """
+    """Return the number of bytes that this process can still allocate, within the limits of its control groups."""
     lines = Path(f"{root}/proc/meminfo").read_text().splitlines()
     kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
     free = (kilobytes["MemAvailable"] + kilobytes["SwapFree"]) << 10
@@ -173,10 +170,7 @@ class UnmappedSegment:
 
 
 class ArrayLocation(NamedTuple):  # a tuple, because it is pickled with every call
-    """Location of an array in shared memory; commands contain it in place of the array.
-
-    ``key`` is the key of the segment, ``offset`` the array's first byte in it.
-    """
+    """Location of an array, from a byte offset of a segment; commands contain it in place of the array."""
 
     key: int
     dtype: str

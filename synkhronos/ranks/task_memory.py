@@ -24,10 +24,7 @@ _CACHE_LINE_NBYTES = 64
 
 @dataclass(frozen=True)
 class TaskMemory:
-    """Layout of a task's shared memory: words, descriptions of waits, locks, and a channel from each rank to each.
-
-    ``key`` is the key of the segment, ``size`` the number of ranks.
-    """
+    """Layout of a task's shared memory: words, descriptions of waits, locks, and a channel from each rank to each."""
 
     key: int
     size: int

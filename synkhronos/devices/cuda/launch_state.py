@@ -37,10 +37,7 @@ class LaunchState(ctypes.Structure):
 
 
 def find_function_addresses() -> dict[str, int]:
-    """Return the addresses of the functions that the handlers call, by their names in `LaunchState`.
-
-    It raises an error if this process has not loaded them.
-    """
+    """Return the addresses of the functions that the handlers call, by their names in `LaunchState`."""
     from nccl.bindings._internal import nccl as loaded
 
     driver: Any = ctypes.CDLL("libcuda.so.1")

@@ -325,10 +325,7 @@ class NcclCommunicator(Communicator):
         self._run_blocking(send_and_receive)
 
     def _run_blocking(self, launch: Callable[[Any], None]) -> None:
-        """Launch an operation on an idle stream, and wait for its completion.  An exception aborts the connection.
-
-        ``launch`` takes the communicator's handle.
-        """
+        """Launch an operation on an idle stream, and wait for its completion.  An exception aborts the connection."""
         self._wait_for_earlier_work()
         try:
             self._watchdog.mark_started(self._connection)

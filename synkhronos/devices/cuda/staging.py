@@ -87,10 +87,7 @@ class GpuArrayLibrary(Protocol):
 
 
 class ItemRange(NamedTuple):
-    """Consecutive items of an array, to be written in place: the address of the first one on the GPU, and their bytes.
-
-    The array is referenced so that its memory is not freed.
-    """
+    """Consecutive items of an array, to be written in place: the first one's address, and their bytes."""
 
     array: Any
     pointer: int

@@ -15,9 +15,9 @@ _log = logging.getLogger("synkhronos")
 
 
 class ComputeStream(NamedTuple):
-    """The stream on which XLA computes; if ``is_inline``, XLA calls foreign functions in the launching thread.
+    """The stream on which XLA computes.
 
-    It does so before the launch returns.
+    ``is_inline`` says whether XLA calls foreign functions in the launching thread, before the launch returns.
     """
 
     handle: int

@@ -43,10 +43,7 @@ def read_nccl_caller() -> str:
 
 @cache
 def load_handlers() -> Any:
-    """Load the handlers and register them with XLA; compile them first if they are not in the cache.
-
-    None is returned if the handlers can't be compiled or loaded; the reason is logged.
-    """
+    """Return the library of handlers, registered with XLA, or None, if they can't be compiled; the reason is logged."""
     try:
         library = ctypes.CDLL(str(compile_handlers()))
         for name in (START_TARGET, FINISH_TARGET, RECORDABLE_FINISH_TARGET):
@@ -61,10 +58,7 @@ def load_handlers() -> Any:
 
 
 def compile_handlers() -> Path:
-    """Return the path of the compiled handlers; compile them unless another process has.
-
-    OSError or SubprocessError is raised if there is no compiler, or it fails.
-    """
+    """Return the path of the compiled handlers; compile them unless another process has."""
     import jax
     import jaxlib
 

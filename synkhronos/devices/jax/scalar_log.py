@@ -21,11 +21,8 @@ LOG_CAPACITY = 256
 class ScalarLog:
     """Scalar outputs of consecutive launches, with these dtypes.
 
-    Attributes
-    ----------
-    storages : list of lists of one array
-        The number of entries, then one vector of `LOG_CAPACITY` scalars per output.  A launch takes these arrays as
-        arguments, and its caller replaces them by the arrays that it returns.
+    ``storages`` have the number of entries, then one vector of `LOG_CAPACITY` scalars per output.  A launch takes these
+    arrays as arguments, and its caller replaces them by the arrays that it returns.
     """
 
     def __init__(self, dtypes: Sequence[np.dtype]):

@@ -105,11 +105,9 @@ class Exchange:
         return self._is_valid
 
     def _reduce(self, function: JaxFunction, operands: Sequence[Any]) -> tuple[JaxprEvaluator, list[Any]]:
-        """Trace the part of a function that computes the variable, and the variable's reduction.
+        """Trace the part of a function that computes the variable, and the reduction of the variable's parts.
 
         The all-reduce of the last parameters' gradients starts while the gradients of earlier parameters are computed.
-        The arrays that are returned beside the evaluator are the reduced value, if they are concatenated along the last
-        axis.
         """
         import jax.numpy as jnp
 
