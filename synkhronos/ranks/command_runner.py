@@ -25,15 +25,17 @@ busy with the command.  The next call waits for them (`wait_until_idle`) before 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from synkhronos.ranks.command import Command
-from synkhronos.ranks.command_errors import make_command_error, read_reports
 from synkhronos.ranks.control_memory import ControlMemory
-from synkhronos.ranks.errors import Cancelled, FailureReport, PeerFailure, WorkerError
+from synkhronos.ranks.errors import Cancelled, FailureReport, PeerFailure, WorkerError, describe_effect
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.ranks.memory_table import MemoryTable
 from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
@@ -212,7 +214,7 @@ class CommandRunner(ABC):
         try:
             if self.close_reason is not None:  # the ranks have ended and report nothing more
                 raise self._make_close_error(master_error)
-            raise make_command_error(command, command_number, control, master_error, reports)
+            raise self._make_command_error(command, command_number, master_error, reports)
         finally:
             del master_error  # the error refers to this frame: a cycle, which would delay the release of memory
 
@@ -240,13 +242,44 @@ class CommandRunner(ABC):
 
     def _read_reports(self, command_number: int) -> list[FailureReport]:
         """Return the workers' reports of a command; an empty list if no rank failed."""
-        if self._control.words[ControlMemory.FAILED] != command_number:
+        control, link = self._control, self._group.link
+        if control.words[ControlMemory.FAILED] != command_number:
             return []
-        link = self._group.link
-        reports = read_reports(self._control, command_number, self.rank.number, link)
+        reports = [
+            replace(pickle.loads(control.read_report(r)), host=link.get_host_name(r))
+            for r in range(control.size)
+            if r != self.rank.number
+            and control.done[r] == command_number == control.words[ControlMemory.POSTED]
+            and control.report_nbytes[r]
+        ]
         if link.find_failure() is not None:
             self._raise_if_peer_died()  # reports may only follow from the failure of a host, which is the cause
         return reports
+
+    def _make_command_error(
+        self,
+        command: Command,
+        command_number: int,
+        master_error: BaseException | None,
+        reports: Sequence[FailureReport],
+    ) -> BaseException:
+        """Return the exception of a failed command: one made of the workers' reports, or that of the master's part."""
+        control, size = self._control, self._control.size
+        applied_ranks = [r for r in range(size) if control.committed[r] == command_number]
+        is_posted = control.words[ControlMemory.POSTED] == command_number
+        # An interrupted master does not wait for ranks that have not finished.
+        busy_ranks = [r for r in range(size) if control.done[r] < command_number] if is_posted else []
+        effect = describe_effect(command.effect, command.partial_effect, applied_ranks, busy_ranks, size)
+        if reports and (master_error is None or isinstance(master_error, Cancelled)):
+            error = WorkerError._from_reports(reports, effect)
+            error.__cause__ = None
+            return error
+        assert master_error is not None
+        waits = f"The next call waits for ranks {busy_ranks}, which are still busy with this one; close() ends them."
+        for note in [*(report.summarize() for report in reports), effect, waits if busy_ranks else ""]:
+            if note:
+                master_error.add_note(note)
+        return master_error
 
     def _wait_for_completion(self, limit: float | None = None) -> None:
         """Wait until all ranks have finished the last command, at most ``limit`` seconds."""

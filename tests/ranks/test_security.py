@@ -187,7 +187,7 @@ def test_unpickling_happens_only_in_known_places():
         ("hosts/messenger.py", "loads"),  # messages between agents, over MPI
         ("loading/loader_process.py", "loads"),  # a loader's arguments, from memory that its owner filled
         ("ranks/rank.py", "loads"),  # objects of ranks, from the slots
-        ("ranks/command_errors.py", "loads"),  # a worker's report of a failure, from its slot
+        ("ranks/command_runner.py", "loads"),  # a worker's report of a failure, from its slot
         ("hosts/task_agent.py", "loads"),  # requests of a rank to its agent, from a channel
         ("ranks/rank_task.py", "loads"),  # messages between ranks, from the slots
         ("ranks/worker_main.py", "loads"),  # commands, from the mailbox or a segment that the master filled
