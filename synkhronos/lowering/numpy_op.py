@@ -135,9 +135,6 @@ class _RegistrationRewriter(GraphRewriter):
             self._register()
             _completed_registrations.add(self._register)
 
-    def add_requirements(self, fgraph: Any) -> None:
-        """Add no requirements to a graph."""
-
 
 optdb.register("synkhronos_lowerings_jax", _RegistrationRewriter(_register_all_with_jax), "jax", position=0.01)
 optdb.register("synkhronos_lowerings_numba", _RegistrationRewriter(_register_all_with_numba), "numba", position=0.01)
