@@ -29,9 +29,8 @@ def list_reducible_dtypes(op):
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # inf - inf
 
 #: Numbers of ranks, and the master's rank: the last, or one in the middle.  In other tests it is the first.  3 ranks cover 2.
-TWO = pytest.param((2, 1), marks=pytest.mark.slow)
 RANKS = {
-    "host": [(3, 1)] if NAME == "theano" else [(1, 0), TWO, (3, 1)],
+    "host": [(3, 1)] if NAME == "theano" else [(1, 0), (3, 1)],
     "jax": [(3, 1)],
     "gpu": [(1, 0), (2, 0), (3, 1), (4, 3)],
 }[DEVICE]

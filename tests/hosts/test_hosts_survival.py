@@ -10,10 +10,8 @@ pytestmark = [pytest.mark.hosts, pytest.mark.faults, pytest.mark.timeout(300)]
     ("name", "seed", "source"),
     [
         ("BSP", 0, "arrays"),
-        ("LocalSGD", 1, "arrays"),
         ("EASGD", 2, "arrays"),
         ("GoSGD", 3, "arrays"),
-        ("BSP", 4, "loader"),
         ("BSP", 5, "parts"),
         ("LocalSGD", 6, "parts"),
     ],
@@ -29,7 +27,6 @@ def test_trainer_goes_on_after_deaths_on_two_hosts(name, seed, source):
         ("BSP", ["a:2", "b:2"], "agent", "arrays"),
         ("LocalSGD", ["a:1", "b:1", "c:1"], "host", "arrays"),
         ("BSP", ["a:2", "b:1"], "host", "loader"),
-        ("BSP", ["a:1", "b:1"], "host", "parts"),
         ("LocalSGD", ["a:2", "b:1"], "host", "parts"),
     ],
 )

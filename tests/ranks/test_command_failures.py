@@ -106,8 +106,7 @@ def test_failure_between_barriers_frees_other_ranks(session):
     assert session.run(GatherMessages((10,))) == session.size
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])
-@pytest.mark.parametrize("at_barrier", [True, False])
+@pytest.mark.parametrize(("number", "at_barrier"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
 def test_killed_worker_is_named(number, at_barrier):
     session = ranks.fork(3, 0, False)
     with time_limit(), pytest.raises(ranks.WorkerError, match=f"rank 2 .* was killed by {number.name}") as caught:

@@ -18,10 +18,7 @@ pytestmark = pytest.mark.faults
 
 ELSEWHERE = ["distribute", "build", "arguments"]
 PLACES = ["idle", "call", "compiled", "collective", "distribute"]
-COLLECTIVES = [
-    "broadcast", "scatter", "gather", "all_gather", "reduce",
-    "all_reduce", "reduce_scatter", "set_value", "get_value", "get_lengths", "get_shapes",
-]  # fmt: skip
+UNSTREAMED = ["scatter", "set_value", "get_lengths", "get_shapes"]
 STREAMED = ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "reduce_scatter", "get_value"]
 
 
@@ -48,16 +45,21 @@ def check_footprint(event):
     assert after["children"] == []
 
 
-def check_next_calls(program, survived):
+def check_calls_and_exit(program):
     """Check that the next calls return the right results, and that the program exits by itself without leaks."""
-    event = program.wait_for_event("alive" if survived else "dead")
-    if not survived:
-        check_footprint(event)
     works = program.wait_for_event("works")
     assert works.get("value") == works["right"], works
     check_footprint(program.wait_for_event("closed"))
     assert program.wait_for_exit() == 0, program.read_output()
     program.check_no_leaks()
+
+
+def check_next_calls(program, survived):
+    """Check what the program reports after a fault, and its next calls."""
+    event = program.wait_for_event("alive" if survived else "dead")
+    if not survived:
+        check_footprint(event)
+    check_calls_and_exit(program)
     return event
 
 
@@ -283,18 +285,6 @@ def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.parametrize("place", ["call", "collective", "build"])
-def test_exceptions_of_several_workers_are_reported(place):
-    with run(place, "raise:ValueError", fault_ranks=[1, 2]) as program:
-        outcome = program.wait_for_event("outcome")
-        # A failure is reported even if another rank failed before, unless the rank was cancelled first.
-        assert set(outcome["failures"]) <= {"1", "2"}
-        for r, line in outcome["failures"].items():
-            assert line.startswith(f"rank {r}: ValueError: ") and line.split()[-1] in (r, f"on {r}", "None"), line
-        check_error(outcome, program.get_fault_time(), words=["ValueError"], worker=int(min(outcome["failures"])))
-        check_next_calls(program, survived=True)
-
-
 @pytest.mark.parametrize(
     ("place", "fault_ranks"),
     [*((place, [0]) for place in ("call", "slice", "collective", "build")), ("call", [0, 1, 2]), ("build", [0, 1, 2])],
@@ -325,41 +315,25 @@ def test_error_lists_ranks_with_applied_updates(fault_ranks, skip):
         assert alive["w"] == [end if r in applied else start for r in range(3)]
 
 
-def test_worker_raises_memory_error():
-    with run("call", "memory") as program:
+@pytest.mark.parametrize(
+    "fault", [{"action": "raise:MemoryError", "point": "object"}, {"action": "raise:OSError", "skip": 1}]
+)
+@pytest.mark.parametrize(
+    ("name", "fault_rank"), [*((name, 1) for name in STREAMED), ("broadcast", 0), ("all_reduce", 0)]
+)
+def test_collective_raises_failures_of_a_rank(name, fault_rank, fault):
+    """An array can't be allocated, or the second chunk can't be sent."""
+    with run("collective", fault_ranks=[fault_rank], name=name, **fault) as program:
         outcome = program.wait_for_event("outcome")
-        check_error(outcome, program.get_fault_time(), words=["rank 2", "MemoryError"], worker=2)
-        assert outcome["traceback"].startswith("Traceback")
+        error, worker = ("WorkerError", 1) if fault_rank else (fault["action"].partition(":")[2], None)
+        check_error(outcome, program.get_fault_time(), error, worker=worker)
         check_next_calls(program, survived=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "fault_ranks"), [*((name, [1]) for name in COLLECTIVES), ("broadcast", [0]), ("all_reduce", [0])]
-)
-def test_collective_raises_memory_errors_of_a_rank(name, fault_ranks):
-    with run("collective", "raise:MemoryError", fault_ranks=fault_ranks, name=name, point="object") as program:
-        outcome = program.wait_for_event("outcome")
-        check_error(
-            outcome,
-            program.get_fault_time(),
-            "MemoryError" if fault_ranks == [0] else "WorkerError",
-            worker=None if fault_ranks == [0] else 1,
-        )
-        check_next_calls(program, survived=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "fault_ranks"), [*((name, [1]) for name in STREAMED), ("broadcast", [0]), ("all_reduce", [0])]
-)
-def test_collective_raises_failures_between_chunks(name, fault_ranks):
-    with run("collective", "raise:OSError", fault_ranks=fault_ranks, name=name, skip=1) as program:
-        outcome = program.wait_for_event("outcome")
-        check_error(
-            outcome,
-            program.get_fault_time(),
-            "OSError" if fault_ranks == [0] else "WorkerError",
-            worker=None if fault_ranks == [0] else 1,
-        )
+@pytest.mark.parametrize("name", UNSTREAMED)
+def test_collective_of_one_chunk_raises_memory_errors(name):
+    with run("collective", "raise:MemoryError", fault_ranks=[1], name=name, point="object") as program:
+        check_error(program.wait_for_event("outcome"), program.get_fault_time(), worker=1)
         check_next_calls(program, survived=True)
 
 
@@ -413,10 +387,7 @@ def test_full_dev_shm_raises_memory_error():
             assert outcome.get("error") == "MemoryError", outcome
             assert "/dev/shm" in outcome["message"]
         assert program.wait_for_event("fork").get("value") == 3  # forking uses no space there
-        works = program.wait_for_event("works")
-        assert works.get("value") == works["right"], works
-        check_footprint(program.wait_for_event("closed"))
-        assert program.wait_for_exit() == 0, program.read_output()
+        check_calls_and_exit(program)
 
 
 @pytest.mark.parametrize("spare", [0, 3])
@@ -430,10 +401,7 @@ def test_fork_names_the_limit_of_open_files(spare):
 def test_data_need_few_open_files():
     with Program("exhaust_file_descriptors", where="master", spare=8) as program:
         assert program.wait_for_event("outcome").get("value") is True, program.events
-        works = program.wait_for_event("works")
-        assert works.get("value") == works["right"], works
-        check_footprint(program.wait_for_event("closed"))
-        assert program.wait_for_exit() == 0
+        check_calls_and_exit(program)
 
 
 def test_worker_at_the_limit_of_open_files_continues():
@@ -441,10 +409,7 @@ def test_worker_at_the_limit_of_open_files_continues():
         assert program.wait_for_event("outcome").get("value") == 15.0, (
             program.events
         )  # the worker keeps a spare descriptor
-        works = program.wait_for_event("works")
-        assert works.get("value") == works["right"], works
-        check_footprint(program.wait_for_event("closed"))
-        assert program.wait_for_exit() == 0
+        check_calls_and_exit(program)
 
 
 def test_worker_at_the_limit_of_address_space_continues():
@@ -452,10 +417,7 @@ def test_worker_at_the_limit_of_address_space_continues():
         outcome = program.wait_for_event("outcome")
         assert outcome["error"] == "WorkerError" and "can't be mapped" in outcome["message"], outcome
         assert program.wait_for_event("again").get("value") == 15.0, program.events  # the segment is mapped now
-        works = program.wait_for_event("works")
-        assert works.get("value") == works["right"], works
-        check_footprint(program.wait_for_event("closed"))
-        assert program.wait_for_exit() == 0
+        check_calls_and_exit(program)
 
 
 # -- odd circumstances ---------------------------------------------------------------------------------------
@@ -477,10 +439,7 @@ def test_ranks_outlive_the_thread_that_forked_them():
     with Program("fork_in_thread") as program:
         assert program.wait_for_event("fork")["value"] == 3
         assert program.wait_for_event("outcome").get("value") == 15.0, program.events
-        works = program.wait_for_event("works")
-        assert works.get("value") == works["right"], works
-        check_footprint(program.wait_for_event("closed"))
-        assert program.wait_for_exit() == 0
+        check_calls_and_exit(program)
 
 
 def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
@@ -495,18 +454,12 @@ def test_failure_in_the_first_command_is_reported():
     with Program("fail_in_first_command") as program:
         outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["ValueError"], worker=1)
-        works = program.wait_for_event("works")
-        assert works.get("value") == works["right"], works
-        check_footprint(program.wait_for_event("closed"))
-        assert program.wait_for_exit() == 0
+        check_calls_and_exit(program)
 
 
 def test_ranks_need_no_standard_streams():
     with Program("call_without_standard_files", "sh", "-c", '"$@" <&- >&- 2>&-', "sh") as program:
-        works = program.wait_for_event("works")
-        assert works.get("value") == works["right"], works
-        check_footprint(program.wait_for_event("closed"))
-        assert program.wait_for_exit() == 0
+        check_calls_and_exit(program)
 
 
 def test_broken_stdout_leaves_ranks_usable():

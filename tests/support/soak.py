@@ -8,9 +8,9 @@ and forks of another number of ranks.  The model keeps each rank's shared variab
 expected results with NumPy.  Where a fault leaves open whether an effect was applied, each element has to be the old or
 the new one.
 
-The program ends with a summary, with status 1 at the first wrong result, or with status 3 at the first hang; it then
-prints the command that repeats the run.  Each step has a random generator of its own, so that a repeated run has the
-same steps, although the moments of faults vary.
+The program ends with a summary, or with status 1 at the first wrong result, with the command that repeats the run, or
+at the first hang, with the stacks of all threads.  Each step has a random generator of its own, so that a repeated run
+has the same steps, although the moments of faults vary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import collections
 import contextlib
 import faulthandler
 import functools
-import gc
 import os
 import pathlib
 import signal
@@ -108,15 +107,6 @@ class RunOrders(Op):
 
 
 @dataclass(frozen=True)
-class RegisterStackDump(Command):
-    """Command after which workers print their stacks at a signal of the watchdog."""
-
-    def run(self, rank):
-        if not rank.is_master:
-            faulthandler.register(signal.SIGUSR2, all_threads=True)
-
-
-@dataclass(frozen=True)
 class InjectAtBarrier(Command):
     """Command after which some ranks run an action at their k-th barrier or gather."""
 
@@ -173,49 +163,6 @@ class Faults:
         for _, rank, number in self.outside:
             actions[rank].add(numbers[signal.Signals(number)])
         return actions
-
-
-class Watchdog:
-    """Prints all stacks and ends the program if a step takes longer than the limit."""
-
-    def __init__(self, explain: Callable[[], str]):
-        self._explain = explain
-        self.deadline = float("inf")
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def begin(self) -> None:
-        self.deadline = time.monotonic() + LIMIT
-        faulthandler.dump_traceback_later(2 * LIMIT, exit=True)  # in case this thread cannot run
-
-    def end(self) -> None:
-        self.deadline = float("inf")
-        faulthandler.cancel_dump_traceback_later()
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(0.5)
-            if time.monotonic() > self.deadline:
-                break
-        print(f"\nHUNG for {LIMIT:g} s: {self._explain()}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        pids = list_children(os.getpid())
-        for pid in pids:
-            print(f"\nprocess {pid}:", file=sys.stderr, flush=True)
-            for name in ("status", "wchan", "syscall", "stack"):
-                with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}") as file:
-                    text = file.read()
-                    state_lines = [
-                        line for line in text.splitlines() if name != "status" or line.startswith(("State", "Sig"))
-                    ]
-                    print(f"  {name}: {'; '.join(state_lines)}", file=sys.stderr, flush=True)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-                os.kill(pid, signal.SIGUSR2)
-            time.sleep(0.5)
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        os._exit(3)
 
 
 # -- the model -----------------------------------------------------------------------------------------------
@@ -391,8 +338,8 @@ def draw_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = n
 class Soak:
     """A run of random operations and faults, with the expected value of each variable."""
 
-    def __init__(self, seed: int, max_ranks: int, progress: Any = None):
-        self.seed, self.max_ranks, self.progress = seed, max_ranks, progress
+    def __init__(self, seed: int, max_ranks: int):
+        self.seed, self.max_ranks = seed, max_ranks
         self.step, self.doing = 0, "setting up"
         self.size, self.root = 0, 0
         self.counts: collections.Counter[str] = collections.Counter()
@@ -401,7 +348,6 @@ class Soak:
         self.slowest_death = 0.0
         self.interruptible = False
         signal.signal(signal.SIGINT, self._record_interrupt)
-        self.watchdog = Watchdog(self.explain)
         self.rng = np.random.default_rng((seed, 0))
         self.variables = self._make_variables()
         self.models: list[FunctionModel] = []
@@ -546,7 +492,6 @@ class Soak:
 
     def _prepare_ranks(self, size: int, root: int) -> None:
         self.size, self.root = size, root
-        ranks.get_session().run(RegisterStackDump())
         for variable in self.variables:
             value = np.asarray(variable.shared.get_value())
             variable.values, variable.sent = [value] * size, False
@@ -1043,7 +988,7 @@ class Soak:
         """Draw a step and a fault, run the step, and check its outcome."""
         self.step += 1
         self.rng = np.random.default_rng((self.seed, self.step))
-        self.watchdog.begin()
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
         self.doing = "choosing"
         choice = self.rng.random()
         if choice < 0.02:
@@ -1065,7 +1010,7 @@ class Soak:
             self.counts[step.description.split(" ")[0]] += 1
             self.faults[faults.kind] += faults.kind != "none"
             self._run_step(step, faults)
-        self.watchdog.end()
+        faulthandler.cancel_dump_traceback_later()
 
     def _change_ranks(self) -> None:
         """Close and fork, sometimes with an interrupt."""
@@ -1317,51 +1262,20 @@ class Soak:
 
     # -- all of it -------------------------------------------------------------------------------------------
 
-    def footprint(self) -> dict[str, int]:
-        """Close, and return the resources that the process still uses."""
-        synk.close()
-        gc.collect()
-        with open("/proc/self/status") as status:
-            fields = dict(line.split(":", 1) for line in status)
-        with open("/proc/self/maps") as maps:
-            mappings = [line for line in maps if "synkhronos" in line or "/dev/zero" in line]
-        return {
-            "RSS in MB": int(fields["VmRSS"].split()[0]) // 1024,
-            "threads": int(fields["Threads"]),
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "shared mappings": len(mappings),
-            "children": len(list_children(os.getpid())),
-        }
-
-    def run(self, seconds: float, warm_up: int = 100) -> None:
+    def run(self, seconds: float) -> None:
         """Take steps until the time is over, and print the summary."""
         start = time.monotonic()
-        first = None
         while time.monotonic() - start < seconds:
             self.take_step()
-            if self.progress is not None:
-                self.progress.n = min(round(time.monotonic() - start), round(seconds))
-                self.progress.set_postfix(steps=self.step, faults=sum(self.faults.values()), refresh=False)
-                self.progress.refresh()
-            if self.step == warm_up:
-                self.watchdog.begin()
-                first = self.footprint()
-                self.fork(self.size, self.root)
-        if self.progress is not None:
-            self.progress.close()
-        duration = time.monotonic() - start
-        last = self.footprint()
+        synk.close()
         self.check_ended()
-        self.watchdog.end()
+        duration = time.monotonic() - start
         print(
             f"soak of {NAME}: seed {self.seed}, {self.step} steps in {duration:.0f} s ({self.step / duration:.1f} a second)"
         )
         for title, counter in (("steps", self.counts), ("faults", self.faults), ("outcomes", self.outcomes)):
             print(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in counter.most_common() if n))
         print(f"  slowest notice of a death: {self.slowest_death:.2f} s")
-        for title, figures in ((f"after {warm_up} steps", first), ("at the end", last)):
-            if figures is not None:
-                print(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in figures.items()))
         print("  0 wrong results, 0 hangs", flush=True)
 
 
@@ -1372,14 +1286,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=3, help="usual number of ranks; one more at most")
     args = parser.parse_args()
-    progress = None
-    with contextlib.suppress(ImportError):
-        from tqdm import tqdm
-
-        progress = tqdm(total=round(args.seconds), unit="s", disable=None, mininterval=1)
     soak = None
     try:
-        soak = Soak(args.seed, args.ranks, progress)
+        soak = Soak(args.seed, args.ranks)
         soak.run(args.seconds)
     except BaseException:
         traceback.print_exc()

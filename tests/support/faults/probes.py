@@ -10,7 +10,6 @@ import ctypes
 import gc
 import json
 import os
-import resource
 import select
 import signal
 import sys
@@ -171,12 +170,6 @@ def _perform_action(action: str, point: str) -> None:
         os._exit(int(argument))
     elif kind == "exit":
         sys.exit(int(argument))
-    elif kind == "memory":
-        resource.setrlimit(resource.RLIMIT_AS, (_get_address_space() + (64 << 20), resource.RLIM_INFINITY))
-        try:
-            np.ones(1 << 28)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     elif kind == "hold":
         block(argument)
     else:
@@ -188,11 +181,6 @@ class UnprintableError(Exception):
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
-
-
-def _get_address_space() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[0]) * resource.getpagesize()
 
 
 class _PollDescriptor(ctypes.Structure):
