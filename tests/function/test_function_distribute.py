@@ -2,11 +2,10 @@
 
 import gc
 import sys
-import threading
 
 import numpy as np
 import pytest
-from function_cases import CountFunctions, FailOnWorkers
+from function_cases import CountFunctions, Unpicklable
 from library import INTERPRETED, XLA, shared
 from library import tensor as T
 from messages import raises
@@ -116,20 +115,12 @@ def test_workers_drop_collected_functions(fork):
 # -- failing ---------------------------------------------------------------------------------------------------
 
 
-class Unpicklable(FailOnWorkers):
-    """Op with a lock, which cannot be pickled."""
-
-    def __init__(self, action):
-        super().__init__(action)
-        self.lock = threading.Lock()
-
-
 @pytest.mark.parametrize("how", ["distribute", "call"])
 def test_unpicklable_graph_leaves_ranks_usable(fork, how):
     fork(2)
     x = T.dvector("x")
     w = shared(1.0, "w")
-    f = synk.function([x], (Unpicklable("nothing")(x) * w, "gather"), name="nameless")
+    f = synk.function([x], (Unpicklable()(x) * w, "gather"), name="nameless")
     with raises(TypeError, "nameless"):
         synk.distribute() if how == "distribute" else f(np.arange(4.0))
     del f
@@ -142,21 +133,8 @@ def test_unpicklable_graph_leaves_ranks_usable(fork, how):
 def test_distribute_to_one_rank_needs_no_pickle(fork):
     fork(1)
     x = T.dvector("x")
-    f = synk.function([x], (Unpicklable("nothing")(x), "gather"), mode=INTERPRETED)
+    f = synk.function([x], (Unpicklable()(x), "gather"), mode=INTERPRETED)
     np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0))
-
-
-def test_functions_work_after_a_new_fork(fork):
-    fork(2)
-    weights = shared(np.zeros(2), "weights")
-    f = synk.function([], [], updates=[(weights, weights + 1)])
-    synk.distribute()
-    synk.close()
-    fork(3)
-    synk.broadcast(weights, [1.0, 2.0])  # no function has been sent to these ranks yet
-    synk.distribute()
-    f()
-    assert synk.gather(weights).tolist() == [[2.0, 3.0]] * 3
 
 
 def test_slow_compilation_is_reported_once(fork, monkeypatch, caplog):

@@ -345,22 +345,6 @@ def test_collective_reports_deaths_between_chunks(name):
         check_next_calls(program, survived=False)
 
 
-def test_distribute_refuses_unpicklable_graphs():
-    with Program("distribute_unpicklable_graph") as program:
-        outcome = program.wait_for_event("outcome")
-        check_error(outcome, time.monotonic(), "TypeError", words=["g", "can't be pickled", "lock"])
-        again = program.wait_for_event("again")
-        assert again["error"] == "TypeError"
-        check_next_calls(program, survived=True)
-
-
-def test_fork_timeout_ends_a_hanging_worker():
-    with Program("wait_for_missing_rank", timeout=0.5) as program:
-        outcome = program.wait_for_event("outcome")
-        check_error(outcome, outcome["began"] + 0.5, words=["rank 1", "0.5 seconds", "timeout"], worker=1)
-        check_next_calls(program, survived=False)
-
-
 # -- missing resources of the machine ------------------------------------------------------------------------
 
 
@@ -421,18 +405,6 @@ def test_worker_at_the_limit_of_address_space_continues():
 
 
 # -- odd circumstances ---------------------------------------------------------------------------------------
-
-
-def test_segment_creation_reports_an_unnoticed_death():
-    with Program("create_segment_after_death") as program:
-        pids = program.wait_for_event("ready")["pids"]
-        program.send_signal(pids["1"], signal.SIGKILL)
-        wait_for_state(pids["1"], "Z")
-        program.release()
-        outcome = program.wait_for_event("outcome")
-        assert outcome["error"] == "WorkerError" and outcome["worker"] == 1, outcome
-        assert "SIGKILL" in outcome["message"]
-        check_next_calls(program, survived=False)
 
 
 def test_ranks_outlive_the_thread_that_forked_them():

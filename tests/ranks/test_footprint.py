@@ -10,7 +10,6 @@ import textwrap
 import numpy as np
 import pytest
 from library import NAME, shared, tensor
-from system import list_children
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -83,46 +82,6 @@ def assert_footprint_constant(work, n_warm_up, n_repeats, max_growth_kb):
     for (memory, resources), (new_memory, new_resources) in zip(footprints, measure_footprints(), strict=True):
         assert new_resources == resources
         assert new_memory - memory < max_growth_kb
-
-
-def test_repeated_fork_and_close_do_not_leak():
-    x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
-
-    children = list_children(os.getpid())
-    synk.fork(2, use_gpu=False)
-    f = synk.function([x], (x[:3], "gather"), updates=[(w, w)])
-    synk.close()
-
-    def fork_and_close():
-        synk.fork(2, use_gpu=False)
-        d = synk.data(np.arange(60_000.0))
-        assert f(d).tolist() == [0, 1, 2, 30_000, 30_001, 30_002]
-        synk.close()
-
-    for _ in range(20):
-        fork_and_close()
-    gc.collect()
-    memory, resources = measure_footprint(os.getpid())
-    for _ in range(80):
-        fork_and_close()
-    gc.collect()
-    new_memory, new_resources = measure_footprint(os.getpid())
-    assert new_resources == resources
-    assert new_memory - memory < 6_000  # 80 sessions, of at least 2 MB of shared memory each
-    assert set(list_children(os.getpid())) <= set(children)  # nor a zombie
-
-
-def test_thousands_of_data_do_not_leak(fork):
-    fork(3)
-
-    def make_data(count):
-        for i in range(count):
-            d = synk.data(np.full(10_000, float(i)))
-            assert d[-1] == i
-            if i % 3 == 0:
-                d.set_length(20_000 + i)
-
-    assert_footprint_constant(make_data, 200, 2_000, max_growth_kb=5_000)  # of 160 MB allocated
 
 
 def test_hundreds_of_functions_do_not_leak(fork):

@@ -1,7 +1,6 @@
 """Helpers of tests of functions: comparisons, selections of rows, commands and Ops."""
 
-import os
-import signal
+import threading
 
 import numpy as np
 from library import NAME, is_array
@@ -47,26 +46,16 @@ class CountFunctions(Command):
         return rank.all_gather(sum(isinstance(key, tuple) and key[0] == "function" for key in rank.objects))
 
 
-class FailOnWorkers(Op):
-    """Op that copies its input, and fails in the workers as `action` says."""
+class Unpicklable(Op):
+    """The identity, with a lock, which cannot be pickled."""
 
-    __props__ = ("action",)
+    __props__ = ()
 
-    def __init__(self, action):
-        self.action = action
-        self.master = os.getpid()
+    def __init__(self):
+        self.lock = threading.Lock()
 
     def make_node(self, x):
         return Apply(self, [x], [x.type()])
 
     def perform(self, node, inputs, outputs):
-        if os.getpid() != self.master:
-            if self.action == "raise":
-                raise LookupError("this worker has had enough")
-            if self.action == "raise if 1" and inputs[0][0] == 1:
-                raise LookupError("this is one")
-            if self.action == "exit":
-                os._exit(3)
-            if self.action.startswith("SIG"):
-                os.kill(os.getpid(), getattr(signal, self.action))
         outputs[0][0] = inputs[0] + 0

@@ -232,24 +232,6 @@ def _become_nobody() -> None:
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: otherwise root owns /proc/self
 
 
-def wait_for_missing_rank(timeout: float) -> None:
-    """Wait for a rank that never reaches the barrier, until the timeout."""
-    before = fork_and_close_once()
-    synk.fork(N, use_gpu=False, timeout=1e6)
-    session = ranks.get_session()
-    assert session.timeout == 1e6
-    gather_pids()
-    work = Workload()
-    assert work.call() == 15.0
-    session.timeout = timeout
-    del session
-    plan_action("perform", "hold:compiled", (1,))
-    began = time.monotonic()
-    outcome = attempt(work.call)
-    report_event("outcome", began=began, **outcome)
-    report_survival(before, work)
-
-
 def fill_shared_memory() -> None:
     """Use the library with /dev/shm full: it has 8 MB, which the program fills."""
     before = fork_and_close_once()
@@ -363,41 +345,6 @@ class LimitAddressSpace(Command):
         if rank.number == self.limited_rank:
             limit = resource.RLIM_INFINITY if self.spare < 0 else probes._get_address_space() + self.spare
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-
-
-def distribute_unpicklable_graph() -> None:
-    """Distribute a graph that can't be pickled."""
-    before = fork_and_close_once()
-    synk.fork(N, use_gpu=False)
-    gather_pids()
-    work = Workload()
-    assert work.call() == 15.0
-
-    class Locked(probes.Point):
-        def __reduce__(self) -> Any:
-            return Locked, (threading.Lock(),)
-
-    x = probes.tensor.dvector("x")
-    g = synk.function([x], (Locked()(x).sum(), "sum"), name="g")
-    report_event("outcome", **attempt(synk.distribute))
-    report_event("again", **attempt(functools.partial(g, np.ones(3))))
-    del g
-    report_survival(before, work)
-
-
-def create_segment_after_death() -> None:
-    """Create a segment after a worker has died, before its death is detected."""
-    before = fork_and_close_once()
-    synk.fork(N, use_gpu=False)
-    pids = gather_pids()
-    work = Workload()
-    assert work.call() == 15.0
-    report_event("ready", pids=pids)
-    block("python")
-    data = synk.data(np.arange(6.0))
-    report_event("outcome", **attempt(functools.partial(work.f, data)))
-    del data
-    report_survival(before, work)
 
 
 def fork_in_thread(busy: bool = False) -> None:
