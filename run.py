@@ -415,7 +415,7 @@ SECOND_LIBRARY_TESTS = [
     *(f"tests/{name}" for name in ("collectives", "data", "function", "graphs", "replication")),
     *list_test_files("inherited_settings", "modes", "rank_mean", "release", "replacement", "unpicklable"),
     *list_test_files("master_weights", "shard_optimizer", "train", "train_means", "train_options", "trainer"),
-    *list_test_files("transformations", "update_rule", "updates", "model", "launch_theano_mpi"),
+    *list_test_files("transformations", "update_rule", "updates", "launch_theano_mpi"),
 ]
 SECOND_LIBRARY_DEMO_CHECKS = [f"{DEMO_CHECKS}/check_{name}.py" for name in ("batch_norm", "training")]
 SECOND_LIBRARY_PROGRAMS = [

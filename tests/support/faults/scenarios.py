@@ -335,6 +335,11 @@ def create_unmappable_segment() -> None:
     report_event("closed", before=before, after=measure_footprint())
 
 
+def _get_address_space() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize()
+
+
 class LimitAddressSpace(Command):
     """Limit the address space of a rank to `spare` more bytes."""
 
@@ -343,7 +348,7 @@ class LimitAddressSpace(Command):
 
     def run(self, rank: ranks.Rank) -> None:
         if rank.number == self.limited_rank:
-            limit = resource.RLIM_INFINITY if self.spare < 0 else probes._get_address_space() + self.spare
+            limit = resource.RLIM_INFINITY if self.spare < 0 else _get_address_space() + self.spare
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
