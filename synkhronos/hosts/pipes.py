@@ -94,22 +94,20 @@ class Pipe:
     def wait_writable(self) -> np.ndarray:
         """Wait until the current frame's memory is free, and return it as bytes."""
         count = self._get_frame_number()
-        transferred, pipe, target_count = (
-            self._layout.n_transferred,
-            self._pipe,
-            self._first_count + count - N_FRAMES + 1,
-        )
-        if count >= N_FRAMES and transferred[pipe] < target_count:
-            self._rank.wait(lambda: transferred[pipe] >= target_count)
+        if count >= N_FRAMES:
+            self._wait_transferred(count - N_FRAMES + 1)
         return self._view_frame_bytes(count)
 
     def wait_readable(self) -> np.ndarray:
         """Wait until the current frame has been received, and return it as bytes."""
         count = self._get_frame_number()
-        transferred, pipe, target_count = self._layout.n_transferred, self._pipe, self._first_count + count + 1
+        self._wait_transferred(count + 1)
+        return self._view_frame_bytes(count)
+
+    def _wait_transferred(self, n_frames: int) -> None:
+        transferred, pipe, target_count = self._layout.n_transferred, self._pipe, self._first_count + n_frames
         if transferred[pipe] < target_count:
             self._rank.wait(lambda: transferred[pipe] >= target_count)
-        return self._view_frame_bytes(count)
 
     def view_previous_frame(self, n_newer: int) -> np.ndarray:
         """Return the last frame that this rank has processed, except the ``n_newer`` newest, as bytes."""
@@ -120,9 +118,8 @@ class Pipe:
         count = self._get_frame_number()
         self._count = count + 1
         if nbytes:
-            self._layout.frame_nbytes[self._pipe * N_FRAMES + count % N_FRAMES] = (
-                nbytes  # equal on all ranks of the host
-            )
+            # All ranks of the host write the same number.
+            self._layout.frame_nbytes[self._pipe * N_FRAMES + count % N_FRAMES] = nbytes
         self._n_processed[self._local_rank] = self._first_count + count + 1
         self._rank.control.wake_local_ranks(AWAITS_STEP)
 

@@ -103,12 +103,9 @@ class LocalRows:
         return self._selection
 
     def write(self, value: Any) -> None:
-        """Set the rows to the values of an array.  The rows have to be contiguous.
+        """Set the rows, which have to be contiguous, to the values of an array of their shape.
 
-        Parameters
-        ----------
-        value : array_like, or array on a GPU
-            Array of the rows' shape.  An array on a GPU is copied directly into the shared memory.
+        An array on a GPU is copied directly into the shared memory.
         """
         key, offset, _ = find_byte_range(self)
         rows, device = self._selection, find_device(value)
@@ -177,11 +174,8 @@ class LocalFunction:
     def launch_many(self, n_repeats: int, *inputs: Any) -> list[Any] | None:
         """Run the function ``n_repeats`` times in one launch, each time on another of equal blocks of the inputs' rows.
 
-        Returns
-        -------
-        list, or None
-            Pending values of the first output in all runs, then of the second, and so on; `read` waits for them.  None
-            if the function is not compiled by XLA, or if an output is not a scalar.
+        Return pending values of the first output in all runs, then of the second, and so on; `read` waits for
+        them.  Return None if the function is not compiled by XLA, or if an output is not a scalar.
         """
         self._task.report_progress()
         repeated = self._get_runner().repeat(n_repeats)

@@ -107,15 +107,7 @@ class Worker:
     def barrier(self, name: str) -> None:
         """Wait until all ranks have arrived at the barrier with this name.
 
-        Parameters
-        ----------
-        name : str
-            Name in error messages, the same on all ranks.
-
-        Raises
-        ------
-        RuntimeError
-            If another rank is at a barrier with another name, or at the end of its program.
+        Raise RuntimeError if another rank is at a barrier with another name, or at the end of its program.
         """
         self._task.barrier(f"barrier {name!r}")
 
@@ -176,13 +168,7 @@ class Worker:
     # -- some ranks ------------------------------------------------------------------------------------------
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """Return a `Group` of some ranks.  Each member has to create it, with the same ranks in the same order.
-
-        Parameters
-        ----------
-        ranks : sequence of int
-            Members, including this rank.
-        """
+        """Return a `Group` of some ranks, including this one.  Each member has to create it, with the same list."""
         return Group(self, self._task, ranks)
 
     def send(self, value: Any, dest: int) -> None:
@@ -221,13 +207,7 @@ class Worker:
             self._task.send(dest, body[start : start + self._task.max_chunk], "a message")
 
     def receive(self, source: int) -> Any:
-        """Wait for the next value that another rank sends to this one, and return it.
-
-        Parameters
-        ----------
-        source : int
-            Rank of the sender.
-        """
+        """Wait for the next value that rank ``source`` sends to this one, and return it."""
         self._check_peer(source, "source")
         value, message_type = pickle.loads(self._task.receive(source, "a message"))
         if message_type is None:
@@ -305,31 +285,17 @@ class Worker:
         return self._task.get_lock(check_integer(number, "number"))
 
     def get_storage(self, name: str) -> dict[Any, Any]:
-        """Return the dict with a name, in which programs on this rank store objects for later programs until `close`.
-
-        Parameters
-        ----------
-        name : str
-        """
+        """Return the dict of this name, in which programs on this rank store objects for later ones, until `close`."""
         storage: dict[Any, Any] = self._rank.objects.setdefault(("storage", name), {})
         return storage
 
     # -- data ------------------------------------------------------------------------------------------------
 
     def rows(self, count: int, epoch: int = 0, seed: int = 0) -> np.ndarray:
-        """Return this rank's share of shuffled rows.
+        """Return this rank's share of the indexes of ``count`` shuffled rows.
 
-        Parameters
-        ----------
-        count : int
-            Number of rows on all ranks together.
-        epoch, seed : int
-            Seed of the shuffle.  The order of all rows does not depend on the number of ranks.
-
-        Returns
-        -------
-        ndarray of int64
-            Indexes of rows.  Each row belongs to the share of exactly one rank.
+        Each row is in the share of exactly one rank.  The order of all rows depends on ``epoch`` and ``seed``, but not
+        on the number of ranks.
         """
         order = np.random.default_rng((seed, epoch)).permutation(count)
         return order[get_share(count, self.size, self.number)]

@@ -42,7 +42,7 @@ def convert_to_settings_error(prefix: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked settings of a run; docs/launcher.rst describes those that users set."""
+    """Checked settings of a run, which docs/launcher.rst describes."""
 
     #: Name under which Python imports the module, and name of the model class in it.
     modelfile: str
@@ -56,43 +56,24 @@ class Settings:
     hosts: tuple[str, ...] = ()
     rule: str = "BSP"
     rule_options: dict[str, Any] = field(default_factory=dict)
-    #: The run's folder.
     folder: str = ""
-    #: Number of epochs; None: ``n_epochs`` of the model.
     epochs: int | None = None
-    #: Seed from which each rank derives its own.
     seed: int = 0
-    #: Whether ranks are bound to cores.
     bind: bool = True
-    #: Further entries of the config that the constructor of the model class gets.
     config: dict[str, Any] = field(default_factory=dict)
-    #: Options of a `Model`'s step.
     model_options: dict[str, Any] = field(default_factory=dict)
-    #: Number of steps of a rank between two lines of its record.
     every: int = 40
-    #: Number of epochs between two checkpoints; 0: no checkpoints.
     checkpoint: int = 0
-    #: Number of newest checkpoints that are not deleted.
     keep: int = 3
-    #: Time in seconds to write a checkpoint and exit after a scheduler's signal; 0: ranks are killed at once.
     grace: float = 30.0
-    #: Maximal number of restarts from the newest checkpoint after a failure.
     restarts: int = 0
-    #: After the death of a process: "continue" resumes from a memory checkpoint, "stop" ends the run.
     on_death: str = "stop"
-    #: Maximal number of deaths for "continue".
     max_deaths: int = 100
-    #: Number of epochs without an improvement after which the run stops; None: no limit.
     patience: int | None = None
-    #: Metric whose best checkpoint is not deleted, and "min" or "max".
     keep_best: list[str] | None = None
-    #: Whether the class's ``scale_lr(size)`` is called.
     scale_lr: bool = False
-    #: Whether ``shared_lr`` rises over five epochs to its value times the number of ranks; None: under BSP and Swap.
     warmup: bool | None = None
-    #: Whether a timeline of the ranks is recorded, in ``timeline.json``.
     timeline: bool = False
-    #: ``"latest"``, or a checkpoint's path.
     resume: str | None = None
 
     def make_rule(self) -> rules.Rule:
