@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from symtable import symtable
 
 from synkhronos.launch.configuration.settings import SettingsError
 
@@ -18,12 +19,15 @@ def find_module(path_or_module: str, class_name: str, folders: Sequence[str]) ->
     then, for a module, in `sys.path`.  Raise SettingsError if it does not exist or does not define the class.
     """
     path, folder = _find_file(path_or_module, folders)
+    source = path.read_bytes()
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
+        tree = ast.parse(source, str(path))
+        table = symtable(source, str(path), "exec")  # type: ignore[arg-type] # bytes have their encoding
     except SyntaxError as error:
         raise SettingsError(f"modelfile: {path}, line {error.lineno}: {error.msg}") from None
-    names = _find_bound_names(tree)
-    if class_name not in names and "*" not in names:
+    is_bound = any(s.get_name() == class_name and (s.is_assigned() or s.is_imported()) for s in table.get_symbols())
+    has_star = any(alias.name == "*" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for alias in n.names)
+    if not is_bound and not has_star:
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         raise SettingsError(f"modelclass: {path} has no {class_name!r}: it has {', '.join(classes) or 'no class'}")
     parts = path.relative_to(folder).with_suffix("").parts
@@ -55,19 +59,3 @@ def _find_file(path_or_module: str, folders: Sequence[str]) -> tuple[Path, Path]
         f"modelfile: expected a file or a module, got {path_or_module!r}: there is no {relative}.py in "
         f"{' or '.join(dict.fromkeys(folders))}, nor where Python looks for modules"
     )
-
-
-def _find_bound_names(tree: ast.Module) -> set[str]:
-    """Find the names that a module binds at its top level, also within ``if`` or ``try``."""
-    names: set[str] = set()
-    stack: list[ast.AST] = list(tree.body)
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        else:
-            names |= {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else set()
-            stack += ast.iter_child_nodes(node)
-    return names
