@@ -1,6 +1,6 @@
 """Batch normalisation by the statistics of the batch, and its gradient in closed form.
 
-Memory traffic dominates the time.  XLA computes each of the two Ops in two passes, one that sums and one that writes.
+Memory traffic dominates the time.  XLA computes each of the Ops in two passes, one that sums and one that writes.
 Plain expressions and their gradients would be compiled to slower kernels, and sums computed several times.
 """
 
@@ -12,14 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytensor.tensor as pt
+from pytensor.compile.mode import optdb
 from pytensor.gradient import DisconnectedType, disconnected_type, grad
-from pytensor.graph.basic import Apply
-from pytensor.scalar import upcast
+from pytensor.graph.basic import Apply, Constant
+from pytensor.graph.rewriting.basic import in2out, node_rewriter
+from pytensor.scalar import LE, Switch, upcast
+from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.type import TensorType
 
+from synkhronos.compat.ops.rectifier import is_rectifier
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = ["BatchNormTrain", "BatchNormTrainGrad"]
+__all__ = ["BatchNormTrain", "BatchNormTrainGrad", "RectifiedBatchNormTrainGrad"]
 
 
 class _BatchNorm(NumpyOp):
@@ -185,6 +189,66 @@ class BatchNormTrainGrad(_BatchNorm):
         return list(grad(None, copies, known_grads=known_grads, disconnected_inputs="ignore"))
 
 
+class RectifiedBatchNormTrainGrad(_BatchNorm):
+    """The gradient of ``max(y, 0)``, where y is `BatchNormTrain`'s first output.  Its last input is the shift.
+
+    Both passes compute the sign of y from x, which they read anyway.  They neither read the rectifier's output, nor
+    write a gradient with zeros where y is negative.
+    """
+
+    __props__ = ("axes",)
+    bfloat16_inputs = (0, 1)
+
+    def __init__(self, axes: Sequence[int]):
+        self.axes = tuple(axes)
+
+    def make_node(self, x: Any, dy: Any, scale: Any, mean: Any, invstd: Any, shift: Any) -> Apply:
+        """Return the node of `BatchNormTrainGrad`'s inputs and the shift."""
+        node = BatchNormTrainGrad(self.axes).make_node(x, dy, scale, mean, invstd)
+        return Apply(self, [*node.inputs, shift], [output.type() for output in node.outputs])
+
+    def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
+        """Compute with NumPy."""
+        x, dy, scale, mean, invstd, shift = inputs
+        dy = np.where((x - mean) * (scale * invstd) + shift <= 0, np.zeros((), dy.dtype), dy)
+        BatchNormTrainGrad(self.axes).perform(node, (x, dy, scale, mean, invstd), output_storage)
+
+
+@node_rewriter([BatchNormTrainGrad])
+def _compute_sign_from_input(fgraph: Any, node: Any) -> list[Any] | None:
+    """Replace the gradient of a normalisation that a rectifier follows, unless others read the rectifier's gradient."""
+    x, dy, scale, mean, invstd = node.inputs
+    if not _is_elementwise(dy.owner, Switch) or len(fgraph.clients[dy]) > 1:
+        return None
+    is_negative, zeros, g = dy.owner.inputs
+    if not _is_elementwise(is_negative.owner, LE) or not (_is_zero(zeros) and _is_zero(is_negative.owner.inputs[1])):
+        return None
+    rectified = is_negative.owner.inputs[0].owner
+    y = rectified.inputs[0] if is_rectifier(rectified) else None
+    if y is None or y.owner is None or not isinstance(y.owner.op, BatchNormTrain):
+        return None
+    norm = y.owner
+    if [*norm.inputs[:2], *norm.outputs] != [x, scale, y, mean, invstd] or norm.op.axes != node.op.axes:
+        return None
+    if g.dtype != dy.dtype or g.type.broadcastable != dy.type.broadcastable:
+        return None
+    return RectifiedBatchNormTrainGrad(node.op.axes)(x, g, scale, mean, invstd, norm.inputs[2], return_list=True)
+
+
+def _is_elementwise(node: Any, scalar_op: type) -> bool:
+    return node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op)
+
+
+def _is_zero(variable: Any) -> bool:
+    return isinstance(variable, Constant) and not np.any(variable.data)
+
+
+# After the canonical form, which may replace the operands of the switch.
+optdb.register(
+    "compute_sign_from_input", in2out(_compute_sign_from_input, name="compute_sign_from_input"), "jax", position=48.2
+)
+
+
 def _count_elements(x: Any, axes: Sequence[int]) -> Any:
     return pt.cast(pt.prod([x.shape[axis] for axis in axes]), x.dtype)
 
@@ -230,13 +294,41 @@ def _lower_batch_norm_train(op: BatchNormTrain, x: Any, scale: Any, shift: Any) 
 @register_lowering(BatchNormTrainGrad)
 def _lower_batch_norm_train_grad(op: BatchNormTrainGrad, *inputs: Any) -> Any:
     wide = _choose_sum_dtype(*inputs)
-    x, dy, scale, mean, invstd = (v.astype(wide) for v in inputs)
-    centred = x - mean
-    dshift = dy.sum(axis=op.axes, keepdims=True)
-    dscale = (dy * centred).sum(axis=op.axes, keepdims=True) * invstd
+    x, dy, *factors = (v.astype(wide) for v in inputs)
+    return _compute_gradients(op, inputs, factors, _sum_gradients(op, x, dy, factors), x, dy)
+
+
+@register_lowering(RectifiedBatchNormTrainGrad)
+def _lower_rectified_batch_norm_train_grad(op: RectifiedBatchNormTrainGrad, *inputs: Any) -> Any:
+    import jax.numpy as jnp
+    from jax import lax
+
+    def mask_gradient(scale: Any, mean: Any, invstd: Any, shift: Any) -> Any:
+        return jnp.where((x - mean) * (scale * invstd) + shift <= 0, np.zeros((), wide), dy)
+
+    wide = _choose_sum_dtype(*inputs)
+    x, dy, *factors = (v.astype(wide) for v in inputs)
+    sums = _sum_gradients(op, x, mask_gradient(*factors), factors)
+    # The barrier keeps XLA from computing the masked gradient only once, since it would write it to memory.
+    factors, sums = lax.optimization_barrier((factors, sums))
+    return _compute_gradients(op, inputs, factors, sums, x, mask_gradient(*factors))
+
+
+def _sum_gradients(op: _BatchNorm, x: Any, dy: Any, factors: Sequence[Any]) -> Sequence[Any]:
+    """Return the gradients by scale and shift; the factors start with scale, mean and invstd."""
+    _, mean, invstd, *_ = factors
+    dscale = (dy * (x - mean)).sum(axis=op.axes, keepdims=True) * invstd
+    return dscale, dy.sum(axis=op.axes, keepdims=True)
+
+
+def _compute_gradients(
+    op: _BatchNorm, inputs: Sequence[Any], factors: Sequence[Any], sums: Sequence[Any], x: Any, dy: Any
+) -> tuple[Any, Any, Any]:
+    """Return the gradients by array, scale and shift, in the dtypes of the graph."""
+    (scale, mean, invstd, *_), (dscale, dshift) = factors, sums
     # Factors of each channel are combined first, so that two products for each element remain.
     of_dy = scale * invstd
     of_centred = -of_dy * invstd * dscale / op.count_elements(x.shape)
     constant = -of_dy * dshift / op.count_elements(x.shape)
-    dx = of_dy * dy + of_centred * centred + constant
+    dx = of_dy * dy + of_centred * (x - mean) + constant
     return dx.astype(_get_graph_dtype(inputs[0])), dscale.astype(inputs[2].dtype), dshift.astype(inputs[2].dtype)

@@ -212,7 +212,9 @@ class MaxPoolGrad(_PoolingGrad):
 
     shape_input, dtype_input = 0, 2
 
-    #: Positions of inputs that may be rounded; read by `synkhronos.lowering.precision`.
+    #: One kernel writes the output; read by `synkhronos.lowering.precision`.
+    is_elementwise = True
+    #: Positions of inputs that may be rounded; read by the same module.
     bfloat16_inputs = (0, 2)
 
     def compute(self, x: np.ndarray, y: np.ndarray, g: np.ndarray) -> np.ndarray:
@@ -310,6 +312,7 @@ def _recompute_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
 
 @register_lowering(MaxPoolGrad)
 def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
+    import jax
     import jax.numpy as jnp
 
     spatial = x.shape[-op.n_spatial :]
@@ -320,9 +323,34 @@ def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
     # many windows, which begin in the same block or in an earlier one.
     blocks = [(pad + n - 1) // s + 1 for n, s, pad in zip(spatial, op.stride, op.pad, strict=True)]
     before = [(w - 1) // s for w, s in zip(op.window, op.stride, strict=True)]
-
-    x = pad_zeros(x, op.pad, [n * s for n, s in zip(blocks, op.stride, strict=True)])
     top, g = (pad_zeros(v, before, [n + b for n, b in zip(blocks, before, strict=True)]) for v in (top, g))
+    crop = (Ellipsis, *(slice(p, p + n) for p, n in zip(op.pad, spatial, strict=True)))
+
+    def get_windows(offset: Sequence[int]) -> tuple[Any, ...]:
+        """Return the slices that select, for each block, the window that begins ``offset`` blocks earlier."""
+        return (Ellipsis, *(slice(b - k, b - k + n) for b, k, n in zip(before, offset, blocks, strict=True)))
+
+    def read_windows(v: Any, offset: Sequence[int]) -> Any:
+        """Return the value of a window for each element."""
+        v = v[get_windows(offset)]
+        for axis, stride in enumerate(op.stride, start=lead):
+            v = jnp.repeat(v, stride, axis)
+        return v[crop]
+
+    if jax.default_backend() == "gpu":
+        # One kernel, which is faster than one for each position in a block.
+        total = jnp.zeros(x.shape, g.dtype)
+        for offset in itertools.product(*(range(b + 1) for b in before)):
+            is_maximal = x == read_windows(top, offset)
+            for axis, (k, w, s, n) in enumerate(zip(offset, op.window, op.stride, spatial, strict=True)):
+                is_in_window = (np.arange(n) + op.pad[axis]) % s < w - k * s
+                if not is_in_window.all():
+                    is_maximal &= is_in_window.reshape(-1, *[1] * (op.n_spatial - axis - 1))
+            total += jnp.where(is_maximal, read_windows(g, offset), 0)
+        return total
+
+    # XLA ignores the barrier on the CPU, where it would compute the array again in that kernel.
+    x = pad_zeros(x, op.pad, [n * s for n, s in zip(blocks, op.stride, strict=True)])
 
     def gather_position(position: tuple[int, ...]) -> Any:
         """Return the gradient at one position of all blocks, and at all positions on further axes."""
@@ -333,12 +361,11 @@ def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
         values = x[(Ellipsis, *(slice(i, None, s) for i, s in zip(position, op.stride, strict=True)))]
         total = jnp.zeros(values.shape, g.dtype)
         offsets = [range(-(-(w - i) // s)) for i, w, s in zip(position, op.window, op.stride, strict=True)]
-        for offset in itertools.product(*offsets):
-            window = (Ellipsis, *(slice(b - k, b - k + n) for b, k, n in zip(before, offset, blocks, strict=True)))
-            total = total + jnp.where(values == top[window], g[window], 0)
+        for windows in map(get_windows, itertools.product(*offsets)):
+            total = total + jnp.where(values == top[windows], g[windows], 0)
         return total
 
-    return gather_position(())[(Ellipsis, *(slice(p, p + n) for p, n in zip(op.pad, spatial, strict=True)))]
+    return gather_position(())[crop]
 
 
 @register_lowering(MaxPoolGradGrad)

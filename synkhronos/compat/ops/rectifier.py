@@ -10,7 +10,7 @@ import pytensor.tensor as pt
 from pytensor.scalar.basic import Maximum, upcast_out
 from pytensor.tensor.elemwise import Elemwise
 
-__all__ = ["rectifier"]
+__all__ = ["is_rectifier", "rectifier"]
 
 
 def rectifier(x: Any) -> Any:
@@ -39,3 +39,8 @@ class _Maximum(Maximum):
 
 
 _rectifier = Elemwise(_Maximum(upcast_out, name="rectifier"))
+
+
+def is_rectifier(node: Any) -> bool:
+    """Whether an Apply node, or None, computes `rectifier`."""
+    return node is not None and node.op == _rectifier

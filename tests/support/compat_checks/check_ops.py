@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("pytensor")
 
 import cases
+import jax
 import pytensor
 import pytensor.tensor as pt
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from pytensor.gradient import verify_grad
 from synkhronos.compat.ops import convolution
 from synkhronos.compat.ops.classification import OneHotCrossentropy, Softmax
 from synkhronos.compat.ops.convolution import Conv, ConvGradInputs, ConvGradWeights
-from synkhronos.compat.ops.normalization import BatchNormTrain, BatchNormTrainGrad
+from synkhronos.compat.ops.normalization import BatchNormTrain, BatchNormTrainGrad, RectifiedBatchNormTrainGrad
 from synkhronos.compat.ops.pooling import MODES, MaxPoolGrad, MaxPoolGradGrad, Pool, SumPoolGrad
 from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.compat.ops.windows import fold, unfold
@@ -210,6 +211,21 @@ def test_windows_that_make_no_sense_are_refused():
         Pool((2, 2), (2, 2), (0, 0), "max", True)(pt.vector())
 
 
+@pytest.mark.parametrize("settings", [*POOLS, ((3, 3), (2, 2), (1, 1), True)])
+def test_gradient_of_a_maximum_on_a_gpu(settings, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    window, stride, pad, ignore = settings
+    op = Pool(window, stride, pad, "max", ignore)
+    x = RNG.integers(4, size=(2, 3, 7, 8)).astype("float64")  # with equal maxima in a window
+    y = op.compute(x)
+    values = x, y, draw_normal(*y.shape)
+    inputs = [pt.tensor4(), pt.tensor4(), pt.tensor4()]
+    gradient = op._convert_to(MaxPoolGrad)
+    np.testing.assert_allclose(
+        compute_in_mode("JAX", inputs, gradient(*inputs), *values), gradient.compute(*values), atol=1e-12
+    )
+
+
 # -- batch normalisation ---------------------------------------------------------------------------------------------
 
 AXES = [(0,), (0, 2, 3), (1, 3)]
@@ -376,6 +392,48 @@ def test_scales_of_other_lengths_are_refused(mode):
     for wrong in (pt.dvector(), pt.dmatrix()):
         with pytest.raises(TypeError, match="scale, shift: expected 2 dimensions, length 1 on"):
             BatchNormTrain((0,), EPSILON)(x, scale, wrong)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradient_of_a_rectified_normalization_reads_its_input_only(dtype):
+    axes = AXES[1]
+    inputs = [pt.TensorType(dtype, [1 if axis in axes and i else None for axis in range(4)])() for i in range(3)]
+    weights = draw_normal(*SHAPE).astype(dtype)
+    y = rectifier(BatchNormTrain(axes, EPSILON)(*inputs)[0])
+    gradients = pytensor.grad((weights * y).sum(), inputs)
+    f = pytensor.function(inputs, gradients, mode="JAX")
+    (node,) = (n for n in f.maker.fgraph.apply_nodes if isinstance(n.op, RectifiedBatchNormTrainGrad))
+    values = make_batch(axes, dtype)
+    expected = compute_in_mode("FAST_COMPILE", inputs, gradients, *values)
+    tolerance = {"float32": 1e-5, "float64": 1e-12}[dtype]
+    for actual, wanted in zip(f(*values), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=tolerance, atol=tolerance)
+    # NumPy's method, which no mode calls.
+    variables = [v.type() for v in node.inputs]
+    normalised = normalise_in_numpy(*values, axes)
+    arguments = values[0], weights, values[1], *(v.astype(dtype) for v in normalised[1:]), values[2]
+    outputs = node.op(*variables)
+    for actual, wanted in zip(compute_in_mode("FAST_COMPILE", variables, outputs, *arguments), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_other_masked_gradients_of_normalizations_keep_their_mask():
+    x, scale, shift = inputs = [pt.TensorType("float64", (1 if i else None, None))() for i in range(3)]
+    y = BatchNormTrain((0,), EPSILON)(*inputs)[0]
+    weights, values = draw_normal(5, 3), [draw_normal(5, 3), draw_normal(1, 3), draw_normal(1, 3)]
+    others = [
+        rectifier(y) + 2 * y,  # the gradient of the normalisation is a sum
+        rectifier(2 * y),  # the rectifier's operand is not the normalised array
+        pt.switch(pt.le(rectifier(y), 0.5), 0.0, y),
+        pt.switch(pt.le(rectifier(y), 0.0), 0.5 * y, y),
+    ]
+    for other in others:
+        gradients = pytensor.grad((weights * other).sum(), inputs)
+        f = pytensor.function(inputs, gradients, mode="JAX")
+        assert not any(isinstance(n.op, RectifiedBatchNormTrainGrad) for n in f.maker.fgraph.apply_nodes)
+        expected = compute_in_mode("FAST_COMPILE", inputs, gradients, *values)
+        for actual, wanted in zip(f(*values), expected, strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_statistics_do_not_depend_on_the_scale():
