@@ -60,17 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of all three scripts."""
     add = parser.add_argument
     add("model", nargs="?", default="mlp", help=f"{MODELS} (default: %(default)s)")
-    add(
-        "--batch-size",
-        type=common.parse_positive,
-        default=500,
-        metavar="N",
-        help="images a step, of all ranks (%(default)s)",
-    )
+    add("--batch-size", **common.POSITIVE, default=500, help="images a step, of all ranks (%(default)s)")
     add("--no-dropout", dest="dropout", action="store_false", help="leave dropout out of the model")
     data = parser.add_argument_group("data (default: 5,000 digits)").add_mutually_exclusive_group().add_argument
     data("--data", type=Path, metavar="DIR", help="the full set's four IDX files")
-    data("--synthetic", type=common.parse_positive, metavar="N", help="N synthetic images, for timings")
+    data("--synthetic", **common.POSITIVE, help="N synthetic images, for timings")
     common.add_training_arguments(parser, epochs=20, steps_per_launch=20)
 
 

@@ -22,6 +22,17 @@ LEARNING_RATES = {
 }
 
 
+def parse_positive(text: str) -> int:
+    """Return a positive integer, parsed from an argument; raise ArgumentTypeError if it is none."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+#: Options of an argument that is a positive integer.
+POSITIVE: dict[str, Any] = {"type": parse_positive, "metavar": "N"}
+
+
 def make_parser(description: str, examples: list[str], script: str) -> argparse.ArgumentParser:
     """Return an argument parser that prints examples."""
     name = Path(script).name
@@ -48,7 +59,7 @@ def add_rank_arguments(arguments: argparse.ArgumentParser) -> None:
     """Add the arguments of `synkhronos.fork`, and ``--compare``."""
     group = arguments.add_argument_group("ranks")
     add = group.add_argument
-    add("--ranks", type=parse_positive, metavar="N", help="processes (default: one for each GPU, or for each core)")
+    add("--ranks", **POSITIVE, help="processes (default: one for each GPU, or for each core)")
     add_device_arguments(group)
     add("--compare", action="store_true", help="first train in one process, and show the speed-up")
 
@@ -56,26 +67,14 @@ def add_rank_arguments(arguments: argparse.ArgumentParser) -> None:
 def add_training_arguments(arguments: argparse.ArgumentParser, epochs: int, steps_per_launch: int = 1) -> None:
     """Add epochs, update rule, learning rate and seed."""
     add = arguments.add_argument_group("training").add_argument
-    add("--epochs", type=parse_positive, default=epochs, metavar="N", help="passes over the data (%(default)s)")
-    add("--steps", type=parse_positive, metavar="N", help="at most this many steps in an epoch")
-    add(
-        "--at-once",
-        type=parse_positive,
-        default=steps_per_launch,
-        metavar="N",
-        help="steps that the GPUs take in one go (%(default)s)",
-    )
+    add("--epochs", **POSITIVE, default=epochs, help="passes over the data (%(default)s)")
+    add("--steps", **POSITIVE, help="at most this many steps in an epoch")
+    add("--at-once", **POSITIVE, default=steps_per_launch, help="steps that the GPUs take in one go (%(default)s)")
     rules = list(LEARNING_RATES)
     add("--rule", choices=rules, default="nesterov_momentum", metavar="NAME", help=f"{', '.join(rules)} (%(default)s)")
     add("--learning-rate", type=float, metavar="R", help="(default: one that suits the rule)")
     add("--seed", type=int, default=1, metavar="N", help="of weights, batches and dropout (%(default)s)")
-    add(
-        "--slices",
-        type=parse_positive,
-        default=4,
-        metavar="N",
-        help="pieces of validation and test, to save memory (4)",
-    )
+    add("--slices", **POSITIVE, default=4, help="pieces of validation and test, to save memory (%(default)s)")
     add("--quiet", action="store_true", help="no progress bar")
     add("--result", type=Path, metavar="FILE", help="write the figures into a file, as JSON")
 
@@ -85,10 +84,3 @@ def set_defaults(options: argparse.Namespace) -> None:
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.rule]
     options.update_rule = getattr(updates, options.rule)
-
-
-def parse_positive(text: str) -> int:
-    """Return a positive integer, parsed from an argument; raise ArgumentTypeError if it is none."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return int(text)

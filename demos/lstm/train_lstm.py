@@ -164,25 +164,15 @@ def main() -> None:
     add("--data", metavar="FILE", help="an .npz file with x and y (default: synthetic texts)")
     add("--texts", type=int, default=4000, metavar="N", help="number of synthetic texts (default: %(default)s)")
     add("--length", type=int, default=20, metavar="N", help="words per text (default: %(default)s)")
-    add(
-        "--size",
-        type=int,
-        default=64,
-        metavar="N",
-        help="size of word vectors and of the LSTM layer (default: %(default)s)",
-    )
+    add("--size", type=int, default=64, metavar="N", help="size of word vectors and of the LSTM (default: %(default)s)")
     add("--epochs", type=int, default=4, help="2 or more (default: %(default)s)")
     add("--batch-size", type=int, default=16, metavar="N", help="texts of one rank in a step (default: %(default)s)")
     add("--rate", type=float, default=0.002, help="learning rate (default: %(default)s)")
     add("--period", type=int, default=10, help="steps between exchanges (default: %(default)s)")
     add("--beta", type=float, default=0.9, help="beta of EASGD (default: %(default)s)")
     add("--alpha", type=float, help="alpha of EASGD (default: beta / ranks; Platoon uses 0.5)")
-    modes = {"pytensor": "JAX", "theano": "FAST_RUN"}
-    add(
-        "--mode",
-        default=modes[library.__name__],
-        help="compilation mode of functions on the CPU (default: %(default)s)",
-    )
+    mode = {"pytensor": "JAX", "theano": "FAST_RUN"}[library.__name__]
+    add("--mode", default=mode, help="compilation mode of functions on the CPU (default: %(default)s)")
     options = parser.parse_args()
     if options.epochs < 2:
         parser.error("argument --epochs: 2 or more are needed, as the first, which compiles, is not counted")

@@ -19,28 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     depths = ", ".join(map(str, BLOCKS))
     add("--depth", type=int, choices=BLOCKS, default=50, metavar="N", help=f"layers: {depths} (%(default)s)")
     add("--blocks", type=_parse_blocks, metavar="N,N,...", help="blocks of each stage, instead of a depth: 1,1,1,1")
-    add("--width", type=common.parse_positive, default=64, metavar="N", help="filters of the first layer (%(default)s)")
+    add("--width", **common.POSITIVE, default=64, help="filters of the first layer (%(default)s)")
     add("--weight-decay", type=float, default=1e-4, metavar="R", help="penalty of large weights (%(default)s)")
     add("--smoothing", type=float, default=0.0, metavar="SHARE", help="label smoothing (%(default)s)")
     add = parser.add_argument_group("images").add_argument
     add("--data", type=Path, metavar="DIR", help="a folder with a subfolder of images for each class")
-    add(
-        "--images",
-        type=common.parse_positive,
-        default=1280,
-        metavar="N",
-        help="synthetic images, without DIR (%(default)s)",
-    )
-    add("--classes", type=common.parse_positive, default=10, metavar="N", help="synthetic classes (%(default)s)")
-    add("--size", type=common.parse_positive, default=224, metavar="N", help="height and width (%(default)s)")
+    add("--images", **common.POSITIVE, default=1280, help="synthetic images, without DIR (%(default)s)")
+    add("--classes", **common.POSITIVE, default=10, help="synthetic classes (%(default)s)")
+    add("--size", **common.POSITIVE, default=224, help="height and width (%(default)s)")
     add("--validation", type=float, default=0.1, metavar="SHARE", help="of the images to validate (%(default)s)")
-    add(
-        "--batch-size",
-        type=common.parse_positive,
-        default=32,
-        metavar="N",
-        help="images a step, of each rank (%(default)s)",
-    )
+    add("--batch-size", **common.POSITIVE, default=32, help="images a step, of each rank (%(default)s)")
     common.add_training_arguments(parser, epochs=3)
 
 
