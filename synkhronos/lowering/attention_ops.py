@@ -61,6 +61,10 @@ class _AttentionOp(Op):
         # PyTensor's gradient of a cast from float16 has another dtype.
         return [found[copy].astype(copy.dtype) if copy in found else disconnected_type() for copy in copies]
 
+    def L_op(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:  # noqa: N802 - PyTensor's name
+        """Return the gradients; the name before PyTensor 3.0 of `pullback`."""
+        return self.pullback(inputs, outputs, output_grads)
+
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Return the inputs with a derivative: all but the mask."""
         return [[variable.dtype != "bool"] * len(node.outputs) for variable in node.inputs]
