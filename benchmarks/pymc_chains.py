@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks._hierarchical import N_GROUPS
 from benchmarks._measure import Table, fork_ranks, prepare_pymc, print_heading
-from benchmarks.pymc_rows import make_evaluator, make_logistic, measure_parallel_chains
+from benchmarks.pymc_rows import make_evaluator, make_logistic
 from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.ranks import count_available_cores
 
@@ -93,17 +93,19 @@ def compare(name: str, build: Callable[[int, int], Any], options: argparse.Names
     print(f"{name}, {options.rows} rows of {options.columns} columns: {chains} chains, {size} ranks", flush=True)
     table = Table({"": 22, "gradients/s": 11, "of the limit": 12, "effective/s": 11, "wall (s)": 8, "R-hat": 6})
     per_chain = max(1, size // chains)
-    submodel = build(options.rows // per_chain, options.columns)
-    limit = measure_parallel_chains(submodel, per_chain * min(chains, size), options.calls) / per_chain
-    table.print_row("limit", f"{limit:.1f}", "1", "", "", "")
-    gradients: dict[str, list[float]] = {side: [] for side in list(sides)[:2]}
-    evaluators = {side: make_evaluator(sides[side][0]) for side in gradients}
-    for evaluate in evaluators.values():
+    evaluators = {
+        "limit": (make_evaluator(build(options.rows // per_chain, options.columns)), per_chain * min(chains, size)),
+        **{side: (make_evaluator(sides[side][0]), chains) for side in list(sides)[:2]},
+    }
+    for evaluate, _ in evaluators.values():
         evaluate()  # compiles before chains are forked
+    gradients: dict[str, list[float]] = {side: [] for side in evaluators}
     for _ in range(5):
-        for side, evaluate in evaluators.items():
+        for side, (evaluate, n_processes) in evaluators.items():
             with threadpool_limits(1):
-                gradients[side].append(measure_evaluation_rate(evaluate, chains))
+                gradients[side].append(measure_evaluation_rate(evaluate, n_processes))
+    limit = median(gradients.pop("limit")) / per_chain
+    table.print_row("limit", f"{limit:.1f}", "1", "", "", "")
     for side, rates in gradients.items():
         rate = median(rates)
         table.print_row(f"{side}*", f"{rate:.1f}", f"{rate / limit:.2f}", "", "", "")
@@ -147,7 +149,6 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=240, help="seconds of each model's samplers (default: %(default)s)"
     )
-    parser.add_argument("--calls", type=int, default=50, help="evaluations for the limit (default: %(default)s)")
     parser.add_argument("--only", choices=["logistic", "counts"], help="measure one of the models")
     options = parser.parse_args()
     if not prepare_pymc():

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -30,13 +29,13 @@ from threadpoolctl import threadpool_limits
 from benchmarks._hierarchical import N_GROUPS, make_data
 from benchmarks._measure import (
     Table,
-    fork_processes,
     fork_ranks,
     format_duration,
     print_criterion,
     print_heading,
     time_call,
 )
+from synkhronos.extensions.chains import measure_evaluation_rate
 
 
 def make_logistic(rows: int, columns: int) -> Any:
@@ -84,24 +83,6 @@ def make_evaluator(model: Any) -> Callable[[], Any]:
         return function(point + steps[count % 1000])
 
     return evaluate
-
-
-def measure_parallel_chains(model: Any, chains: int, calls: int) -> float:
-    """Return the total evaluations per second of processes that evaluate a model in parallel."""
-    pymc_evaluate = make_evaluator(model)
-    context = multiprocessing.get_context("fork")
-    start, rates = context.Barrier(chains), context.SimpleQueue()
-
-    def evaluate() -> None:
-        with threadpool_limits(1):
-            pymc_evaluate()
-            start.wait()
-            # No medians: they would hide the waits for a core where there are more processes than cores.
-            rates.put(calls / time_call(lambda: [pymc_evaluate() for _ in range(calls)]))
-
-    pymc_evaluate()  # compiles before the processes are forked
-    with fork_processes(evaluate, [()] * chains):
-        return sum(rates.get() for _ in range(chains))
 
 
 def compare(
@@ -182,10 +163,11 @@ def main() -> None:
         f"beta-binomial of {N_GROUPS} groups, {options.costly} rows": (make_beta_binomial(options.costly), 1.9),
     }
     calls, rounds, size = options.calls, options.rounds, options.ranks
-    chains = [
-        measure_parallel_chains(model, options.chains, calls) if options.chains else None
-        for model, _ in models.values()
-    ]
+    with threadpool_limits(1):
+        chains = [
+            measure_evaluation_rate(make_evaluator(model), options.chains) if options.chains else None
+            for model, _ in models.values()
+        ]
     with fork_ranks(options.ranks):
         for (name, (model, at_least)), rate in zip(models.items(), chains, strict=True):
             compare(name, model, calls, rounds, size, at_least, rate)

@@ -27,7 +27,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial, reduce
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytensor
@@ -156,21 +156,6 @@ class PickedRows:
         return values
 
 
-class RemoteEvaluator(Protocol):
-    """Evaluates sums in other processes, for threads of a sampler that run concurrently."""
-
-    def evaluate(
-        self, distributed_sum: DistributedSum, params: Sequence[np.ndarray], with_gradients: bool
-    ) -> list[np.ndarray]:
-        """Return the value of a sum at a point and, optionally, its gradients.
-
-        Raises
-        ------
-        WorkerError
-            If a process has exited.
-        """
-
-
 class DistributedSum:
     """A sum over rows that the ranks evaluate: its rows, its compiled functions, and the results at the last point.
 
@@ -198,7 +183,7 @@ class DistributedSum:
         In such a process, the rows when its ranks were started.
     rewrite_before_gradient : callable
         Rewrites the sum before its gradient is built.
-    remote_evaluator : RemoteEvaluator or None
+    remote_evaluator : ChainServers or None
         Evaluates for threads that a sampler started, in other processes.
     """
 
@@ -219,7 +204,7 @@ class DistributedSum:
         self.max_chain_ranks: int | None = None
         self.inherited_rows: list[Any] = []
         self.rewrite_before_gradient: Callable[[Any], Any] = _canonicalize
-        self.remote_evaluator: RemoteEvaluator | None = None
+        self.remote_evaluator: Any = None
         self._lock = threading.RLock()
         self._inherited_values: list[Any] = []
         self._scattered: list[Any] = []
@@ -347,7 +332,8 @@ class DistributedSum:
             if self.remote_evaluator is None or not is_foreign_thread():
                 return self._evaluate_in_this_process(params, with_gradients)
             try:
-                return self.remote_evaluator.evaluate(self, params, with_gradients)
+                results: list[np.ndarray] = self.remote_evaluator.evaluate(self, params, with_gradients)
+                return results
             except ranks.WorkerError as error:
                 raise stop_sampler(error, self.remote_evaluator) from error
 

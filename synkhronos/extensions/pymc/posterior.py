@@ -24,10 +24,9 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -319,19 +318,8 @@ def _add_group(idata: Any, name: str, dataset: Any) -> Any:
 # -- blocks, and the processes that compute them -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """A range of draws of one chain.
-
-    Parameters
-    ----------
-    chain : int
-        Position of the chain.
-    start, stop : int
-        Positions of the first draw and after the last draw.
-    seed : int
-        Seed of the draws' predictions.
-    """
+class _Block(NamedTuple):
+    """A range of draws of one chain, and the seed of its predictions."""
 
     chain: int
     start: int

@@ -308,7 +308,9 @@ class RowSearch:
         if axis and isinstance(variable, SharedVariable):
             raise NotRowwiseError(f"{_describe(variable)} has its rows on axis {axis}: put them on axis 0")
         # An array that is passed twice is sent once.  PyTensor merges equal constants, too, so that they cancel.
-        key = (_describe_memory(values), variable.type, axis) if isinstance(values, np.ndarray) else variable
+        key = variable
+        if isinstance(values, np.ndarray):
+            key = values.__array_interface__["data"], values.shape, values.strides, variable.type, axis
         if key in self._placeholders:
             return self._placeholders[key]
         lengths = [None, *(length for i, length in enumerate(variable.type.shape) if i != axis)]
@@ -355,10 +357,6 @@ def _list_value_inputs(variable: Any) -> list[Any]:
 def _get_shape(data: Any) -> tuple[int, ...]:
     """Return the current shape of a constant or shared variable."""
     return np.shape(data.data if isinstance(data, Constant) else data.get_value(borrow=True))
-
-
-def _describe_memory(array: np.ndarray) -> tuple[Any, ...]:
-    return array.__array_interface__["data"], array.shape, array.strides
 
 
 def _make_mixes_rows_error(node: Any) -> NotRowwiseError:
@@ -623,17 +621,11 @@ def _list_kept_axes(node: Any) -> list[int]:
     return [i for i in range(ndim) if i not in reduced]
 
 
-def _restrict_cumulative(search: RowSearch, node: Any, axis: int) -> Any:
-    if node.op.axis is None or node.op.axis == axis:
-        raise _make_mixes_rows_error(node)
-    return node.op(search.restrict(node.inputs[0], axis))
-
-
-def _restrict_softmax(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_unary(search: RowSearch, node: Any, axis: int) -> Any:
+    """Restrict an operation on one array along some axes, such as a softmax, or along all if its axis is None."""
     (values,) = node.inputs
-    softmax_axes = node.op.axis
-    softmax_axes = range(values.type.ndim) if softmax_axes is None else np.atleast_1d(softmax_axes) % values.type.ndim
-    if axis in softmax_axes:
+    axes = getattr(node.op, "axis", ())  # a view has none
+    if axes is None or axis in np.atleast_1d(axes) % values.type.ndim:
         raise _make_mixes_rows_error(node)
     return node.op(search.restrict(values, axis))
 
@@ -688,10 +680,6 @@ def _restrict_reshape(search: RowSearch, node: Any, axis: int) -> Any:
     return pt.reshape(search.restrict(values, 0), [search.n_rows_variable, *other_lengths])
 
 
-def _restrict_view(search: RowSearch, node: Any, axis: int) -> Any:
-    return node.op(search.restrict(node.inputs[0], axis))
-
-
 def _restrict_op_from_graph(search: RowSearch, node: Any, axis: int) -> Any:
     graph = node.op.fgraph
     if hasattr(graph, "unfreeze"):  # since 3.1
@@ -716,14 +704,14 @@ _RULES: dict[type, RowwiseRule] = {
     SparseDot: _restrict_sparse_dot,
     StructuredDot: _restrict_sparse_dot,
     CAReduce: _restrict_reduction,
-    CumOp: _restrict_cumulative,
-    Softmax: _restrict_softmax,
-    LogSoftmax: _restrict_softmax,
+    CumOp: _restrict_unary,
+    Softmax: _restrict_unary,
+    LogSoftmax: _restrict_unary,
     Join: _restrict_join,
     Alloc: _restrict_alloc,
     SpecifyShape: _restrict_specify_shape,
     Reshape: _restrict_reshape,
-    ViewOp: _restrict_view,
+    ViewOp: _restrict_unary,
     OpFromGraph: _restrict_op_from_graph,
 }
 if hasattr(subtensor, "AdvancedSubtensor1"):  # gone in newer versions
