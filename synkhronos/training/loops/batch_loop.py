@@ -10,7 +10,7 @@ Each iteration trains on the next batches::
 
 Subclasses of `BatchLoop` differ in who takes a step:
 
-- `synkhronos.training.trainer.joint_step_loop.JointStepLoop` runs in the master.  Each step is a command of all ranks,
+- `synkhronos.training.trainer.launch_loop.JointStepLoop` runs in the master.  Each step is a command of all ranks,
   which exchanges gradients: BSP on gradients.
 - `synkhronos.training.trainer.local_step_loop.LocalStepLoop` runs on every rank.  Each rank takes its own steps, and an
   `Exchanger` exchanges parameters by a rule.

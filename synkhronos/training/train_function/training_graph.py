@@ -24,7 +24,7 @@ from synkhronos.training.train_function.weighted_mean import (
     warn_of_varying_denominators,
 )
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
-from synkhronos.training.updates.argument_checks import find_library
+from synkhronos.training.updates.flat_gradient import find_library
 from synkhronos.training.updates.rule_extensions import (
     add_moving_averages,
     compute_gradients_with_loss_scale,

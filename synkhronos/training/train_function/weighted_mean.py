@@ -15,7 +15,7 @@ import numpy as np
 
 from synkhronos.graphs import Variable, get_library
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
-from synkhronos.training.updates.argument_checks import find_library
+from synkhronos.training.updates.flat_gradient import find_library
 
 
 def make_weighted_outputs(expression: Any, weight: Any) -> list[tuple[Any, str]]:

@@ -1,15 +1,23 @@
-"""Base class of a trainer's loops over batches: each iteration launches one step per batch."""
+"""A trainer's loops over batches, each iteration of which launches one step per batch: base class, and joint steps."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.collectives.calls import broadcast
 from synkhronos.loading.loader import Feed
 from synkhronos.training.loops.batch_loop import BatchLoop
-from synkhronos.training.monitoring.meter import LossReader, Meter
+from synkhronos.training.loops.stop_signals import get_requested_stop
+from synkhronos.training.monitoring.meter import LossReader, Meter, RankTotals
+from synkhronos.training.trainer.compiled_model import CompiledModel
+from synkhronos.training.trainer.death_recovery import OperationRunner
 from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
 
 
@@ -146,3 +154,85 @@ def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight
     if has_weight:
         return lambda losses, weights: zip(map(float, fetch(losses)), map(float, fetch(weights)), strict=True)
     return lambda losses, rows: [(float(loss) * n, n) for loss, n in zip(fetch(losses), rows, strict=True)]
+
+
+class RowsMovedError(Exception):
+    """The rows of a step are on other hosts than its ranks, since a rank was left out."""
+
+
+class JointStepLoop(LaunchLoop):
+    """Loop of the master whose steps are commands of all ranks."""
+
+    def __init__(self, plan: IntervalPlan, source: RowSource, model: CompiledModel, operation_runner: OperationRunner):
+        state, graph = model.state, model.graph
+        read = make_loss_reader(list, plan.has_weight)
+        meter = Meter(0, plan.recorders, read, model.launch_shapes, state.position.steps)
+        super().__init__(plan, source, meter, plan.batch_size * ranks.get_session().size, True, state.rate)
+        assert model.joint_step is not None
+        self._step, self._learning_rate = model.joint_step, model.learning_rate
+        self._operation_runner = operation_runner
+        self._max_steps_per_launch = min(source.max_steps_per_launch, operation_runner.max_steps_per_launch)
+        data = source.data
+        self._x = data[: len(graph.x)] if graph.x_is_list else data[0]
+        self._y = data[len(graph.x) :] if graph.y_is_list else data[-1]
+
+    def iterate_batches(self) -> Iterator[LaunchBatches]:
+        """Yield the batches of each launch; their learning rates are equal."""
+        position, plan = self.plan.start, self.plan
+        while position < plan.stop:
+            rate, starts = plan.get_learning_rate(position), [position]
+            while len(starts) < self._max_steps_per_launch and starts[-1] + 2 * self.rows_per_step <= plan.stop:
+                if plan.get_learning_rate(starts[-1] + self.rows_per_step) != rate:
+                    break
+                starts.append(starts[-1] + self.rows_per_step)
+            end = min(starts[-1] + self.rows_per_step, plan.stop)
+            yield LaunchBatches(position, starts, end)
+            position = end
+
+    @property
+    def _is_resized(self) -> bool:
+        return self.rows_per_step != self.plan.batch_size * ranks.get_session().size
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the learning rate's variable on all ranks."""
+        value = np.asarray(rate, self._learning_rate.type.dtype)
+        self._operation_runner.run_idempotent(lambda: broadcast(self._learning_rate, value))
+
+    def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
+        """Take one step per batch, in one launch if possible, and read the losses."""
+
+        def take_steps() -> list[tuple[Any, Any]]:
+            if self._is_resized and min(len(self.plan.rank_groups), len(ranks.get_session().ranks_by_host)) > 1:
+                raise RowsMovedError
+            losses = self._step.weighted_steps(self._x, self._y, rows)
+            # Losses that are not read yet would be lost with the rank that has them.
+            return [(float(loss), weight if weight is None else float(weight)) for loss, weight in losses]
+
+        return self._operation_runner.run_update(take_steps, len(rows))
+
+    def free_after_launch(self, position_ranges: list[tuple[int, int]], steps: int) -> None:
+        """Free the rows: `launch` has waited for the steps."""
+        self.meter.read_losses()
+        self.free(position_ranges)
+
+    def exchange(self, steps: int) -> None:
+        """Do nothing: steps exchange gradients."""
+
+    def decide_stop(self) -> bool:
+        """Return True after a signal, or a death that has ended the source or changed the number of rows per step."""
+        return self._is_resized or self.source.has_ended or self.plan.can_stop and bool(get_requested_stop())
+
+
+def take_joint_steps(
+    plan: IntervalPlan, source: RowSource, model: CompiledModel, operation_runner: OperationRunner
+) -> tuple[int, RankTotals]:
+    """Train all ranks on the rows of an interval; return the position reached, and the totals."""
+    loop, state = JointStepLoop(plan, source, model, operation_runner), model.state
+    try:
+        with contextlib.suppress(RowsMovedError):  # the next interval repeats the step
+            loop.run()
+    finally:
+        state.rate = loop.rate
+    loop.write_lines(flush=True)
+    state.position.steps = loop.meter.step
+    return loop.end, loop.meter.get_totals(loop.rate)

@@ -47,7 +47,7 @@ from synkhronos.training.trainer.epoch_data import (
     check_enough_rows,
     get_ranks_by_host,
 )
-from synkhronos.training.trainer.joint_step_loop import take_joint_steps
+from synkhronos.training.trainer.launch_loop import take_joint_steps
 from synkhronos.training.trainer.local_step_loop import take_local_steps
 from synkhronos.training.trainer.trainer_state import TrainerPosition
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import GraphLibrary, Scalar, SharedVariable, Variable, get_library
+from synkhronos.graphs import GraphLibrary, Scalar, SharedVariable, Variable, get_library, is_variable
 from synkhronos.graphs.dependence_analysis import DependenceAnalysis
-from synkhronos.training.updates.argument_checks import as_gradients, check_params, check_scalars
 
 
 class RuleUpdates(NamedTuple):
@@ -157,3 +156,72 @@ def get_shape(param: SharedVariable) -> tuple[int, ...]:
     """Return the shape of a shared variable's value."""
     # The internal type: otherwise a whole array would be copied from a GPU.
     return tuple(int(length) for length in param.get_value(borrow=True, return_internal_type=True).shape)
+
+
+# -- checks of arguments: each error names the argument, the value, and the expected kind --------------------------
+
+
+def find_library(expected: str, *variables: Any) -> GraphLibrary:
+    """Return the graph library of the variables; raise TypeError, with a message that begins with `expected`."""
+    try:
+        return get_library(*variables)
+    except TypeError as error:
+        raise TypeError(f"{expected}; {error}") from None
+
+
+def check_params(params: Iterable[Any]) -> list[Any]:
+    """Check parameters and return them as a list: distinct shared variables of floats, of one graph library."""
+    expected = "params: expected a list of shared variables of floats"
+    # A variable could be iterated over too, and would give its rows.
+    if not isinstance(params, Iterable) or isinstance(params, str) or is_variable(params):
+        raise TypeError(f"{expected}, got {_describe_value(params)}")
+    listed = list(params)
+    if not listed:
+        raise ValueError(f"{expected}, got none")
+    for i, p in enumerate(listed):
+        library = find_library(expected, p)
+        if not library.is_shared(p) or not str(getattr(p, "dtype", None)).startswith("float"):
+            raise TypeError(f"{expected}, got {_describe_value(p)} at index {i}")
+        if any(p is q for q in listed[:i]):
+            raise ValueError(f"{expected}, each once, got {p!r} again at index {i}")
+    find_library(expected, *listed)
+    return listed
+
+
+def check_scalars(params: Sequence[Any], **scalars: Any) -> None:
+    """Check that each hyperparameter is a number, or a symbolic scalar of the parameters' graph library."""
+    for argument, value in scalars.items():
+        if is_number(value):
+            continue
+        expected = f"{argument}: expected a number or a symbolic scalar"
+        find_library(expected, value, *params)
+        if getattr(value, "ndim", None) != 0:
+            raise ValueError(f"{expected}, got {_describe_value(value)}")
+
+
+def as_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
+    """Convert a loss to its gradients; return a list of gradients, one for each parameter, unchanged."""
+    if not isinstance(loss_or_grads, list | tuple):
+        expected = "loss_or_grads: expected a symbolic scalar or a list of gradients"
+        library = find_library(expected, loss_or_grads, *params)
+        if getattr(loss_or_grads, "ndim", None) != 0:
+            raise ValueError(f"{expected}, got {_describe_value(loss_or_grads)}")
+        used = {id(shared) for shared in library.find_shareds([loss_or_grads])}
+        if unused := [p for p in params if id(p) not in used]:
+            raise ValueError(f"params: the loss does not depend on {', '.join(map(_describe_value, unused))}")
+        return list(library.grad(loss_or_grads, list(params)))
+    expected = f"loss_or_grads: expected one gradient for each of {len(params)} params"
+    if len(loss_or_grads) != len(params):
+        raise ValueError(f"{expected}, got {len(loss_or_grads)}")
+    for i, (g, p) in enumerate(zip(loss_or_grads, params, strict=True)):
+        find_library(expected, g, p)
+        if getattr(g, "ndim", None) != p.ndim:
+            raise ValueError(
+                f"{expected}, that of {p!r} with {p.ndim} dimensions, got {_describe_value(g)} at index {i}"
+            )
+    return list(loss_or_grads)
+
+
+def _describe_value(value: Any) -> str:
+    """Return a text with the value and its type, which is the symbolic type of a variable."""
+    return f"{value!r} of type {getattr(value, 'type', type(value).__name__)}"

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graphs import get_library
-from synkhronos.training.updates.argument_checks import as_gradients, check_params
-from synkhronos.training.updates.flat_gradient import RuleUpdates, make_zero_state
+from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, check_params, make_zero_state
 
 
 def master_weights(rule: Any) -> Any:

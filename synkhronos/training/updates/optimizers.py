@@ -10,8 +10,13 @@ from typing import Any, TypeVar
 
 from synkhronos.checks import is_number
 from synkhronos.graphs import Scalar, SharedVariable, Variable, get_library
-from synkhronos.training.updates.argument_checks import check_params, check_scalars
-from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar, make_zero_state
+from synkhronos.training.updates.flat_gradient import (
+    RuleUpdates,
+    as_scalar,
+    check_params,
+    check_scalars,
+    make_zero_state,
+)
 from synkhronos.training.updates.update_rule import (
     FormulaContext,
     NewValues,

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graphs import get_library
-from synkhronos.training.updates.argument_checks import as_gradients, check_params
-from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar
+from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, as_scalar, check_params
 
 #: Initial scale: the largest power of two in float16.
 _INITIAL_SCALE = 2.0**15

@@ -23,12 +23,15 @@ import numpy as np
 
 from synkhronos.checks import check_positive, is_number
 from synkhronos.graphs import Scalar, SharedVariable, Variable, get_library
-from synkhronos.training.updates.argument_checks import as_gradients, check_params, check_scalars, find_library
 from synkhronos.training.updates.flat_gradient import (
     FlatGradient,
     RuleUpdates,
     VectorPieces,
+    as_gradients,
     as_scalar,
+    check_params,
+    check_scalars,
+    find_library,
     get_shape,
     split_gradient,
 )

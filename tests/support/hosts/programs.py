@@ -708,7 +708,7 @@ def survive_parts(name: str, step: str) -> None:
     """
     from trainer_model import Model, X, Y, make_epochs
 
-    from synkhronos.training.trainer.joint_step_loop import JointStepLoop
+    from synkhronos.training.trainer.launch_loop import JointStepLoop
 
     n, n_left, batch_size = fork(), fork() - int(HOSTS[-1].split(":")[1]), 5
     steps: list[Any] = []
