@@ -230,8 +230,6 @@ class Loader:
         LoadError
             If a row can't be read, or a loader process has died.  Its ``epoch`` and ``row`` are the `epoch` and
             `start_row` with which to resume.
-        MemoryError
-            If the batches do not fit into shared memory.
         """
         ranks.get_session()
         plan, batch_size = self._make_plan(epoch, batch_size, seed, start_row, drop_last)

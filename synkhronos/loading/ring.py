@@ -178,6 +178,8 @@ class Ring:
             for i in range(n_consumers + n_loaders)
         ]
         self._fence_lock = threading.Lock()
+        self._consumer_indexes = range(n_consumers)
+        self._loader_indexes = range(n_consumers, n_consumers + n_loaders)
 
     # -- all processes ---------------------------------------------------------------------------------------
 
@@ -218,14 +220,6 @@ class Ring:
         """Order this process's writes before its next reads: see `ControlMemory.fence`."""
         with self._fence_lock:
             pass
-
-    @property
-    def _consumer_indexes(self) -> range:
-        return range(self.layout.n_consumers)
-
-    @property
-    def _loader_indexes(self) -> range:
-        return range(self.layout.n_consumers, self.layout.n_consumers + self.layout.n_loaders)
 
     # -- owner of the loader processes -----------------------------------------------------------------------
 

@@ -97,12 +97,8 @@ class _LineTotals:
 
     def begin(self, meter: Meter) -> None:
         """Start a new line from the present counters."""
-        self.steps, self.rows, self.first_launches, self.seconds = (
-            meter.steps,
-            meter.rows,
-            meter.first_launches,
-            dict(meter.seconds),
-        )
+        self.steps, self.rows, self.first_launches = meter.steps, meter.rows, meter.first_launches
+        self.seconds = dict(meter.seconds)
         self.loss = self.weight = 0.0
         self.began = time.perf_counter()
 
@@ -216,13 +212,7 @@ class Meter:
 
 
 def compute_rows_per_second(rows: int, seconds: float, first_launches: tuple[int, float]) -> float:
-    """Compute the rows per second, without first launches, which may have compiled functions, if there were others.
-
-    Examples
-    --------
-    >>> compute_rows_per_second(60, 4.0, (20, 2.0)), compute_rows_per_second(20, 2.0, (20, 2.0))
-    (20.0, 10.0)
-    """
+    """Compute the rows per second, without first launches, which may have compiled functions, if there were others."""
     first_rows, first_seconds = first_launches
     if first_rows == rows and first_seconds:
         first_rows, first_seconds = 0, 0.0

@@ -60,7 +60,7 @@ def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
 
 
 def _has_op(entry: tuple[Any, ...]) -> bool:
-    """Whether a tuple is one entry, a variable with its op, rather than several entries."""
+    """Whether a tuple is one entry, a variable with its op."""
     return len(entry) in (2, 3) and not is_variable(entry[1])
 
 

@@ -121,9 +121,7 @@ def _is_float(shared: Any) -> bool:
 def append_averaged_updates(
     rule_updates: RuleUpdates, extra_updates: Sequence[ExtraUpdate], x: Any
 ) -> tuple[RuleUpdates, int]:
-    """Append the averaged extra updates to the vector of gradients, so that one all-reduce suffices.
-
-    The vector is then::
+    """Append the averaged extra updates to the vector of gradients, so that one all-reduce suffices::
 
         [weight x gradients | weight | rows x new values | rows]
 

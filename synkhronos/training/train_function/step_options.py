@@ -11,13 +11,7 @@ from synkhronos.checks import check_at_least, check_choice, check_flag, check_nu
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a training step, checked; each is described at `make_train_function` or `make_trainer`.
-
-    Examples
-    --------
-    >>> StepOptions(clip_norm=1.0).non_defaults
-    {'clip_norm': 1.0}
-    """
+    """Options of a training step, checked; each is described at `make_train_function` or `make_trainer`."""
 
     clip_norm: float | None = None
     num_slices: int = 1

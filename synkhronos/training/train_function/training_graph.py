@@ -219,12 +219,6 @@ def describe_update_rule(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]
     """Return the name of an update rule and all of its options, including defaults.
 
     Checkpoints have both, so that a training is not resumed with another rule.
-
-    Examples
-    --------
-    >>> from synkhronos.training.updates import momentum
-    >>> describe_update_rule(momentum, {"learning_rate": 0.1})
-    ('momentum', {'momentum': 0.9, 'learning_rate': 0.1})
     """
     parameters = inspect.signature(update_rule).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "weight"}

@@ -26,24 +26,12 @@ from synkhronos.training.trainer.epoch_data import EpochData
 
 @dataclass
 class TrainerPosition:
-    """Position of a trainer in its epochs.
+    """Position of a trainer in its epochs: row ``row`` of the order of epoch ``epoch`` is next.
 
-    Attributes
-    ----------
-    epoch, row : int
-        Epoch of the next row, and position of that row in the epoch's order of rows.
-    interval_start : int
-        Position of the last report in the epoch.
-    totals : list of RankTotals
-        The ranks' totals between ``interval_start`` and ``row``, after a stop between two reports.
-    metrics : dict of str to float
-        Loss and validation of the last report.
-    steps : int
-        Number of joint steps; ranks that take their own steps count them in their `State`.
-    rows_before : int
-        Number of rows of all epochs before ``epoch``.
-    order_key : (int, int, list or None)
-        Number of rows of ``epoch``, the seed of their order, and the result of `EpochData.describe_data_parts`.
+    The last report was at ``interval_start``; ``totals`` are those since then, after a stop between two reports, and
+    ``metrics`` those of the report.  ``steps`` counts joint steps; ranks that take their own steps count them in their
+    `State`.  ``rows_before`` is the number of rows of all earlier epochs.  ``order_key`` has the number of rows of
+    ``epoch``, and the seed of their order.
     """
 
     epoch: int = 0
@@ -65,14 +53,8 @@ class TrainerPosition:
 class TrainerState:
     """State of a trainer on the ranks, and its checkpoints; ``update_rule`` is the result of `describe_update_rule`.
 
-    Attributes
-    ----------
-    spec : RankStateSpec
-        Variables that each rank saves and restores; without those of a sharded optimizer, which ``sharded_step`` has.
-    variables : VariablesByRole
-        All variables.
-    rate : float
-        Value of the learning rate's variable on all ranks; NaN if it is unknown.
+    ``spec`` has the variables that each rank saves and restores: all ``variables`` without those of a sharded
+    optimizer, which ``sharded_step`` has.  ``rate`` is the learning rate's variable on all ranks; NaN if it is unknown.
     """
 
     def __init__(

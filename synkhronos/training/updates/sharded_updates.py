@@ -226,6 +226,9 @@ class ShardedUpdates:
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
+    def _set(self, updates: OrderedDict[Any, Any], shared: Any, new: Any) -> None:
+        updates[shared] = self._library.convert_to_type_of(shared, new)
+
     def _rewrite(self, updates: OrderedDict[Any, Any]) -> None:
         """Rewrite the new values of all variables for this rank's shards."""
         values = self._find_values(list(updates.values()))
@@ -234,7 +237,7 @@ class ShardedUpdates:
             new = self._get_value(values, updates[p])
             with self._explain_errors(p):
                 if not self._is_sharded[i]:
-                    self.local_updates[p] = self._library.convert_to_type_of(p, new.whole)
+                    self._set(self.local_updates, p, new.whole)
                     row.append(self.row[self._columns[i] : self._columns[i + 1]])
                     continue
                 row.append(self._tensor.cast(self._get_shard(i, new), self.row.dtype))
@@ -242,9 +245,9 @@ class ShardedUpdates:
                 if any(n == 1 and not b for n, b in zip(self._shapes[i], p.type.broadcastable, strict=True)):
                     # An axis of length 1 is broadcastable here, but not in the parameter's type.
                     whole = self._tensor.set_subtensor(p[:], whole)
-                self.whole_updates[p] = self._library.convert_to_type_of(p, whole)
+                self._set(self.whole_updates, p, whole)
         row.append(self.row[self._columns[-1] :])
-        self.local_updates[self.row] = self._library.convert_to_type_of(self.row, self._tensor.concatenate(row))
+        self._set(self.local_updates, self.row, self._tensor.concatenate(row))
         for s, new in updates.items():
             if any(s is p for p in self._params):
                 continue
@@ -252,11 +255,9 @@ class ShardedUpdates:
             with self._explain_errors(s):
                 if s in self._sharded_variables:
                     i, variable = self._sharded_variables[s]
-                    self.local_updates[variable.shared] = self._library.convert_to_type_of(
-                        variable.shared, self._get_shard(i, value)
-                    )
+                    self._set(self.local_updates, variable.shared, self._get_shard(i, value))
                 else:
-                    self.local_updates[s] = self._library.convert_to_type_of(s, value.whole)
+                    self._set(self.local_updates, s, value.whole)
 
     @contextmanager
     def _explain_errors(self, shared: Any) -> Iterator[None]:

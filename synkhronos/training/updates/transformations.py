@@ -72,11 +72,7 @@ def chain(*parts: Any) -> UpdateRule:
     rule, before, after = parts[index], parts[:index], parts[index + 1 :]
 
     def chained(
-        loss_or_grads: Variable | Sequence[Variable],
-        params: Iterable[SharedVariable],
-        *args: Any,
-        weight: Scalar | None = None,
-        **kwargs: Any,
+        loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
     ) -> RuleUpdates:
         params = check_params(params)
         updates = check_rule_result(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
@@ -123,11 +119,7 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
         pairs.append(pair)
 
     def partitioned(
-        loss_or_grads: Variable | Sequence[Variable],
-        params: Iterable[SharedVariable],
-        *args: Any,
-        weight: Scalar | None = None,
-        **kwargs: Any,
+        loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
     ) -> RuleUpdates:
         params = check_params(params)
         grads = as_gradients(loss_or_grads, params)
