@@ -62,7 +62,7 @@ def draw(rows: list[dict[str, str]], theme: str, is_narrow: bool) -> None:
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], color=text)
     axis.set_xticks([], minor=True)
     axis.set_yticks([])
-    axis.set_xlabel("times as fast as the other\n* by an earlier program", color=text, fontsize=10.5)
+    axis.set_xlabel("times as fast as the other", color=text, fontsize=10.5)
     axis.tick_params(color=grid, labelsize=10)
     for spine in axis.spines.values():
         spine.set_visible(False)
