@@ -429,20 +429,24 @@ SECOND_LIBRARY_PROGRAMS = [
 ]
 #: Number of failures of a job up to which these tests are run a second time: more are no accident.
 MAX_RETRIED_FAILURES = 5
-#: The longest jobs, by name.  They are started first, so that no core is idle for long while the last ones run.
+#: The longest jobs, by name, the longest first, so that no core is idle for long while the last ones run.  The third
+#: ends when PyMC's environment is installed.
 LONGEST_JOBS = [
     "pytensor, faults",
-    "pytensor, lasagne",
     "pytensor, zoo",
-    "pytensor, training",
-    "pytensor, compat",
-    "pytensor, launch",
-    "pytensor, lasagne demos",
-    "pytensor, programs",
-    "pytensor, hosts",
-    "pytensor, jax",
+    "pytensor, lasagne",
     "pymc",
+    "pytensor, training",
+    "pytensor, hosts",
+    "pytensor, launch",
     "theano",
+    "pytensor, jax",
+    "pytensor, compat",
+    "pytensor, engines",
+    "pytensor",
+    "pytensor, old programs",
+    "pytensor, ranks",
+    "pytensor, programs",
     "theano, lasagne demos",
     "theano, programs",
 ]

@@ -170,21 +170,6 @@ def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
         check_next_calls(program, survived=False)
 
 
-@pytest.mark.parametrize("action", ["raise:ValueError", "hold:python", "kill:SIGKILL"])
-def test_faults_of_spawned_workers_are_reported(action):
-    with Program("run_planned_action", where="call", action=action, fault_ranks=[2], spawn=True) as program:
-        pids = wait_until_inside(program, "call", 1)
-        if action == "hold:python":
-            program.send_signal(program.pid, signal.SIGKILL)
-            program.check_no_leaks()
-            return
-        outcome = program.wait_for_event("outcome")
-        check_error(outcome, program.get_fault_time(), words=["rank 2", action.partition(":")[2]], worker=2)
-        if "SIGKILL" in action:
-            assert str(pids[2]) in outcome["message"]
-        check_next_calls(program, survived="raise" in action)
-
-
 @pytest.mark.parametrize("place", ["idle", "call"])
 def test_stopped_worker_ends_with_the_master(place):
     with start_held_program(place, [2]) as program:

@@ -92,16 +92,12 @@ def run_planned_action(
     point: str = "",
     urgent: bool = False,
     reaper: str = "library",
-    spawn: bool = False,
 ) -> None:
     """Reach a point with a planned action, report the outcome, and run further calls.
 
-    Options: the program handles SIGURG itself (`urgent`), reaps the workers itself (`reaper`), or its workers are new
-    processes (`spawn`).
+    Options: the program handles SIGURG itself (`urgent`), or reaps the workers itself (`reaper`).
     """
     probes.insert_points()
-    if spawn:
-        _need_fresh_processes()
     if urgent:
         signal.signal(signal.SIGURG, lambda *_: None)
     if reaper == "system":
