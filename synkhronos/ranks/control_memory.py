@@ -265,11 +265,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _CLOCK, _sem_wait = time.CLOCK_MONOTONIC, cast(Any, getattr(_libc, "sem_clockwait", None))
 if _sem_wait is None:  # glibc before 2.30: setting back the system's clock lengthens a wait
     _CLOCK, _sem_wait = time.CLOCK_REALTIME, lambda semaphore, clock, until: _libc.sem_timedwait(semaphore, until)
+_getcpu: Callable[[], int] = _libc.sched_getcpu
 
 
 def _get_current_core() -> int:
     """Return the number of the current core, counted from 1."""
-    return int(_libc.sched_getcpu()) + 1
+    return _getcpu() + 1
 
 
 class _Timespec(ctypes.Structure):
