@@ -150,23 +150,22 @@ def _get_file_id(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-class UnmappedSegment:
+class UnmappedSegment(NamedTuple):
     """A segment that could not be mapped when it was received; `map` tries again."""
 
-    def __init__(self, key: int, file: io.FileIO | None, nbytes: int, is_user_file: bool):
-        self.key = key
-        self._file = file
-        self._nbytes = nbytes
-        self._is_file = is_user_file
+    key: int
+    file: io.FileIO | None
+    nbytes: int
+    is_user_file: bool
 
     def map(self) -> Segment:
         """Map the segment, or raise the error that prevents it."""
-        if self._file is None:
+        if self.file is None:
             raise OSError(
                 errno.EMFILE,
-                f"{self._nbytes:,} bytes of shared memory could not be received: too many open files (see `ulimit -n`)",
+                f"{self.nbytes:,} bytes of shared memory could not be received: too many open files (see `ulimit -n`)",
             )
-        return Segment(self.key, self._file.fileno(), self._nbytes, self._is_file)
+        return Segment(self.key, self.file.fileno(), self.nbytes, self.is_user_file)
 
 
 class ArrayLocation(NamedTuple):  # a tuple, because it is pickled with every call
