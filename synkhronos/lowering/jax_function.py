@@ -23,16 +23,14 @@ if TYPE_CHECKING:  # it imports PyTensor, and the engines import this module wit
 class JaxFunction:
     """A PyTensor function, compiled in JAX mode, as a function of JAX arrays on a device.
 
-    ``n_inputs`` is the number of inputs that are passed in a call; the remaining inputs are shared variables.
+    The first ``n_inputs`` inputs are passed in a call; the remaining ones are shared variables.
 
     Attributes
     ----------
     storages : list of list
         Storages of the shared variables, each a list with one item.  Functions that share a variable share the list.
     result_storages : list of list
-        Storage of each result: a new list for an output, an item of `storages` for an update.
-    n_outputs : int
-        Number of outputs.  The remaining results are updates.
+        Storage of each result: a new list for each of ``n_outputs`` outputs, an item of `storages` for an update.
     types : list
         PyTensor's types of the outputs.
     donated : list of list

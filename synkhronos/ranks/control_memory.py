@@ -89,10 +89,9 @@ class ControlMemory:
         applied.
     sleep_reason, report_nbytes : memoryview of uint64
         Reason for which each rank sleeps (`AWAKE` if it does not), and number of bytes of its failure report.
-    last_core : memoryview of uint64
-        Core on which each rank ran when it last began to wait, counted from 1; 0 before.
-    last_progress : memoryview of uint64
-        Time of each rank's last sign of progress, in nanoseconds of the monotonic clock.
+    last_core, last_progress : memoryview of uint64
+        Core, counted from 1, on which each rank last began to wait, and monotonic time of its last sign of progress in
+        ns.
     decision_lock : Semaphore
         Held by the rank that decides a failed command: see `agreement`.
     """

@@ -84,12 +84,8 @@ class PendingOperation:
 class Rank:
     """A rank, as the commands that run in its process see it.
 
-    Parameters
-    ----------
-    check_peers : callable
-        Raises, or ends this process, when a peer has died.
-    has_peer_died : callable, optional
-        Returns True once a peer process has exited.  Only the master's rank is informed.
+    ``check_peers`` raises, or ends this process, when a peer has died.  ``has_peer_died``, of the master's rank alone,
+    returns True once a peer process has exited.
 
     Attributes
     ----------
@@ -101,8 +97,6 @@ class Rank:
         References to this rank's copies of replicated objects, by key; see `get_object`.
     registry : Registry
         State of packages of higher layers.
-    pending_operations : list of PendingOperation
-        Operations that commands have started and that may outlast them.
     finish_callbacks : list of callable
         Called at the end of the current command.
     device : Device or None

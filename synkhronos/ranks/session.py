@@ -41,8 +41,6 @@ class Session(CommandRunner):
     ----------
     is_inherited : bool
         Whether this process is a fork of the master, and the session belongs to its parent.
-    has_forked_workers : bool
-        Whether workers are forks of this process, which inherit its memory.
     has_kept_memory : bool
         Whether a death has closed the session within `keep_memory`, so that `replace_workers` is possible.
     """

@@ -43,9 +43,7 @@ STUCK_TIMEOUT = 0.5
 
 
 class NcclConnection:
-    """NCCL communicator of all ranks, or of a group of ranks.
-
-    The first collectives, which set up NCCL's transports, run on ``stream``.
+    """NCCL communicator of all ranks, or of a group of ranks; the first collectives run on ``stream``.
 
     Attributes
     ----------

@@ -48,15 +48,9 @@ GPU_POLL_SECONDS = 0.0002
 class CollectiveWatchdog(PendingOperation):
     """Aborts pending collectives that can't complete, on one stream.
 
-    Attributes
-    ----------
-    connections : list of NcclConnection
-        This rank's connections; the first one is of all ranks, the others are of groups.
-    active_connection : NcclConnection
-        Connection that has launched work on the stream last.
-    has_lost_peer, writes_in_place : bool
-        Whether a collective was aborted because a peer has exited, and whether pending ones leave variables undefined
-        then.
+    ``connections`` are this rank's, that of all ranks first; ``active_connection`` has launched work on the stream
+    last. ``has_lost_peer`` says whether a collective was aborted because a peer has exited, and ``writes_in_place``
+    whether pending ones leave variables undefined then.
     """
 
     def __init__(self, rank: Rank, staging: Staging, connection: NcclConnection, stream: int):

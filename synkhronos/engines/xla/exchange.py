@@ -33,18 +33,12 @@ class AllReduceSpec(NamedTuple):
     storage : list of one array
         The variable's storage.
     wire_dtype : str or None
-        Dtype in which the values without the tail are sent; None for their own dtype.
+        Dtype in which the values without the tail, ``n_tail`` items, are sent; None for their own dtype.
     divisor : int
         Divisor of the values if there is a wire dtype, in which their sum could overflow: the number of ranks.  Without
         a wire dtype NCCL divides.
-    n_tail : int
-        Number of items at the vector's end that are always sent in their own dtype.
     nccl_caller : {"python", "native", "graph"}
         Code that calls NCCL within the launch, as in `FfiAllReduce`.
-    op : str
-        Name of the reduction.
-    spans_hosts : bool
-        Whether there are ranks on other machines.
     shards : StepShards or None
         With a sharded optimizer.  The variable is then a matrix with a row for each rank, and not all-reduced: a
         reduce-scatter reduces this rank's row, and all-gathers after the second function exchange the updated rows.

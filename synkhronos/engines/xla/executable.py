@@ -39,8 +39,6 @@ class Executable(Runner):
 
     Parameters
     ----------
-    functions : list of JaxFunction
-        Computed in this order in one launch.
     spec : AllReduceSpec, optional
         All-reduce of a variable that the first function updates.  The other functions read the reduced value.
     logs_scalars : bool
@@ -52,8 +50,6 @@ class Executable(Runner):
     ----------
     ffi_all_reduce : FfiAllReduce or None
         All-reduce in the program, which needs a reducer in each call; None without ``spec``.
-    collectives : tuple of str
-        Collectives of one computation, as in `AllReduceSpec`; empty without ``spec``.
     """
 
     def __init__(

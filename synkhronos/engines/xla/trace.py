@@ -27,18 +27,14 @@ def trace_functions(
     lengths: tuple[int, ...],
     *arguments: Any,
 ) -> tuple[Any, ...]:
-    """Trace the functions and the all-reduce that follows the first one.
+    """Trace the functions and the all-reduce that follows the first one, as in `Executable`.
 
     Parameters
     ----------
-    functions, spec, ffi_all_reduce
-        As in `Executable`.
     storages, updated_storages : list of storages
         Storages of all shared variables, and of the updated ones.
     logged_positions : list of int
         Positions of the outputs that are appended to the log instead of being returned.
-    lengths : tuple of int
-        Last arguments of the function, if there is a single one.
     *arguments : jax.Array
         As `Executable._get_arguments` returns them, after the lengths.
 
