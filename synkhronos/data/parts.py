@@ -210,21 +210,10 @@ def iterate_shuffled_batches(
 def deal_rows(
     rows: np.ndarray, batch_size: int, length: int, ranks_by_host: Sequence[range]
 ) -> tuple[np.ndarray, list[range]]:
-    """Deal rows to hosts in steps of ``batch_size`` rows of each rank, which are on the rank's own host.
+    """Deal some of ``length`` rows to hosts in steps of ``batch_size`` rows of each rank, from the rank's own host.
 
-    Rows at the end that do not fill a step are left out.
-
-    Parameters
-    ----------
-    rows : ndarray
-        Some of ``length`` rows, in any order; enough for a step.
-
-    Returns
-    -------
-    order : ndarray
-        The rows of all steps.
-    shares : list of range
-        Rows that each rank has to load: its share of all rows, and on the first and last rank of a host further ones.
+    Return the rows of all steps, and those that each rank has to load: its share of all rows, and on the first and last
+    rank of a host further ones.  Rows at the end that do not fill a step are left out.
 
     Examples
     --------
@@ -268,14 +257,9 @@ def _join_shares(shares: Sequence[range], host_ranks: range) -> range:
 
 
 class _DistributedArrayLocation(ArrayLocation):
-    """Location of an array with distributed rows: each host has the rows of its own ranks.
+    """Location of an array with distributed rows: each host has the rows of its own ranks."""
 
-    Attributes
-    ----------
-    shares : sequence of range
-        Rows of each rank.
-    """
-
+    #: Rows of each rank.
     shares: Sequence[range]
 
     def find_local_rows(self, size: int, host_ranks: range) -> range:
