@@ -93,7 +93,7 @@ def get_array_device(array: Any) -> Device:
 
 
 def read_environment_device() -> Device | None:
-    """Return the device that the environment variable SYNKHRONOS_DEVICE names, which may not be on a GPU, or None."""
+    """Return the device that SYNKHRONOS_DEVICE names, or None; ValueError for a device on GPUs or an unknown one."""
     name = os.environ.get("SYNKHRONOS_DEVICE")
     if not name:
         return None

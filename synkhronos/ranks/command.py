@@ -13,7 +13,7 @@ from synkhronos.ranks.task_memory import TaskMemory
 
 
 class RowAccess(NamedTuple):
-    """Rows of an array in shared memory that a rank accesses; None for all rows.
+    """Rows of an array in shared memory that a rank accesses, None for all.
 
     ``first_row`` is the index of the array's first row; it is subtracted from each index.
     """

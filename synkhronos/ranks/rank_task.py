@@ -130,7 +130,7 @@ class RankTask:
         return self.memory.capacity // 2 - WORD_NBYTES
 
     def send(self, dest: int, chunk: Any, description: str) -> None:
-        """Send at most `max_chunk` bytes, described for errors, to a rank, and wait while its channel is full."""
+        """Send at most `max_chunk` bytes, with a description for errors, to a rank; wait while its channel is full."""
         me, sent = self.rank.number, self._sent
         channel = me * self.memory.size + dest
         end = sent[channel] + WORD_NBYTES + len(chunk)

@@ -57,7 +57,7 @@ class Session(CommandRunner):
         self._replacement_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
 
     def start(self, profile: bool, first_command: Command | None = None) -> None:
-        """Start the workers, with profiles if requested, and run a first command; `replace_workers` runs it again."""
+        """Start the workers, and run a first command, which workers that replace them will run, too."""
         self._profile, self._first_command = profile, first_command
         with defer_signals():
             self._start_workers()
