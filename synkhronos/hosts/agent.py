@@ -93,8 +93,8 @@ class Agent:
     """Agent of one host.
 
     ``config`` is the master's configuration (see `synkhronos.hosts.mpi_link.MpiLink.start_workers`).  On the master's
-    host, ``channel`` leads to the master, which has started the ``workers``; on other hosts the agent
-    has.  ``frame_comm`` is a second communicator of all agents, for frames.
+    host, ``channel`` leads to the master, which has started the ``workers``; on other hosts the agent has.
+    ``frame_comm`` is a second communicator of all agents, for frames.
     """
 
     def __init__(

@@ -216,10 +216,7 @@ class Worker:
             raise RuntimeError(f"this rank waits for a message of rank {source}, which is at {value[0]}")
         if message_type == "gpu":
             return self._receive_between_gpus(source, *value)
-        if message_type == "pickle":
-            body = np.empty(value, np.uint8)
-        else:
-            body = np.empty(*value)
+        body = np.empty(value, np.uint8) if message_type == "pickle" else np.empty(*value)
         view = _as_bytes(body.reshape(-1))
         for start in range(0, len(view), self._task.max_chunk):
             self._task.receive(source, "a message", view[start : start + self._task.max_chunk])

@@ -54,7 +54,6 @@ class Activity(NamedTuple):
 class RankTimeline:
     """Activities of a rank's main thread, in order and without overlap; XLA's operations; and the master's calls."""
 
-    name: str = ""
     activities: list[Activity] = field(default_factory=list)
     xla_operations: list[Activity] = field(default_factory=list)
     calls: list[Activity] = field(default_factory=list)
@@ -69,8 +68,6 @@ def read_timelines(path: str) -> dict[int, RankTimeline]:
     spans: dict[int, list[Activity]] = defaultdict(list)
     timelines: dict[int, RankTimeline] = defaultdict(RankTimeline)
     for event in read_trace(path):
-        if event.get("name") == "process_name":
-            timelines[event["pid"]].name = event["args"]["name"]
         if event.get("ph") != "X":
             continue
         span = Activity(event["ts"], event["ts"] + event["dur"], event["name"], event["cat"])
@@ -78,9 +75,9 @@ def read_timelines(path: str) -> dict[int, RankTimeline]:
             timelines[event["pid"]].xla_operations.append(span)
         elif event["tid"] == 0:
             spans[event["pid"]].append(span)
-    for rank, timeline in timelines.items():
-        timeline.activities = flatten_spans(spans[rank])
-        timeline.calls = sorted(span for span in spans[rank] if span.name == CALL)
+    for rank, rank_spans in spans.items():
+        timelines[rank].activities = flatten_spans(rank_spans)
+        timelines[rank].calls = sorted(span for span in rank_spans if span.name == CALL)
     if not any(timeline.calls for timeline in timelines.values()):
         raise ValueError(f"{path} has no call of a function, a collective or a task")
     return dict(sorted(timelines.items()))

@@ -200,9 +200,7 @@ def test_timeline_nested_spans_cover_equal_time(data):
 
 def make_ranks(*ranks):
     """Return timelines from tuples (start, end, name, category); the first rank is the master, with one call."""
-    timelines = {
-        number: RankTimeline(f"rank {number}", [Activity(*s) for s in rank]) for number, rank in enumerate(ranks)
-    }
+    timelines = {number: RankTimeline([Activity(*s) for s in rank]) for number, rank in enumerate(ranks)}
     timelines[0].calls = [Activity(ranks[0][0][0], ranks[0][-1][1], "call", "call")]
     return timelines
 
