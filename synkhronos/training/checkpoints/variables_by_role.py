@@ -17,24 +17,19 @@ from synkhronos.training.train_function.training_graph import TrainingGraph
 
 @dataclass
 class VariablesByRole:
-    """Shared variables of a training, by their role.
+    """Shared variables of a training, by their role."""
 
-    Attributes
-    ----------
-    exchanged : list of shared variables
-        Variables that ranks exchange: parameters, followed by ``n_averages`` running averages.  Their values are named
-        ``params`` in `read_values` and in checkpoints.
-    optimizer : list of shared variables, or None
-        Variables of the update rule, such as velocities.  None if they are sharded.
-    excluded, others, generators : list of shared variables
-        Parameters that are not exchanged; other updated variables, such as counts; random generators.
-    """
-
+    #: Variables that ranks exchange: parameters, followed by running averages.  Their values are named ``params`` in
+    #: `read_values` and in checkpoints.
     exchanged: list[Any]
+    #: Variables of the update rule, such as velocities; None if they are sharded.
     optimizer: Any
+    #: Parameters that are not exchanged.
     excluded: list[Any]
+    #: Other updated variables, such as counts.
     others: list[Any]
     generators: list[Any]
+    #: Number of running averages at the end of `exchanged`.
     n_averages: int = 0
 
     @classmethod

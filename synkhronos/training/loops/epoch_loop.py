@@ -21,22 +21,15 @@ from synkhronos.training.monitoring.report import Report
 
 
 class EpochLoop(ABC):
-    """Base class of loops over intervals; subclasses define how to train, validate and save.
+    """Base class of loops over intervals; subclasses define how to train, validate and save."""
 
-    Attributes
-    ----------
-    metric : (str, {"min", "max"})
-        Name of the metric that `early_stopping` observes, and whether its lowest or highest value is the best.
-    patience : int or None
-        Number of reports without an improvement after which the loop ends; None: no limit.
-    checkpoint_every : int
-        Number of reports between two checkpoints; 0: no checkpoints.  One is also written at the end, and at each new
-        best report if ``saves_best``.
-    """
-
+    #: Name of the metric that `early_stopping` observes, and "min" or "max" for the best value.
     metric: tuple[str, str]
+    #: Number of reports without an improvement after which the loop ends; None: no limit.
     patience: int | None
+    #: Whether to write a checkpoint at each new best report.
     saves_best: bool
+    #: Number of reports between two checkpoints; 0: no checkpoints.  One is also written at the end.
     checkpoint_every: int
     n_reports = 0
 

@@ -23,26 +23,18 @@ LossReader = Callable[[Sequence[Any], Sequence[Any]], Iterable[tuple[float, floa
 
 
 class RankTotals(NamedTuple):
-    """Totals of one rank's training since the last report.
+    """Totals of one rank's training since the last report."""
 
-    Attributes
-    ----------
-    loss, weight : float
-        Sum of the steps' losses, each times its weight, and sum of the weights: of the model, or numbers of rows.
-    seconds : dict of str to float
-        Time by activity: compute, exchange, wait, load.
-    learning_rate : float
-        Learning rate of the last step; NaN if it is unknown.
-    first_launches : (int, float)
-        Rows and seconds of the first launch of each shape, which may have compiled functions.
-    """
-
+    #: Sum of the steps' losses, each times its weight, and sum of the weights: of the model, or numbers of rows.
     loss: float
     weight: float
     rows: int
     steps: int
+    #: Time by activity: compute, exchange, wait, load.
     seconds: dict[str, float]
+    #: Learning rate of the last step; NaN if it is unknown.
     learning_rate: float
+    #: Rows and seconds of the first launch of each shape, which may have compiled functions.
     first_launches: tuple[int, float]
 
 

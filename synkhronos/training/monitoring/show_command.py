@@ -110,18 +110,23 @@ def draw_picture(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path
     from matplotlib import pyplot
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    reports = {
-        run: [record for record in files.get("reports", []) if record.get("loss") is not None]
-        for run, files in runs.items()
-    }
-    all_reports = [record for records in reports.values() for record in records]
-    validated = list(dict.fromkeys(name for record in all_reports for name in record.get("validation") or {}))
-    panels = [
-        ("seconds", "loss"),
-        ("rows", "loss"),
-        *(("rows", name) for name in validated),
-        ("rows", "rows per second"),
-    ]
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for run, files in runs.items():
+        first = min((record["time"] for records in files.values() for record in records), default=0.0)
+        curves[run] = [
+            {
+                "seconds": record["time"] - first,
+                "rows": record.get("seen"),
+                "loss": record["loss"],
+                "rows per second": record.get("rows_per_second"),
+                **{f"validation {name}": value for name, value in (record.get("validation") or {}).items()},
+            }
+            for record in files.get("reports", [])
+            if record.get("loss") is not None
+        ]
+    names = dict.fromkeys(name for points in curves.values() for point in points for name in point)
+    validations = [("rows", name) for name in names if name.startswith("validation ")]
+    panels = [("seconds", "loss"), ("rows", "loss"), *validations, ("rows", "rows per second")]
     n_columns = min(3, len(panels))
     n_rows = -(-len(panels) // n_columns)
     figure, grid = pyplot.subplots(
@@ -130,21 +135,12 @@ def draw_picture(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path
     axes = list(grid.flat[: len(panels)])
     for axis in grid.flat[len(panels) :]:
         axis.remove()
-    for run, files in runs.items():
-        first = min((record["time"] for records in files.values() for record in records), default=0.0)
-        run_reports = reports[run]
-        marker = "o" if len(run_reports) == 1 else None  # a line of one point is invisible
-        xs = {"seconds": [r["time"] - first for r in run_reports], "rows": [r.get("seen") for r in run_reports]}
-        for axis, (x, y) in zip(axes, panels, strict=True):
-            if y in ("loss", "rows per second"):
-                values = [r.get(y if y == "loss" else "rows_per_second") for r in run_reports]
-            else:
-                values = [(r.get("validation") or {}).get(y) for r in run_reports]
-            # matplotlib draws None, a value that was not measured, as a gap.
-            axis.plot(xs[x], values, label=run, marker=marker)
     for axis, (x, y) in zip(axes, panels, strict=True):
-        axis.set_xlabel(x)
-        axis.set_ylabel(f"validation {y}" if y in validated else y)
+        for run, points in curves.items():
+            marker = "o" if len(points) == 1 else None  # a line of one point is invisible
+            # matplotlib draws None, a value that was not measured, as a gap.
+            axis.plot([point[x] for point in points], [point.get(y) for point in points], label=run, marker=marker)
+        axis.set(xlabel=x, ylabel=y)
         axis.xaxis.set_major_locator(MaxNLocator(5))
         if x == "rows":
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -20,7 +20,7 @@ from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_choice, check_flag, check_number, describe
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
-from synkhronos.graphs import SharedVariable, Variable, get_library
+from synkhronos.graphs import SharedVariable, Variable
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import cast_rows
 from synkhronos.rules import BSP, EAMSGD, Rule
@@ -37,6 +37,7 @@ from synkhronos.training.trainer.death_recovery import OperationRunner
 from synkhronos.training.trainer.epoch_data import EpochData, check_enough_rows
 from synkhronos.training.trainer.trainer_epoch_loop import TrainerEpochLoop
 from synkhronos.training.updates import nesterov_momentum
+from synkhronos.training.updates.flat_gradient import find_library
 from synkhronos.training.updates.update_rule import UpdateRule
 
 
@@ -406,10 +407,7 @@ def make_trainer(
         for name in options.non_defaults:
             raise ValueError(f"{name}: needs the exchange rule BSP() on gradients, got {rule!r}")
     schedule = as_schedule(learning_rate)
-    try:
-        library = get_library(loss)
-    except TypeError as error:
-        raise TypeError(f"loss: {error}") from None
+    library = find_library("loss: expected a symbolic scalar", loss)
     first = params[0] if isinstance(params, list | tuple) and params else None
     dtype = getattr(getattr(first, "type", None), "dtype", library.floatX)
     # At least float32: a rate of 1e-5 has few digits in float16.  Rules cast it to the dtype in which they compute.

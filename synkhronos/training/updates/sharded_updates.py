@@ -39,21 +39,14 @@ _RESHAPING_OPS = frozenset({"Reshape", "Flatten", "Rebroadcast", "SpecifyShape",
 
 
 class ShardedVariable(NamedTuple):
-    """Variable of an update rule that is sharded: each rank has some of its elements.
+    """Variable of an update rule that is sharded: each rank has some of its elements."""
 
-    Attributes
-    ----------
-    shared : shared variable
-        Vector with this rank's elements.
-    whole : shared variable
-        The variable of the unsharded optimizer, which functions do not update.
-    initial_value : ndarray
-        Initial value of the whole variable, or one of its elements if all are equal.
-    """
-
+    #: Vector with this rank's elements.
     shared: Any
+    #: The variable of the unsharded optimizer, which functions do not update.
     whole: Any
     shape: tuple[int, ...]
+    #: Initial value of the whole variable, or one of its elements if all are equal.
     initial_value: np.ndarray
 
     def set_shard(self, rank: int, n_ranks: int) -> None:
