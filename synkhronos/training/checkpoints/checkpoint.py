@@ -67,9 +67,8 @@ class CheckpointContent(NamedTuple):
 class Checkpoint:
     """Folder of a training's checkpoints: writes and reads them, and removes old ones.
 
-    Many processes may read from a folder while one writes there.  A Checkpoint locks its folder when it first writes,
-    and a trainer does so when it begins.  The lock ends with `unlock`, with the trainer's last report, or with the
-    process.
+    A Checkpoint locks its folder when it first writes, and a trainer does so when it begins.  The lock ends with
+    `unlock`, with the trainer's last report, or with the process.
 
     Parameters
     ----------

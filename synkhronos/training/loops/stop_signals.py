@@ -39,13 +39,9 @@ def get_requested_stop() -> int:
 class StopSignalHandler:
     """Context manager that records `STOP_SIGNALS`, except for signals with a handler of the user.
 
-    Parameters
-    ----------
-    grace : float or None
-        Seconds between the signal and its default action, which kills this process.  A second signal, more than
-        `ECHO_SECONDS` after the first, kills it at once.  None: another process does both.
-    flag : ndarray, optional
-        Array of one integer, which is set to the signal's number; read by `StopPoll`.
+    After ``grace`` seconds the signal's default action kills this process, and at once at a second signal, more than
+    `ECHO_SECONDS` after the first.  None: another process does both.  ``flag`` is an array of one integer, which is set
+    to the signal's number for `StopPoll`.
     """
 
     def __init__(self, grace: float | None, flag: np.ndarray | None = None):
@@ -124,13 +120,7 @@ class StopAgreement:
 
 
 class StopPoll:
-    """Poll of the master's request to stop, for asynchronous ranks.
-
-    Parameters
-    ----------
-    flag : LocalRows
-        The flag of `StopSignalHandler`; 0 before a signal.
-    """
+    """Poll of the master's request to stop, the flag of `StopSignalHandler`, for asynchronous ranks."""
 
     def __init__(self, worker: Worker, flag: LocalRows):
         self._worker, self._flag = worker, flag

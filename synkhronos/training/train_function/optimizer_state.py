@@ -17,14 +17,8 @@ from synkhronos.training.updates.sharded_updates import ShardedVariable, get_sha
 class OptimizerState:
     """Access to the variables of an update rule as whole arrays.
 
-    ``sharded_variables`` are by the variable of the unsharded optimizer, ``shareds`` are all of these.  ``n_ranks`` is
-    None if all variables are equal on all ranks.
-
-    Attributes
-    ----------
-    n_ranks : int or None
-    variables : list of shared variables
-        Variables that the ranks update: for a sharded variable, the rank's shard.
+    ``shareds`` are the variables of the unsharded optimizer, and keys of ``sharded_variables``.  ``n_ranks`` is None if
+    all are equal on all ranks.  ``variables`` are those that ranks update: for a sharded variable, the rank's shard.
     """
 
     def __init__(self, shareds: Sequence[Any], sharded_variables: Mapping[Any, ShardedVariable], n_ranks: int | None):

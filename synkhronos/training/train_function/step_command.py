@@ -27,12 +27,17 @@ from synkhronos.ranks import Command, Rank
 class _StepCommandFields(NamedTuple):
     """Fields of `StepCommand`; a named tuple cannot have a second base class."""
 
+    #: Call that writes this rank's gradient into a shared variable, its all-reduce, and the call that updates from it.
     gradient: Call
     reduce: AllReduceValues
     update: Call
+    #: Dtype in which a fused launch sends the gradients; None for their own.
     wire_dtype: str | None
+    #: Number of items at the vector's end that are sent in their own dtype in any case: they are not gradients.
     n_tail: int = 1
+    #: Number of steps in one launch.  The rows of each rank are ordered by steps.
     n_steps: int = 1
+    #: If not, no rank fuses the step: a fused one may send the gradient in other chunks, or in another dtype.
     every_rank_has_rows: bool = True
 
 
@@ -40,19 +45,6 @@ class StepCommand(_StepCommandFields, Command):
     """Take a training step, or several in one launch, on all ranks.
 
     Implements `synkhronos.engines.engine.StepAllReduce`, by which an engine fuses the step.
-
-    Attributes
-    ----------
-    gradient, reduce, update
-        Call that writes this rank's gradient into a shared variable, its all-reduce, and the call that updates from it.
-    wire_dtype : str or None
-        Dtype in which a fused launch sends the gradients; None for their own.
-    n_tail : int
-        Number of items at the vector's end that are sent in their own dtype in any case: they are not gradients.
-    n_steps : int
-        Number of steps in one launch.  The rows of each rank are ordered by steps.
-    every_rank_has_rows : bool
-        If not, no rank fuses the step: a fused one may send the gradient in other chunks, or in another dtype.
     """
 
     __slots__ = ()
@@ -137,29 +129,21 @@ def fuse_calls(
 class _ShardedStepCommandFields(NamedTuple):
     """Fields of `ShardedStepCommand`; a named tuple cannot have a second base class."""
 
+    #: Calls that write the gradients of all ranks' shards into a matrix, replace the gradient in this rank's row by new
+    #: parameters, and set the parameters to those in the matrix.
     gradient: Call
     local_update: Call
     whole_update: Call
+    #: Keys of the matrix, of this rank's row of it, of this rank's number, and of its shards of the optimizer's state.
     keys: tuple[Any, ...]
+    #: Whether ``local_update`` reads the reduced gradient of all rows from the matrix.
     gathers_gradient: bool
+    #: Number of steps.  The rows of each rank are ordered by steps.
     n_steps: int = 1
 
 
 class ShardedStepCommand(_ShardedStepCommandFields, Command):
-    """Take a training step, or several, on all ranks; each rank updates its part of the parameters.
-
-    Attributes
-    ----------
-    gradient, local_update, whole_update : Call
-        Calls that write the gradients of all ranks' shards into a matrix, replace the gradient in this rank's row by
-        new parameters, and set the parameters to those in the matrix.
-    keys : tuple
-        Keys of the matrix, of this rank's row of it, of this rank's number, and of its shards of the optimizer's state.
-    gathers_gradient : bool
-        Whether ``local_update`` reads the reduced gradient of all rows from the matrix.
-    n_steps : int
-        Number of steps.  The rows of each rank are ordered by steps.
-    """
+    """Take a training step, or several, on all ranks; each rank updates its part of the parameters."""
 
     __slots__ = ()
 

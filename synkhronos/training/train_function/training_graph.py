@@ -46,17 +46,14 @@ class TrainingGraph:
 
     Attributes
     ----------
-    x, y : list of variable
     x_is_list, y_is_list : bool
         Whether the user passed a list, and so has to pass lists of data.
     sliceable : list of shared variable
         Variables that hold the data, one for each of `x` and `y`; empty if the data are arguments of the calls.
     update_rule : callable
         The update rule that made `rule_updates`, with clipping if the options have it.
-    optimizer_state : list of shared variable
-        Variables that the rule updates besides the parameters.
-    ema : list of shared variable, optional
-        Moving averages of the parameters, in their order; None without the option `ema`.
+    optimizer_state, ema : list of shared variable
+        Variables that the rule updates besides the parameters; moving averages of the parameters, None without `ema`.
     """
 
     def __init__(

@@ -28,14 +28,7 @@ class CompiledModel:
     """Compiled functions that take steps and validate, and the state that they change.
 
     A *joint step* is one command of all ranks, which exchanges gradients: under BSP on gradients.  Under other rules
-    each rank takes a *local step* alone.
-
-    Attributes
-    ----------
-    joint_step : TrainFunction or None
-    local_step, validation : Function or None
-    launch_shapes : set
-        Shapes of joint launches so far; see `Meter`.
+    each rank takes a *local step* alone.  ``launch_shapes`` are those of joint launches so far; see `Meter`.
     """
 
     def __init__(

@@ -37,18 +37,9 @@ class RuleUpdates(NamedTuple):
 class FlatGradient:
     """The gradients of all parameters in one shared vector: one long collective is faster than many short ones.
 
-    The arguments are those of update rules; ``scalars`` are hyperparameters, which are checked.
-
-    Attributes
-    ----------
-    params : list of shared variables
-    tensor : module
-        ``tensor`` of the graph library.
-    shared : shared variable
-        The vector of gradients; with `weight`, followed by the weight.
-    expression : variable
-        Value that a rank writes into it: the gradients; with `weight`, their products with it.  A gradient of weight 0
-        counts as zeros, even if it is NaN.
+    The arguments are those of update rules; ``scalars`` are hyperparameters, which are checked.  ``shared`` is the
+    vector; with a `weight`, the weight is its last element.  ``expression`` is the value that a rank writes into it:
+    the gradients, or their products with the weight.  A gradient of weight 0 counts as zeros, even if it is NaN.
     """
 
     def __init__(
