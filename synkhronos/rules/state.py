@@ -214,5 +214,5 @@ class State:
 
     @cached_property
     def scratch(self) -> np.ndarray:
-        """Array for intermediate results, of a block of `FlatVariables.iterate_blocks`."""
+        """Array for intermediate results, of a block of ``FlatVariables.iterate_blocks``."""
         return np.empty(BLOCK_NBYTES // self.params.dtype.itemsize, self.params.dtype)
