@@ -125,11 +125,8 @@ CLASSES = {
     "NoEpochs": r"NoEpochs: it has no n_epochs: give --set epochs=N",
     "a_number": r"modelclass: 'a_number' of launch_models.mlp_variants: expected a class, got 3",
 }  # fmt: skip
-#: Classes that are also run: one of each kind, and errors that occur only on several ranks.
+#: Classes that are run, as their errors occur only on several ranks or with a setting.
 RUN = {
-    "NoMethods": ({}, CLASSES["NoMethods"]),
-    "StrangeParams": ({}, CLASSES["StrangeParams"]),
-    "a_number": ({}, r"expected a class, got 3"),
     "Wider": ({}, r"params: of shapes \[\[5, 8\], .* on rank 0, and of \[\[5, 9\], .* on rank 1"),
     "Other": ({"scale_lr": "true"}, r"Other lacks:\n  method scale_lr\(size\), for scale_lr = true"),
     "NoEpochs": ({}, r"attribute n_epochs: expected a number of epochs, got None; or give --set epochs=N"),

@@ -77,8 +77,9 @@ def train(rule, data, **kwargs):
     return new_trainer.params[0].get_value(), reports
 
 
-@pytest.mark.parametrize("rule", [rules.BSP(), rules.BSP(average="params"), rules.LocalSGD(3)], ids=repr)
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("rule", "n"), [(rules.BSP(), 1), (rules.BSP(average="params"), 3), (rules.LocalSGD(3), 3)], ids=str
+)
 def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
     fork(n)
     expected, reports = train(rule, (ROWS, TARGETS), valid=(ROWS, TARGETS))
@@ -116,8 +117,11 @@ def test_recorder_has_loader_waiting_time(fork, load, tmp_path):
             assert sum(line["load"] for line in lines[f"rank-{rank}"]) > 0.1
 
 
-@pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2)], ids=repr)
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 3)])
+@pytest.mark.parametrize(
+    ("rule", "before", "after"),
+    [(rules.BSP(), 2, 1), (rules.LocalSGD(2), 2, 2), (rules.LocalSGD(2), 1, 3)],
+    ids=str,
+)
 @pytest.mark.slow
 def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule, before, after):
     pytest.importorskip("safetensors", reason="the extra `training` is not installed")

@@ -54,7 +54,7 @@ def run_until_exit(reports):
     return caught.value.code, losses
 
 
-@pytest.mark.parametrize("name", ["BSP", "LocalSGD", "DiLoCo", "EASGD together", "Swap"])
+@pytest.mark.parametrize("name", ["BSP", "DiLoCo", "Swap"])
 @pytest.mark.slow
 def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, check_each_step, name):
     fork(2)
