@@ -10,14 +10,14 @@ into one launch::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from synkhronos.devices import HOST, Device
 from synkhronos.graphs import GraphLibrary
-from synkhronos.ranks import Rank, Session
-from synkhronos.ranks.float_errors import sync_float_errors
+from synkhronos.ranks import Command, Rank, Session
 
 
 class Runner:
@@ -204,9 +204,35 @@ class Engine:
 
     def before_call(self, session: Session) -> None:
         """Prepare the session for a call.  The default is to send NumPy's floating-point error handling to workers."""
-        sync_float_errors(session)
+        _sync_float_errors(session)
 
     def to_results(self, session: Session, collected: Any) -> list[Any]:
         """Convert the master's value from `collect` to the user's results, one for each output."""
         outputs: list[Any] = collected
         return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _SetFloatErrors(Command):
+    """Apply the master's `numpy.geterr` on the workers."""
+
+    settings: tuple[tuple[str, str], ...]
+
+    def run(self, rank: Rank) -> None:
+        if not rank.is_master:
+            # "call" and "log" need a function or file of the master, which workers lack.
+            np.seterr(**{kind: "warn" if how in ("call", "log") else how for kind, how in self.settings})  # type: ignore[arg-type]
+
+
+class _SentSettings(dict[str, Any]):
+    """The settings that were last sent to the workers; empty before."""
+
+
+def _sync_float_errors(session: Session) -> None:
+    """Send the master's settings (`numpy.seterr`, `numpy.errstate`) to the workers if they have changed."""
+    if session.size == 1:
+        return
+    settings, sent = np.geterr(), session.rank.registry.get_or_create(_SentSettings)
+    if sent != settings:
+        session.run(_SetFloatErrors(tuple((kind, str(how)) for kind, how in settings.items())))
+        sent.update(settings)

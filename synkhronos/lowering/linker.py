@@ -11,7 +11,6 @@ from typing import Any
 from pytensor.compile.mode import Mode, get_mode
 from pytensor.link.jax.linker import JAXLinker
 
-import synkhronos.lowering.slices  # noqa: F401 - registers a rewrite
 import synkhronos.lowering.sum_rewrites  # noqa: F401 - registers rewrites
 from synkhronos.lowering.lengths import extract_lengths
 from synkhronos.lowering.shapes import register_lowerings
