@@ -55,20 +55,6 @@ def test_run_py_argument_errors_are_one_line(tmp_path, arguments, line):
     assert len(output) == 1 and output[0].startswith(line), output
 
 
-@pytest.mark.slow
-def test_run_py_without_a_network_says_so(tmp_path):
-    no_index = {
-        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
-        "PIP_RETRIES": "0",
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_FIND_LINKS": "",
-    }
-    status, output = run(tmp_path, "env", "pytensor", **no_index)
-    assert status != 0
-    assert output[-1].startswith("run.py: no network: pip could not reach the package index. With one, run this again")
-    assert all(line.startswith("run.py: ") for line in output), output
-
-
 def test_run_py_on_a_full_disk_says_so(tmp_path):
     mount = [
         "unshare",
@@ -104,6 +90,20 @@ def module(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "prepare_environment", lambda environment, *extras: environment)
     monkeypatch.setattr(module, "NEWEST_PYTHON_FOR_THEANO", sys.version_info[:2])
     return module
+
+
+@pytest.mark.parametrize(
+    ("printed", "line"),
+    [
+        ("ERROR: No matching distribution found (from versions: none)", "no network: pip could not reach"),
+        ("OSError: [Errno 28] No space left on device", "no space left on the disk: "),
+        ("/usr/bin/python3: No module named ensurepip", "could not make a virtual environment: "),
+        ("error: subprocess-exited-with-error", "could not install the packages; the messages of sh are above"),
+    ],
+)
+def test_run_py_names_the_cause_of_a_failed_installation(module, printed, line):
+    with pytest.raises(SystemExit, match=f"^run.py: {line}"):
+        module.run_installer(["sh", "-c", 'echo "$0"; exit 1', printed])
 
 
 def make_options(**values):
