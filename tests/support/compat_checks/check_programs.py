@@ -12,12 +12,12 @@ import numpy as np
 import programs
 import pytest
 import theano
+import theano_convolutions  # noqa: F401 - compiles them in C on Theano
 
 import synkhronos.compat
 
 TABLE = json.loads((Path(__file__).parent / "theano_programs.json").read_text())
 if synkhronos.compat.library == "theano":
-    programs.prepare_theano()
     MODES = ["FAST_COMPILE"]
 else:
     from pytensor.compile.mode import Mode, get_mode

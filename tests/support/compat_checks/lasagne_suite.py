@@ -25,13 +25,13 @@ PLUGIN = """
 import sys
 import unittest.mock
 
-import compiled
+import theano_convolutions
 
 sys.modules.setdefault("mock", unittest.mock)
 """
 
 
-#: Python's versions of Ops: Theano would have g++ compile a module for each of them. See tests/support/demo_checks/compiled.py.
+#: Python's versions of Ops: Theano would have g++ compile a module for each of them. See theano_convolutions.py.
 THEANO = f"mode=FAST_COMPILE,cxx={shutil.which('g++') or ''}"
 
 
@@ -81,7 +81,7 @@ def run(selection=(), timeout=1500):
         paths = [
             str(source),
             str(ROOT),
-            str(ROOT / "tests" / "support" / "demo_checks"),
+            str(ROOT / "tests" / "support"),
             os.environ.get("PYTHONPATH", ""),
         ]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

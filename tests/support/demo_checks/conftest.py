@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-import compiled  # noqa: F401 - before anything imports theano
 import pytest
+import theano_convolutions  # noqa: F401 - before anything imports theano
 from library import COMPILER, package
 
 package.config.cxx = COMPILER

@@ -39,21 +39,6 @@ SMALLER = {
 STEPS = 3
 
 
-def prepare_theano():
-    """Let Theano compute convolutions and pooling in C, in its FAST_COMPILE mode too.
-
-    The first have no version in Python, and that of the others is older than NumPy 1.23.
-    """
-    from theano.gof.op import Op
-    from theano.tensor.nnet.corr import BaseCorrMM
-    from theano.tensor.signal.pool import Pool, PoolGrad
-
-    def make_thunk(self, *args, impl=None, **kwargs):
-        return Op.make_thunk(self, *args, impl="c", **kwargs)
-
-    BaseCorrMM.make_thunk = Pool.make_thunk = PoolGrad.make_thunk = make_thunk
-
-
 def make_images(n, side, channels=1, classes=4, seed=1):
     """Return images with pixels between 0 and 1, as an array (n, channels, side, side), and their classes."""
     rng = np.random.RandomState(seed)
