@@ -80,15 +80,13 @@ class DropOutputs(Command):
             _get_unread_outputs(rank).pop(number, None)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _CallOutputs:
     """Outputs of one call in the master: the command's number, and once they are read, their values or an error."""
 
-    __slots__ = ("__weakref__", "error", "command_number", "values")
-
-    def __init__(self, command_number: int):
-        self.command_number = command_number
-        self.values: list[Any] | None = None
-        self.error: Exception | None = None
+    command_number: int
+    values: list[Any] | None = None
+    error: Exception | None = None
 
 
 #: A weak reference whose key, the command's number and the bytes of the outputs, can be used after the deletion.

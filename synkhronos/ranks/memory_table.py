@@ -12,6 +12,7 @@ import io
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from socket import socket
 from typing import Any, Literal
 
@@ -27,13 +28,11 @@ EntryKind = Literal["segment", "object"]
 _MAX_UNSENT = 64
 
 
+@dataclass(frozen=True, slots=True)
 class Release(Command):
     """Drop segments and objects that the master has released."""
 
-    __slots__ = ("released",)
-
-    def __init__(self, released: list[tuple[EntryKind, Any]]):
-        self.released = released
+    released: list[tuple[EntryKind, Any]]
 
     def run(self, rank: Rank) -> None:
         """Drop them on this rank."""

@@ -21,6 +21,7 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -105,15 +106,13 @@ def check_result(results: Any) -> Any:
     return values[0] if values else None
 
 
+@dataclass(slots=True, eq=False)
 class _InputBuffer:
     """A buffer on the GPU for an input; the event ``last_read`` is recorded after the last launch that reads it."""
 
-    __slots__ = ("array", "last_read", "pointer")
-
-    def __init__(self, array: Any, pointer: int):
-        self.array = array
-        self.pointer = pointer
-        self.last_read: Any = None
+    array: Any
+    pointer: int
+    last_read: Any = None
 
 
 class _DoubleBuffer:
