@@ -290,7 +290,7 @@ def start_hosts_interrupted(press):
 
     sys.settrace(trace)
     try:
-        with processes._start_agents([Host("a", 1), Host("b", 1)], False) as hosts:
+        with processes._start_agents([Host("a", 1), Host("b", 1)], False, 10, None) as hosts:
             sys.settrace(before)
         hosts.kill()
     finally:
