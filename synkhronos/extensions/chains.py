@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import signal
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing import current_process
+from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from time import perf_counter
 from types import FrameType
@@ -33,7 +34,8 @@ from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST
 from synkhronos.graphs import get_library
 from synkhronos.processes import close, fork
-from synkhronos.ranks import Command, Rank, Session
+from synkhronos.ranks import Command, Rank, Session, WorkerError
+from synkhronos.ranks.errors import describe_exit
 
 #: Modules of PyMC that start a process for each chain.
 _SAMPLER_MODULES = ("pymc.sampling.parallel", "pymc.sampling.population", "pymc.smc.parallel")
@@ -75,17 +77,9 @@ def can_chains_start_ranks(session: Session) -> bool:
 
 
 def start_chain_ranks(max_ranks: int | None = None) -> bool:
-    """Start the ranks of this process's chain; they end with this process.
+    """Start the ranks of this process's chain, which end with this process: its share, but at most ``max_ranks``.
 
-    Parameters
-    ----------
-    max_ranks : int, optional
-        Maximal number of ranks.  A chain has its share of the master's ranks on this machine, and at least one.
-
-    Returns
-    -------
-    bool
-        False if this process samples no chain, or the master has no ranks or has them on GPUs.
+    Return False if this process samples no chain, or the master has no ranks or has them on GPUs.
     """
     inherited, chain = ranks.get_inherited_session(), find_chain()
     if inherited is None or chain is None or not can_chains_start_ranks(inherited):
@@ -101,48 +95,20 @@ def start_chain_ranks(max_ranks: int | None = None) -> bool:
 def measure_evaluation_rate(evaluate: Callable[[], Any], n_chains: int) -> float:
     """Return the number of calls of a function per second, added up over chains that are sampled at a time.
 
-    Parameters
-    ----------
-    evaluate : callable
-        Evaluates a chain's log-density and its gradient.
-    n_chains : int
-        Number of chains.  Each has a process of its own if there are several.
+    Each chain has a process of its own if there are several.
     """
     if n_chains == 1:
         evaluate()
         return _measure_rate(evaluate)
-    context = multiprocessing.get_context("fork")
-    barrier, pipes, processes = context.Barrier(n_chains), [], []
-    try:
-        for number in range(n_chains):
-            parent_end, chain_end = context.Pipe()
-            pipes.append(parent_end)
-            process = context.Process(
-                target=_measure_chain_rate, args=(evaluate, number, n_chains, barrier, chain_end), daemon=True
-            )
-            processes.append(process)
-            process.start()
-            chain_end.close()
-        rates = [pipe.recv() for pipe in pipes]
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-    errors = [rate for rate in rates if isinstance(rate, Exception)]
-    if errors:  # one chain's error breaks the barrier of the others
-        raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
-    return sum(rates)
+    barrier = multiprocessing.get_context("fork").Barrier(n_chains)
 
-
-def _measure_chain_rate(evaluate: Callable[[], Any], number: int, n_chains: int, barrier: Any, pipe: Any) -> None:
-    set_chain(number, n_chains)
-    try:
+    def measure(number: int) -> Iterator[float]:
+        set_chain(number, n_chains)
         evaluate()
         barrier.wait(_READY_SECONDS)
-        pipe.send(_measure_rate(evaluate))
-    except Exception as error:
-        barrier.abort()
-        pipe.send(error)
+        yield _measure_rate(evaluate)
+
+    return sum(run_forked(measure, n_chains))
 
 
 def _measure_rate(evaluate: Callable[[], Any]) -> float:
@@ -153,17 +119,61 @@ def _measure_rate(evaluate: Callable[[], Any]) -> float:
     return calls / (perf_counter() - start)
 
 
-def load_inherited_rows(session: Session, variables: list[Any], owner: Any) -> None:
-    """Set each rank's variables to the rank's rows of the arrays in ``owner.inherited_rows``.
+def run_forked(compute: Callable[[int], Iterator[Any]], num_processes: int) -> Generator[Any, None, None]:
+    """Run ``compute(i)`` in forked process ``i``; yield the objects that it yields, in order of arrival.
 
-    Parameters
-    ----------
-    session : Session
-        Its workers are forks of this process.
-    variables : list of shared variable
-    owner : object
-        Its pickle is a reference: each worker has inherited the object with ``inherited_rows``, a list of an array
-        for each variable.
+    At the end, or after an error of a process or its exit, all processes are ended.
+    """
+    context = multiprocessing.get_context("fork")
+    processes: dict[Connection, Any] = {}
+    try:
+        for number in range(num_processes):
+            parent_end, child_end = context.Pipe(duplex=False)
+            process = context.Process(target=_send_results, args=(compute, number, child_end), daemon=True)
+            process.start()
+            child_end.close()
+            processes[parent_end] = process
+        running = dict(processes)
+        while running:
+            for pipe in wait(list(running)):
+                assert isinstance(pipe, Connection)
+                process = running[pipe]
+                try:
+                    result = pipe.recv()
+                except EOFError:
+                    process.join()
+                    raise WorkerError(
+                        f"a process that was started for this call {describe_exit(process.exitcode)}",
+                        list(processes).index(pipe),
+                    ) from None
+                if isinstance(result, Exception):
+                    raise result
+                if result is None:
+                    del running[pipe]
+                else:
+                    yield result
+    finally:
+        for pipe, process in processes.items():
+            process.terminate()
+            process.join()
+            pipe.close()
+
+
+def _send_results(compute: Callable[[int], Iterator[Any]], number: int, pipe: Connection) -> None:
+    """Send the objects that `compute` yields, then None; or send an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the master, which ends this process
+    try:
+        for result in compute(number):
+            pipe.send(result)
+        pipe.send(None)
+    except Exception as error:
+        pipe.send(error)
+
+
+def load_inherited_rows(session: Session, variables: list[Any], owner: Any) -> None:
+    """Set each rank's variables to the rank's rows of the arrays in ``owner.inherited_rows``, one for each variable.
+
+    The pickle of ``owner`` is a reference: the workers, which are forks of this process, have inherited the object.
     """
     with session.call_lock:
         session.wait_until_idle()

@@ -291,17 +291,10 @@ class DistributedSum:
         return compiled, checks
 
     def make_local_graph(self) -> tuple[list[Any], Any, list[Any]]:
-        """Return the graph of the sum of one rank's rows, for a program in JAX.
+        """Return the graph of the sum of one rank's rows, for a program in JAX: inputs, sum, and variables of the rows.
 
-        PyMC's functions in JAX do not check parameters, so that these checks are left out.
-
-        Returns
-        -------
-        inputs : list of variable
-            The parameters, then the rows.
-        total : variable
-        shareds : list of shared variable
-            They hold the rows on each rank.
+        The inputs are the parameters, then the rows.  The shared variables hold the rows on each rank.  Checks of
+        parameters are left out, as in PyMC's functions in JAX.
         """
         rows = [shared.type() for shared in self._shareds]
         (total,) = replace_checks([self.total], lambda check, value, *conditions: value)

@@ -16,6 +16,7 @@ import xarray  # noqa: E402
 from library import INTERPRETED, XLA  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
+from synkhronos.extensions.chains import run_forked  # noqa: E402
 from synkhronos.extensions.pymc import (  # noqa: E402
     compute_log_likelihood,
     data_parallel,
@@ -239,11 +240,11 @@ def test_posterior_failure_ends_all_processes(event):
 
     error, message = {
         "error": (ZeroDivisionError, "division"),
-        "exit": (synk.WorkerError, "a process that computes draws was killed by SIGKILL"),
+        "exit": (synk.WorkerError, "a process that was started for this call was killed by SIGKILL"),
         "interrupt": (KeyboardInterrupt, None),
     }[event]
     pids = []
-    counts = posterior._run_forked_writers(write, 2)
+    counts = run_forked(write, 2)
     with pytest.raises(error, match=message):
         for pid in counts:
             pids.append(pid)
@@ -266,6 +267,6 @@ def test_error_names_a_process_that_exits_after_another_has_finished():
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(synk.WorkerError) as caught:
-        list(posterior._run_forked_writers(write, 2))
+        list(run_forked(write, 2))
     os.close(pid_reader), os.close(pid_writer)
     assert caught.value.rank == 1

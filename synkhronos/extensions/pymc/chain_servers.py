@@ -62,12 +62,7 @@ class ChainServers:
     def evaluate(self, distributed_sum: Any, params: Sequence[np.ndarray], with_gradients: bool) -> list[np.ndarray]:
         """Return the value of a sum and, optionally, its gradients, computed by an idle server.
 
-        Raises
-        ------
-        WorkerError
-            If the server or one of its ranks has exited.
-        Exception
-            Any other error of the evaluation.
+        Raise its error, or WorkerError if the server or one of its ranks has exited.
         """
         pipe = self._idle.get()
         try:

@@ -128,14 +128,8 @@ class DataParallelModel(pm.Model):
     def choose_ranks(self, model: pm.Model, chains: int) -> None:
         """Measure gradients with 1, 2, 4, ... ranks for each chain, and limit chains to the quickest number of ranks.
 
-        If `model` is as quick in its chains' processes alone, no variable is split.  The result is logged.
-
-        Parameters
-        ----------
-        model : pymc.Model
-            The model that this one was made from.
-        chains : int
-            Number of chains that are sampled at a time.
+        If `model`, from which this one was made, is as quick in its chains' processes alone, no variable is split.  The
+        result is logged.
         """
         session = ranks.get_session()
         if chains == 1 or session.rank.device is not HOST:  # the master samples one chain at a time, on all ranks

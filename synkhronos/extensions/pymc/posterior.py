@@ -19,22 +19,17 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import multiprocessing
 import os
-import signal
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.extensions.chains import can_chains_start_ranks
+from synkhronos.extensions.chains import can_chains_start_ranks, run_forked
 from synkhronos.patching import replace_attribute
-from synkhronos.ranks import WorkerError
-from synkhronos.ranks.errors import describe_exit
 
 __all__ = ["compute_log_likelihood", "sample_posterior_predictive"]
 
@@ -447,55 +442,6 @@ def _compute_blocks(
     progress = create_simple_progress(progressbar=progressbar)
     with progress:
         task = progress.add_task("Computing ...", completed=0, total=sum(block.stop - block.start for block in blocks))
-        with contextlib.closing(
-            write(0) if num_processes == 1 else _run_forked_writers(write, num_processes)
-        ) as counts:
+        with contextlib.closing(write(0) if num_processes == 1 else run_forked(write, num_processes)) as counts:
             for count in counts:
                 progress.advance(task, count)
-
-
-def _run_forked_writers(write: Callable[[int], Iterator[int]], num_processes: int) -> Generator[int, None, None]:
-    """Run ``write(i)`` in forked process ``i``; yield the numbers of draws that it yields, in order of arrival."""
-    context = multiprocessing.get_context("fork")
-    processes: dict[Connection, Any] = {}
-    try:
-        for number in range(num_processes):
-            parent_end, child_end = context.Pipe(duplex=False)
-            process = context.Process(target=_send_written_counts, args=(write, number, child_end), daemon=True)
-            process.start()
-            child_end.close()
-            processes[parent_end] = process
-        running = dict(processes)
-        while running:
-            for pipe in wait(list(running)):
-                assert isinstance(pipe, Connection)
-                process = running[pipe]
-                try:
-                    result = pipe.recv()
-                except EOFError:
-                    process.join()
-                    raise WorkerError(
-                        f"a process that computes draws {describe_exit(process.exitcode)}", list(processes).index(pipe)
-                    ) from None
-                if isinstance(result, Exception):
-                    raise result
-                if result is None:
-                    del running[pipe]
-                else:
-                    yield result
-    finally:
-        for pipe, process in processes.items():
-            process.terminate()
-            process.join()
-            pipe.close()
-
-
-def _send_written_counts(write: Callable[[int], Iterator[int]], number: int, pipe: Connection) -> None:
-    """Send the numbers that `write` yields, then None; or send an error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the master, which ends this process
-    try:
-        for count in write(number):
-            pipe.send(count)
-        pipe.send(None)
-    except Exception as error:
-        pipe.send(error)

@@ -110,7 +110,7 @@ class RowSearch:
     Parameters
     ----------
     length : int
-        Number of rows of the data.
+        Number of rows of the data; with ``selections`` the expression has another number of rows.
     rules : dict of class to callable
         Rules by the class of the Op.
     selections : tuple of ndarray or slice, optional
@@ -118,8 +118,6 @@ class RowSearch:
 
     Attributes
     ----------
-    length : int
-        Number of rows of the data; with ``selections`` the expression has another number of rows.
     rows_by_placeholder : dict of variable to ndarray, shared variable or `PickedRows`
         The data found so far, by the input that replaces them.
     n_rows_variable : variable
@@ -165,21 +163,10 @@ class RowSearch:
         return self.restrict_or_broadcast(variable, axis)
 
     def restrict_picked(self, values: Any, axis: int, index: Any) -> Any:
-        """Return the restriction of ``values[index]`` for a fixed index into longer data; None if impossible.
+        """Return the restriction of `values`, indexed along `axis` by a fixed index or slice; None if impossible.
 
-        The data are indexed once, so that everything that is computed from them has these rows only.
-
-        Parameters
-        ----------
-        values : variable
-        axis : int
-            Axis that is indexed.
-        index : variable or slice
-
-        Raises
-        ------
-        NotRowwiseError
-            If `index` is a mask: without this restriction, a mask mixes rows.
+        The data are indexed once, so that everything that is computed from them has these rows only.  With a mask, for
+        which there is no other restriction, NotRowwiseError is raised in place of None.
         """
         selection = index
         if not isinstance(index, slice):
