@@ -280,7 +280,8 @@ def _lower_pool(op: Pool, x: Any) -> Any:
     from jax import lax
 
     if op.mode == "max":
-        return _max_pool_with_xla(op, x)
+        # With this barrier the maxima are those of `_recompute_maxima`, and computed once.
+        return _max_pool_with_xla(op, lax.optimization_barrier(x))
     sums = _reduce_windows(op, x, np.zeros((), x.dtype), lax.add)
     return sums / op.count_window_elements(x.shape[-op.n_spatial :], x.dtype) if op.mode.startswith("average") else sums
 
