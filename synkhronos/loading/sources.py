@@ -42,20 +42,25 @@ class FileArray:
     def __init__(self, paths: Sequence[str], open_file: Callable[[str], Any], name: str | None = None):
         self.paths, self._open_file, self._name = list(paths), open_file, name
         self._arrays: dict[int, Any] = {}
-        arrays = [self._open(i) for i in range(len(self.paths))]
-        for path, array in zip(self.paths, arrays, strict=True):
+        lengths = []
+        # One file after another, so that no more of them are open than `_open` keeps.
+        for i, path in enumerate(self.paths):
+            array = self._open(i)
             if not array.shape:
                 raise ValueError(f"{self._describe_file(path)}: expected an array with rows, got one of 0 dimensions")
             if array.dtype.kind not in "biufc":
                 raise TypeError(f"{self._describe_file(path)}: expected numbers, got an array of {array.dtype}")
-            if array.shape[1:] != arrays[0].shape[1:] or array.dtype != arrays[0].dtype:
+            if not i:
+                row_shape, self.dtype = array.shape[1:], array.dtype
+            if array.shape[1:] != row_shape or array.dtype != self.dtype:
                 raise ValueError(
-                    f"{self._describe_file(path)}: expected rows as in {self.paths[0]}, {arrays[0].dtype} of shape "
-                    f"{arrays[0].shape[1:]}, got {array.dtype} of shape {array.shape[1:]}"
+                    f"{self._describe_file(path)}: expected rows as in {self.paths[0]}, {self.dtype} of shape "
+                    f"{row_shape}, got {array.dtype} of shape {array.shape[1:]}"
                 )
-        self._ends = np.cumsum([array.shape[0] for array in arrays])
-        self.shape = (int(self._ends[-1]), *arrays[0].shape[1:])
-        self.dtype, self.ndim = arrays[0].dtype, len(self.shape)
+            lengths.append(array.shape[0])
+        self._ends = np.cumsum(lengths)
+        self.shape = (int(self._ends[-1]), *row_shape)
+        self.ndim = len(self.shape)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_arrays": {}}
@@ -81,13 +86,13 @@ class FileArray:
         file = int(np.searchsorted(self._ends, row, side="right"))
         return file, row - (int(self._ends[file - 1]) if file else 0)
 
-    def _open(self, file: int) -> Any:
-        """Return the array in a file; if too many files are open, close the one that was opened first."""
-        array = self._arrays.get(file)
+    def _open(self, index: int) -> Any:
+        """Return the array in the file of an index; if too many are open, close the one that was opened first."""
+        array = self._arrays.get(index)
         if array is None:
             while len(self._arrays) >= _MAX_OPEN_FILES:
                 del self._arrays[next(iter(self._arrays))]
-            array = self._arrays[file] = self._open_file(self.paths[file])
+            array = self._arrays[index] = self._open_file(self.paths[index])
         return array
 
 
