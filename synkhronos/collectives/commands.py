@@ -124,14 +124,14 @@ class VariableCopy:
         self.library.store_value(self.shared, array)
         self.value = self.library.borrow_value(self.shared)
 
-    def raise_on_all_ranks(self, message: str) -> NoReturn:
-        """Raise ValueError; called on all ranks."""
-        self._rank.raise_on_all_ranks(ValueError(message))
+    def raise_common_error(self, message: str) -> NoReturn:
+        """Raise a ValueError that all ranks have found at the same point; see `Rank.raise_common_error`."""
+        self._rank.raise_common_error(ValueError(message))
 
     def check_equal_shapes(self, collective: str) -> None:
         """Raise ValueError on all ranks if the ranks' shapes differ."""
         if len({shape for shape, _ in self.layouts}) > 1:
-            self.raise_on_all_ranks(
+            self.raise_common_error(
                 f"{collective}: {describe(self.shared)} needs the same shape on all ranks, but {self.format_shapes()}; "
                 "see gather(), which takes any shapes"
             )
@@ -139,7 +139,7 @@ class VariableCopy:
     def check_shape(self, shape: tuple[int, ...], collective: str) -> None:
         """Raise ValueError on all ranks if the variable's type doesn't allow a shape."""
         if not self.library.accepts_shape(self.shared, shape):
-            self.raise_on_all_ranks(
+            self.raise_common_error(
                 f"{collective}: {describe(self.shared)} of type {self.shared.type} can't take shape {shape}"
             )
 
@@ -234,7 +234,7 @@ class AllGather(Command):
         for variable in variables:
             if not _can_concatenate(variable.layouts):
                 shapes = variable.format_shapes()
-                variable.raise_on_all_ranks(
+                variable.raise_common_error(
                     f"all_gather: {describe(variable.shared)} can't be concatenated along axis 0: {shapes}"
                 )
             rows = sum(shape[0] for shape, _ in variable.layouts)
@@ -261,7 +261,7 @@ class ReduceScatter(Command):
             variable.check_equal_shapes("reduce_scatter")
             shape = variable.layouts[0][0]
             if not shape:
-                variable.raise_on_all_ranks(f"reduce_scatter: {describe(variable.shared)} has no rows to divide")
+                variable.raise_common_error(f"reduce_scatter: {describe(variable.shared)} has no rows to divide")
             shares.append([get_share(shape[0], rank.size, r) for r in range(rank.size)])
             for share in shares[-1]:
                 variable.check_shape((share.stop - share.start, *shape[1:]), "reduce_scatter")

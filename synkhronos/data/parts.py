@@ -336,5 +336,5 @@ class _LoadRows(Command):
                     f"load: expected rows of one shape and dtype, got {layout[0]} of {np.dtype(layout[1])} on rank 0, "
                     f"and {rank_layout[0]} of {np.dtype(rank_layout[1])} on rank {r}"
                 )
-                rank.raise_on_all_ranks(ValueError(message))
+                rank.raise_common_error(ValueError(message))
         return layout

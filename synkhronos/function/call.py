@@ -141,7 +141,7 @@ class RankCall:
                 self._shares.append(share)
             else:
                 self._shares.append(None)
-        self._sliceable_rows = self._select_sliceable_rows() if call.variant.row_inputs is not None else None
+        self._sliceable_rows = self._select_sliceable_rows() if call.variant.row_selector is not None else None
         #: Outputs, reduced over slices; empty before `compute`.
         self.values: list[Any] = []
         #: Number of rows to compute: the weight of the outputs in a mean.  1 if the function has no inputs with rows.
@@ -177,7 +177,7 @@ class RankCall:
             rank.barrier()
         if call.needs_compile:
             rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
-        if not self.compiled.spec.ops:
+        if not self.compiled.output_spec.ops:
             return []
         outputs, engine = self.get_outputs(), self.computation.engine
         if call.reads_outputs:
@@ -188,14 +188,14 @@ class RankCall:
     def _check_rank_means(self) -> None:
         call = self._call
         if call.variant.returns_updates:
-            self._rank.raise_on_all_ranks(
+            self._rank.raise_common_error(
                 ValueError(
                     f"num_slices: expected 1, got {call.num_slices}: {self.computation.name} has means over all ranks' "
                     "rows (rank_mean, sync=True), and a slice has other means than the batch"
                 )
             )
         if call.n_rows == 0:
-            self._rank.raise_on_all_ranks(
+            self._rank.raise_common_error(
                 ValueError("batch: expected at least one row for a mean over ranks, got none")
             )
 
@@ -219,7 +219,7 @@ class RankCall:
 
     def get_outputs(self) -> RankOutputs:
         """Return the outputs with their weight and specification."""
-        spec, n_repeats = self.compiled.spec, self._runner.n_repeats
+        spec, n_repeats = self.compiled.output_spec, self._runner.n_repeats
         if n_repeats > 1:
             return RankOutputs(self.n_rows // n_repeats, self.values, spec.repeat(n_repeats))
         return RankOutputs(
@@ -258,12 +258,12 @@ class RankCall:
             problem = f"{error} on rank {self._rank.number}"
         problems = [p for p in self._rank.all_gather_cached(problem) if p is not None]
         if problems or rows is None:
-            self._rank.raise_on_all_ranks(IndexError(problems[0]))
+            self._rank.raise_common_error(IndexError(problems[0]))
         return rows
 
     def compute(self) -> None:
         """Compute this rank's rows, slice by slice with ``num_slices``, and set `values` to the outputs."""
-        call, ops = self._call, self.compiled.spec.ops
+        call, ops = self._call, self.compiled.output_spec.ops
         if not self.n_rows:
             # No rank has rows: like the serial library, compute the outputs of zero rows.  Nothing is updated.
             self._runner = self.computation.compile(call.variant._replace(returns_updates=True)).runner
@@ -320,7 +320,7 @@ class RankCall:
             )
         ]
         if sliceable_rows is not None:
-            if self._call.variant.row_inputs == "slice":
+            if self._call.variant.row_selector == "slice":
                 assert isinstance(sliceable_rows, range)
                 values += [np.int64(sliceable_rows.start), np.int64(sliceable_rows.stop)]
             else:

@@ -5,7 +5,7 @@ variant is compiled at the first call that needs it:
 
 ==================  ================================================================================================
 `DEFAULT_VARIANT`   the graph as the user wrote it
-`row_inputs`        the sliceable shared variables are sliced or indexed by additional inputs: ``batch_s``
+`row_selector`      the sliceable shared variables are sliced or indexed by additional inputs: ``batch_s``
 `returns_updates`   the new values of the updates are returned, to be accumulated over slices: ``num_slices``
 `output_subset`     only some of the outputs
 ==================  ================================================================================================
@@ -35,9 +35,9 @@ from synkhronos.replication.user_code import UserCode
 class Variant(NamedTuple):
     """Options with which a computation is compiled."""
 
-    #: Additional inputs that select rows of the sliceable shared variables: "slice" for two integers, start and stop,
-    #: "index" for a vector of indexes.  None: all rows are used.
-    row_inputs: str | None = None
+    #: Kind of the additional inputs that select rows of the sliceable shared variables: "slice" for two integers, start
+    #: and stop, "index" for a vector of indexes.  None: all rows are used.
+    row_selector: str | None = None
     #: Whether the new values of the updates are returned after the outputs.  Then only random generators are updated.
     returns_updates: bool = False
     #: Indexes of the outputs to compute; None for all.
@@ -56,7 +56,7 @@ class CompiledVariant(NamedTuple):
     #: The graph library's compiled function.
     function: Callable[..., Any]
     runner: Runner
-    spec: OutputSpec
+    output_spec: OutputSpec
     #: Number of means over ranks within the function.
     n_rank_means: int = 0
 
@@ -140,7 +140,7 @@ class Computation(DeviceResident):
             return self.input_devices
         return [HOST if i in runner.host_inputs else device for i, device in enumerate(self.input_devices)]
 
-    def check_picklable(self) -> None:
+    def check_kwargs_picklable(self) -> None:
         """Raise TypeError if a keyword argument can't be pickled."""
         for name, value in self.kwargs.items():
             try:
@@ -176,13 +176,15 @@ class Computation(DeviceResident):
         if compiled is None:
             subset = range(len(self.outputs)) if variant.output_subset is None else variant.output_subset
             types = [self.library.get_output_variable(self.outputs[i]).type for i in subset]
-            spec = OutputSpec.from_types(types, [self.output_ops[i] for i in subset], variant.returns_updates)
+            ops = [self.output_ops[i] for i in subset]
+            output_spec = OutputSpec.from_types(types, ops, variant.returns_updates)
             function = self._compile(variant)
-            n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.row_inputs]
+            n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.row_selector]
             runner = self.engine.make_runner(
                 self.library, function, n_inputs, allows_opaque_outputs=not variant.returns_updates
             )
-            compiled = self.compiled[variant] = CompiledVariant(function, runner, spec, count_rank_means(function))
+            compiled = CompiledVariant(function, runner, output_spec, count_rank_means(function))
+            self.compiled[variant] = compiled
         return compiled
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:
@@ -193,15 +195,15 @@ class Computation(DeviceResident):
         if variant != DEFAULT_VARIANT:
             # A subset of the outputs may need a subset of the inputs, and some outputs no sliceable variable.
             kwargs["on_unused_input"] = "ignore"
-        if variant.row_inputs is None and not variant.returns_updates:
+        if variant.row_selector is None and not variant.returns_updates:
             return library.function(inputs, outputs, updates=self.updates, givens=self.givens, **kwargs)
 
         updates = self.updates + self.default_updates
         variables = [library.get_output_variable(output) for output in outputs]
         expressions = [library.convert_to_type_of(shared, expression) for shared, expression in updates]
         targets, givens = [shared for shared, _ in updates], self.givens
-        if variant.row_inputs is not None:
-            row_inputs, select = self._make_row_inputs(variant.row_inputs)
+        if variant.row_selector is not None:
+            row_inputs, select = self._make_row_inputs(variant.row_selector)
             inputs = inputs + row_inputs
             # The key of a given may be computed from a sliceable variable: then its clone is what has to be replaced.
             keys = [key if key.owner is not None else expression for key, expression in givens]
@@ -235,20 +237,20 @@ class Computation(DeviceResident):
     @cached_property
     def default_updates(self) -> list[tuple[Any, Any]]:
         """Default updates, which the library's ``function`` adds to the given ones."""
-        without = self.kwargs.get("no_default_updates", False)
-        if without is True:
+        no_default_updates = self.kwargs.get("no_default_updates", False)
+        if no_default_updates is True:
             return []
-        excluded = {id(shared) for shared, _ in self.updates} | {id(v) for v in (without or [])}
+        excluded = {id(shared) for shared, _ in self.updates} | {id(v) for v in (no_default_updates or [])}
         return [
             (shared, shared.default_update)
             for shared in self.list_shareds()
             if getattr(shared, "default_update", None) is not None and id(shared) not in excluded
         ]
 
-    def _make_row_inputs(self, row_inputs: str) -> tuple[list[Any], Callable[[Any], Any]]:
+    def _make_row_inputs(self, row_selector: str) -> tuple[list[Any], Callable[[Any], Any]]:
         """Return additional inputs, and a function that maps a shared variable to the rows that they select."""
         tensor = self.library.tensor
-        if row_inputs == "slice":
+        if row_selector == "slice":
             start, stop = tensor.lscalar("start"), tensor.lscalar("stop")
             return [start, stop], lambda shared: shared[start:stop]
         index = tensor.lvector("rows")

@@ -111,7 +111,7 @@ class Dispatcher:
                         f"num_slices={num_slices}: op {op.full_name!r} of the update of {shared.name!r} is not defined "
                         f"for dtype {shared.type.dtype}; give the update another op"
                     )
-        row_inputs = None
+        row_selector = None
         if batch_s is not None and not computation.sliceable:
             raise ValueError(f"batch_s: {computation.name} was made without sliceable_shareds")
         if computation.sliceable and (batch_s is not None or num_slices > 1):
@@ -124,8 +124,8 @@ class Dispatcher:
                         "another variable, or leave this one out of sliceable_shareds"
                     )
             is_contiguous = batch_s is None or has_only_contiguous_slices(batch_s)
-            row_inputs = "slice" if is_contiguous and not computation.engine.requires_static_shapes else "index"
-        return Variant(row_inputs, bool(num_slices > 1), self._parse_output_subset(output_subset))
+            row_selector = "slice" if is_contiguous and not computation.engine.requires_static_shapes else "index"
+        return Variant(row_selector, bool(num_slices > 1), self._parse_output_subset(output_subset))
 
     def _parse_output_subset(self, output_subset: Any) -> tuple[int, ...] | None:
         if output_subset is None:
@@ -201,7 +201,7 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
             # Pickle's error does not name the cause, which may be a keyword argument.
             for computation in computations:
                 try:
-                    computation.check_picklable()
+                    computation.check_kwargs_picklable()
                 except TypeError as own_error:
                     raise TypeError(f"{computation.name}: {own_error}") from own_error.__cause__
             raise TypeError(f"{', '.join(computation.name for computation in computations)}: {error}") from error

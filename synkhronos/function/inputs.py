@@ -126,8 +126,8 @@ class CallInputWriter:
             try:
                 checked = self.computation.library.filter(variable_type, value, spec.strict, spec.allow_downcast)
             except (TypeError, ValueError, AttributeError) as error:
-                wrong = ValueError if isinstance(error, ValueError) else TypeError
-                raise wrong(f"{name}: expected {variable_type}, got {_describe_value(value)}: {error}") from None
+                error_class = ValueError if isinstance(error, ValueError) else TypeError
+                raise error_class(f"{name}: expected {variable_type}, got {_describe_value(value)}: {error}") from None
         fixed = self._static_shapes[position]
         if fixed is not None and any(f is not None and f != s for f, s in zip(fixed, checked.shape, strict=True)):
             raise ValueError(f"{name}: expected shape {fixed} (None is any length), got {checked.shape}")
@@ -162,15 +162,15 @@ class CallInputWriter:
         return get_array_location(value) if isinstance(value, Data) else self._buffers.write(position, value)
 
     def write_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
-        """Return one slice, or location of indexes in shared memory, for each rank, which checks their range itself."""
-        by_rank = parse_selections_by_rank(batch_s, session.size)
+        """Return one slice, or location of indexes in shared memory, for each rank.  Ranks check the indexes' range."""
+        by_rank = split_selections_by_rank(batch_s, session.size)
         shared: list[Any] = []
         for r, selection in enumerate([batch_s] if by_rank is None else by_rank):
             if isinstance(selection, slice):
                 check_slice_bounds(selection, "batch_s")
                 shared.append(selection)
             else:
-                shared.append(self._buffers.write(("batch_s", r), to_index_array(selection, "batch_s")))
+                shared.append(self._buffers.write(("batch_s", r), to_integer_indexes(selection, "batch_s")))
         return tuple(shared * session.size if by_rank is None else shared)
 
 
@@ -192,7 +192,7 @@ def has_only_contiguous_slices(batch_s: Any) -> bool:
     return len(selections) > 0 and all(isinstance(item, slice) and item.step in (None, 1) for item in selections)
 
 
-def parse_selections_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | None:
+def split_selections_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | None:
     """Return one selection for each of ``size`` ranks; None if ``batch_s`` is one selection for all ranks."""
     if isinstance(batch_s, slice):
         return None
@@ -203,12 +203,15 @@ def parse_selections_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> 
             raise ValueError(f"{name}: expected one selection of rows for each of {size} ranks, got {len(batch_s)}")
         return list(batch_s)
     if isinstance(batch_s, np.ndarray) and batch_s.ndim == 2:
-        return parse_selections_by_rank(list(batch_s), size, name)
+        return split_selections_by_rank(list(batch_s), size, name)
     return None
 
 
-def to_index_array(selection: Any, name: str) -> np.ndarray:
-    """Convert a list of indexes to an array of int64; each rank checks their range itself."""
+def to_integer_indexes(selection: Any, name: str) -> np.ndarray:
+    """Convert a list of indexes to an array of int64, whose range each rank checks itself.
+
+    Unlike `as_index_array`, raise TypeError for a mask.
+    """
     index = as_index_array(selection, name, "a slice, a list of indexes, or a list of these, one for each rank")
     if index.dtype == bool:
         raise TypeError(f"{name}: expected integer indexes, got dtype {index.dtype}")

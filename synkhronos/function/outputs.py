@@ -296,7 +296,7 @@ def _check_shapes(rank: Rank, position: int, op: OutputOp, layouts: dict[int, Ar
         condition = "the same shape" if op.is_elementwise else "equal lengths of all axes but axis 0"
         shapes_text = ", ".join(f"rank {r} has {shape}" for r, shape in shapes.items())
         message = f"output {position}: op {op.full_name!r} needs {condition} on all ranks, but {shapes_text}"
-        rank.raise_on_all_ranks(ValueError(message))
+        rank.raise_common_error(ValueError(message))
 
 
 def _gather_large_arrays(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:

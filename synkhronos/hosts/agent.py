@@ -92,8 +92,8 @@ _MPI_CONNECT_SECONDS = 90
 class Agent:
     """Agent of one host.
 
-    ``config`` is the master's configuration (see `synkhronos.hosts.mpi_link.MpiLink.start_workers`).  On the master's
-    host, ``channel`` leads to the master, which has started the ``workers``; on other hosts the agent has.
+    ``config`` is the master's configuration (see `synkhronos.hosts.mpi_link.MpiLink.start_remote_workers`).  On the
+    master's host, ``channel`` leads to the master, which has started the ``workers``; on other hosts the agent has.
     ``frame_comm`` is a second communicator of all agents, for frames.
     """
 

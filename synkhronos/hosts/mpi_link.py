@@ -63,9 +63,9 @@ def _block_job_signals() -> Iterator[None]:
 class MpiLink(Link):
     """Link of a session with ranks on several hosts, of which the master's host is the first.
 
-    Its methods are called in this order: `start_agents`, `assign_ranks`, `start_workers`, and then `shut_down`, or
-    `kill` after a failure.  A host is lost after ``timeout`` seconds without a message.  The output of the other hosts
-    is written to ``output``, by default this process's standard streams.
+    Its methods are called in this order: `start_agents`, `assign_ranks`, `start_remote_workers`, and then `shut_down`,
+    or `kill` after a failure.  A host is lost after ``timeout`` seconds without a message.  The output of the other
+    hosts is written to ``output``, by default this process's standard streams.
     """
 
     needs_control_file = True
@@ -130,7 +130,7 @@ class MpiLink(Link):
         return False
 
     def assign_ranks(self, n_ranks: int | None, needs_gpus: bool) -> None:
-        """Assign ranks to the hosts: set `ranks_by_host`, `size` and `control_nbytes`.
+        """Assign ranks to the hosts: set `ranks_by_host`, `size` and `link_nbytes`.
 
         A host that is listed without a number gets ``n_ranks``; with None, one for each of its GPUs, if ranks need
         these, or of its cores.  Raise ValueError if a host has fewer GPUs than ranks that need them.
@@ -147,7 +147,7 @@ class MpiLink(Link):
                 )
         self.ranks_by_host = compute_ranks_by_host(counts)
         self.size = sum(counts)
-        self.control_nbytes = PipeLayout.compute_nbytes(counts[0])
+        self.link_nbytes = PipeLayout.compute_nbytes(counts[0])
 
     def _accept_agent(self, listener: socket.socket) -> list[dict[str, Any]]:
         """Wait until the first agent connects, and return the hosts' infos that it sends."""
@@ -194,7 +194,7 @@ class MpiLink(Link):
 
     # -- Link ------------------------------------------------------------------------------
 
-    def start_workers(
+    def start_remote_workers(
         self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
     ) -> socket.socket:
         """Make the agents start the other hosts' workers; return the channel to this host's agent."""

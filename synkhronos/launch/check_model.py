@@ -111,7 +111,7 @@ class _ModelCheck:
         instance.epoch = 0
         return instance
 
-    def set_options(self, instance: Any) -> bool:
+    def apply_options(self, instance: Any) -> bool:
         """Set the options of a model's step; return True if they need the gradient of all ranks."""
         self.stage = "options of the model are set"
         return set_model_options(instance, self.settings.model_options, self.rule, self.settings.modelclass)
@@ -120,7 +120,7 @@ class _ModelCheck:
         """Call every method of an instance as the only rank."""
         self.stage = "an instance is made"
         instance = self.make_instance(0, 1)
-        needs_gradients = self.set_options(instance)
+        needs_gradients = self.apply_options(instance)
         self.stage = "compile_iter_fns() runs"
         compile_model(instance, self.settings, self.rule, 1, needs_gradients)
         check_interface(instance, self.settings.modelclass)
@@ -178,14 +178,15 @@ class _ModelCheck:
     def check_two_ranks(self) -> None:
         """Train two instances as ranks 0 and 1 of two, with an exchange after each step."""
         self.stage = "two instances are made, with size 2"
-        ranks = [self.make_instance(rank, 2) for rank in range(2)]
-        needs_gradients = [self.set_options(instance) for instance in ranks][0]
+        instances = [self.make_instance(rank, 2) for rank in range(2)]
+        for instance in instances:
+            needs_gradients = self.apply_options(instance)
         self.stage = "compile_iter_fns() runs with size 2"
-        for instance in ranks:
+        for instance in instances:
             exchanged_quantity = compile_model(instance, self.settings, self.rule, 2, needs_gradients)
             check_interface(instance, self.settings.modelclass)
         params = [
-            FlatVariables(group_variables(instance, exchanged_quantity == "params").exchanged) for instance in ranks
+            FlatVariables(group_variables(instance, exchanged_quantity == "params").exchanged) for instance in instances
         ]
         if params[0].shapes != params[1].shapes:
             shapes = f"{[*map(list, params[0].shapes)]} on rank 0, and of {[*map(list, params[1].shapes)]} on rank 1"
@@ -195,13 +196,14 @@ class _ModelCheck:
         before = hash_values(params[0])
         sources, targets = params, params
         if exchanged_quantity == "gradient":
-            sources, targets = ([FlatVariables(getattr(r, name)) for r in ranks] for name in ("vels", "vels2"))
-        recorder = ModelRecorder(0, rows_per_step=get_batch_size(ranks[0]))
+            sources = [FlatVariables(instance.vels) for instance in instances]
+            targets = [FlatVariables(instance.vels2) for instance in instances]
+        recorder = ModelRecorder(0, rows_per_step=get_batch_size(instances[0]))
         self.stage = "train_iter() runs with size 2"
         step_hashes: list[list[str]] = [[], []]
-        n_steps = min(_N_ITERATIONS, *(int(instance.data.n_batch_train) for instance in ranks))
+        n_steps = min(_N_ITERATIONS, *(int(instance.data.n_batch_train) for instance in instances))
         for i in range(n_steps):
-            for rank, instance in enumerate(ranks):
+            for rank, instance in enumerate(instances):
                 instance.train_iter(i, recorder)
                 step_hashes[rank].append(hash_values(sources[rank]))
             exchanges_again = True
@@ -209,10 +211,12 @@ class _ModelCheck:
                 total = sources[0].get() + sources[1].get()
                 for target in targets:
                     target.set(total if exchanged_quantity == "gradient" else total / 2)
-                applied = ranks if exchanged_quantity == "gradient" else []
-                exchanges_again = True in [self.call_optional(instance, "apply_gradients") for instance in applied]
+                exchanges_again = False
+                for instance in instances if exchanged_quantity == "gradient" else []:
+                    if self.call_optional(instance, "apply_gradients") is True:
+                        exchanges_again = True
         self.stage = "cleanup() runs with size 2"
-        for instance in ranks:
+        for instance in instances:
             instance.cleanup()
         if n_steps > 1 and hash_values(params[0]) == before:
             self.problems.append("with size 2 train_iter() changes none of params")

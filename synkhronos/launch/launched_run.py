@@ -26,6 +26,9 @@ from synkhronos.launch.supervision.run_folder import FAILURE_FILE, create_run_fo
 from synkhronos.rules import Rule
 from synkhronos.training.loops.stop_signals import STOP_SIGNALS
 
+#: Seconds that an interrupted run gets to end before its supervisor is killed.
+_INTERRUPTED_GRACE_SECONDS = 15
+
 
 class LaunchedRun:
     """Handle of a run in other processes, which the constructor starts with the settings of ``rule.init``.
@@ -77,19 +80,21 @@ class LaunchedRun:
             self._process.send_signal(number)
 
         # A scheduler ends the job when this process exits, so it exits after the ranks have written their checkpoint.
-        before = {}
+        previous_handlers = {}
         if threading.current_thread() is threading.main_thread():
-            before = {n: signal.signal(n, forward) for n in STOP_SIGNALS if signal.getsignal(n) == signal.SIG_DFL}
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    previous_handlers[number] = signal.signal(number, forward)
         try:
             status = self._process.wait()
         except BaseException:
             self._process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(15)
+                self._process.wait(_INTERRUPTED_GRACE_SECONDS)
             self._process.kill()
             raise
         finally:
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
         for caught in received:
             signal.raise_signal(caught)  # the default action: it ends this process

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.segments import ArrayLocation
 from synkhronos.ranks.task_memory import TaskMemory
+
+#: Maximal number of commands that the master caches pickled, and a worker unpickled: a training loop repeats a few.
+MAX_CACHED_COMMANDS = 32
+#: Maximal number of bytes of a cached command.
+MAX_CACHED_NBYTES = 1 << 14
 
 
 class RowAccess(NamedTuple):
@@ -26,7 +33,9 @@ class RowAccess(NamedTuple):
 class Command(ABC):
     """A small picklable object whose method `run` every rank runs, including the master's.
 
-    A command is sent once and may run many times from the same object: `run` must not change it.
+    A command is sent once and may run many times from the same object: `run` must not change it.  So its fields are
+    those of a frozen dataclass, or of a named tuple where it is posted at every call: a tuple is created, hashed and
+    compared faster.
     """
 
     __slots__ = ()
@@ -65,6 +74,18 @@ class Command(ABC):
     @abstractmethod
     def run(self, rank: Rank) -> Any:
         """Run this rank's part and return its result; `Session.run` returns the result of the master's part."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongCommand(Command):
+    """Stands for a command that is too long for the mailbox, whose pickle is in a segment."""
+
+    location: ArrayLocation
+
+    def run(self, rank: Rank) -> object:
+        """Unpickle the command and run it."""
+        command: Command = pickle.loads(self.location.view(rank.segments).data)
+        return command.run(rank)
 
 
 def find_row_accesses(value: Any, size: int, ranks: range) -> Iterator[RowAccess]:

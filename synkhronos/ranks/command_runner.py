@@ -15,8 +15,8 @@ A command is posted by one word in shared memory, `ControlMemory.POSTED`, and fi
     no rank failed: return the master's result
     a rank failed:  cancel pending operations, raise the master's error, or a WorkerError made of the reports
 
-A waiting master checks regularly whether its workers live (`_close_if_peer_failed`); a computing one is interrupted by
-a signal (`PeerWatch`).  A death closes the session, and the call raises a WorkerError.
+A waiting master checks regularly whether its workers live (`_check_failures_and_timeout`); a computing one is
+interrupted by a signal (`PeerWatch`).  A death closes the session, and the call raises a WorkerError.
 
 If an interrupt ends the master's part, `_wait_for_completion` waits for a moment only, and the workers may still be
 busy with the command.  The next call waits for them (`wait_until_idle`) before it writes memory that they may read.
@@ -95,9 +95,9 @@ class CommandRunner(ABC):
             group.master_rank,
             group.master_rank,
             group.control,
-            self._close_if_peer_failed,
+            self._check_failures_and_timeout,
             ThreadLimit(len(group.control.local_ranks), sets_environment=False),
-            group.has_any_died,
+            group.has_peer_died,
         )
         self.memory = MemoryTable(self.rank, group.channels, self._execute_when_idle)
         self._set_group(group)
@@ -106,7 +106,7 @@ class CommandRunner(ABC):
         self._group, self._control = group, group.control
         self._mailbox = Mailbox(group.control, group.link, self.memory)
         self._watch = PeerWatch(
-            group.has_any_died, self._has_pending_operation_between_commands, self._raise_if_peer_died
+            group.has_peer_died, self._has_pending_operation_between_commands, self._close_if_peer_or_host_failed
         )
 
     @property
@@ -198,14 +198,14 @@ class CommandRunner(ABC):
             result, master_error = self._run_own_part(command, command_number)
             control.done[self.rank.number] = command_number
             if self._watch.has_raised:
-                self._raise_if_peer_died()
+                self._close_if_peer_or_host_failed()
             is_interrupt = master_error is not None and not isinstance(master_error, Exception)
             # A worker in compiled code may take long to finish; the next call waits for it, or `close` ends it.
             self._wait_for_completion(_INTERRUPTED_GRACE_SECONDS if is_interrupt else None)
             reports = self._read_reports(command_number)
             self.rank.cancel_failed_operations()
         except PeerDied:  # raised just after the master's part had failed
-            self._raise_if_peer_died()
+            self._close_if_peer_or_host_failed()
             raise
         finally:
             self._is_running = False
@@ -253,7 +253,7 @@ class CommandRunner(ABC):
             and control.report_nbytes[r]
         ]
         if link.find_failure() is not None:
-            self._raise_if_peer_died()  # reports may only follow from the failure of a host, which is the cause
+            self._close_if_peer_or_host_failed()  # reports may only follow from the host's failure, which is the cause
         return reports
 
     def _make_command_error(
@@ -287,20 +287,20 @@ class CommandRunner(ABC):
         if done[me] < command_number:  # an interrupt ended the master's part before it was marked as done
             self.rank.fail_command()
             done[me] = command_number
-        self._is_idle = self._group.wait_until_done(self._close_if_peer_failed, limit)
+        self._is_idle = self._group.wait_until_done(self._check_failures_and_timeout, limit)
 
     # -- deaths and time limits --------------------------------------------------------------------------------
 
-    def _close_if_peer_failed(self) -> None:
-        """End the session and raise WorkerError if a peer has died, or exceeds the time limit."""
+    def _check_failures_and_timeout(self) -> None:
+        """End the session and raise WorkerError if a worker has died, a host has failed, or a rank is late."""
         if self.timeout is not None and time.monotonic() - self._command_start_time > self.timeout:
             late = self._group.find_timeout(self._command_start_time, self.timeout)
             if late is not None:
                 self._close_after_failure(late)
-        self._raise_if_peer_died()
+        self._close_if_peer_or_host_failed()
 
-    def _raise_if_peer_died(self) -> None:
-        """End the session and raise WorkerError if a worker or another host has died."""
+    def _close_if_peer_or_host_failed(self) -> None:
+        """End the session and raise WorkerError if a worker has died or another host has failed."""
         watch = self._watch
         command_thread, watch.command_thread = watch.command_thread, 0  # no PeerDied while this handles it
         failure = self._group.find_failure()

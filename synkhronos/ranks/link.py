@@ -1,7 +1,7 @@
 """Connection between the master's session and the hosts on which the ranks run.
 
-A session posts commands, waits for the ranks and ends them.  `Link` hides from it whether the ranks are on one host or
-on several, whose agents communicate by MPI (`synkhronos.hosts.MpiLink`).
+A session posts commands, waits for the ranks and ends them.  A link hides from it whether the ranks are on one host
+(`Link`) or on several, whose agents communicate by MPI (its subclass `synkhronos.hosts.MpiLink`).
 
 Other hosts can't read this one's memory.  So before a command runs there, they are sent the rows that their ranks
 access.
@@ -20,7 +20,9 @@ from synkhronos.ranks.segments import ArrayLocation, SegmentTable
 
 
 class Link:
-    """Connection of a session to the hosts of its ranks; this class is for a single host, where shared memory suffices.
+    """Link of a session whose ranks are all on one host, where shared memory suffices: most methods do nothing.
+
+    `synkhronos.hosts.MpiLink` overrides them for several hosts.
 
     Attributes
     ----------
@@ -28,13 +30,13 @@ class Link:
         Ranks of each host; this host is the first.
     needs_control_file : bool
         Whether the control memory has to be a file, because a process that is no fork of this one maps it.
-    control_nbytes, max_plan_nbytes : int
+    link_nbytes, max_plan_nbytes : int
         Number of bytes reserved for the link in the control memory, and for the plan of a command's transfers in the
         mailbox.
     """
 
     needs_control_file = False
-    control_nbytes = max_plan_nbytes = 0
+    link_nbytes = max_plan_nbytes = 0
 
     def __init__(self, size: int, bytes_sent: int = 0):
         self.ranks_by_host, self._earlier_bytes_sent = [range(size)], bytes_sent
@@ -49,16 +51,20 @@ class Link:
         """Number of bytes of shared memory that were sent to other hosts."""
         return self._earlier_bytes_sent
 
-    def start_workers(
+    def start_remote_workers(
         self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
     ) -> socket.socket | None:
-        """Start the other hosts' workers; return the channel over which this host's agent gets segments, or None."""
+        """Start the other hosts' workers; return the channel over which this host's agent gets segments.
+
+        With one host, do nothing and return None.
+        """
         return None
 
     def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
         """Return the pickled plan of a command's transfers: the memory that the other hosts need for it.
 
-        ``command_location`` is the location of the pickled command if it is too long for the mailbox, else None.
+        ``command_location`` is the location of the pickled command if it is too long for the mailbox, else None.  With
+        one host the plan is empty.
 
         Raises
         ------
@@ -78,7 +84,7 @@ class Link:
         return None
 
     def shut_down(self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool]) -> None:
-        """End the workers of the other hosts, wait for their exit, and close the connection.
+        """End the workers of the other hosts, wait for their exit, and close the connection; with one host do nothing.
 
         The workers are killed if ``kill`` is True, after ``grace_seconds``, or once ``should_kill()`` returns True.
         """

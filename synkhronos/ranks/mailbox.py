@@ -6,12 +6,11 @@ import pickle
 from typing import Any
 
 from synkhronos.ranks.bounded_cache import BoundedCache
-from synkhronos.ranks.command import Command
+from synkhronos.ranks.command import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES, Command, LongCommand
 from synkhronos.ranks.control_memory import AWAITS_COMMAND, MAILBOX_NBYTES, ControlMemory
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory_table import MemoryTable
 from synkhronos.ranks.segments import ArrayLocation
-from synkhronos.ranks.worker_main import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES, LongCommand
 
 
 class Mailbox:
@@ -27,7 +26,7 @@ class Mailbox:
         if len(message) <= MAILBOX_NBYTES - self._link.max_plan_nbytes:
             self._write(command_number, command, message, None)
             return
-        segment = self._memory.create_segment(len(message), in_command=True)
+        segment = self._memory.create_segment(len(message), may_run_command=False)
         try:
             memoryview(segment.buffer).cast("B")[: len(message)] = message
             location = ArrayLocation(segment.key, "u1", (len(message),))

@@ -1,7 +1,11 @@
 """Lifetime of shared memory and of object copies, which all ranks have until the master releases them.
 
-The master creates a segment under a key that is the same on every rank.  Workers receive it with the next command.  If
-the master releases a segment or an object, the other ranks drop it with a later command.
+The master creates a segment under a key that is the same on every rank.  Workers receive it with the next command.
+
+- The master *releases* a segment or an object that it no longer uses.  It drops it at once, the workers with a later
+  command.
+- A rank *drops* a segment or an object by removing it from its own table.
+- The master *frees* all segments and objects when the ranks have ended.
 """
 
 from __future__ import annotations
@@ -64,10 +68,11 @@ class MemoryTable:
         self._owners: dict[tuple[EntryKind, Any], weakref.ref[Any]] = {}
         self._unused: list[Any] = []
 
-    def create_segment(self, nbytes: int, in_command: bool = False) -> Segment:
+    def create_segment(self, nbytes: int, may_run_command: bool = True) -> Segment:
         """Create a segment, which every rank has under the same key from the next command on.
 
-        With ``in_command``, a command is being sent, so that no other one can be run to free memory.
+        ``may_run_command`` is False if a command is being posted: then no other one can run to make the workers drop
+        what was released.
 
         Raises
         ------
@@ -76,9 +81,9 @@ class MemoryTable:
         OSError
             If this process has too many files open.
         """
-        return self.add_file(self.create_file(nbytes, in_command), max(1, nbytes), in_command)
+        return self.add_file(self.create_file(nbytes, may_run_command), max(1, nbytes), may_run_command)
 
-    def create_file(self, nbytes: int, in_command: bool = False) -> io.FileIO:
+    def create_file(self, nbytes: int, may_run_command: bool = True) -> io.FileIO:
         """Create shared memory as an open file, for `add_file`.  It raises the errors of `create_segment`."""
         nbytes = max(1, nbytes)
         self.release_unused()
@@ -87,14 +92,14 @@ class MemoryTable:
         except (MemoryError, OSError) as error:
             # Sending also closes the files of new segments.
             can_free = self._unsent_releases if isinstance(error, MemoryError) else error.errno == errno.EMFILE
-            if not can_free or in_command:
+            if not (can_free and may_run_command):
                 raise
-            self.send_releases(force=True)
+            self.synchronize()
             return create_unlinked_file(nbytes)
 
-    def add_file(self, file: io.FileIO, nbytes: int, in_command: bool = False) -> Segment:
+    def add_file(self, file: io.FileIO, nbytes: int, may_run_command: bool = True) -> Segment:
         """Register a file of `create_file`, which the table closes, as a segment; see `create_segment`."""
-        return self._add(Segment(self.last_key + 1, file.fileno(), nbytes), file, in_command)
+        return self._add(Segment(self.last_key + 1, file.fileno(), nbytes), file, may_run_command)
 
     def map_user_file(self, path: str) -> Segment:
         """Map a user's file, the same on every host, as a segment; raise OSError if it is missing or not readable."""
@@ -102,7 +107,7 @@ class MemoryTable:
         with defer_signals():
             file = io.FileIO(path)
         nbytes = os.fstat(file.fileno()).st_size
-        return self._add(Segment(self.last_key + 1, file.fileno(), nbytes, is_user_file=True), file, False)
+        return self._add(Segment(self.last_key + 1, file.fileno(), nbytes, is_user_file=True), file, True)
 
     def reserve_key(self) -> int:
         """Return a key for memory that the ranks of each host create themselves within a command."""
@@ -110,13 +115,13 @@ class MemoryTable:
             self.last_key += 1
             return self.last_key
 
-    def _add(self, segment: Segment, file: io.FileIO, in_command: bool) -> Segment:
+    def _add(self, segment: Segment, file: io.FileIO, may_run_command: bool) -> Segment:
         with defer_signals():  # a worker would wait forever for a key that is never sent
             self.last_key += 1
             self.segments.add(segment)
             self._queue_segment(segment, file)
-        if len(self._unsent_segments) > _MAX_UNSENT and not in_command:
-            self.send_releases(force=True)
+        if len(self._unsent_segments) > _MAX_UNSENT and may_run_command:
+            self.synchronize()
         return segment
 
     def _queue_segment(self, segment: Segment, file: io.FileIO) -> None:
@@ -163,24 +168,25 @@ class MemoryTable:
             self.release(*self._unused[0].key)
             del self._unused[0]
 
-    def send_releases(self, force: bool = False) -> None:
-        """Drop released segments and objects on the workers, and send new segments, by a command.
+    def send_releases(self) -> None:
+        """Run `synchronize` if segments or objects were released."""
+        if self._unsent_releases:
+            self.synchronize()
 
-        If nothing was released, no command runs unless ``force`` is True.
-        """
-        if self._unsent_releases or force:
-            release = Release(self._unsent_releases[:])
-            self._run(release)
-            # Only after the command, which an interrupt may have prevented.
-            del self._unsent_releases[: len(release.released)]
+    def synchronize(self) -> None:
+        """Send new segments to the workers, and make them drop released segments and objects, by a command."""
+        release = Release(self._unsent_releases[:])
+        self._run(release)
+        # Only after the command, which an interrupt may have prevented.
+        del self._unsent_releases[: len(release.released)]
 
     def resend_segments(self) -> None:
         """Send all segments to new workers that were started as new processes."""
         for segment, file in self.segments.reopen_files():
             self._queue_segment(segment, file)
             if len(self._unsent_segments) > _MAX_UNSENT:
-                self.send_releases(force=True)
-        self.send_releases(force=True)
+                self.synchronize()
+        self.synchronize()
 
     def connect_workers(self, channels: Mapping[int, socket], is_inherited: bool) -> None:
         """Use new workers' channels: they inherit all present segments and objects, or have none."""

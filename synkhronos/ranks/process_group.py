@@ -27,7 +27,7 @@ class ProcessGroup:
 
     def __init__(self, size: int, master_rank: int, link: Link, spawn: bool):
         self.link, self.master_rank = link, master_rank
-        local_ranks, link_nbytes = link.local_ranks, link.control_nbytes
+        local_ranks, link_nbytes = link.local_ranks, link.link_nbytes
         # Forks of this process inherit its memory; spawned workers and an agent get the memory as an open file.
         as_file = size > 1 and (spawn or link.needs_control_file)
         self._control_file = ControlMemory.create_file(size, len(local_ranks), link_nbytes) if as_file else None
@@ -40,7 +40,7 @@ class ProcessGroup:
     def start(self, profile: bool, master: Rank, newest_key: int) -> None:
         """Start all workers; signals must be deferred.  For the parameters see `worker_main.main`."""
         self._workers.start(profile, master, newest_key)
-        agent = self.link.start_workers(self.control, self._control_file, self.master_rank, profile)
+        agent = self.link.start_remote_workers(self.control, self._control_file, self.master_rank, profile)
         if agent is not None:
             self.channels[_AGENT_CHANNEL] = agent
         self._close_control_file()
@@ -69,7 +69,7 @@ class ProcessGroup:
 
     # -- failures ----------------------------------------------------------------------------------------------
 
-    def has_any_died(self) -> bool:
+    def has_peer_died(self) -> bool:
         """Whether a worker has exited, or another host has failed, as far as this host knows."""
         return self._workers.has_any_exited() or self.link.find_failure() is not None
 

@@ -232,8 +232,11 @@ class Rank:
         self.arrive()
         self._wait_for_step(self._step, check=check)
 
-    def raise_on_all_ranks(self, error: Exception) -> NoReturn:
-        """Raise an error that every rank has found: the error itself in the master, `Cancelled` in workers."""
+    def raise_common_error(self, error: Exception) -> NoReturn:
+        """Raise an error that all ranks have found at the same point: itself in the master, `Cancelled` in workers.
+
+        All ranks call it, as no rank is told of the error.
+        """
         raise error if self.is_master else Cancelled
 
     def fail_command(self) -> None:

@@ -110,7 +110,7 @@ class RankTask:
         self.report_progress()
         if any(other != description for other, _ in by_rank):
             positions = ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
-            self.rank.raise_on_all_ranks(
+            self.rank.raise_common_error(
                 RuntimeError(f"the ranks wait for each other in different places: {positions}")
             )
         return [rank_value for _, rank_value in by_rank]

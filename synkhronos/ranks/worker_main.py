@@ -13,26 +13,21 @@ import socket
 import stat
 import sys
 import traceback
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import NoReturn
 
 from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
-from synkhronos.ranks.command import Command
+from synkhronos.ranks.command import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES, Command
 from synkhronos.ranks.control_memory import AWAITS_COMMAND, AWAITS_COMPLETION, SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled, FailureReport
 from synkhronos.ranks.rank import Rank
-from synkhronos.ranks.segments import ArrayLocation, SegmentReceiver
+from synkhronos.ranks.segments import SegmentReceiver
 from synkhronos.ranks.thread_limit import ThreadLimit
 
 #: Seconds between an idle worker's checks whether the master lives, for systems whose kernel does not report its death.
 IDLE_POLL_SECONDS = 0.5
-#: Maximal number of unpickled commands that a worker caches: a training loop repeats a few.
-MAX_CACHED_COMMANDS = 32
-#: Maximal number of bytes of a cached command.
-MAX_CACHED_NBYTES = 1 << 14
 
 
 class Exit(Command):
@@ -40,18 +35,6 @@ class Exit(Command):
 
     def run(self, rank: Rank) -> None:
         """Do nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class LongCommand(Command):
-    """Stands for a command that is too long for the mailbox, whose pickle is in a segment."""
-
-    location: ArrayLocation
-
-    def run(self, rank: Rank) -> object:
-        """Unpickle the command and run it."""
-        command: Command = pickle.loads(self.location.view(rank.segments).data)
-        return command.run(rank)
 
 
 def main(

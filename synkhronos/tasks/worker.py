@@ -152,7 +152,7 @@ class Worker:
         reduction = _describe_reduction(value, op, device)
         reductions = self._task.barrier("all_reduce()", reduction)
         if any(other != reduction for other in reductions):
-            self._rank.raise_on_all_ranks(
+            self._rank.raise_common_error(
                 RuntimeError(f"all_reduce: expected the same shape, dtype and op on all ranks, got {reductions}")
             )
         if self.size == 1:
@@ -397,7 +397,7 @@ class Group:
                 content, message_type = pickle.loads(self._task.receive(r, description))
             by_member.append(content if message_type == "barrier" else ("send()", None))
         if any(other != description for other, _ in by_member):
-            # Not `Rank.raise_on_all_ranks`, since the master may not be a member.
+            # Not `Rank.raise_common_error`, since the master may not be a member.
             positions = (f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, by_member, strict=True))
             raise RuntimeError(f"the ranks wait for each other in different places: {', '.join(positions)}")
         return [member_value for _, member_value in by_member]

@@ -130,7 +130,7 @@ class DetectDeathElsewhere(Command):
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(ranks.WorkerError):
             while True:
-                ranks.get_session()._raise_if_peer_died()
+                ranks.get_session()._close_if_peer_or_host_failed()
         raise Cancelled
 
 

@@ -12,9 +12,9 @@ from system import time_limit
 
 from synkhronos import ranks
 from synkhronos.ranks import BoundedCache, Command
+from synkhronos.ranks.command import MAX_CACHED_COMMANDS
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, SLOT_NBYTES
 from synkhronos.ranks.rank import _MAX_CACHED_PICKLES
-from synkhronos.ranks.worker_main import MAX_CACHED_COMMANDS
 
 
 @dataclass(frozen=True)

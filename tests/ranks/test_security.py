@@ -190,7 +190,8 @@ def test_unpickling_happens_only_in_known_places():
         ("ranks/command_runner.py", "loads"),  # a worker's report of a failure, from its slot
         ("hosts/task_agent.py", "loads"),  # requests of a rank to its agent, from a channel
         ("ranks/rank_task.py", "loads"),  # messages between ranks, from the slots
-        ("ranks/worker_main.py", "loads"),  # commands, from the mailbox or a segment that the master filled
+        ("ranks/worker_main.py", "loads"),  # commands, from the mailbox
+        ("ranks/command.py", "loads"),  # long commands, from a segment that the master filled
         ("tasks/run.py", "Unpickler"),  # the program of a task, from its command
         ("tasks/run.py", "load"),
         ("collectives/commands.py", "loads"),  # results of tasks and records of ranks, through the host's communicator

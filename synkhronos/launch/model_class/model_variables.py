@@ -18,9 +18,10 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     The functions are attributes of the model, or elements of lists that are attributes.  They are visited in the
     alphabetical order of the attributes, so the order is equal on all ranks and in all runs.
 
-    - `params` and `excluded`: the model's ``params``. - `optimizer`: floats that a function updates, such as velocities
-    and running averages. - `generators`: random generators of a function. - `others`: integers that a function updates,
-    and scalars that it reads, such as a learning rate.
+    - `exchanged` and `excluded`: the model's ``params``.
+    - `optimizer`: floats that a function updates, such as velocities and running averages.
+    - `generators`: random generators of a function.
+    - `others`: integers that a function updates, and scalars that it reads, such as a learning rate.
 
     Variables in `Model.step_outputs` and in ``vels2`` are in no group: they are results, and memory of the exchange.
 

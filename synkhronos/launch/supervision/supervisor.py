@@ -78,7 +78,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the ranks, wait for their end, and return the exit status."""
-        before = {
+        previous_handlers = {
             number: signal.signal(number, self._handle_signal)
             for number in (signal.SIGINT, *STOP_SIGNALS)
             # Signals that are ignored stay so, such as SIGHUP under nohup.
@@ -115,7 +115,7 @@ class Supervisor:
                 self._save_newest_memory_checkpoint(exit_record)
                 self._memory_checkpoints.remove()
             self._record_exit(exit_record)
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
         status: int = exit_record["status"]
         return status

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from synkhronos.data.rows import select_rows
-from synkhronos.function.inputs import parse_selections_by_rank, to_index_array
+from synkhronos.function.inputs import split_selections_by_rank, to_integer_indexes
 
 #: Rows of one step: an array of indexes per rank; None for a step that cannot share a launch.
 StepRows: TypeAlias = list[np.ndarray] | None
@@ -47,9 +47,9 @@ def collect_sliceable_rows(batches_s: Sequence[Any], n_ranks: int) -> list[StepR
     steps: list[StepRows] = []
     for i, batch_s in enumerate(batches_s):
         name = f"batches_s[{i}]"
-        by_rank = parse_selections_by_rank(batch_s, n_ranks, name) or [batch_s] * n_ranks
+        by_rank = split_selections_by_rank(batch_s, n_ranks, name) or [batch_s] * n_ranks
         rows = [
-            None if selection is None or isinstance(selection, slice) else to_index_array(selection, name)
+            None if selection is None or isinstance(selection, slice) else to_integer_indexes(selection, name)
             for selection in by_rank
         ]
         known = [selection for selection in rows if selection is not None and len(selection)]

@@ -234,7 +234,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         for copy in (matrix, row):
             copy.check_equal_shapes("shard_optimizer")
         if matrix.device is not row.device:
-            matrix.raise_on_all_ranks("shard_optimizer: the gradient and its reduction are on different devices")
+            matrix.raise_common_error("shard_optimizer: the gradient and its reduction are on different devices")
         return matrix, row
 
     def _reduce_scatter(self, rank: Rank) -> None:
