@@ -127,7 +127,7 @@ class RankCall:
     """A call on one rank: its rows, its compiled variant, and the outputs."""
 
     def __init__(self, call: Call, computation: Computation, compiled: CompiledVariant, rank: Rank):
-        self._call, self._rank = call, rank
+        self.call, self._rank = call, rank
         self.computation, self.compiled = computation, compiled
         self._runner = compiled.runner
         self._shares: list[Selection | None] = []
@@ -160,7 +160,7 @@ class RankCall:
         A `fused_runner` takes the place of the function's own; it launches a program that contains the function.
         Return the result of `Engine.collect`, or with ``reads_outputs`` the reduced outputs in the master.
         """
-        rank, call, n_rank_means = self._rank, self._call, self.compiled.n_rank_means
+        rank, call, n_rank_means = self._rank, self.call, self.compiled.n_rank_means
         if fused_runner is not None:
             self._runner = fused_runner
         if n_rank_means:
@@ -186,7 +186,7 @@ class RankCall:
         return engine.collect(rank, outputs)
 
     def _check_rank_means(self) -> None:
-        call = self._call
+        call = self.call
         if call.variant.returns_updates:
             self._rank.raise_common_error(
                 ValueError(
@@ -223,7 +223,7 @@ class RankCall:
         if n_repeats > 1:
             return RankOutputs(self.n_rows // n_repeats, self.values, spec.repeat(n_repeats))
         return RankOutputs(
-            self.n_rows, self.values, spec, self._compute_zero_rows if self._call.n_rows is None else list
+            self.n_rows, self.values, spec, self._compute_zero_rows if self.call.n_rows is None else list
         )
 
     def _compute_zero_rows(self) -> list[Any]:
@@ -240,7 +240,7 @@ class RankCall:
         The ranks agree that all selected rows exist before any rank computes, so that a wrong index changes nothing.
         """
         lengths = self._get_sliceable_lengths()
-        if self._call.batch_s is None:
+        if self.call.batch_s is None:
             if min(lengths) != max(lengths):
                 names = [shared.name for shared in self.computation.sliceable]
                 raise ValueError(
@@ -248,7 +248,7 @@ class RankCall:
                     "num_slices needs equally many rows in all of them, or batch_s to select rows"
                 )
             return range(lengths[0])
-        selected, problem, rows = self._call.batch_s[self._rank.number], None, None
+        selected, problem, rows = self.call.batch_s[self._rank.number], None, None
         try:
             if isinstance(selected, ArrayLocation):
                 rows = select_rows(selected.view(self._rank.segments), min(lengths), "batch_s")
@@ -263,7 +263,7 @@ class RankCall:
 
     def compute(self) -> None:
         """Compute this rank's rows, slice by slice with ``num_slices``, and set `values` to the outputs."""
-        call, ops = self._call, self.compiled.output_spec.ops
+        call, ops = self.call, self.compiled.output_spec.ops
         if not self.n_rows:
             # No rank has rows: like the serial library, compute the outputs of zero rows.  Nothing is updated.
             self._runner = self.computation.compile(call.variant._replace(returns_updates=True)).runner
@@ -311,7 +311,7 @@ class RankCall:
 
     def _stage_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         rank, computation, buffers = self._rank, self.computation, self.computation.buffers
-        arrays = [value.array if isinstance(value, ScatteredInput) else value for value in self._call.inputs]
+        arrays = [value.array if isinstance(value, ScatteredInput) else value for value in self.call.inputs]
         devices = computation.choose_input_devices(self._runner)
         values = [
             device.stage_input(rank, buffers, position, array, selection, spec.mutable)
@@ -320,7 +320,7 @@ class RankCall:
             )
         ]
         if sliceable_rows is not None:
-            if self._call.variant.row_selector == "slice":
+            if self.call.variant.row_selector == "slice":
                 assert isinstance(sliceable_rows, range)
                 values += [np.int64(sliceable_rows.start), np.int64(sliceable_rows.stop)]
             else:

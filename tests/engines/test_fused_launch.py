@@ -14,8 +14,8 @@ import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines import StepShards
-from synkhronos.engines.xla import exchange
-from synkhronos.engines.xla.exchange import AllReduceSpec
+from synkhronos.engines.xla import traced_all_reduce
+from synkhronos.engines.xla.traced_all_reduce import AllReduceSpec
 from synkhronos.engines.xla.vector_parts import write_parts
 from synkhronos.graphs import get_library
 from synkhronos.ranks.interrupts import defer_signals
@@ -144,9 +144,11 @@ SIZES = (5, 300, 700, 1)
 @pytest.mark.parametrize("tail", [1, 451])
 def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, tail, piece, dtype, times):
     monkeypatch.setattr("synkhronos.engines.xla.vector_parts.MIN_NBYTES_IN_PLACE", 8)
-    monkeypatch.setattr("synkhronos.engines.xla.exchange.MIN_CHUNK_BYTES", piece)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_all_reduce.MIN_CHUNK_BYTES", piece)
     written = []
-    monkeypatch.setattr(exchange, "write_parts", lambda *arguments: written.append(1) or write_parts(*arguments))
+    monkeypatch.setattr(
+        traced_all_reduce, "write_parts", lambda *arguments: written.append(1) or write_parts(*arguments)
+    )
     fork(1)
     rng = np.random.default_rng(0)
     x = T.fmatrix("x")
@@ -201,7 +203,7 @@ def find_needed_equations(jaxpr, variables):
     ],
 )
 def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
-    monkeypatch.setattr("synkhronos.engines.xla.exchange.MIN_CHUNK_BYTES", 8 * chunk)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_all_reduce.MIN_CHUNK_BYTES", 8 * chunk)
     fork(1)
     rng = np.random.default_rng(0)
     x, starts = T.dvector("x"), [rng.normal(size=shape) for shape in ((4, 6), (6,))]
@@ -236,7 +238,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
 def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     import jax
 
-    monkeypatch.setattr("synkhronos.engines.xla.exchange.MIN_CHUNK_BYTES_OF_HOSTS", 100)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_all_reduce.MIN_CHUNK_BYTES_OF_HOSTS", 100)
     fork(1)
     x = T.fmatrix("x")
     rng = np.random.default_rng(0)
@@ -272,7 +274,7 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
 
 @on_host
 def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch):
-    monkeypatch.setattr("synkhronos.engines.xla.exchange.MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_all_reduce.MIN_CHUNK_BYTES", 100)
     fork(1)
     g, w = shared(np.zeros(60, "float32"), "g"), shared(np.ones(60, "float32"), "w")
     first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])

@@ -366,11 +366,12 @@ def test_source_walks_name_existing_functions():
     assert {line: missing for line in lines if (missing := find_missing_names(line))} == {}
 
 
-def test_internals_names_existing_classes_and_methods():
-    page = (DOCS / "internals.rst").read_text()
+@pytest.mark.parametrize(("page", "min_names"), [("internals", 40), ("glossary", 8)])
+def test_pages_name_existing_classes_and_methods(page, min_names):
     defined = set().union(*map(list_defined_names, FILES)) | set(dir(builtins))
-    names = set(re.findall(r"``(?:[a-z_/]+\.)?([A-Z]\w*[a-z]\w*(?:\.\w+)?)``", page))
-    assert len(names) > 40 and sorted(names - defined) == []
+    text = (DOCS / f"{page}.rst").read_text()
+    names = set(re.findall(r"``(?:[a-z_/]+\.)?([A-Z]\w*[a-z]\w*(?:\.\w+)?)(?:\(\))?``", text))
+    assert len(names) > min_names and sorted(names - defined) == []
 
 
 def test_find_missing_names_finds_them():
@@ -399,11 +400,15 @@ def find_unknown_names(prose, words):
     return {name for name in names if not set(name.split(".")) <= words}
 
 
-def test_docstrings_name_existing_things():
+def test_docstrings_and_pages_name_existing_things():
     sources = [split_source(path) for path in FILES]
     words = set().union(*(code for code, _ in sources))
     found = set().union(*(find_unknown_names(prose, words) for _, prose in sources))
     assert found == {"jax.vmap", "weakref.WeakKeyDictionary"}
+    for page in ("extending", "glossary"):
+        text = (DOCS / f"{page}.rst").read_text().replace("``", "`")
+        unknown = find_unknown_names(text, words)
+        assert {name for name in unknown if not name.endswith(".py")} == set()  # files of tests, too
 
 
 def test_find_unknown_names_finds_them():

@@ -179,7 +179,7 @@ class NcclCommunicator(Communicator):
         state.check()
 
     def launch_on_side_stream(
-        self, spans: Sequence[BufferSpan], op: str, stream: int, collective: str = "all_reduce"
+        self, spans: Sequence[BufferSpan], op: str, stream: int | None, collective: str = "all_reduce"
     ) -> None:
         """Launch collectives on the side stream, ordered after the work launched so far on ``stream``, XLA's.
 
@@ -195,7 +195,7 @@ class NcclCommunicator(Communicator):
         spans: Sequence[BufferSpan],
         op: str,
         valid_flag_address: int,
-        stream: int,
+        stream: int | None,
         collective: str = "all_reduce",
     ) -> None:
         """Launch collectives on XLA's stream, and make it wait for those on the side stream.
@@ -208,13 +208,13 @@ class NcclCommunicator(Communicator):
         host_flag = self._connection.valid_flag.ctypes.data
         check_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag, 4, stream))
 
-    def join_side_stream(self, stream: int) -> None:
+    def join_side_stream(self, stream: int | None) -> None:
         """Make a stream wait for the all-reduces on the side stream."""
         if self._has_side_work:
             self._has_side_work = False
             self._order_after(stream, self._staging.side_stream)
 
-    def _launch_collectives(self, spans: Sequence[BufferSpan], op: str, stream: int, collective: str) -> None:
+    def _launch_collectives(self, spans: Sequence[BufferSpan], op: str, stream: int | None, collective: str) -> None:
         self._mark_started()
         nccl = self._nccl
         with self._call_lock:
@@ -236,7 +236,7 @@ class NcclCommunicator(Communicator):
             watchdog.writes_in_place = False
         watchdog.mark_started(self._connection)
 
-    def _order_after(self, stream: int, earlier_stream: int) -> None:
+    def _order_after(self, stream: int | None, earlier_stream: int | None) -> None:
         """Make a stream wait for the work launched so far on another stream."""
         driver = self._staging.driver
         check_result(driver.cuEventRecord(self._staging.event, earlier_stream))

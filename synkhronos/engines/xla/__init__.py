@@ -9,8 +9,8 @@ shared variables, and returns the outputs and the variables' new values::
     (donated) ──────> └────────────────────────────────────────────────────────────────┘
 
 With a sharded optimizer there are two update functions, and collectives after the gradient and between these
-(`ShardedExchange`).  A `FusedRunner` launches an executable with collectives.  A `SpmdProgram` is a program of another
-library, such as a sampler, that all ranks run at the same time.
+(`TracedShardedAllReduce`).  A `FusedRunner` launches an executable with collectives.  A `SpmdProgram` is a program of
+another library, such as a sampler, that all ranks run at the same time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from synkhronos.devices import JAX, Device
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
 from synkhronos.engines.engine import Runner, StepAllReduce
 from synkhronos.engines.lazy import LazyEngine
-from synkhronos.engines.xla.exchange import AllReduceSpec
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.fused_runner import FusedRunner
+from synkhronos.engines.xla.traced_all_reduce import AllReduceSpec
 from synkhronos.graphs import GraphLibrary
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank

@@ -16,8 +16,8 @@ from synkhronos.devices import JAX
 from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
-from synkhronos.engines.xla.exchange import AllReduceSpec
 from synkhronos.engines.xla.trace import trace_functions, trace_loop
+from synkhronos.engines.xla.traced_all_reduce import AllReduceSpec
 from synkhronos.graphs.library import has_other_references
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, is_bfloat16_requested

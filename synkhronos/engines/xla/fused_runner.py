@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
 from synkhronos.devices.jax.ffi_all_reduce import Reducer
 from synkhronos.engines.engine import Runner, StepAllReduce
 from synkhronos.engines.xla.executable import Executable
@@ -44,13 +45,17 @@ class FusedRunner(Runner):
             self._rank.commit()
         return results
 
-    def _launch_python(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
+    def _launch_python(
+        self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
+    ) -> list[Any]:
         op, collectives = self._ffi_all_reduce.op, self._executable.collectives
         reducer = GradientReducer(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
         with self._ffi_all_reduce.use_reducer(reducer, self.n_repeats * len(collectives)):
             return self._executable(*inputs)
 
-    def _launch_native(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
+    def _launch_native(
+        self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
+    ) -> list[Any]:
         if self._ffi_all_reduce.nccl_caller == "graph":
             self._executable.drop_outdated_recordings(communicator.communicator_number)
         with self._ffi_all_reduce.use_communicator(communicator, shape, self.n_repeats):
@@ -67,7 +72,7 @@ class GradientReducer(Reducer):
     def __init__(
         self,
         rank: Rank,
-        communicator: Any,
+        communicator: NcclCommunicator,
         op: str,
         shape: tuple[int, ...],
         is_repeated: bool,
@@ -79,12 +84,12 @@ class GradientReducer(Reducer):
         self._collective = next(self._collectives)
         self._n_started_items = 0
 
-    def start(self, spans: Sequence[Any], stream: int | None) -> None:
+    def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
         """Start the collective on a chunk of the gradient, which overlaps the stream's next work."""
         self._communicator.launch_on_side_stream(spans, self._op, stream, self._collective)
         self._n_started_items += sum(span.n_items for span in spans)
 
-    def finish(self, spans: Sequence[Any], valid_flag_address: int, stream: int | None) -> None:
+    def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
         """Launch the collective on the rest of the gradient, and make the stream wait for all chunks.
 
         ValueError is raised if the number of items does not match the shape that the ranks have compared.

@@ -11,7 +11,7 @@ from typing import Any
 
 from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import ScalarLog
-from synkhronos.engines.xla.exchange import AllReduceSpec, Exchange, ShardedExchange
+from synkhronos.engines.xla.traced_all_reduce import AllReduceSpec, TracedAllReduce, TracedShardedAllReduce
 from synkhronos.engines.xla.vector_parts import run_in_place
 from synkhronos.lowering.jax_function import JaxFunction
 
@@ -50,14 +50,14 @@ def trace_functions(
     old_values = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
     current = dict(old_values)
     outputs: list[Any] = []
-    exchange = None
+    traced: TracedAllReduce | None = None
     if spec is not None and ffi_all_reduce is not None:
-        kind = Exchange if spec.shards is None else ShardedExchange
-        exchange = kind(spec, ffi_all_reduce, logs[:1] if in_loop else ())
+        kind = TracedAllReduce if spec.shards is None else TracedShardedAllReduce
+        traced = kind(spec, ffi_all_reduce, logs[:1] if in_loop else ())
     for function in functions:
         operands = [*islice(inputs, function.n_inputs), *[current[id(s)] for s in function.storages], *lengths]
         try:
-            results = run_in_place(function, operands) if exchange is None else exchange.run(function, operands)
+            results = run_in_place(function, operands) if traced is None else traced.trace_function(function, operands)
         except Exception:
             function.raise_with_graph_context()
             raise
@@ -66,8 +66,8 @@ def trace_functions(
             function.result_storages[function.n_outputs :], results[function.n_outputs :], strict=True
         ):
             current[id(storage)] = result
-    if exchange is not None:
-        current = {key: exchange.keep_old_if_invalid(key, value, old_values[key]) for key, value in current.items()}
+    if traced is not None:
+        current = {key: traced.keep_old_if_invalid(key, value, old_values[key]) for key, value in current.items()}
     # Logged outputs are not returned: each would be a new array at a new address.
     unlogged = [output for i, output in enumerate(outputs) if i not in logged_positions]
     new_logs = ScalarLog.trace_append(logs, [outputs[i] for i in logged_positions]) if logs else []

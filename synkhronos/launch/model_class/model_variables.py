@@ -48,7 +48,7 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
         for function in value if isinstance(value, list | tuple) else [value]:
             _group_function_variables(function, groups, grouped_ids)
     wholes = {id(variable.shared): whole for whole, variable in getattr(model, "sharded_variables", {}).items()}
-    groups.optimizer = [wholes.get(id(shared), shared) for shared in groups.optimizer]
+    groups.optimizer = [wholes.get(id(shared), shared) for shared in groups.whole_optimizer]
     return groups
 
 
@@ -72,6 +72,6 @@ def _group_function_variables(function: Any, groups: VariablesByRole, grouped_id
         elif not library.is_array(shared):
             continue
         elif function_input.update is not None and np.dtype(shared.type.dtype).kind == "f":
-            groups.optimizer.append(shared)
+            groups.whole_optimizer.append(shared)
         elif function_input.update is not None or shared.type.ndim == 0:
             groups.others.append(shared)

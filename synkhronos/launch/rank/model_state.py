@@ -71,7 +71,7 @@ class ModelState:
         self.position: dict[str, Any] = {"batch": 0}
         self.early_stopping = EarlyStopping()
         worker.get_storage(STORAGE_KEY)["state"] = State(
-            variables.exchanged, variables.optimizer, shared, variables.n_averages
+            variables.exchanged, variables.whole_optimizer, shared, variables.n_averages
         )
 
     @property

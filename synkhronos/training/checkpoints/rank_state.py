@@ -42,7 +42,7 @@ class RankStateSpec:
     def make_state(self) -> State:
         """Make the state on which the rule operates, at the first step."""
         variables = self.variables
-        return State(variables.exchanged, variables.optimizer, self.memory, variables.n_averages)
+        return State(variables.exchanged, variables.whole_optimizer, self.memory, variables.n_averages)
 
 
 def collect_state(worker: Worker, spec: RankStateSpec) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class VariablesByRole:
     #: `read_values` and in checkpoints.
     exchanged: list[Any]
     #: Variables of the update rule, such as velocities; None if they are sharded.
-    optimizer: Any
+    optimizer: list[Any] | None
     #: Parameters that are not exchanged.
     excluded: list[Any]
     #: Other updated variables, such as counts.
@@ -53,13 +53,19 @@ class VariablesByRole:
         generators = [s for s in library.find_shareds(variables) if library.is_generator(s)]
         return cls([*exchanged_params, *averages], optimizer, excluded, others, generators, len(averages))
 
+    @property
+    def whole_optimizer(self) -> list[Any]:
+        """Variables of the update rule, of a training that does not shard them."""
+        assert self.optimizer is not None
+        return self.optimizer
+
     def as_dict(self) -> dict[str, list[Any]]:
-        """Return the variables of each role; generators have no role."""
+        """Return the variables of each role without the generators, whose state is no array of numbers."""
         n_params = len(self.exchanged) - self.n_averages
         return {
             "params": self.exchanged[:n_params],
             "averages": self.exchanged[n_params:],
-            "optimizer": self.optimizer,
+            "optimizer": self.whole_optimizer,
             "excluded": self.excluded,
             "others": self.others,
         }
@@ -68,13 +74,13 @@ class VariablesByRole:
         """Return copies of this process's values of the other variables."""
         return [np.array(get_array_device(value).to_host(value)) for value in map(_borrow_value, self.others)]
 
-    def read_values(self, exchanged: Any = None) -> dict[str, Any]:
+    def read_values(self, exchanged_vector: np.ndarray | None = None) -> dict[str, Any]:
         """Return copies of this process's values by role, without generators.
 
-        The vector ``exchanged`` takes the place of the values of the exchanged variables.
+        If given, ``exchanged_vector`` takes the place of the values of the exchanged variables.
         """
         values = {
-            "params": np.array(FlatVariables(self.exchanged).get() if exchanged is None else exchanged),
+            "params": np.array(FlatVariables(self.exchanged).get() if exchanged_vector is None else exchanged_vector),
             "excluded": np.array(FlatVariables(self.excluded).get()),
             "others": self.read_others(),
         }

@@ -69,7 +69,7 @@ class StepCommand(_StepCommandFields, Command):
         gradient, update = self.gradient.make_rank_call(rank), self.update.make_rank_call(rank)
         fused_step = None
         if self.every_rank_has_rows:
-            fused_step = fuse_calls(rank, self, self.gradient, gradient, [update], self.n_steps)
+            fused_step = fuse_calls(rank, self, gradient, [update], self.n_steps)
         if self.n_steps > 1 and not all(rank.all_gather_cached(fused_step is not None)):
             return None
         return self._run_in_parts(rank, gradient, update) if fused_step is None else (gradient.run(fused_step), [])
@@ -105,25 +105,20 @@ class StepCommand(_StepCommandFields, Command):
 
 
 def fuse_calls(
-    rank: Rank,
-    step: StepAllReduce,
-    gradient: Call,
-    gradient_call: RankCall,
-    updates: Sequence[RankCall],
-    n_steps: int = 1,
+    rank: Rank, step: StepAllReduce, gradient: RankCall, updates: Sequence[RankCall], n_steps: int = 1
 ) -> Runner | None:
     """Return the fused launch of a gradient, its all-reduce and updates; None if this rank cannot fuse them."""
-    if gradient_call.compiled.n_rank_means:
+    if gradient.compiled.n_rank_means:
         return None  # the host takes part within the launch, and has to wait for its end
-    computation = gradient_call.computation
+    computation = gradient.computation
     if any(update.computation.engine is not computation.engine for update in updates):
         return None
-    if not gradient_call.has_rows or gradient.variant.returns_updates:
+    if not gradient.has_rows or gradient.call.variant.returns_updates:
         return None
-    if gradient.needs_compile and computation.compile_order == AT_FIRST_CALL:
+    if gradient.call.needs_compile and computation.compile_order == AT_FIRST_CALL:
         return None  # the master makes this call first, alone: in a fused launch it would wait for the others
     runners = [update.compiled.runner for update in updates]
-    return computation.engine.fuse_step(rank, gradient_call.compiled.runner, step, runners, n_steps)
+    return computation.engine.fuse_step(rank, gradient.compiled.runner, step, runners, n_steps)
 
 
 class _ShardedStepCommandFields(NamedTuple):
@@ -134,8 +129,11 @@ class _ShardedStepCommandFields(NamedTuple):
     gradient: Call
     local_update: Call
     whole_update: Call
-    #: Keys of the matrix, of this rank's row of it, of this rank's number, and of its shards of the optimizer's state.
-    keys: tuple[Any, ...]
+    #: Keys of variables: the matrix, this rank's row of it, this rank's number, its shards of the optimizer's state.
+    matrix_key: Any
+    row_key: Any
+    number_key: Any
+    state_keys: tuple[Any, ...]
     #: Whether ``local_update`` reads the reduced gradient of all rows from the matrix.
     gathers_gradient: bool
     #: Number of steps.  The rows of each rank are ordered by steps.
@@ -174,7 +172,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             return None
         self._set_number(rank)
         if self.n_steps == 1 and rank.device.needs_gpu:
-            fused_step = fuse_calls(rank, self, self.gradient, gradient, [local, whole])
+            fused_step = fuse_calls(rank, self, gradient, [local, whole])
             if all(rank.all_gather_cached(fused_step is not None)):
                 return gradient.run(fused_step), []
 
@@ -204,12 +202,12 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def get_shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the matrix."""
-        return rank.get_object(self.keys[0])
+        return rank.get_object(self.matrix_key)
 
     def get_shards(self, rank: Rank) -> StepShards:
-        """Return this rank's row and number."""
-        row, _, *state_shards = map(rank.get_object, self.keys[1:])
-        return StepShards(row, state_shards, self.gathers_gradient)
+        """Return this rank's row, and its shards of the optimizer's state."""
+        state_shards = [rank.get_object(key) for key in self.state_keys]
+        return StepShards(rank.get_object(self.row_key), state_shards, self.gathers_gradient)
 
     def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator, and the matrix's shape, once all ranks have compared theirs."""
@@ -220,7 +218,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def _set_number(self, rank: Rank) -> None:
         """Set the variable of the rank's number at the first step on these ranks."""
-        numbered, key = rank.registry.get_or_create(_NumberedVariables), self.keys[2]
+        numbered, key = rank.registry.get_or_create(_NumberedVariables), self.number_key
         if key in numbered:
             return
         shared = rank.get_object(key)
@@ -230,7 +228,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def _prepare_copies(self, rank: Rank) -> tuple[VariableCopy, VariableCopy]:
         """Return this rank's copies of the matrix and of the row; a collective operation."""
-        matrix, row = prepare_copies(rank, self.keys[:2], nccl=True)
+        matrix, row = prepare_copies(rank, [self.matrix_key, self.row_key], nccl=True)
         for copy in (matrix, row):
             copy.check_equal_shapes("shard_optimizer")
         if matrix.device is not row.device:

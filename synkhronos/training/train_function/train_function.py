@@ -56,7 +56,7 @@ class _Sharding(NamedTuple):
     """Variables of a step with a sharded optimizer: its row, its rank, and the shards of the state."""
 
     variables: list[Any]
-    reads_whole_gradient: bool
+    gathers_gradient: bool
 
 
 class TrainFunction:
@@ -77,10 +77,10 @@ class TrainFunction:
         depends only on the rule and the parameters.  Their values are equal on all ranks.
     """
 
-    def __init__(self, graph: TrainingGraph, exchange: str | None = None):
+    def __init__(self, graph: TrainingGraph, wire_dtype: str | None = None):
         self._compile(graph)
         self._graph = graph
-        self._exchange = exchange
+        self._wire_dtype = wire_dtype
 
     def _compile(self, graph: TrainingGraph) -> None:
         """Make the functions, and the variables of a sharded optimizer, for the present number of ranks."""
@@ -121,7 +121,7 @@ class TrainFunction:
         self._sharding: _Sharding | None = None
         if shards is not None:
             state_shards = [variable.shared for variable in sharded_variables.values()]
-            self._sharding = _Sharding([shards.row, shards.rank, *state_shards], shards.reads_whole_gradient)
+            self._sharding = _Sharding([shards.row, shards.rank, *state_shards], shards.gathers_gradient)
 
     def get_state_vector(self, shareds: Sequence[Any]) -> np.ndarray:
         """Return whole values of variables of the rule: see `OptimizerState.get_vector`."""
@@ -365,11 +365,12 @@ class TrainFunction:
             command: StepCommand | ShardedStepCommand
             if sharding is None:
                 reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
-                options = self._exchange, self._n_tail, n_steps, not has_rank_without_rows
+                options = self._wire_dtype, self._n_tail, n_steps, not has_rank_without_rows
                 command = StepCommand(gradient, reduce, calls[0], *options)
             else:
-                keys = distribute_variables(session, [self.grad_shared, *sharding.variables])
-                command = ShardedStepCommand(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient, n_steps)
+                matrix, row, number, *state = distribute_variables(session, [self.grad_shared, *sharding.variables])
+                keys = matrix, row, number, tuple(state)  # a tuple: a command is hashable, so that its pickle is cached
+                command = ShardedStepCommand(gradient, calls[0], calls[1], *keys, sharding.gathers_gradient, n_steps)
             returned = session.run(command)
             if returned is None:
                 return None

@@ -94,12 +94,12 @@ class TrainerState:
     def get_sharded_optimizer(self) -> np.ndarray | None:
         """Gather the variables of a sharded optimizer from all ranks into one vector; None if it is not sharded."""
         step = self._sharded_step
-        return None if step is None else step.get_state_vector(self.variables.optimizer)
+        return None if step is None else step.get_state_vector(self.variables.whole_optimizer)
 
     def set_sharded_optimizer(self, vector: np.ndarray | None) -> None:
         """Divide the vector from `get_sharded_optimizer` among the present ranks; do nothing if it is None."""
         if self._sharded_step is not None and vector is not None:
-            self._sharded_step.set_state_vector(self.variables.optimizer, vector)
+            self._sharded_step.set_state_vector(self.variables.whole_optimizer, vector)
 
     def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
         """Write a checkpoint of all ranks; its metrics are those of a report, if it follows one directly."""

@@ -106,7 +106,7 @@ class ShardedUpdates:
         parameters of all ranks.
     sharded_variables : dict
         Sharded variable of each whole variable that is sharded.
-    reads_whole_gradient : bool
+    gathers_gradient : bool
         Whether `local_updates` reads the reduced gradient of all ranks' shards from `grad_shared`.
 
     Raises
@@ -143,7 +143,7 @@ class ShardedUpdates:
         self._rewrite(updates.param_updates)
         self.sharded_variables = {s: variable for s, (_, variable) in self._sharded_variables.items()}
         used = self._library.find_shareds(list(self.local_updates.values()))
-        self.reads_whole_gradient = any(shared is self.grad_shared for shared in used)
+        self.gathers_gradient = any(shared is self.grad_shared for shared in used)
 
     # -- layout ----------------------------------------------------------------------------------------------
 

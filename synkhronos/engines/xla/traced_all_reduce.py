@@ -66,7 +66,7 @@ class AllReduceSpec(NamedTuple):
         return (id(self.storage), *self[1:-1], self.shards and id(self.shards.row))
 
 
-class Exchange:
+class TracedAllReduce:
     """The all-reduce of one computation, while it is traced.
 
     ``iterations`` are, in a loop, the ``others`` of `FfiAllReduce.trace_finish`; else empty.
@@ -77,7 +77,7 @@ class Exchange:
         #: As `FfiAllReduce.trace_finish` returns it; None before the first function.
         self._is_valid: Any = None
 
-    def run(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+    def trace_function(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
         """Trace the next function, and the all-reduce that follows the first one; return the function's results."""
         if self._is_valid is not None:
             return run_in_place(function, operands)
@@ -184,7 +184,7 @@ class Exchange:
         return self._ffi_all_reduce.trace_finish(arrays, started, token, [*self._iterations, *sent], shapes)
 
 
-class ShardedExchange(Exchange):
+class TracedShardedAllReduce(TracedAllReduce):
     """The collectives of one computation with a sharded optimizer::
 
         gradient     block of columns ──> reduce-scatter (side stream) ──> block of this rank's row
@@ -204,12 +204,12 @@ class ShardedExchange(Exchange):
         self._matrix: Any = None
         self._is_row_valid: Any = None
 
-    def run(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+    def trace_function(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
         """Trace the next function, and the collectives that follow it; return the function's results."""
         if self._is_valid is None:
-            return self._run_gradient(function, operands)
+            return self._trace_gradient(function, operands)
         if self._is_row_valid is None:
-            return self._run_update(function, operands)
+            return self._trace_update(function, operands)
         storages = [*[None] * function.n_inputs, *function.storages]
         operands = [self._matrix if s is self._spec.storage else o for s, o in zip(storages, operands, strict=True)]
         return run_in_place(function, operands)
@@ -222,8 +222,8 @@ class ShardedExchange(Exchange):
         is_state_shard = any(key == id(shard.container.storage) for shard in self._shards.state_shards)
         return self._is_row_valid if is_state_shard else self._is_valid
 
-    def _run_gradient(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
-        """Return the function's results, with the matrix's old value, or all ranks' reduced rows."""
+    def _trace_gradient(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+        """Trace the function; return its results, with the matrix's old value, or all ranks' reduced rows."""
         import jax.numpy as jnp
 
         evaluator, self._rows = self._reduce(function, operands)
@@ -234,8 +234,8 @@ class ShardedExchange(Exchange):
             )
         return evaluator.finish(matrix)
 
-    def _run_update(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
-        """Return the function's results, with the row's old value."""
+    def _trace_update(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+        """Trace the function; return its results, with the row's old value."""
         import jax.numpy as jnp
 
         start = _find_operand(function, self._row_storage)
