@@ -45,7 +45,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENTS = ROOT / ".venv"
 NO_ROOM = (
-    f"no space left on the disk: the two environments in {ENVIRONMENTS} need about 2 GB, and pip as much in TMPDIR."
+    f"no space left on the disk: the three environments in {ENVIRONMENTS} need about 2 GB, and pip as much in TMPDIR."
 )
 #: Causes of a failed installation, and parts of the messages of pip or venv.
 CAUSES = {
@@ -674,7 +674,7 @@ def docs(options: argparse.Namespace, extra_arguments: list[str]) -> int:
 
 
 def bench(options: argparse.Namespace, extra_arguments: list[str]) -> int:
-    """Run one benchmark, or all of them; further arguments go to it (``-- --help`` lists them)."""
+    """Run one benchmark, or all of them; further arguments go to it (``bench NAME -- --help`` lists them)."""
     known = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if not p.stem.startswith("_"))
     if options.name and options.name not in known:
         raise make_exit(f"there is no benchmark {options.name!r}; there are: {', '.join(known) or 'none'}")

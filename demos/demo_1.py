@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     n = synk.fork(parser.parse_args().ranks, use_gpu=False)
-    print(f"{n} ranks: this process, the master, and {n - 1} worker processes")
+    print(f"{n} ranks: this process is the master; workers: {n - 1}")
 
     x, scale = T.dmatrix("x"), T.dscalar("scale")
     y = x * scale

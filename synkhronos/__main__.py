@@ -7,7 +7,7 @@ Besides its commands it runs a program written for Theano, on Theano or PyTensor
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -47,6 +47,8 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if not options.module and not os.path.exists(options.program):
         parser.error(f"{options.program!r} is neither a command nor a program; see --help")
+    if options.module and importlib.util.find_spec(options.program.partition(".")[0]) is None:
+        parser.error(f"there is no module {options.program!r}; see --help")
     if options.theano:
         os.environ["SYNKHRONOS_THEANO"] = options.theano
 

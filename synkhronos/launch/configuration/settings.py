@@ -136,7 +136,7 @@ def check_model_options(options: Mapping[str, Any]) -> None:
 def normalize_rule_name(name: str) -> str:
     """Return the name of a rule's class from its name in upper or lower case."""
     if name.lower() not in RULE_CLASSES:
-        names = ", ".join(sorted(kind.__name__ for kind in RULE_CLASSES.values()))
+        names = ", ".join(sorted(kind.__name__ for kind in RULE_CLASSES.values() if kind is not rules.EAMSGD))
         raise SettingsError(f"rule: expected one of {names}, got {name!r}")
     return RULE_CLASSES[name.lower()].__name__
 

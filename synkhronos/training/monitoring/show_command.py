@@ -96,7 +96,7 @@ def format_summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
     numbers = {"loss": last.get("loss"), **validation}
     figures = [f"{key} {value:.4g}" for key, value in numbers.items() if value is not None]
     rate = f"{last.get('rows_per_second') or 0:,.0f} rows/s"
-    parts = f"{len(reports)} reports", f"epoch {last.get('epoch') or 0:g}", *figures, rate
+    parts = f"{len(reports)} report{'s' * (len(reports) != 1)}", f"epoch {last.get('epoch') or 0:g}", *figures, rate
     return f"{name}: {', '.join(parts)}, batch {last.get('batch', '?')}\n"
 
 

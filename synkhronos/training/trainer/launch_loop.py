@@ -63,7 +63,7 @@ class LaunchLoop(BatchLoop):
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=plan.n_rows, initial=plan.start, unit=" rows", desc=f"epoch {plan.epoch}", leave=False
+                total=plan.n_rows, initial=plan.start, unit=" rows", desc=f"epoch {plan.epoch + 1}", leave=False
             )
 
     def run(self) -> None:
