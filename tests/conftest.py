@@ -212,6 +212,12 @@ def fork(request):
             synk.close()
 
 
+@pytest.fixture
+def two_ranks_per_test(fork):
+    """Fork 2 ranks for one test, by `fork`; return the number."""
+    return fork(2)
+
+
 @pytest.fixture(scope="module")
 def compiler():
     """Let Theano use its C++ compiler in a module's tests."""

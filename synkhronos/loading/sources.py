@@ -372,7 +372,9 @@ def image_folder(folder: str | os.PathLike[str], size: int, mode: str = "RGB") -
     files, labels = [], []
     for label, class_name in enumerate(classes):
         names = [
-            entry.name for entry in os.scandir(root / class_name) if _is_file_or_link(entry) and _is_visible(entry)
+            entry.name
+            for entry in os.scandir(root / class_name)
+            if _is_file_or_broken_link(entry) and _is_visible(entry)
         ]
         names = [file for file in names if file.lower().endswith(_PICTURE_SUFFIXES)]
         files += [os.path.join(class_name, file) for file in sorted(names)]
@@ -387,7 +389,7 @@ def image_folder(folder: str | os.PathLike[str], size: int, mode: str = "RGB") -
     return images
 
 
-def _is_file_or_link(entry: os.DirEntry[str]) -> bool:
+def _is_file_or_broken_link(entry: os.DirEntry[str]) -> bool:
     """Whether an entry is a row: a broken link is one, so that reading it is an error."""
     return entry.is_symlink() and not os.path.exists(entry.path) or entry.is_file()
 

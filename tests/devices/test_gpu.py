@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_commands import ON_GPUS, RNG, of_jax, of_real_gpus, run_program
+from gpu_commands import ON_GPUS, RNG, needs_jax, needs_real_gpus, run_program
 from library import ARRAYS, NAME, read_results, shared
 from library import tensor as T
 
@@ -60,7 +60,7 @@ def test_fork_makes_a_rank_for_each_gpu():
     assert printed.split() == ["True", "12.0", ARRAYS.name, "True"]
 
 
-@of_jax
+@needs_jax
 def test_fork_with_use_gpu_false_uses_no_gpu():
     printed = run_program("""
         synk.fork(2, use_gpu=False)
@@ -172,8 +172,8 @@ def test_closed_ranks_leave_no_page_locked_memory(fork):
         synk.close()
 
 
-@of_jax
-@of_real_gpus
+@needs_jax
+@needs_real_gpus
 def test_matmul_precision_is_tf32_by_default():
     code = """
         synk.fork(2)
@@ -191,7 +191,7 @@ def test_matmul_precision_is_tf32_by_default():
         assert least <= float(error) < most
 
 
-@of_jax
+@needs_jax
 @pytest.mark.parametrize("width", [None, 3])
 def test_scatter_add_of_many_rows_to_few_effects_equals_numpy(fork, width):
     fork(2)
@@ -209,7 +209,7 @@ def test_scatter_add_of_many_rows_to_few_effects_equals_numpy(fork, width):
     np.testing.assert_allclose(f(picked, weight, values), expected, rtol=1e-9)
 
 
-@of_jax
+@needs_jax
 def test_results_are_fetched_from_the_gpu_once(fork):
     fork(2)
     x = T.dvector("x")
@@ -218,7 +218,7 @@ def test_results_are_fetched_from_the_gpu_once(fork):
     assert np.asarray(result) is np.asarray(result)
 
 
-@of_jax
+@needs_jax
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4, 5), (1 << 17,), ((1 << 17) + 1,)])
 def test_results_of_any_dtype_and_size_are_fetched(fork, shape):
     fork(2)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from gpu_commands import ON_GPUS, RNG, make_filled_variable, of_jax
+from gpu_commands import ON_GPUS, RNG, make_filled_variable, needs_jax
 from library import ARRAYS, INTERPRETED, NAME, function, shared
 from library import tensor as T
 
@@ -160,7 +160,7 @@ def test_get_value_is_fresh_after_a_collective(fork):
     np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), 2 * (values[0] + values[1]))
 
 
-@of_jax
+@needs_jax
 def test_collectives_reuse_gpu_memory_safely(fork):
     fork(2)
     w, values = make_filled_variable("float32")

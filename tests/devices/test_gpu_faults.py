@@ -14,7 +14,7 @@ from gpu_commands import (
     SkipAllReduce,
     check_ranks_work,
     make_filled_variable,
-    of_real_gpus,
+    needs_real_gpus,
 )
 from library import ARRAYS, shared
 from system import time_limit
@@ -91,7 +91,7 @@ def test_death_inside_a_collective_is_noticed(fork, action, words):
     check_ranks_work()
 
 
-@of_real_gpus  # pretended GPUs have no pending collectives at the end of a command
+@needs_real_gpus  # pretended GPUs have no pending collectives at the end of a command
 @pytest.mark.new_ranks
 def test_death_is_noticed_while_the_master_waits_for_its_gpu(fork):
     fork(2)
@@ -104,7 +104,7 @@ def test_death_is_noticed_while_the_master_waits_for_its_gpu(fork):
     check_ranks_work()
 
 
-@of_real_gpus
+@needs_real_gpus
 @pytest.mark.new_ranks
 def test_close_completes_pending_collectives(fork):
     fork(2)

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from gpu_commands import FAULTS, ON_GPUS, PROMPT, FailBeforeCollectives, check_ranks_work, is_on_gpu, of_jax
+from gpu_commands import FAULTS, ON_GPUS, PROMPT, FailBeforeCollectives, check_ranks_work, is_on_gpu, needs_jax
 from library import ARRAYS
 from system import time_limit
 
@@ -62,7 +62,7 @@ def send_around(worker, n, dtype):
 
 @pytest.mark.parametrize("n_ranks", [2, 3])
 @pytest.mark.parametrize(
-    ("n", "dtype"), [pytest.param(10, "float32", marks=of_jax), (100_000, "float32"), (1 << 22, "float64")]
+    ("n", "dtype"), [pytest.param(10, "float32", marks=needs_jax), (100_000, "float32"), (1 << 22, "float64")]
 )
 def test_send_and_receive_keep_order_between_gpus(fork, n_ranks, n, dtype):
     fork(n_ranks)
@@ -81,7 +81,7 @@ def send_every_dtype(worker):
     return received
 
 
-@of_jax
+@needs_jax
 def test_send_and_receive_accept_every_dtype_between_gpus(fork):
     fork(2)
     received = synk.run(send_every_dtype)[0]

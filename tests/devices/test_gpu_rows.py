@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from gpu_commands import ON_GPUS, RNG, of_real_gpus
+from gpu_commands import ON_GPUS, RNG, needs_real_gpus
 from library import shared
 from library import tensor as T
 
@@ -125,7 +125,7 @@ def test_num_slices_and_sliceable_shareds_work_on_gpus(fork):
     np.testing.assert_array_equal(f(data, batch=[1, 2, 3, 4], batch_s=[[3, 0], [1, 1]], num_slices=2), [3, 0, 15, 20])
 
 
-@of_real_gpus  # there a call waits for the end of the previous one
+@needs_real_gpus  # there a call waits for the end of the previous one
 def test_transfer_buffers_are_not_refilled_too_early(fork):
     # The GPU computes a call for longer than the next one takes to prepare.
     fork(2)

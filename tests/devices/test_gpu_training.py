@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from gpu_commands import FAULTS, ON_GPUS, PROMPT, RNG, of_jax
+from gpu_commands import FAULTS, ON_GPUS, PROMPT, RNG, needs_jax
 from library import shared
 from library import tensor as T
 from system import time_limit
@@ -68,7 +68,7 @@ def make_training_steps(times=1, **options):
     )
 
 
-@of_jax
+@needs_jax
 @pytest.mark.parametrize(("times", "options"), [(1, {}), (10, {}), (1, {"shard_optimizer": True})])
 def test_training_steps_are_one_launch(fork, monkeypatch, times, options):
     fork(2)
@@ -102,7 +102,7 @@ def set_chunk_size():
     ranks.get_session().run(SetChunkSize(before))
 
 
-@of_jax
+@needs_jax
 @pytest.mark.parametrize("times", [1, 5])
 @pytest.mark.parametrize("exchange", [None, "bfloat16"])
 def test_gradients_are_reduced_in_chunks_and_in_bfloat16(fork, set_chunk_size, exchange, times):
@@ -129,7 +129,7 @@ def test_gradients_are_reduced_in_chunks_and_in_bfloat16(fork, set_chunk_size, e
         np.testing.assert_allclose(everywhere[0], w_alone.get_value(), atol=2e-2 if exchange else 1e-4)
 
 
-@of_jax
+@needs_jax
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, failing_rank, shard_optimizer):
@@ -149,7 +149,7 @@ def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, failing_rank,
         np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
 
 
-@of_jax
+@needs_jax
 def test_chunked_step_accepts_ranks_without_rows(fork, set_chunk_size):
     fork(2)
     set_chunk_size(4)
@@ -165,7 +165,7 @@ def test_chunked_step_accepts_ranks_without_rows(fork, set_chunk_size):
         np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2)
 
 
-@of_jax
+@needs_jax
 @pytest.mark.parametrize("times", [1, 10, 200])  # the launches of 200 exceed the capacity of a stream
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_failed_training_step_updates_nothing(fork, failing_rank, times):
@@ -228,7 +228,7 @@ class FailNthAllReduce(Command):
 FAILING_FUNCTIONS = []
 
 
-@of_jax
+@needs_jax
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_failed_steps_report_how_many_were_taken(fork, failing_rank):
     fork(2)
@@ -256,7 +256,7 @@ def test_failed_steps_report_how_many_were_taken(fork, failing_rank):
         assert np.isfinite(float(step()[0]))
 
 
-@of_jax
+@needs_jax
 @pytest.mark.parametrize("times", [1, 10])
 def test_interrupted_step_is_all_or_nothing(fork, times):
     n = fork(min(4, synk.get_n_gpu()))
@@ -281,7 +281,7 @@ def test_interrupted_step_is_all_or_nothing(fork, times):
     assert interrupts == 40
 
 
-@of_jax
+@needs_jax
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("times", [1, 10, 200])
 def test_death_in_a_training_step_keeps_parameters(fork, times):

@@ -54,7 +54,7 @@ def fork_two_ranks():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_data_parallel_bambi_model_equals_the_model(name):
+def test_data_parallel_bambi_model_matches_the_serial_model(name):
     pandas = pytest.importorskip("pandas")
     formula, options = MODELS[name]
     built = bambi.Model(formula, pandas.DataFrame(DATA), **options)

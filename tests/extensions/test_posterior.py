@@ -88,7 +88,7 @@ def check_equal(results, expected):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("var_names", [None, ["z"]], ids=["all", "one"])
-def test_log_likelihood_equals_pymcs(fork, model, drawn, ranks, var_names):
+def test_log_likelihood_matches_pymc(fork, model, drawn, ranks, var_names):
     fork(ranks)
     with data_parallel(model):
         kwargs = make_settings(extend_inferencedata=False, var_names=var_names)

@@ -48,12 +48,6 @@ PLAIN = Mode(linker="py", optimizer=None)  # rewrites would take most of a refer
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-@pytest.fixture
-def two_reused_ranks(fork):
-    """Fork two ranks."""
-    return fork(2)
-
-
 def compute_centers(a, b, x):
     return a[GROUP] + x @ b
 
@@ -137,7 +131,7 @@ def list_nodes(variable):
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_data_parallel_logp_and_dlogp_equal_the_models(two_reused_ranks, likelihood):
+def test_data_parallel_logp_and_dlogp_match_the_serial_model(two_ranks_per_test, likelihood):
     model = build_hierarchical_model(likelihood)
     parallel = data_parallel(model)
     assert list_names(parallel.split_RVs) == ["y"] and not parallel.reasons
@@ -146,7 +140,7 @@ def test_data_parallel_logp_and_dlogp_equal_the_models(two_reused_ranks, likelih
         assert N not in param.type.shape and param.name != "eta"
 
 
-def test_gradient_far_from_the_data_is_as_exact_as_pymcs(two_reused_ranks):
+def test_gradient_far_from_the_data_matches_pymc(two_ranks_per_test):
     model = build_hierarchical_model("negative binomial")
     parallel_f, serial_f = (variant.compile_dlogp(**COMPILE_KWARGS) for variant in (data_parallel(model), model))
     rng = np.random.default_rng(7)
@@ -157,7 +151,7 @@ def test_gradient_far_from_the_data_is_as_exact_as_pymcs(two_reused_ranks):
 
 @pytest.mark.new_ranks
 @pytest.mark.skipif(XLA, reason="sets the rewrites of a mode without a compiler")
-def test_gradient_of_underflowing_terms_is_finite_as_pymcs(fork, monkeypatch):
+def test_gradient_of_underflowing_terms_is_finite(fork, monkeypatch):
     """PyTensor's rewrites cancel such terms, or not, depending on the order of the parameters."""
     monkeypatch.setattr(pytensor.config, "mode", INTERPRETED)
     fork(2)
@@ -173,7 +167,7 @@ def test_gradient_of_underflowing_terms_is_finite_as_pymcs(fork, monkeypatch):
 @pytest.mark.new_ranks
 @pytest.mark.skipif(XLA, reason="sets the rewrites of a mode without a compiler")
 @pytest.mark.parametrize("value", [0.0, 1.0])
-def test_gradient_at_a_bound_equals_pymcs_of_data(fork, monkeypatch, value):
+def test_gradient_at_a_bound_matches_pymc_with_data(fork, monkeypatch, value):
     """PyTensor rewrites with the values of arrays, but not of `pm.Data`: PyMC's gradients at a bound differ."""
     monkeypatch.setattr(pytensor.config, "mode", INTERPRETED)
     fork(2)
@@ -190,22 +184,26 @@ def test_gradient_at_a_bound_equals_pymcs_of_data(fork, monkeypatch, value):
     np.testing.assert_allclose(parallel_gradient, serial_gradient)
 
 
-def probability_of_zero():
+def get_builder_name(build):
+    return build.__name__.removeprefix("build_")
+
+
+def build_probability_of_zero():
     pm.Categorical("y", p=pm.Dirichlet("p", np.ones(4)), observed=GROUP)
     return [-400.0, 400.0, 0.0]
 
 
-def tail_of_zero():
+def build_tail_of_zero():
     pm.SkewNormal("y", mu=X @ pm.Normal("b", shape=3), sigma=pm.HalfNormal("s"), alpha=2, observed=X[:, 0])
     return [30.0, 50.0, 90.0, 0.0]
 
 
 @pytest.mark.new_ranks
 @pytest.mark.skipif(XLA, reason="sets the rewrites of a mode without a compiler")
-@pytest.mark.parametrize("build", [probability_of_zero, tail_of_zero], ids=lambda build: build.__name__)
-def test_rewrites_of_parameters_equal_pymcs(fork, monkeypatch, build):
+@pytest.mark.parametrize("build", [build_probability_of_zero, build_tail_of_zero], ids=get_builder_name)
+def test_rewrites_of_parameters_match_pymc(fork, monkeypatch, build):
     """From a parameter alone, without its formula, rewrites could not make a result finite."""
-    if build is probability_of_zero and pm.__version__ >= "6":
+    if build is build_probability_of_zero and pm.__version__ >= "6":
         pytest.skip("PyMC 6 needs the prior in the same function: its density of the data alone is minus infinity")
     monkeypatch.setitem(predefined_modes, INTERPRETED, Mode("py", "fast_run"))
     monkeypatch.setattr(pytensor.config, "mode", INTERPRETED)
@@ -223,7 +221,7 @@ def test_rewrites_of_parameters_equal_pymcs(fork, monkeypatch, build):
 
 
 @pytest.mark.parametrize("is_mixture", [True, False])
-def test_check_that_fails_for_one_row_fails_for_all_rows(two_reused_ranks, is_mixture):
+def test_check_that_fails_for_one_row_fails_for_all_rows(two_ranks_per_test, is_mixture):
     """The other component of the mixture has a density.  Without it, rows of the other rank are nan."""
     with pm.Model() as model:
         slope = pm.Normal("slope")
@@ -242,7 +240,7 @@ def test_check_that_fails_for_one_row_fails_for_all_rows(two_reused_ranks, is_mi
         np.testing.assert_allclose(parallel_value, serial_value)
 
 
-def test_gradient_is_that_of_the_density_that_pymc_rewrites(two_reused_ranks, monkeypatch):
+def test_gradient_uses_the_density_rewritten_by_pymc(two_ranks_per_test, monkeypatch):
     """PyMC 6.4 rewrites the graphs of loops and of functions within a density, too."""
     monkeypatch.setattr(data_parallel_model, "rewrite_pregrad", lambda total: 2 * total)
     model = build_small_model()
@@ -253,14 +251,14 @@ def test_gradient_is_that_of_the_density_that_pymc_rewrites(two_reused_ranks, mo
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
-def test_data_parallel_compiles_like_pymc(two_reused_ranks, mode):
+def test_data_parallel_compiles_like_pymc(two_ranks_per_test, mode):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, pm.HalfNormal("s"), observed=X[:, 0])
     check_equal(data_parallel(model), model, mode=mode)
 
 
-def test_data_parallel_leaves_the_model_unchanged(two_reused_ranks):
+def test_data_parallel_leaves_the_model_unchanged(two_ranks_per_test):
     model = build_hierarchical_model()
     before = {name: list(getattr(model, name)) for name in ("free_RVs", "observed_RVs", "potentials", "deterministics")}
     parallel = data_parallel(model)
@@ -269,7 +267,7 @@ def test_data_parallel_leaves_the_model_unchanged(two_reused_ranks):
     assert not any(isinstance(node.op, SumOverRows) for node in list_nodes(model.logp()))
 
 
-def test_data_parallel_sends_an_array_once(two_reused_ranks):
+def test_data_parallel_sends_an_array_once(two_ranks_per_test):
     with pm.Model() as model:
         a, b = pm.Normal("a", shape=4), pm.Normal("b", shape=4)
         pm.Normal("y", a[GROUP] + b[GROUP] * HOURS + HOURS ** a[0] + X @ b[:3] + (X @ a[:3])[:], observed=X[:, 0])
@@ -279,7 +277,7 @@ def test_data_parallel_sends_an_array_once(two_reused_ranks):
     check_equal(parallel, model)
 
 
-def test_index_of_the_only_row_is_a_constant(two_reused_ranks):
+def test_index_of_the_only_row_is_a_constant(two_ranks_per_test):
     """Numba refuses to broadcast an index whose length of 1 it does not know, in the gradient of common probabilities."""
     with pm.Model() as model:
         p = pm.Uniform("p")
@@ -289,7 +287,7 @@ def test_index_of_the_only_row_is_a_constant(two_reused_ranks):
     check_equal(parallel, model)
 
 
-def test_data_parallel_splits_several_observed_variables(two_reused_ranks):
+def test_data_parallel_splits_several_observed_variables(two_ranks_per_test):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
@@ -299,65 +297,65 @@ def test_data_parallel_splits_several_observed_variables(two_reused_ranks):
     check_equal(parallel, model)
 
 
-def varying_slopes():
+def build_varying_slopes():
     chol, _, _ = pm.LKJCholeskyCov("chol", n=3, eta=2, sd_dist=pm.Exponential.dist(1.0))
     slopes = chol @ pm.Normal("z", shape=(3, 4))
     pm.Normal("y", (slopes[:, GROUP] * X.T).sum(axis=0), 1, observed=X[:, 0])
 
 
-def ordered():
+def build_ordered_regression():
     """Add an ordered logistic regression whose cutpoints are unknown."""
     transform = pm.distributions.transforms.ordered
     cuts = pm.Normal("cuts", shape=2, sigma=3, transform=transform, initval=[-0.5, 0.7])
     pm.OrderedLogistic("y", cutpoints=cuts, eta=X @ pm.Normal("b", shape=3), observed=GROUP % 3)
 
 
-def imputed():
+def build_imputed_regression():
     """Add a regression whose missing observations PyMC imputes."""
     missing = np.ma.masked_where(np.arange(N) % 9 == 0, X[:, 0])
     pm.Normal("y", X @ pm.Normal("b", shape=3), pm.HalfNormal("s"), observed=missing)
 
 
-def imputed_predictor():
+def build_imputed_predictor():
     column = pm.Normal("column", pm.Normal("mean"), 1, observed=np.ma.masked_where(np.arange(N) % 9 == 0, X[:, 0]))
     pm.Normal("y", pm.Normal("a") + pm.Normal("b") * column, pm.HalfNormal("s"), observed=X[:, 1])
 
 
-def sparse_design():
+def build_sparse_design():
     design = scipy.sparse.csr_matrix((X > 0) * X)
     effects = pytensor.sparse.structured_dot(design, pm.Normal("b", shape=3)[:, None])[:, 0]
     pm.Bernoulli("y", logit_p=effects, observed=SUCCESS)
 
 
-def observed_in_others():
+def build_observed_in_others():
     b = pm.Normal("b", shape=3)
     first = pm.Normal("first", X @ b, 1, observed=X[:, 0])
     pm.Normal("y", first * b[0], 1, observed=X[:, 1])
     pm.Deterministic("residual", first - X @ b)
 
 
-def within_another():
+def build_model_within_another():
     with pm.Model("within"):
         s = pm.HalfNormal("s")
     pm.StudentT("y", nu=4, mu=X @ pm.Normal("b", shape=3), sigma=s, observed=X[:, 0])
 
 
-def rows_of_vectors():
+def build_rows_of_vectors():
     p = pm.math.softmax(X @ pm.Normal("b", shape=(3, 2)), axis=-1)
     pm.DirichletMultinomial("y", n=4, a=p, observed=np.stack([GROUP, 4 - GROUP], 1))
 
 
-def series_side_by_side():
+def build_series_side_by_side():
     s = pm.HalfNormal("s")
     pm.AR("y", rho=[0.1], sigma=s, init_dist=pm.Normal.dist(shape=(6, 1)), observed=X[:, 0].reshape(6, 10))
 
 
-def part_of_the_rows():
+def build_part_of_the_rows():
     center = pm.Deterministic("center", X @ pm.Normal("b", shape=3))
     pm.Normal("y", center[np.arange(0, N, 2)], 1, observed=X[::2, 0])
 
 
-def several_groupings_of_data():
+def build_several_groupings_of_data():
     pm.modelcontext(None).add_coords({"row": np.arange(N), "group": list("abcd"), "kind": list("vwx")})
     group, kind = pm.Data("group_of", GROUP, dims="row"), pm.Data("kind_of", KIND, dims="row")
     x = pm.Data("x", X, dims=("row", "column"))
@@ -368,13 +366,13 @@ def several_groupings_of_data():
     pm.Bernoulli("y", p=p, observed=pm.Data("observed", SUCCESS, dims="row"), dims="row")
 
 
-def counts_with_offset():
+def build_counts_with_offset():
     mu = pm.math.exp(pm.Data("log_hours", np.log(HOURS)) + X @ pm.Normal("b", shape=3))
     pm.NegativeBinomial("y", mu=mu, alpha=pm.Exponential("alpha", 1), observed=COUNTS)
     pm.Truncated("t", pm.Poisson.dist(mu), lower=1, observed=COUNTS + 1)
 
 
-def survival():
+def build_survival_regression():
     """Add a regression of survival times, with the censored ones in a potential and in a censored variable."""
     scale, shape = pm.math.exp(X @ pm.Normal("b", shape=3)), pm.HalfNormal("shape")
     died = SUCCESS > 0
@@ -385,35 +383,35 @@ def survival():
     pm.Potential("prior", -(shape**2))  # depends on parameters only
 
 
-def softmax_with_a_reference():
+def build_softmax_with_a_reference():
     b = pm.Normal("b", shape=(3, 3))
     pm.Categorical("y", logit_p=pt.concatenate([pt.zeros((N, 1)), X @ b], axis=1), observed=GROUP)
 
 
-def smooth_by_basis():
+def build_smooth_by_basis():
     cov = pm.HalfNormal("size") ** 2 * pm.gp.cov.Matern52(1, ls=pm.LogNormal("length"))
     pm.Normal("y", pm.gp.HSGP(m=[5], L=[4.0], cov_func=cov).prior("f", X=X[:, :1]), 1, observed=X[:, 1])
 
 
-def mixture_of_regressions():
+def build_mixture_of_regressions():
     weights = pm.math.softmax(X @ pm.Normal("w", shape=(3, 2)), axis=-1)
     parts = [pm.Normal.dist(X @ pm.Normal("b", shape=3), 1), pm.StudentT.dist(nu=3, mu=0, sigma=pm.HalfNormal("s"))]
     pm.Mixture("y", w=weights, comp_dists=parts, observed=X[:, 0])
 
 
-def rows_of_correlated_columns():
+def build_rows_of_correlated_columns():
     chol = pt.diag(pm.HalfNormal("s", shape=3)) + np.tril(np.ones((3, 3)), -1)
     pm.MvNormal("y", mu=X[:, ::-1] @ pm.Normal("b", shape=(3, 3)), chol=chol, observed=X)
 
 
-def slices_of_rows():
+def build_slices_of_rows():
     eta, rho = X @ pm.Normal("b", shape=3), pm.Normal("rho")
     pm.Normal("first", eta[:20], 1, observed=X[:20, 0])
     pm.Normal("rest", eta[20:], 2, observed=X[20:, 0])
     pm.Normal("next", eta[1:] + rho * X[:-1, 0], 1, observed=X[1:, 0])
 
 
-def rows_picked_twice():
+def build_rows_picked_twice():
     longer = pm.Data("longer", MORE_ROWS)
     first, second = np.arange(2 * N)[::-2], np.arange(N)[::-1]
     b = pm.Normal("b", shape=3)
@@ -423,14 +421,14 @@ def rows_picked_twice():
     pm.Normal("y", b[GROUP - 1] * picked[second], 1, observed=X[:, 1])
 
 
-def missing_beside_data():
+def build_missing_beside_data():
     """Add rows of data that an index picks, and missing observations."""
     missing = np.ma.masked_where(np.arange(N) % 9 == 0, X[:, 0])
     eta = pm.Data("longer", MORE_ROWS) @ pm.Normal("b", shape=3)
     pm.Normal("y", eta[np.arange(2 * N)[::-2]] + pm.Data("offset", HOURS), pm.HalfNormal("s"), observed=missing)
 
 
-def numbers_from_sums():
+def build_numbers_from_sums():
     b, weight = pm.Normal("b", shape=3), pm.HalfNormal("weight")
     squares = (HOURS - X @ b) ** 2
     pm.Potential("weighted", -weight * squares.sum())
@@ -440,7 +438,7 @@ def numbers_from_sums():
     pm.Potential("several", 2 * pm.logp(pm.Normal.dist(X @ b), HOURS).sum() + counts.sum() / 3 - (b**2).sum())
 
 
-def constant_trials():
+def build_constant_trials():
     """Add a likelihood whose check of a constant reads rows that no term needs: PyTensor folds their terms."""
     pm.Binomial("y", n=GROUP + 3, logit_p=pm.Normal("a"), observed=GROUP)
 
@@ -452,7 +450,7 @@ def marginalize(build_terms):
     return pt.logsumexp(vectorize_graph(build_terms(k), {k: categories}), axis=0)
 
 
-def marginalized_categories():
+def build_marginalized_categories():
     mu, w, s = pm.Normal("mu", shape=3), pm.Dirichlet("w", np.ones(3)), pm.HalfNormal("s", shape=3)
     p = pm.math.softmax(X @ pm.Normal("b", shape=(3, 3)), axis=-1)
     for name, weights in (("same", w), ("of each row", p)):
@@ -462,7 +460,7 @@ def marginalized_categories():
         pm.Potential(name, terms)
 
 
-def marginalized_twice():
+def build_marginalized_twice():
     mu, effect, w = pm.Normal("mu", shape=3), pm.Normal("effect", shape=2), pm.Dirichlet("w", np.ones(2))
 
     def marginalize_inner(k):
@@ -473,36 +471,36 @@ def marginalized_twice():
 
 
 MODELS = [
-    rows_picked_twice,
-    missing_beside_data,
-    constant_trials,
-    marginalized_categories,
-    marginalized_twice,
-    several_groupings_of_data,
-    counts_with_offset,
-    survival,
-    softmax_with_a_reference,
-    smooth_by_basis,
-    mixture_of_regressions,
-    rows_of_correlated_columns,
-    slices_of_rows,
-    varying_slopes,
-    ordered,
-    imputed,
-    imputed_predictor,
-    sparse_design,
-    observed_in_others,
-    within_another,
-    rows_of_vectors,
-    series_side_by_side,
-    part_of_the_rows,
-    numbers_from_sums,
+    build_rows_picked_twice,
+    build_missing_beside_data,
+    build_constant_trials,
+    build_marginalized_categories,
+    build_marginalized_twice,
+    build_several_groupings_of_data,
+    build_counts_with_offset,
+    build_survival_regression,
+    build_softmax_with_a_reference,
+    build_smooth_by_basis,
+    build_mixture_of_regressions,
+    build_rows_of_correlated_columns,
+    build_slices_of_rows,
+    build_varying_slopes,
+    build_ordered_regression,
+    build_imputed_regression,
+    build_imputed_predictor,
+    build_sparse_design,
+    build_observed_in_others,
+    build_model_within_another,
+    build_rows_of_vectors,
+    build_series_side_by_side,
+    build_part_of_the_rows,
+    build_numbers_from_sums,
 ]
 
 
 @pytest.mark.filterwarnings("ignore:Data in .* contains missing values")
-@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
-def test_data_parallel_splits_pymcs_documented_models(two_reused_ranks, build):
+@pytest.mark.parametrize("build", MODELS, ids=get_builder_name)
+def test_data_parallel_splits_documented_models(two_ranks_per_test, build):
     with pm.Model() as model:
         build()
     parallel = data_parallel(model)
@@ -513,7 +511,7 @@ def test_data_parallel_splits_pymcs_documented_models(two_reused_ranks, build):
         assert not {N, N // 2, 2 * N, (np.arange(N) % 9 != 0).sum()} & set(param.type.shape)
 
 
-def test_data_parallel_model_copy_has_its_own_data(two_reused_ranks):
+def test_data_parallel_model_copy_has_its_own_data(two_ranks_per_test):
     with pm.Model() as model:
         x = pm.Data("x", X)
         pm.Normal("y", x @ pm.Normal("b", shape=3), 1, observed=X[:, 0])
@@ -528,14 +526,14 @@ def test_data_parallel_model_copy_has_its_own_data(two_reused_ranks):
         )
 
 
-def test_data_parallel_model_is_picklable(two_reused_ranks):
+def test_data_parallel_model_is_picklable(two_ranks_per_test):
     cloudpickle = pytest.importorskip("cloudpickle")
     model = build_small_model()
     parallel = data_parallel(model)
     check_equal(cloudpickle.loads(cloudpickle.dumps(parallel)), model)
 
 
-def test_logp_out_of_bounds_is_minus_infinity(two_reused_ranks):
+def test_logp_out_of_bounds_is_minus_infinity(two_ranks_per_test):
     with pm.Model() as model:
         s = pm.Flat("s")
         pm.Normal("y", X[:, 1], s * X[:, 2] ** 2, observed=X[:, 0])
@@ -548,7 +546,7 @@ def test_logp_out_of_bounds_is_minus_infinity(two_reused_ranks):
 
 
 @pytest.mark.parametrize("is_first_rank", [True, False])
-def test_check_that_raises_names_the_check_for_rows_of_any_rank(two_reused_ranks, is_first_rank):
+def test_check_that_raises_names_the_check_for_rows_of_any_rank(two_ranks_per_test, is_first_rank):
     """PyMC raises an error for bounds that exclude each other, rather than return minus infinity."""
     sign = 1 if is_first_rank else -1
     results = []
@@ -567,7 +565,7 @@ def test_check_that_raises_names_the_check_for_rows_of_any_rank(two_reused_ranks
     np.testing.assert_allclose(results[::2], results[1::2])
 
 
-def test_gradient_out_of_bounds_equals_pymcs(two_reused_ranks):
+def test_gradient_out_of_bounds_matches_pymc(two_ranks_per_test):
     """PyMC checks parameters for the density, but not for its gradient."""
     with pm.Model() as model:
         s = pm.Flat("s")
@@ -580,7 +578,7 @@ def test_gradient_out_of_bounds_equals_pymcs(two_reused_ranks):
         np.testing.assert_allclose(parallel_gradient, serial_gradient)
 
 
-def test_data_parallel_names_unsplittable_terms(two_reused_ranks):
+def test_data_parallel_names_unsplittable_terms(two_ranks_per_test):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         effect = pm.Normal("effect", shape=N)
@@ -631,7 +629,7 @@ def scan_along_columns(rho):
     return scan(lambda column, h, rho: rho * h + column, [pt.as_tensor(X.T)], rho, outputs_info=[pt.zeros(N)])[-1]
 
 
-def test_data_parallel_splits_joined_blocks_of_rows(two_reused_ranks):
+def test_data_parallel_splits_joined_blocks_of_rows(two_ranks_per_test):
     """A block of one row, of columns, and of parameters' rows; their order is another one in the observed rows."""
     with pm.Model() as model:
         slopes = pm.Normal("slopes", shape=3)
@@ -698,7 +696,7 @@ def test_data_parallel_refuses_wrong_arguments(case):
         data_parallel("y" if case == "no model" else model)
 
 
-def test_set_data_reaches_the_ranks(two_reused_ranks):
+def test_set_data_reaches_the_ranks(two_ranks_per_test):
     with pm.Model() as model:
         x, y = pm.Data("x", X), pm.Data("observed", X[:, 0])
         b = pm.Normal("b", shape=3)
@@ -712,7 +710,7 @@ def test_set_data_reaches_the_ranks(two_reused_ranks):
     assert abs(model.compile_logp(**COMPILE_KWARGS)(make_points(model)[0]) - before) > 1
 
 
-def test_set_data_reaches_rows_that_an_index_picks(two_reused_ranks):
+def test_set_data_reaches_rows_that_an_index_picks(two_ranks_per_test):
     with pm.Model() as model:
         x, b = pm.Data("x", MORE_ROWS), pm.Normal("b", shape=3)
         pm.Normal("y", (x @ b)[np.arange(-1, -N - 1, -1)] + x[:N, 0] * b[0], 1, observed=X[:, 0])
@@ -730,7 +728,7 @@ def test_set_data_reaches_rows_that_an_index_picks(two_reused_ranks):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_set_data_accepts_fewer_rows_than_ranks(two_reused_ranks, count):
+def test_set_data_accepts_fewer_rows_than_ranks(two_ranks_per_test, count):
     """Without rows the density is the prior's."""
     with pm.Model() as model:
         x, y = pm.Data("x", X), pm.Data("observed", X[:, 0])
@@ -743,7 +741,7 @@ def test_set_data_accepts_fewer_rows_than_ranks(two_reused_ranks, count):
         check_equal(parallel, model)
 
 
-def test_data_changed_in_place_reach_the_ranks(two_reused_ranks):
+def test_data_changed_in_place_reach_the_ranks(two_ranks_per_test):
     columns = X.copy()
     with pm.Model() as model:
         y = pm.Data("observed", X[:, 0])
@@ -773,7 +771,7 @@ def sample(model, **kwargs):
         return pm.sample(**{**settings, **kwargs}, compile_kwargs=dict(COMPILE_KWARGS))  # a copy: PyMC 5 adds to it
 
 
-def test_sample_repeats_from_its_seed(two_reused_ranks):
+def test_sample_repeats_from_its_seed(two_ranks_per_test):
     model = build_hierarchical_model()
     few = {"draws": 4, "tune": 4, "chains": 2, "discard_tuned_samples": False}
     parallel_draws, serial_draws = sample(data_parallel(model), **few), sample(model, **few)
@@ -784,7 +782,7 @@ def test_sample_repeats_from_its_seed(two_reused_ranks):
         )
 
 
-def test_sample_finds_the_posterior(two_reused_ranks):
+def test_sample_finds_the_posterior(two_ranks_per_test):
     with pm.Model() as model:
         b = pm.Normal("b", shape=2)
         s = pm.HalfNormal("s")
@@ -803,7 +801,7 @@ def test_sample_finds_the_posterior(two_reused_ranks):
 
 
 @pytest.mark.skipif(XLA, reason="find_MAP takes PyTensor's default mode, which is JAX in these tests")
-def test_find_map_and_advi_equal_one_process(two_reused_ranks):
+def test_find_map_and_advi_equal_one_process(two_ranks_per_test):
     model = build_small_model()
     parallel = data_parallel(model)
     points, losses = [], []
@@ -815,7 +813,7 @@ def test_find_map_and_advi_equal_one_process(two_reused_ranks):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
 
-def test_sample_works_with_steps_without_gradients(two_reused_ranks):
+def test_sample_works_with_steps_without_gradients(two_ranks_per_test):
     model = build_hierarchical_model()
     parallel = data_parallel(model)
     draws = []
@@ -826,7 +824,7 @@ def test_sample_works_with_steps_without_gradients(two_reused_ranks):
     np.testing.assert_allclose(*draws)
 
 
-def test_functions_other_than_logp_run_in_the_master(two_reused_ranks):
+def test_functions_other_than_logp_run_in_the_master(two_ranks_per_test):
     model = build_hierarchical_model("normal")
     parallel = data_parallel(model)
     drawn = sample(parallel, draws=3, tune=3)
@@ -849,7 +847,7 @@ def test_functions_other_than_logp_run_in_the_master(two_reused_ranks):
         np.testing.assert_array_equal(parallel_value, serial_value)
 
 
-def test_logp_of_some_variables_equals_pymcs(two_reused_ranks):
+def test_logp_of_some_variables_matches_pymc(two_ranks_per_test):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
@@ -897,7 +895,7 @@ def build_small_model():
 
 
 @pytest.mark.parametrize("when", ["between evaluations", "at any moment"])
-def test_sample_returns_draws_after_an_interrupt(two_reused_ranks, when):
+def test_sample_returns_draws_after_an_interrupt(two_ranks_per_test, when):
     model = build_small_model()
     parallel = data_parallel(model)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
@@ -966,7 +964,7 @@ def test_death_interrupts_waiting_sampler_threads(fork):
 
 
 @pytest.mark.skipif(not XLA, reason="needs PyTensor's JAX mode")
-def test_ops_without_a_jax_version_are_named(two_reused_ranks):
+def test_ops_without_a_jax_version_are_named(two_ranks_per_test):
     with pm.Model() as model:
         shape = pm.HalfNormal("shape")
         pm.Truncated("y", pm.Gamma.dist(shape, 1), lower=0.1, observed=HOURS)
@@ -980,7 +978,7 @@ NUTPIE = pytest.mark.skipif(importlib.util.find_spec("nutpie") is None, reason="
 @NUTPIE
 @pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
 @pytest.mark.parametrize("cores", [1, 2])
-def test_nutpie_sampler_equals_one_process(two_reused_ranks, cores):
+def test_nutpie_sampler_equals_one_process(two_ranks_per_test, cores):
     import nutpie
 
     model = build_small_model()
@@ -995,7 +993,7 @@ def test_nutpie_sampler_equals_one_process(two_reused_ranks, cores):
 
 @NUTPIE
 @pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
-def test_nutpie_called_by_pymc_equals_one_process(two_reused_ranks):
+def test_nutpie_called_by_pymc_equals_one_process(two_ranks_per_test):
     """Each chain has ranks of its own."""
     drawn = []
     model = build_small_model()
@@ -1062,7 +1060,7 @@ def test_data_parallel_needs_ranks(fork, start):
         start(model=parallel)
 
 
-def test_sample_in_other_processes_names_concurrent(two_reused_ranks):
+def test_sample_in_other_processes_names_concurrent(two_ranks_per_test):
     """Without the error, pymc-extras would ask for a bug report."""
     pathfinder = {"__name__": "pymc_extras.inference.pathfinder.pathfinder"}
     exec("def fit_pathfinder(model, concurrent): return model.logp()", pathfinder)

@@ -19,7 +19,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("n_ranks", "seed"), [(2, 1004), (3, 1013)])
-def test_random_models_equal_pymcs(fork, n_ranks, seed):
+def test_random_models_match_pymc(fork, n_ranks, seed):
     fork(n_ranks)
     with np.errstate(all="ignore"):
         case = Case(seed)

@@ -51,12 +51,6 @@ def build_derivatives(total):
 
 
 @pytest.fixture
-def two(fork):
-    """Fork two ranks."""
-    return fork(2)
-
-
-@pytest.fixture
 def calls(monkeypatch):
     """Record the functions that the ranks are called with."""
     names = []
@@ -71,7 +65,7 @@ def calls(monkeypatch):
 
 
 @pytest.fixture
-def simple(two):
+def simple(two_ranks_per_test):
     """Give a function of the sum of ``(y - a)**2`` and its gradient, and one of the sum only."""
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
@@ -98,7 +92,7 @@ def test_rows_sum_value_gradient_and_hessian_product_equal_pytensors(fork, monke
         np.testing.assert_allclose(value, expected_value, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_sum_accepts_any_shape_and_dtype(two):
+def test_rows_sum_accepts_any_shape_and_dtype(two_ranks_per_test):
     z, b = pt.ftensor3("z"), pt.fscalar("b")
     values = RNG.normal(size=(5, 2, 3)).astype("float32")
     total, serial = sum_both_ways(pt.tanh(z * b), [z], [values])
@@ -107,12 +101,12 @@ def test_rows_sum_accepts_any_shape_and_dtype(two):
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-def test_rows_sum_accepts_rows_as_terms(two):
+def test_rows_sum_accepts_rows_as_terms(two_ranks_per_test):
     total = sum_over_rows(y, {y: Y})
     np.testing.assert_allclose(function([], total)(), Y.sum())
 
 
-def test_rows_sum_moves_other_terms_outside(two):
+def test_rows_sum_moves_other_terms_outside(two_ranks_per_test):
     heavy = pt.cumsum(w)
     total = sum_over_rows(x @ heavy, {x: X})
     assert total.owner.inputs == [heavy]
@@ -139,7 +133,7 @@ class UsersOp(pytensor.graph.Op):
         outputs[0][0] = np.asarray(inputs[0] * 2)
 
 
-def test_rows_sum_leaves_users_ops_to_the_master(two):
+def test_rows_sum_leaves_users_ops_to_the_master(two_ranks_per_test):
     op = UsersOp()
     doubled = op(scale)
     total = sum_over_rows(y * doubled, {y: Y})
@@ -149,7 +143,7 @@ def test_rows_sum_leaves_users_ops_to_the_master(two):
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
-def test_rows_sum_works_in_compiled_modes(two, mode):
+def test_rows_sum_works_in_compiled_modes(two_ranks_per_test, mode):
     a = pt.dvector("a")
     total, serial = sum_both_ways((y[:, None] - a) ** 3, [y], [Y])
     point = np.array([0.5, 1.5])
@@ -161,7 +155,7 @@ def test_rows_sum_works_in_compiled_modes(two, mode):
         np.testing.assert_allclose(value, expected_value)
 
 
-def test_rows_sum_works_within_a_scan(two):
+def test_rows_sum_works_within_a_scan(two_ranks_per_test):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     step = lambda now, *_: now - 0.01 * pytensor.graph.replace.graph_replace(pytensor.grad(total, a), {a: now})  # noqa: E731
@@ -184,7 +178,7 @@ def test_rows_sum_caches_value_and_gradient_of_a_point(simple, calls):
     assert calls == ["gradient"] * 2
 
 
-def test_rows_sum_value_and_gradient_are_one_evaluation(two, monkeypatch):
+def test_rows_sum_value_and_gradient_are_one_evaluation(two_ranks_per_test, monkeypatch):
     evaluations = []
     original = rows_sum.DistributedSum.evaluate
     monkeypatch.setattr(rows_sum.DistributedSum, "evaluate", lambda *a, **k: evaluations.append(1) or original(*a, **k))
@@ -195,7 +189,7 @@ def test_rows_sum_value_and_gradient_are_one_evaluation(two, monkeypatch):
     assert len(evaluations) == 1
 
 
-def test_rows_sum_value_beside_gradients_has_derivatives(two):
+def test_rows_sum_value_beside_gradients_has_derivatives(two_ranks_per_test):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 3, {y: Y})
     value, gradient = total.owner.op.sum.gradient_op(a)
@@ -205,28 +199,28 @@ def test_rows_sum_value_beside_gradients_has_derivatives(two):
     np.testing.assert_allclose(f(0.5), [first, second, second**2 + first * third])
 
 
-def test_rows_sum_gradient_leaves_the_graph_of_the_value_as_it_was(two):
+def test_rows_sum_gradient_leaves_the_graph_of_the_value_as_it_was(two_ranks_per_test):
     a = pt.dscalar("a")
     rows = sum_over_rows((pt.log(pt.exp(a)) * y + 0) ** 2, {y: Y}).owner.op.sum
     graph = pytensor.dprint(rows.total, file="str")
     assert rows._value_and_gradients and pytensor.dprint(rows.total, file="str") == graph
 
 
-def test_rows_sum_value_computes_no_gradient(two, calls):
+def test_rows_sum_value_computes_no_gradient(two_ranks_per_test, calls):
     a = pt.dscalar("a")
     value = function([a], sum_over_rows((y - a) ** 2, {y: Y}))
     np.testing.assert_allclose(value(1.0), ((Y - 1) ** 2).sum())
     assert calls == ["value"]
 
 
-def test_rows_sum_cache_compares_shapes(two):
+def test_rows_sum_cache_compares_shapes(two_ranks_per_test):
     a = pt.dmatrix("a")
     value = function([a], sum_over_rows(y * a.shape[0], {y: Y}))
     np.testing.assert_allclose(value(np.ones((2, 3))), 2 * Y.sum())
     np.testing.assert_allclose(value(np.ones((3, 2))), 3 * Y.sum())
 
 
-def test_rows_sum_results_are_writable_copies(two):
+def test_rows_sum_results_are_writable_copies(two_ranks_per_test):
     total = sum_over_rows((y[:, None] - w) ** 2, {y: Y})
     f = function([w], pytensor.grad(total, w))
     point = np.zeros(3)
@@ -236,7 +230,7 @@ def test_rows_sum_results_are_writable_copies(two):
     np.testing.assert_array_equal(f(point), copied)
 
 
-def test_rows_sum_accepts_shared_variables(two):
+def test_rows_sum_accepts_shared_variables(two_ranks_per_test):
     a = pytensor.shared(1.0, "a")
     total = sum_over_rows(y * a, {y: Y})
     f = function([], [total, pytensor.grad(total, a)])
@@ -245,7 +239,7 @@ def test_rows_sum_accepts_shared_variables(two):
     np.testing.assert_allclose(f(), [3 * Y.sum(), Y.sum()])
 
 
-def test_rows_sum_sends_new_values_of_shared_rows(two):
+def test_rows_sum_sends_new_values_of_shared_rows(two_ranks_per_test):
     xs, ys = pytensor.shared(X, "xs"), pytensor.shared(Y, "ys")
     total = sum_over_rows((y - x @ w) ** 2, {x: xs, y: ys})
     f = function([w], [total, pytensor.grad(total, w)])
@@ -273,7 +267,7 @@ def test_rows_sum_sends_new_values_of_shared_rows(two):
     check(X, Y)
 
 
-def test_rows_sum_over_no_rows_is_zero(two):
+def test_rows_sum_over_no_rows_is_zero(two_ranks_per_test):
     inputs, outputs = build_derivatives(sum_over_rows(log_density(x, y, group), {x: X[:0], y: Y[:0], group: GROUP[:0]}))
     for value, shape in zip(
         function(inputs, outputs)(*POINT, DIRECTION), [(), (3,), (4,), (), (3,), (4,), ()], strict=True
@@ -282,7 +276,7 @@ def test_rows_sum_over_no_rows_is_zero(two):
 
 
 @pytest.mark.parametrize("kind", ["shared", "array", "Data"])
-def test_rows_sum_sends_rows_changed_in_place(two, kind):
+def test_rows_sum_sends_rows_changed_in_place(two_ranks_per_test, kind):
     values = np.arange(5000.0)
     source = {"shared": lambda: pytensor.shared(values), "array": lambda: values, "Data": lambda: synk.data(values)}[
         kind
@@ -303,7 +297,7 @@ def test_rows_sum_sends_rows_changed_in_place(two, kind):
         np.testing.assert_allclose(f(0.5), [((memory - 0.5) ** 2).sum(), -2 * (memory - 0.5).sum()])
 
 
-def test_rows_sum_detects_a_change_in_long_rows(two):
+def test_rows_sum_detects_a_change_in_long_rows(two_ranks_per_test):
     values = np.ones((8, 1 << 14))
     a, rows = pt.dscalar("a"), pt.dmatrix("rows")
     f = function([a], sum_over_rows(((rows - a) ** 2).sum(axis=1), {rows: values}))
@@ -312,7 +306,7 @@ def test_rows_sum_detects_a_change_in_long_rows(two):
     np.testing.assert_allclose(f(0.5), ((values - 0.5) ** 2).sum())
 
 
-def test_rows_sum_notices_a_change_of_many_rows(two, calls):
+def test_rows_sum_notices_a_change_of_many_rows(two_ranks_per_test, calls):
     columns = pytensor.shared(np.ones((300_000, 2), order="F"))
     a = pt.dscalar("a")
     f = function([a], sum_over_rows(x.sum(axis=1) * a, {x: columns}))
@@ -322,7 +316,7 @@ def test_rows_sum_notices_a_change_of_many_rows(two, calls):
     assert f(1.0) == 900_000
 
 
-def test_rows_sum_accepts_data_objects(two):
+def test_rows_sum_accepts_data_objects(two_ranks_per_test):
     a = pt.dscalar("a")
     f = function([a], sum_over_rows(y * a, {y: synk.data(Y)}))
     np.testing.assert_allclose(f(2.0), 2 * Y.sum())
@@ -392,7 +386,7 @@ def test_rows_sum_in_a_forked_process_names_cores(simple):
     np.testing.assert_allclose(value(2.0), ((Y - 2) ** 2).sum())
 
 
-def test_rows_sum_unpickled_elsewhere_names_cores(two):
+def test_rows_sum_unpickled_elsewhere_names_cores(two_ranks_per_test):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     code = "import pickle, sys; pickle.load(sys.stdin.buffer).perform(None, [1.0], [[None]])"
@@ -401,7 +395,7 @@ def test_rows_sum_unpickled_elsewhere_names_cores(two):
     assert b"RuntimeError" in ended.stderr and b'mp_ctx="fork"' in ended.stderr and b"cores=1" in ended.stderr
 
 
-def test_rows_sum_copies_share_rows(two):
+def test_rows_sum_copies_share_rows(two_ranks_per_test):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     op = total.owner.op
@@ -414,7 +408,7 @@ def test_rows_sum_copies_share_rows(two):
 
 
 @pytest.mark.skipif(XLA, reason="XLA raises nothing")
-def test_rows_sum_raises_errors_of_ranks(two):
+def test_rows_sum_raises_errors_of_ranks(two_ranks_per_test):
     a = pt.dscalar("a")
     terms = pytensor.raise_op.Assert("too large")(y * a, pt.all(y * a < 100))
     f = function([a], sum_over_rows(terms, {y: np.append(np.ones(9), 200.0)}))

@@ -23,7 +23,7 @@ STREAMED = ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "reduce
 
 
 def start_held_program(place, fault_ranks):
-    """Start a program in which the ranks `on` block at `place`, and the others wait for them."""
+    """Start a program in which the ranks `fault_ranks` block at `place`, and the others wait for them."""
     where, how = ("call", "compiled") if place == "compiled" else (place, "python")
     return Program("run_planned_action", where=where, action=f"hold:{how}", fault_ranks=fault_ranks)
 

@@ -18,8 +18,8 @@ from synkhronos.ranks import Command
 
 #: Marks of a file of tests on GPUs.
 ON_GPUS = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "gpu", reason="needs GPUs")]
-of_real_gpus = pytest.mark.skipif("PRETENDED_GPUS" in os.environ, reason="about what pretended GPUs lack")
-of_jax = pytest.mark.skipif(NAME != "pytensor", reason="about JAX arrays")
+needs_real_gpus = pytest.mark.skipif("PRETENDED_GPUS" in os.environ, reason="about what pretended GPUs lack")
+needs_jax = pytest.mark.skipif(NAME != "pytensor", reason="about JAX arrays")
 
 RNG = np.random.default_rng(11)
 #: Maximal seconds from a fault to its error: a process that has used a GPU takes one or two to exit.
@@ -80,7 +80,7 @@ def is_on_gpu(value, expected):
 
 
 class SkipAllReduce(Command):
-    """Command of an all_reduce that one rank never starts."""
+    """Command of an all-reduce that one rank never launches: a fault of `FAULTS` strikes it before."""
 
     def __init__(self, action, failing_rank):
         self.action, self.failing_rank = action, failing_rank

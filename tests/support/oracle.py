@@ -2,7 +2,7 @@
 
 Every formula takes ``n`` ranks, the ``problem`` (see `rule_programs.compute_gradient`), the first parameters ``x0``, the
 name of the ``optimizer`` (see `rule_programs.take_local_step`), its learning rate ``eta``, and a number of ``steps``.  The
-result is the parameters after each step, for each rank if these differ.
+result is the parameters after each step, for each rank if these differ; `elastic` also returns the centre.
 """
 
 import numpy as np

@@ -232,8 +232,7 @@ def test_critical_path_covers_the_run(step, tmp_path):
     with synk.timeline(tmp_path / "run.json"):
         call_and_all_reduce(step, 5)
     ranks = timeline_report.read_timelines(str(tmp_path / "run.json"))
-    path = find_critical_path(ranks)
-    path = [activity for _, activity in path]
+    path = [activity for _, activity in find_critical_path(ranks)]
     assert all(a.end == b.start for a, b in zip(path, path[1:], strict=False))
     assert (path[0].start, path[-1].end) == (ranks[0].calls[0].start, ranks[0].calls[-1].end)
 

@@ -41,20 +41,20 @@ def fork_exact_ranks(n):
         yield
 
 
-def make(rule, shape, dtype, maker=make_train_function, **options):
+def build_training(rule, shape, dtype, make=make_train_function, **options):
     """Return a training function and its parameters: a matrix, a vector and a scalar."""
     x, y = tensor.matrix("x", dtype=dtype), tensor.matrix("y", dtype=dtype)
     start = np.random.default_rng(1).normal(size=shape), np.ones(shape[1]), np.asarray(1.5)
     w, b, s = [shared(np.asarray(value, dtype), name) for value, name in zip(start, "wbs", strict=True)]
     loss = ((tensor.dot(x, w) * s + b - y) ** 2).mean()
-    return maker(loss, [w, b, s], x, y, rule, learning_rate=0.1, **options), [w, b, s]
+    return make(loss, [w, b, s], x, y, rule, learning_rate=0.1, **options), [w, b, s]
 
 
 def compute_results(train, params, x, y, batches):
     """Return losses, parameters and state after some steps."""
     losses = [np.array(train(x, y, batch=batch)) for batch in batches]
-    whole = hasattr(train, "get_optimizer_state")
-    state = train.get_optimizer_state() if whole else [s.get_value() for s in train.optimizer_state]
+    is_parallel = hasattr(train, "get_optimizer_state")
+    state = train.get_optimizer_state() if is_parallel else [s.get_value() for s in train.optimizer_state]
     return [*losses, *(p.get_value() for p in params), *state]
 
 
@@ -76,16 +76,18 @@ def test_sharded_and_unsharded_steps_have_the_same_bits(
     x, y = make_rows(*shape, dtype)
     options = {"rule": RULES[name], "shape": shape, "dtype": dtype, "clip_norm": clip_norm}
     with fork_exact_ranks(n):
-        whole = compute_results(*make(**options, num_slices=num_slices), x, y, batches)
-        sharded = compute_results(*make(**options, num_slices=num_slices, shard_optimizer=True), x, y, batches)
-    serial = compute_results(*make(**options, maker=make_train_function_serial), x, y, batches)
+        unsharded = compute_results(*build_training(**options, num_slices=num_slices), x, y, batches)
+        sharded = compute_results(
+            *build_training(**options, num_slices=num_slices, shard_optimizer=True), x, y, batches
+        )
+    serial = compute_results(*build_training(**options, make=make_train_function_serial), x, y, batches)
     tolerance = 1e-4 if dtype == "float32" else 1e-9
-    for value, whole_value, serial_value in zip(sharded, whole, serial, strict=True):
-        assert value.shape == whole_value.shape == serial_value.shape
+    for value, unsharded_value, serial_value in zip(sharded, unsharded, serial, strict=True):
+        assert value.shape == unsharded_value.shape == serial_value.shape
         if DEVICE == "host":
-            assert (value.dtype, value.tobytes()) == (whole_value.dtype, whole_value.tobytes())
+            assert (value.dtype, value.tobytes()) == (unsharded_value.dtype, unsharded_value.tobytes())
         np.testing.assert_allclose(value, serial_value, rtol=tolerance, atol=tolerance)
-        np.testing.assert_allclose(whole_value, serial_value, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(unsharded_value, serial_value, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("n", [2] if XLA else [2, 3])
@@ -94,12 +96,12 @@ def test_clipping_in_slices_has_the_same_bits(no_ranks, n):
     x, y = make_rows(5, 3)
     options = {"rule": u.adam, "shape": (5, 3), "dtype": "float64", "clip_norm": 0.1, "num_slices": 2}
     with fork_exact_ranks(n):
-        whole = compute_results(*make(**options), x, y, [13, 7, 2, 13])
-        sharded = compute_results(*make(**options, shard_optimizer=True), x, y, [13, 7, 2, 13])
-    for value, whole_value in zip(sharded, whole, strict=True):
+        unsharded = compute_results(*build_training(**options), x, y, [13, 7, 2, 13])
+        sharded = compute_results(*build_training(**options, shard_optimizer=True), x, y, [13, 7, 2, 13])
+    for value, unsharded_value in zip(sharded, unsharded, strict=True):
         if DEVICE == "host":
-            np.testing.assert_array_equal(value, whole_value)
-        np.testing.assert_allclose(value, whole_value, rtol=1e-12)
+            np.testing.assert_array_equal(value, unsharded_value)
+        np.testing.assert_allclose(value, unsharded_value, rtol=1e-12)
 
 
 def train_epochs(folder, n, shards, epochs, resume=None):

@@ -32,11 +32,6 @@ class Model:
         return make(self.loss, self.params, self.x, self.y, updates.sgd, learning_rate=0.1)
 
 
-@pytest.fixture
-def two_ranks_anew(fork):
-    return fork(2)
-
-
 def test_train_functions_work_after_a_new_fork(fork):
     together, alone = Model(), Model()
     fork(3)
@@ -75,7 +70,7 @@ def test_train_functions_work_after_a_new_fork(fork):
         (TypeError, "sliceable_shareds: 'of_x'", {"sliceable_shareds": [library.shared(Y, "of_x"), library.shared(Y)]}),
     ],
 )
-def test_make_train_function_refuses_wrong_arguments(two_ranks_anew, error, message, change):
+def test_make_train_function_refuses_wrong_arguments(two_ranks_per_test, error, message, change):
     model = Model()
     arguments = {
         "loss": model.loss,
@@ -111,7 +106,7 @@ def test_make_train_function_refuses_wrong_arguments(two_ranks_anew, error, mess
         (TypeError, "batch_s: .*without sliceable_shareds", {"batch_s": [0]}),
     ],
 )
-def test_train_refuses_wrong_arguments(two_ranks_anew, error, message, arguments):
+def test_train_refuses_wrong_arguments(two_ranks_per_test, error, message, arguments):
     model = Model()
     train = model.train_by(make_train_function)
     with pytest.raises(error, match=message):
@@ -135,7 +130,7 @@ def test_train_refuses_wrong_arguments(two_ranks_anew, error, message, arguments
         (TypeError, "batches_s: .*without sliceable_shareds; rows are chosen by batches$", {"batches_s": [[0]]}),
     ],
 )
-def test_train_steps_refuses_wrong_arguments(two_ranks_anew, error, message, arguments):
+def test_train_steps_refuses_wrong_arguments(two_ranks_per_test, error, message, arguments):
     model = Model()
     train = model.train_by(make_train_function)
     with pytest.raises(error, match=message):
@@ -167,7 +162,7 @@ def test_serial_step_refuses_wrong_arguments(error, message, arguments):
         (ValueError, r"batches\[2\]: expected at least one row", [[0], [1], slice(3, 3)]),
     ],
 )
-def test_train_steps_checks_all_rows_first(two_ranks_anew, error, message, batches):
+def test_train_steps_checks_all_rows_first(two_ranks_per_test, error, message, batches):
     model = Model()
     train = model.train_by(make_train_function)
     with pytest.raises(error, match=message):
@@ -175,7 +170,7 @@ def test_train_steps_checks_all_rows_first(two_ranks_anew, error, message, batch
     np.testing.assert_array_equal(model.w.get_value(), W)
 
 
-def test_train_steps_error_reports_completed_steps(two_ranks_anew):
+def test_train_steps_error_reports_completed_steps(two_ranks_per_test):
     model = Model()
     sliceables = [library.shared(X), library.shared(Y)]
     train = make_train_function(
@@ -192,13 +187,13 @@ def test_train_steps_error_reports_completed_steps(two_ranks_anew):
         train.steps(batches_s=[[0], [[0], [1], [2]]])
 
 
-def test_train_names_data_that_are_no_array(two_ranks_anew):
+def test_train_names_data_that_are_no_array(two_ranks_per_test):
     train = Model().train_by(make_train_function)
     with pytest.raises(ValueError, match=r"^input 0 \(x\) of train_gradient: "):
         train.steps([[1.0], [1.0, 2.0]], Y[:2], [[0], [1]])
 
 
-def test_train_selects_sliceable_shareds_by_batch_s(two_ranks_anew):
+def test_train_selects_sliceable_shareds_by_batch_s(two_ranks_per_test):
     model = Model()
     sliceables = [library.shared(X), library.shared(Y)]
     train = make_train_function(
@@ -219,7 +214,7 @@ def test_train_selects_sliceable_shareds_by_batch_s(two_ranks_anew):
     np.testing.assert_array_equal(model.w.get_value(), W)
 
 
-def test_train_refuses_lists_of_other_lengths(two_ranks_anew):
+def test_train_refuses_lists_of_other_lengths(two_ranks_per_test):
     model = Model()
     for make in [make_train_function, make_train_function_serial]:
         train = make(model.loss, model.params, [model.x], model.y, updates.sgd, learning_rate=0.1)
@@ -230,7 +225,7 @@ def test_train_refuses_lists_of_other_lengths(two_ranks_anew):
 
 
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
-def test_make_train_function_refuses_double_updates(two_ranks_anew, make):
+def test_make_train_function_refuses_double_updates(two_ranks_per_test, make):
     model = Model()
     extra = [(model.w, 0 * model.w)]
     with pytest.raises(ValueError, match="extra_updates: the update rule has an update of 'w' already"):

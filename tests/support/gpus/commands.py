@@ -12,7 +12,7 @@ from synkhronos.ranks import ArrayLocation, Command
 
 
 class FailInAllReduce(Command):
-    """Command of an all_reduce that one rank never starts."""
+    """Command of an all-reduce in which one rank fails: before its launch, or after it if the action is "late"."""
 
     def __init__(self, action, failing_rank, waits_started):
         self.action, self.failing_rank, self.waits_started = action, failing_rank, waits_started

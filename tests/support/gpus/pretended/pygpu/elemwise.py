@@ -1,4 +1,4 @@
-"""Stands for the kernels of two arrays: those that the library has for reductions."""
+"""Fake of `pygpu.elemwise`: only the kernels for reductions of two arrays."""
 
 import numpy as np
 
