@@ -51,6 +51,8 @@ def test_lint_names_accepts_a_clean_file():
         ("the weight in", "this class' weight in", ("clumsy phrase", 6, "class' ")),
         ("the weight in", "the weight as of `_send` in", ("clumsy phrase", 6, "as of `")),
         ("def weigh", "def of", ("bare name", 5, "of")),
+        ("def weigh", "def in_bytes", ("bare name", 5, "in_bytes")),
+        ("        pass", "        by_rank = of_rank = 0", ("bare name", 9, "of_rank")),
         ("        pass", "        for each in ():\n            pass", ("bare name", 9, "each")),
         ("Return the weight in bytes.", "The weight.", ("short docstring", 5, "Parcel.weigh")),
         ('"""Return the weight in bytes."""', "pass", ("short docstring", 5, "Parcel.weigh")),

@@ -256,7 +256,7 @@ class World:
             memory.done[:] = [FIRST] * self.size
             rank.begin_command(SECOND)
             for host, other in enumerate(self.memories):
-                if host and self.in_failed_command():
+                if host and self.has_first_command_failed():
                     # Messages between two hosts keep their order: the failure arrives before the command.
                     self.flush(0, host)
                 other.words[ControlMemory.POSTED] = SECOND
@@ -266,7 +266,7 @@ class World:
             rank.begin_command(SECOND)
         rank.arrive()  # publishes its connection; steps of the first command are over
 
-    def in_failed_command(self):
+    def has_first_command_failed(self):
         return self.memories[0].words[ControlMemory.FAILED] == FIRST
 
     def flush(self, g, h):

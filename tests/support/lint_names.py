@@ -38,6 +38,8 @@ BARE = frozenset(
 )
 #: Those that may name a variable: a number, and an argument of users.
 BARE_VARIABLES = frozenset(("one", "every"))
+#: First words of names that need a verb or a noun before them; a variable may be `by_rank` or `in_place`.
+PREPOSITION, PREPOSITION_OF_VARIABLE = re.compile("_?(?:at|by|for|in|of)_"), re.compile("_?of_")
 #: Phrases that have a plainer form: "as in `X`", "one for each rank", "in place of", "the class's".
 CLUMSY = re.compile(
     r"\b[Aa]s of `|\bone a rank\b|\bin the place of\b|(?<!')\b(?:class|process|loss|JAX|Linux)' ", re.ASCII
@@ -150,10 +152,11 @@ def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
                         yield Finding("clause for a noun", path, line, described)
                 for name in find_unknown_parameters(node):
                     yield Finding("unknown parameter documented", path, node.lineno, f"{node.name}: {name}")
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in BARE:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and (node.name in BARE or PREPOSITION.match(node.name)):
                 yield Finding("bare name", path, node.lineno, node.name)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in BARE - BARE_VARIABLES:
-                yield Finding("bare name", path, node.lineno, node.id)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                if node.id in BARE - BARE_VARIABLES or PREPOSITION_OF_VARIABLE.match(node.id):
+                    yield Finding("bare name", path, node.lineno, node.id)
             if not path.startswith(PACKAGE):
                 continue
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

@@ -327,8 +327,8 @@ def _compute_gradients(
     """Return the gradients by array, scale and shift, in the dtypes of the graph."""
     (scale, mean, invstd, *_), (dscale, dshift) = factors, sums
     # Factors of each channel are combined first, so that two products for each element remain.
-    of_dy = scale * invstd
-    of_centred = -of_dy * invstd * dscale / op.count_elements(x.shape)
-    constant = -of_dy * dshift / op.count_elements(x.shape)
-    dx = of_dy * dy + of_centred * (x - mean) + constant
+    dy_factor = scale * invstd
+    centred_factor = -dy_factor * invstd * dscale / op.count_elements(x.shape)
+    constant = -dy_factor * dshift / op.count_elements(x.shape)
+    dx = dy_factor * dy + centred_factor * (x - mean) + constant
     return dx.astype(_get_graph_dtype(inputs[0])), dscale.astype(inputs[2].dtype), dshift.astype(inputs[2].dtype)

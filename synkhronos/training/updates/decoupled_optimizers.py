@@ -115,9 +115,9 @@ def lamb(
     """
     new, step = _adam_step(p, g, c, beta1, beta2, epsilon)
     step = _add_decay(p, step, c, weight_decay, mask)
-    of_param, of_step = _norm(p, c), _norm(step, c)
-    is_zero, one = c.tensor.eq(of_param * of_step, c(0)), c(1)
-    ratio = c.tensor.switch(is_zero, one, of_param / c.tensor.switch(is_zero, one, of_step))
+    param_norm, step_norm = _norm(p, c), _norm(step, c)
+    is_zero, one = c.tensor.eq(param_norm * step_norm, c(0)), c(1)
+    ratio = c.tensor.switch(is_zero, one, param_norm / c.tensor.switch(is_zero, one, step_norm))
     return {**new, p: p - c(learning_rate) * ratio * step}
 
 

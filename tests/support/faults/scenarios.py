@@ -353,22 +353,22 @@ def fork_in_thread(busy: bool = False) -> None:
     before = fork_and_close_once()
     results: list[Any] = []
 
-    def in_a_thread(call: Any) -> Any:
+    def call_in_thread(call: Any) -> Any:
         thread = threading.Thread(target=lambda: results.append(attempt(call)))
         thread.start()
         thread.join(20)
         return results.pop()
 
-    report_event("fork", **in_a_thread(lambda: synk.fork(N, use_gpu=False)))
+    report_event("fork", **call_in_thread(lambda: synk.fork(N, use_gpu=False)))
     pids = gather_pids()
     work = Workload()
     assert work.call() == 15.0
-    report_event("outcome", **in_a_thread(work.call))
+    report_event("outcome", **call_in_thread(work.call))
     report_event("ready", pids=pids)
     if busy:
         plan_action("perform", "hold:python", (1, 2))
     report_event("works", right=make_expected(N), **attempt(work.check))
-    in_a_thread(synk.close)
+    call_in_thread(synk.close)
     report_event("closed", before=before, after=measure_footprint())
 
 
