@@ -221,7 +221,8 @@ class _SetFloatErrors(Command):
     def run(self, rank: Rank) -> None:
         if not rank.is_master:
             # "call" and "log" need a function or file of the master, which workers lack.
-            np.seterr(**{kind: "warn" if how in ("call", "log") else how for kind, how in self.settings})  # type: ignore[arg-type]
+            settings: dict[str, Any] = {kind: "warn" if how in ("call", "log") else how for kind, how in self.settings}
+            np.seterr(**settings)
 
 
 class _SentSettings(dict[str, Any]):
