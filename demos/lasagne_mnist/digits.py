@@ -75,5 +75,5 @@ def parse_options(parser: argparse.ArgumentParser, words: Sequence[str] | None =
         parse_model(options.model)
     except ValueError as error:
         parser.error(f"argument model: {error}")
-    common.set_defaults(options)
+    common.finish_options(parser, options)
     return options

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from synkhronos import get_n_gpu
 from synkhronos.training import updates
 
 # Update rules, with a learning rate that suits the demos' networks.
@@ -79,8 +80,10 @@ def add_training_arguments(arguments: argparse.ArgumentParser, epochs: int, step
     add("--result", type=Path, metavar="FILE", help="write the figures into a file, as JSON")
 
 
-def set_defaults(options: argparse.Namespace) -> None:
-    """Set the default learning rate, and set `update_rule` to the function of `synkhronos.training.updates`."""
+def finish_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Check ``--gpu``, set the default learning rate, and set `update_rule` to the function of that name."""
+    if options.use_gpu and get_n_gpu() == 0:
+        parser.error("argument --gpu: this machine has no usable GPU")
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.rule]
     options.update_rule = getattr(updates, options.rule)

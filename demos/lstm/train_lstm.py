@@ -176,6 +176,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.epochs < 2:
         parser.error("argument --epochs: 2 or more are needed, as the first, which compiles, is not counted")
+    if options.gpu and synk.get_n_gpu() == 0:
+        parser.error("argument --gpu: this machine has no usable GPU")
     library.config.floatX = "float32"
     if not options.gpu and synk.get_n_gpu() == 0:
         library.config.mode = options.mode

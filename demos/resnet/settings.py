@@ -38,7 +38,7 @@ def parse_options(parser: argparse.ArgumentParser, words: Sequence[str] | None =
     if not 0 < options.validation < 1:
         parser.error(f"argument --validation: {options.validation} is not between 0 and 1")
     options.blocks = options.blocks or BLOCKS[options.depth]
-    common.set_defaults(options)
+    common.finish_options(parser, options)
     return options
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import theano
 import theano.tensor as T
 
+from synkhronos.launch import SettingsError
 from zoo_data import load_arrays, make_image_loaders, make_images
 from zoo_model import ZooModel
 
@@ -82,12 +83,12 @@ class Classifier(ZooModel):
     def _check_data(self, shape: tuple[int, ...], labels: np.ndarray) -> None:
         """Refuse images that are too small, and classes that the network does not have."""
         if len(shape) != 4 or shape[1] != 3 or min(shape[2:]) + 2 * self.pad < self.side:
-            raise ValueError(
+            raise SettingsError(
                 f"data: expected images of shape (n, 3, {self.side} or more, {self.side} or more) in "
                 f"{self.data_path}, got {shape}"
             )
         if np.max(labels) >= self.classes:
-            raise ValueError(f"data: expected classes from 0 to {self.classes - 1}, got {np.max(labels)}")
+            raise SettingsError(f"data: expected classes from 0 to {self.classes - 1}, got {np.max(labels)}")
 
     def prepare(self, batch: list[Any], training: bool) -> list[Any]:
         """Crop the images, and mirror them."""

@@ -16,6 +16,7 @@ import theano.tensor as T
 from lasagne.layers import DenseLayer, DropoutLayer, EmbeddingLayer, InputLayer, LSTMLayer, MergeLayer, get_output
 from lasagne.nonlinearities import softmax
 
+from synkhronos.launch import SettingsError
 from zoo_data import load_arrays
 from zoo_model import ZooModel
 
@@ -74,7 +75,7 @@ class LSTM(ZooModel):
         parts = load_arrays(self.data_path)
         for texts, _ in parts:
             if texts.ndim != 2 or texts.shape[1] < self.length:
-                raise ValueError(
+                raise SettingsError(
                     f"data: expected texts of shape (n, {self.length} or more) in {self.data_path}, got {texts.shape}"
                 )
         return parts

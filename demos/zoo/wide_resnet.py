@@ -17,6 +17,7 @@ from lasagne.nonlinearities import softmax
 from classifier import Classifier
 from lasagne_tools.batch_norm import BatchNormLayer
 from lasagne_tools.layers import ConvLayer, MeanLayer
+from synkhronos.launch import SettingsError
 
 
 class WideResNet(Classifier):
@@ -31,7 +32,7 @@ class WideResNet(Classifier):
     def layers(self, net: Any) -> Any:
         """Return the last layer."""
         if self.depth % 6 != 4:
-            raise ValueError(f"depth: expected 6 n + 4, such as 16 or 28, got {self.depth}")
+            raise SettingsError(f"depth: expected 6 n + 4, such as 16 or 28, got {self.depth}")
         net = _add_conv(net, 16, 3)
         for stage in range(3):
             for block in range((self.depth - 4) // 6):

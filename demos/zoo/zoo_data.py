@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.launch import SettingsError
 from synkhronos.loading import Loader, image_folder
 from synkhronos.ranks import count_available_cores
 
@@ -39,7 +40,7 @@ def make_image_loaders(folder: Path, side: int) -> tuple[Loader, Loader]:
     train, valid = (image_folder(folder / name, side) for name in ("train", "valid"))
     if train.classes != valid.classes:
         different = sorted(set(train.classes) ^ set(valid.classes))
-        raise ValueError(
+        raise SettingsError(
             f"data: expected the same classes in {folder}/train and /valid; one lacks {', '.join(different)}"
         )
     processes = min(8, count_available_cores())  # those of the rank, if it is bound to its share

@@ -13,7 +13,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from lasagne_tools.library import theano
-from synkhronos.launch import Model
+from synkhronos.launch import Model, SettingsError
 from synkhronos.training import schedules
 
 __all__ = ["ZooModel"]
@@ -50,7 +50,7 @@ class ZooModel(Model):
             if name in self.settings:
                 setattr(self, name, value)
             elif name not in ("rank", "size", "verbose", "seed", "mname", "data"):
-                raise ValueError(
+                raise SettingsError(
                     f"config: {type(self).__name__} has no {name!r}: expected data, {', '.join(self.settings)}"
                 )
         self.n_synthetic = self.images or 4 * self.batch_size * config["size"]

@@ -73,7 +73,7 @@ def check_class(model: str, overrides: Mapping[str, Any] | None = None) -> int:
         try:
             check.run()
             problems = [f"{name}: {problem}" for problem in check.problems]
-        except ModelInterfaceError as error:
+        except (ModelInterfaceError, SettingsError) as error:
             problems = [str(error)]
         except Exception as error:
             sys.stdout.write("".join(traceback.format_exception(error)))

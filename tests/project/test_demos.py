@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MNIST = ROOT / "demos" / "mnist" / "train_mnist.py"
 
 
-def run_demo(*command: object) -> str:
-    """Run a command of Python with few rewrites of graphs; return its output."""
+def run_demo(*command: object, status: int = 0) -> str:
+    """Run a command of Python with few rewrites of graphs; return its output, and check its exit status."""
     flags = {
         "PYTENSOR_FLAGS": f"mode=FAST_COMPILE,{os.environ.get('PYTENSOR_FLAGS', '')}".rstrip(","),
         "THEANO_FLAGS": f"mode=FAST_COMPILE,{os.environ.get('THEANO_FLAGS', 'blas.ldflags=')}".rstrip(","),
@@ -30,7 +30,7 @@ def run_demo(*command: object) -> str:
         text=True,
         timeout=100,
     )
-    assert result.returncode == 0, result.stdout
+    assert result.returncode == status, result.stdout
     return result.stdout
 
 
@@ -98,3 +98,15 @@ def test_transformer_demo_learns_and_resumes(tmp_path):
     assert bits[1] < bits[0] < 4.5
     resumed = run_demo(script, *small, "--epochs", 3, "--resume")
     assert "epoch 3" in resumed and "epoch 2" not in resumed
+    printed = run_demo(script, *small, "--epochs", 4, status=2)
+    assert "Traceback" not in printed
+    assert printed.endswith("argument --folder: it has a training: add --resume to go on, or name another folder\n")
+
+
+@pytest.mark.skipif(synk.get_n_gpu() > 0, reason="is about machines without GPUs")
+@pytest.mark.parametrize("script", ["lstm/train_lstm", "transformer/train_transformer"])
+def test_demos_name_the_option_of_missing_gpus(script):
+    if "transformer" in script:
+        pytest.importorskip("pytensor")
+    printed = run_demo(ROOT / "demos" / f"{script}.py", "--gpu", status=2)
+    assert "Traceback" not in printed and printed.endswith("argument --gpu: this machine has no usable GPU\n")

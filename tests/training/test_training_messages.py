@@ -7,8 +7,8 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.training import Checkpoint, make_train_function, make_trainer, schedules
-from synkhronos.training.updates import adam, adamw, lamb, momentum, muon, sgd
+from synkhronos.training import Checkpoint, make_train_function, make_train_function_serial, make_trainer, schedules
+from synkhronos.training.updates import adam, adamw, chain, clip, lamb, momentum, muon, sgd
 
 pytestmark = [pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="one host")]
 
@@ -17,7 +17,9 @@ ROWS = np.ones((8, 3)), np.ones(8)
 
 #: Wrong options of training functions and of trainers, and parts of the messages.
 OPTIONS = {
-    "unknown option": (sgd, {"clipnorm": 1.0}, "clipnorm"),
+    "unknown option": (sgd, {"clipnorm": 1.0}, "clip_norm"),
+    "unknown option of a chain": (chain(clip(1.0), sgd), {"clipnorm": 1.0}, "clip_norm"),
+    "unknown option of a function": (lambda loss, params, **_: sgd(loss, params, **_), {"emma": 0.9}, "ema"),
     "unknown option of adam": (adam, {"beta3": 0.9}, "beta3"),
     "clip_norm, 0": (sgd, {"clip_norm": 0}, "clip_norm"),
     "clip_norm, negative": (sgd, {"clip_norm": -1.0}, "clip_norm"),
@@ -115,6 +117,11 @@ def test_training_function_refuses_wrong_options(name, model):
     rule, options, fault = OPTIONS[name]
     with raises((TypeError, ValueError), fault):
         make_train_function(*model, rule, **{"learning_rate": 0.1, **options})
+
+
+def test_serial_training_function_names_options_of_training_functions(model):
+    with raises(TypeError, "num_slices"):
+        make_train_function_serial(*model, sgd, learning_rate=0.1, num_slices=2)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -19,7 +19,8 @@ import numpy as np
 from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.launch import core_binding
-from synkhronos.launch.configuration.settings import Settings
+from synkhronos.launch.configuration.settings import Settings, SettingsError
+from synkhronos.launch.model_class.model_interface import ModelInterfaceError
 from synkhronos.launch.rank import rank_functions
 from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.launch.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
@@ -44,16 +45,26 @@ def main(folder: str, arguments: MasterArguments) -> int:
     except BaseException as error:
         if arguments.memory_checkpoint_folder:
             _log_death(folder, error, arguments.is_recovery and not (Path(folder) / PROCESSES_FILE).exists())
-        if isinstance(error, WorkerError):
-            name = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
-            text = f"{name}:\n{error.worker_traceback or error}\n"
-        else:
-            text = "rank 0:\n" + "".join(traceback.format_exception(error))
+        text = _describe_failure(error)
         try:
             (Path(folder) / FAILURE_FILE).write_text(text, "utf-8", "backslashreplace")
         except OSError as full:
             sys.stderr.write(f"{FAILURE_FILE} can't be written: {full}\n{text}")
         return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _describe_failure(error: BaseException) -> str:
+    """Return the name of the failed rank and its traceback, or only its message, if it names what the user can mend."""
+    kinds = SettingsError, ModelInterfaceError
+    if not isinstance(error, WorkerError):
+        is_clear = isinstance(error, kinds)
+        return f"rank 0: {error}\n" if is_clear else "rank 0:\n" + "".join(traceback.format_exception(error))
+    name = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
+    for kind in kinds:
+        _, found, message = error.worker_traceback.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")
+        if found:
+            return f"{name}: {message}"
+    return f"{name}:\n{error.worker_traceback or error}\n"
 
 
 def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:

@@ -35,6 +35,7 @@ class Recorder:
 
     Each rank writes its own file during the training: epoch, step, rows, loss, learning rate, rows per second, and the
     seconds since its last line by activity.  The master writes the reports of `Trainer.epochs` to ``reports.jsonl``.
+    In both, ``epoch`` is the number of complete epochs: 0 in the lines of the first epoch, 1 in the report at its end.
     When a training is resumed from a checkpoint, later lines are removed.
 
     Parameters

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from synkhronos.checks import check_list
+from synkhronos.checks import check_list, format_similar
 from synkhronos.data import Data
 from synkhronos.function.rank_mean import RankMeanOp
 from synkhronos.graphs import SharedVariable, Variable, get_library
@@ -94,7 +97,9 @@ class TrainingGraph:
         if options.loss_scale is not None:
             scale, loss_or_grads = compute_gradients_with_loss_scale(loss, params)
         row_weight = self.x[0].shape[0] if weight is None else weight
-        rule = check_rule_result(update_rule, update_rule(loss_or_grads, params, weight=row_weight, **rule_kwargs))
+        with _name_unknown_option(update_rule, rule_kwargs):
+            updates = update_rule(loss_or_grads, params, weight=row_weight, **rule_kwargs)
+        rule = check_rule_result(update_rule, updates)
         self.params, self.ema = list(params), None
         if options.ema is not None:
             rule, self.ema = add_moving_averages(rule, self.params, options.ema)
@@ -156,6 +161,23 @@ class TrainingGraph:
         if not is_sequence or isinstance(selections, str | bytes):
             raise TypeError(f"{name}: expected a sequence with the rows of each step, got {selections!r}")
         return arrays, [(None, selection) if self.sliceable else (selection, None) for selection in selections]
+
+
+@contextlib.contextmanager
+def _name_unknown_option(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Convert the update rule's error for a keyword that it does not know: the user may have meant another option."""
+    try:
+        yield
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None or found[1] not in rule_kwargs:
+            raise
+        known = {option.name for option in fields(StepOptions)} | {*inspect.signature(update_rule).parameters}
+        similar = format_similar(found[1], known - {found[1]})
+        rule_name = get_rule_name(update_rule)
+        raise TypeError(
+            f"{found[1]}: neither an option of this function nor of the rule {rule_name}{similar}"
+        ) from None
 
 
 def _check_variables(argument: str, value: Any) -> list[Any]:

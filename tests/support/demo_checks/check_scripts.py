@@ -114,6 +114,12 @@ def test_mnist_refuses_a_wrong_model(run, capsys, model, message):
     [
         (CPU_DATA, ["--data", "/nowhere"], "/nowhere holds neither train-images-idx3-ubyte nor"),
         (CPU_DATA, ["--epochs", "0"], "expected an integer of at least 1, got '0'"),
+        pytest.param(
+            CPU_DATA,
+            ["--gpu"],
+            "argument --gpu: this machine has no usable GPU",
+            marks=pytest.mark.skipif(synk.get_n_gpu() > 0, reason="is about machines without GPUs"),
+        ),
         (CPU_DATA, ["--rule", "adm"], "invalid choice: 'adm'"),
         (GPU_DATA, ["--batch-size", "1", "--ranks", "2", "--cpu"], "1 images are too few for 2 ranks"),
         (RESNET_RANKS, ["--depth", "51"], "invalid choice: 51"),

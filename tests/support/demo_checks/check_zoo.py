@@ -21,7 +21,7 @@ from zoo_cases import (
 )
 
 import synkhronos.compat
-from synkhronos.launch import check_model
+from synkhronos.launch import SettingsError, check_model
 from synkhronos.launch.configuration.resolve import resolve_settings
 from synkhronos.launch.configuration.sources import read_session_file
 
@@ -137,7 +137,9 @@ def test_running_averages_are_exchanged_and_kept():
 
 
 def test_zoo_refuses_wrong_settings():
-    with pytest.raises(ValueError, match="config: Cifar10 has no 'rates': expected data, batch_size, n_epochs, rate"):
+    with pytest.raises(
+        SettingsError, match="config: Cifar10 has no 'rates': expected data, batch_size, n_epochs, rate"
+    ):
         make_network("Cifar10", rates=3)
 
 

@@ -12,6 +12,7 @@ import theano
 from theano.sandbox.rng_mrg import MRG_RandomStreams
 
 from launch_models.mlp import MLP
+from synkhronos.launch import SettingsError
 from synkhronos.training.loops import stop_signals
 
 
@@ -33,6 +34,13 @@ class Traced(MLP):
     def cleanup(self):
         with open(os.path.join(self.folder, f"trace-{self.rank}.json"), "w") as file:
             json.dump({"own": self.own, "trace": self.trace, "random": float(np.random.random())}, file)
+
+
+class Strict(MLP):
+    """Refuses a setting of ``config``, as a class of a user may."""
+
+    def __init__(self, config):
+        raise SettingsError(f"config: Strict has no {sorted(config)[0]!r}")
 
 
 class Wider(MLP):
