@@ -377,8 +377,8 @@ def list_marked_files(marker: str) -> list[str]:
 #: load large libraries, such as Numba, are apart from tests that fork: the larger a process, the longer a fork takes.
 FOLDERS_OF_PARTS = {
     "engines": ("engines", "extensions", "devices"),
-    "launch": ("launch", "loading", "compat"),
-    "ranks": ("ranks", "tasks", "hosts", "rules", "timelines"),
+    "launch": ("launcher", "loading", "compat"),
+    "ranks": ("ranks", "programs", "hosts", "rules", "timelines"),
     "training": ("training",),
 }
 #: Tests that `test` runs on JAX arrays.
@@ -412,7 +412,7 @@ COMPILING_CHECKS = {
 }
 #: Tests of what depends on the graph library, which run with Theano beside PyTensor; with Theano alone, all tests run.
 SECOND_LIBRARY_TESTS = [
-    *(f"tests/{name}" for name in ("collectives", "data", "function", "graphs", "replication")),
+    *(f"tests/{name}" for name in ("collectives", "data", "function", "graph_libraries", "replication")),
     *list_test_files("inherited_settings", "modes", "rank_mean", "release", "replacement", "unpicklable"),
     *list_test_files("master_weights", "shard_optimizer", "train", "train_means", "train_options", "trainer"),
     *list_test_files("transformations", "update_rule", "updates", "launch_theano_mpi"),

@@ -37,8 +37,8 @@ from benchmarks._measure import (
     time_call,
 )
 from synkhronos.devices import get_array_device
-from synkhronos.graphs import get_library
-from synkhronos.tasks import Worker
+from synkhronos.graph_libraries import get_library
+from synkhronos.programs import Worker
 
 SIZES = [4_000, 4_000_000, 100_000_000]
 #: NCCL's name of each collective.

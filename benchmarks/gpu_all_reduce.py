@@ -27,7 +27,7 @@ from benchmarks._measure import (
     time_call,
 )
 from synkhronos.devices import get_array_device
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 
 SIZES = [4_000, 4_200_000, 102_000_000]
 

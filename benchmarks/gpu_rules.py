@@ -161,7 +161,7 @@ def compare_torch(options: argparse.Namespace) -> None:
 def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> dict[str, float]:
     """Return the median seconds of an exchange with the centre, and of averages."""
     from synkhronos.devices import JAX
-    from synkhronos.graphs import get_library
+    from synkhronos.graph_libraries import get_library
     from synkhronos.rules.rule import all_reduce_mean
 
     get_library(params[0]).store_value(params[0], JAX.from_host(np.ones(SIZE, np.float32)))

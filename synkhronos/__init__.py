@@ -32,10 +32,10 @@ from synkhronos.collectives.calls import (
 from synkhronos.data import Data, FileData, PartsData, data, data_file, data_parts
 from synkhronos.function import Function, distribute, function
 from synkhronos.gpus import get_n_gpu
-from synkhronos.processes import bytes_sent, close, fork
+from synkhronos.programs import Worker, run
 from synkhronos.ranks import WorkerError
 from synkhronos.rules import Rule as _Rule
-from synkhronos.tasks import Worker, run
+from synkhronos.startup import bytes_sent, close, fork
 from synkhronos.timelines import Timeline, timeline
 
 __version__ = "2.0.0"
@@ -75,7 +75,7 @@ __all__ = [
 
 def _launch(rule: _Rule, *arguments: _Any, **settings: _Any) -> _Any:
     """Start the run of `synkhronos.rules.Rule.init`; most programs do not use the launcher, so it is imported here."""
-    from synkhronos.launch.launched_run import LaunchedRun
+    from synkhronos.launcher.launched_run import LaunchedRun
 
     return LaunchedRun(rule, *arguments, **settings)
 

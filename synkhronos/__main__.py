@@ -14,10 +14,10 @@ import sys
 
 #: Commands: their argument, their description, and the module whose ``main(arguments)`` runs them.
 _COMMANDS = {
-    "train": (" SESSION", "train a class on all ranks, with the settings of a session file", "launch.train"),
-    "check": (" MODEL:CLASS", "list missing methods of a class, and train it for three steps", "launch.check_model"),
+    "train": (" SESSION", "train a class on all ranks, with the settings of a session file", "launcher.train"),
+    "check": (" MODEL:CLASS", "list missing methods of a class, and train it for three steps", "launcher.check_model"),
     "show": (" RUN...", "draw the curves of recorded runs, or a timeline", "training.monitoring.show_command"),
-    "doctor": ("", "list cores, GPUs and packages, and how to install missing ones", "launch.doctor"),
+    "doctor": ("", "list cores, GPUs and packages, and how to install missing ones", "launcher.doctor"),
     "platoon": (" NAME", "run a controller and workers written for Platoon", "compat.platoon.launcher"),
 }
 _PROGRAM = "python -m synkhronos"

@@ -10,7 +10,7 @@ import numpy as np
 import theano
 import theano.tensor as T
 
-from synkhronos.launch import SettingsError
+from synkhronos.launcher import SettingsError
 from zoo_data import load_arrays, make_image_loaders, make_images
 from zoo_model import ZooModel
 

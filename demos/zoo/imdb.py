@@ -16,7 +16,7 @@ import theano.tensor as T
 from lasagne.layers import DenseLayer, DropoutLayer, EmbeddingLayer, InputLayer, LSTMLayer, MergeLayer, get_output
 from lasagne.nonlinearities import softmax
 
-from synkhronos.launch import SettingsError
+from synkhronos.launcher import SettingsError
 from zoo_data import load_arrays
 from zoo_model import ZooModel
 

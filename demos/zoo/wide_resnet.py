@@ -17,7 +17,7 @@ from lasagne.nonlinearities import softmax
 from classifier import Classifier
 from lasagne_tools.batch_norm import BatchNormLayer
 from lasagne_tools.layers import ConvLayer, MeanLayer
-from synkhronos.launch import SettingsError
+from synkhronos.launcher import SettingsError
 
 
 class WideResNet(Classifier):

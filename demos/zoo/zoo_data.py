@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.launch import SettingsError
+from synkhronos.launcher import SettingsError
 from synkhronos.loading import Loader, image_folder
 from synkhronos.ranks import count_available_cores
 

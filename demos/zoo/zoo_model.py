@@ -13,7 +13,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from lasagne_tools.library import theano
-from synkhronos.launch import Model, SettingsError
+from synkhronos.launcher import Model, SettingsError
 from synkhronos.training import schedules
 
 __all__ = ["ZooModel"]

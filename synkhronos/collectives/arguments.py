@@ -18,7 +18,7 @@ from synkhronos.data.rows import get_share
 from synkhronos.data.shared_memory import check_session, copy_to_shared, get_array_location
 from synkhronos.devices import Selection
 from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import ArrayLocation, Session
 from synkhronos.replication.replicator import Replicator, is_registered
 

@@ -41,7 +41,7 @@ from synkhronos.collectives.commands import (
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share, select_rows
 from synkhronos.data.shared_memory import get_array_location
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Session, WeakKeyDict
 from synkhronos.replication.random_streams import record_new_seeds
 

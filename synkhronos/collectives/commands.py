@@ -21,7 +21,7 @@ import numpy as np
 from synkhronos.checks import describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, get_array_device, get_device
-from synkhronos.graphs import GraphLibrary, get_library
+from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.ranks import ArrayLocation, BoundedCache, Command, Rank, RowAccess
 from synkhronos.replication.random_streams import jump_to_rank
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.casts import NUMBER_KINDS, as_numbers, cast, check_cast
 from synkhronos.checks import check_at_least, check_flag, check_name, check_number
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import ArrayLocation
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from synkhronos.engines import host_engine
 from synkhronos.engines.engine import Engine, Runner, StepAllReduce, StepShards
-from synkhronos.graphs import GraphLibrary
+from synkhronos.graph_libraries import GraphLibrary
 
 __all__ = ["Engine", "StepAllReduce", "StepShards", "Runner", "choose_engine", "list_engines"]
 

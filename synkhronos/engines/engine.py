@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 
 from synkhronos.devices import HOST, Device
-from synkhronos.graphs import GraphLibrary
+from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.ranks import Command, Rank, Session
 
 

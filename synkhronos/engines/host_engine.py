@@ -10,7 +10,7 @@ from typing import Any
 
 from synkhronos.devices import HOST, Device, read_environment_device
 from synkhronos.engines.engine import Engine, Runner
-from synkhronos.graphs import GraphLibrary
+from synkhronos.graph_libraries import GraphLibrary
 
 
 class HostEngine(Engine):

@@ -6,7 +6,7 @@ from typing import Any
 
 from synkhronos.devices import PYGPU, Device
 from synkhronos.engines.engine import Engine, Runner
-from synkhronos.graphs import GraphLibrary
+from synkhronos.graph_libraries import GraphLibrary
 
 
 class PygpuEngine(Engine):

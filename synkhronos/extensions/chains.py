@@ -32,10 +32,10 @@ from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST
-from synkhronos.graphs import get_library
-from synkhronos.processes import close, fork
+from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Rank, Session, WorkerError
 from synkhronos.ranks.errors import describe_exit
+from synkhronos.startup import close, fork
 
 #: Modules of PyMC that start a process for each chain.
 _SAMPLER_MODULES = ("pymc.sampling.parallel", "pymc.sampling.population", "pymc.smc.parallel")

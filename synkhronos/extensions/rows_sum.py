@@ -60,7 +60,7 @@ from synkhronos.extensions.rows_sum_graph import (
 )
 from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sampler, warn_of_swallowed_errors
 from synkhronos.function import Function, function, get_dispatcher
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 
 __all__ = ["PickedRows", "get_rows", "sum_over_rows"]
 

@@ -14,7 +14,7 @@ from pytensor.tensor import TensorType
 from pytensor.tensor.elemwise import DimShuffle
 
 from synkhronos.checks import describe
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 
 #: Maximal number of elements of constants that are sent with the graph, and of arrays that ranks compute from them or
 #: from parameters at each call.

@@ -15,8 +15,8 @@ from synkhronos.devices import Device
 from synkhronos.devices.reduce_op import list_ops
 from synkhronos.function.computation import Computation
 from synkhronos.function.output_op import OutputOp
-from synkhronos.graphs import GraphLibrary, get_library, is_variable, list_loaded_libraries
-from synkhronos.graphs.library import InputSpec
+from synkhronos.graph_libraries import GraphLibrary, get_library, is_variable, list_loaded_libraries
+from synkhronos.graph_libraries.library import InputSpec
 
 _name_numbers = itertools.count()
 

@@ -27,7 +27,7 @@ from synkhronos.function.output_op import Accumulator
 from synkhronos.function.outputs import RankOutputs
 from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.function.slow_warning import warn_if_slow
-from synkhronos.graphs.library import AT_FIRST_CALL, MASTER_FIRST
+from synkhronos.graph_libraries.library import AT_FIRST_CALL, MASTER_FIRST
 from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
 
 

@@ -26,8 +26,8 @@ from synkhronos.engines import Engine, Runner, choose_engine
 from synkhronos.function.output_op import OutputOp
 from synkhronos.function.outputs import OutputSpec
 from synkhronos.function.rank_mean import count_rank_means
-from synkhronos.graphs import GraphLibrary
-from synkhronos.graphs.library import InputSpec
+from synkhronos.graph_libraries import GraphLibrary
+from synkhronos.graph_libraries.library import InputSpec
 from synkhronos.replication.replicator import DeviceResident
 from synkhronos.replication.user_code import UserCode
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 
 
 class RankMeanContext:

@@ -30,7 +30,7 @@ from synkhronos.checks import check_at_least, check_choice, check_flag, check_in
 from synkhronos.data import Data
 from synkhronos.data.shared_memory import create_with_file
 from synkhronos.devices import Selection
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.loading.augment import make_row_generator
 from synkhronos.loading.loader_process import LoaderConfig, pack_config, start_loader_process
 from synkhronos.loading.ring import RESUME_HINT, LoadError, ReadPlan, Ring, RingLayout
@@ -253,7 +253,7 @@ class Loader:
             As for `epoch`.
         rank, size : int
             Only batch ``rank`` of every ``size`` successive batches is read, for ranks that have their own loaders, as
-            in a model class of `synkhronos.launch`.  With ``drop_last`` all ranks have equally many batches.
+            in a model class of `synkhronos.launcher`.  With ``drop_last`` all ranks have equally many batches.
 
         Yields
         ------

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from synkhronos.graphs import GraphLibrary, get_library
+from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.ranks import Command, Rank, Session, WeakKeyDict
 
 #: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start

@@ -12,9 +12,9 @@ from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.devices import HOST, find_device
-from synkhronos.graphs import Array, SharedVariable
+from synkhronos.graph_libraries import Array, SharedVariable
+from synkhronos.programs import Lock, Worker
 from synkhronos.rules.state import State, concatenate
-from synkhronos.tasks import Lock, Worker
 
 #: Shapes and dtypes of a rule's arrays in shared memory, by name.
 SharedArrays = dict[str, tuple[tuple[int, ...], Any]]
@@ -87,7 +87,7 @@ class Rule:
         """Return the shapes and dtypes of the rule's arrays in shared memory, by name.
 
         The arrays are initially zero.  A rank reads and writes them in ``shared`` of its `State`, under a
-        `synkhronos.tasks.Worker.lock`.  With several hosts each host has a copy, which the lock updates: its methods
+        `synkhronos.programs.Worker.lock`.  With several hosts each host has a copy, which the lock updates: its methods
         take entries of ``shared_rows`` of the `State`.  ``size`` and ``dtype`` are those of `State.vector`.
         """
         return {}

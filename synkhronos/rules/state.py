@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import HOST, Device, find_device, get_array_device
-from synkhronos.graphs import Array, SharedVariable, get_library
-from synkhronos.tasks import LocalRows
+from synkhronos.graph_libraries import Array, SharedVariable, get_library
+from synkhronos.programs import LocalRows
 
 #: Size of a block in bytes; a few blocks fit into the processor's caches.
 BLOCK_NBYTES = 1 << 20
@@ -148,7 +148,7 @@ class State:
     shared : dict of str to ndarray
         Arrays of `Rule.describe_shared_arrays`, in shared memory.
     shared_rows : dict of str to LocalRows
-        The arrays of ``shared``, as arguments of the methods of `synkhronos.tasks.Worker.lock`.
+        The arrays of ``shared``, as arguments of the methods of `synkhronos.programs.Worker.lock`.
     """
 
     def __init__(

@@ -336,7 +336,7 @@ def test_run_programs_refuse_changing_casts(fork):
 def test_launcher_class_refuses_changing_casts():
     from types import SimpleNamespace
 
-    from synkhronos.launch import Model
+    from synkhronos.launcher import Model
 
     class Labels(Model):
         batch_size = 2

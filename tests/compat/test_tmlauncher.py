@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT, SUPPORT
 
-from synkhronos.launch import SettingsError, tmlauncher
-from synkhronos.launch.configuration import theano_mpi_session
-from synkhronos.launch.configuration.sources import read_session_file
+from synkhronos.launcher import SettingsError, tmlauncher
+from synkhronos.launcher.configuration import theano_mpi_session
+from synkhronos.launcher.configuration.sources import read_session_file
 
 #: Session files, and the settings that bash would set.
 FILES = {
@@ -136,7 +136,7 @@ def test_session_file_precedes_options(tmp_path, monkeypatch, capsys):
     settings, words = started.pop()
     assert (settings.rule, settings.modelclass, settings.devices) == ("BSP", "MLP", ("cpu",) * 3)
     assert settings.rule_options == {"average": "params"} and settings.folder == str(tmp_path / "run")
-    assert words[1:3] == ["-m", "synkhronos.launch.tmlauncher"]
+    assert words[1:3] == ["-m", "synkhronos.launcher.tmlauncher"]
     assert tmlauncher.main(["-file=launch_models.mlp", "-class=Nobody", "-r=BSP"]) == 2
     assert "tmlauncher: modelclass: " in capsys.readouterr().err
     assert tmlauncher.main(["-r=BSP", "-bsp_sync_type=max"]) == 2

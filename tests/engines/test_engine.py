@@ -12,8 +12,8 @@ from paths import SUPPORT
 import synkhronos as synk
 from synkhronos import engines, ranks
 from synkhronos.engines.lazy import Result
-from synkhronos.graphs import get_library
-from synkhronos.graphs.library import AT_FIRST_CALL
+from synkhronos.graph_libraries import get_library
+from synkhronos.graph_libraries.library import AT_FIRST_CALL
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import adam
 

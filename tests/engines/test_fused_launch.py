@@ -17,7 +17,7 @@ from synkhronos.engines import StepShards
 from synkhronos.engines.xla import traced_all_reduce
 from synkhronos.engines.xla.traced_all_reduce import AllReduceSpec
 from synkhronos.engines.xla.vector_parts import write_parts
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.training.updates import momentum, sgd
 from synkhronos.training.updates.sharded_updates import ShardedUpdates

@@ -10,7 +10,7 @@ import synkhronos as synk
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
 from synkhronos.engines.xla import XlaEngine
 from synkhronos.engines.xla.executable import Executable
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import adam, momentum, sgd
 

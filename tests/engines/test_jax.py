@@ -16,8 +16,8 @@ from xla_launches import Alarm, get_runner
 import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
-from synkhronos.graphs import get_library
-from synkhronos.launch.model_class.model_variables import group_variables
+from synkhronos.graph_libraries import get_library
+from synkhronos.launcher.model_class.model_variables import group_variables
 
 pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
 

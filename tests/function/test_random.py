@@ -10,7 +10,7 @@ from library import NAME, XLA, package, shared
 from library import tensor as T
 
 import synkhronos as synk
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -316,7 +316,7 @@ else:
 
         @pytest.fixture
         def library(self):
-            from synkhronos.graphs import theano
+            from synkhronos.graph_libraries import theano
 
             return theano
 

@@ -20,7 +20,7 @@ from library import NAME
 from system import list_children, time_limit
 
 import synkhronos as synk
-from synkhronos import processes
+from synkhronos import startup
 from synkhronos.hosts import agent as agents
 from synkhronos.hosts import mpi_link, mpirun
 from synkhronos.hosts.agent import Agent
@@ -229,14 +229,14 @@ def test_own_failure_to_start_an_agent_is_not_blamed_on_the_other_hosts(old_link
 def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):
     opened = []
     device = SimpleNamespace(assign_gpus=lambda size, root: ["x", "y", "z"][:size], initialize=opened.append)
-    monkeypatch.setattr(processes, "get_device", lambda name: device)
-    monkeypatch.setattr(processes, "_keep_freed_memory", lambda: None)
-    command = processes._SetUpRank("jax", ["0", "1"], (b"", b""), gpu_numbers=(0, 1, 0, 1, 2)).without_rank(2)
+    monkeypatch.setattr(startup, "get_device", lambda name: device)
+    monkeypatch.setattr(startup, "_keep_freed_memory", lambda: None)
+    command = startup._SetUpRank("jax", ["0", "1"], (b"", b""), gpu_numbers=(0, 1, 0, 1, 2)).without_rank(2)
     for n_gpus, gpus in (
         (3, ["0", "1", "y", "z"]),
         (2, ["0", "1", "x", "y"]),
     ):  # 2: the broken one is not visible any more
-        monkeypatch.setattr(processes, "get_n_gpu", lambda n_gpus=n_gpus: n_gpus)
+        monkeypatch.setattr(startup, "get_n_gpu", lambda n_gpus=n_gpus: n_gpus)
         for number, local_ranks in enumerate([range(2), range(2), range(2, 4), range(2, 4)]):
             command.run(SimpleNamespace(number=number, master_rank=0, is_master=True, local_ranks=local_ranks))
         assert opened == gpus
@@ -275,7 +275,7 @@ def start_hosts_interrupted(press):
     codes = {
         mpi_link.MpiLink.start_agents.__code__,
         mpi_link.MpiLink.__init__.__code__,
-        processes._start_agents.__wrapped__.__code__,
+        startup._start_agents.__wrapped__.__code__,
     }
     before, count = sys.gettrace(), 0
 
@@ -290,7 +290,7 @@ def start_hosts_interrupted(press):
 
     sys.settrace(trace)
     try:
-        with processes._start_agents([Host("a", 1), Host("b", 1)], False, 10, None) as hosts:
+        with startup._start_agents([Host("a", 1), Host("b", 1)], False, 10, None) as hosts:
             sys.settrace(before)
         hosts.kill()
     finally:

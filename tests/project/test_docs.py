@@ -59,7 +59,7 @@ def list_modules(path, prefix: str) -> list[str]:
         if module.name == "synkhronos.extensions.pymc.data_parallel_model" and not HAS_PYMC:
             continue
         if module.name not in (
-            "synkhronos.graphs.theano",
+            "synkhronos.graph_libraries.theano",
             "synkhronos.extensions.rank_mean.theano",
             "synkhronos.compat",
         ):
@@ -246,7 +246,7 @@ def list_commands() -> list[str]:
 
 @pytest.mark.parametrize("line", list_commands())
 def test_launcher_lines_are_parsed(line):
-    from synkhronos.launch import train
+    from synkhronos.launcher import train
 
     command, *arguments = shlex.split(line)[3:]
     if command == "train":
@@ -300,7 +300,7 @@ def test_reference_has_all_public_attributes():
     documented = set(list_documented_members())
     pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.rst"))
     names = {"": vars(synk)}
-    for package in "data function launch loading rules tasks timelines training".split():
+    for package in "data function launcher loading programs rules timelines training".split():
         names[package] = vars(importlib.import_module(f"synkhronos.{package}"))
     classes = {value for space in names.values() for value in space.values() if inspect.isclass(value)}
     missing = {}

@@ -23,14 +23,14 @@ LAYERS = [
     {"hosts"},
     {"devices"},
     {"lowering"},
-    {"graphs"},
+    {"graph_libraries"},
     {"replication"},
     {"compat", "data", "engines"},
-    {"collectives", "function", "loading", "processes"},
-    {"tasks", "timelines"},
+    {"collectives", "function", "loading", "startup"},
+    {"programs", "timelines"},
     {"rules"},
     {"training"},
-    {"extensions", "launch", "compat/platoon", "compat/theanompi"},
+    {"extensions", "launcher", "compat/platoon", "compat/theanompi"},
 ]
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 #: Packages within a package that have their own layer, as they have names of other libraries.
@@ -38,7 +38,7 @@ INNER = {"compat/platoon", "compat/theanompi"}
 #: Modules that may import all packages.
 ENTRY_POINTS = {"__init__", "__main__"}
 #: Packages that run programs which may import ``theano``.
-STARTERS = {"__main__", "launch", *INNER}
+STARTERS = {"__main__", "launcher", *INNER}
 
 
 def get_package_name(path):
@@ -92,7 +92,7 @@ def test_imports_go_to_lower_layers(package):
 #: Folders and modules of some packages, the lowest first.
 INNER_LAYERS = {
     "training": "schedules updates train_function monitoring checkpoints loops trainer",
-    "launch": "core_binding configuration model_class supervision rank train check_model doctor launched_run tmlauncher",
+    "launcher": "core_binding configuration model_class supervision rank train check_model doctor launched_run tmlauncher",
     "compat/platoon": "util configparser param_sync channel training ops worker_process launcher",
 }
 
@@ -238,7 +238,7 @@ HOMONYMS = {
     "data",
     "function",
     "function.function",
-    "tasks.run",
+    "programs.run",
     "timelines.timeline",
     "training.updates.master_weights",
 }

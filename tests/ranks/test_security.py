@@ -192,11 +192,11 @@ def test_unpickling_happens_only_in_known_places():
         ("ranks/rank_task.py", "loads"),  # messages between ranks, from the slots
         ("ranks/worker_main.py", "loads"),  # commands, from the mailbox
         ("ranks/command.py", "loads"),  # long commands, from a segment that the master filled
-        ("tasks/run.py", "Unpickler"),  # the program of a task, from its command
-        ("tasks/run.py", "load"),
+        ("programs/run.py", "Unpickler"),  # the program of a task, from its command
+        ("programs/run.py", "load"),
         ("collectives/commands.py", "loads"),  # results of tasks and records of ranks, through the host's communicator
         ("collectives/commands.py", "load"),  # a device's method, which copies rows
-        ("tasks/worker.py", "loads"),  # objects of ranks, from the slots
+        ("programs/worker.py", "loads"),  # objects of ranks, from the slots
     }
 
 

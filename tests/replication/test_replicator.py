@@ -11,7 +11,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command
 from synkhronos.replication.replicator import Replicator
 

@@ -9,8 +9,8 @@ import time
 from launch_runs import ENVIRONMENT, make_synkhronos_command
 from paths import SUPPORT
 
-from synkhronos.launch.configuration.settings import Settings
-from synkhronos.launch.supervision import run_folder, supervisor
+from synkhronos.launcher.configuration.settings import Settings
+from synkhronos.launcher.supervision import run_folder, supervisor
 
 LIMIT = 60
 

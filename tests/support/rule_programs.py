@@ -4,7 +4,7 @@ import numpy as np
 
 from synkhronos import rules
 from synkhronos.devices import JAX
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.rules import State
 from synkhronos.rules.elastic import read_centre
 

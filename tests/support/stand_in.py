@@ -13,7 +13,7 @@ import types
 import ml_dtypes
 import numpy as np
 
-from synkhronos import processes
+from synkhronos import startup
 from synkhronos.devices import HOST, JAX
 from synkhronos.devices.cuda import nccl
 from synkhronos.devices.jax import JaxDevice
@@ -85,7 +85,7 @@ def install():
     sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")
     sys.modules["nccl.bindings"].nccl = None
     nccl.check_result = lambda results: None
-    set_up, launch = processes._SetUpRank.run, Executable._launch
+    set_up, launch = startup._SetUpRank.run, Executable._launch
 
     def set_up_jax(self, rank):
         set_up(self, rank)
@@ -96,7 +96,7 @@ def install():
         launch(self, arguments)
         JAX.wait([cell[0] for cell in self._updated])
 
-    processes._SetUpRank.run = set_up_jax
+    startup._SetUpRank.run = set_up_jax
     Executable._launch = launch_and_wait
     JaxDevice.can_communicate = lambda self, dtype, op=None: str(dtype) in nccl.NCCL_DTYPES
     JaxDevice.get_communicator = lambda self, rank: rank.registry.get_or_create(

@@ -13,7 +13,7 @@ from library import DEVICE, HOSTS, fork_ranks, shared, tensor
 from trainer_model import ROWS, SYNCHRONOUS, Model, X, Y
 
 import synkhronos as synk
-from synkhronos import processes, ranks
+from synkhronos import ranks, startup
 from synkhronos.loading import Loader
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Death
 from synkhronos.ranks.mailbox import Mailbox
@@ -239,7 +239,7 @@ def test_on_death_error_between_reports_can_be_caught(monkeypatch):
 
 def break_devices(monkeypatch, is_broken):
     """Let the start of a new worker fail if ``is_broken(rank, size)``, except in `fork`."""
-    is_recovery, set_up, replace = [False], processes._SetUpRank.run, ranks.Session.replace_workers
+    is_recovery, set_up, replace = [False], startup._SetUpRank.run, ranks.Session.replace_workers
 
     def replace_workers(session, *args):
         is_recovery[0] = True  # new workers are forks
@@ -251,7 +251,7 @@ def break_devices(monkeypatch, is_broken):
         set_up(command, rank)
 
     monkeypatch.setattr(ranks.Session, "replace_workers", replace_workers)
-    monkeypatch.setattr(processes._SetUpRank, "run", fail_or_set_up)
+    monkeypatch.setattr(startup._SetUpRank, "run", fail_or_set_up)
 
 
 @pytest.mark.parametrize("name", ["BSP", "BSP sharded", "LocalSGD", "GoSGD", "EASGD"])
@@ -417,14 +417,14 @@ def test_on_death_without_a_device_for_the_master_ends_training(monkeypatch):
     model = Model("BSP")
     iterator = model.epochs(epochs=3, valid=(X, Y), on_death="continue")
     next(iterator)
-    set_up = processes._SetUpRank.run
+    set_up = startup._SetUpRank.run
 
     def fail_or_set_up(command, rank):
         if rank.is_master:
             raise OSError("the device has fallen off the bus")
         set_up(command, rank)
 
-    monkeypatch.setattr(processes._SetUpRank, "run", fail_or_set_up)
+    monkeypatch.setattr(startup._SetUpRank, "run", fail_or_set_up)
     os.kill(ranks.get_session().worker_pids[1], signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="rank 0 could not start: OSError: .*; the master can't be left out"):
         list(iterator)

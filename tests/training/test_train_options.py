@@ -8,7 +8,7 @@ from paths import ROOT
 
 import synkhronos as synk
 from synkhronos import ranks, rules
-from synkhronos.launch.configuration.settings import check_model_options
+from synkhronos.launcher.configuration.settings import check_model_options
 from synkhronos.training import (
     Checkpoint,
     CheckpointError,
@@ -292,7 +292,7 @@ def train_by_trainer(**options):
 
 
 def set_in_a_model(**options):
-    check_model_options(options)  # equality with one process is tested in tests/launch/test_launch_options.py
+    check_model_options(options)  # equality with one process is tested in tests/launcher/test_launch_options.py
 
 
 @pytest.mark.parametrize("option", VALUES)

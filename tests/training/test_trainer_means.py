@@ -10,8 +10,8 @@ from trainer_model import ALL
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.graphs import get_library
-from synkhronos.graphs.dependence_analysis import DependenceAnalysis
+from synkhronos.graph_libraries import get_library
+from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
 from synkhronos.training import Checkpoint, make_train_function_serial, make_trainer
 from synkhronos.training.updates import nesterov_momentum, sgd
 

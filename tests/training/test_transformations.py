@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paths import SUPPORT
 
 import synkhronos as synk
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.training import make_train_function, make_train_function_serial, updates
 from synkhronos.training.train_function.training_graph import describe_update_rule
 from synkhronos.training.updates import (

@@ -18,12 +18,12 @@ from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.channel.worker_group import Failure, WorkerSettings
 from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.compat.startup import import_theano_before_fork
-from synkhronos.processes import close, fork
+from synkhronos.programs import Worker, run
+from synkhronos.programs.worker import get_rank
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Cancelled, describe_exit
-from synkhronos.tasks import Worker, run
-from synkhronos.tasks.worker import get_rank
+from synkhronos.startup import close, fork
 
 
 class ScriptError(Exception):

@@ -27,7 +27,7 @@ from synkhronos.engines.lazy import LazyEngine
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.fused_runner import FusedRunner
 from synkhronos.engines.xla.traced_all_reduce import AllReduceSpec
-from synkhronos.graphs import GraphLibrary
+from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
 

@@ -18,7 +18,7 @@ from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
 from synkhronos.engines.xla.trace import trace_functions, trace_loop
 from synkhronos.engines.xla.traced_all_reduce import AllReduceSpec
-from synkhronos.graphs.library import has_other_references
+from synkhronos.graph_libraries.library import has_other_references
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, is_bfloat16_requested
 from synkhronos.ranks.interrupts import defer_signals

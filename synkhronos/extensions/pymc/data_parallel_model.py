@@ -38,7 +38,7 @@ from synkhronos.extensions.pymc.rowwise import NotRowwiseError, RowSearch, make_
 from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
 from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
 from synkhronos.extensions.rows_sum_graph import replace_variables
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 
 #: PyMC prints the messages of its own logger and of those below it.
 _log = logging.getLogger("pymc.synkhronos")

@@ -44,7 +44,7 @@ from pytensor.tensor.type_other import MakeSlice
 
 from synkhronos.extensions.rows_sum import PickedRows, get_rows
 from synkhronos.extensions.rows_sum_graph import replace_variables
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 
 __all__ = ["NotRowwiseError", "make_rowwise"]
 

@@ -17,7 +17,7 @@ from pytensor.graph.op import Op
 from synkhronos.engines.xla.spmd_program import SpmdProgram
 from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
 from synkhronos.extensions.rows_sum_graph import replace_variables
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.lowering.differentiable_sums import fuse_sums, make_callback_sum
 
 __all__ = ["RankSumGraph", "SpmdSums", "register_conversions", "replace_sums"]

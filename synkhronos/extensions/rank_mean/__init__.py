@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 
 __all__ = ["rank_mean"]
 
@@ -28,7 +28,7 @@ def rank_mean(values: Any, rows: Any) -> Any:
     ------
     RuntimeError
         When ranks compute it at their own pace: under exchange rules without a common step, in the validation of a
-        launcher's class and in ``synkhronos.tasks``.
+        launcher's class and in ``synkhronos.programs``.
     ValueError
         When the function is called with ``num_slices`` above 1: a slice has other statistics than the batch.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.rules import Rule
 from synkhronos.training.checkpoints.checkpoint import CheckpointError
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole

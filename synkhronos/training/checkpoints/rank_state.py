@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
+from synkhronos.programs import Worker
 from synkhronos.rules import Rule, State
-from synkhronos.tasks import Worker
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointContent, CheckpointError, read_checkpoint
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 

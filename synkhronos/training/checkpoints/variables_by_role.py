@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import get_array_device
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.rules import Rule
 from synkhronos.rules.state import FlatVariables
 from synkhronos.training.train_function.training_graph import TrainingGraph

@@ -14,7 +14,7 @@ Subclasses of `BatchLoop` differ in who takes a step:
   which exchanges gradients: BSP on gradients.
 - `synkhronos.training.trainer.local_step_loop.LocalStepLoop` runs on every rank.  Each rank takes its own steps, and an
   `Exchanger` exchanges parameters by a rule.
-- `synkhronos.launch.rank.model_batch_loop.ModelBatchLoop` does the same with a model class, which chooses the rows.
+- `synkhronos.launcher.rank.model_batch_loop.ModelBatchLoop` does the same with a model class, which chooses the rows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+from synkhronos.programs import Worker
 from synkhronos.rules import Rule, State
-from synkhronos.tasks import Worker
 from synkhronos.timelines.spans import trace_method
 from synkhronos.training.monitoring.meter import ActivityTimer
 

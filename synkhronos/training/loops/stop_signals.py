@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from synkhronos.programs import LocalRows, Worker
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
-from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training.loops.batch_loop import choose_interval_steps
 
 #: Signals of schedulers, and of a closed terminal, at which a training saves and exits.

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.graphs import SharedVariable, Variable, get_library
-from synkhronos.graphs.dependence_analysis import DependenceAnalysis
+from synkhronos.graph_libraries import SharedVariable, Variable, get_library
+from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import get_shape
 

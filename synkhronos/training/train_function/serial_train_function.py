@@ -8,7 +8,7 @@ from typing import Any
 from synkhronos.casts import as_numbers
 from synkhronos.data.rows import select_rows
 from synkhronos.devices import take_rows
-from synkhronos.graphs import SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import SharedVariable, Variable, get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import BatchArgument, DataArgument, TrainingGraph

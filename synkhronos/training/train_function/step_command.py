@@ -19,8 +19,8 @@ from synkhronos.collectives.commands import AllReduceValues, VariableCopy, prepa
 from synkhronos.devices import get_array_device
 from synkhronos.engines import Runner, StepAllReduce, StepShards
 from synkhronos.function.call import Call, RankCall
-from synkhronos.graphs import get_library
-from synkhronos.graphs.library import AT_FIRST_CALL
+from synkhronos.graph_libraries import get_library
+from synkhronos.graph_libraries.library import AT_FIRST_CALL
 from synkhronos.ranks import Command, Rank
 
 

@@ -30,7 +30,7 @@ from synkhronos.collectives.commands import GetLayouts
 from synkhronos.devices import HOST
 from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
-from synkhronos.graphs import SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import SharedVariable, Variable, get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
 from synkhronos.training.train_function.launch_groups import StepRows, assign_rows, collect_sliceable_rows, group_steps
 from synkhronos.training.train_function.optimizer_state import OptimizerState

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from synkhronos.checks import check_list, format_similar
 from synkhronos.data import Data
 from synkhronos.function.rank_mean import RankMeanOp
-from synkhronos.graphs import SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import SharedVariable, Variable, get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, parse_extra_updates
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.weighted_mean import (

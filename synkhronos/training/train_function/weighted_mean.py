@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.graphs import Variable, get_library
-from synkhronos.graphs.dependence_analysis import DependenceAnalysis
+from synkhronos.graph_libraries import Variable, get_library
+from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates.flat_gradient import find_library
 
 

@@ -31,9 +31,9 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.devices import is_fork_unsafe
 from synkhronos.function import distribute
+from synkhronos.programs import Worker, run
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, describe_rank
-from synkhronos.tasks import Worker, run
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.loops.batch_loop import choose_interval_steps
 from synkhronos.training.loops.death_limit import DeathLimit

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.loading.loader import Feed
+from synkhronos.programs import LocalFunction, LocalRows, Worker
 from synkhronos.rules import State
-from synkhronos.tasks import LocalFunction, LocalRows, Worker
 from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, use_consensus_params
 from synkhronos.training.loops.batch_loop import Exchanger
 from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop

@@ -20,7 +20,7 @@ from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_choice, check_flag, check_number, describe
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
-from synkhronos.graphs import SharedVariable, Variable
+from synkhronos.graph_libraries import SharedVariable, Variable
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import cast_rows
 from synkhronos.rules import BSP, EAMSGD, Rule

@@ -25,8 +25,8 @@ from synkhronos.data import data as make_data
 from synkhronos.data.parts import iterate_ordered_batches
 from synkhronos.loading import Loader, LoadError
 from synkhronos.loading.loader import Feed, record_position
+from synkhronos.programs import run
 from synkhronos.ranks import WorkerError
-from synkhronos.tasks import run
 from synkhronos.training import schedules
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint

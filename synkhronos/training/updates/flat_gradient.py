@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import GraphLibrary, Scalar, SharedVariable, Variable, get_library, is_variable
-from synkhronos.graphs.dependence_analysis import DependenceAnalysis
+from synkhronos.graph_libraries import GraphLibrary, Scalar, SharedVariable, Variable, get_library, is_variable
+from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
 
 
 class RuleUpdates(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, check_params, make_zero_state
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import Scalar, SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import Scalar, SharedVariable, Variable, get_library
 from synkhronos.training.updates.flat_gradient import (
     RuleUpdates,
     as_scalar,

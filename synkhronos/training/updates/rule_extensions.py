@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, as_scalar, check_params
 
 #: Initial scale: the largest power of two in float16.

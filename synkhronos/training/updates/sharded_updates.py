@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.graphs import GraphLibrary, get_library
+from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.training.updates.flat_gradient import RuleUpdates, get_shape
 
 #: Operations that change shapes or types, but neither the elements nor their order.

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_positive, is_number
-from synkhronos.graphs import Scalar, SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import Scalar, SharedVariable, Variable, get_library
 from synkhronos.training.updates.flat_gradient import (
     FlatGradient,
     RuleUpdates,

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from synkhronos.graphs import Scalar, SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import Scalar, SharedVariable, Variable, get_library
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, make_zero_state
 
 #: Takes a loss, parameters and hyperparameters, ``weight`` among them.

@@ -21,7 +21,7 @@ import synkhronos.compat
 from synkhronos.compat import startup
 from synkhronos.compat.flags import Config, to_pytensor_flags
 from synkhronos.compat.import_hooks import find_theano
-from synkhronos.graphs import get_library, list_loaded_libraries
+from synkhronos.graph_libraries import get_library, list_loaded_libraries
 
 NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 

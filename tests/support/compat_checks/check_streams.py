@@ -9,7 +9,7 @@ import pytensor
 import pytensor.tensor as pt
 
 from synkhronos.compat.random_streams import RandomStreams
-from synkhronos.graphs import get_library
+from synkhronos.graph_libraries import get_library
 
 N = 20_000
 

@@ -151,7 +151,7 @@ def test_synkhronos_rules_honour_the_class_attributes(tmp_path, monkeypatch):
     from synkhronos.compat.theanompi.rules import BSP
 
     requested = []
-    from synkhronos.launch import launched_run
+    from synkhronos.launcher import launched_run
 
     # The division by zero ends `init` as soon as the settings are recorded.
     monkeypatch.setattr(

@@ -21,9 +21,9 @@ from zoo_cases import (
 )
 
 import synkhronos.compat
-from synkhronos.launch import SettingsError, check_model
-from synkhronos.launch.configuration.resolve import resolve_settings
-from synkhronos.launch.configuration.sources import read_session_file
+from synkhronos.launcher import SettingsError, check_model
+from synkhronos.launcher.configuration.resolve import resolve_settings
+from synkhronos.launcher.configuration.sources import read_session_file
 
 HERE = Path(__file__).resolve().parent
 TABLE = json.loads((HERE / "zoo_losses.json").read_text())

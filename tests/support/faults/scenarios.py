@@ -38,7 +38,7 @@ from faults.probes import (
     reach,
     report_event,
 )
-from synkhronos import processes, ranks
+from synkhronos import ranks, startup
 from synkhronos.ranks import Command, worker_main
 
 N = 3
@@ -214,10 +214,10 @@ def _need_fresh_processes() -> None:
     try:
         import jax.numpy
     except ImportError:
-        processes.is_fork_unsafe = lambda: True
+        startup.is_fork_unsafe = lambda: True
     else:
         assert float(jax.numpy.ones(3).sum()) == 3
-        assert processes.is_fork_unsafe()
+        assert startup.is_fork_unsafe()
 
 
 def _become_nobody() -> None:

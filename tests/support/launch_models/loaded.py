@@ -4,7 +4,7 @@ import numpy as np
 import theano
 import theano.tensor as T
 
-from synkhronos.launch import Model
+from synkhronos.launcher import Model
 from synkhronos.loading import Loader
 
 

@@ -12,7 +12,7 @@ import theano
 from theano.sandbox.rng_mrg import MRG_RandomStreams
 
 from launch_models.mlp import MLP
-from synkhronos.launch import SettingsError
+from synkhronos.launcher import SettingsError
 from synkhronos.training.loops import stop_signals
 
 

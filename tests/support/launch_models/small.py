@@ -5,7 +5,7 @@ import theano
 import theano.tensor as T
 from masks import make_masked_rows
 
-from synkhronos.launch import Model
+from synkhronos.launcher import Model
 from synkhronos.training.train_function.training_graph import build_local_updates
 from synkhronos.training.updates import sgd
 

@@ -17,8 +17,8 @@ from synkhronos.compat.platoon.channel import sockets
 from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.channel.worker_group import Failure
 from synkhronos.compat.platoon.util import PlatoonError
-from synkhronos.tasks import Worker as RankWorker
-from synkhronos.tasks.worker import get_rank
+from synkhronos.programs import Worker as RankWorker
+from synkhronos.programs.worker import get_rank
 
 #: Maximal seconds to connect to the controller.
 _CONNECT_SECONDS = 60.0

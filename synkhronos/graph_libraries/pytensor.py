@@ -1,0 +1,113 @@
+"""PyTensor 3.0 or newer, as a `GraphLibrary`.
+
+Overrides are for JAX mode (keys of random generators, lengths as inputs) and Numba (compilation at the first call).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytensor
+import pytensor.tensor
+from pytensor.compile import In, Out, SharedVariable
+from pytensor.compile.mode import get_mode
+from pytensor.graph.basic import Constant, Variable
+from pytensor.graph.replace import clone_replace
+from pytensor.link.basic import PerformLinker
+from pytensor.link.c.cmodule import KeyData
+from pytensor.link.jax.linker import JAXLinker
+from pytensor.link.numba.linker import NumbaLinker
+
+from synkhronos.graph_libraries.library import (
+    AT_FIRST_CALL,
+    IN_PARALLEL,
+    MASTER_FIRST,
+    GraphLibrary,
+    check_can_jump,
+    make_key_files_atomic,
+)
+from synkhronos.lowering import bounded_canonizer, random_keys  # noqa: F401 - the first changes a rewrite
+from synkhronos.lowering.linker import with_static_length_linker
+
+
+class PyTensor(GraphLibrary):
+    """The graph library PyTensor."""
+
+    tensor = pytensor.tensor
+    variable_class = Variable
+    shared_class = SharedVariable
+    constant_class = Constant
+    input_class = In
+    output_class = Out
+
+    def is_generator(self, shared: Any) -> bool:
+        """Whether the variable holds a NumPy Generator."""
+        return isinstance(self.borrow_value(shared), np.random.Generator)
+
+    def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
+        """Raise TypeError if the value is not a Generator, or has to jump and can't."""
+        if not isinstance(generator, np.random.Generator):
+            raise TypeError(f"expected a numpy.random.Generator, such as default_rng(seed), got {generator!r}")
+        if must_jump:
+            check_can_jump(generator.bit_generator)
+        random_keys.check_generator(shared.container, generator)
+
+    def copy_generator(self, shared: Any) -> Any:
+        """Return a copy of a Generator; in JAX mode at the position of its key."""
+        return random_keys.move_to_key_position(shared.container, super().copy_generator(shared))
+
+    def track_generators(self, function: Any) -> None:
+        """Track the keys in a function of JAX mode, for which PyTensor has copied each generator."""
+        if isinstance(function.maker.linker, JAXLinker):
+            random_keys.track_user_function(function)
+
+    def set_generator(self, shared: Any, generator: Any) -> None:
+        """Put a Generator into the container, and in JAX mode update the key that functions draw from."""
+        super().set_generator(shared, generator)
+        random_keys.update_key(shared.container)
+
+    def jump_generator(self, generator: Any, n_jumps: int) -> Any:
+        """Return a Generator ahead in the stream."""
+        return type(generator)(generator.bit_generator.jumped(n_jumps))
+
+    def get_default_value(self, library_input: Any) -> tuple[Any, ...]:
+        """Return the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""
+        return tuple(getattr(library_input, "default", ()))
+
+    def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
+        """Return copies of the outputs' graphs with variables replaced."""
+        return list(clone_replace(list(outputs), replace, rebuild_strict=False))
+
+    def is_xla_mode(self, mode: Any) -> bool:
+        """Whether the mode is JAX mode."""
+        return isinstance(get_mode(mode).linker, JAXLinker)
+
+    def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Any:
+        """Compile a function; in JAX mode, lengths may depend on integer inputs."""
+        return super().function(inputs, outputs, **{**kwargs, "mode": with_static_length_linker(kwargs.get("mode"))})
+
+    def choose_compile_order(self, mode: Any) -> str:
+        """Return the order.  Python's linkers and JAX have no cache on disk; Numba writes one at the first call."""
+        linker = get_mode(mode).linker
+        if isinstance(linker, NumbaLinker):
+            return AT_FIRST_CALL if pytensor.config.numba__cache else IN_PARALLEL
+        return IN_PARALLEL if isinstance(linker, JAXLinker | PerformLinker) else MASTER_FIRST
+
+    def has_disk_cache(self, function: Any) -> bool:
+        """Whether Numba caches a function.  It does not if an Op, such as a Python callback, has no cache key."""
+        return function.vm.jit_fn.stats.cache_path is not None
+
+    def compile_now(self, function: Any) -> None:
+        """Call Numba's function on copies of the values, and discard the results."""
+        function.vm.jit_fn(*[copy.deepcopy(storage[0]) for storage in function.vm.inputs])
+
+    def get_static_shape(self, variable: Any) -> tuple[int | None, ...]:
+        """Return the static shape of a variable's type."""
+        return tuple(variable.type.shape)
+
+
+make_key_files_atomic(KeyData)
+LIBRARY = PyTensor(pytensor)

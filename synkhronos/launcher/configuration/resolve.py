@@ -1,0 +1,200 @@
+"""Resolution of settings: merges their sources, fills in defaults, and checks all values before any rank starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from synkhronos.checks import check_at_least, check_choice, is_number
+from synkhronos.hosts import MAX_RANKS_PER_HOST
+from synkhronos.launcher.configuration.model_file import find_module
+from synkhronos.launcher.configuration.placement import choose_placement
+from synkhronos.launcher.configuration.settings import (
+    SETTINGS_FILE,
+    Settings,
+    SettingsError,
+    check_model_options,
+    convert_to_settings_error,
+    normalize_rule_name,
+)
+from synkhronos.launcher.configuration.sources import merge_sources
+from synkhronos.training.checkpoints.checkpoint import list_checkpoints
+from synkhronos.training.monitoring.early_stopping import parse_monitored_metric
+
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+#: Entries of a model class's config that the run sets, and a hint for the error if the user sets them.
+_RESERVED_CONFIG = {
+    "rank": "each rank has its own",
+    "size": "set the number of ranks by 'ranks'",
+    "verbose": "it is true on rank 0",
+    "seed": "use the setting 'seed'",
+    "mname": "it is the class's name",
+}
+#: Metrics of an epoch: the mean training cost, and the metrics of `ModelRecorder.val_error`.
+_METRICS = ("loss", "cost", "error", "top5")
+#: Files of results.  A run may use a folder that has settings but none of these.
+_RESULT_FILES = ("rank-*.jsonl", "reports.jsonl", "params.npz", "checkpoints")
+
+
+def resolve_settings(
+    sources: Sequence[Mapping[str, Any]], source_path: str | os.PathLike[str] | None = None
+) -> Settings:
+    """Merge and check settings: those of the command line, the environment and the session file, in this order.
+
+    Earlier sources override later ones.  The folder of ``source_path``, a session file or script, is also searched for
+    the model file.  Raise SettingsError if a setting is missing or wrong; the message begins with its name.
+    """
+    merged = merge_sources(sources)
+    name, class_name = _get_text(merged, "modelfile"), _get_text(merged, "modelclass")
+    if not name:
+        raise SettingsError(
+            "modelfile: expected the file to train: name a session file, or give --set model=FILE:CLASS"
+        )
+    if not class_name:
+        raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
+    source_folder = source_path and os.path.dirname(os.path.abspath(source_path))
+    folders = [_get_path(merged, "pythonpath"), os.getcwd(), source_folder]
+    pythonpath, module = find_module(name, class_name, [os.fspath(folder) for folder in folders if folder])
+    n_ranks = None if merged.get("ranks") is None else _check_integer(merged["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
+    devices, hosts = choose_placement(merged.get("devices"), merged.get("hosts"), n_ranks)
+    rule = normalize_rule_name(_get_text(merged, "rule") or Settings.rule)
+    new_name = f"{class_name}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    others = {key: check(merged[key], key) for key, check in _CHECKS.items() if merged.get(key) is not None}
+    settings = Settings(
+        modelfile=module,
+        modelclass=class_name,
+        pythonpath=pythonpath,
+        devices=devices,
+        hosts=tuple(host.name if host.n_ranks is None else f"{host.name}:{host.n_ranks}" for host in hosts),
+        rule=rule,
+        rule_options=_check_table(merged, "rule_options"),
+        folder=os.path.abspath(_get_path(merged, "folder") or os.path.join("runs", new_name)),
+        config=_check_config(merged),
+        model_options=_check_model_options(merged),
+        keep_best=_check_keep_best(merged.get("keep_best")),
+        resume=_get_path(merged, "resume"),
+        **others,
+    )
+    settings.make_rule()
+    return _check_folder(settings)
+
+
+def _check_folder(settings: Settings) -> Settings:
+    """Check the run's folder, and the checkpoint to resume from."""
+    folder = Path(settings.folder)
+    for name in ("checkpoint", "keep_best", "resume", "on_death"):
+        value = getattr(settings, name)
+        if value and value != "stop" and find_spec("safetensors") is None:
+            raise SettingsError(f"{name}: needs safetensors: pip install 'synkhronos[training]'")
+    if settings.restarts and not (settings.checkpoint or settings.keep_best):
+        raise SettingsError("restarts: needs checkpoints: set 'checkpoint', the number of epochs between two")
+    if (folder / "checkpoints").exists() and not (folder / "checkpoints").is_dir():
+        raise SettingsError(f"folder: {folder / 'checkpoints'} has to be a folder, or nothing yet")
+    if settings.resume is None:
+        if (folder / SETTINGS_FILE).exists() and any(any(folder.glob(pattern)) for pattern in _RESULT_FILES):
+            raise SettingsError(
+                f"folder: {folder} has a run already: choose another folder, or continue the run with --resume"
+            )
+        return settings
+    if settings.resume == "latest":
+        if not list_checkpoints(folder / "checkpoints"):
+            where = folder / "checkpoints"
+            raise SettingsError(
+                f"resume: expected a checkpoint in {where}, found none; folder has to be that of the run to resume"
+            )
+        return settings
+    path = Path(settings.resume).absolute()
+    if not (path / "meta.json").exists():
+        raise SettingsError(f"resume: expected 'latest' or a checkpoint's folder, got {settings.resume!r}")
+    return dataclasses.replace(settings, resume=str(path))
+
+
+def _get_text(settings: Mapping[str, Any], key: str) -> str | None:
+    value = settings.get(key)
+    if value is None or isinstance(value, str):
+        return value or None
+    raise SettingsError(f"{key}: expected a string, got {value!r}")
+
+
+def _get_path(settings: Mapping[str, Any], key: str) -> str | None:
+    path = _get_text(settings, key)
+    return path and os.path.expanduser(path)
+
+
+def _check_table(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = settings.get(key, {})
+    if not isinstance(value, Mapping):
+        raise SettingsError(f"{key}: expected a table of names and values, got {value!r}")
+    with convert_to_settings_error(f"{key}: expected numbers, strings, lists and tables: "):
+        json.dumps(value)  # `Settings.save` writes them
+    return dict(value)
+
+
+def _check_keep_best(value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    with convert_to_settings_error():
+        name, mode = parse_monitored_metric(value, "keep_best")
+    if name not in _METRICS:
+        raise SettingsError(f"keep_best: expected one of {', '.join(_METRICS)}, got {name!r}")
+    return [name, mode]
+
+
+def _check_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    config = _check_table(settings, "config")
+    for key, hint in _RESERVED_CONFIG.items():
+        if key in config:
+            raise SettingsError(f"config: {key!r} is set by the run: {hint}")
+    return config
+
+
+def _check_model_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    options = _check_table(settings, "model_options")
+    with convert_to_settings_error("model_options."):
+        check_model_options(options)
+    return options
+
+
+def _check_integer(value: Any, key: str, minimum: int, maximum: int | None = None) -> int:
+    with convert_to_settings_error():
+        checked = check_at_least(value, key, minimum)
+    if maximum is not None and checked > maximum:
+        raise SettingsError(f"{key}: expected at most {maximum}, got {checked}")
+    return checked
+
+
+def _check_seconds(value: Any, key: str) -> float:
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise SettingsError(f"{key}: expected a number of seconds, got {value!r}")
+    return float(value)
+
+
+def _check_flag(value: Any, key: str) -> bool:
+    word = str(value).lower()
+    if word not in _TRUE | _FALSE:
+        raise SettingsError(f"{key}: expected true or false, got {value!r}")
+    return word in _TRUE
+
+
+def _check_on_death(value: Any, key: str) -> str:
+    with convert_to_settings_error():
+        return check_choice(value, key, ("stop", "continue"))
+
+
+#: Checks of settings with single values; a check takes the value and its key, and returns the value in a plain type.
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    **dict.fromkeys(("epochs", "every", "keep", "max_deaths", "patience"), partial(_check_integer, minimum=1)),
+    **dict.fromkeys(("checkpoint", "restarts"), partial(_check_integer, minimum=0)),
+    "seed": partial(_check_integer, minimum=0, maximum=2**32 - 1),
+    **dict.fromkeys(("bind", "scale_lr", "timeline", "warmup"), _check_flag),
+    "grace": _check_seconds,
+    "on_death": _check_on_death,
+}

@@ -1,0 +1,123 @@
+"""Sources of settings: the session file, environment variables, and ``--set`` of the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from synkhronos.checks import format_similar
+from synkhronos.launcher.configuration import theano_mpi_session
+from synkhronos.launcher.configuration.placement import split_devices
+from synkhronos.launcher.configuration.settings import SETTING_KEYS, SettingsError, merge_tables
+
+#: Prefix of environment variables that are settings.
+ENVIRONMENT_PREFIX = "SYNKHRONOS_"
+
+
+def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a session file: ``.toml``, ``.json`` as `Settings.save` writes it, or else Theano-MPI's KEY=VALUE.
+
+    Raise SettingsError if it can't be read or parsed, or has an unknown key.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: expected a session file: {error}") from None
+    if path.suffix not in (".json", ".toml"):
+        try:
+            return theano_mpi_session.to_settings(theano_mpi_session.parse_session(text))
+        except ValueError as error:
+            raise SettingsError(f"{path}: {error}") from None
+    try:
+        settings = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"{path}: {error}") from None
+    if not isinstance(settings, dict):
+        raise SettingsError(f"{path}: expected settings by name, got {settings!r}")
+    _check_keys(settings, str(path))
+    return settings
+
+
+def _check_keys(settings: Mapping[str, Any], source: str) -> None:
+    for key in settings:
+        if key not in SETTING_KEYS:
+            raise SettingsError(
+                f"{source}: {key!r} is not a setting{format_similar(key, SETTING_KEYS)}; for an argument of the class, "
+                f"config.{key}. Settings are {', '.join(sorted(SETTING_KEYS))}"
+            )
+
+
+def parse_set_options(texts: Iterable[str]) -> dict[str, Any]:
+    """Parse the values of all options ``--set`` of a command line."""
+    return merge_tables(map(parse_set_option, texts))
+
+
+def parse_set_option(text: str) -> dict[str, Any]:
+    """Parse ``key=value``, or ``key.name=value`` for one entry of a table.
+
+    Examples
+    --------
+    >>> parse_set_option("rule_options.period=4")
+    {'rule_options': {'period': 4}}
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise SettingsError(f"--set: expected KEY=VALUE, got {text!r}")
+    key, _, rest = key.strip().partition(".")
+    _check_keys({key: None}, "--set")
+    if rest:
+        return {key: {rest: _parse_value(value)}}
+    return {key: _parse_value(value)}
+
+
+def _parse_value(text: str) -> Any:
+    """Parse a TOML value; return any other text unchanged."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings in environment variables such as SYNKHRONOS_DEVICES."""
+    settings = {}
+    for name, value in environment.items():
+        key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name.startswith(ENVIRONMENT_PREFIX) and key in SETTING_KEYS:  # other packages read other variables
+            settings[key] = _parse_value(value)
+    return settings
+
+
+def merge_sources(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge settings of several sources; earlier sources override later ones.
+
+    If an earlier source names another rule, the options of a later source's rule are dropped.  If it names devices, a
+    later source's number of ranks is dropped.  If it has a number of ranks, a later source's GPUs are dropped, but not
+    the device ``cpu``.
+    """
+    merged: dict[str, Any] = {}
+    for source in map(_split_model, reversed(sources)):
+        rule = merged.get("rule")
+        if rule is not None and "rule" in source and str(source["rule"]).lower() != str(rule).lower():
+            merged.pop("rule_options", None)  # options of another rule
+        if "devices" in source:
+            merged.pop("ranks", None)
+        elif "ranks" in source and merged.get("devices") is not None:  # the number of ranks determines the devices
+            merged["devices"] = "cpu" if set(split_devices(merged["devices"])) == {"cpu"} else None
+        merged = merge_tables([merged, source])
+    return merged
+
+
+def _split_model(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add ``modelfile`` and ``modelclass`` to settings with ``model``, ``FILE:CLASS``."""
+    if "model" not in source:
+        return source
+    name, _, class_name = str(source["model"]).rpartition(":")
+    if not name:
+        raise SettingsError(f"model: expected FILE:CLASS, got {source['model']!r}")
+    return {**source, "modelfile": name, "modelclass": class_name}

@@ -1,0 +1,159 @@
+"""The command ``doctor``: reports this machine's hardware and packages, and what to install."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import shutil
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from synkhronos.checks import list_versions
+from synkhronos.devices import list_gpu_devices
+from synkhronos.gpus import get_n_gpu
+from synkhronos.launcher import core_binding
+from synkhronos.ranks import count_available_cores
+
+#: Modules and the packages that provide them.
+_PACKAGES = {
+    "pytensor": "pytensor",
+    "theano": "Theano",
+    "jax": "jax",
+    "lasagne": "Lasagne",
+    "safetensors": "safetensors",
+    "mpi4py": "mpi4py",
+    "matplotlib": "matplotlib",
+}
+#: Optional modules: the feature that needs each, and the extra of this package that installs it.
+_OPTIONAL_PACKAGES = {
+    "jax": ("PyTensor's JAX mode", "jax"),
+    "lasagne": ("Lasagne's layers, and the model zoo", "lasagne"),
+    "safetensors": ("checkpoints, and train --resume", "training"),
+    "mpi4py": ("ranks on several hosts", "hosts"),
+    "matplotlib": ("pictures of runs (python -m synkhronos show)", "demos"),
+}
+#: Free bytes in /dev/shm below which data and parameters hardly fit.
+_MIN_SHARED_MEMORY_BYTES = 1 << 30
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
+    argparse.ArgumentParser(
+        prog="python -m synkhronos doctor",
+        description="List what this machine has, and how to install what is missing.",
+    ).parse_args(arguments)
+    sys.stdout.write(make_report())
+    return 0
+
+
+def make_report() -> str:
+    """Return the text of ``python -m synkhronos doctor``: facts, one per line, and steps that name a command.
+
+    "Do first" has the steps without which ranks cannot run or use only part of the machine; without such steps it is
+    "Ready".  "Optional" has the features that need a package.
+    """
+    installed = {module for module in _PACKAGES if find_spec(module) is not None}
+    gpus = get_n_gpu()
+    facts = {
+        "Python": f"{platform.python_version()}, {sys.executable}",
+        "cores": f"{count_available_cores()} for this process, {os.cpu_count()} in all",
+        "/dev/shm": _describe_shared_memory(),
+    }
+    for module, package in _PACKAGES.items():
+        if module in installed:
+            facts[package] = list_versions([package]).get(package, "unknown version")
+    facts["GPUs"] = str(gpus)
+    width = max(map(len, facts))
+    lines = [f"{name:{width}}  {fact}" for name, fact in facts.items()]
+    if gpus:
+        with contextlib.suppress(Exception):  # NVML's functions fail on some drivers
+            lines += _describe_gpus(gpus)
+    steps = _list_required_steps(installed, gpus)
+    lines += ["", "Do first"] if steps else ["", f"Ready: {_describe_ranks(installed, gpus)}"]
+    lines += [f"  {i}. {step}" for i, step in enumerate(steps, 1)]
+    if optional := _list_optional_steps(installed):
+        lines += ["", "Optional", *(f"  {step}" for step in optional)]
+    return "\n".join(lines) + "\n"
+
+
+def _get_free_shared_memory() -> int:
+    """Return the free bytes in /dev/shm; raise OSError if it can't be used."""
+    return shutil.disk_usage("/dev/shm").free
+
+
+def _describe_shared_memory() -> str:
+    try:
+        return f"{_get_free_shared_memory() / 2**30:.1f} GiB free for arrays that ranks share"
+    except OSError as error:
+        return str(error)
+
+
+def _describe_ranks(installed: set[str], gpus: int) -> str:
+    library = "PyTensor" if "pytensor" in installed else "Theano"
+    devices, n_ranks = ("GPUs", gpus) if gpus else ("cores", count_available_cores())
+    ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
+    return f"{library}'s functions run on the {devices}; synkhronos.fork() starts {ranks}"
+
+
+def _list_required_steps(installed: set[str], gpus: int) -> list[str]:
+    """Return the steps that ranks need, the most important first."""
+    steps = []
+    libraries = installed & {"pytensor", "theano"}
+    if not libraries:
+        steps.append("install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'")
+    try:
+        if (free := _get_free_shared_memory()) < _MIN_SHARED_MEMORY_BYTES:
+            steps.append(
+                f"enlarge /dev/shm, which holds the data and has {free / 2**20:.0f} MiB: "
+                "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
+            )
+    except OSError as error:
+        steps.append(f"mount a tmpfs at /dev/shm, which holds the data: {error}")
+    if "theano" in installed and shutil.which("g++") is None:
+        steps.append("install g++, with which Theano compiles functions: apt-get install g++")
+    for device in list_gpu_devices():
+        if gpus and device.gpu_library in installed and (lacking := device.list_missing_requirements()):
+            steps.append(f"make the GPUs usable, which needs {', '.join(lacking)}: {device.install_hint}")
+    return steps
+
+
+def _list_optional_steps(installed: set[str]) -> list[str]:
+    """Return the steps that optional features need."""
+    steps = []
+    for module, (use, extra) in _OPTIONAL_PACKAGES.items():
+        # JAX comes with a NumPy that Theano can't use.
+        if module not in installed and not (module == "jax" and "theano" in installed):
+            steps.append(f"{use}: pip install 'synkhronos[{extra}]'")
+    if "theano" not in installed and shutil.which("g++") is None:
+        steps.append("PyTensor's C mode: apt-get install g++")
+    return steps
+
+
+def _describe_gpus(count: int) -> list[str]:
+    """Return a line for each GPU: its name, memory, the cores next to it, and the GPUs linked to it by NVLink."""
+    import pynvml
+
+    lines = []
+    pynvml.nvmlInit()
+    try:
+        near = core_binding.find_gpu_cores([f"cuda{i}" for i in range(count)])
+        handles = [core_binding.get_nvml_handle(i) for i in range(count)]
+        for i, handle in enumerate(handles):
+            name: Any = pynvml.nvmlDeviceGetName(handle)
+            name = name.decode() if isinstance(name, bytes) else name
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
+            cores = core_binding.format_cores(near.get(f"cuda{i}", [])) or "unknown"
+            linked = [str(j) for j, other in enumerate(handles) if j != i and _has_nvlink(pynvml, handle, other)]
+            links = f", NVLink to {', '.join(linked)}" if linked else ""
+            lines.append(f"  cuda{i}: {name}, {memory:.0f} GiB, next to cores {cores}{links}")
+    finally:
+        pynvml.nvmlShutdown()
+    return lines
+
+
+def _has_nvlink(pynvml: Any, first: Any, second: Any) -> bool:
+    status = pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)

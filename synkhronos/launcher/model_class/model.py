@@ -1,0 +1,432 @@
+"""Base class of models for the launcher: subclasses define the network and the data."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from synkhronos.casts import cast
+from synkhronos.checks import check_at_least, describe, format_similar
+from synkhronos.data.rows import get_share
+from synkhronos.devices import get_array_device
+from synkhronos.function.rank_mean import count_rank_means
+from synkhronos.graph_libraries import get_library
+from synkhronos.launcher.configuration.settings import MODEL_OPTIONS, check_model_options
+from synkhronos.loading import Loader
+from synkhronos.training import updates
+from synkhronos.training.train_function.extra_updates import append_averaged_updates
+from synkhronos.training.train_function.step_options import StepOptions
+from synkhronos.training.train_function.training_graph import (
+    TrainingGraph,
+    build_local_updates,
+    replace_params,
+)
+from synkhronos.training.train_function.weighted_mean import warn_of_varying_denominators
+from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates
+from synkhronos.training.updates.sharded_updates import ShardedUpdates, ShardedVariable
+
+
+def _count_rows(data: Any) -> int:
+    """Return the number of rows."""
+    return len(data) if isinstance(data, Loader) else len(data[0]) if data else 0
+
+
+def _copy_batches(batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[tuple[np.ndarray, ...]]:
+    """Copy a loader's batches: on the CPU XLA may read an input when the loader already overwrites it."""
+    return (tuple(np.array(array) for array in batch) for batch in batches)
+
+
+def _to_update_dict(updates: Any) -> dict[Any, Any]:
+    """Return the updates of Lasagne's or this library's rules as a dict."""
+    return build_local_updates(updates) if isinstance(updates, RuleUpdates) else dict(updates)
+
+
+def _snapshot_value(shared: Any) -> Any:
+    """Return a snapshot of a variable's value; on a GPU it may not be computed yet."""
+    value = get_library(shared).borrow_value(shared)
+    return get_array_device(value).snapshot(value)
+
+
+class Model:
+    """Base class of a model made of Lasagne's layers, or with plain PyTensor or Theano; override `build` and `load`.
+
+    .. code-block:: python
+
+        class Digits(Model):
+            batch_size, n_epochs, rate = 50, 5, 0.1
+
+            def build(self):
+                x, y = T.matrix("x"), T.ivector("y")
+                net = DenseLayer(InputLayer((None, 784), x), 10, nonlinearity=softmax)
+                out = get_output(net)
+                self.inputs, self.params = [x, y], get_all_params(net, trainable=True)
+                self.loss = categorical_crossentropy(out, y).mean()
+                self.error = T.neq(out.argmax(1), y).mean()
+
+            def load(self):
+                return [x_train, y_train], [x_valid, y_valid]
+
+    Instead of a list of arrays `load` may return a `synkhronos.loading.Loader`; each rank reads its own batches.
+
+    Parameters
+    ----------
+    config : dict
+        Has ``rank``, ``size``, ``seed``, and the entries of ``config`` in the session.
+
+    Attributes
+    ----------
+    batch_size, n_epochs : int
+        Number of a rank's rows in a step; number of epochs.
+    rate : float
+        The learning rate; override `adjust_hyperp` to change ``shared_lr`` after an epoch.
+    updates : callable
+        Update rule of `synkhronos.training.updates` or Lasagne: ``updates(loss, params, learning_rate=...)``.
+    clip_norm, num_slices, ema, loss_scale, shard_optimizer
+        Options of the step, as in `synkhronos.training.make_train_function`.  A session sets them in the table
+        ``model_options``.  With one of them BSP reduces gradients, so that the result equals that of one process.
+    validate_ema : bool
+        Whether the averages of `ema` are validated, and written into ``params.npz``, instead of the parameters.
+    trainable_params : list of shared variables
+        The `params` that `build` sets; afterwards `params` also has the running averages.
+    ema_params : list of shared variables or None
+        Moving averages of `trainable_params`, at least float32; None without the option `ema`.
+    vels, vels2 : list of shared variables
+        The gradient's vector, if BSP reduces gradients; empty otherwise.
+    sharded_variables : dict
+        Sharded variables of the optimizer, by the variable of the unsharded one; empty without ``shard_optimizer``.
+    has_rank_means : bool
+        Whether the step has means over the rows of all ranks, as of batch normalisation with ``sync=True``.
+    step_outputs : list of shared variables
+        Cost, error and weight of the last step; the latter two if the model has them.
+    """
+
+    batch_size = 100
+    n_epochs = 1
+    rate = 0.01
+    #: Whether the learning rate rises over five epochs to `rate` times the number of ranks, under BSP.
+    warmup = False
+    clip_norm: float | None = None
+    num_slices = 1
+    ema: float | None = None
+    validate_ema = False
+    loss_scale: str | None = None
+    shard_optimizer = False
+
+    #: Set by `build`.
+    inputs: Sequence[Any]
+    params: list[Any]
+    loss: Any
+    #: Set by `build`, if the model has one.
+    error: Any = None
+    #: Number of items that `loss`, `error` and `val_outputs` are means over, if these are not the rows: a scalar
+    #: variable such as ``mask.sum()``.  Reported costs and errors are weighted by it; a batch of weight 0 is ignored.
+    weight: Any = None
+    #: Outputs of validation: cost, error, top-5 error; default: `loss` and `error`.  Set it for a network with dropout
+    #: or batch normalization, to its deterministic outputs.
+    val_outputs: Sequence[Any] | None = None
+    #: Running averages: the expression of each variable's next value.  Ranks exchange them like parameters.
+    averages: Mapping[Any, Any] = MappingProxyType({})
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+        self.rank, self.size, self.seed = config["rank"], config["size"], config["seed"]
+        self.epoch = 0
+        check_at_least(self.batch_size, "batch_size", 1)
+        self.ema_params: list[Any] | None = None
+        self.has_rank_means = False
+        self.sharded_variables: dict[Any, ShardedVariable] = {}
+        self._gather_fn: Any = None
+        self._has_new_shards = False
+        self.vels: list[Any] = []
+        self.vels2 = self.vels
+        self.train_data, self.val_data = (data if isinstance(data, Loader) else list(data) for data in self.load())
+        for name, arrays in (("training", self.train_data), ("validation", self.val_data)):
+            if not isinstance(arrays, Loader) and len({len(array) for array in arrays}) > 1:
+                raise ValueError(f"load(): {name} arrays have {[len(array) for array in arrays]} rows")
+        n_train, n_val = _count_rows(self.train_data), _count_rows(self.val_data)
+        rows = n_train // self.size
+        if rows < self.batch_size:
+            raise ValueError(
+                f"batch_size: expected at most {rows}, as {n_train} rows are shared out among "
+                f"{self.size} ranks, got {self.batch_size}"
+            )
+        if isinstance(self.val_data, Loader):
+            n_batch_val = len(range(self.rank * self.batch_size, n_val, self.size * self.batch_size))
+        else:
+            val_rows = get_share(n_val, self.size, self.rank)
+            self._val_arrays = [array[val_rows] for array in self.val_data]
+            n_batch_val = -(-len(range(n_val)[val_rows]) // self.batch_size)
+        self.data = SimpleNamespace(n_batch_train=rows // self.batch_size, n_batch_val=n_batch_val)
+        self._batches_epoch = -1
+        self._val_batches: Iterator[tuple[np.ndarray, ...]] | None = None
+        self.build()
+        self.trainable_params = list(self.params)
+        self.params = [*self.trainable_params, *self.averages]
+
+    def build(self) -> None:
+        """Set `inputs`, `params`, `loss`, and optionally `error`, `weight`, `val_outputs` and `averages`."""
+        raise NotImplementedError(f"{type(self).__name__}.build()")
+
+    def load(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the training and the validation arrays, in the order of ``inputs``; the latter may be empty."""
+        raise NotImplementedError(f"{type(self).__name__}.load()")
+
+    def prepare(self, arrays: list[Any], training: bool) -> list[Any]:
+        """Preprocess or augment a batch, such as by random crops; by default it is unchanged."""
+        return arrays
+
+    def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
+        """Return the updates of the parameters; by default by Nesterov's momentum.
+
+        If BSP reduces gradients, ``loss`` is a list of the reduced gradients, and `weight` is None during this call.
+        """
+        rule = updates.nesterov_momentum(loss, params, learning_rate=learning_rate, weight=self.weight)
+        return build_local_updates(rule)
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Set options of the step, before `compile_iter_fns`; raise TypeError or ValueError for a wrong one."""
+        check_model_options(options)
+        kinds = type(self).__mro__
+        for name in {*vars(self), *(name for kind in kinds[: kinds.index(Model)] for name in vars(kind))}:
+            similar = "" if name.startswith("_") or hasattr(Model, name) else format_similar(name, MODEL_OPTIONS, 0.85)
+            if similar:
+                raise ValueError(f"{name}: unknown option{similar}")
+        StepOptions(**{**self._read_options(), **options})
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    @property
+    def step_options(self) -> dict[str, Any]:
+        """The options of the step that differ from their defaults."""
+        return StepOptions(**self._read_options()).non_defaults
+
+    def _read_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in MODEL_OPTIONS}
+
+    # -- interface of model classes --------------------------------------------------------------------------
+
+    def compile_iter_fns(self, sync_type: str = "avg") -> None:
+        """Compile the training step and the validation function.
+
+        With the sync type "cdd", or options of the step, it is compiled in two parts: `train_iter` computes the
+        gradient, and `apply_gradients` updates the parameters.
+        """
+        library = get_library(self.loss)
+        self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
+        outputs = [self.loss] if self.error is None else [self.loss, self.error]
+        tested, is_sliced = list(self.val_outputs or outputs), self.num_slices > 1
+        if self.weight is not None:
+            outputs.append(self.weight)
+            tested.append(self.weight)
+        elif not self.rank:
+            means = dict(zip(("loss", "error"), outputs, strict=False))
+            means |= {f"val_outputs[{i}]": output for i, output in enumerate(self.val_outputs or ())}
+            warn_of_varying_denominators(means, self.inputs, 1)
+        # Variables, not outputs: PyTensor waits for the outputs of a JAX function, so batches would not overlap.
+        self.step_outputs = [library.shared(np.zeros((), output.dtype)) for output in outputs]
+        if sync_type == "cdd" or self.step_options:
+            new_values = self._compile_update(library)
+        else:
+            new_values = {
+                **_to_update_dict(self.updates(self.loss, self.trainable_params, self.shared_lr)),
+                **self.averages,
+            }
+        if is_sliced:
+            new_values |= self._average_slices(library, outputs)
+        else:
+            new_values |= zip(self.step_outputs, outputs, strict=True)
+        self.train_fn = library.function(list(self.inputs), [], updates=list(new_values.items()))
+        self.has_rank_means = bool(count_rank_means(self.train_fn))
+        if is_sliced:
+            if self.has_rank_means:
+                raise ValueError(
+                    f"num_slices: expected 1, got {self.num_slices}: the loss has means over all ranks' rows "
+                    "(rank_mean, sync=True), and a slice has other means than the batch"
+                )
+            sums = [*self.vels, *self.step_outputs]
+            zeros = [(shared, library.tensor.zeros_like(shared)) for shared in sums]
+            self._clear_fn = library.function([], [], updates=zeros)
+        if self.validate_ema:
+            tested = replace_params(tested, self.trainable_params, self.ema_params)
+        self.val_fn = library.function(list(self.inputs), tested)
+
+    def _compile_update(self, library: Any) -> dict[Any, Any]:
+        """Compile the update of the parameters from the gradient's vector; return the updates of the gradient."""
+        training = TrainingGraph(
+            loss=self.loss,
+            params=self.trainable_params,
+            x=list(self.inputs),
+            y=[],
+            update_rule=self._update_by_gradients,
+            rule_kwargs={"learning_rate": self.shared_lr},
+            options=StepOptions(**self._read_options()),
+            extra_updates=[(shared, new, "mean") for shared, new in self.averages.items()],
+            weight=self.weight,
+            is_serial=True,
+        )
+        rule, _ = append_averaged_updates(training.rule_updates, training.extra_updates, training.x[0])
+        equal = {u.shared: u.expression for u in training.extra_updates if not u.may_differ}
+        if self.shard_optimizer and self.size > 1:
+            rule = self._shard_updates(library, rule)
+        self.ema_params, vector = training.ema, rule.grad_shared
+        self.vels = self.vels2 = [vector]
+        self._apply_fn = library.function([], [], updates=list({**rule.param_updates, **equal}.items()))
+        gradient = rule.grad_updates[vector]
+        return {vector: vector + gradient if self.num_slices > 1 else gradient}
+
+    def _shard_updates(self, library: Any, rule: RuleUpdates) -> RuleUpdates:
+        """Shard updates over the ranks.
+
+        The new ones leave this rank's new parameters in the gradient's matrix, and zeros in the rows of the others.
+        The sum of all ranks' matrices then has all parameters, which `_gather_fn` sets.
+        """
+        shards = ShardedUpdates(rule, self.trainable_params, self.size, f"{type(self).__name__}.updates()")
+        matrix, self.sharded_variables = shards.grad_shared, shards.sharded_variables
+        for variable in self.sharded_variables.values():
+            variable.set_shard(self.rank, self.size)
+        number = library.tensor.constant(self.rank, dtype="int64")
+        own = {shards.row: matrix[self.rank], shards.rank: number}
+        new_values = library.clone(list(shards.local_updates.values()), own)
+        updates = OrderedDict(zip(shards.local_updates, new_values, strict=True))
+        row = updates.pop(shards.row)
+        updates[matrix] = library.tensor.set_subtensor(library.tensor.zeros_like(matrix)[self.rank], row)
+        self._gather_fn = library.function([], [], updates=list(shards.whole_updates.items()))
+        return RuleUpdates(shards.grad_updates, updates, matrix)
+
+    def _update_by_gradients(
+        self, loss_or_grads: Any, params: list[Any], weight: Any = None, learning_rate: Any = None
+    ) -> RuleUpdates:
+        """Apply `updates`, which may be a rule of Lasagne's, to the reduced gradients."""
+        flat = FlatGradient(loss_or_grads, params, weight)
+        own_weight, self.weight = self.weight, None  # the gradients are weighted already
+        try:
+            updates = _to_update_dict(self.updates(list(flat.iterate_gradients()), params, learning_rate))
+        except Exception as error:
+            error.add_note("updates(): BSP reduces gradients here, so `loss` is a list of gradients, one per parameter")
+            raise
+        finally:
+            self.weight = own_weight
+        return RuleUpdates(OrderedDict({flat.shared: flat.expression}), OrderedDict(updates), flat.shared)
+
+    def _average_slices(self, library: Any, outputs: list[Any]) -> dict[Any, Any]:
+        """Return updates of `step_outputs` that average over the slices of a batch; the last is the sum of weights."""
+        tensor, dtype = library.tensor, str(np.result_type(self.loss.dtype, np.float32))
+        weight = tensor.cast(self.inputs[0].shape[0], dtype) if self.weight is None else outputs.pop()
+        if self.weight is None:
+            self.step_outputs.append(library.shared(np.zeros((), dtype)))
+        total = self.step_outputs[-1]
+        new_values = {total: tensor.cast(total + weight, total.dtype)}
+        for shared, value in zip(self.step_outputs[:-1], outputs, strict=True):
+            mean = shared + (value - shared) * weight / (total + weight)
+            new_values[shared] = tensor.cast(tensor.switch(tensor.eq(weight, 0), shared, mean), shared.dtype)
+        return new_values
+
+    def train_iter(self, count: int, recorder: Any) -> None:
+        """Take a step with the next batch of this rank; compute only its gradient, if BSP reduces gradients."""
+        batch = self.next_batch(recorder)
+        recorder.start()
+        if self.num_slices == 1:
+            self.train_fn(*batch)
+        else:
+            self._clear_fn()
+            for rows in np.array_split(np.arange(len(batch[0])), self.num_slices):
+                if rows.size:
+                    self.train_fn(*(array[rows[0] : rows[-1] + 1] for array in batch))
+        if self.has_rank_means:  # XLA computes them before the exchange of this step
+            updated = [*self.params, *self.vels, *self.step_outputs]
+            values = [get_library(shared).borrow_value(shared) for shared in updated]
+            get_array_device(values[0]).wait(values)
+        recorder.end("calc")
+        n_costs = 1 if self.error is None else 2
+        values = list(map(_snapshot_value, self.step_outputs))
+        weight = {} if self.weight is None else {"weight": values[n_costs]}
+        recorder.train_error(count, *values[:n_costs], **weight)
+
+    def apply_gradients(self) -> bool:
+        """Update the parameters from the gradient, which all ranks have reduced; without effect in a one-part step.
+
+        Return True if the ranks have to sum `vels` again, and then call this method again: with ``shard_optimizer`` it
+        has the new parameters of each rank.
+        """
+        if self._has_new_shards:
+            self._gather_fn()
+        elif self.vels:
+            self._apply_fn()
+        self._has_new_shards = self._gather_fn is not None and not self._has_new_shards
+        return self._has_new_shards
+
+    def next_batch(self, recorder: Any) -> list[np.ndarray]:
+        """Return the next batch of this rank; each epoch has another order.  The time is recorded as "wait"."""
+        recorder.start()
+        if self._batches_epoch != self.epoch:
+            self._batches, self._batches_epoch = self._iterate_epoch(), self.epoch
+        arrays = next(self._batches, None)
+        if arrays is None:  # the loader has skipped batches of which it could read no row
+            self._batches = self._iterate_epoch()
+            arrays = next(self._batches)
+        batch = self._prepare_batch(arrays, True)
+        recorder.end("wait")
+        return batch
+
+    def skip_iter(self, count: int) -> None:
+        """Skip the first batches of this rank in the epoch, to resume after them."""
+        self._batches, self._batches_epoch = self._iterate_epoch(), self.epoch
+        for _ in range(count):
+            if next(self._batches, None) is None:
+                self._batches = self._iterate_epoch()
+                next(self._batches)
+
+    def _iterate_epoch(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield this rank's batches of the epoch."""
+        if isinstance(self.train_data, Loader):
+            yield from _copy_batches(
+                self.train_data.arrays(
+                    self.epoch, self.batch_size, self.seed, drop_last=True, rank=self.rank, size=self.size
+                )
+            )
+            return
+        order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.train_data[0]))
+        rows = order[self.rank :: self.size]
+        for start in range(0, len(rows), self.batch_size):
+            yield tuple(array[rows[start : start + self.batch_size]] for array in self.train_data)
+
+    def _iterate_validation(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield this rank's batches of the validation data."""
+        if isinstance(self.val_data, Loader):
+            yield from _copy_batches(self.val_data.arrays(0, self.batch_size, rank=self.rank, size=self.size))
+            return
+        for start in range(0, len(self._val_arrays[0]), self.batch_size):
+            yield tuple(array[start : start + self.batch_size] for array in self._val_arrays)
+
+    def reset_iter(self, mode: str) -> None:
+        """Restart the validation data, if ``mode`` is "val"."""
+        if mode == "val":
+            self._val_batches = None
+
+    def val_iter(self, count: int, recorder: Any) -> None:
+        """Validate the next batch of this rank."""
+        if self._val_batches is None:
+            self._val_batches = self._iterate_validation()
+        arrays = next(self._val_batches, None)
+        if arrays is not None:  # None if the loader has skipped a batch
+            batch = self._prepare_batch(arrays, False)
+            values = list(self.val_fn(*batch))
+            rows = len(batch[0]) if self.weight is None else float(values.pop())
+            recorder.val_error(count, *values, rows=rows)
+
+    def adjust_hyperp(self, epoch: int) -> None:
+        """Keep the learning rate; override this to change ``shared_lr`` after an epoch."""
+
+    def cleanup(self) -> None:
+        """Close the loaders, if the data has any."""
+        for data in (self.train_data, self.val_data):
+            if isinstance(data, Loader):
+                data.close()
+
+    def _prepare_batch(self, arrays: Sequence[Any], training: bool) -> list[np.ndarray]:
+        prepared = self.prepare(list(arrays), training)
+        return [cast(array, x.type.dtype, describe(x)) for array, x in zip(prepared, self.inputs, strict=True)]

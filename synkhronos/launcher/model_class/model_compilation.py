@@ -1,0 +1,80 @@
+"""Compilation of a model's functions, and the choice between gradients and parameters for the exchange under BSP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from synkhronos.launcher.configuration.settings import Settings
+from synkhronos.launcher.model_class.model import Model
+from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, call_by_signature, shorten_repr
+from synkhronos.rules import BSP, Rule
+
+
+def _compile_functions(model: Any, sync_type: str) -> None:
+    """Call ``compile_iter_fns``, with ``sync_type`` if it has this parameter.
+
+    Theano-MPI calls the exchange of gradients "cdd", and that of parameters "avg".  If ``size > 1``, its models compile
+    a function for gradients and one for updates, which only "cdd" can use.  So for "avg" ``size`` is 1 during the call.
+    """
+    size = getattr(model, "size", 1)
+    if sync_type != "cdd" and size != 1:
+        model.size = 1
+    try:
+        call_by_signature(model.compile_iter_fns, sync_type=sync_type)
+    finally:
+        if sync_type != "cdd" and size != 1:
+            model.size = size
+
+
+def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -> bool:
+    """Set the options of a `synkhronos.launcher.Model`'s step; return True if they need the gradient of all ranks.
+
+    They override attributes of the class, whose ``name`` is for errors.  Raise ModelInterfaceError if the class is not
+    a `Model`, or the rule does not exchange gradients in their own precision.
+    """
+    if not isinstance(model, Model):
+        if options:
+            raise ModelInterfaceError(f"model_options: {name} lacks:\n  the base class synkhronos.launcher.Model")
+        return False
+    model.set_options(options)
+    for option in model.step_options:
+        if not isinstance(rule, BSP):
+            raise ModelInterfaceError(f"{option}: needs the exchange rule BSP, got {rule!r}")
+        if rule.precision is not None:
+            raise ModelInterfaceError(f"{option}: BSP has to exchange gradients in their own precision, got {rule!r}")
+    return bool(model.step_options)
+
+
+def compile_model(model: Any, settings: Settings, rule: Rule, size: int, needs_gradients: bool) -> str | None:
+    """Compile an instance's functions; return "gradient" or "params", which ranks exchange after each step under BSP.
+
+    The option ``average`` of the rule decides; by default they exchange gradients if the class has ``vels`` and
+    ``vels2``. ``needs_gradients`` is the result of `set_model_options`.  Return None if ranks do not exchange after
+    each step.  Raise ModelInterfaceError if they would exchange gradients, but ``vels`` and ``vels2`` are not lists of
+    variables of equal shapes.
+    """
+    if not needs_gradients and (not isinstance(rule, BSP) or size == 1):
+        _compile_functions(model, "avg")
+        return None
+    requested_quantity, name = settings.rule_options.get("average"), settings.modelclass
+    options = model.step_options if isinstance(model, Model) else None
+    if requested_quantity == "params" or (requested_quantity is None and options == {}):
+        if options:
+            raise ModelInterfaceError(f"{next(iter(options))}: needs rule_options.average = 'gradient', got 'params'")
+        _compile_functions(model, "avg")
+        return "params"
+    _compile_functions(model, "cdd")
+    lists = [getattr(model, variables, None) for variables in ("vels", "vels2")]
+    if requested_quantity is None and not any(lists):
+        return "params"
+    specs = [[(p.type.dtype, np.shape(p.get_value())) for p in variables] if variables else [] for variables in lists]
+    if not specs[0] or specs[0] != specs[1]:
+        raise ModelInterfaceError(
+            f"{name}: missing or invalid:\n  attributes vels and vels2: expected lists of shared variables of "
+            f"the same shapes, got {shorten_repr(lists[0])} and {shorten_repr(lists[1])}; or give "
+            "--set rule_options.average=params"
+        )
+    return "gradient"

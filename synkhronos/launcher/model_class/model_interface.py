@@ -1,0 +1,205 @@
+"""Interface of model classes, which is that of Theano-MPI's models.
+
+A model class need not inherit from a class of this library.  Its methods and attributes are found by name, and checked
+before the run.  Each method is called with the arguments that its signature accepts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synkhronos.graph_libraries import list_loaded_libraries
+
+if TYPE_CHECKING:
+    from synkhronos.launcher.configuration.settings import Settings
+
+#: Required methods, and the purpose of each in error messages.
+REQUIRED_METHODS = {
+    "compile_iter_fns": "compiles its functions",
+    "train_iter": "takes a step; arguments (count, recorder)",
+    "val_iter": "validates a batch; arguments (count, recorder)",
+    "adjust_hyperp": "changes the learning rate after an epoch; argument (epoch)",
+    "cleanup": "releases files, processes and other resources",
+}
+
+
+class ModelInterfaceError(TypeError):
+    """A class lacks a method or an attribute that the launcher needs, or a method returns an invalid value."""
+
+
+def list_interface_problems(model: Any) -> list[str]:
+    """Return a line for each missing or invalid attribute of a model class or its instance.
+
+    For a class only methods are checked: its constructor and ``compile_iter_fns`` set the attributes.
+    """
+    missing = [name for name in REQUIRED_METHODS if not callable(getattr(model, name, None))]
+    problems = [f"method {name}(): {REQUIRED_METHODS[name]}" for name in missing]
+    if isinstance(model, type):
+        return problems
+    params = getattr(model, "params", None)
+    if not isinstance(params, list | tuple) or not params:
+        problems.append(f"attribute params: expected a list of shared variables, got {shorten_repr(params)}")
+    else:
+        for i, param in enumerate(params):
+            if not any(library.is_shared(param) and library.is_array(param) for library in list_loaded_libraries()):
+                problems.append(f"attribute params[{i}]: expected a shared variable, got {shorten_repr(param)}")
+            elif np.dtype(param.type.dtype).kind != "f":
+                problems.append(f"attribute params[{i}]: expected floats, got {param.type}")
+        if not problems and len({id(param) for param in params}) != len(params):
+            problems.append("attribute params: a shared variable comes twice")
+    data = getattr(model, "data", None)
+    if data is None:
+        problems.append("attribute data: expected an object with n_batch_train and n_batch_val, got None")
+        return problems
+    for name, minimum in (("n_batch_train", 1), ("n_batch_val", 0)):
+        count = getattr(data, name, None)
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < minimum:
+            problems.append(
+                f"attribute data.{name}: expected a number of batches, at least {minimum}, got {shorten_repr(count)}"
+            )
+    return problems
+
+
+def check_interface(model: Any, name: str) -> None:
+    """Raise `ModelInterfaceError`, if a method or attribute of a class or its instance is missing or invalid."""
+    lines = list_interface_problems(model)
+    if lines:
+        raise ModelInterfaceError(f"{name}: missing or invalid:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def shorten_repr(value: Any) -> str:
+    """Return the ``repr`` of a value, cut to 60 characters, for an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def import_model_class(pythonpath: str, module: str, class_name: str) -> Any:
+    """Import the user's module, and return the model class in it.
+
+    The module may import other modules in its folder by their names, as a script may.
+    """
+    if pythonpath not in sys.path:
+        sys.path.insert(0, pythonpath)
+    module_folder = str(Path(pythonpath, *module.split(".")[:-1]))
+    if module_folder not in sys.path:
+        sys.path.append(module_folder)
+    model_class = getattr(importlib.import_module(module), class_name, None)
+    if not isinstance(model_class, type):
+        raise ModelInterfaceError(f"modelclass: {class_name!r} of {module}: expected a class, got {model_class!r}")
+    return model_class
+
+
+def make_config(settings: Settings, rank: int, size: int) -> dict[str, Any]:
+    """Make the ``config`` of a rank's instance."""
+    names = {"rank": rank, "size": size, "verbose": rank == 0, "seed": settings.seed, "mname": settings.modelclass}
+    return {**names, **settings.config}
+
+
+def make_instance(model_class: type, config: dict[str, Any]) -> Any:
+    """Make an instance of a model class; raise ModelInterfaceError if its constructor has several required arguments.
+
+    The constructor takes the config or no argument.
+    """
+    parameters = [p for p in inspect.signature(model_class).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
+    if len(needed) > 1:
+        raise ModelInterfaceError(
+            f"{model_class.__name__}(): expected a class that takes one config, got one that takes {needed}"
+        )
+    return model_class(config) if parameters else model_class()
+
+
+def call_by_signature(method: Any, *arguments: Any, **named: Any) -> Any:
+    """Call a method with those arguments that its signature accepts: leading positional ones, and named ones."""
+    parameters = inspect.signature(method).parameters.values()
+    accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {key: value for key, value in named.items() if accepts_all or any(p.name == key for p in parameters)}
+    n_positional = 0
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            n_positional = len(arguments)
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            n_positional += parameter.name not in named
+    return method(*arguments[:n_positional], **named)
+
+
+def call_optional(model: Any, name: str, *arguments: Any, **named: Any) -> None:
+    """Call an optional method of a model, if it has it, with those arguments that its signature accepts."""
+    method = getattr(model, name, None)
+    if callable(method):
+        call_by_signature(method, *arguments, **named)
+
+
+def get_steps_per_batch(model: Any) -> int:
+    """Return the number of steps per batch: ``n_subb`` of the model, by default 1."""
+    return max(1, int(getattr(model, "n_subb", 1)))
+
+
+def parse_val_iter_result(returned: Any, batch: int, next_batch: int) -> tuple[int, bool]:
+    """Return the number of the next validation batch, and whether ``val_iter`` has ended the validation and the run.
+
+    After ``batch`` comes ``next_batch``, unless ``val_iter`` has returned another number above ``batch``.  Raise
+    ModelInterfaceError if it has returned anything else than a number, None or "stop".
+
+    Examples
+    --------
+    >>> [parse_val_iter_result(returned, 3, 4) for returned in (None, 7, "stop")]
+    [(4, False), (7, False), (4, True)]
+    """
+    if returned is None:
+        return next_batch, False
+    if isinstance(returned, str) and returned == "stop":
+        return next_batch, True
+    if isinstance(returned, int | np.integer) and not isinstance(returned, bool) and returned > batch:
+        return int(returned), False
+    raise ModelInterfaceError(
+        f"val_iter(): expected it to return None, 'stop', or the number of the next batch, above {batch}, got "
+        f"{shorten_repr(returned)}"
+    )
+
+
+def get_batch_size(model: Any) -> int:
+    """Return the number of rows of a batch: ``batch_size`` of the model or its data.
+
+    It is 1 for a model without ``batch_size``, whose speed is then reported in batches.
+    """
+    size = getattr(model, "batch_size", getattr(model.data, "batch_size", 1))
+    return int(size) if isinstance(size, int | np.integer) else 1
+
+
+def get_learning_rate(model: Any) -> float:
+    """Return the value of the model's ``shared_lr``, ``lr`` or ``learning_rate``; NaN without any."""
+    for name in ("shared_lr", "lr", "learning_rate"):
+        value: Any = getattr(model, name, None)
+        if hasattr(value, "get_value"):
+            value = value.get_value()
+        if value is not None and np.ndim(value) == 0:
+            return float(value)
+    return math.nan
+
+
+@contextmanager
+def use_model_precision() -> Iterator[None]:
+    """Within a ``with`` block, set JAX's precision to that for which PyTensor has compiled the model's functions.
+
+    PyTensor enables float64 in JAX only if ``floatX`` is float64, but this library's functions need it enabled.
+    """
+    jax, pytensor = sys.modules.get("jax"), sys.modules.get("pytensor")
+    if jax is None or pytensor is None:  # nothing is compiled yet, and PyTensor then sets the flag itself
+        yield
+        return
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", pytensor.config.floatX == "float64")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)

@@ -1,0 +1,77 @@
+"""Shared variables of a model's compiled functions, by role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from synkhronos.graph_libraries import get_library
+from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
+from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
+
+
+def group_variables(model: Any, exclude_normalization: bool = False) -> VariablesByRole:
+    """Group the shared variables of a model's compiled functions by role, for checkpoints.
+
+    The functions are attributes of the model, or elements of lists that are attributes.  They are visited in the
+    alphabetical order of the attributes, so the order is equal on all ranks and in all runs.
+
+    - `exchanged` and `excluded`: the model's ``params``.
+    - `optimizer`: floats that a function updates, such as velocities and running averages.
+    - `generators`: random generators of a function.
+    - `others`: integers that a function updates, and scalars that it reads, such as a learning rate.
+
+    Variables in `Model.step_outputs` and in ``vels2`` are in no group: they are results, and memory of the exchange.
+
+    With ``exclude_normalization``, parameters named ``gamma`` or ``beta``, those of batch normalisation, are not
+    exchanged, except in a `Model` that normalises over the rows of all ranks.  Raise ModelInterfaceError if no
+    parameter remains.
+    """
+    exclude_normalization = exclude_normalization and not getattr(model, "has_rank_means", False)
+    excluded = [p for p in model.params if exclude_normalization and p.name in ("gamma", "beta")]
+    excluded_ids = {id(p) for p in excluded}
+    groups = VariablesByRole([p for p in model.params if id(p) not in excluded_ids], [], excluded, [], [])
+    averages = getattr(model, "averages", None)
+    if isinstance(averages, Mapping):  # a `Model`, whose params end with the averages
+        groups.n_averages = sum(any(p is average for average in averages) for p in groups.exchanged)
+    if not groups.exchanged:
+        raise ModelInterfaceError(
+            "params: expected some that are not named gamma or beta, which each rank keeps for itself"
+        )
+    grouped_ids = {
+        id(param)
+        for param in (*model.params, *(getattr(model, "vels2", None) or ()), *getattr(model, "step_outputs", ()))
+    }
+    for _, value in sorted(vars(model).items()):
+        for function in value if isinstance(value, list | tuple) else [value]:
+            _group_function_variables(function, groups, grouped_ids)
+    wholes = {id(variable.shared): whole for whole, variable in getattr(model, "sharded_variables", {}).items()}
+    groups.optimizer = [wholes.get(id(shared), shared) for shared in groups.whole_optimizer]
+    return groups
+
+
+def _group_function_variables(function: Any, groups: VariablesByRole, grouped_ids: set[int]) -> None:
+    """Add the shared variables of a compiled function to ``groups``; do nothing for other objects.
+
+    ``grouped_ids`` has the ids of variables that are already grouped, or belong to no group.  It is extended.
+    """
+    for function_input in getattr(getattr(function, "maker", None), "inputs", ()):
+        shared = function_input.variable
+        if not getattr(function_input, "implicit", False):
+            continue
+        library = get_library(shared)
+        if library.is_generator(shared):
+            library.track_generators(function)
+        if id(shared) in grouped_ids:
+            continue
+        grouped_ids.add(id(shared))
+        if library.is_generator(shared):
+            groups.generators.append(shared)
+        elif not library.is_array(shared):
+            continue
+        elif function_input.update is not None and np.dtype(shared.type.dtype).kind == "f":
+            groups.whole_optimizer.append(shared)
+        elif function_input.update is not None or shared.type.ndim == 0:
+            groups.others.append(shared)

@@ -1,0 +1,108 @@
+"""Detection of runs that train nothing: parameters that never change, or ranks that compute equal steps.
+
+Neither mistake of a model class raises an error by itself: the run would waste days, of all ranks or of all but one.
+So hashes of variables are compared in the first steps::
+
+    steps 1, 2, 3      hash of the results of the step  --> must differ between ranks
+    step 50, or        hash of all parameters           --> must differ from the hash before the first step
+    end of an epoch
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices import get_array_device
+from synkhronos.programs import Worker
+from synkhronos.rules.state import FlatVariables
+
+#: Number of steps after which a parameter must have changed.
+_MAX_UNCHANGED_STEPS = 50
+#: Number of first steps whose hashes ranks compare.
+_N_COMPARED_STEPS = 3
+EQUAL_STEPS_MESSAGE = (
+    "ranks {} and {} have taken the same steps: they train on the same rows in the same order; the class has to choose "
+    "its rows by config['rank'] and config['size']"
+)
+
+
+class IneffectiveTrainingError(RuntimeError):
+    """A run trains nothing: no parameter changes, or two ranks compute equal steps."""
+
+
+class SanityCheck:
+    """Checks of a rank's first steps: they have to change parameters, and to differ from other ranks' steps.
+
+    ``step_variables`` are those that a step computes from this rank's rows, before the exchange: parameters, or
+    gradients.
+    """
+
+    def __init__(self, params: list[Any], step_variables: list[Any]):
+        self._params, self._step_values = FlatVariables(params), FlatVariables(step_variables)
+        self._initial_params_hash, self._initial_step_hash = hash_values(self._params), hash_values(self._step_values)
+        self._step_hashes: list[str] = []
+        self._n_steps = 0
+        self._has_changed = self._is_compared = False
+
+    def record_step(self) -> None:
+        """Record a step of this rank.  Call this before the exchange, which makes ranks equal."""
+        self._n_steps += 1
+        if len(self._step_hashes) < _N_COMPARED_STEPS:
+            self._step_hashes.append(hash_values(self._step_values))
+
+    @property
+    def is_comparison_due(self) -> bool:
+        """Whether synchronous ranks should call `compare_ranks` now."""
+        return not self._is_compared and len(self._step_hashes) == _N_COMPARED_STEPS
+
+    def check_params_change(self, learning_rate: float, epoch_ended: bool) -> None:
+        """Raise IneffectiveTrainingError if no parameter has changed since before the first step.
+
+        The check is made after 50 steps, or at the end of an epoch after 2.  It is skipped at a learning rate of 0.
+        """
+        if self._has_changed or self._n_steps < (2 if epoch_ended else _MAX_UNCHANGED_STEPS) or learning_rate == 0:
+            return
+        self._has_changed = hash_values(self._params) != self._initial_params_hash
+        if not self._has_changed:
+            raise IneffectiveTrainingError(
+                f"no parameter has changed in {self._n_steps} steps: this run trains nothing. Does train_iter() call "
+                "the functions that compile_iter_fns() has compiled, and are updates of params among theirs?"
+            )
+
+    def compare_ranks(self, worker: Worker) -> None:
+        """Raise IneffectiveTrainingError if two ranks have computed equal first steps.  A collective.
+
+        Later calls do nothing.  Ranks without steps, and ranks whose steps have changed nothing, are not compared.
+        """
+        if self._is_compared:
+            return
+        self._is_compared = True
+        has_stepped = bool(self._step_hashes) and self._step_hashes[-1] != self._initial_step_hash
+        if equal_ranks := find_ranks_with_equal_steps(worker.all_gather(self._step_hashes if has_stepped else None)):
+            raise IneffectiveTrainingError(EQUAL_STEPS_MESSAGE.format(*equal_ranks))
+
+
+def find_ranks_with_equal_steps(step_hashes_by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
+    """Find the first two ranks with equal lists of hashes; None if there are none.  Ranks without hashes are skipped.
+
+    Examples
+    --------
+    >>> find_ranks_with_equal_steps([["a", "b"], ["a", "c"], ["a", "b"]])
+    (0, 2)
+    """
+    first_rank: dict[tuple[str, ...], int] = {}
+    for rank, steps in enumerate(step_hashes_by_rank):
+        if steps and (other := first_rank.setdefault(tuple(steps), rank)) != rank:
+            return other, rank
+    return None
+
+
+def hash_values(vector: FlatVariables) -> str:
+    """Return a hash of the vector's elements."""
+    value = vector.get()
+    array = np.ascontiguousarray(get_array_device(value).to_host(value))
+    return hashlib.blake2b(array.view(np.uint8).data, digest_size=16).hexdigest()

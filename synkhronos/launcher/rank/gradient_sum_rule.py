@@ -1,0 +1,64 @@
+"""The exchange of gradients for model classes that compile a step in two parts: Theano-MPI's ``cdd``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.programs import Worker
+from synkhronos.rules import Rule, State
+from synkhronos.rules.rule import all_reduce_mean
+from synkhronos.rules.state import FlatVariables
+
+#: Key, in a checkpoint, of the sum of gradients that the next step will apply.
+_PENDING = "pending"
+
+
+class GradientSumRule(Rule):
+    """Exchange rule that writes the sum of all ranks' ``vels`` into ``vels2``, as one vector.
+
+    Theano-MPI's models compile two functions.  One writes the gradient, or the momentum, into `vels`.  The other
+    divides `vels2` by the number of ranks, and updates the parameters from it.  A step calls the second function first,
+    so a sum is applied one step later.
+    """
+
+    def __init__(self, vels: Sequence[Any], vels2: Sequence[Any], precision: str | None = None):
+        super().__init__(1, precision=precision)
+        self.vels, self.vels2 = FlatVariables(vels), FlatVariables(vels2)
+
+    def setup(self, worker: Worker, state: State) -> None:
+        """Leave ``vels2`` at the values that the class has set."""
+
+    def exchange(self, worker: Worker, state: State) -> None:
+        """All-reduce ``vels`` into ``vels2``."""
+        vector = self.vels.get()
+        if self.precision is None or np.dtype(vector.dtype).name == self.precision:
+            total = worker.all_reduce(vector, "sum", overwrite=True)
+        else:
+            total = all_reduce_mean(worker, vector, self.precision) * vector.dtype.type(worker.size)
+        self.vels2.set(total)
+
+    def compute_consensus(self, worker: Worker, state: State) -> Any:
+        """Return this rank's parameters, which are equal on all ranks unless they are excluded."""
+        return state.vector
+
+    def save_pending(self, state: State) -> None:
+        """Save the pending sum in the state, for a checkpoint."""
+        state.own[_PENDING] = np.asarray(self.vels2.get())
+
+    def restore_pending(self, state: State) -> None:
+        """Set ``vels2`` to the pending sum of a checkpoint, if it has one of this size."""
+        pending = state.own.pop(_PENDING, None)
+        if pending is not None and np.size(pending) == self.vels2.size:
+            self.vels2.set(np.asarray(pending))
+
+    def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
+        """Scale the pending sum to the new number of ranks, by which the class divides it."""
+        resized = super().resize_states(states, n_ranks)
+        if _PENDING not in states[0]["own"]:
+            return resized
+        pending = states[0]["own"][_PENDING] * (n_ranks / len(states))
+        pending = pending.astype(states[0]["params"].dtype)
+        return [{**state, "own": {**state["own"], _PENDING: pending}} for state in resized]

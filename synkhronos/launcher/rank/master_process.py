@@ -1,0 +1,114 @@
+"""The process of rank 0, which forks the other ranks.
+
+    python -m synkhronos.launcher.rank.master_process FOLDER ARGUMENTS
+
+A failure is written into the run's ``failure.txt``, which the supervisor prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+
+from synkhronos.compat.startup import import_theano_before_fork
+from synkhronos.data.shared_memory import create_unpublished
+from synkhronos.launcher import core_binding
+from synkhronos.launcher.configuration.settings import Settings, SettingsError
+from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
+from synkhronos.launcher.rank import rank_functions
+from synkhronos.launcher.supervision.master_arguments import MasterArguments
+from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
+from synkhronos.ranks import WorkerError, get_last_death, get_session
+from synkhronos.ranks.child_process import exit_with_parent
+from synkhronos.ranks.errors import FAILED_START_PREFIX
+from synkhronos.rules import allocate_shared_arrays
+from synkhronos.startup import fork_pinned
+from synkhronos.timelines import timeline
+from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
+
+
+def main(folder: str, arguments: MasterArguments) -> int:
+    """Train with the settings in a run's folder, and return the exit status."""
+    exit_with_parent(arguments.supervisor_pid, from_main_thread=True)
+    for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    settings = Settings.load(folder)
+    try:
+        return _train(settings, arguments)
+    except BaseException as error:
+        if arguments.memory_checkpoint_folder:
+            _log_death(folder, error, arguments.is_recovery and not (Path(folder) / PROCESSES_FILE).exists())
+        text = _describe_failure(error)
+        try:
+            (Path(folder) / FAILURE_FILE).write_text(text, "utf-8", "backslashreplace")
+        except OSError as full:
+            sys.stderr.write(f"{FAILURE_FILE} can't be written: {full}\n{text}")
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _describe_failure(error: BaseException) -> str:
+    """Return the name of the failed rank and its traceback, or only its message, if it names what the user can mend."""
+    kinds = SettingsError, ModelInterfaceError
+    if not isinstance(error, WorkerError):
+        is_clear = isinstance(error, kinds)
+        return f"rank 0: {error}\n" if is_clear else "rank 0:\n" + "".join(traceback.format_exception(error))
+    name = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
+    for kind in kinds:
+        _, found, message = error.worker_traceback.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")
+        if found:
+            return f"{name}: {message}"
+    return f"{name}:\n{error.worker_traceback or error}\n"
+
+
+def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
+    """Log the cause of an error: a death, the loss of a host, or a rank that can't start.
+
+    With ``is_failed_start`` not all ranks have started in a recovery; then any exception means an unusable device.
+    """
+    death = get_last_death()
+    if death is not None:
+        DeathLog(folder).add(death.rank, death.host, death.cause)
+    elif isinstance(error, WorkerError) and not error.worker_traceback:
+        text = str(error).partition(";")[0]
+        DeathLog(folder).add(error.rank, "", f"ended: {text}")
+    elif is_failed_start and isinstance(error, Exception):
+        rank = error.rank if isinstance(error, WorkerError) else 0
+        text = str(error).partition("\n")[0] if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
+        DeathLog(folder).add(rank, "", f"{FAILED_START_PREFIX}: {text}")
+
+
+def _train(settings: Settings, arguments: MasterArguments) -> int:
+    """Train; return 0, or 128 plus the number of the signal at which a checkpoint was written."""
+    import_theano_before_fork(settings.on_gpu)
+    np.random.seed(settings.seed)
+    random.seed(settings.seed)
+    # BLAS has started its threads within rank 0's cores.  Other ranks bind theirs.
+    core_binding.bind_to_cores(arguments.allowed_cores)
+    hosts_output = None
+    if arguments.remote_output_pipe is not None:
+        hosts_output = open(arguments.remote_output_pipe, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    devices, cores = list(settings.devices), arguments.rank_cores
+    fork_pinned(len(devices), settings.on_gpu, cores, settings.hosts, hosts_output)
+    ranks_by_host = get_session().ranks_by_host
+    processes = run(rank_functions.prepare_rank, arguments, devices, ranks_by_host)
+    (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))
+    rule = settings.make_rule()
+    n_elements, dtype = run(rank_functions.build_model, settings, rule)[0]
+    shared_arrays = allocate_shared_arrays(rule, get_session().size, n_elements, np.dtype(dtype))
+    stop_flag = create_unpublished((1,), "int64")
+    path = Path(settings.folder) / "timeline.json"
+    recording = timeline(path) if settings.timeline else contextlib.nullcontext()
+    # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
+    with recording, StopSignalHandler(None, stop_flag.data) if settings.saves_on_signal else contextlib.nullcontext():
+        is_complete = run(rank_functions.train_model, settings, rule, shared_arrays, arguments, stop_flag)[0]
+        return 0 if is_complete else 128 + get_requested_stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], MasterArguments.from_json(sys.argv[2])))

@@ -1,0 +1,67 @@
+"""Writing of memory checkpoints: checkpoints in the supervisor's folder in /dev/shm, for a start after a death."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from synkhronos.launcher.rank.model_state import ModelState
+from synkhronos.training.checkpoints.checkpoint import Checkpoint
+from synkhronos.training.loops.batch_loop import choose_interval_steps
+
+#: Approximate number of seconds between two memory checkpoints.
+_INTERVAL_SECONDS = 1.0
+#: Minimum of this interval, in units of the time to write a memory checkpoint.
+_MIN_INTERVAL_RATIO = 10.0
+
+
+class MemoryCheckpointWriter:
+    """Writer of memory checkpoints of a run; all ranks write one together, into the supervisor's folder.
+
+    The next one is due after ``due_batch`` batches of the epoch.
+    """
+
+    def __init__(self, folder: str, state: ModelState):
+        self._folder, self._state, self._checkpoint = folder, state, None  # type: str, ModelState, Checkpoint | None
+        self._interval_batches = self.due_batch = 1
+        self._ended_at = time.monotonic()
+
+    def schedule_after(self, batch: int) -> None:
+        """Schedule the next memory checkpoint; ``batch`` batches of the epoch are trained on."""
+        self.due_batch = batch + self._interval_batches
+
+    def write(self, metrics: Mapping[str, float] | None) -> None:
+        """Write the state of all ranks.  A collective.
+
+        ``metrics`` are those of the epoch that has just ended; None within one.  As at a report, no message between
+        ranks is pending.  Within an epoch, the ranks have the consensus parameters while the state is written, and
+        their own ones before and afterwards.
+        """
+        state, began = self._state, time.monotonic()
+        state.worker.barrier("the memory checkpoint is due")
+        if state.worker.number == 0 and self._checkpoint is None:
+            self._checkpoint = Checkpoint(self._folder, keep=1)
+        if metrics is None:
+            state.recorder.write_line()  # after a death, the next line starts from this checkpoint
+            state.use_consensus_params()
+        try:
+            state.save(metrics, self._checkpoint)
+        except OSError as error:
+            error.add_note("on_death = 'continue' writes the state of all ranks into /dev/shm: give it more memory")
+            raise
+        finally:
+            if metrics is None:
+                state.restore_own_params()
+        self._schedule_next(began, state.position["batch"])
+
+    def _schedule_next(self, began: float, batch: int) -> None:
+        """Schedule the next memory checkpoint; the last one was begun at time ``began``, after batch ``batch``.
+
+        A collective.
+        """
+        now = time.monotonic()
+        interval = max(_INTERVAL_SECONDS, _MIN_INTERVAL_RATIO * (now - began))
+        batches = choose_interval_steps(self._interval_batches, began - self._ended_at, interval)
+        self._interval_batches = self._state.worker.broadcast(batches)
+        self.schedule_after(batch)
+        self._ended_at = time.monotonic()

@@ -1,0 +1,303 @@
+"""The loop of one rank over the epochs of a model class."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+
+import numpy as np
+
+from synkhronos.devices import get_array_device
+from synkhronos.graph_libraries import get_library
+from synkhronos.launcher.model_class.model import Model
+from synkhronos.launcher.model_class.model_interface import (
+    ModelInterfaceError,
+    call_by_signature,
+    call_optional,
+    get_learning_rate,
+    get_steps_per_batch,
+    parse_val_iter_result,
+    use_model_precision,
+)
+from synkhronos.launcher.model_class.sanity_check import SanityCheck
+from synkhronos.launcher.rank.gradient_sum_rule import GradientSumRule
+from synkhronos.launcher.rank.memory_checkpoint_writer import MemoryCheckpointWriter
+from synkhronos.launcher.rank.model_batch_loop import ModelBatchLoop
+from synkhronos.launcher.rank.model_state import ModelState, get_global_generator_states
+from synkhronos.launcher.supervision.master_arguments import MasterArguments
+from synkhronos.launcher.supervision.run_folder import DeathLog
+from synkhronos.programs import LocalRows
+from synkhronos.rules import BSP, Swap
+from synkhronos.training.loops.epoch_loop import EpochLoop
+from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.meter import RankTotals
+from synkhronos.training.monitoring.nonfinite import describe_nonfinite
+from synkhronos.training.monitoring.recorder import Recorder
+from synkhronos.training.monitoring.report import Report, make_report
+
+#: Number of epochs over which the learning rate rises to its value times the number of ranks, as in Theano-MPI.
+_WARMUP_EPOCHS = 5
+#: Number of epochs between two calls of a model's ``save(path)``.
+_SAVE_EPOCHS = 5
+
+
+class ModelEpochLoop(EpochLoop):
+    """Loop of one rank over the epochs of an instance of a model class, of which `n_reports` are complete."""
+
+    def __init__(self, state: ModelState, arguments: MasterArguments, stop_flag: LocalRows):
+        settings = state.settings
+        self.state, self.recorder = state, state.recorder
+        self.worker, self.settings, self.model = state.worker, settings, state.model
+        self.n_epochs = _choose_n_epochs(state)
+        self.patience, self.saves_best = settings.patience, settings.keep_best is not None
+        self.checkpoint_every = settings.checkpoint
+        step_variables = self.model.vels if isinstance(state.rule, GradientSumRule) else state.variables.exchanged
+        self.sanity_check = SanityCheck(list(self.model.params), step_variables)
+        if arguments.checkpoint_path is None:
+            state.rule.setup(state.worker, state.rule_state)
+        else:
+            state.resume(arguments.checkpoint_path)
+        self.n_reports = state.n_complete_epochs
+        self.memory_checkpoints = None
+        if arguments.memory_checkpoint_folder is not None:
+            self.memory_checkpoints = MemoryCheckpointWriter(arguments.memory_checkpoint_folder, state)
+        self.batch_loop = ModelBatchLoop(state, self.sanity_check, self.memory_checkpoints, stop_flag)
+        self.totals: list[RankTotals] = []
+        self.is_stopped_by_model = False
+        #: Recorder of reports, on rank 0.
+        self._report_recorder = Recorder(state.folder) if state.worker.number == 0 else None
+        #: The argument ``count`` of ``val_iter``: number of this rank's batches in the epoch times the number of ranks.
+        self._n_trained_batches = 0
+        #: Time at which the training of the epoch ended, by `time.perf_counter`.
+        self._training_ended_at = 0.0
+
+    @property
+    def early_stopping(self) -> EarlyStopping:
+        """Best value of the metric so far."""
+        return self.state.early_stopping
+
+    def train_all_epochs(self) -> bool:
+        """Train all epochs and write the parameters; return False if a signal stops the training."""
+        is_master, n_before = self.worker.number == 0, self.n_reports
+        if is_master and self.memory_checkpoints:
+            for death in DeathLog(self.state.folder).record_recovery(self.recorder.meter.step):
+                sys.stdout.write(
+                    f"rank {death['rank']} {death['cause']}; the training continues from step {death['step']}, "
+                    f"{death['seconds']:.1f} s later\n"
+                )
+        for report in self.iterate_reports():
+            if self.memory_checkpoints:
+                self.memory_checkpoints.write(report.metrics)
+            if self.is_stopped_by_model and is_master:
+                sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {self.n_reports}\n")
+            if self.is_patience_exhausted() and is_master:
+                best = self.early_stopping
+                worse = f"{best.metric}: no better for {best.n_reports_since_best} epochs"
+                sys.stdout.write(f"{worse}; the run ends after {self.n_reports}\n")
+        if self.batch_loop.is_stopped_by_signal:
+            return False
+        if self.n_reports == n_before:  # the run had ended between its last checkpoint and the following lines
+            self.state.use_consensus_params()
+        self._save_params("params.npz")
+        if self.settings.keep_best:
+            self._save_best()
+        return True
+
+    def has_trained_all_epochs(self) -> bool:
+        """Whether all epochs are trained, or ``val_iter`` has ended the training."""
+        return self.n_reports >= self.n_epochs or self.is_stopped_by_model
+
+    def _warm_up_learning_rate(self, epoch: int) -> None:
+        """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5 (the first is 0).
+
+        By default this applies under BSP and Swap, unless the model's ``warmup`` is false or ``scale_lr`` is called.
+        """
+        shared_lr = getattr(self.model, "shared_lr", None)
+        warms_up = self.settings.warmup
+        if warms_up is None:
+            is_default = isinstance(self.state.rule, BSP | GradientSumRule | Swap) and getattr(
+                self.model, "warmup", True
+            )
+            warms_up = is_default and not self.settings.scale_lr  # scale_lr multiplies the rate at the start of the run
+        if not warms_up or shared_lr is None or self.worker.size == 1 or not 1 <= epoch <= _WARMUP_EPOCHS:
+            return
+        rate = np.asarray(shared_lr.get_value())
+        shared_lr.set_value(np.asarray(rate * self.worker.size ** (1 / _WARMUP_EPOCHS), rate.dtype))
+        if self.worker.number == 0:
+            sys.stdout.write(f"warm-up: shared_lr is {float(shared_lr.get_value()):.4g} from epoch {epoch + 1} on\n")
+
+    def observe(self, report: Report) -> bool:
+        """Compare a report with the best one so far; return True if it is better.
+
+        The metric is that of ``keep_best``, by default the first one of the validation.  Nothing is compared if neither
+        ``patience`` nor ``keep_best`` is set.  Raise ModelInterfaceError if the class does not report the metric.
+        """
+        if self.settings.patience is None and self.settings.keep_best is None:
+            return False
+        metrics = report.metrics
+        name, mode = self.settings.keep_best or (next((n for n in metrics if n != "loss"), "cost"), "min")
+        if name not in metrics:
+            names = ", ".join(metrics) or "nothing"
+            raise ModelInterfaceError(
+                f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {names}"
+            )
+        self.metric = name, mode
+        self.early_stopping.set_metric(f"{name} {mode}")
+        return super().observe(report)
+
+    def train(self) -> bool:
+        """Train to the end of the epoch, or until a signal stops some rank."""
+        epoch, is_resumed = self.n_reports, self.state.position["batch"] > 0
+        self.state.restore_own_params()
+        self.model.epoch = epoch
+        if not is_resumed:
+            self._warm_up_learning_rate(epoch)
+        self.recorder.learning_rate = get_learning_rate(self.model)
+        if not math.isnan(self.recorder.learning_rate):
+            self.state.rule_state.learning_rate = self.recorder.learning_rate
+        if is_resumed:
+            self.recorder.begin_epoch(epoch, *self.state.position["record"])
+        else:
+            self.recorder.begin_epoch(epoch)
+            self.state.position = {"batch": 0, "generators": get_global_generator_states()}
+        self.batch_loop.run()
+        self._n_trained_batches = self.state.position["batch"] * self.worker.size
+        self.recorder.write_line()
+        total = self.recorder.meter.get_totals(self.recorder.learning_rate)
+        ended = self.worker.all_gather((total, self.batch_loop.is_stopped_by_signal))
+        self.totals = [total for total, _ in ended]
+        self._training_ended_at = time.perf_counter()
+        self.batch_loop.is_stopped_by_signal = any(is_stopped for _, is_stopped in ended)
+        if not self.batch_loop.is_stopped_by_signal:
+            self.recorder.clear_train_info()
+            call_optional(self.model, "reset_iter", "train")
+            self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=True)
+            if self.state.rule.asynchronous:
+                self.sanity_check.compare_ranks(self.worker)
+        self.state.use_consensus_params()
+        return not self.batch_loop.is_stopped_by_signal
+
+    def make_report(self) -> Report:
+        """Make the report of the epoch; raise FloatingPointError if the loss is infinite or NaN.
+
+        It is NaN if the class recorded no cost.
+        """
+        n_ranks, epoch = self.worker.size, self.n_reports + 1
+        seen = self.recorder.meter.step * self.recorder.rows_per_step * n_ranks
+        elapsed = self._training_ended_at - self.recorder.epoch_began
+        report = make_report(self.totals, epoch, seen, f"{n_ranks} x {self.recorder.rows_per_step}", elapsed)
+        if any(total.weight for total in self.totals) and not math.isfinite(report.loss):
+            data = getattr(self.model, "train_data", None)  # an attribute of `Model`
+            arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []
+            row = describe_nonfinite({f"load()'s training array {i}": array for i, array in enumerate(arrays)})
+            why = f"{row}; nothing of it was saved" if row else "nothing of it was saved"
+            raise FloatingPointError(f"the cost is {report.loss} in epoch {epoch}: {why}")
+        return report
+
+    def validate(self, report: Report) -> bool:
+        """Validate the rule's consensus parameters; a validation that a signal stops has no results."""
+        recorder = self.recorder
+        generator_states = self.state.get_generator_states()
+        batch, should_stop, is_ended = 0, False, False
+        per_batch = get_steps_per_batch(self.model)
+        while batch < int(self.model.data.n_batch_val) and not should_stop and not is_ended:
+            next_batch = batch + 1
+            for _ in range(per_batch):
+                self.worker.progress()
+                with use_model_precision():
+                    returned = self.model.val_iter(self._n_trained_batches, recorder)
+                next_batch, should_stop = parse_val_iter_result(returned, batch, next_batch)
+                if should_stop:
+                    break
+            batch = next_batch
+            is_ended = self.batch_loop.is_stop_requested(is_collective=False)
+        call_optional(self.model, "reset_iter", "val")
+        by_rank = self.worker.all_gather((*recorder.take_validation_sums(), should_stop, is_ended))
+        self.batch_loop.is_stopped_by_signal = any(ended for *_, ended in by_rank)
+        if self.batch_loop.is_stopped_by_signal:
+            self.state.set_generator_states(*generator_states)  # a resumed run repeats the validation
+            return False
+        sums: dict[str, float] = {}
+        total = sum(rows for rows, *_ in by_rank)
+        for _, rank_sums, *_ in by_rank:
+            for name, value in rank_sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+        report.validation = means = {name: value / total for name, value in sums.items()}  # no sums without weight
+        recorder.set_validation_means(self._n_trained_batches, means)
+        if means:
+            self.model.current_info = recorder.get_latest_val_info()
+        self.is_stopped_by_model = any(stopped for _, _, stopped, _ in by_rank)
+        return True
+
+    def save_at_signal(self) -> None:
+        """Write a checkpoint within the epoch; raise FloatingPointError if the loss is not finite."""
+        self.make_report()
+        self.state.save(None)
+
+    def call_report_hooks(self, report: Report) -> None:
+        """Call the class's ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
+        self._save_snapshot(self.n_reports - 1, self.is_over())
+        call_by_signature(self.model.adjust_hyperp, self.n_reports - 1)
+        call_optional(self.model, "print_info", self.recorder, verbose=self.worker.number == 0)
+
+    def finish_interval(self, report: Report) -> None:
+        """Move to the next epoch; on rank 0, print and write the report."""
+        self.state.position = {"batch": 0}
+        self.state.n_complete_epochs = self.n_reports + 1
+        if self._report_recorder is None:
+            return
+        if self.memory_checkpoints:
+            first = self.recorder.meter.step - self.recorder.meter.steps
+            report.deaths = [death for death in DeathLog(self.state.folder).read() if death["step"] >= first]
+        self._report_recorder.write(report.to_record())
+        values = {} if math.isnan(report.loss) else {"cost": report.loss}
+        values |= {f"validation {name}": value for name, value in report.validation.items()}
+        line = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        sys.stdout.write(
+            f"epoch {report.epoch} done: {line}; batch {report.batch}, {report.rows_per_second:,.0f} "
+            f"{self.recorder.unit}/s\n"
+        )
+
+    def save(self, report: Report) -> None:
+        """Write a checkpoint after an epoch."""
+        self.state.save(report.metrics)
+
+    def _save_snapshot(self, epoch: int, last: bool) -> None:
+        """Call ``save(path)`` of the model, if it has this method, on rank 0 every five epochs and at the end."""
+        save = getattr(self.model, "save", None)
+        if self.worker.number == 0 and callable(save) and (epoch % _SAVE_EPOCHS == 0 or last):
+            (self.state.folder / "snapshots").mkdir(exist_ok=True)
+            save(f"{self.state.folder / 'snapshots'}{os.sep}")  # Theano-MPI's models append a file's name
+
+    def _save_params(self, name: str) -> None:
+        """Write the parameters into an ``.npz`` file, on rank 0.
+
+        As in Lasagne's examples, the arrays are ``arr_0``, ``arr_1`` and so on.
+        """
+        if self.worker.number == 0:
+            params = self.model.params
+            if isinstance(self.model, Model) and self.model.ema_params is not None and self.model.validate_ema:
+                params = [*self.model.ema_params, *self.model.averages]
+            values = [get_array_device(v).to_host(v) for v in (get_library(p).borrow_value(p) for p in params)]
+            np.savez(self.state.folder / name, *values)
+
+    def _save_best(self) -> None:
+        """Write the parameters of the best checkpoint, if there is one.  A collective."""
+        best = self.worker.broadcast(self.state.checkpoints.find_best() if self.worker.number == 0 else None)
+        if best is not None:
+            self.state.restore(str(best))
+            self.state.use_consensus_params()
+            self._save_params("best.npz")
+
+
+def _choose_n_epochs(state: ModelState) -> int:
+    """Return the number of epochs from the settings, or else from the model; raise ModelInterfaceError without any."""
+    epochs = state.settings.epochs if state.settings.epochs is not None else getattr(state.model, "n_epochs", None)
+    if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
+        raise ModelInterfaceError(
+            f"{state.settings.modelclass}: missing or invalid:\n  attribute n_epochs: expected a number of epochs, got "
+            f"{epochs!r}; or give --set epochs=N"
+        )
+    return int(epochs)

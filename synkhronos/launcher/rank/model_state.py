@@ -1,0 +1,233 @@
+"""State of the training of a model class on one rank, and its checkpoints.
+
+A signal may end an epoch after any batch.  The checkpoint then has the number of batches, and the states of random
+generators at the start of the epoch.  The class alone knows which rows it has used, so after a resumption it has to
+skip or repeat these batches.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from synkhronos.launcher.configuration.settings import Settings
+from synkhronos.launcher.model_class.model_interface import call_by_signature, get_steps_per_batch, use_model_precision
+from synkhronos.launcher.model_class.model_recorder import ModelRecorder
+from synkhronos.launcher.rank.gradient_sum_rule import GradientSumRule
+from synkhronos.programs import LocalRows, Worker
+from synkhronos.rules import Rule, State
+from synkhronos.training.checkpoints import rank_state
+from synkhronos.training.checkpoints.checkpoint import Checkpoint, read_metadata
+from synkhronos.training.checkpoints.compatibility import check_same_training, describe_training
+from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
+from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.recorder import filter_lines
+from synkhronos.training.train_function.optimizer_state import join_shards
+
+#: Key under which a rank stores its instance, and the `State` of the rule, between tasks.
+STORAGE_KEY = "launch"
+
+
+class ModelState:
+    """Instance of a model class on one rank, its position in the training, and its checkpoints.
+
+    ``variables`` are the shared variables of the instance by role, ``shared`` the shared memory of the rule.
+
+    Attributes
+    ----------
+    applies_gradients : bool
+        Whether ``apply_gradients()`` of the instance updates the parameters after an exchange of gradients.
+    position : dict
+        Position in the epoch: ``batch``, the number of batches trained on; ``generators``, their states at the start of
+        the epoch; and after a resumption ``record``, the number of steps and the sums of costs and weights.
+    early_stopping : EarlyStopping
+        Best value of the metric so far.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: Settings,
+        rule: Rule,
+        model: Any,
+        variables: VariablesByRole,
+        shared: dict[str, LocalRows],
+        recorder: ModelRecorder,
+    ):
+        self.worker, self.settings, self.rule, self.model, self.variables = worker, settings, rule, model, variables
+        self.recorder = recorder
+        self._sharded_variables = list(getattr(model, "sharded_variables", {}).values())
+        self._spec = rank_state.RankStateSpec(STORAGE_KEY, variables, rule, shared, is_joint=False)
+        self.folder = Path(settings.folder)
+        self.applies_gradients = isinstance(rule, GradientSumRule) and callable(getattr(model, "apply_gradients", None))
+        self.n_complete_epochs = 0
+        self.position: dict[str, Any] = {"batch": 0}
+        self.early_stopping = EarlyStopping()
+        worker.get_storage(STORAGE_KEY)["state"] = State(
+            variables.exchanged, variables.whole_optimizer, shared, variables.n_averages
+        )
+
+    @property
+    def rule_state(self) -> State:
+        """State on which the exchange rule operates; `restore` replaces it."""
+        state: State = self.worker.get_storage(STORAGE_KEY)["state"]
+        return state
+
+    @cached_property
+    def checkpoints(self) -> Checkpoint:
+        """The run's folder of checkpoints.  Only rank 0 may open it."""
+        return Checkpoint(self.folder / "checkpoints", self.settings.keep, keep_best=self.settings.keep_best)
+
+    def save(self, metrics: Mapping[str, float] | None, checkpoint: Checkpoint | None = None) -> None:
+        """Write a checkpoint of all ranks.  A collective.
+
+        ``metrics`` are those of the epoch that has just ended; None within one.  Rank 0 writes into ``checkpoint``, by
+        default the run's.
+        """
+        is_within_epoch = metrics is None
+        if isinstance(self.rule, GradientSumRule) and not self.applies_gradients:
+            self.rule.save_pending(self.rule_state)
+        state = rank_state.collect_state(self.worker, self._spec)
+        meter = self.recorder.meter
+        position = {**self.position, "record": [meter.steps, meter.loss, meter.weight]} if is_within_epoch else None
+        rank_entry = state, get_global_generator_states(), meter.step, position
+        if self.worker.number:
+            self.worker.send(rank_entry, 0)
+        else:
+            rank_entries = [rank_entry, *map(self.worker.receive, range(1, self.worker.size))]
+            meta = {
+                "epochs": self.n_complete_epochs,
+                "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
+                "stop": self.early_stopping.to_json(),
+                "host_generators": [generators for _, generators, *_ in rank_entries],
+                "totals": [steps for _, _, steps, _ in rank_entries],
+                "within": [position for *_, position in rank_entries] if is_within_epoch else None,
+            }
+            rank_state.write_states(
+                checkpoint or self.checkpoints,
+                meter.step,
+                describe_training("run", self.rule, self.variables, None),
+                [state for state, *_ in rank_entries],
+                self.rule_state.shared,
+                False,
+                meta,
+                metrics or {},
+            )
+        self.worker.barrier("the checkpoint is written")
+
+    def restore(self, path: str) -> None:
+        """Restore variables, rule state and random generators from a checkpoint, which rank 0 reads for all ranks."""
+        rank_state.restore_state(self.worker, self._spec, path, 0)
+        for variable in self._sharded_variables:
+            variable.set_shard(self.worker.number, self.worker.size)
+
+    def get_generator_states(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return the states of this rank's random generators, and of its global ones."""
+        return rank_state.collect_generator_states(
+            self.worker, self.variables.generators
+        ), get_global_generator_states()
+
+    def set_generator_states(self, states: list[Any], global_states: dict[str, Any]) -> None:
+        """Set this rank's random generators to states from `get_generator_states`."""
+        for shared, state in zip(self.variables.generators, states, strict=True):
+            rank_state.set_generator_state(shared, state)
+        set_global_generator_states(global_states)
+
+    def use_consensus_params(self) -> None:
+        """Set the parameters to the rule's consensus, and the whole variables of a sharded optimizer."""
+        rank_state.use_consensus_params(self.worker, STORAGE_KEY, self.rule)
+        for variable in self._sharded_variables:
+            shards = self.worker.all_gather(np.asarray(variable.shared.get_value()))
+            variable.whole.set_value(join_shards(shards, variable.shape))
+
+    def restore_own_params(self) -> None:
+        """Set the parameters back to this rank's own, after `use_consensus_params`."""
+        rank_state.restore_own_params(self.worker, STORAGE_KEY)
+
+    def resume(self, path: str) -> None:
+        """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
+        worker = self.worker
+        meta = worker.broadcast(read_metadata(path) if worker.number == 0 else None)
+        check_same_training(path, meta, describe_training("run", self.rule, self.variables, None))
+        self.early_stopping = EarlyStopping.from_json(meta["stop"])
+        if self.settings.keep_best:
+            self.early_stopping.set_metric(" ".join(self.settings.keep_best))
+        for epoch in range(meta["epochs"]):  # repeats changes of learning rates that are not in shared variables
+            call_by_signature(self.model.adjust_hyperp, epoch)
+        if meta["within"]:
+            self.skip_trained_batches(meta["epochs"], meta["within"])
+        self.restore(path)
+        if isinstance(self.rule, GradientSumRule):
+            self.rule.restore_pending(self.rule_state)
+        self.recorder.meter.step = meta["totals"][worker.number % len(meta["totals"])]
+        if worker.number < len(meta["host_generators"]):
+            set_global_generator_states(meta["host_generators"][worker.number])
+        if worker.number == 0:
+            self._remove_later_records(meta)
+        worker.barrier("all go on from the checkpoint")
+        self.n_complete_epochs = int(meta["epochs"])
+
+    def _remove_later_records(self, meta: Mapping[str, Any]) -> None:
+        """Remove the records of steps and reports after a checkpoint."""
+        for file in self.folder.glob("*.jsonl"):
+            # Lines of steps number epochs from 0, reports from 1.
+            first_removed = meta["epochs"] + (file.stem == "reports")
+            rank = file.stem.removeprefix("rank-")
+            n_steps = -1  # number of steps up to a checkpoint within an epoch
+            if meta["within"] and rank.isdecimal() and int(rank) < len(meta["totals"]):
+                n_steps = meta["totals"][int(rank)]
+
+            def is_kept(line: dict[str, Any], first_removed: int = first_removed, n_steps: int = n_steps) -> bool:
+                return line.get("epoch", first_removed) < first_removed or line.get("step", math.inf) <= n_steps
+
+            filter_lines(file, is_kept)
+
+    def skip_trained_batches(self, epoch: int, positions: list[dict[str, Any]]) -> None:
+        """Advance the instance past the batches of an epoch that were trained on before the checkpoint.
+
+        An instance without ``skip_iter`` repeats these steps, which sets its attributes.  Afterwards the checkpoint
+        overwrites the parameters.  ``positions`` has the `position` of each rank at the checkpoint.  If the number of
+        ranks has changed, ranks skip a proportional number of batches.
+        """
+        number, size = self.worker.number, self.worker.size
+        position = positions[number % len(positions)]
+        sub_batches = get_steps_per_batch(self.model)
+        batches = round(position["batch"] * len(positions) / size)
+        steps, loss, weight = position["record"]
+        if size != len(positions):
+            steps = batches * sub_batches
+        self.position = {**position, "batch": batches, "record": [steps, loss, weight]}
+        self.model.epoch = epoch
+        set_global_generator_states(position["generators"])
+        if callable(getattr(self.model, "skip_iter", None)):
+            self.model.skip_iter(batches)
+            return
+        recorder = ModelRecorder(number, every=sys.maxsize, rows_per_step=self.recorder.rows_per_step)
+        for batch in range(batches):
+            for _ in range(sub_batches):
+                self.worker.progress()
+                with use_model_precision():
+                    self.model.train_iter(batch, recorder)
+
+
+def get_global_generator_states() -> dict[str, Any]:
+    """Return the states of NumPy's and Python's global random generators, in types that JSON can represent."""
+    version, numbers, gauss = random.getstate()
+    return {
+        "numpy": rank_state.to_json_types(np.random.get_state(legacy=False)),
+        "python": [version, list(numbers), gauss],
+    }
+
+
+def set_global_generator_states(states: dict[str, Any]) -> None:
+    """Set the states of NumPy's and Python's global random generators, as from `get_global_generator_states`."""
+    np.random.set_state(rank_state.from_json_types(states["numpy"]))
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))

@@ -1,0 +1,73 @@
+"""Output of a rank on another host, which may not see the run's folder: lines on standard output that name their file.
+
+`synkhronos.launcher.supervision.rank_output` has a diagram.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from synkhronos.launcher.supervision.rank_output import FILE_NAME_MARK
+from synkhronos.ranks.child_process import JOB_SIGNALS
+from synkhronos.ranks.errors import describe_exit
+from synkhronos.training.monitoring.recorder import RANK_FILE_TEMPLATE, format_record
+
+#: Maximal number of bytes of a line's text; longer lines are split.  With the file's name a line is below PIPE_BUF, so
+#: that a write to a pipe is complete, and writes of processes do not mix.
+_MAX_LINE_BYTES = 4000
+
+#: Program of the forwarder: puts the file's name before each line of a rank.  It is a process, so that it also forwards
+#: the last lines of a killed rank.
+_FORWARDER_CODE = f"""
+import os, signal, sys
+for number in {sorted(map(int, JOB_SIGNALS))}:
+    signal.signal(number, signal.SIG_IGN)  # the rank handles signals of schedulers
+name = sys.argv[1].encode()
+for line in sys.stdin.buffer:
+    line = line.rstrip(b"\\n")
+    for start in range(0, len(line) or 1, {_MAX_LINE_BYTES}):
+        os.write(1, name + line[start : start + {_MAX_LINE_BYTES}] + b"\\n")
+"""
+
+
+def redirect_output(rank: int) -> RemoteRecorder:
+    """Redirect this process's standard output and error through a forwarder to the supervisor.
+
+    Return a recorder that writes to the standard output of before.
+    """
+    standard_output = os.dup(1)
+    command = [sys.executable, "-ISc", _FORWARDER_CODE, f"{FILE_NAME_MARK}rank-{rank}.log{FILE_NAME_MARK}"]
+    reading, writing = os.pipe()
+    forwarder = subprocess.Popen(command, stdin=reading)
+    os.close(reading)
+    for file in (1, 2):
+        os.dup2(writing, file)
+    os.close(writing)
+    return RemoteRecorder(standard_output, forwarder)
+
+
+class RemoteRecorder:
+    """Recorder of a rank on another host: the supervisor writes its records into the run's folder.
+
+    ``standard_output`` is the file descriptor of a pipe, to which other processes may write at the same time.
+    ``forwarder`` is the process that forwards this rank's output.
+    """
+
+    def __init__(self, standard_output: int, forwarder: subprocess.Popen[bytes]):
+        self._standard_output, self._forwarder = standard_output, forwarder
+
+    def write_rank_record(self, rank: int, record: Mapping[str, Any]) -> None:
+        """Send a record to the supervisor, for the file of a rank.
+
+        Raise RuntimeError if the forwarder has exited: output of this rank would be lost.
+        """
+        if self._forwarder.poll() is not None:
+            raise RuntimeError(
+                f"the process that passes on rank {rank}'s output {describe_exit(self._forwarder.returncode)}"
+            )
+        name = f"{FILE_NAME_MARK}{RANK_FILE_TEMPLATE.format(rank)}{FILE_NAME_MARK}"
+        os.write(self._standard_output, f"{name}{format_record(record)}\n".encode())  # some hundred bytes

@@ -1,0 +1,38 @@
+"""Arguments that the supervisor passes to the master's process, besides the run's folder with the settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MasterArguments:
+    """Arguments of ``python -m synkhronos.launcher.rank.master_process``, as one argument in JSON."""
+
+    #: Process ID of the supervisor, with which the master exits.
+    supervisor_pid: int
+    #: File descriptor of the output pipe of each rank of this host.
+    output_pipes: list[int]
+    #: File descriptor of the pipe for the output of other hosts; None without other hosts.
+    remote_output_pipe: int | None
+    #: Cores of each rank; empty if ranks are not bound.
+    rank_cores: list[list[int]]
+    #: Cores that the run may use.
+    allowed_cores: list[int]
+    #: Checkpoint to resume from, on disk or in memory; None to train from the beginning.
+    checkpoint_path: str | None
+    #: Folder for memory checkpoints, for ``on_death = "continue"``; None without them.
+    memory_checkpoint_folder: str | None
+    #: Whether the ranks start again after a death.
+    is_recovery: bool
+
+    def to_json(self) -> str:
+        """Return the arguments as one argument of a command line."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> MasterArguments:
+        """Parse the result of `to_json`."""
+        return cls(**json.loads(text))

@@ -1,0 +1,128 @@
+"""The folder of a run: its lock, its settings, ``run.json``, the record of the run, and the log of deaths."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from synkhronos.checks import list_versions
+from synkhronos.launcher.configuration.settings import Settings, SettingsError
+
+#: Files in the folder: the record, the first failure, the process IDs of the ranks, and the deaths of ranks.
+RECORD_FILE, FAILURE_FILE, PROCESSES_FILE, DEATHS_FILE = "run.json", "failure.txt", "processes.json", "deaths.json"
+#: Number of bytes of the record reserved for the exit status: the disk may be full at the end of the run.
+_RESERVED_BYTES = 1024
+#: Packages whose versions are recorded.
+_PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
+
+
+def create_run_folder(settings: Settings, command: list[str]) -> IO[str]:
+    """Make the folder of a run, write settings and versions into it, and lock it; return the open file with the lock.
+
+    Raise SettingsError if the folder can't be made or written, or is locked by another run.
+    """
+    folder = Path(settings.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / RECORD_FILE, "a")  # noqa: SIM115 - open as long as the run lasts
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"folder: {folder} can't be made or written: {error}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in (*folder.glob(FAILURE_FILE.replace(".", "*.")), folder / PROCESSES_FILE, folder / DEATHS_FILE):
+            path.unlink(missing_ok=True)
+        settings.save()
+        versions = find_versions(settings.pythonpath)
+        _write_run_record(folder, {**versions, "command": command, "began": _now()}, _RESERVED_BYTES)
+    except BlockingIOError:
+        lock.close()
+        raise SettingsError(
+            f"folder: {folder} is in use by a run that hasn't ended: wait for it, or choose another folder"
+        ) from None
+    except OSError as error:
+        lock.close()
+        raise SettingsError(f"folder: {folder} can't be written: {error}") from None
+    return lock
+
+
+def find_versions(folder: str) -> dict[str, Any]:
+    """Find the versions of Python and of packages, and the commit of the model's folder."""
+    versions: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
+    versions |= list_versions(_PACKAGES)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        for name, arguments in (("commit", ["rev-parse", "HEAD"]), ("changed", ["status", "--porcelain", "-uno"])):
+            result = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=10)
+            if result.returncode == 0:
+                versions[name] = result.stdout.strip() if name == "commit" else bool(result.stdout.strip())
+    return versions
+
+
+def add_to_run_record(folder: Path, entries: Mapping[str, Any]) -> None:
+    """Add entries and the present time, as ``ended``, to ``run.json``."""
+    record: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        record = json.loads((folder / RECORD_FILE).read_text())
+    _write_run_record(folder, {**record, "ended": _now(), **entries})
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _write_run_record(folder: Path, entries: dict[str, Any], reserved: int = 0) -> None:
+    """Write ``run.json`` in place, since the lock is on its inode, and its blocks exist even if the disk is full."""
+    text = json.dumps(entries, indent=1)
+    with open(folder / RECORD_FILE, "r+b", buffering=0) as file:
+        size = len(text) + reserved if reserved else max(len(text), os.fstat(file.fileno()).st_size - 1)
+        data = f"{text.ljust(size)}\n".encode()
+        if file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.truncate()
+
+
+class DeathLog:
+    """Log of the deaths of a run's processes, in the file ``deaths.json`` of its folder.
+
+    A death is a dict of ``rank``, ``host``, ``cause`` and ``time``, and, once the training continues, of ``step`` and
+    ``seconds``.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self._path = Path(folder) / DEATHS_FILE
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the deaths, the oldest first."""
+        try:
+            deaths: list[dict[str, Any]] = json.loads(self._path.read_text())
+        except FileNotFoundError:
+            return []
+        return deaths
+
+    def add(self, rank: int, host: str, cause: str) -> None:
+        """Append a death."""
+        self._write([*self.read(), {"rank": rank, "host": host, "cause": cause, "time": time.time()}])
+
+    def record_recovery(self, step: int) -> list[dict[str, Any]]:
+        """Record, for the last deaths, the step from which the training continues, and the time lost; return them."""
+        deaths = self.read()
+        recovered = [death for death in deaths if "step" not in death]
+        for death in recovered:
+            death |= {"step": step, "seconds": round(time.time() - death["time"], 3)}
+        if recovered:
+            self._write(deaths)
+        return recovered
+
+    def _write(self, deaths: list[dict[str, Any]]) -> None:
+        """Replace the file atomically, since this process may be killed."""
+        temporary = self._path.with_suffix(".new")
+        temporary.write_text(json.dumps(deaths, indent=1) + "\n")
+        temporary.replace(self._path)

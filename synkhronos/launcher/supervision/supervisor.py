@@ -1,0 +1,391 @@
+"""The process that starts a run, copies the output of its ranks, and records its exit status.
+
+::
+
+    supervisor ── pipe for each rank ──< ranks of this host
+        │      └── pipe ── master ── mpirun ──< ranks of other hosts
+        │ starts
+        master: rank 0
+        │ forks
+        workers: the other ranks
+
+After a failure the supervisor starts the ranks again from the newest checkpoint, at most ``restarts`` times.  With
+``on_death = "continue"`` it starts them after a death from the newest memory checkpoint (see `MemoryCheckpointFolder`).
+A device whose rank can't start is left out (see `DeathLimit`).
+
+When one of the processes is killed, the others exit: the kernel kills a child when its parent dies, the master watches
+its workers, and the supervisor waits for the master.
+
+Invariant: the exit status is recorded, even if the console or the logs can't be written (see `rank_output`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from synkhronos.launcher import core_binding
+from synkhronos.launcher.configuration.settings import Settings
+from synkhronos.launcher.supervision.master_arguments import MasterArguments
+from synkhronos.launcher.supervision.memory_checkpoint_folder import MemoryCheckpointFolder
+from synkhronos.launcher.supervision.process_environment import make_python_path, open_standard_streams
+from synkhronos.launcher.supervision.rank_output import Console, LineSplitter, OutputWriter
+from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog, add_to_run_record
+from synkhronos.ranks.errors import describe_exit
+from synkhronos.training.checkpoints.checkpoint import copy_checkpoint, list_checkpoints
+from synkhronos.training.loops.death_limit import DeathLimit
+from synkhronos.training.loops.stop_signals import ECHO_SECONDS, STOP_SIGNALS
+
+#: Seconds that ranks have to exit after Ctrl-C.
+_EXIT_SECONDS = 10.0
+
+
+class Supervisor:
+    """Parent process of a run's ranks.  It stops the run when the process ``parent_pid`` exits, if it is given.
+
+    ``signal_number`` is that of the first signal received; 0 before it.
+    """
+
+    def __init__(self, settings: Settings, parent_pid: int | None = None):
+        self.settings, self.parent_pid = settings, parent_pid
+        self.folder = Path(settings.folder)
+        self.signal_number = 0
+        self._signalled_at = 0.0
+        self._deadline = float("inf")
+        self._master: subprocess.Popen[bytes] | None = None
+        self._n_restarts = 0
+        self._memory_checkpoints: MemoryCheckpointFolder | None = None
+        self._deaths = DeathLog(self.folder)
+        self._death_limit = DeathLimit(settings.max_deaths)
+        #: Number of deaths in the log.
+        self._n_logged_deaths = 0
+        self._old_checkpoints = self._list_checkpoints()
+        #: Checkpoint, on disk or in memory, that the ranks resume from.
+        self._checkpoint = settings.resume
+        if settings.resume == "latest":
+            self._checkpoint = str(list_checkpoints(self.folder / "checkpoints")[-1])
+        self._console = Console(1, self._enforce_deadline)
+        self._error_console = Console(2, self._enforce_deadline)
+
+    def run(self) -> int:
+        """Start the ranks, wait for their end, and return the exit status."""
+        previous_handlers = {
+            number: signal.signal(number, self._handle_signal)
+            for number in (signal.SIGINT, *STOP_SIGNALS)
+            # Signals that are ignored stay so, such as SIGHUP under nohup.
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
+        }
+        exit_record: dict[str, Any] = {"status": 1}
+        try:
+            if self.settings.on_death == "continue":
+                self._memory_checkpoints = MemoryCheckpointFolder()
+            while True:
+                # A pipe for each rank of this machine, and one for all other hosts.
+                pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
+                try:
+                    self._start_master([write for _, write in pipes])
+                finally:
+                    for _, write in pipes:
+                        os.close(write)
+                self._copy_output([read for read, _ in pipes])
+                exit_record = self._report_exit()
+                if not exit_record["status"] or "signal" in exit_record or self.signal_number:
+                    break
+                if not self._prepare_recovery():
+                    if self._n_restarts == self.settings.restarts:
+                        break
+                    self._prepare_restart()
+        except BaseException as error:
+            exit_record["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._kill_master()
+            if self._master is not None:
+                self._master.wait()
+            if self._memory_checkpoints is not None:
+                self._save_newest_memory_checkpoint(exit_record)
+                self._memory_checkpoints.remove()
+            self._record_exit(exit_record)
+            for number, handler in previous_handlers.items():
+                signal.signal(number, handler)
+        status: int = exit_record["status"]
+        return status
+
+    def _start_master(self, pipes: list[int]) -> None:
+        """Start the master's process, which starts the other ranks; they write their output into the pipes."""
+        settings = self.settings
+        (self.folder / PROCESSES_FILE).unlink(missing_ok=True)  # the master writes it once all ranks have started
+        allowed = sorted(os.sched_getaffinity(0))
+        rank_cores: list[list[int]] = []
+        core_assignment = "not bound, as asked"
+        if settings.bind:
+            rank_cores, core_assignment = core_binding.assign_cores(
+                settings.devices, allowed, core_binding.find_gpu_cores(settings.devices)
+            )
+        n_here = len(settings.devices)
+        where = f"{n_here} {'rank' if n_here == 1 else 'ranks'} on {', '.join(settings.devices)}"
+        if settings.hosts:
+            where = f"ranks on hosts {', '.join(settings.hosts)}"
+        self._console.write(f"{where}; {core_assignment}; in {self.folder}\n")
+        environment = dict(os.environ)
+        if settings.on_gpu and not settings.hosts:  # each host chooses among its own
+            visible = environment.get("CUDA_VISIBLE_DEVICES")
+            numbers = [int(device.removeprefix("cuda")) for device in settings.devices]
+            names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        environment["PYTHONPATH"] = make_python_path()
+        arguments = MasterArguments(
+            supervisor_pid=os.getpid(),
+            output_pipes=pipes[:n_here],
+            remote_output_pipe=pipes[n_here] if settings.hosts else None,
+            rank_cores=rank_cores,
+            allowed_cores=allowed,
+            checkpoint_path=self._checkpoint,
+            memory_checkpoint_folder=None if self._memory_checkpoints is None else str(self._memory_checkpoints.path),
+            is_recovery=self._death_limit.n_deaths > 0,
+        )
+        module = "synkhronos.launcher.rank.master_process"
+        command = [sys.executable, "-m", module, settings.folder, arguments.to_json()]
+        # The master inherits this binding: BLAS starts its threads at import, within rank 0's cores.
+        core_binding.bind_to_cores(rank_cores[0] if rank_cores else [])
+        try:
+            self._master = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=pipes[0],
+                stderr=pipes[0],
+                pass_fds=pipes,
+                start_new_session=True,  # the terminal sends Ctrl-C to this process alone, which passes it on
+            )
+        finally:
+            core_binding.bind_to_cores(allowed)
+
+    # -- signals ---------------------------------------------------------------------------------------------
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Send the first signal to the ranks; kill them at the second.
+
+        A signal within `ECHO_SECONDS` after the first is taken for its copy: a scheduler may send the signal to all
+        processes of a job, and a script that waits for this process may forward it.
+        """
+        now = time.monotonic()
+        if self.signal_number:
+            if signal.SIGINT in (number, self.signal_number) or now > self._signalled_at + ECHO_SECONDS:
+                self._deadline = now
+                self._kill_master()
+            return
+        self.signal_number, self._signalled_at, self._deadline = number, now, now
+        if self._master is None or self._master.poll() is not None:
+            return
+        if number == signal.SIGINT:
+            self._deadline += _EXIT_SECONDS
+            message = "the ranks are asked to stop; Ctrl-C once more ends them at once\n"
+        elif self.settings.saves_on_signal:
+            self._deadline += self.settings.grace
+            message = f"{signal.Signals(number).name}: the ranks are asked to write a checkpoint and to end\n"
+        else:
+            self._kill_master()
+            return
+        self._master.send_signal(number)
+        with contextlib.suppress(OSError):
+            os.write(2, message.encode())
+
+    def _enforce_deadline(self) -> bool:
+        """Kill the ranks if their deadline has passed; return True if it has."""
+        if self.parent_pid is not None and os.getppid() != self.parent_pid and not self.signal_number:
+            self._handle_signal(signal.SIGTERM, None)
+        if time.monotonic() <= self._deadline:
+            return False
+        self._kill_master()
+        return True
+
+    def _kill_master(self) -> None:
+        """Kill the ranks and their children, without waiting: a signal handler may call this during a wait."""
+        if self._master is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._master.pid, signal.SIGKILL)
+
+    # -- output ----------------------------------------------------------------------------------------------
+
+    def _copy_output(self, pipes: list[int]) -> None:
+        """Copy the output of the ranks from their pipes into logs and to the console, until the master exits."""
+        assert self._master is not None
+        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+            is_continued = self.settings.resume is not None or self._n_restarts + self._death_limit.n_deaths > 0
+            output = OutputWriter(self.folder, is_continued, self._console, self._error_console)
+            stack.callback(output.close)
+            for rank, pipe in enumerate(pipes):
+                stack.callback(os.close, pipe)
+                name = f"rank-{rank}.log" if rank < len(self.settings.devices) else ""
+                selector.register(pipe, selectors.EVENT_READ, LineSplitter(name, output))
+            end_of_wait = float("inf")
+            while selector.get_map():
+                events = selector.select(0.2)
+                for key, _ in events:
+                    if not key.data.feed(os.read(key.fd, 1 << 16)):
+                        selector.unregister(key.fd)
+                if self._master.poll() is not None and not events:
+                    # Processes that a rank has started may keep its pipe open.  A killed rank releases its device
+                    # before its pipe is closed, and a restart needs the device.
+                    self._kill_master()
+                    end_of_wait = min(end_of_wait, time.monotonic() + _EXIT_SECONDS)
+                    starts_again = self._memory_checkpoints is not None or self._n_restarts < self.settings.restarts
+                    is_last = not self._master.poll() or not starts_again
+                    if is_last or time.monotonic() > end_of_wait:
+                        break
+                self._enforce_deadline()
+            for key in list(selector.get_map().values()):
+                key.data.feed(b"")
+
+    # -- restarts --------------------------------------------------------------------------------------------
+
+    def _list_checkpoints(self) -> set[tuple[Path, int]]:
+        """List the checkpoints in the run's folder, with the times at which they were written."""
+        return {(path, path.stat().st_mtime_ns) for path in list_checkpoints(self.folder / "checkpoints")}
+
+    def _prepare_recovery(self) -> bool:
+        """Prepare a start from a memory checkpoint after a death; return False without a death, or after too many."""
+        if self._memory_checkpoints is None:
+            return False
+        deaths = self._deaths.read()
+        assert self._master is not None
+        if self._master.returncode < 0:
+            self._deaths.add(0, "", describe_exit(self._master.returncode))
+            deaths = self._deaths.read()
+        if len(deaths) == self._n_logged_deaths:
+            return False  # the ranks have raised an error, and would raise it again
+        self._n_logged_deaths = len(deaths)  # perhaps two more: the master may die after it has recorded a death
+        paths = list_checkpoints(self._memory_checkpoints.path)
+        newest = str(paths[-1]) if paths else self._checkpoint
+        limit, rank = self._death_limit, deaths[-1]["rank"]
+        if newest != self._checkpoint:
+            limit.reset_repeats()
+        if excess := limit.count_death(rank, deaths[-1]["cause"]):
+            self._error_console.write(f"{excess}\n")
+            return False
+        if limit.is_rank_unusable:
+            limit.reset_repeats()
+            if not self._leave_out_device(rank):
+                return False
+        self._checkpoint = newest
+        (self.folder / FAILURE_FILE).unlink(missing_ok=True)
+        self._remove_records_without_checkpoint()
+        where = "the beginning, as there is no checkpoint" if newest is None else f"the checkpoint {Path(newest).name}"
+        self._error_console.write(f"death {limit.n_deaths} of at most {limit.max_deaths}: from {where}\n")
+        return True
+
+    def _leave_out_device(self, rank: int) -> bool:
+        """Leave out the device of a rank that can't start; return False if none is left, or on several hosts."""
+        settings = self.settings
+        if settings.hosts:
+            self._error_console.write(
+                f"the run can't start again on {', '.join(settings.hosts)}: on_death = 'continue' leaves out no device "
+                "of several hosts; if the run has checkpoints, go on with --resume and other --hosts\n"
+            )
+            return False
+        devices = tuple(device for r, device in enumerate(settings.devices) if r != rank)
+        where = f"rank {rank} can't start on {settings.devices[rank]}"
+        if not devices:
+            self._error_console.write(f"{where}: on_death = 'continue' has no device left\n")
+            return False
+        self._error_console.write(f"{where}, which is left out: the run continues with {', '.join(devices)}\n")
+        self.settings = dataclasses.replace(settings, devices=devices)
+        self.settings.save()
+        return True
+
+    def _prepare_restart(self) -> None:
+        """Choose the newest checkpoint of this run, or the one that it resumed from; rename the file of the failure.
+
+        Without a checkpoint the run starts from its beginning, and its records are removed.
+        """
+        self._n_restarts += 1
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.folder / FAILURE_FILE, self.folder / FAILURE_FILE.replace(".", f"-{self._n_restarts}."))
+        if self._memory_checkpoints is not None:  # later than the checkpoint
+            self._memory_checkpoints.clear()
+        written = {path for path, _ in self._list_checkpoints() - self._old_checkpoints}
+        if new := [path for path in list_checkpoints(self.folder / "checkpoints") if path in written]:
+            self._checkpoint = str(new[-1])
+        self._remove_records_without_checkpoint()
+        where = self._checkpoint or "the beginning, as it has no checkpoint"
+        self._error_console.write(f"restart {self._n_restarts} of {self.settings.restarts} from {where}\n")
+
+    def _remove_records_without_checkpoint(self) -> None:
+        """Remove the records if the run starts from its beginning."""
+        if self._checkpoint is None:
+            for file in self.folder.glob("*.jsonl"):
+                file.unlink()
+
+    def _save_newest_memory_checkpoint(self, exit_record: dict[str, Any]) -> None:
+        """Save the newest memory checkpoint on disk, if a signal has ended the run before the ranks could write one."""
+        assert self._memory_checkpoints is not None
+        paths = list_checkpoints(self._memory_checkpoints.path)
+        if not (paths and self.signal_number and self.settings.saves_on_signal) or exit_record.get("checkpoint"):
+            return
+        folder = self.folder / "checkpoints"
+        try:
+            path = copy_checkpoint(paths[-1], folder)
+        except OSError as error:
+            self._error_console.write(f"{folder / paths[-1].name} can't be written: {error}\n")
+            return
+        exit_record["checkpoint"] = str(path)
+        self._error_console.write(f"--resume continues from {path}, the last memory checkpoint\n")
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _report_exit(self) -> dict[str, Any]:
+        """Print the cause of a failure or stop; return the exit status, signal and checkpoint for ``run.json``."""
+        assert self._master is not None
+        code = self._master.wait()
+        exit_record: dict[str, Any] = {"status": code if code >= 0 else 128 - code}
+        if self.signal_number and (code < 0 or not code and self.signal_number == signal.SIGINT):
+            exit_record["status"] = 128 + self.signal_number
+        failure = self.folder / FAILURE_FILE
+        message = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
+        number = exit_record["status"] - 128
+        checkpoints = list_checkpoints(self.folder / "checkpoints")
+        # The master exits with this status after it has written a checkpoint.
+        is_saved = code > 128 and number in STOP_SIGNALS and checkpoints
+        if is_saved or self.signal_number and number > 0:
+            exit_record["signal"] = signal.Signals(number).name
+            exit_record["checkpoint"] = str(checkpoints[-1]) if is_saved else None
+            message = f"the run was ended by {exit_record['signal']}"
+            if is_saved:
+                message += f"; --resume continues from {exit_record['checkpoint']}"
+            elif self.settings.saves_on_signal and self.signal_number != signal.SIGINT:
+                message += ", before it had written a checkpoint"
+            message += "\n"
+        elif code and not message:
+            message = f"rank 0 (process {self._master.pid}) {describe_exit(code)}\n"
+            with contextlib.suppress(OSError):  # if the disk is full, only the console gets it
+                failure.write_text(message, "utf-8")
+        self._error_console.write(message)
+        return exit_record
+
+    def _record_exit(self, exit_record: dict[str, Any]) -> None:
+        """Add the exit status and the time to ``run.json``."""
+        counts = {"restarts": self._n_restarts, "deaths": self._death_limit.n_deaths}
+        try:
+            add_to_run_record(self.folder, {name: count for name, count in counts.items() if count} | exit_record)
+        except OSError as error:
+            self._error_console.write(f"run.json lacks the exit status, {exit_record['status']}: {error}\n")
+
+
+def main() -> int:
+    """Supervise the run in the folder ``argv[1]`` until process ``argv[2]`` exits."""
+    open_standard_streams()
+    return Supervisor(Settings.load(sys.argv[1]), int(sys.argv[2])).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

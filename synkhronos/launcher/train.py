@@ -1,0 +1,115 @@
+"""The command ``train``: trains a model class on all ranks.
+
+python -m synkhronos train SESSION
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+
+from synkhronos.launcher.configuration.resolve import resolve_settings
+from synkhronos.launcher.configuration.settings import Settings, SettingsError, merge_tables
+from synkhronos.launcher.configuration.sources import parse_set_options, read_environment, read_session_file
+from synkhronos.launcher.supervision.process_environment import open_standard_streams
+from synkhronos.launcher.supervision.run_folder import create_run_folder, find_versions
+from synkhronos.launcher.supervision.supervisor import Supervisor
+
+#: Options of the command line that are settings.
+_SETTINGS = ("ranks", "devices", "hosts", "folder", "bind", "resume", "restarts", "on_death")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status: that of the run, or 2 if a setting is wrong."""
+    open_standard_streams()
+    options = _make_parser().parse_args(arguments)
+    given = {name: getattr(options, name) for name in _SETTINGS if getattr(options, name) is not None}
+    try:
+        sources = [merge_tables([parse_set_options(options.set), given]), read_environment(os.environ)]
+        if options.session is not None:
+            sources.append(read_session_file(options.session))
+        settings = resolve_settings(sources, options.session)
+        if not options.dry_run:
+            return run_training(settings, [sys.executable, "-m", "synkhronos", "train", *arguments])
+    except SettingsError as error:
+        sys.stderr.write(f"synkhronos train: {error}\n")
+        return 2
+    printed = {**dataclasses.asdict(settings), **find_versions(settings.pythonpath)}
+    sys.stdout.write(json.dumps(printed, indent=1) + "\n")
+    return 0
+
+
+def run_training(settings: Settings, command: list[str]) -> int:
+    """Run the training that the settings describe, and return its exit status.
+
+    ``command`` is recorded in ``run.json``.
+    """
+    with create_run_folder(settings, command):
+        return Supervisor(settings).run()
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m synkhronos train",
+        description="Train a class with the interface of Theano-MPI's models on all ranks. Settings are read from the "
+        "session file, the environment and the command line. The last one wins.",
+        epilog="Examples: python -m synkhronos train session.toml --resume; python -m synkhronos train --set "
+        "model=models/mlp.py:MLP --ranks 2. The page docs/launcher.rst lists all settings.",
+        allow_abbrev=False,
+    )
+    add_set_option(parser)
+    parser.add_argument(
+        "session",
+        nargs="?",
+        metavar="SESSION",
+        help="a session file: TOML, or Theano-MPI's KEY=VALUE; default: all settings are given by --set",
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="number of ranks; default: one per GPU, or one per core without GPUs"
+    )
+    parser.add_argument(
+        "--devices", metavar="NAMES", help="the device of each rank: cuda0,cuda1 or cpu,cpu; or cpu with --ranks N"
+    )
+    parser.add_argument(
+        "--hosts",
+        metavar="NAMES",
+        help="machines, this one first: a,b or, with the number of ranks on b, a,b:3; or all, for the machines of the "
+        "batch job",
+    )
+    parser.add_argument("--folder", metavar="PATH", help="folder of the run; default: a new one in runs/")
+    parser.add_argument("--bind", action=argparse.BooleanOptionalAction, help="bind ranks to cores (default: on)")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="PATH",
+        help="resume from the latest checkpoint in --folder, or from the one at PATH",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="after a failure, start the ranks again from the newest checkpoint, at most N times (default: 0)",
+    )
+    parser.add_argument(
+        "--on-death",
+        choices=("stop", "continue"),
+        help="after the death of a process, stop (default), or start the ranks again from a checkpoint in memory, "
+        "which is about a second old; at most max_deaths times (default: 100)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print all settings, and start nothing")
+    return parser
+
+
+def add_set_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--set KEY=VALUE``."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting; overrides the environment and the session file",
+    )

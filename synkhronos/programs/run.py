@@ -1,0 +1,207 @@
+"""The command that runs a user's program on every rank.
+
+The program and its arguments are pickled once.  Functions, Data objects and shared variables are pickled as references,
+which each rank replaces by local counterparts.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from synkhronos import ranks
+from synkhronos.collectives.arguments import distribute_variables
+from synkhronos.collectives.commands import gather_pickles
+from synkhronos.data import Data
+from synkhronos.data.shared_memory import check_session, get_array_location, is_published
+from synkhronos.function import Function, get_dispatcher
+from synkhronos.function.computation import DEFAULT_VARIANT
+from synkhronos.function.rank_mean import RankMeanContext
+from synkhronos.function.slow_warning import warn_if_slow
+from synkhronos.graph_libraries import list_loaded_libraries
+from synkhronos.programs.local_function import LocalFunction, LocalRows
+from synkhronos.programs.worker import Worker
+from synkhronos.ranks import ArrayLocation, Command, Rank, Session
+from synkhronos.ranks.rank_task import RankTask
+from synkhronos.ranks.task_memory import TaskMemory
+
+#: Number of locks, in addition to one for each rank.
+_EXTRA_LOCKS = 8
+
+
+def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Run a program on every rank, the master included, each at its own pace.
+
+    Parameters
+    ----------
+    program : callable
+        Function that each rank calls as ``program(worker, *args, **kwargs)`` with its `Worker`.  The other ranks have
+        to find it by name: a function of a module, or one that the script defines before `fork`.
+    *args, **kwargs
+        Picklable arguments of the program.  A rank gets a `LocalFunction`, which computes on this rank alone, in place
+        of a `Function`; `LocalRows` in place of a `Data` object; its own copy of a shared variable.
+
+    Returns
+    -------
+    list
+        Results of the program, in rank order.
+
+    Raises
+    ------
+    TypeError
+        If the program or an argument can't be pickled.  Then the program has not started.
+    WorkerError
+        If the program raises an exception on another rank, or if a worker dies.
+    BaseException
+        Any exception that the program raises on this rank.
+
+    Notes
+    -----
+    If one rank fails, the program ends on all ranks: the others stop at their next wait, call of a compiled function
+    or call of `Worker.progress`.  ``fork(timeout=...)`` limits the seconds between two of these.
+
+    Examples
+    --------
+    >>> import synkhronos as synk
+    >>> n = synk.fork(3, use_gpu=False)
+    >>> synk.run(repr)
+    ['<synkhronos.Worker 0 of 3>', '<synkhronos.Worker 1 of 3>', '<synkhronos.Worker 2 of 3>']
+    >>> synk.close()
+    """
+    if not callable(program):
+        raise TypeError(f"program: expected a function, got {program!r}")
+    session = ranks.get_session()
+    with session.call_lock:
+        session.wait_until_idle()
+        functions: list[Any] = []
+        arrays: list[ArrayLocation] = []
+        payload = _pickle_program(session, (program, args, kwargs), functions, arrays)
+        memory = TaskMemory(0, session.size, session.size + _EXTRA_LOCKS)
+        segment = session.memory.create_segment(memory.nbytes)
+        memory = replace(memory, key=segment.key)
+        try:
+            memory.initialise_locks(segment)
+            results: list[Any] = session.run(RunProgram(memory, payload, tuple(functions), tuple(arrays)))
+        finally:
+            session.memory.release("segment", memory.key)
+        return results
+
+
+class _RunProgramFields(NamedTuple):
+    task_memory: TaskMemory
+    payload: bytes
+    functions: tuple[Any, ...]
+    arrays: tuple[ArrayLocation, ...]
+
+
+class RunProgram(_RunProgramFields, Command):
+    """Run a program on every rank.
+
+    ``functions`` are keys of the functions among its arguments.  ``arrays`` are the Data objects among them whose rows
+    the command sends to other hosts.
+    """
+
+    __slots__ = ()
+
+    def run(self, rank: Rank) -> list[Any]:
+        """Run the program on this rank; return all ranks' results in the master, an empty list in workers."""
+        task = RankTask(rank, self.task_memory)
+        self._compile_functions(rank)
+        unpickler = _ProgramUnpickler(io.BytesIO(self.payload))
+        unpickler.rank, unpickler.task = rank, task
+        try:
+            program, args, kwargs = unpickler.load()
+        except (AttributeError, ImportError) as error:
+            raise TypeError(
+                f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a module; "
+                "in the script, before synkhronos.fork(), is enough where JAX didn't run before that"
+            ) from error
+        task.report_progress()
+        with RankMeanContext.forbid():
+            result = program(Worker(rank, task), *args, **kwargs)
+        try:
+            payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(f"the result of the program can't be pickled: {error}") from error
+        task.barrier("the end of the program")
+        return gather_pickles(rank, payload)
+
+    def _compile_functions(self, rank: Rank) -> None:
+        """Compile the functions among the arguments: first on the master, which writes the compiler's cache."""
+        if not self.functions:
+            return
+        if rank.is_master:
+            for key in self.functions:
+                with warn_if_slow(f"compiling {rank.get_object(key).name}"):
+                    rank.get_object(key).compile(DEFAULT_VARIANT)
+        rank.barrier()
+        for key in self.functions:
+            rank.get_object(key).compile(DEFAULT_VARIANT)
+        rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
+
+
+def _pickle_program(session: Session, value: Any, functions: list[Any], arrays: list[ArrayLocation]) -> bytes:
+    """Pickle the program and its arguments, and append the functions and Data objects among them to the lists."""
+    stream = io.BytesIO()
+    pickler_class = _ProgramPickler if session.has_forked_workers else _ByValuePickler
+    pickler = pickler_class(stream, pickle.HIGHEST_PROTOCOL)
+    pickler.session, pickler.functions, pickler.arrays = session, functions, arrays
+    try:
+        pickler.dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"the program and its arguments have to be pickled for the other ranks: {error}; a program has to be a "
+            "function of a module, or one that the script defines before synkhronos.fork()"
+        ) from error
+    return stream.getvalue()
+
+
+class _ProgramPickler(pickle.Pickler):
+    """Pickler that replaces functions, Data objects and shared variables by references."""
+
+    session: Session
+    functions: list[Any]
+    arrays: list[ArrayLocation]
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Function):
+            dispatcher = get_dispatcher(value)
+            dispatcher.ensure_distributed(self.session)
+            if dispatcher.key not in self.functions:
+                self.functions.append(dispatcher.key)
+            return "function", dispatcher.key
+        if isinstance(value, Data):
+            check_session(value, self.session, "an argument")
+            location = get_array_location(value)
+            if is_published(value):
+                self.arrays.append(location)
+            return "data", location
+        if getattr(value, "container", None) is not None and any(
+            lib.is_shared(value) for lib in list_loaded_libraries()
+        ):
+            return "shared", distribute_variables(self.session, [value])[0]
+        return None
+
+
+class _ByValuePickler(cloudpickle.Pickler, _ProgramPickler):
+    """Pickler for spawned workers, which also pickles functions and classes of the script by value."""
+
+
+class _ProgramUnpickler(pickle.Unpickler):
+    """Unpickler that replaces references by this rank's local counterparts."""
+
+    rank: Rank
+    task: RankTask
+
+    def persistent_load(self, reference: Any) -> Any:
+        reference_type, key = reference
+        if reference_type == "function":
+            return LocalFunction(self.rank, self.task, self.rank.get_object(key))
+        if reference_type == "data":
+            return LocalRows(self.rank, key)
+        return self.rank.get_object(key)

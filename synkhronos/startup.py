@@ -1,0 +1,304 @@
+"""Start and end of the ranks.
+
+``fork`` chooses the number of ranks, their machines and their device.  It starts the session and runs its first
+command, which prepares each rank.  Workers are forks of this process, or new processes where a fork could
+not compute: after JAX has run here, and on other hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import IO
+
+import numpy as np
+
+from synkhronos import engines, ranks
+from synkhronos.checks import check_flag, check_index, check_integer, check_number
+from synkhronos.devices import HOST, choose_device, force_jax_on_cpu, get_device, is_fork_unsafe
+from synkhronos.gpus import get_n_gpu
+from synkhronos.graph_libraries import register_loaded_libraries
+from synkhronos.hosts import (
+    MAX_RANKS_PER_HOST,
+    Host,
+    MpiLink,
+    check_started_once,
+    is_this_machine,
+    parse_hosts,
+)
+from synkhronos.ranks import Command, Rank
+
+__all__ = ["bytes_sent", "close", "fork"]
+
+#: Default number of seconds without a message after which a host is considered lost.
+HOST_TIMEOUT = 10.0
+#: Memory of freed arrays that the C library of each rank keeps: number of bytes of the largest array (the maximum of
+#: GNU's C library), and in total.
+MAX_FREED_ARRAY_NBYTES, MAX_FREED_NBYTES = 1 << 25, 1 << 28
+#: Parameters of `mallopt`, as in malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+
+
+@dataclass(frozen=True, slots=True)
+class _SetUpRank(Command):
+    """Prepare a rank: pin it to its cores, choose its device, and seed its global generators.
+
+    Attributes
+    ----------
+    gpus : list of str
+        GPU of each rank of the master's host, as ``CUDA_VISIBLE_DEVICES`` names it.  Other hosts assign their own.
+    seeds : tuple of bytes
+        Seeds of NumPy's and Python's global generators.
+    cores : tuple of tuple of int
+        Cores of each rank; empty if ranks are not pinned to cores.
+    gpu_numbers : tuple of int
+        Number of each rank's GPU among those of its host, for the ranks of all hosts; empty if there is one host.
+    """
+
+    device_name: str
+    gpus: list[str]
+    seeds: tuple[bytes, ...]
+    cores: tuple[tuple[int, ...], ...] = ()
+    gpu_numbers: tuple[int, ...] = ()
+
+    def without_rank(self, rank: int) -> _SetUpRank:
+        """Return a copy of the command without the GPU and cores of one rank."""
+        gpus = self.gpus[:rank] + self.gpus[rank + 1 :]
+        numbers = self.gpu_numbers[:rank] + self.gpu_numbers[rank + 1 :]
+        return replace(self, gpus=gpus, cores=self.cores[:rank] + self.cores[rank + 1 :], gpu_numbers=numbers)
+
+    def run(self, rank: Rank) -> None:
+        if rank.number < len(self.cores):  # before any library starts threads
+            os.sched_setaffinity(0, self.cores[rank.number])
+        _keep_freed_memory()
+        if not rank.is_master:
+            # Otherwise forks of the master would draw the same numbers.
+            numpy_seed, python_seed = (
+                blake2b(seed, salt=rank.number.to_bytes(8, "little")).digest() for seed in self.seeds
+            )
+            np.random.seed(np.frombuffer(numpy_seed, np.uint32))
+            random.seed(python_seed)
+        rank.device = device = get_device(self.device_name)
+        if device is HOST:
+            force_jax_on_cpu()
+        local_ranks = rank.local_ranks
+        index, gpus = rank.number - local_ranks.start, self.gpus
+        if rank.master_rank not in local_ranks:
+            numbers = self.gpu_numbers[local_ranks.start : local_ranks.stop]
+            # CUDA numbers the GPUs anew if it leaves out a broken one: then the master's numbers may not exist.
+            if device is HOST or max(numbers) < get_n_gpu():
+                index = numbers[index]
+            gpus = device.assign_gpus(index + 1, 0)
+        device.initialize(gpus[index])
+
+
+def _keep_freed_memory() -> None:
+    """Make the C library keep the memory of freed arrays, as the next call of a function needs as much again.
+
+    By default it returns memory at the end of its heap to the kernel, and later gets it back page by page.  Which ranks
+    this slows down is random.
+    """
+    with contextlib.suppress(AttributeError):  # a C library other than GNU's
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, MAX_FREED_ARRAY_NBYTES)
+        libc.mallopt(_TRIM_THRESHOLD, MAX_FREED_NBYTES)
+
+
+def fork(
+    n_parallel: int | None = None,
+    use_gpu: bool | None = None,
+    master_rank: int = 0,
+    profile_workers: bool = False,
+    timeout: float | None = None,
+    hosts: Sequence[str] | str | None = None,
+    host_timeout: float = HOST_TIMEOUT,
+) -> int:
+    """Start the ranks: a worker for each rank but the master.  Each rank gets a device.
+
+    Parameters
+    ----------
+    n_parallel : int, optional
+        Number of ranks; with ``hosts`` the number on each host.  Default: one for each core that this process may use,
+        or one for each GPU.
+    use_gpu : bool, optional
+        Whether to compute on GPUs.  Default: True if all hosts have GPUs and the necessary packages.
+    master_rank : int
+        Rank of this process.
+    profile_workers : bool
+        Whether each worker writes a cProfile file, ``synkhronos_rank{r}_{pid}.prof``, to the working directory.
+    timeout : float, optional
+        Seconds for which a call waits for the workers before it ends them and raises `WorkerError`.  Default: no limit;
+        Ctrl-C interrupts the wait.
+    hosts : list of str, or "all", optional
+        Machines with ranks, this one first; ``"a:3"`` means three ranks on ``a``.  ``"all"`` means the hosts of a
+        Slurm, PBS or LSF allocation.  Default: the hosts in the environment variable ``SYNKHRONOS_HOSTS``
+        (``a,b:3``), or else this machine only, as with an empty list.
+    host_timeout : float
+        Seconds without a message after which a host is considered lost.
+
+    Returns
+    -------
+    int
+        Number of ranks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong arguments.
+    RuntimeError
+        If ranks are running already, if ``use_gpu`` requests GPUs that can't be used, if hosts can't be reached, or if
+        they have other versions of Python or of a library.
+
+    Notes
+    -----
+    A worker is a copy of this process.  So call `fork` early, before you load data, and before you start threads, which
+    may hold locks.  Each rank's BLAS uses as many threads as the rank's share of the cores.  From then on the C library
+    caches up to 256 MB of memory of freed arrays in each rank, this process included.
+
+    Workers on other hosts are new processes with this process's ``sys.path`` and working directory.  Python and its
+    packages have to be installed at the same paths there.  Hosts communicate by MPI, which
+    ``pip install synkhronos[hosts]`` installs.  They exchange pickles, so use a network that you trust.
+
+    Examples
+    --------
+    >>> import synkhronos as synk
+    >>> synk.fork(2, use_gpu=False)
+    2
+    >>> synk.close()
+    """
+    if n_parallel is not None:
+        n_parallel = check_integer(n_parallel, "n_parallel")
+        if not 1 <= n_parallel <= MAX_RANKS_PER_HOST:
+            raise ValueError(f"n_parallel: expected a number of ranks from 1 to {MAX_RANKS_PER_HOST}, got {n_parallel}")
+    if use_gpu is not None and not isinstance(use_gpu, bool | np.bool_):
+        raise TypeError(f"use_gpu: expected True, False or None, got {use_gpu!r}")
+    profile_workers = check_flag(profile_workers, "profile_workers")
+    if timeout is not None and not check_number(timeout, "timeout", "a number of seconds, or None") > 0:
+        raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
+    master_rank = check_integer(master_rank, "master_rank")
+    if not check_number(host_timeout, "host_timeout", "a number of seconds") >= 1:
+        raise ValueError(f"host_timeout: expected a number of seconds, at least 1, got {host_timeout!r}")
+    host_list = parse_hosts(hosts)
+    if len(host_list) != 1 and (host_list or hosts is None):
+        check_started_once()
+    return _start_ranks(host_list, n_parallel, use_gpu, master_rank, profile_workers, timeout, (), host_timeout)
+
+
+def fork_pinned(
+    n_parallel: int,
+    use_gpu: bool,
+    cores: Sequence[Sequence[int]],
+    hosts: Sequence[str] = (),
+    output: IO[str] | None = None,
+) -> int:
+    """Start the ranks like `fork`, each pinned to its own cores.
+
+    ``cores`` are those of each rank on this host; empty if ranks are not pinned to cores.  ``output`` is a file for the
+    output of other hosts.
+    """
+    host_list = parse_hosts(hosts)
+    n_ranks = None if len(host_list) > 1 else n_parallel
+    return _start_ranks(host_list, n_ranks, use_gpu, cores=tuple(map(tuple, cores)), output=output)
+
+
+@contextlib.contextmanager
+def _start_agents(
+    host_list: Sequence[Host], use_gpu: bool | None, host_timeout: float, output: IO[str] | None
+) -> Iterator[MpiLink]:
+    """Start the agents of the hosts, and end them if the ``with`` block fails."""
+    ranks.check_no_session()
+    if use_gpu:
+        choose_device(True, None)  # raises if this host has no GPUs, before agents start
+    link = MpiLink(host_list, float(host_timeout), output)
+    try:
+        link.start_agents()
+        yield link
+    except BaseException:
+        link.kill()
+        raise
+
+
+def _start_ranks(
+    host_list: Sequence[Host],
+    n_parallel: int | None,
+    use_gpu: bool | None,
+    master_rank: int = 0,
+    profile_workers: bool = False,
+    timeout: float | None = None,
+    cores: tuple[tuple[int, ...], ...] = (),
+    host_timeout: float = HOST_TIMEOUT,
+    output: IO[str] | None = None,
+) -> int:
+    with contextlib.ExitStack() as stack:
+        link: MpiLink | None = None
+        gpu_numbers: tuple[int, ...] = ()
+        if len(host_list) > 1:
+            link = stack.enter_context(_start_agents(host_list, use_gpu, host_timeout, output))
+            device, _ = choose_device(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
+            link.assign_ranks(n_parallel, device.needs_gpu)
+            size, n_local = link.size, len(link.local_ranks)
+            if master_rank not in link.local_ranks:
+                raise ValueError(f"master_rank: expected a rank of this host, below {n_local}, got {master_rank}")
+            gpu_numbers = tuple(i for host in link.ranks_by_host for i in range(len(host)))
+        else:
+            for name, n_ranks in host_list:
+                if not is_this_machine(name):  # a single host has no agents that would detect this
+                    raise RuntimeError(
+                        f"the hosts {name} could not be reached: the first host has to be the machine that calls "
+                        f"fork(), and {name} is not"
+                    )
+                n_parallel = n_ranks or n_parallel
+            device, size = choose_device(use_gpu, n_parallel)
+            check_index(master_rank, "master_rank", size, ValueError)
+            n_local = size
+        # From the master's states, so that runs with the same seed are equal.
+        states = np.random.get_state(legacy=False), random.getstate()
+        seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
+        # Imports modules before the fork, so that workers inherit them.
+        register_loaded_libraries()
+        engines.list_engines()
+        first_command = _SetUpRank(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
+        ranks.fork(size, master_rank, profile_workers, timeout, first_command, is_fork_unsafe(), link)
+    return size
+
+
+def bytes_sent() -> int:
+    """Return the number of bytes of Data objects and functions that were sent to other hosts since `fork`.
+
+    Unchanged pages of memory are not sent again.  Rows that `Lock.read` and `Lock.write` copy are counted if the first
+    host sends them.  Values that collectives exchange are not counted.
+
+    Raises
+    ------
+    RuntimeError
+        If no ranks are running.
+
+    Examples
+    --------
+    >>> import synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> synk.bytes_sent()  # there is one host
+    0
+    >>> synk.close()
+    """
+    return ranks.get_session().bytes_sent
+
+
+def close() -> None:
+    """End the workers and free all shared memory.
+
+    It is also called at exit, and does nothing if no ranks are running.  After it, `fork` can be called again.  Then
+    existing functions are sent to the new ranks when they are called, and existing Data objects are empty.
+
+    Examples
+    --------
+    >>> import synkhronos as synk
+    >>> synk.close()
+    """
+    ranks.close()

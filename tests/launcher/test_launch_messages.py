@@ -1,0 +1,493 @@
+"""Messages of `check` and of the launcher name the wrong setting or class.
+
+Each entry has a command line, its exit status, and a part of its message.
+"""
+
+import dataclasses
+import datetime
+import json
+import re
+import sys
+import textwrap
+
+import pytest
+from launch_runs import run, run_cases, train
+from messages import raises
+from paths import SUPPORT
+
+from synkhronos import rules
+from synkhronos.gpus import get_n_gpu
+from synkhronos.launcher import SettingsError
+from synkhronos.launcher.configuration.resolve import resolve_settings
+from synkhronos.launcher.configuration.settings import Settings, merge_tables
+from synkhronos.launcher.configuration.sources import parse_set_option, read_environment, read_session_file
+from synkhronos.launcher.model_class.model_interface import import_model_class
+from synkhronos.launcher.model_class.model_recorder import ModelRecorder
+from synkhronos.launcher.supervision.run_folder import create_run_folder
+
+MODEL = {"model": "launch_models/mlp.py:MLP", "devices": "cpu"}
+GPUS = get_n_gpu()
+
+#: Wrong settings, and the name in the message; no process is started.
+SETTINGS = {
+    "no model": ({"model": None, "devices": "cpu"}, "modelfile"),
+    "no class": ({"model": None, "modelfile": "launch_models.mlp"}, "modelclass"),
+    "no colon": ({"model": "mlp.py"}, "model"),
+    "no such file": ({"model": "launch_models/none.py:MLP"}, "modelfile"),
+    "no such module": ({"model": "launch_models.none:MLP"}, "modelfile"),
+    "no such class": ({"model": "launch_models/mlp_variants.py:Nobody"}, "modelclass"),
+    "no Python": ({"model": "{broken}:MLP"}, "modelfile"),
+    "devices, a number": ({"devices": 2}, "devices"),
+    "devices, none": ({"devices": []}, "devices"),
+    "devices, a word": ({"devices": "tpu0"}, "devices"),
+    "devices, mixed": ({"devices": "cpu,cuda0"}, "devices"),
+    "devices, another host": ({"devices": "node2:cuda0"}, "devices"),
+    "devices, GPUs on hosts": ({"devices": "cuda0", "hosts": "a,b"}, "devices"),
+    "devices and hosts": ({"devices": "cpu,cpu", "hosts": ["a:3", "b"]}, "ranks"),
+    "hosts, a number": ({"hosts": 2}, "hosts"),
+    "hosts, none of them": ({"hosts": ["a", "b:no"]}, "hosts"),
+    "hosts, twice": ({"hosts": "a,a"}, "hosts"),
+    "hosts, no allocation": ({"hosts": "all"}, "hosts"),
+    "devices, not there": ({"devices": "cuda99"}, "devices"),
+    "ranks and devices": ({"devices": "cpu,cpu", "ranks": 3}, "ranks"),
+    "ranks, none": ({"ranks": 0}, "ranks"),
+    "ranks, too many": ({"ranks": 10**30}, "ranks"),
+    "pythonpath, a number": ({"pythonpath": 3}, "pythonpath"),
+    "ranks, a word": ({"ranks": "all"}, "ranks"),
+    "a rule": ({"rule": "SSP"}, "rule"),
+    "a rule, a number": ({"rule": 3}, "rule"),
+    "EAMSGD": ({"rule": "EAMSGD"}, "rule"),
+    "an average": ({"rule_options": {"average": "velocity"}}, "rule_options"),
+    "timeline": ({"timeline": "late"}, "timeline"),
+    "warmup": ({"warmup": "late"}, "warmup"),
+    "an option": ({"rule": "EASGD", "rule_options": {"tau": 3}}, "rule_options"),
+    "an option's value": ({"rule": "EASGD", "rule_options": {"beta": 2}}, "rule_options"),
+    "an option, yes or no": ({"rule": "EASGD", "rule_options": {"asynchronous": "False"}}, "rule_options"),
+    "an option without end": ({"rule": "SlowMo", "rule_options": {"lr": float("inf")}}, "rule_options"),
+    "options, no table": ({"rule_options": "period"}, "rule_options"),
+    "config, a date": ({"config": {"days": [datetime.date(2024, 1, 1)]}}, "config"),
+    "config, no table": ({"config": [1]}, "config"),
+    "epochs": ({"epochs": 0}, "epochs"),
+    "config, given by the run": ({"config": {"rank": 0}}, "config"),
+    "config, the name": ({"config": {"mname": "MLP"}}, "config"),
+    "config, another setting": ({"config": {"seed": 3}}, "config"),
+    "seed": ({"seed": "x"}, "seed"),
+    "seed, large": ({"seed": 2**32}, "seed"),
+    "grace": ({"grace": -1}, "grace"),
+    "grace, without end": ({"grace": float("inf")}, "grace"),
+    "devices, many": ({"devices": ["cpu"] * 2000}, "devices"),
+    "every": ({"every": 0}, "every"),
+    "checkpoint": ({"checkpoint": -1}, "checkpoint"),
+    "restarts": ({"restarts": -1}, "restarts"),
+    "restarts alone": ({"restarts": 1}, "restarts"),
+    "on_death": ({"on_death": "go on"}, "on_death"),
+    "on_death, a flag": ({"on_death": True}, "on_death"),
+    "max_deaths": ({"max_deaths": 0}, "max_deaths"),
+    "max_deaths, a text": ({"max_deaths": "x"}, "max_deaths"),
+    "patience": ({"patience": 0}, "patience"),
+    "keep_best, a name": ({"keep_best": "accuracy"}, "keep_best"),
+    "keep_best": ({"keep_best": ["error", "least"]}, "keep_best"),
+    "keep": ({"keep": 0}, "keep"),
+    "bind": ({"bind": "perhaps"}, "bind"),
+    "scale_lr": ({"scale_lr": 7}, "scale_lr"),
+    "folder, used": ({"folder": "{used}"}, "folder"),
+    "folder, with a file": ({"folder": "{broken_folder}"}, "folder"),
+    "resume, nothing": ({"folder": "{used}", "resume": "latest"}, "resume"),
+    "resume, elsewhere": ({"resume": "nowhere"}, "resume"),
+}  # fmt: skip
+
+#: Wrong session files: file names and contents.
+FILES = {
+    "not there": ("none.toml", None),
+    "no TOML": ("a.toml", "rule = "),
+    "no JSON": ("a.json", "{"),
+    "no settings": ("a.json", "3"),
+    "no setting": ("a.toml", "rules = 'BSP'"),
+    "no KEY=VALUE": ("a.cfg", "RULE=BSP\nDEVICES"),
+    "no key": ("a.cfg", "COLOUR=red"),
+    "a quotation mark": ("a.cfg", "RULE='BSP"),
+    "a way to exchange": ("a.cfg", "SYNC_TYPE=max"),
+    "a strategy": ("a.cfg", "EXCH_STRATEGY=pigeon"),
+}
+
+#: Classes that miss a part, and the message of `check`.
+CLASSES = {
+    "NoMethods": r"NoMethods: missing or invalid:\n  method compile_iter_fns\(\): compiles its functions\n  method train_iter\(\): .*\n  method val_iter\(\): .*\n  method adjust_hyperp\(\): .*\n  method cleanup\(\)",
+    "NoParams": r"NoParams: missing or invalid:\n  attribute params: expected a list of shared variables, got None",
+    "StrangeParams": r"StrangeParams: missing or invalid:\n  attribute params\[1\]: expected a shared variable, got 3",
+    "NoData": r"NoData: missing or invalid:\n  attribute data: expected an object with n_batch_train and n_batch_val, got None",
+    "NoCount": r"NoCount: missing or invalid:\n  attribute data.n_batch_val: expected a number of batches, at least 0, got 'many'",
+    "TwoArguments": r"TwoArguments\(\): expected a class that takes one config, got one that takes \['config', 'more'\]",
+    "Raises": r"Raises fails when train_iter\(\) runs: KeyError: 'images'",
+    "StrangeCall": "'ModelRecorder' object has no attribute 'celebrate'",
+    "Silent": r"Silent: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\nSilent: train_iter\(\) changes none of params\nSilent: val_iter\(\) has not called recorder.val_error",
+    "Diverges": r"Diverges: the cost is nan after 3 iterations",
+    "NoEpochs": r"NoEpochs: it has no n_epochs: give --set epochs=N",
+    "a_number": r"modelclass: 'a_number' of launch_models.mlp_variants: expected a class, got 3",
+}  # fmt: skip
+#: Classes that are run, as their errors occur only on several ranks or with a setting.
+RUN = {
+    "Wider": ({}, r"params: of shapes \[\[5, 8\], .* on rank 0, and of \[\[5, 9\], .* on rank 1"),
+    "Other": ({"scale_lr": "true"}, r"Other lacks:\n  method scale_lr\(size\), for scale_lr = true"),
+    "Strict": ({"config.colour": "red"}, "^rank [01]: config: Strict has no 'colour'\n$"),
+    "NoEpochs": ({}, r"attribute n_epochs: expected a number of epochs, got None; or give --set epochs=N"),
+}
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Make files and folders that a run cannot use; return their paths by name."""
+    (tmp_path / "broken.py").write_text("class MLP:\n    def\n")
+    (tmp_path / "used" / "checkpoints" / "rows-of-mine").mkdir(parents=True)  # no checkpoint's name
+    (tmp_path / "used" / "settings.json").write_text("{}")
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "checkpoints").touch()
+    return {
+        "broken_folder": tmp_path / "file",
+        "broken": tmp_path / "broken.py",
+        "used": tmp_path / "used",
+        "new": tmp_path / "new",
+    }
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_launch_refuses_wrong_settings(name, paths, monkeypatch):
+    wrong_settings, fault = SETTINGS[name]
+    monkeypatch.chdir(SUPPORT)
+    settings = {"folder": str(paths["new"]), **MODEL, **wrong_settings}
+    settings = {
+        key: value.format(**paths) if isinstance(value, str) else value
+        for key, value in settings.items()
+        if value is not None
+    }
+    with raises(SettingsError, fault):
+        resolve_settings([settings])
+    assert not paths["new"].exists()
+
+
+def test_launch_refuses_unimportable_file_names(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v1.2").mkdir()
+    for name in ("v1.2/my_net.py", "net.v2.py", "random.py", "numpy.py"):
+        (tmp_path / name).write_text("class Net: pass\n")
+    settings = {"modelclass": "Net", "devices": "cpu", "folder": "run"}
+    for name in ("net.v2.py", "random.py", "numpy.py"):
+        with raises(SettingsError, "modelfile", name):
+            resolve_settings([{**settings, "modelfile": name}])
+    resolved = resolve_settings([{**settings, "modelfile": "v1.2/my_net.py"}])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert import_model_class(resolved.pythonpath, resolved.modelfile, "Net").__module__ == "my_net"
+
+
+def test_run_folder_that_cannot_be_made_is_named(tmp_path):
+    settings = Settings("module", "Class", ".", ("cpu",), folder="/proc/no/folder")
+    with pytest.raises(SettingsError, match="folder: /proc/no/folder can't be made or written: .*No such file"):
+        create_run_folder(settings, [])
+    (tmp_path / "file").touch()
+    for folder, words in (
+        ("file", "File exists"),
+        ("file/run", "Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("\0", "embedded null"),  # "byte", or "character in path" from Python 3.13 on
+    ):
+        with pytest.raises(SettingsError, match=f"folder: .* can't be made or written: .*{words}"):
+            create_run_folder(dataclasses.replace(settings, folder=str(tmp_path / folder)), [])
+    (tmp_path / "settings.json").mkdir()
+    with pytest.raises(SettingsError, match="folder: .* can't be written: .*Is a directory"):
+        create_run_folder(dataclasses.replace(settings, folder=str(tmp_path)), [])
+
+
+def test_run_folder_without_results_is_reused(monkeypatch, tmp_path):
+    monkeypatch.chdir(SUPPORT)
+    sources = [{**MODEL, "folder": str(tmp_path)}]
+    settings = resolve_settings(sources)
+    with create_run_folder(settings, []):
+        with raises(SettingsError, "folder"):
+            create_run_folder(settings, [])
+    for name in ("failure.txt", "rank-0.log", "processes.json"):
+        (tmp_path / name).touch()
+    with create_run_folder(resolve_settings(sources), []):
+        assert not (tmp_path / "failure.txt").exists()
+    for name in ("rank-1.jsonl", "reports.jsonl", "params.npz"):
+        (tmp_path / name).touch()
+        with raises(SettingsError, "folder"):
+            resolve_settings(sources)
+        (tmp_path / name).unlink()
+
+
+def test_session_file_expands_tilde(monkeypatch, tmp_path):
+    monkeypatch.chdir(SUPPORT)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stored = tmp_path / "old" / "checkpoints" / "rows-000000000001"
+    stored.mkdir(parents=True)
+    (stored / "meta.json").touch()
+    pytest.importorskip("safetensors")
+    resolved = resolve_settings([{**MODEL, "folder": "~/new", "resume": "~/old/checkpoints/rows-000000000001"}])
+    assert resolved.folder == str(tmp_path / "new") and resolved.resume == str(stored)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_launch_refuses_wrong_session_files(name, tmp_path):
+    file, text = FILES[name]
+    if text is not None:
+        (tmp_path / file).write_text(text)
+    with raises(SettingsError, file) as caught:
+        read_session_file(tmp_path / file)
+    assert text is None or str(caught.value).count(file) == 1  # the error of a missing file has its name already
+
+
+@pytest.mark.skipif(GPUS > 0, reason="is about machines without GPUs")
+def test_command_line_errors_are_one_line(tmp_path):
+    for arguments, words in (
+        (["train", "--set", "epochs"], "synkhronos train: --set: expected KEY=VALUE, got 'epochs'"),
+        (
+            ["train", "--set", "epoch=3"],
+            "synkhronos train: --set: 'epoch' is not a setting; similar: epochs; for an argument",
+        ),
+        (["train", "none.toml"], "synkhronos train: none.toml: expected a session file: "),
+        (["train", "--ranks", "x"], "argument --ranks: invalid int value: 'x'"),
+        (["check", "mlp.py"], "model: expected FILE:CLASS, got 'mlp.py'"),
+    ):
+        done = run(*arguments, status=2, cwd=tmp_path)
+        assert words in done.stderr + done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def checked():
+    """Check all classes in one process, so that the graph library is imported once; give the outputs by name."""
+    code = f"""
+from synkhronos.launcher.check_model import check_class
+for name in {list(CLASSES)}:
+    print("-- case", name)
+    print("-- status", check_class(f"launch_models/mlp_variants.py:{{name}}"))
+"""
+    return run_cases(code)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_check_names_missing_parts_of_a_class(checked, name):
+    assert re.search(CLASSES[name], checked[name]), checked[name]
+    assert checked[name].endswith("-- status 1\n")
+
+
+def test_check_runs_classes_on_one_rank_and_on_two():
+    run("check", "launch_models/mlp_variants.py:NoData", status=1, cwd=SUPPORT)
+    run(
+        "check", "launch_models/mlp_variants.py:NoEpochs", "--set", "epochs=2", cwd=SUPPORT
+    )  # as the message of the check advises
+    output = run("check", "launch_models.mlp:MLP", cwd=SUPPORT).stdout
+    assert re.search(r"^epoch 1, iteration 3, .*; [\d,]+ rows/s\n", output)
+    assert output.endswith("MLP: no problem found, on one rank and on two\n")
+
+
+def test_check_counts_batches_without_a_batch_size(capsys):
+    for rows, unit in ((1, "batches"), (20, "rows")):
+        recorder = ModelRecorder(0, rows_per_step=rows)
+        recorder.train_error(1, 0.5, 0.1)
+        recorder.count_iteration()
+        recorder.write_line()
+        assert capsys.readouterr().out.endswith(f" {unit}/s\n")
+
+
+@pytest.mark.parametrize("name", RUN)
+@pytest.mark.slow
+def test_launch_names_missing_parts_of_a_class(name, tmp_path):
+    settings, words = RUN[name]
+    done = train(tmp_path, name, status=1, **settings)
+    assert re.search(words, done.stderr) and "Traceback" not in done.stderr, done.stderr
+
+
+def test_init_refuses_wrong_settings(monkeypatch, tmp_path):
+    monkeypatch.chdir(SUPPORT)
+    rule = rules.EASGD()
+    with raises(RuntimeError, "init"):
+        rule.wait()
+    with raises(SettingsError, "modelclass"):
+        rule.init(devices=["cpu"], modelfile="launch_models.mlp", modelclass="Nobody", folder=str(tmp_path / "run"))
+    with raises(SettingsError, "period"):
+        rules.EASGD(period=lambda step: 3).init(["cpu"], "launch_models.mlp", "MLP", folder=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_init_takes_defaults_from_the_environment(monkeypatch, tmp_path):
+    monkeypatch.chdir(SUPPORT)
+    monkeypatch.setenv("SYNKHRONOS_MODEL", "launch_models/mlp.py:Nobody")
+    with raises(SettingsError, "modelclass"):
+        rules.BSP().init(["cpu"], folder=str(tmp_path / "run"))
+
+
+# -- precedence of settings ----------------------------------------------------------------------------------
+
+
+def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(SUPPORT)
+    (tmp_path / "session.toml").write_text(
+        textwrap.dedent("""
+        rule = "EASGD"
+        model = "launch_models/mlp_variants.py:Other"
+        devices = ["cpu", "cpu", "cpu"]
+        epochs = 7
+        seed = 5
+        [rule_options]
+        period = 4
+        beta = 0.5
+        [config]
+        depth = 3
+        """)
+    )
+    file = read_session_file(tmp_path / "session.toml")
+    environment = read_environment(
+        {"SYNKHRONOS_EPOCHS": "8", "SYNKHRONOS_SEED": "6", "SYNKHRONOS_THEANO": "pytensor", "HOME": "x"}
+    )
+    assert environment == {"epochs": 8, "seed": 6}
+    command_line = [
+        parse_set_option("epochs=9"),
+        parse_set_option("rule_options.period=2"),
+        parse_set_option("config.name=a b"),
+    ]
+    resolved = resolve_settings([*command_line, environment, file])
+    assert (resolved.epochs, resolved.seed, resolved.modelclass, resolved.devices) == (9, 6, "Other", ("cpu",) * 3)
+    assert resolved.rule_options == {"period": 2, "beta": 0.5} and resolved.config == {"depth": 3, "name": "a b"}
+    assert vars(resolved.make_rule())["period"] == 2
+    assert resolve_settings([{"ranks": 2}, file]).devices == ("cpu", "cpu")
+    assert resolve_settings([{"devices": "cpu"}, {"ranks": 4}, file]).devices == ("cpu",)
+    assert resolve_settings([{"modelfile": "launch_models.mlp", "modelclass": "MLP"}, file]).modelclass == "MLP"
+    with raises(SettingsError, "modelclass"):  # the file's class stays
+        resolve_settings([{"modelfile": "launch_models.mlp"}, file])
+
+
+def test_command_line_order_does_not_matter():
+    for words in (
+        ["--set=ranks=2", "--devices=cpu"],
+        ["--set=devices=cpu", "--ranks=2"],
+        ["--set=ranks=2", "--set=devices=cpu"],
+        ["--set=devices=cpu", "--set=ranks=2"],
+    ):
+        output = run("train", "--set=model=launch_models/mlp.py:MLP", "--dry-run", *words, cwd=SUPPORT).stdout
+        assert json.loads(output)["devices"] == ["cpu", "cpu"], words
+
+
+def test_theano_mpi_session_files_are_read(tmp_path):
+    (tmp_path / "session.cfg").write_text(
+        "# a comment\nRULE=EASGD\nMODELFILE = 'models.mlp'\nMODELCLASS=MLP # this one\n\nDEVICES=cuda0,cuda1\nBIND=true\n"
+    )
+    assert read_session_file(tmp_path / "session.cfg") == {
+        "rule": "EASGD", "modelfile": "models.mlp", "modelclass": "MLP", "devices": "cuda0,cuda1", "bind": "true",
+    }  # fmt: skip
+    (tmp_path / "session.cfg").write_text("RULE=BSP\nSYNC_TYPE=swap\nEXCH_STRATEGY=ar\n")
+    assert read_session_file(tmp_path / "session.cfg") == {"rule": "Swap"}
+    (tmp_path / "session.cfg").write_text("SYNC_TYPE=cdd\nRULE=BSP\nEXCH_STRATEGY=nccl16\n")
+    assert read_session_file(tmp_path / "session.cfg") == {
+        "rule": "BSP",
+        "rule_options": {"average": "gradient", "precision": "float16"},
+    }
+
+
+def test_device_names_of_gpus(monkeypatch):
+    monkeypatch.setattr("synkhronos.launcher.configuration.placement.get_n_gpu", lambda: 4)
+    monkeypatch.chdir(SUPPORT)
+    model = {"model": "launch_models/mlp.py:MLP"}
+    assert resolve_settings([model]).devices == ("cuda0", "cuda1", "cuda2", "cuda3")
+    assert resolve_settings([model, {"ranks": 2}]).devices == ("cuda0", "cuda1")
+    assert resolve_settings([model, {"devices": "gpu2, cuda0"}]).devices == ("cuda2", "cuda0")
+    assert resolve_settings([model, {"devices": ["cpu"], "ranks": 2}]).devices == ("cpu", "cpu")
+    for devices, words in (
+        ({"devices": "gpu1,cuda1"}, "devices: expected each GPU once, got gpu1, cuda1"),
+        ({"devices": "cuda4"}, "cuda4 is not available: this machine has cuda0 to cuda3"),
+        ({"ranks": 5}, "ranks: expected at most 4, one for each GPU, got 5; or devices = 'cpu'"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            resolve_settings([model, devices])
+
+
+def test_checkpoint_requirements_are_checked_at_start(monkeypatch):
+    monkeypatch.chdir(SUPPORT)
+    monkeypatch.setattr("synkhronos.launcher.configuration.resolve.find_spec", lambda name: None)
+    with raises(SettingsError, "checkpoint"):
+        resolve_settings([{**MODEL, "checkpoint": 2}])
+    with raises(SettingsError, "resume"):
+        resolve_settings([{**MODEL, "resume": "latest"}])
+
+
+# -- doctor --------------------------------------------------------------------------------------------------
+
+
+def test_doctor_describes_the_machine():
+    from synkhronos.launcher import doctor
+
+    text = doctor.make_report()
+    assert re.search(r"^cores +\d+ for this process, \d+ in all$", text, re.MULTILINE)
+    assert re.search(rf"^GPUs +{GPUS}$", text, re.MULTILINE)
+    assert re.search(r"^(pytensor|Theano) +\d", text, re.MULTILINE)
+    # The libraries need different versions of NumPy, so users of one must not be told to install the other.
+    assert "synkhronos[theano]" not in text and "synkhronos[pytensor]" not in text
+
+
+def test_doctor_names_the_first_step(monkeypatch):
+    from synkhronos.launcher import doctor
+
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "get_n_gpu", lambda: 0)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 << 20}))
+    first, optional = doctor.make_report().split("\nDo first\n")[1].split("\nOptional\n")
+    assert first.splitlines() == [
+        "  1. install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'",
+        "  2. enlarge /dev/shm, which holds the data and has 64 MiB: mount -o remount,size=8G /dev/shm, "
+        "or docker run --shm-size=8g",
+    ]
+    for line in (
+        "  PyTensor's JAX mode: pip install 'synkhronos[jax]'",
+        "  checkpoints, and train --resume: pip install 'synkhronos[training]'",
+        "  ranks on several hosts: pip install 'synkhronos[hosts]'",
+        "  PyTensor's C mode: apt-get install g++",
+    ):
+        assert line in optional.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("library", "ready", "absent"),
+    [
+        ("pytensor", "PyTensor's functions run on the cores; synkhronos.fork() starts ", "Theano"),
+        ("theano", "Theano's functions run on", "JAX"),
+    ],
+)
+def test_doctor_says_that_ranks_can_run(monkeypatch, library, ready, absent):
+    from synkhronos.launcher import doctor
+
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name if name == library else None)
+    monkeypatch.setattr(doctor, "get_n_gpu", lambda: 0)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
+    required, optional = doctor.make_report().split("\nOptional\n")
+    assert "Do first" not in required and f"\nReady: {ready}" in required and absent not in optional
+
+
+def test_doctor_puts_gpus_that_cannot_be_used_first(monkeypatch):
+    from synkhronos.devices import JAX
+    from synkhronos.launcher import doctor
+
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name if name == "pytensor" else None)
+    monkeypatch.setattr(doctor, "get_n_gpu", lambda: 2)
+    monkeypatch.setattr(JAX, "list_missing_requirements", lambda: ["jax", "nccl4py"])
+    monkeypatch.setattr(doctor, "_describe_gpus", lambda count: ["  cuda0: a card", "  cuda1: a card"])
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
+    text = doctor.make_report()
+    assert "  1. make the GPUs usable, which needs jax, nccl4py: pip install 'synkhronos[gpu]'\n" in text
+    assert text.index("cuda1: a card") < text.index("Do first")
+
+
+def test_options_are_checked_with_their_rule(tmp_path, monkeypatch):
+    monkeypatch.chdir(SUPPORT)
+    file = {**MODEL, "folder": str(tmp_path), "rule": "EASGD", "rule_options": {"period": 10, "beta": 0.5}}
+    for sets, options in (
+        (["rule=BSP"], {}),
+        (["rule=LocalSGD", "rule_options.period=3"], {"period": 3}),
+        (["rule_options.period=3", "rule=LocalSGD"], {"period": 3}),
+        (["rule=easgd"], {"period": 10, "beta": 0.5}),
+        (["rule_options.period=3"], {"period": 3, "beta": 0.5}),
+    ):
+        assert resolve_settings([merge_tables(map(parse_set_option, sets)), file]).rule_options == options
+    without = {**MODEL, "folder": str(tmp_path), "rule_options": {"period": 4}}
+    assert resolve_settings([parse_set_option("rule=LocalSGD"), without]).rule_options == {"period": 4}

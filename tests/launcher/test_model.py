@@ -1,0 +1,168 @@
+"""The launcher's base class `Model`."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from launch_models import masks
+from launch_runs import read_json_lines, run
+from loading_sources import Damaged
+from paths import SUPPORT
+
+from synkhronos.launcher.model_class.model_recorder import ModelRecorder
+
+
+@pytest.mark.parametrize("rule", ["BSP", "GOSGD"])
+def test_model_base_class_trains(tmp_path, rule):
+    run(
+        "train",
+        "--set=model='launch_models/small.py:Line'",
+        "--devices=cpu,cpu",
+        f"--set=rule={rule}",
+        "--folder",
+        tmp_path,
+        "--set=rule_options.probability=0.5" if rule == "GOSGD" else "--set=seed=3",
+        cwd=SUPPORT,
+    )
+    reports = read_json_lines(tmp_path, "reports")
+    assert [report["steps"] for report in reports] == [12] * 8  # 120 rows, ten a step, six steps on each of two ranks
+    assert reports[-1]["validation"]["error"] < 0.3 and reports[-1]["learning_rate"] == 0.05
+    (w,) = np.load(tmp_path / "params.npz").values()
+    np.testing.assert_allclose(w, [1, 2, 3], atol=0.1)
+    rng = np.random.default_rng(0).normal(size=(165, 3))[120:]
+    loss = float(np.mean((rng @ w - rng @ [1.0, 2.0, 3.0]) ** 2))
+    np.testing.assert_allclose(reports[-1]["validation"]["cost"], loss, rtol=1e-6)  # each of 45 rows once
+
+
+@pytest.mark.parametrize("rule", ["BSP", "EASGD", "DiLoCo"])
+@pytest.mark.slow
+def test_model_metrics_are_weighted_by_items(tmp_path, rule):
+    model = ["--set=model='launch_models/small.py:Masked'", "--devices=cpu,cpu", f"--set=rule={rule}"]
+    more = ["--set=rule_options.period=1", "--set=rule_options.momentum=0.9"] if rule == "DiLoCo" else []
+    run("train", *model, *more, "--set=checkpoint=1", "--set=seed=3", "--folder", tmp_path, cwd=SUPPORT)
+    (x, y, mask), (_, y_valid, mask_valid) = (
+        [part[rows] for part in masks.make_masked_rows()] for rows in (slice(40), slice(40, None))
+    )
+    for report in read_json_lines(tmp_path, "reports"):
+        np.testing.assert_allclose(report["loss"], (mask * y**2).sum() / mask.sum(), rtol=1e-6)
+        for name, errors in (("cost", y_valid**2), ("error", abs(y_valid))):
+            expected = (mask_valid * errors).sum() / mask_valid.sum()
+            np.testing.assert_allclose(report["validation"][name], expected, rtol=1e-6)
+    _, average = np.load(tmp_path / "params.npz").values()
+    expected = np.zeros(3)
+    for epoch in range(2):
+        order = np.random.default_rng((3, epoch)).permutation(40)
+        for first in range(0, 40, 4):  # two rows a rank
+            expected = 0.9 * expected + 0.1 * x[order[first : first + 4]].mean(axis=0)
+    np.testing.assert_allclose(average, expected, rtol=0.5 if rule == "EASGD" else 1e-9)
+
+
+def test_bsp_params_averages_by_weight(tmp_path):
+    model = ["--set=model='launch_models/small.py:Stepping'", "--devices=cpu,cpu", "--set=rule=BSP", "--set=seed=3"]
+    run("train", *model, "--set=epochs=2", "--folder", tmp_path, cwd=SUPPORT)
+    x, y, mask = masks.make_masked_rows()
+    w = np.zeros(3)
+    for epoch in range(2):
+        order = np.random.default_rng((3, epoch)).permutation(40)
+        for first in range(0, 40, 4):  # two rows a rank
+            rows = order[first : first + 4]
+            if mask[rows].any():
+                gradient = 2 * (mask[rows] * x[rows] * (x[rows] * w - y[rows])).sum(axis=0) / mask[rows].sum()
+                w = w - 0.1 * gradient
+    np.testing.assert_allclose(np.load(tmp_path / "params.npz")["arr_0"], w, rtol=1e-9)
+
+
+def test_model_warns_of_a_mean_without_weight(tmp_path):
+    model = ["--set=model='launch_models/small.py:Unweighted'", "--devices=cpu"]
+    run("train", *model, "--set=epochs=1", "--folder", tmp_path, cwd=SUPPORT)
+    assert "loss: the denominator of a mean depends on the values of mask" in (tmp_path / "rank-0.log").read_text()
+
+
+def test_model_learning_rate_of_0_changes_nothing(tmp_path):
+    for epochs in (1, 2):
+        run(
+            "train",
+            "--set=model='launch_models/small.py:Frozen'",
+            "--devices=cpu,cpu",
+            "--set=rule=SlowMo",
+            "--set=rule_options.period=1",
+            f"--set=epochs={epochs}",
+            "--folder",
+            tmp_path / str(epochs),
+            cwd=SUPPORT,
+        )
+    first, second = (np.load(tmp_path / str(epochs) / "params.npz")["arr_0"] for epochs in (1, 2))
+    np.testing.assert_allclose(second, first, rtol=1e-12)
+
+
+def test_model_base_class_refuses_wrong_arrays():
+    from synkhronos.launcher import Model
+
+    class Uneven(Model):
+        def load(self):
+            return [np.zeros(3), np.zeros(4)], []
+
+    class TooFew(Model):
+        def load(self):
+            return [np.zeros(30)], []
+
+    config = {"rank": 0, "size": 2, "seed": 0}
+    with pytest.raises(ValueError, match=r"load\(\): training arrays have \[3, 4\] rows"):
+        Uneven(config)
+    with pytest.raises(
+        ValueError, match="batch_size: expected at most 15, as 30 rows are shared out among 2 ranks, got 100"
+    ):
+        TooFew(config)
+    with pytest.raises(NotImplementedError, match=r"Model.load\(\)"):
+        Model(config)
+
+
+def test_model_names_a_nan_row():
+    from synkhronos.launcher.rank.model_epoch_loop import ModelEpochLoop
+
+    rows = np.zeros((5, 2))
+    rows[3, 1] = np.inf
+    recorder = ModelRecorder(0)
+    recorder.train_error(1, np.nan)
+    recorder.count_iteration()
+    recorder.write_line()
+    run = SimpleNamespace(
+        worker=SimpleNamespace(size=1), recorder=recorder, totals=[recorder.meter.get_totals(0.1)],
+        _training_ended_at=recorder.epoch_began + 1, n_reports=1, model=SimpleNamespace(train_data=[np.arange(5), rows]),
+    )  # fmt: skip
+    with pytest.raises(
+        FloatingPointError, match=r"the cost is nan in epoch 2: row 3 of load\(\)'s training array 1 has inf"
+    ):
+        ModelEpochLoop.make_report(run)
+    run.model = SimpleNamespace(train_data="a class of somebody's")
+    with pytest.raises(FloatingPointError, match="the cost is nan in epoch 2: nothing of it was saved"):
+        ModelEpochLoop.make_report(run)
+
+
+def test_model_trains_when_a_loader_skips_batches():
+    from synkhronos.launcher import Model
+    from synkhronos.loading import Loader
+
+    class Read(Model):
+        batch_size = 2
+
+        def build(self):
+            kind = SimpleNamespace(type=SimpleNamespace(dtype="int64"))
+            self.inputs, self.params = [kind, kind], []
+            self.val_fn = lambda pictures, numbers: [numbers.mean()]
+
+        def load(self):
+            train, valid = Damaged(8, bad=(2, 3)), Damaged(5, bad=(4,))
+            return [Loader(source, shuffle=False, on_error="skip") for source in (train, valid)]
+
+    model, recorder = Read({"rank": 0, "size": 1, "seed": 0}), ModelRecorder(0)
+    try:
+        assert (model.data.n_batch_train, model.data.n_batch_val) == (4, 3)
+        numbers = [model.next_batch(recorder)[1].tolist() for _ in range(4)]
+        assert numbers == [[0, 1], [4, 5], [6, 7], [0, 1]]
+        model.reset_iter("val")
+        for i in range(3):
+            model.val_iter(i, recorder)
+        assert recorder.take_validation_sums() == (4, {"cost": 2 * 0.5 + 2 * 2.5})
+    finally:
+        model.cleanup()
