@@ -24,6 +24,7 @@ from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
 from synkhronos.launcher.rank import rank_functions
 from synkhronos.launcher.supervision.master_arguments import MasterArguments
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
+from synkhronos.programs import run
 from synkhronos.ranks import WorkerError, get_last_death, get_session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import FAILED_START_PREFIX
