@@ -110,6 +110,11 @@ def format_duration(time: float) -> str:
     return f"{time * 1e9:.0f} ns"
 
 
+def format_spread(times: Sequence[float]) -> str:
+    """Return the median of durations, and the smallest and the largest, as text."""
+    return f"{format_duration(median(times))} ({min(times) * 1e6:.0f}-{max(times) * 1e6:.0f})"
+
+
 def format_bytes(nbytes: float) -> str:
     """Return a number of bytes as text with a readable unit."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):

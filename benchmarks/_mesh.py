@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from benchmarks._training import time_steps
 from benchmarks.gpu_step import LAYERS, ROWS, generate_batches
@@ -59,10 +59,14 @@ def measure_mlp(settings: dict[str, Any]) -> dict[str, Any]:
     Returns
     -------
     dict
-        Seconds of a step for each placement of the rows and batch size.
+        Seconds of a step in each round, for each placement of the rows and batch size.
     """
     n, rng = settings["n"], np.random.default_rng(1)
+    split: Any
+    whole: Any
     _, split, whole = make_shardings(n)
+    if n == 1:
+        split = whole = SingleDeviceSharding(jax.devices()[0])
     images = rng.random((ROWS, LAYERS[0]), dtype=np.float32)
     labels = rng.integers(0, LAYERS[-1], ROWS).astype("int32")
     # Axis 0 is split over the devices: each device selects from its own rows.
@@ -78,7 +82,7 @@ def measure_mlp(settings: dict[str, Any]) -> dict[str, Any]:
         x, y = images[:, rows], labels[:, rows]
         return update_mlp(params, velocities, x.reshape(-1, x.shape[-1]), y.reshape(-1))
 
-    times: dict[str, dict[str, float]] = {"host": {}, "GPU": {}}
+    times: dict[str, dict[str, list[float]]] = {"host": {}, "GPU": {}}
     for placement in times:
         params = jax.device_put(init, whole)
         velocities = jax.tree.map(jnp.zeros_like, params)

@@ -1,6 +1,7 @@
 """NCCL alone, for comparison in `benchmarks.gpu_all_reduce` and `benchmarks.collectives`.
 
-A script of its own, which starts a process for each GPU.  Rank 0 reads one line from standard input for each
+A script of its own, which starts a process for each GPU.  With ``torch`` as second argument, all_reduce is that of
+`torch.distributed`.  Rank 0 reads one line from standard input for each
 measurement, a collective's name and the number of float32 values on each GPU, and prints its own seconds per call: when
 many calls are queued, and when it waits for each.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -54,26 +57,92 @@ def make_collective_call(
     }[name]
 
 
-def run_rank(rank: int, size: int, pipes: list[Any]) -> None:
-    """Run one process of the group; ``pipes`` has rank 0's pipes to the others, or at ``rank - 1`` a worker's own."""
+class NcclCollectives:
+    """NCCL's collectives, as one process of the group calls them."""
+
+    def __init__(self, rank: int, size: int, pipes: list[Any]):
+        from cuda.bindings import driver
+        from cuda.core import Device
+        from nccl.bindings import nccl
+        from nccl.core import Communicator, UniqueId, get_unique_id
+
+        self._driver, self._nccl, self._rank, self._size = driver, nccl, rank, size
+        device = Device(0)
+        device.set_current()
+        self._stream = device.create_stream()
+        self.sync = self._stream.sync
+        if rank == 0:
+            unique_id = bytes(get_unique_id())
+            for pipe in pipes:
+                pipe.send(unique_id)
+        else:
+            unique_id = pipes[rank - 1].recv()
+        self._communicator = Communicator.init(size, rank, UniqueId.from_bytes(unique_id))
+        self._address: Any = None
+
+    def make_call(self, name: str, count: int) -> Callable[[], None]:
+        """Return a function that enqueues a collective of new zeros; the last one's memory is freed."""
+        self.free()
+        nbytes = 4 * count * (1 + self._size)
+        _, self._address = self._driver.cuMemAlloc(nbytes)
+        source = int(self._address)
+        self._driver.cuMemsetD8(self._address, 0, nbytes)
+        comm, stream = self._communicator._comm, int(self._stream.handle)
+        call: Callable[[], None] = make_collective_call(
+            name, self._nccl, source, source + 4 * count, count, self._rank, self._size, comm, stream
+        )
+        return call
+
+    def free(self) -> None:
+        """Free the memory of the last collective."""
+        if self._address is not None:
+            self._driver.cuMemFree(self._address)
+            self._address = None
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.free()
+        self._communicator.destroy()
+
+
+class TorchCollectives:
+    """all_reduce of `torch.distributed`, as one process of the group calls it."""
+
+    def __init__(self, rank: int, size: int, store: str):
+        import torch
+        from torch import distributed
+
+        self._torch, self._distributed, self.sync = torch, distributed, torch.cuda.synchronize
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+        distributed.init_process_group(
+            "nccl", init_method=f"file://{store}", rank=rank, world_size=size, device_id=device
+        )
+
+    def make_call(self, name: str, count: int) -> Callable[[], None]:
+        """Return a function that enqueues an all_reduce of new zeros."""
+        assert name == "all_reduce"
+        tensor, all_reduce = self._torch.zeros(count, device="cuda"), self._distributed.all_reduce
+
+        def call() -> None:
+            all_reduce(tensor)
+
+        return call
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._distributed.destroy_process_group()
+
+
+def run_rank(rank: int, size: int, pipes: list[Any], store: str) -> None:
+    """Run one process of the group; ``pipes`` has rank 0's pipes to the others, or at ``rank - 1`` a worker's own.
+
+    ``store`` is the path by which torch's processes meet; empty for NCCL alone.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
-    from cuda.bindings import driver
-    from cuda.core import Device
-    from nccl.bindings import nccl
-    from nccl.core import Communicator, UniqueId, get_unique_id
-
-    device = Device(0)
-    device.set_current()
-    stream = device.create_stream()
-    if rank == 0:
-        unique_id = bytes(get_unique_id())
-        for pipe in pipes:
-            pipe.send(unique_id)
-    else:
-        unique_id = pipes[rank - 1].recv()
-    communicator = Communicator.init(size, rank, UniqueId.from_bytes(unique_id))
-    comm = communicator._comm
+    collectives: Any = TorchCollectives(rank, size, store) if store else NcclCollectives(rank, size, pipes)
+    sync = collectives.sync
     if rank == 0:
         print("ready", flush=True)
     while True:
@@ -85,40 +154,36 @@ def run_rank(rank: int, size: int, pipes: list[Any]) -> None:
             line = pipes[rank - 1].recv()
         if not line:
             break
-        count = int(line[1])
-        _, address = driver.cuMemAlloc(4 * count * (1 + size))
-        source = int(address)
-        driver.cuMemsetD8(address, 0, 4 * count * (1 + size))
-        enqueue = make_collective_call(
-            line[0], nccl, source, source + 4 * count, count, rank, size, comm, int(stream.handle)
-        )
+        enqueue = collectives.make_call(line[0], int(line[1]))
         for _ in range(10):
             enqueue()
-        stream.sync()
+        sync()
         times, calls = [], 100
         for _ in range(calls):
             start = perf_counter()
             enqueue()
-            stream.sync()
+            sync()
             times.append(perf_counter() - start)
         start = perf_counter()
         for _ in range(calls):
             enqueue()
-        stream.sync()
+        sync()
         if rank == 0:
             print((perf_counter() - start) / calls, median(times), flush=True)
-        driver.cuMemFree(address)
-    communicator.destroy()
+    collectives.close()
 
 
 def main() -> None:
     """Start the other processes; this one is rank 0."""
-    size = int(sys.argv[1])
+    size, uses_torch = int(sys.argv[1]), sys.argv[2:] == ["torch"]
     context = multiprocessing.get_context("fork")
     ends = [context.Pipe() for _ in range(size - 1)]
-    for r, (_, worker_end) in enumerate(ends, 1):
-        context.Process(target=run_rank, args=(r, size, [None] * (r - 1) + [worker_end]), daemon=True).start()
-    run_rank(0, size, [master_end for master_end, _ in ends])
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store" if uses_torch else ""
+        for r, (_, worker_end) in enumerate(ends, 1):
+            arguments = r, size, [None] * (r - 1) + [worker_end], store
+            context.Process(target=run_rank, args=arguments, daemon=True).start()
+        run_rank(0, size, [master_end for master_end, _ in ends], store)
 
 
 if __name__ == "__main__":

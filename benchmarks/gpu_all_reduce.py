@@ -1,8 +1,10 @@
 """Throughput of all_reduce of shared variables on GPUs.
 
-`synkhronos.all_reduce` is compared with NCCL alone in separate processes: when many calls are queued, and when each is
-waited for.  The column "call" is the time until the call returns in the master, which does not wait.  Bus bandwidth is
-defined as in NCCL's own tests: 2 (n - 1) / n times the bytes, divided by the time.
+`synkhronos.all_reduce` is compared with NCCL alone in separate processes, and with ``--torch`` with
+`torch.distributed`: when many calls are queued, and when each is waited for.  Times are medians of three rounds, in
+which the sides take turns; those of Synkhronos are followed by the smallest and the largest round in microseconds.  The
+column "call" is the time until the call returns in the master, which does not wait.  Bus bandwidth is defined as in
+NCCL's own tests: 2 (n - 1) / n times the bytes, divided by the time.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from benchmarks._measure import (
     Table,
     format_bytes,
     format_duration,
+    format_spread,
     import_graph_library,
     print_criterion,
     print_heading,
@@ -29,7 +32,28 @@ from benchmarks._measure import (
 from synkhronos.devices import get_array_device
 from synkhronos.graph_libraries import get_library
 
-SIZES = [4_000, 4_200_000, 102_000_000]
+SIZES = [4_000, 64_000, 4_200_000, 102_000_000]
+
+
+class Peer:
+    """NCCL alone or `torch.distributed`, in processes of their own."""
+
+    def __init__(self, n_ranks: int, *arguments: str):
+        command = [sys.executable, "-m", "benchmarks._nccl", str(n_ranks), *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        assert self._stdout.readline().strip() == "ready"
+
+    def measure(self, n_items: int) -> tuple[float, float]:
+        """Return the seconds of an all_reduce of float32, when many are queued and when each is waited for."""
+        print("all_reduce", n_items, file=self._stdin, flush=True)
+        queued, waited = map(float, self._stdout.readline().split())
+        return queued, waited
+
+    def close(self) -> None:
+        """End the processes."""
+        self._process.communicate("\n")  # an empty line ends them: forked ranks keep their input open
 
 
 def main() -> None:
@@ -40,22 +64,21 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, help="number of GPUs (default: all)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: 4 KB, 4.2 MB, 102 MB)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=200, help="timed calls (default: %(default)s)")
+    parser.add_argument("--torch", action="store_true", help="compare with torch.distributed, too")
     options = parser.parse_args()
     count = require_gpus(options.ranks)
     print_heading(f"all_reduce on {count} GPUs: the sum of float32")
-    nccl = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks._nccl", str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert nccl.stdin is not None and nccl.stdout is not None
-    assert nccl.stdout.readline().strip() == "ready"
+    peers = {"NCCL": Peer(count)} | ({"torch": Peer(count, "torch")} if options.torch else {})
     synk.fork(count, use_gpu=True)
     library, _ = import_graph_library()
     shared = library.shared(np.zeros(1, np.float32), "s")
     synk.function([], shared, updates=[(shared, shared)])()
-    columns = ("call", "queued", "NCCL", "share", "GB/s", "waited", "NCCL ")
-    table = Table({"": 8, **dict.fromkeys(columns, 9)})
+    table = Table(
+        {"": 8, "call": 9, "queued": 23, **dict.fromkeys(peers, 9), "share": 7, "GB/s": 5}
+        | {"waited": 23, **{f"{name} ": 9 for name in peers}}
+    )
     device = get_array_device(get_library(shared).borrow_value(shared))
 
     def wait() -> None:
@@ -65,7 +88,7 @@ def main() -> None:
         synk.all_reduce(shared, "sum")
         wait()
 
-    results = {}
+    ratios = {}
     for nbytes in options.sizes:
         items = nbytes // 4
         for r in range(count):
@@ -75,8 +98,8 @@ def main() -> None:
         assert all((synk.get_value(r, shared) == expected).all() for r in range(count))
         synk.broadcast(shared, np.zeros(items, np.float32))
         calls: list[float] = []
-        rank_times: list[tuple[float, float]] = []
-        nccl_times: list[tuple[float, float]] = []
+        rounds: list[tuple[float, float]] = []
+        peer_rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
         for _ in range(3):
             for _ in range(10):
                 all_reduce_once()
@@ -84,34 +107,34 @@ def main() -> None:
             calls += [time_call(lambda: synk.all_reduce(shared, "sum")) for _ in range(options.calls // 3)]
             wait()
             queued_time = (perf_counter() - start) / (options.calls // 3)
-            rank_times.append((queued_time, median(time_call(all_reduce_once) for _ in range(options.calls // 3))))
-            print("all_reduce", items, file=nccl.stdin, flush=True)
-            queued, waited = map(float, nccl.stdout.readline().split())
-            nccl_times.append((queued, waited))
-        queued, waited = (median(values) for values in zip(*rank_times, strict=True))
-        nccl_queued, nccl_waited = (median(values) for values in zip(*nccl_times, strict=True))
-        bandwidth = 2 * (count - 1) / count * nbytes / queued / 1e9
-        results[nbytes] = median(calls), nccl_queued / queued, queued, waited
+            rounds.append((queued_time, median(time_call(all_reduce_once) for _ in range(options.calls // 3))))
+            for name, peer in peers.items():
+                peer_rounds[name].append(peer.measure(items))
+        queued, waited = zip(*rounds, strict=True)
+        peer_times = {
+            name: [median(times) for times in zip(*values, strict=True)] for name, values in peer_rounds.items()
+        }
+        bandwidth = 2 * (count - 1) / count * nbytes / median(queued) / 1e9
+        nccl_queued, nccl_waited = peer_times["NCCL"]
+        ratios[nbytes] = median(queued) / nccl_queued, median(waited) / nccl_waited
         table.print_row(
             format_bytes(nbytes),
-            *map(format_duration, (results[nbytes][0], queued, nccl_queued)),
-            f"{nccl_queued / queued:.3f}",
+            format_duration(median(calls)),
+            format_spread(queued),
+            *[format_duration(times[0]) for times in peer_times.values()],
+            f"{1 / ratios[nbytes][0]:.3f}",
             f"{bandwidth:.0f}",
-            *map(format_duration, (waited, nccl_waited)),
+            format_spread(waited),
+            *[format_duration(times[1]) for times in peer_times.values()],
         )
-    nccl.communicate("\n")  # an empty line ends it: forked ranks keep its input open
+    for peer in peers.values():
+        peer.close()
     synk.close()
     print()
-    largest, smallest = max(options.sizes), min(options.sizes)
-    print_criterion(
-        f"bus bandwidth, relative to NCCL, {format_bytes(largest)}", 100 * results[largest][1], " %", at_least=95
-    )
-    print_criterion(f"call to return, {format_bytes(smallest)}", 1e6 * results[smallest][0], " us", at_most=100)
-    if smallest <= 4_000:
-        print_criterion(f"queued, {format_bytes(smallest)}", 1e6 * results[smallest][2], " us", at_most=25)
-        print_criterion(
-            f"waited for, {format_bytes(smallest)}", 1e6 * results[smallest][3], " us", at_most=40 if count == 2 else 60
-        )
+    smallest, largest = min(ratios), max(ratios)
+    for nbytes, max_queued, max_waited in ((smallest, 2, 2.5), (largest, 1.05, 1.05)):
+        for name, ratio, limit in zip(("queued", "waited for"), ratios[nbytes], (max_queued, max_waited), strict=True):
+            print_criterion(f"{format_bytes(nbytes)} {name}, relative to NCCL", ratio, " times", at_most=limit)
 
 
 if __name__ == "__main__":
