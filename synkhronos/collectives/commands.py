@@ -335,13 +335,14 @@ class AllReduceValues(Command):
 
 
 class PlannedVariable(NamedTuple):
-    """A variable of a repeated all-reduce; see `VariableCopy`."""
+    """A variable of a repeated all-reduce, its device, and the device and the communicator that transfer it."""
 
     key: Any
     library: GraphLibrary
     layout: ArrayLayout
     device: Device
     transport: Device
+    communicator: Communicator
 
 
 class AllReducePlan(NamedTuple):
@@ -360,7 +361,9 @@ class AllReducePlan(NamedTuple):
         """Return the plan for copies of equal shapes."""
         generation = rank.device.get_communicator(rank).generation
         variables = [
-            PlannedVariable(key, copied.library, copied.layouts[rank.number], copied.device, copied.transport)
+            PlannedVariable(
+                key, copied.library, copied.layouts[rank.number], copied.device, copied.transport, copied.communicator
+            )
             for key, copied in zip(keys, copies, strict=True)
         ]
         layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
@@ -368,7 +371,7 @@ class AllReducePlan(NamedTuple):
 
     def is_valid(self, rank: Rank) -> bool:
         """Whether the layouts of this rank's variables, and its connection, have not changed."""
-        for key, library, (shape, dtype), device, _ in self.variables:
+        for key, library, (shape, dtype), device, _, _ in self.variables:
             value = library.borrow_value(rank.get_object(key))
             if get_array_device(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
@@ -376,21 +379,25 @@ class AllReducePlan(NamedTuple):
 
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
-        for key, library, _, device, transport in self.variables:
-            shared, communicator = rank.get_object(key), transport.get_communicator(rank)
+        written = []
+        for key, library, _, device, transport, communicator in self.variables:
+            shared = rank.get_object(key)
             if transport is not device:
                 array = np.array(device.to_host(library.borrow_value(shared)), order="C")
                 communicator.all_reduce(array, op)
                 library.store_value(shared, device.from_host(array))
                 continue
             has_other_references = library.has_other_references(shared)
-            value = library.borrow_value(shared)
-            array = device.as_writable(value, has_other_references)
-            new = device.rewrap(array, communicator.all_reduce(array, op))
-            if new is not value:
+            array = device.as_writable(library.borrow_value(shared), has_other_references)
+            communicator.all_reduce(array, op)
+            written.append((library, shared, device, array))
+        own_communicator = rank.device.get_communicator(rank)
+        own_communicator.notify_started()
+        is_complete = own_communicator.wait_briefly()
+        for library, shared, device, array in written:
+            new = device.rewrap(array, is_complete)
+            if new is not library.borrow_value(shared):
                 library.store_value(shared, new)
-        for communicator in {variable.transport.get_communicator(rank) for variable in self.variables}:
-            communicator.notify_started()
 
 
 class _AllReducePlans(BoundedCache[AllReduceValues, AllReducePlan]):

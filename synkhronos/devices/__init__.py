@@ -18,8 +18,6 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import Any
 
-import numpy as np
-
 from synkhronos.devices import cuda, host, jax, pygpu
 from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.cuda.cuda_device import CudaDevice
@@ -74,18 +72,21 @@ def get_device(name: str) -> Device:
     return next(device for device in list_devices() if device.name == name)
 
 
+#: Devices by the class of the values that they own, since it takes long to ask each device.
+_device_by_class: dict[type, Device] = {}
+
+
 def find_device(value: Any) -> Device:
     """Return the device that owns a value; `HOST` for any value that no other device owns."""
-    # The common case first, as asking each device is slow.  A subclass of ndarray may belong to another device.
-    if type(value) is np.ndarray or isinstance(value, np.generic):
-        return HOST
-    return next(device for device in list_devices() if device is HOST or device.owns(value))
+    device = _device_by_class.get(type(value))
+    if device is None:
+        device = next(device for device in list_devices() if device is HOST or device.owns(value))
+        _device_by_class[type(value)] = device
+    return device
 
 
 def get_array_device(array: Any) -> Device:
     """Return the device that owns an array; raise TypeError for a value that no device owns."""
-    if type(array) is np.ndarray:
-        return HOST
     device = find_device(array)
     if device is HOST and not HOST.owns(array):
         raise TypeError(f"no device supports arrays of type {type(array).__module__}.{type(array).__qualname__}")

@@ -39,14 +39,18 @@ class Communicator(ABC):
         """Copy the root's array into every other rank's, in place."""
 
     @abstractmethod
-    def all_reduce(self, array: Any, op: str) -> bool:
+    def all_reduce(self, array: Any, op: str) -> None:
         """Replace every rank's array by the reduction over all ranks, in place.
 
-        Returns
-        -------
-        bool
-            Whether the result is complete already.  ``Device.rewrap`` returns the array to use from then on.
+        The result may not be complete yet.  ``Device.rewrap`` returns the array to use from then on.
         """
+
+    def wait_briefly(self) -> bool:
+        """Wait for the results of `all_reduce` if that is quicker than not to wait; return whether they are complete.
+
+        It is called once after one or several calls of `all_reduce`.
+        """
+        return True
 
     @abstractmethod
     def reduce(

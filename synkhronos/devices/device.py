@@ -198,7 +198,7 @@ class Device(ABC):
         """Return a new array object for the memory of an array that a communicator writes in place.
 
         The old object must not be used afterwards.  ``is_complete`` says whether the memory has been written already,
-        as `Communicator.all_reduce` returns.
+        as `Communicator.wait_briefly` returns.
         """
         return value
 

@@ -61,11 +61,10 @@ class HostCommunicator(Communicator):
             if rank.number != root:
                 chunk[:] = shared
 
-    def all_reduce(self, array: np.ndarray, op: str) -> bool:
+    def all_reduce(self, array: np.ndarray, op: str) -> None:
         """Replace every rank's array by the reduction over all ranks, in place."""
         flat = array.reshape(-1)
         self._reduce(flat, flat, op, flat.size, flat.dtype, range(self._rank.size))
-        return True
 
     def reduce(
         self,

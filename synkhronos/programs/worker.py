@@ -161,7 +161,8 @@ class Worker:
         if device is not HOST:
             communicator.connect(self._rank.all_gather_cached(communicator.generation))
             value = device.as_writable(value, has_other_references=False) if overwrite else _copy_array(device, value)
-        value = device.rewrap(value, communicator.all_reduce(value, op))
+        communicator.all_reduce(value, op)
+        value = device.rewrap(value, communicator.wait_briefly())
         communicator.wait_until_started()
         return value
 
@@ -349,7 +350,8 @@ class Group:
         if communicator is not None:
             if self.size > 1:
                 communicator.connect_members(self.ranks, [generation for _, generation in by_member], self.all_gather)
-                return device.rewrap(result, communicator.all_reduce(result, op))
+                communicator.all_reduce(result, op)
+                return device.rewrap(result, communicator.wait_briefly())
             return result
         flat = result.reshape(-1)
         block = self.size * max(1, self._task.max_chunk // flat.dtype.itemsize)  # a chunk for each member

@@ -39,6 +39,8 @@ POLL_SECONDS = 0.05
 #: wake-up of a process whose core is idle (about 0.1 ms on a virtual machine): otherwise two ranks that take turns
 #: would sleep every time.
 SPIN_SECONDS = 250e-6
+#: Number of looks at a counter between two system calls of a spinning rank, each of which takes as long as several.
+_CHECKS_PER_YIELD = 8
 
 #: Sleep reasons: none; a command is posted; ranks reach a step; ranks finish a command; a peer sends or receives bytes
 #: in a task.
@@ -217,11 +219,12 @@ class ControlMemory:
         if is_ready():
             return
         if self.spin_seconds:
-            self.last_core[rank] = _get_current_core()
             deadline = perf_counter() + self.spin_seconds
             while perf_counter() < deadline:
-                if is_ready():
-                    return
+                for _ in range(_CHECKS_PER_YIELD):
+                    if is_ready():
+                        return
+                self.last_core[rank] = _get_current_core()
                 os.sched_yield()  # the scheduler may have put the peer on this very core
         semaphore = self._wake_semaphores[rank]
         next_check = perf_counter() + poll_seconds

@@ -210,27 +210,31 @@ class Rank:
         while self.finish_callbacks:
             self.finish_callbacks.pop()()
 
-    def arrive(self) -> None:
-        """Arrive at the next step without waiting for the others."""
+    def arrive(self) -> bool:
+        """Arrive at the next step without waiting for the others; return whether they have all arrived before."""
         control = self.control
         self._step += 1
         control.arrived[self.number] = self._step
         control.fence()
         # The last rank to arrive wakes all others.  In a `gather_bytes` the master arrives after the workers: the last
         # worker wakes it.
-        if self._has_reached(self._step):
+        is_last = self._has_reached(self._step)
+        if is_last:
             for r in range(self.size):
                 control.wake(r, AWAITS_STEP)
         elif not self.is_master and self._has_reached(self._step, excluded=self.master_rank):
             control.wake(self.master_rank, AWAITS_STEP)
+        return is_last
 
     def barrier(self, check: Callable[[], None] | None = None) -> None:
         """Return when every rank has arrived at this step; raise `Cancelled` if a rank failed in this command.
 
         ``check`` is called repeatedly while waiting, and may raise.
         """
-        self.arrive()
-        self._wait_for_step(self._step, check=check)
+        if not self.arrive():
+            self._wait_for_step(self._step, check=check)
+        elif self.has_failed(self.command_number):
+            raise Cancelled
 
     def raise_common_error(self, error: Exception) -> NoReturn:
         """Raise an error that all ranks have found at the same point: itself in the master, `Cancelled` in workers.

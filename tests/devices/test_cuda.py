@@ -208,9 +208,12 @@ def test_all_reduce_of_few_bytes_is_waited_for(connected):
     communicator, gpu = connected()
     gpu.command_number = 5
     gpu.query_results = [DONE, NOT_READY, NOT_READY, DONE]
-    assert communicator.all_reduce(np.ones(3, "float32"), "sum") is True
+    for _ in range(2):  # they are waited for together
+        communicator.all_reduce(np.ones(3, "float32"), "sum")
+    assert communicator.wait_briefly()
     assert not gpu.query_results and not gpu.pending_operations[0].is_unfinished()
-    assert communicator.all_reduce(np.ones(0, "float32"), "sum") is True  # of an empty array
+    communicator.all_reduce(np.ones(0, "float32"), "sum")  # of an empty array
+    assert communicator.wait_briefly()
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,8 @@ def test_all_reduce_of_few_bytes_is_waited_for(connected):
 def test_all_reduce_on_a_busy_stream_is_not_waited_for(connected, query_results, left):
     communicator, gpu = connected()
     gpu.command_number, gpu.query_results = 5, query_results
-    assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
+    communicator.all_reduce(np.ones(3, "float32"), "sum")
+    assert not communicator.wait_briefly()
     assert gpu.query_results == left
 
 
@@ -233,7 +237,8 @@ def test_all_reduce_fails_when_aborted_meanwhile(connected, monkeypatch):
     gpu.command_number, gpu.query_results = 5, [DONE]
     monkeypatch.setattr("synkhronos.devices.cuda.nccl._QUICK_SECONDS", 10.0)
     threading.Timer(0.1, communicator._watchdog.abort).start()  # then the stream is idle
-    assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
+    communicator.all_reduce(np.ones(3, "float32"), "sum")
+    assert not communicator.wait_briefly()
     assert gpu.aborted == 1
 
 

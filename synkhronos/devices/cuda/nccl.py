@@ -17,6 +17,7 @@ Within a launch of XLA, part of a gradient can be reduced on a second stream whi
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -86,6 +87,8 @@ class NcclCommunicator(Communicator):
         self._watchdog = watchdog
         #: Whether the side stream has work for which XLA's stream does not wait yet.
         self._has_side_work = False
+        #: Bytes that have been launched by `all_reduce` since the last `wait_briefly`; infinite on a busy stream.
+        self._launched_nbytes: float = 0
         self._function_addresses: dict[str, int] | None = None
 
     @property
@@ -122,14 +125,16 @@ class NcclCommunicator(Communicator):
 
     # -- all_reduce, which does not wait for completion ------------------------------------------------------
 
-    def all_reduce(self, array: Any, op: str) -> bool:
-        """Launch an all-reduce of every rank's array, in place; return whether the result is complete already."""
+    def all_reduce(self, array: Any, op: str) -> None:
+        """Launch an all-reduce of every rank's array, in place."""
         address, count, dtype = self._get_nccl_buffer(array)
         if not count:
-            return True
+            return
         self._staging.set_current_gpu()
-        # On an idle stream a small all-reduce takes less time than the launch that `rewrap` needs without its result.
-        is_quick = count * array.dtype.itemsize <= _QUICK_BYTES and self._watchdog.is_stream_idle()
+        nbytes = count * array.dtype.itemsize
+        if nbytes > _QUICK_BYTES or not (self._launched_nbytes or self._watchdog.is_stream_idle()):
+            self._launched_nbytes = math.inf
+        self._launched_nbytes += nbytes
         self._watchdog.writes_in_place = True
         self._watchdog.mark_started(self._connection)
         with self._call_lock:
@@ -137,10 +142,15 @@ class NcclCommunicator(Communicator):
             self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
         if self._arrays.stream is None:
             self._wait_stream()
-        return is_quick and self._wait_briefly()
 
-    def _wait_briefly(self) -> bool:
-        """Wait at most `_QUICK_SECONDS` for the work on the stream; return True if it has completed."""
+    def wait_briefly(self) -> bool:
+        """Wait for at most `_QUICK_SECONDS` for small all-reduces on a stream that was idle; return True if complete.
+
+        On an idle stream they take less time than the launch that `rewrap` needs without the results.
+        """
+        nbytes, self._launched_nbytes = self._launched_nbytes, 0
+        if not 0 < nbytes <= _QUICK_BYTES:
+            return not nbytes
         driver, deadline = self._staging.driver, perf_counter() + _QUICK_SECONDS
         while (result := driver.cuStreamQuery(self._stream)[0]) != driver.CUresult.CUDA_SUCCESS:
             if result != driver.CUresult.CUDA_ERROR_NOT_READY or perf_counter() > deadline:

@@ -36,14 +36,13 @@ class NcclGroupCommunicator(NcclCommunicator):
         self._wait_for_earlier_work()
         self._connect_ranks(generations, members, all_gather)
 
-    def all_reduce(self, array: Any, op: str) -> bool:
+    def all_reduce(self, array: Any, op: str) -> None:
         """Replace every member's array by the reduction over all members, in place, and wait for completion."""
         address, count, dtype = self._get_nccl_buffer(array)
         if count:
             self._run_blocking(
                 lambda handle: self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
             )
-        return True
 
     def send(self, array: Any, dest: int) -> None:
         """Send an array to a rank, and wait until the rank has received it."""
