@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 from library import NAME
-from system import LIMIT, run_code
+from system import LIMIT, run_on_pretended_gpus
 
 import synkhronos as synk
 from synkhronos import devices, ranks
@@ -453,15 +453,14 @@ def test_rank_past_the_barrier_aborts_no_peer(connected):
 @pytest.mark.skipif(NAME != "pytensor", reason="Theano's arrays are all-reduced between launches")
 @pytest.mark.slow
 def test_training_step_is_one_launch_with_all_reduce():
-    printed = run_code(
-        "import stand_in_programs; stand_in_programs.train_in_one_launch()", timeout=240, JAX_PLATFORMS="cpu"
-    )
+    printed = run_on_pretended_gpus("train_in_one_launch", 3)
     # 2,872 items, cut between parameters, the last parameter first: of an average, weights and bias 72, then 1600, then
     # 1200.
     float32_step = "started 1672 of float32; all-reduced 1200 of float32; "
     bfloat16_step = "started 1640 of bfloat16; all-reduced 1200 of bfloat16; all-reduced 32 of float32; "
+    connection = "all-reduced 1 of uint8; "  # the first collective, which tries the connection
     user_calls = f"{[[162.0] * 3] * 3} " + "all-reduced 3 of float32; " * 4
-    assert printed.splitlines() == [lines.rstrip() for lines in (float32_step * 3, bfloat16_step * 3, user_calls)]
+    assert printed == [lines.rstrip() for lines in (connection + float32_step * 3, bfloat16_step * 3, user_calls)]
 
 
 def test_abort_spares_collectives_that_all_ranks_reached(connected):

@@ -11,7 +11,7 @@ from gpu_commands import (
     ON_GPUS,
     PROMPT,
     FailBeforeCollectives,
-    SkipAllReduce,
+    FailInAllReduce,
     check_ranks_work,
     make_filled_variable,
     needs_real_gpus,
@@ -25,7 +25,7 @@ from synkhronos import ranks
 pytestmark = ON_GPUS
 
 
-class ExitWithPending(SkipAllReduce):
+class ExitWithPending(FailInAllReduce):
     """Command whose all_reduce is still pending at its end, as one rank exits instead of starting it."""
 
     def run(self, rank):
@@ -39,7 +39,7 @@ class ExitWithPending(SkipAllReduce):
         return ARRAYS.rewrap(array)
 
 
-class FailInBlocking(SkipAllReduce):
+class FailInBlocking(FailInAllReduce):
     """Command of a blocking collective that one rank never starts, as it fails or waits.
 
     The other rank can't finish without it; except with "sent" and "given", where the other sends, and may finish.
@@ -84,7 +84,7 @@ def test_death_inside_a_collective_is_noticed(fork, action, words):
     fork(2)
     check_ranks_work()
     with time_limit(PROMPT), pytest.raises(synk.WorkerError, match=words):
-        ranks.get_session().run(SkipAllReduce(action, 1))
+        ranks.get_session().run(FailInAllReduce(action, 1))
     with pytest.raises(RuntimeError, match="fork"):
         synk.distribute()
     fork(2)
@@ -122,7 +122,7 @@ def test_collectives_reconnect_after_an_exception(fork, failing_rank):
     check_ranks_work()
     for _ in range(2):
         with time_limit(PROMPT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
-            ranks.get_session().run(SkipAllReduce("raise", failing_rank))
+            ranks.get_session().run(FailInAllReduce("raise", failing_rank))
         check_ranks_work()
 
 
@@ -179,7 +179,7 @@ def test_fork_timeout_ends_a_hanging_rank(fork):
     check_ranks_work()
 
 
-class StartLate(SkipAllReduce):
+class StartLate(FailInAllReduce):
     """Command in which rank 1 starts a minute late."""
 
     def __init__(self):

@@ -1,11 +1,13 @@
-"""Commands, programs and checks that the tests of GPUs share."""
+"""Commands, programs and checks that the tests of GPUs and `gpus/programs` share."""
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from library import ARRAYS, DEVICE, NAME, read_results, shared
 from library import tensor as T
 
 import synkhronos as synk
-from synkhronos.ranks import Command
+from synkhronos.ranks import ArrayLocation, Command
 
 #: Marks of a file of tests on GPUs.
 ON_GPUS = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "gpu", reason="needs GPUs")]
@@ -79,20 +81,27 @@ def is_on_gpu(value, expected):
     return bool(ARRAYS.owns(value)) and np.array_equal(np.asarray(value), expected)
 
 
-class SkipAllReduce(Command):
-    """Command of an all-reduce that one rank never launches: a fault of `FAULTS` strikes it before."""
+class FailInAllReduce(Command):
+    """Command of an all-reduce in which one rank fails by one of `FAULTS`: before its launch, or after it if late."""
 
-    def __init__(self, action, failing_rank):
+    def __init__(self, action, failing_rank, is_late=False, waits_started=False):
         self.action, self.failing_rank = action, failing_rank
+        self.is_late, self.waits_started = is_late, waits_started
 
     def run(self, rank):
-        communicator = ARRAYS.get_communicator(rank)
+        communicator = rank.device.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
-        array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
-        if rank.number == self.failing_rank:
+        array = rank.device.from_host(np.ones(1 << 20, "float32"))
+        if rank.number == self.failing_rank and not self.is_late:
             time.sleep(0.1)  # the other ranks have started it
             FAULTS[self.action]()
         communicator.all_reduce(array, "sum")
+        if self.waits_started:
+            communicator.wait_until_started()
+        else:
+            communicator.notify_started()
+        if rank.number == self.failing_rank:
+            FAULTS[self.action]()
 
 
 class FailBeforeCollectives(Command):
@@ -101,3 +110,59 @@ class FailBeforeCollectives(Command):
     def run(self, rank):
         if rank.number == 1:
             raise_error()
+
+
+@dataclass(frozen=True)
+class AllReduceRows(Command):
+    """Command that all-reduces rows times the rank's number plus 1, and returns the ends of each rank's result."""
+
+    op: str
+    rows: ArrayLocation
+
+    def run(self, rank):
+        device = rank.device
+        communicator = device.get_communicator(rank)
+        communicator.connect(rank.all_gather(communicator.generation))
+        rows = device.to_host(device.load(rank, self.rows, None))
+        array = device.from_host(rows * (rank.number + 1))
+        communicator.all_reduce(array, self.op)
+        communicator.wait_until_started()
+        result = device.to_host(array)
+        return rank.all_gather((float(result[1]), float(result[-1])))
+
+
+def run_in_groups(worker):
+    """Run collectives in a group, and send between two ranks; return digests of the results."""
+    device, n = worker._rank.device, worker.size
+    array = device.from_host(np.random.default_rng(worker.number).integers(-9, 9, 50_000).astype("float32"))
+    results = []
+    for members in ([0, n - 1], [n - 1, *range(n - 1)]):
+        if worker.number in members:
+            result = worker.group(members).all_reduce(array, "sum")
+            assert device.owns(result)
+            results.append(compute_digest(result))
+    for source, target in ((0, n - 1), (n - 1, 0)):
+        if worker.number == source:
+            worker.send(array, target)
+        elif worker.number == target:
+            result = worker.receive(source)
+            assert device.owns(result)
+            results.append(compute_digest(result))
+    return results
+
+
+def compute_digest(*arrays):
+    """Return a digest of arrays."""
+    return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
+
+
+def exchange_arrays(worker):
+    """Exchange an array on the GPU with the other rank, and all-reduce it; return an element of each result."""
+    array = ARRAYS.from_host(np.arange(30_000, dtype="float32") + worker.number)
+    if worker.number == 0:
+        worker.send(array, 1)
+    received = worker.receive(1 - worker.number)
+    if worker.number == 1:
+        worker.send(array, 0)
+    total = worker.group([0, 1]).all_reduce(array, "sum")
+    return [float(ARRAYS.to_host(array)[7]) for array in (array, received, total) if ARRAYS.owns(array)]

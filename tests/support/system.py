@@ -104,3 +104,16 @@ def run_code(code: str, timeout: float, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_on_pretended_gpus(program: str, n_gpus: int) -> list[str]:
+    """Run a program of gpus/launches.py in a new process; return the lines that it prints."""
+    gpus = SUPPORT / "gpus"
+    return run_code(
+        f"import launches; launches.{program}()",
+        timeout=240,
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(gpus), str(gpus / "pretended")]),
+        PRETENDED_GPUS=str(n_gpus),
+        JAX_PLATFORMS="cpu",
+        PYTENSOR_FLAGS="mode=JAX",
+    ).splitlines()

@@ -10,7 +10,7 @@ import time
 from unittest import mock
 
 import numpy as np
-from commands import AllReduceRows, FailInAllReduce, compute_digest, exchange_arrays, run_in_groups
+from gpu_commands import AllReduceRows, FailInAllReduce, compute_digest, exchange_arrays, run_in_groups
 from system import LIMIT
 
 import synkhronos as synk
@@ -100,11 +100,11 @@ def faults():
     s = pytensor.shared(np.ones(5, "float32"), "s")
     synk.function([], (s.sum(), None))()
     for failing_rank in range(n):
-        for action in ("raise", "late"):
+        for is_late in (False, True):
             for waits_started in (True, False):
                 start = time.monotonic()
                 try:
-                    ranks.get_session().run(FailInAllReduce(action, failing_rank, waits_started))
+                    ranks.get_session().run(FailInAllReduce("raise", failing_rank, is_late, waits_started))
                     print("nothing was raised")
                 except (ArithmeticError, synk.WorkerError) as error:
                     assert "the sum is odd" in str(error), error
@@ -112,10 +112,10 @@ def faults():
                 synk.all_reduce(s, "sum")
                 assert synk.get_value(n - 1, s)[0] == n
                 s.set_value(np.ones(5, "float32"))
-                assert time.monotonic() - start < 3 * LIMIT, (failing_rank, action, waits_started)
+                assert time.monotonic() - start < 3 * LIMIT, (failing_rank, is_late, waits_started)
     start = time.monotonic()
     try:
-        ranks.get_session().run(FailInAllReduce("kill", n - 1, True))
+        ranks.get_session().run(FailInAllReduce("SIGKILL", n - 1))
     except synk.WorkerError as error:
         print(str(error).partition(" (process")[0], "was reported", time.monotonic() - start < LIMIT)
     print(fork())

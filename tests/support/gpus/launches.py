@@ -1,9 +1,11 @@
-"""Programs on stand-in GPUs; each needs a process of its own, as the stand-ins are installed before the fork."""
+"""Programs on pretended GPUs that print the all-reduces of each launch; each needs a process of its own."""
 
 import numpy as np
 import pytensor
 import pytensor.tensor as T
-import stand_in
+from cuda.core import COMPUTE
+from nccl import wire
+from nccl.bindings import nccl
 
 import synkhronos as synk
 from synkhronos import rules
@@ -13,12 +15,28 @@ from synkhronos.training import make_train_function, make_train_function_serial,
 from synkhronos.training.trainer.local_step_loop import LocalStepLoop
 from synkhronos.training.updates import momentum, sgd
 
+_collectives = []
+
 
 def fork(n):
-    """Fork ranks on stand-in GPUs."""
-    stand_in.install()
-    pytensor.config.mode, pytensor.config.floatX = "JAX", "float32"
-    synk.fork(n, use_gpu=False)
+    """Fork ranks on pretended GPUs, and record the master's all-reduces."""
+    all_reduce = nccl.all_reduce
+
+    def record_all_reduce(source, target, count, dtype, op, handle, stream):
+        all_reduce(source, target, count, dtype, op, handle, stream)
+        name = "all-reduced" if stream in (None, COMPUTE) else "started"  # None: XLA on a CPU has no streams
+        _collectives.append(f"{name} {count} of {np.dtype(wire.DTYPES[dtype]).name};")
+
+    nccl.all_reduce = record_all_reduce
+    pytensor.config.floatX = "float32"
+    synk.fork(n)
+
+
+def take_collectives():
+    """Return descriptions of the master's all-reduces since the last call."""
+    descriptions = " ".join(_collectives)
+    _collectives.clear()
+    return descriptions
 
 
 def train_by_rules():
@@ -37,7 +55,7 @@ def train_by_rules():
         trainer = make_trainer(((x.dot(w) - y) ** 2).mean(), [w], x, y, momentum, rule, 0.01)
         reports = list(trainer.epochs(x_data, y_data, batch_size=4, epochs=3))
         losses.append(reports[-1].loss)
-        print(launches, stand_in.take_collectives(), flush=True)
+        print(launches, take_collectives(), flush=True)
         launches.clear()
     assert losses[0] < 3 and abs(losses[0] - losses[2]) < 1e-3 and abs(losses[0] - losses[1]) < 0.05, losses
     synk.close()
@@ -70,11 +88,11 @@ def train_in_one_launch():
             assert (by_rank == by_rank[0]).all()
             np.testing.assert_allclose(by_rank[0], serial_w.get_value(), atol=1e-2 if exchange else 1e-5)
         np.testing.assert_allclose(average.get_value(), serial_average.get_value(), atol=1e-6)
-        print(stand_in.take_collectives(), flush=True)
+        print(take_collectives(), flush=True)
     w = pytensor.shared(np.ones(3, "float32"), "w")
     f = synk.function([], [], updates=[(w, w + 1)])
     f()
     for _ in range(4):
         synk.all_reduce(w, "sum")
-    print(synk.gather(w, nccl=False).tolist(), stand_in.take_collectives())
+    print(synk.gather(w, nccl=False).tolist(), take_collectives())
     synk.close()
