@@ -401,14 +401,14 @@ NEWER = list_test_files(
 #: Tests that start programs of their own and wait for them; a job of their own.
 PROGRAM_TESTS = list_test_files("demos", "docs")
 #: Tests that import `synkhronos.compat`, in processes of their own: ``import theano`` finds another module there, which
-#: other tests must not see. To run one: ``python -m pytest tests/support/compat_checks/check_ops.py``.
-COMPAT_CHECKS = "tests/support/compat_checks"
-DEMO_CHECKS = "tests/support/demo_checks"
+#: other tests must not see.
+COMPAT_TESTS = "tests/compat_theano"
+LASAGNE_TESTS = "tests/lasagne_demos"
 #: Tests of these folders that compile for minutes, by the name of their job: only `test --all` runs them.
-COMPILING_CHECKS = {
-    "zoo": f"{DEMO_CHECKS}/check_zoo.py",
-    "lasagne": f"{COMPAT_CHECKS}/check_lasagne.py",
-    "old programs": f"{COMPAT_CHECKS}/check_programs.py",
+COMPILING_TESTS = {
+    "zoo": f"{LASAGNE_TESTS}/test_zoo.py",
+    "lasagne": f"{COMPAT_TESTS}/test_lasagne.py",
+    "old programs": f"{COMPAT_TESTS}/test_programs.py",
 }
 #: Tests of what depends on the graph library, which run with Theano beside PyTensor; with Theano alone, all tests run.
 SECOND_LIBRARY_TESTS = [
@@ -417,7 +417,7 @@ SECOND_LIBRARY_TESTS = [
     *list_test_files("master_weights", "shard_optimizer", "train", "train_means", "train_options", "trainer"),
     *list_test_files("transformations", "update_rule", "updates", "launch_theano_mpi"),
 ]
-SECOND_LIBRARY_DEMO_CHECKS = [f"{DEMO_CHECKS}/check_{name}.py" for name in ("batch_norm", "training")]
+SECOND_LIBRARY_LASAGNE_TESTS = [f"{LASAGNE_TESTS}/test_{name}.py" for name in ("batch_norm", "training")]
 SECOND_LIBRARY_PROGRAMS = [
     "tests/project/test_demos.py::test_mnist_trains_a_little",
     "tests/project/test_docs.py::test_page",
@@ -583,12 +583,12 @@ def list_library_jobs(environment: Environment, with_all: bool) -> list[Job]:
     jobs = [Job(environment, part, [*options, *paths]) for part, paths in folders.items()]
     others = [*PROGRAM_TESTS, *(path for paths in folders.values() for path in paths)]
     jobs.append(Job(environment, "", [*options, *(f"--ignore={path}" for path in others)]))
-    check_options = [*options, "--timeout=1200", *(f"--ignore={path}" for path in COMPILING_CHECKS.values())]
-    jobs.append(Job(environment, "compat", [*check_options, COMPAT_CHECKS]))
-    jobs.append(Job(environment, "lasagne demos", [*check_options, DEMO_CHECKS]))
+    check_options = [*options, "--timeout=1200", *(f"--ignore={path}" for path in COMPILING_TESTS.values())]
+    jobs.append(Job(environment, "compat", [*check_options, COMPAT_TESTS]))
+    jobs.append(Job(environment, "lasagne demos", [*check_options, LASAGNE_TESTS]))
     jobs.append(Job(environment, "programs", [*options, *PROGRAM_TESTS]))
     if with_all:
-        jobs += [Job(environment, part, ["--timeout=1200", path]) for part, path in COMPILING_CHECKS.items()]
+        jobs += [Job(environment, part, ["--timeout=1200", path]) for part, path in COMPILING_TESTS.items()]
         jobs.append(Job(environment, "faults", ["-m", "faults", *list_marked_files("faults")]))
         jobs.append(Job(environment, "hosts", ["-m", "hosts and not faults", *list_marked_files("hosts")]))
     return jobs
@@ -598,9 +598,9 @@ def list_second_library_jobs(environment: Environment, with_all: bool) -> list[J
     """Return the jobs with the tests of what depends on the graph library, for Theano beside PyTensor."""
     options = ["-m", "not hosts and not faults" + ("" if with_all else " and not slow")]
     jobs = [Job(environment, "", [*options, *SECOND_LIBRARY_TESTS])]
-    jobs.append(Job(environment, "compat", ["--timeout=1200", f"{COMPAT_CHECKS}/check_real.py"]))
+    jobs.append(Job(environment, "compat", ["--timeout=1200", f"{COMPAT_TESTS}/test_real_theano.py"]))
     if with_all:
-        jobs.append(Job(environment, "lasagne demos", ["--timeout=1200", *SECOND_LIBRARY_DEMO_CHECKS]))
+        jobs.append(Job(environment, "lasagne demos", ["--timeout=1200", *SECOND_LIBRARY_LASAGNE_TESTS]))
         jobs.append(Job(environment, "programs", ["-m", "", *SECOND_LIBRARY_PROGRAMS]))
     return jobs
 

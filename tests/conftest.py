@@ -27,12 +27,8 @@ sys.dont_write_bytecode = False
 # its mode.  PyTensor's rewrites take half of a compilation, so functions are not rewritten, except in tests that use the
 # fixture `rewrites` or choose a mode.  Theano's rewrites are always on.  traceback__limit=0: PyTensor would record a stack
 # trace for each variable, and pytest's stacks are deep.
-# Tests of synkhronos.compat inspect rewritten graphs, and the zoo's networks compute for longer than their rewrites take;
-# "linker" and "optimizer" then have PyTensor's default values.
-PLAIN, REWRITTEN = ["mode=Mode", "linker=py", "optimizer=None"], ["mode=FAST_COMPILE", "linker=auto", "optimizer=o4"]
-NAMED = " ".join(word for word in sys.argv if not word.startswith("--ignore"))
 MODES = {
-    "host": REWRITTEN if "compat_checks" in NAMED or "check_zoo" in NAMED else PLAIN,
+    "host": ["mode=Mode", "linker=py", "optimizer=None"],
     "jax": ["mode=JAX"],
     "gpu": ["mode=FAST_COMPILE"],
 }
@@ -84,7 +80,6 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 from library import COMPILER, HOSTS, NAME, UNCOMPILED, fork_ranks, package
-from paths import SUPPORT
 from system import find_leaked_names, list_shared_names
 
 import synkhronos as synk
@@ -308,10 +303,10 @@ def end_hosts():
 def check_xla_not_started(request):
     """Check that no test on the host starts XLA: workers could then not be forked, and would start slowly.
 
-    Folders whose modules run in processes of their own are exempt.
+    Folders that run in processes of their own are exempt.
     """
     yield
-    assert DEVICE != "host" or SUPPORT in request.path.parents or not JAX.is_started()
+    assert DEVICE != "host" or request.path.parent.name in ("compat_theano", "lasagne_demos") or not JAX.is_started()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,10 +1,10 @@
-"""Write the results of Theano 1.0.5 in random cases, as the reference of compat_checks.
+"""Write the results of Theano 1.0.5 in random cases, as the reference of compat_theano.
 
     THEANO_FLAGS=blas.ldflags= PYTHONPATH=. python tests/support/tables/make_compat_cases.py
 
-Run it in the Theano environment.  The cases are those of ``tests/support/compat_checks/cases.py``: each names a function, its
+Run it in the Theano environment.  The cases are those of ``tests/compat_theano/cases.py``: each names a function, its
 arguments and its inputs, and builds the same graph with either library.  Written are the outputs, and the gradients of
-a weighted sum of them, to ``tests/support/compat_checks/theano_cases.npz``.
+a weighted sum of them, to ``tests/compat_theano/theano_cases.npz``.
 """
 
 import json
@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "compat_checks"))
+sys.path.insert(0, str(HERE.parents[1] / "compat_theano"))
 
 import cases  # noqa: E402
 import numpy as np  # noqa: E402
 import theano  # noqa: E402
 
-TARGET = HERE.parent / "compat_checks" / "theano_cases.npz"
+TARGET = HERE.parents[1] / "compat_theano" / "theano_cases.npz"
 
 
 def main():

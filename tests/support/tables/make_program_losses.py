@@ -2,8 +2,8 @@
 
     THEANO_FLAGS=blas.ldflags= PYTHONPATH=. python tests/support/tables/make_program_losses.py
 
-Run it in the Theano environment.  The programs are those in ``tests/support/compat_checks/programs``; written are the losses of their
-first steps in float32 and Theano's default mode, to ``tests/support/compat_checks/theano_programs.json``.
+Run it in the Theano environment.  The programs are those in ``tests/compat_theano/programs``; written are the losses of their
+first steps in float32 and Theano's default mode, to ``tests/compat_theano/theano_programs.json``.
 """
 
 import importlib
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "compat_checks"))
+sys.path.insert(0, str(HERE.parents[1] / "compat_theano"))
 
 import synkhronos.compat  # noqa: E402, F401  # isort: skip - before Theano, which it prepares
 import theano  # noqa: E402
@@ -21,7 +21,7 @@ theano.config.floatX = "float32"
 
 import programs  # noqa: E402
 
-TARGET = HERE.parent / "compat_checks" / "theano_programs.json"
+TARGET = HERE.parents[1] / "compat_theano" / "theano_programs.json"
 
 
 def main():

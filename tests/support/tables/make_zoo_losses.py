@@ -1,9 +1,9 @@
-"""Write the losses of the zoo's networks on Theano 1.0.5, for tests/support/demo_checks to compare with.
+"""Write the losses of the zoo's networks on Theano 1.0.5, for tests/lasagne_demos to compare with.
 
     THEANO_FLAGS=blas.ldflags= PYTHONPATH=. python tests/support/tables/make_zoo_losses.py
 
-Run it in the Theano environment.  The networks are those of ``tests/support/demo_checks/zoo_cases.py``; written are what their first
-steps and a validation say in Theano's default mode, to ``tests/support/demo_checks/zoo_losses.json``.
+Run it in the Theano environment.  The networks are those of ``tests/lasagne_demos/zoo_cases.py``; written are what their first
+steps and a validation say in Theano's default mode, to ``tests/lasagne_demos/zoo_losses.json``.
 """
 
 import json
@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "demo_checks"))
+sys.path.insert(0, str(HERE.parents[1] / "lasagne_demos"))
 
 from zoo_cases import NETWORKS, Recorder, make_network_for_table, train_and_validate, without_dropout  # noqa: E402
 
 import synkhronos.compat  # noqa: E402
 
-TARGET = HERE.parent / "demo_checks" / "zoo_losses.json"
+TARGET = HERE.parents[1] / "lasagne_demos" / "zoo_losses.json"
 
 
 def main():

@@ -300,7 +300,7 @@ PROGRAM = """
 
 def test_bfloat16_setting_from_environment_on_all_ranks():
     def compute_in_environment(name):
-        root = str(Path(__file__).resolve().parents[3])
+        root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": name}
         command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)]
@@ -327,7 +327,7 @@ COMPILING = """
 
 
 def test_function_is_compiled_once_with_floatx_float32():
-    root = str(Path(__file__).resolve().parents[3])
+    root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_LOG_COMPILES": "1"}
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(COMPILING)]

@@ -1,6 +1,6 @@
 """Run Lasagne 0.1's own tests, from its source package, on the ``theano`` of this environment.
 
-    python tests/support/compat_checks/lasagne_suite.py
+    python tests/compat_theano/lasagne_suite.py
 
 prints the outcome of each test as JSON.  The tests are neither copied into this repository nor changed: pip downloads
 the package, and what is older than today's pytest is put around them: ``mock``, which is in the standard library now,
@@ -20,7 +20,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 PACKAGE = "Lasagne==0.1"
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = """
 import sys
 import unittest.mock

@@ -20,7 +20,7 @@ from theano.tensor.signal.pool import pool_2d
 import synkhronos.compat
 from synkhronos.compat import import_hooks
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 RNG = np.random.RandomState(0)
 IMAGES, FILTERS = (RNG.normal(size=shape).astype("float32") for shape in ((2, 4, 7, 6), (6, 2, 3, 2)))
 

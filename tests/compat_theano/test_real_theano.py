@@ -11,7 +11,7 @@ import pytest
 import synkhronos.compat
 from synkhronos.compat import import_hooks, theano_patches
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def install_and_get_flags(monkeypatch, theano_flags, finds_blas=False, theanorc="", blas="-lopenblas"):

@@ -10,7 +10,7 @@ import pytest
 
 import synkhronos as synk
 
-DEMOS = Path(__file__).resolve().parents[3] / "demos"
+DEMOS = Path(__file__).resolve().parents[2] / "demos"
 MNIST, RESNET = DEMOS / "lasagne_mnist", DEMOS / "resnet"
 CPU_DATA, GPU_DATA, MNIST_ALONE = (MNIST / f"train_mnist_{name}.py" for name in ("cpu_data", "gpu_data", "theano"))
 RESNET_RANKS, RESNET_ALONE = RESNET / "train_resnet.py", RESNET / "train_resnet_theano.py"

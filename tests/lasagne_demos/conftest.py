@@ -8,7 +8,7 @@ import theano_convolutions  # noqa: F401 - before anything imports theano
 from library import COMPILER, package
 
 package.config.cxx = COMPILER
-DEMOS = Path(__file__).resolve().parents[3] / "demos"
+DEMOS = Path(__file__).resolve().parents[2] / "demos"
 sys.path[1:1] = [str(DEMOS / folder) for folder in ("", "mnist", "lasagne_mnist", "resnet")]
 
 

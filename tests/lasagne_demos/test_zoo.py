@@ -30,6 +30,8 @@ TABLE = json.loads((HERE / "zoo_losses.json").read_text())
 ON_THEANO = synkhronos.compat.library == "theano"
 SESSIONS = sorted((DEMOS / "zoo").glob("*.toml"))
 
+pytestmark = pytest.mark.usefixtures("rewrites")  # the networks compute for longer than their rewrites take
+
 
 @pytest.fixture
 def jax():

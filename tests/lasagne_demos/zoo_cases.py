@@ -11,7 +11,7 @@ import numpy as np
 
 import synkhronos.compat  # noqa: F401 - before anything imports theano
 
-DEMOS = Path(__file__).resolve().parents[3] / "demos"
+DEMOS = Path(__file__).resolve().parents[2] / "demos"
 sys.path[1:1] = [str(DEMOS / folder) for folder in ("", "zoo")]
 
 import lasagne  # noqa: E402
