@@ -189,10 +189,12 @@ TEST_FILES = {str(file.relative_to(ROOT)) for file in ROOT.glob("tests/*/test_*.
 
 def list_collected_files(job):
     """Return the paths of the test files that a job's pytest collects."""
-    paths = tuple(word for word in job.arguments if word.startswith("tests/"))
-    ignored = ("tests/compat_theano/", "tests/lasagne_demos/") if not paths else ()
-    ignored += tuple(word.removeprefix("--ignore=") for word in job.arguments if word.startswith("--ignore="))
-    return {file for file in TEST_FILES if file.startswith(paths or "tests/") and not file.startswith(ignored)}
+    paths = {word for word in job.arguments if word.startswith("tests/")}
+    ignored = {word.removeprefix("--ignore=") for word in job.arguments if word.startswith("--ignore=")}
+    if not paths:
+        paths, ignored = {"tests"}, ignored | {"tests/compat_theano", "tests/lasagne_demos"}
+    parents = {file: {file, *map(str, Path(file).parents)} for file in TEST_FILES}
+    return {file for file in TEST_FILES if parents[file] & paths and not parents[file] & ignored}
 
 
 @pytest.mark.parametrize("is_all", [False, True])
