@@ -275,7 +275,7 @@ def test_platoon_launcher_names_a_killed_controller(tmp_path):
     controller = next(pid for pid, line in list_processes(process).items() if b"controller_process.main()" in line)
     os.kill(controller, signal.SIGKILL)
     status, _, err = finish(process)
-    assert status == 3 and "the controller was ended by SIGKILL" in err
+    assert status == 3 and "the controller was killed by SIGKILL" in err
 
 
 def wait_until_ready(process, folder):

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from multiprocessing.connection import Pipe
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -180,6 +181,19 @@ def test_this_host_alone_may_be_named(tmp_path, monkeypatch, capsys):
     assert f"the first has to be this machine, {socket.gethostname()}, got lisa0" in capsys.readouterr().err
 
 
+def test_launcher_names_the_signal_that_killed_the_controller(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x_worker.py").touch()
+
+    def start_controller(options, logs, devices):
+        (logs / "controller_cpu.err").touch()
+        return SimpleNamespace(wait=lambda: -40)  # a real-time signal, which has no name
+
+    monkeypatch.setattr(launcher, "_start_controller", start_controller)
+    assert launcher.main(["x", "-D", "cpu"]) == launcher.EXPERIMENT_ABORTED
+    assert "ERROR! the controller was killed by signal 40\n" in capsys.readouterr().err
+
+
 # -- mini-batches ------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +292,19 @@ def test_mini_batch_queue_sends_copies(queue):
     queue.sender.close()
     queue.read_batches(received)
     np.testing.assert_array_equal(received[0][0], np.ones(3))
+
+
+def test_every_worker_gets_the_end_header_while_another_ends(queue):
+    headers = []
+
+    def end_worker(_):  # as its thread does between two sends
+        queue.sender._connections.remove(ending)
+        raise OSError
+
+    ending, other = SimpleNamespace(send_bytes=end_worker), SimpleNamespace(send_bytes=headers.append)
+    queue.sender._connections[:] = [ending, other]
+    queue.sender._send_end_headers()
+    assert headers == [b"null"] and queue.sender._connections == [other]
 
 
 def wait_until(condition):

@@ -16,9 +16,14 @@ from pathlib import Path
 from synkhronos.compat.platoon import configparser
 from synkhronos.compat.platoon.channel.controller_process import Hosts, start_controller
 from synkhronos.hosts.host_list import is_this_machine, parse_hosts
+from synkhronos.ranks.errors import describe_exit
 
-#: Exit statuses, see `main`.
-LAUNCH_FAILED, WRONG_ARGUMENTS, SYSTEM_ERROR = 1, 2, 3
+#: Exit status if the controller or a worker failed.
+PROCESS_FAILED = 1
+#: Exit status for wrong arguments.
+WRONG_ARGUMENTS = 2
+#: Exit status if a process could not be started or was killed, or the experiment was interrupted.
+EXPERIMENT_ABORTED = 3
 #: Seconds that the controller has to end the workers after Ctrl-C.
 _GRACE_SECONDS = 10.0
 #: Maximal bytes of the controller's errors that are printed.
@@ -48,14 +53,14 @@ def main(arguments: Sequence[str]) -> int:
             f"hosts: the first has to be this machine, {hostname}, got {', '.join(hosts)}", WRONG_ARGUMENTS
         )
     try:
-        devices = _find_devices(hosts) if len(hosts) > 1 else None
+        devices_by_host = _read_devices_by_host(hosts) if len(hosts) > 1 else None
     except ValueError as error:
         return _report_error(str(error), WRONG_ARGUMENTS)
     try:
         logs = _make_logs_folder(name)
-        process = _start_controller(options, logs, devices)
+        process = _start_controller(options, logs, devices_by_host)
     except OSError as error:
-        return _report_error(str(error), SYSTEM_ERROR)
+        return _report_error(str(error), EXPERIMENT_ABORTED)
     _print_line(f"### Logs folder: {logs}\n### Waiting for the experiment to finish ...")
     try:
         status = process.wait()
@@ -65,28 +70,28 @@ def main(arguments: Sequence[str]) -> int:
             process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-        return _report_error("interrupted", SYSTEM_ERROR)
+        return _report_error("interrupted", EXPERIMENT_ABORTED)
     if status == 0:
         _print_line("SUCCESS! The experiment has finished.")
         return 0
     errors = (logs / "controller_cpu.err").read_bytes()[-_MAX_PRINTED_BYTES:].decode(errors="replace")
     if status < 0:
-        return _report_error(f"{errors}the controller was ended by {signal.Signals(-status).name}", SYSTEM_ERROR)
-    return _report_error(f"{errors}the controller exited with status {status}; see {logs}", LAUNCH_FAILED)
+        return _report_error(f"{errors}the controller {describe_exit(status)}", EXPERIMENT_ABORTED)
+    return _report_error(f"{errors}the controller exited with status {status}; see {logs}", PROCESS_FAILED)
 
 
 def _start_controller(
     options: argparse.Namespace, logs: Path, devices_by_host: dict[str, list[str]] | None
 ) -> subprocess.Popen[bytes]:
-    """Start the controller of this host."""
+    """Start the controller of this host: the user's file, if it exists, or else the default one."""
     name, devices = options.experiment_name, options.devices or []
     arguments = [name, str(logs), "--multi" if devices_by_host else "--single", *(["-D", *devices] if devices else [])]
     arguments += shlex.split(options.controller_args or "")
     if options.worker_args:
         arguments.append(f"-w={options.worker_args}")
     user_file = Path(f"{name}_controller.py")
-    file = user_file if user_file.is_file() else Path(__file__).parent / "channel" / "controller.py"
-    command = [str(file), *arguments]
+    controller_file = user_file if user_file.is_file() else Path(__file__).parent / "channel" / "controller.py"
+    command = [str(controller_file), *arguments]
     controller_arguments = {
         "experiment_name": name,
         "log_directory": str(logs),
@@ -97,7 +102,7 @@ def _start_controller(
     return start_controller(command, str(logs / "controller_cpu"), controller_arguments, hosts)
 
 
-def _find_devices(hosts: Sequence[str]) -> dict[str, list[str]]:
+def _read_devices_by_host(hosts: Sequence[str]) -> dict[str, list[str]]:
     """Return the configured devices of each host; raise ValueError unless all are cores, or GPUs in order."""
     devices_by_host = {}
     for host in hosts:

@@ -38,7 +38,7 @@ class BatchSender:
         self._connections: list[Connection] = []
         self._is_closed = False
         #: Number of mini-batches that threads have taken from the queue and not sent yet.
-        self._sending = 0
+        self._n_in_flight = 0
         threading.Thread(target=self._accept_workers, daemon=True).start()
         threading.Thread(target=self._keep_process_alive).start()
 
@@ -50,7 +50,7 @@ class BatchSender:
             if array.dtype.kind not in "biufcSUmM":
                 raise TypeError(f"arrays: expected arrays of numbers or strings, got one of {array.dtype}")
         with self._changed:
-            self._wait_until(lambda: len(self._queue) < self._max_batches or self._is_closed)
+            self._wait_until_or_workers_ended(lambda: len(self._queue) < self._max_batches or self._is_closed)
             if self._is_closed or self._have_workers_ended():
                 reason = "the sender is closed" if self._is_closed else "the workers have ended"
                 raise PlatoonError(f"send_mb: {reason}")
@@ -63,8 +63,8 @@ class BatchSender:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait, with the lock held, until ``condition()``, or until the workers have ended."""
+    def _wait_until_or_workers_ended(self, condition: Callable[[], bool]) -> None:
+        """Wait, with the lock held, until ``condition()`` or the end of the workers; the caller has to tell which."""
         while not (condition() or self._have_workers_ended()):
             self._changed.wait(POLL_SECONDS)
 
@@ -73,8 +73,14 @@ class BatchSender:
         threading.main_thread().join()
         self.close()
         with self._changed:
-            self._wait_until(lambda: not self._queue and not self._sending)
-        for connection in self._connections:  # for requests to come
+            self._wait_until_or_workers_ended(lambda: not self._queue and not self._n_in_flight)
+        self._send_end_headers()
+
+    def _send_end_headers(self) -> None:
+        """Send the end of the stream to all workers, in reply to requests to come."""
+        with self._changed:
+            connections = tuple(self._connections)
+        for connection in connections:
             with contextlib.suppress(OSError):
                 connection.send_bytes(_END_HEADER)
 
@@ -82,7 +88,8 @@ class BatchSender:
         while True:
             connection = sockets.accept(self._listener)
             if connection is not None:
-                self._connections.append(connection)
+                with self._changed:
+                    self._connections.append(connection)
                 threading.Thread(target=self._serve_worker, args=(connection,), daemon=True).start()
 
     def _serve_worker(self, connection: Connection) -> None:
@@ -91,9 +98,9 @@ class BatchSender:
             while True:
                 connection.recv_bytes()
                 with self._changed:
-                    self._wait_until(lambda: bool(self._queue) or self._is_closed)
+                    self._wait_until_or_workers_ended(lambda: bool(self._queue) or self._is_closed)
                     batch = self._queue.popleft() if self._queue else None
-                    self._sending += batch is not None
+                    self._n_in_flight += batch is not None
                     self._changed.notify_all()
                 if batch is None:
                     connection.send_bytes(_END_HEADER)
@@ -102,10 +109,11 @@ class BatchSender:
                     send_arrays(connection, batch)
                 finally:
                     with self._changed:
-                        self._sending -= 1
+                        self._n_in_flight -= 1
                         self._changed.notify_all()
         except (EOFError, OSError):  # the worker has ended
-            self._connections.remove(connection)
+            with self._changed:
+                self._connections.remove(connection)
             connection.close()
 
 
