@@ -8,12 +8,12 @@ import sys
 
 from synkhronos.launcher.configuration import theano_mpi_session
 from synkhronos.launcher.configuration.resolve import resolve_settings
-from synkhronos.launcher.configuration.settings import SettingsError, merge_tables
+from synkhronos.launcher.configuration.settings import SettingsError, convert_to_settings_error, merge_tables
 from synkhronos.launcher.configuration.sources import read_environment, read_session_file
 from synkhronos.launcher.supervision.process_environment import open_standard_streams
 from synkhronos.launcher.train import run_training
 
-#: The options of tmlauncher: the key of a session file for which each stands, and its values.
+#: The options of tmlauncher by their flags: a key of session files, and a description of its values.
 _OPTIONS = {
     ("-file", "--modelfile"): ("MODELFILE", "a file or a module"),
     ("-class", "--modelclass"): ("MODELCLASS", "a class in it"),
@@ -24,7 +24,7 @@ _OPTIONS = {
 }
 
 
-def script() -> None:
+def run_tmlauncher() -> None:
     """Run the console script ``tmlauncher``."""
     sys.exit(main(sys.argv[1:]))
 
@@ -35,13 +35,15 @@ def main(arguments: list[str]) -> int:
     options = parse_options(arguments)
     config = options.pop("config", None)
     try:
-        file = read_session_file(config) if config is not None else {}
-        if "devices" not in file and os.environ.get("DEVICES"):
+        session_table = read_session_file(config) if config is not None else {}
+        if "devices" not in session_table and os.environ.get("DEVICES"):
             options = {"DEVICES": os.environ["DEVICES"], **options}
-        settings = merge_tables([theano_mpi_session.to_settings(options), file])
+        with convert_to_settings_error():
+            option_table = theano_mpi_session.to_settings(options)
+        sources = [read_environment(os.environ), merge_tables([option_table, session_table])]
         command = [sys.executable, "-m", "synkhronos.launcher.tmlauncher", *arguments]
-        return run_training(resolve_settings([read_environment(os.environ), settings], config), command)
-    except (SettingsError, ValueError) as error:
+        return run_training(resolve_settings(sources, config), command)
+    except SettingsError as error:
         sys.stderr.write(f"tmlauncher: {error}\n")
         return 2
 
@@ -64,4 +66,4 @@ def parse_options(arguments: list[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    script()
+    run_tmlauncher()

@@ -147,6 +147,13 @@ def test_session_file_precedes_options(tmp_path, monkeypatch, capsys):
         assert "usage: tmlauncher" in capsys.readouterr()[status > 0]
     assert not started
 
+    def fail(*_):
+        raise ValueError("a fault of the run")
+
+    monkeypatch.setattr(tmlauncher, "run_training", fail)
+    with pytest.raises(ValueError, match="a fault of the run"):  # is no wrong setting
+        tmlauncher.main([f"-cfg={session}"])
+
 
 def test_tmlauncher_console_script_runs_a_session(tmp_path, monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
