@@ -55,8 +55,8 @@ class PartsData(ReadOnlyData):
         self._map_segment(rank.segments[key], shape)
         self.local_rows = _join_shares(self._shares, rank.local_ranks)
 
-    def load_again(self, shares: Sequence[range]) -> None:
-        """Load all rows again, each rank those of its share; on a host the shares are contiguous."""
+    def reload_shares(self, shares: Sequence[range]) -> None:
+        """Load all rows again, each rank its new share; the shares of a host's ranks are contiguous."""
         with self._session.call_lock:
             self._session.wait_until_idle()
             self._shares = list(shares)
@@ -207,17 +207,17 @@ def iterate_shuffled_batches(
         yield np.concatenate([order[k * count :][:count] for order, count in zip(orders, counts, strict=True)])
 
 
-def deal_rows(
+def redistribute_rows(
     rows: np.ndarray, batch_size: int, length: int, ranks_by_host: Sequence[range]
 ) -> tuple[np.ndarray, list[range]]:
-    """Deal some of ``length`` rows to hosts in steps of ``batch_size`` rows of each rank, from the rank's own host.
+    """Divide an epoch's remaining ``rows`` among hosts, so that each step has ``batch_size`` rows of each rank.
 
-    Return the rows of all steps, and those that each rank has to load: its share of all rows, and on the first and last
-    rank of a host further ones.  Rows at the end that do not fill a step are left out.
+    Return the rows of all steps in order, and the range of the array's ``length`` rows that each rank has to load: its
+    share, extended on a host's first and last rank.  Rows at the end that do not fill a step are omitted.
 
     Examples
     --------
-    >>> deal_rows(np.array([7, 1, 6, 4, 5, 2]), 1, 8, [range(1), range(1, 2)])
+    >>> redistribute_rows(np.array([7, 1, 6, 4, 5, 2]), 1, 8, [range(1), range(1, 2)])
     (array([1, 7, 4, 6, 2, 5]), [range(0, 5), range(4, 8)])
     """
     n_ranks = ranks_by_host[-1].stop

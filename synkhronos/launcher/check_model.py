@@ -136,12 +136,12 @@ class _ModelCheck:
             recorder.count_iteration()
         recorder.write_line()
         meter = recorder.meter
-        if not meter.weight:
+        if not meter.weight_sum:
             self.problems.append(
                 "train_iter() has not called recorder.train_error(count, cost, error): no cost will be recorded"
             )
-        elif not np.isfinite(loss := meter.loss / meter.weight):
-            self.problems.append(f"the cost is {loss} after {meter.step} iterations")
+        elif not np.isfinite(loss := meter.weighted_loss_sum / meter.weight_sum):
+            self.problems.append(f"the cost is {loss} after {meter.total_steps} iterations")
         if hash_values(FlatVariables(list(instance.params))) == before:
             self.problems.append("train_iter() changes none of params")
         self.call_optional(instance, "reset_iter", "train")

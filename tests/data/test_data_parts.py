@@ -13,7 +13,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.parts import PartsData, deal_rows, iterate_shuffled_batches
+from synkhronos.data.parts import PartsData, iterate_shuffled_batches, redistribute_rows
 from synkhronos.data.rows import get_share
 
 pytestmark = [
@@ -98,12 +98,12 @@ def test_data_parts_batches_are_local(counts, data):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 4), st.data())
-def test_rows_are_dealt_anew_each_once_to_ranks_that_load_them(counts, batch_size, data):
+def test_rows_are_redistributed_each_once_to_ranks_that_load_them(counts, batch_size, data):
     n = sum(counts)
     ranks_by_host = [range(sum(counts[:h]), sum(counts[: h + 1])) for h in range(len(counts))]
     length = data.draw(st.integers(batch_size * n, 200))
     rows = np.array(data.draw(st.permutations(range(length)))[: data.draw(st.integers(batch_size * n, length))])
-    order, shares = deal_rows(rows, batch_size, length, ranks_by_host)
+    order, shares = redistribute_rows(rows, batch_size, length, ranks_by_host)
     step = batch_size * n
     assert sorted(order) == sorted(rows[: len(rows) // step * step])  # the others do not fill a step
     for host_ranks in ranks_by_host:

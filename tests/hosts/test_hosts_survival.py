@@ -38,6 +38,6 @@ def test_trainer_goes_on_without_a_lost_host(name, hosts, fault, source):
 
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
 @pytest.mark.parametrize(("name", "step"), [("BSP", 0), ("LocalSGD", 1)])
-def test_data_parts_of_a_lost_host_are_dealt_anew(name, step):
+def test_data_parts_of_a_lost_host_are_redistributed(name, step):
     assert run(["a:1", "b:1", "c:1"], "survive_parts", name, step).endswith("right\n")
     end(True)

@@ -30,6 +30,10 @@ def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
     assert [report["epoch"] for report in reports] == [1, 2, 3]
     assert reports[-1]["validation"]["error"] < 0.1 < reports[0]["loss"]
     assert reports[-1]["batch"] == "2 x 10" and reports[-1]["steps"] == 18
+    lines = [line for r in range(2) for line in read_json_lines(folder, f"rank-{r}")]
+    for report in reports:
+        exchange = sum(line["exchange"] for line in lines if line["epoch"] + 1 == report["epoch"]) / 2
+        assert report["seconds"]["exchange"] == pytest.approx(exchange)
     first, second = read_traces(tmp_path)
     assert first["own"] != second["own"]  # the initial parameters of each instance
     assert first["trace"][0][2] == second["trace"][0][2] == first["own"]  # and the parameters that training starts with

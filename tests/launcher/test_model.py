@@ -117,6 +117,19 @@ def test_model_base_class_refuses_wrong_arrays():
         Model(config)
 
 
+def test_recorder_times_each_epoch_alone():
+    recorder = ModelRecorder(0)
+    for epoch in range(2):
+        recorder.begin_epoch(epoch)
+        recorder.meter.seconds["exchange"] += 3.0
+        recorder.meter.seconds["own"] = 1.0
+        recorder.count_iteration()
+        recorder.write_line()
+        totals = recorder.meter.get_totals(0.1)
+        assert totals.seconds == {"compute": 0, "exchange": 3, "wait": 0, "load": 0, "own": 1}
+        assert (totals.rows, totals.steps, recorder.meter.total_steps) == (1, 1, epoch + 1)
+
+
 def test_model_names_a_nan_row():
     from synkhronos.launcher.rank.model_epoch_loop import ModelEpochLoop
 

@@ -293,13 +293,13 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
 
 def test_signal_stops_all_ranks_after_the_same_round():
     """Two hosts' pools of ranks count their batches separately."""
-    from synkhronos.training.trainer.local_step_loop import LocalStepLoop
+    from synkhronos.training.trainer.local_step_loop import LocalStepLoop, _SharedBatchCounts
 
     plan = SimpleNamespace(rank_groups=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
-    taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
+    counts = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
     loop = LocalStepLoop.__new__(LocalStepLoop)
-    loop.plan, loop._n_batches_taken, loop.max_steps_per_launch = plan, taken, 2
+    loop.plan, loop._batch_counts, loop.max_steps_per_launch = plan, _SharedBatchCounts(counts), 2
     loop.exchanger = SimpleNamespace(update_steps_left=lambda: 64)
     loop.meter = SimpleNamespace(time_activity=lambda _: threading.Lock())
     seen = {0: [], 2: []}

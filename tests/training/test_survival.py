@@ -338,7 +338,7 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
     assert max(used) == 4 and (name != "BSP" or min(used) == 4)  # under EASGD the counts of the lost rank are missing
 
 
-def test_rest_of_an_epoch_is_dealt_anew_and_no_other_training_resumes_in_it(monkeypatch):
+def test_rest_of_an_epoch_is_redistributed_and_no_other_training_resumes_in_it(monkeypatch):
     fork_ranks(RANKS)
     link = ranks.get_session()._group.link
     monkeypatch.setattr(link, "ranks_by_host", [range(1), range(1, 3)])
@@ -346,7 +346,7 @@ def test_rest_of_an_epoch_is_dealt_anew_and_no_other_training_resumes_in_it(monk
     data = EpochData([parts, synk.data(Y)], ROWS, 4, 0, None)
     data.allocate_row_order()
     before = data.make_source(1, 0, True).wait_for_row_indexes(0, data.n_epoch_rows).copy()
-    assert data.round_up(12, 30) == 30 and data.order_key == (60, 0, [4, 1, 2])
+    assert data.round_up_to_step(12, 30) == 30 and data.order_key == (60, 0, [4, 1, 2])
     monkeypatch.setattr(link, "ranks_by_host", [range(2), range(2, 3)])  # as if rank 1 had moved to the first host
     after = data.make_source(1, 12, True).wait_for_row_indexes(0, data.n_epoch_rows).copy()
     assert before[:12].tolist() == after[:12].tolist() and sorted(before.tolist()) == sorted(after.tolist())
@@ -354,8 +354,8 @@ def test_rest_of_an_epoch_is_dealt_anew_and_no_other_training_resumes_in_it(monk
     steps = after[12:].reshape(-1, 12)
     assert steps[:, :8].max() < steps[:, 8:].min()  # rows of the first host, and of the second
     np.testing.assert_array_equal(parts, X)  # loaded again
-    assert data.order_key == (60, 0, []) and data.round_up(12, 30) == 36 and data.round_up(12, 60) == 60
-    assert data.make_source(1, 24, True).wait_for_row_indexes(0, 60).tolist() == after.tolist()  # dealt once
+    assert data.order_key == (60, 0, []) and data.round_up_to_step(12, 30) == 36 and data.round_up_to_step(12, 60) == 60
+    assert data.make_source(1, 24, True).wait_for_row_indexes(0, 60).tolist() == after.tolist()  # redistributed once
 
 
 def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.training.monitoring.meter import Meter, RankTotals
+from synkhronos.training.monitoring.meter import FirstLaunches, Meter, RankTotals
 
 #: Names of activities in this library's records, by Theano-MPI's names.
 _ACTIVITIES = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}
@@ -178,23 +178,25 @@ class ModelRecorder:
         if means:
             self._latest_validation = [count, *(means.get(name) for name in ("cost", "error", "top5"))]
 
-    def begin_epoch(self, epoch: int, steps: int = 0, loss: float = 0.0, weight: float = 0.0) -> None:
-        """Begin an epoch, or continue it from a checkpoint.
+    def begin_epoch(self, epoch: int, steps: int = 0, weighted_cost_sum: float = 0.0, weight_sum: float = 0.0) -> None:
+        """Begin an epoch, or continue it from a checkpoint, which ``steps`` steps of the epoch precede.
 
-        ``steps`` steps of it precede the checkpoint, whose costs, each times its weight, have the sum ``loss``.
+        The sums are those of these steps' costs, each times its weight, and of their weights.
         """
         self.epoch, self.epoch_began = epoch, time.perf_counter()
         rows = steps * self.rows_per_step
-        self.meter.begin_interval(RankTotals(loss, weight, rows, steps, {}, math.nan, (rows, 0.0)))
+        self.meter.begin_interval(
+            RankTotals(weighted_cost_sum, weight_sum, rows, steps, {}, math.nan, FirstLaunches(rows, 0.0))
+        )
 
     def count_iteration(self, seconds: float = 0.0) -> None:
         """Count an iteration of ``seconds`` seconds; the speed excludes the first iteration."""
         self.meter.count_step(self.rows_per_step)
-        self.meter.record_launch(1, self.rows_per_step, seconds)
+        self.meter.record_first_launch(1, self.rows_per_step, seconds)
 
     def write_line(self, flush: bool = True) -> None:
         """Write and print a line for the iterations since the last line; without ``flush``, only if a line is due."""
-        self.meter.write_lines(self.epoch, self.meter.step * self.rows_per_step, self.learning_rate, flush)
+        self.meter.write_lines(self.epoch, self.meter.total_steps * self.rows_per_step, self.learning_rate, flush)
 
     def write_rank_record(self, rank: int, record: dict[str, Any]) -> None:
         """Write and print a line; called by `Meter`."""

@@ -82,7 +82,7 @@ class ModelEpochLoop(EpochLoop):
         """Train all epochs and write the parameters; return False if a signal stops the training."""
         is_master, n_before = self.worker.number == 0, self.n_reports
         if is_master and self.memory_checkpoints:
-            for death in DeathLog(self.state.folder).record_recovery(self.recorder.meter.step):
+            for death in DeathLog(self.state.folder).record_recovery(self.recorder.meter.total_steps):
                 sys.stdout.write(
                     f"rank {death['rank']} {death['cause']}; the training continues from step {death['step']}, "
                     f"{death['seconds']:.1f} s later\n"
@@ -185,10 +185,10 @@ class ModelEpochLoop(EpochLoop):
         It is NaN if the class recorded no cost.
         """
         n_ranks, epoch = self.worker.size, self.n_reports + 1
-        seen = self.recorder.meter.step * self.recorder.rows_per_step * n_ranks
+        seen = self.recorder.meter.total_steps * self.recorder.rows_per_step * n_ranks
         elapsed = self._training_ended_at - self.recorder.epoch_began
         report = make_report(self.totals, epoch, seen, f"{n_ranks} x {self.recorder.rows_per_step}", elapsed)
-        if any(total.weight for total in self.totals) and not math.isfinite(report.loss):
+        if any(total.weight_sum for total in self.totals) and not math.isfinite(report.loss):
             data = getattr(self.model, "train_data", None)  # an attribute of `Model`
             arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []
             row = describe_nonfinite({f"load()'s training array {i}": array for i, array in enumerate(arrays)})
@@ -249,7 +249,7 @@ class ModelEpochLoop(EpochLoop):
         if self._report_recorder is None:
             return
         if self.memory_checkpoints:
-            first = self.recorder.meter.step - self.recorder.meter.steps
+            first = self.recorder.meter.total_steps - self.recorder.meter.interval_steps
             report.deaths = [death for death in DeathLog(self.state.folder).read() if death["step"] >= first]
         self._report_recorder.write(report.to_record())
         values = {} if math.isnan(report.loss) else {"cost": report.loss}

@@ -96,8 +96,12 @@ class ModelState:
             self.rule.save_pending(self.rule_state)
         state = rank_state.collect_state(self.worker, self._spec)
         meter = self.recorder.meter
-        position = {**self.position, "record": [meter.steps, meter.loss, meter.weight]} if is_within_epoch else None
-        rank_entry = state, get_global_generator_states(), meter.step, position
+        position = (
+            {**self.position, "record": [meter.interval_steps, meter.weighted_loss_sum, meter.weight_sum]}
+            if is_within_epoch
+            else None
+        )
+        rank_entry = state, get_global_generator_states(), meter.total_steps, position
         if self.worker.number:
             self.worker.send(rank_entry, 0)
         else:
@@ -112,7 +116,7 @@ class ModelState:
             }
             rank_state.write_states(
                 checkpoint or self.checkpoints,
-                meter.step,
+                meter.total_steps,
                 describe_training("run", self.rule, self.variables, None),
                 [state for state, *_ in rank_entries],
                 self.rule_state.shared,
@@ -166,7 +170,7 @@ class ModelState:
         self.restore(path)
         if isinstance(self.rule, GradientSumRule):
             self.rule.restore_pending(self.rule_state)
-        self.recorder.meter.step = meta["totals"][worker.number % len(meta["totals"])]
+        self.recorder.meter.total_steps = meta["totals"][worker.number % len(meta["totals"])]
         if worker.number < len(meta["host_generators"]):
             set_global_generator_states(meta["host_generators"][worker.number])
         if worker.number == 0:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.ranks.errors import describe_rank
-from synkhronos.training.monitoring.meter import RankTotals, compute_rows_per_second
+from synkhronos.training.monitoring.meter import FirstLaunches, RankTotals, compute_rows_per_second
 
 
 @dataclass
@@ -89,19 +89,19 @@ def make_report(
     ``elapsed`` is the duration of the interval in seconds; default: the sum of the ranks' mean time by activity.
     """
     rows = sum(total.rows for total in totals)
-    weight = sum(total.weight for total in totals)
+    weight = sum(total.weight_sum for total in totals)
     seconds = {name: float(np.mean([total.seconds.get(name, 0.0) for total in totals])) for name in totals[0].seconds}
-    first_rows = sum(total.first_launches[0] for total in totals)
-    first_seconds = float(np.mean([total.first_launches[1] for total in totals]))
+    first_rows = sum(total.first_launches.rows for total in totals)
+    first_seconds = float(np.mean([total.first_launches.seconds for total in totals]))
     elapsed = sum(seconds.values()) if elapsed is None else elapsed
     return Report(
         epoch=epoch,
         seen=seen,
         steps=sum(total.steps for total in totals),
-        loss=sum(total.loss for total in totals) / weight if weight else math.nan,
+        loss=sum(total.weighted_loss_sum for total in totals) / weight if weight else math.nan,
         validation={},
         learning_rate=next(total.learning_rate for total in totals if total.rows),
-        rows_per_second=compute_rows_per_second(rows, elapsed, (first_rows, first_seconds)),
+        rows_per_second=compute_rows_per_second(rows, elapsed, FirstLaunches(first_rows, first_seconds)),
         seconds=seconds,
         batch=batch,
     )

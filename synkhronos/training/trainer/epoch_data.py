@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos import ranks
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
-from synkhronos.data.parts import PartsData, deal_rows, iterate_shuffled_batches
+from synkhronos.data.parts import PartsData, iterate_shuffled_batches, redistribute_rows
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import Feed, open_feed
 from synkhronos.training.monitoring.recorder import Recorder
@@ -34,9 +34,8 @@ class IntervalPlan:
     #: Number of rows of a rank in a step.
     batch_size: int
     epoch: int
-    #: Number of rows of this epoch, and of all previous epochs.
-    n_rows: int
-    rows_before: int
+    n_epoch_rows: int
+    n_rows_of_earlier_epochs: int
     schedule: Schedule
     recorders: list[Recorder]
     #: Whether the master shows a progress bar.
@@ -48,11 +47,11 @@ class IntervalPlan:
     #: Totals between the last report and `start`: one per rank, or a single one for joint steps; empty at a report.
     earlier_totals: Sequence[Any] = ()
     #: Whether the loss is a weighted mean instead of a mean over rows.
-    has_weight: bool = False
+    has_loss_weight: bool = False
 
     def get_learning_rate(self, position: int) -> float:
         """Return the learning rate at a position in the epoch."""
-        return compute_rate(self.schedule, self.epoch + position / self.n_rows)
+        return compute_rate(self.schedule, self.epoch + position / self.n_epoch_rows)
 
 
 class InMemoryRows:
@@ -76,21 +75,31 @@ class InMemoryRows:
 RowSource = InMemoryRows | Feed
 
 
+class OrderKey(NamedTuple):
+    """Values that determine the order of rows in an epoch."""
+
+    n_epoch_rows: int
+    seed: int
+    #: Result of `EpochData.get_partition_key`.
+    partition_key: list[int] | None
+
+
 @dataclass
 class EpochData:
     """Data of a trainer, and the order of their rows in each epoch."""
 
-    data: list[Data]
-    #: Number of rows of the data.
-    n_rows: int
+    arrays: list[Data]
+    #: Number of rows of each array; an epoch may have fewer.
+    n_data_rows: int
     #: Number of rows of a rank in a step.
     batch_size: int
     seed: int
     loader: Loader | None
-    #: Ranks of each host if ranks use only rows of their own host; else None.
+    #: Ranks of each host at the start of the epoch if ranks use only rows of their own host; else None.
     ranks_by_host: list[range] | None = field(init=False)
-    #: Those for which the rows after some position of the epoch were dealt anew; else equal to `ranks_by_host`.
-    dealt_ranks_by_host: list[range] | None = field(init=False)
+    #: Ranks of each host among which the remaining rows are divided; differs from `ranks_by_host` after the loss of a
+    #: rank.
+    current_ranks_by_host: list[range] | None = field(init=False)
     #: Number of rows of an epoch.
     n_epoch_rows: int = field(init=False)
     #: Row indexes in the epoch's order; None with a loader, and before `allocate_row_order`.
@@ -98,14 +107,18 @@ class EpochData:
     _ordered_epoch: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
-        self.ranks_by_host = self.dealt_ranks_by_host = get_ranks_by_host(self.data)
-        self.n_epoch_rows = self.n_rows if self.ranks_by_host is None else sum(map(len, self._iterate_host_rows(0)))
+        self.ranks_by_host = self.current_ranks_by_host = get_ranks_by_host(self.arrays)
+        self.n_epoch_rows = (
+            self.n_data_rows if self.ranks_by_host is None else sum(map(len, self._iterate_step_rows(0)))
+        )
 
     def count_rows(self) -> int:
         """Count the rows that the data have now; the number may change between epochs."""
-        lengths = {self.n_rows} if self.loader is not None else {len(array) for array in self.data}
+        lengths = {self.n_data_rows} if self.loader is not None else {len(array) for array in self.arrays}
         if len(lengths) > 1:
-            raise ValueError(f"x_data, y_data: expected equally many rows of each, got {[len(d) for d in self.data]}")
+            raise ValueError(
+                f"x_data, y_data: expected equally many rows of each, got {[len(array) for array in self.arrays]}"
+            )
         return lengths.pop()
 
     def allocate_row_order(self) -> None:
@@ -115,62 +128,68 @@ class EpochData:
         self._ordered_epoch = -1
 
     def make_source(self, epoch: int, start: int, is_joint: bool) -> RowSource:
-        """Return the source of an epoch's rows: for joint steps, or for each rank's own steps."""
+        """Prepare an epoch's rows from position ``start`` on, for joint steps or each rank's own; return their source.
+
+        Shuffles the order of rows at the start of an epoch, and redistributes rows after the loss of a rank.
+        """
         if self.loader is not None:
             size = ranks.get_session().size
-            unit_rows, consumers = (self.batch_size * size, 1) if is_joint else (self.batch_size, size)
-            return open_feed(self.loader, epoch, start, unit_rows, self.seed, consumers)
+            rows_per_step, n_consumers = (self.batch_size * size, 1) if is_joint else (self.batch_size, size)
+            return open_feed(self.loader, epoch, start, rows_per_step, self.seed, n_consumers)
         order = self.row_order
         assert order is not None  # allocated before the first epoch
         if epoch != self._ordered_epoch:
             if self.ranks_by_host is None:
                 order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.n_epoch_rows)
             else:
-                order[...] = np.concatenate(list(self._iterate_host_rows(epoch)))
+                order[...] = np.concatenate(list(self._iterate_step_rows(epoch)))
             self._ordered_epoch = epoch
-        hosts = get_ranks_by_host(self.data)
-        if hosts is not None and len(hosts) > 1 and hosts != self.dealt_ranks_by_host:
-            self._deal_anew(start, hosts)
-        return InMemoryRows(self.data, order)
+        hosts = get_ranks_by_host(self.arrays)
+        if hosts is not None and len(hosts) > 1 and hosts != self.current_ranks_by_host:
+            self._redistribute_rows(start, hosts)
+        return InMemoryRows(self.arrays, order)
 
-    def _deal_anew(self, start: int, ranks_by_host: list[range]) -> None:
-        """Deal the epoch's rows from position ``start`` on to the hosts that are left, and load the data again."""
+    def _redistribute_rows(self, start: int, ranks_by_host: list[range]) -> None:
+        """Divide the epoch's rows from position ``start`` on among the remaining hosts, which load their new shares."""
         assert self.row_order is not None
         rows = self.row_order.data[start : self.n_epoch_rows]
-        order, shares = deal_rows(rows, self.batch_size, self.n_rows, ranks_by_host)
-        for array in self.data:
+        order, shares = redistribute_rows(rows, self.batch_size, self.n_data_rows, ranks_by_host)
+        for array in self.arrays:
             if isinstance(array, PartsData):
-                array.load_again(shares)
+                array.reload_shares(shares)
         self.n_epoch_rows = start + len(order)
         self.row_order[start : self.n_epoch_rows] = order
-        self.dealt_ranks_by_host = ranks_by_host
+        self.current_ranks_by_host = ranks_by_host
 
-    def round_up(self, start: int, stop: int) -> int:
-        """Return the next position from ``stop`` on at which a step ends, if rows were dealt anew; else ``stop``."""
-        hosts = get_ranks_by_host(self.data)
+    def round_up_to_step(self, start: int, stop: int) -> int:
+        """Return ``stop``, moved to the end of a step that begins before it if rows were redistributed.
+
+        The first step begins at ``start``.
+        """
+        hosts = get_ranks_by_host(self.arrays)
         if hosts is None or len(hosts) == 1 or hosts == self.ranks_by_host:
             return stop
-        n_rows = self.batch_size * hosts[-1].stop
-        return min(self.n_epoch_rows, start + -(-(stop - start) // n_rows) * n_rows)
+        rows_per_step = self.batch_size * hosts[-1].stop
+        return min(self.n_epoch_rows, start + -(-(stop - start) // rows_per_step) * rows_per_step)
 
-    def _iterate_host_rows(self, epoch: int) -> Iterator[np.ndarray]:
+    def _iterate_step_rows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the row indexes of each step of an epoch, where ranks use only rows of their own host."""
         assert self.ranks_by_host is not None
         return iterate_shuffled_batches(
-            self.n_rows, self.batch_size * self.ranks_by_host[-1].stop, self.ranks_by_host, (self.seed, epoch)
+            self.n_data_rows, self.batch_size * self.ranks_by_host[-1].stop, self.ranks_by_host, (self.seed, epoch)
         )
 
     @property
-    def order_key(self) -> tuple[int, int, list[int] | None]:
-        """Number of rows of an epoch, and what determines their order."""
-        return self.n_epoch_rows, self.seed, self.describe_data_parts()
+    def order_key(self) -> OrderKey:
+        """Values that determine the order of rows in the epoch."""
+        return OrderKey(self.n_epoch_rows, self.seed, self.get_partition_key())
 
-    def describe_data_parts(self) -> list[int] | None:
-        """Describe the division of rows among hosts, for checkpoints: rows per step, then ranks per host; else None.
+    def get_partition_key(self) -> list[int] | None:
+        """Return the division of rows among hosts: a rank's rows per step, then the numbers of ranks; None without one.
 
-        If the rows of an epoch were dealt anew, no other training has their order, and the description is [].
+        If rows of the epoch were redistributed, no other training has their order, and the list is empty.
         """
-        if self.dealt_ranks_by_host != self.ranks_by_host:
+        if self.current_ranks_by_host != self.ranks_by_host:
             return []
         return None if self.ranks_by_host is None else [self.batch_size, *map(len, self.ranks_by_host)]
 

@@ -63,7 +63,7 @@ class LaunchLoop(BatchLoop):
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=plan.n_rows, initial=plan.start, unit=" rows", desc=f"epoch {plan.epoch + 1}", leave=False
+                total=plan.n_epoch_rows, initial=plan.start, unit=" rows", desc=f"epoch {plan.epoch + 1}", leave=False
             )
 
     def run(self) -> None:
@@ -84,7 +84,7 @@ class LaunchLoop(BatchLoop):
     def write_lines(self, flush: bool = False) -> None:
         """Write the recorders' lines that are due; with ``flush``, also lines of fewer steps than ``every``."""
         plan = self.plan
-        self.meter.write_lines(plan.epoch, plan.rows_before + self.end, self.rate, flush)
+        self.meter.write_lines(plan.epoch, plan.n_rows_of_earlier_epochs + self.end, self.rate, flush)
 
     @abstractmethod
     def set_learning_rate(self, rate: float) -> None:
@@ -120,7 +120,7 @@ class LaunchLoop(BatchLoop):
                 self.meter.add_loss(loss, len(indexes) if weight is None else weight)
                 self.meter.count_step(len(indexes))
             self.free_after_launch(position_ranges, len(losses))
-        self.meter.record_launch(len(rows), len(rows[0]), launch.seconds_without_wait)
+        self.meter.record_first_launch(len(rows), len(rows[0]), launch.seconds_without_wait)
         return len(batches.starts)
 
     def wait_for_row_indexes(self, position_ranges: list[tuple[int, int]]) -> list[Any]:
@@ -145,13 +145,13 @@ class LaunchLoop(BatchLoop):
             self.source.free(*position_range)
 
 
-def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight: bool) -> LossReader:
+def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_loss_weight: bool) -> LossReader:
     """Return the reader of a `Meter` for the losses of `TrainFunction.weighted_steps`.
 
-    ``fetch`` copies arrays to host memory.  Without ``has_weight`` the weights are numbers of rows, by which losses are
-    not multiplied yet.
+    ``fetch`` copies arrays to host memory.  Without ``has_loss_weight`` the weights are numbers of rows, by which the
+    reader multiplies the losses.
     """
-    if has_weight:
+    if has_loss_weight:
         return lambda losses, weights: zip(map(float, fetch(losses)), map(float, fetch(weights)), strict=True)
     return lambda losses, rows: [(float(loss) * n, n) for loss, n in zip(fetch(losses), rows, strict=True)]
 
@@ -165,7 +165,7 @@ class JointStepLoop(LaunchLoop):
 
     def __init__(self, plan: IntervalPlan, source: RowSource, model: CompiledModel, operation_runner: OperationRunner):
         state, graph = model.state, model.graph
-        read = make_loss_reader(list, plan.has_weight)
+        read = make_loss_reader(list, plan.has_loss_weight)
         meter = Meter(0, plan.recorders, read, model.launch_shapes, state.position.steps)
         super().__init__(plan, source, meter, plan.batch_size * ranks.get_session().size, True, state.rate)
         assert model.joint_step is not None
@@ -234,5 +234,5 @@ def take_joint_steps(
     finally:
         state.rate = loop.rate
     loop.write_lines(flush=True)
-    state.position.steps = loop.meter.step
+    state.position.steps = loop.meter.total_steps
     return loop.end, loop.meter.get_totals(loop.rate)

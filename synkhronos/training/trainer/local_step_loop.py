@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,39 @@ from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, m
 _MAX_LAUNCH_NBYTES = 1 << 30
 
 
+class _SharedBatchCounts:
+    """Counts of the batches that each group of ranks has taken, in memory of all ranks; to be used with `lock` held.
+
+    The array has an element for each rank, of which those of the groups' first ranks are the counts.  The last element
+    is the number of rounds after which a signal stops the training; a round is a batch of each rank.
+    """
+
+    def __init__(self, rows: LocalRows):
+        self.rows = rows
+
+    def get_count(self, group: range) -> int:
+        """Return the number of batches that a group has taken."""
+        return int(self.rows.array[group.start])
+
+    def add(self, group: range, n_batches: int) -> None:
+        """Count further batches of a group."""
+        self.rows.array[group.start] += n_batches
+
+    @property
+    def n_rounds(self) -> int:
+        """Number of rounds after which the training stops; 0 without a signal."""
+        return int(self.rows.array[-1])
+
+    def stop_after_started_rounds(self, rank_groups: Iterable[range]) -> None:
+        """Set `n_rounds` so that each round of which some batch is taken is the last or an earlier one."""
+        self.rows.array[-1] = max(1, *(-(-self.get_count(group) // len(group)) for group in rank_groups))
+
+
 class LocalStepLoop(LaunchLoop):
     """Loop of one rank that takes its own steps by a compiled function.
 
-    ``step`` returns the loss, followed by the weight if there is one.  ``n_batches_taken`` has the number of batches
-    that each group of ranks has taken, under asynchronous rules.  Its last element is the number of rounds of one batch
-    per rank after which a signal stops the training; 0 without a signal.
+    ``step`` returns the loss, followed by the weight if there is one.  ``batch_counts`` is the array of a
+    `_SharedBatchCounts`, which asynchronous rules use.
     """
 
     def __init__(
@@ -38,20 +65,20 @@ class LocalStepLoop(LaunchLoop):
         learning_rate: Any,
         spec: RankStateSpec,
         source: RowSource,
-        n_batches_taken: LocalRows,
+        batch_counts: LocalRows,
     ):
         storage = worker.get_storage(spec.name)
         state: State = storage["state"]
         launch_shapes = storage.setdefault("launch_shapes", set())
-        read = make_loss_reader(step.read, plan.has_weight)
+        read = make_loss_reader(step.read, plan.has_loss_weight)
         meter = Meter(worker.number, plan.recorders, read, launch_shapes, state.step, lambda: worker.wait_seconds)
         super().__init__(plan, source, meter, plan.batch_size, worker.is_master)
         self.worker, self.rule, self.state, self.on_poll = worker, spec.rule, state, worker.progress
-        self._step, self._learning_rate, self._n_batches_taken = step, learning_rate, n_batches_taken
+        self._step, self._learning_rate, self._batch_counts = step, learning_rate, _SharedBatchCounts(batch_counts)
         self.exchanger = Exchanger(worker, spec.rule, state, meter.seconds)
         #: Weights of the steps since the last exchange.
         self._unexchanged_weights: list[Any] = []
-        state.count_items = self._sum_weights if plan.has_weight else None
+        state.count_items = self._sum_weights if plan.has_loss_weight else None
         self._agreement = StopAgreement(worker)
         row_nbytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
         n_fitting = _MAX_LAUNCH_NBYTES // max(1, row_nbytes * plan.batch_size)
@@ -65,41 +92,40 @@ class LocalStepLoop(LaunchLoop):
 
     def _assign_batches(self) -> Iterator[LaunchBatches]:
         """Assign batches in rounds of one batch per rank; in the last round ranks may get fewer rows, or none."""
-        plan, n, me = self.plan, self.worker.size, self.worker.number
+        plan, n, own = self.plan, self.worker.size, self.worker.number
         position = plan.start
         while position < plan.stop:
-            n_full = (plan.stop - position) // (plan.batch_size * n)
-            rounds = max(1, min(self.exchanger.update_steps_left(), self.max_steps_per_launch, n_full))
-            end = min(plan.stop, position + rounds * n * plan.batch_size)
-            yield LaunchBatches(position, [position + (k * n + me) * plan.batch_size for k in range(rounds)], end)
+            n_full_rounds = (plan.stop - position) // (plan.batch_size * n)
+            n_rounds = max(1, min(self.exchanger.update_steps_left(), self.max_steps_per_launch, n_full_rounds))
+            end = min(plan.stop, position + n_rounds * n * plan.batch_size)
+            yield LaunchBatches(position, [position + (k * n + own) * plan.batch_size for k in range(n_rounds)], end)
             position = end
 
     def _take_batches(self) -> Iterator[LaunchBatches]:
         """Take the next batches from a counter that the ranks share."""
-        plan, n, shared_counts = self.plan, self.worker.size, self._n_batches_taken
-        counts_lock = n + 1  # the first lock after those of the ranks
+        plan, n, counts = self.plan, self.worker.size, self._batch_counts
+        lock_number = n + 1  # lock 0 is the rules', locks 1 to n those of the ranks
         group = next(group for group in plan.rank_groups if self.worker.number in group)
         while True:
             n_batches = min(self.exchanger.update_steps_left(), self.max_steps_per_launch)
-            with self.meter.time_activity("load"), self.worker.lock(counts_lock) as lock:
-                lock.read(shared_counts)
-                first = int(shared_counts.array[group.start])
-                if plan.can_stop and get_requested_stop() and not shared_counts.array[-1]:
-                    begun = (-(-int(shared_counts.array[peers.start]) // len(peers)) for peers in plan.rank_groups)
-                    shared_counts.array[-1] = max(1, *begun)
-                rounds = int(shared_counts.array[-1])
-                if rounds:  # all groups stop after the same round, so that the rows trained on are one range
-                    n_batches = min(n_batches, rounds * len(group) - first)
+            with self.meter.time_activity("load"), self.worker.lock(lock_number) as lock:
+                lock.read(counts.rows)
+                first = counts.get_count(group)
+                if plan.can_stop and get_requested_stop() and not counts.n_rounds:
+                    counts.stop_after_started_rounds(plan.rank_groups)
+                n_rounds = counts.n_rounds
+                if n_rounds:  # all groups stop after the same round, so that the rows trained on are one range
+                    n_batches = min(n_batches, n_rounds * len(group) - first)
                 # Of every n successive batches a group takes those numbered as its ranks; a single group takes all.
                 starts = [
                     plan.start + (k // len(group) * n + group[k % len(group)]) * plan.batch_size
                     for k in range(first, first + n_batches)
                 ]
                 starts = [start for start in starts if start + plan.batch_size <= plan.stop] or starts[:1]
-                shared_counts.array[group.start] += len(starts)
-                lock.write(shared_counts)
+                counts.add(group, len(starts))
+                lock.write(counts.rows)
             if not starts or starts[0] >= plan.stop:
-                self.end = min(plan.stop, plan.start + rounds * n * plan.batch_size) if rounds else plan.stop
+                self.end = min(plan.stop, plan.start + n_rounds * n * plan.batch_size) if n_rounds else plan.stop
                 return
             yield LaunchBatches(starts[0], starts, min(plan.stop, starts[-1] + plan.batch_size))
 
@@ -113,11 +139,9 @@ class LocalStepLoop(LaunchLoop):
 
     def _sum_weights(self) -> float:
         """Return the sum of the weights of this rank's steps since the last exchange."""
-        return (
-            float(np.sum(self._step.read(self._unexchanged_weights), dtype=np.float64))
-            if self._unexchanged_weights
-            else 0.0
-        )
+        if not self._unexchanged_weights:
+            return 0.0
+        return float(np.sum(self._step.read(self._unexchanged_weights), dtype=np.float64))
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Launch one step per batch, in one launch if possible."""
@@ -167,7 +191,7 @@ def take_local_steps(
     learning_rate: Any,
     spec: RankStateSpec,
     source: RowSource,
-    n_batches_taken: LocalRows,
+    batch_counts: LocalRows,
 ) -> tuple[int, RankTotals]:
     """Train this rank on its rows of an interval, then set the parameters to the rule's consensus.
 
@@ -177,17 +201,17 @@ def take_local_steps(
     storage, rule = worker.get_storage(spec.name), spec.rule
     state: State | None = storage.get("state")
     restore_own_params(worker, spec.name)  # after an interrupt there are none: the present ones are this rank's own
-    by_rank = worker.all_gather(None if state is None else (state.step, state.steps_since_exchange))
-    counts = [pair for pair in by_rank if pair is not None]
-    if state is None or len(counts) < len(by_rank) or not rule.asynchronous and len(set(by_rank)) > 1:
+    step_counts = worker.all_gather(None if state is None else (state.step, state.steps_since_exchange))
+    present_counts = [counts for counts in step_counts if counts is not None]
+    if state is None or len(present_counts) < len(step_counts) or not rule.asynchronous and len(set(step_counts)) > 1:
         # At the first interval, or after an interrupt that stopped ranks at different steps: all ranks start anew.
         state = spec.make_state()
-        state.step = max([step for step, _ in counts], default=0)
-        if counts:
+        state.step = max([step for step, _ in present_counts], default=0)
+        if present_counts:
             state.vector = worker.all_reduce(state.vector)
         rule.setup(worker, state)
         storage["state"] = state
-    loop = LocalStepLoop(worker, plan, step, learning_rate, spec, source, n_batches_taken)
+    loop = LocalStepLoop(worker, plan, step, learning_rate, spec, source, batch_counts)
     loop.run()
     loop.finish_steps()
     with loop.meter.time_activity("exchange"):

@@ -94,7 +94,7 @@ class TrainerEpochLoop(EpochLoop):
         model, checkpoint, state = self.model, self.checkpoint, self.model.state
         self.session = ranks.get_session()
         state.start_session(self.session, model)
-        self.n_batches_taken = make_data(shape=(self.session.size + 1,), dtype="int64")
+        self.batch_counts = make_data(shape=(self.session.size + 1,), dtype="int64")
         self.data.allocate_row_order()
         if resume == "latest":
             assert checkpoint is not None
@@ -102,11 +102,12 @@ class TrainerEpochLoop(EpochLoop):
         if resume is not None:
             seen = state.restore(resume, self.data, model.schedule)
             self._remove_later_records(seen)
-        elif self.position.row and self.position.order_key != self.data.order_key:
-            count, seed, _ = self.position.order_key
+        elif self.position.epoch_position and self.position.order_key != self.data.order_key:
+            expected = self.position.order_key
             raise ValueError(
-                f"x_data, seed: expected {count:,} rows and seed {seed}, since the last call ended within an epoch of "
-                f"these, got {self.data.n_epoch_rows:,} and {self.data.seed}, or data_parts in another order"
+                f"x_data, seed: expected {expected.n_epoch_rows:,} rows and seed {expected.seed}, since the last call "
+                f"ended within an epoch of these, got {self.data.n_epoch_rows:,} and {self.data.seed}, or "
+                "data_parts in another order"
             )
         elif checkpoint is not None:
             checkpoint.check_no_newer(self.position.seen)
@@ -136,28 +137,32 @@ class TrainerEpochLoop(EpochLoop):
         """Train to the next report; return False if a signal stops it."""
         self.operation_runner.refresh_copy()
         position = self.position
-        if not position.row:
+        if not position.epoch_position:
             self._begin_epoch()
         self.interval_stop = self._find_interval_stop(position.interval_start)
-        if self.interval_stop < position.row:  # after a checkpoint of more ranks
-            self.interval_stop = self._find_interval_stop(position.row)
+        if self.interval_stop < position.epoch_position:  # after a checkpoint of more ranks
+            self.interval_stop = self._find_interval_stop(position.epoch_position)
         if self.model.joint_step is not None:
-            while position.row < self.interval_stop and not self.is_signalled():  # repeats if a rank was left out
-                position.row, position.totals = self._train_interval()
+            while (
+                position.epoch_position < self.interval_stop and not self.is_signalled()
+            ):  # repeats if a rank was left out
+                position.epoch_position, position.totals = self._train_interval()
             return not self.is_signalled()
-        while position.row < self.interval_stop and not self.is_signalled():
+        while position.epoch_position < self.interval_stop and not self.is_signalled():
             began = time.perf_counter()
-            position.row, position.totals = self.operation_runner.run_update(self._make_interval_operation())
+            position.epoch_position, position.totals = self.operation_runner.run_update(self._make_interval_operation())
             self.operation_runner.adapt_steps_until_copy(time.perf_counter() - began)
         return not self.is_signalled()
 
     def _begin_epoch(self) -> None:
         """Start an epoch of all rows that the data have now."""
         data = self.data
-        n_rows = data.count_rows()
-        if n_rows != data.n_rows or get_ranks_by_host(data.data) != data.ranks_by_host:  # or a rank was left out
-            check_enough_rows(n_rows, data.batch_size)
-            self.data = EpochData(data.data, n_rows, data.batch_size, data.seed, data.loader)
+        n_data_rows = data.count_rows()
+        if (
+            n_data_rows != data.n_data_rows or get_ranks_by_host(data.arrays) != data.ranks_by_host
+        ):  # or a rank was left out
+            check_enough_rows(n_data_rows, data.batch_size)
+            self.data = EpochData(data.arrays, n_data_rows, data.batch_size, data.seed, data.loader)
             self.data.allocate_row_order()
         self.position.order_key = self.data.order_key
 
@@ -179,31 +184,31 @@ class TrainerEpochLoop(EpochLoop):
             return self.data.n_epoch_rows
         return steps * self.data.batch_size * ranks.get_session().size
 
-    def _find_interval_stop(self, row: int) -> int:
-        """Return the position of the next report after position ``row``."""
+    def _find_interval_stop(self, start: int) -> int:
+        """Return the position of the next report after position ``start``."""
         if self.every is None:
             return self.data.n_epoch_rows
-        return min(self.data.n_epoch_rows, row + self.every * self.data.batch_size * ranks.get_session().size)
+        return min(self.data.n_epoch_rows, start + self.every * self.data.batch_size * ranks.get_session().size)
 
     def _make_plan(self, stop: int) -> IntervalPlan:
         """Make the plan of an interval from the present position to ``stop``."""
         model, data, position = self.model, self.data, self.position
         return IntervalPlan(
-            start=position.row,
+            start=position.epoch_position,
             stop=stop,
             batch_size=data.batch_size,
             epoch=position.epoch,
-            n_rows=data.n_epoch_rows,
-            rows_before=position.rows_before,
+            n_epoch_rows=data.n_epoch_rows,
+            n_rows_of_earlier_epochs=position.n_rows_of_earlier_epochs,
             schedule=model.schedule,
             recorders=[recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             shows_progress_bar=self.shows_progress_bar,
-            rank_groups=get_ranks_by_host(data.data) or [range(ranks.get_session().size)],
+            rank_groups=get_ranks_by_host(data.arrays) or [range(ranks.get_session().size)],
             can_stop=self.checkpoint is not None,
             earlier_totals=resize_totals(
                 position.totals, 1 if model.joint_step is not None else ranks.get_session().size
             ),
-            has_weight=model.graph.weight is not None,
+            has_loss_weight=model.graph.weight is not None,
         )
 
     def _train_interval(self) -> tuple[int, list[RankTotals]]:
@@ -212,13 +217,16 @@ class TrainerEpochLoop(EpochLoop):
         is_joint = self.model.joint_step is not None
 
         def make_source() -> RowSource:
-            return data.make_source(position.epoch, position.row, is_joint)
+            return data.make_source(position.epoch, position.epoch_position, is_joint)
 
         try:
             # A loader frees memory on the ranks, and data_parts may be loaded again.
             source = self.operation_runner.run_idempotent(make_source) if is_joint else make_source()
-            self.interval_stop, position.order_key = data.round_up(position.row, self.interval_stop), data.order_key
-            plan = self._make_plan(min(self.interval_stop, position.row + self._count_rows_until_copy()))
+            self.interval_stop, position.order_key = (
+                data.round_up_to_step(position.epoch_position, self.interval_stop),
+                data.order_key,
+            )
+            plan = self._make_plan(min(self.interval_stop, position.epoch_position + self._count_rows_until_copy()))
             if is_joint:
                 ended = [take_joint_steps(plan, source, self.model, self.operation_runner)]
             else:
@@ -240,10 +248,10 @@ class TrainerEpochLoop(EpochLoop):
 
     def _run_local_loops(self, plan: IntervalPlan, source: RowSource) -> list[tuple[int, RankTotals]]:
         """Take local steps on every rank; return the position reached and the totals of each."""
-        model, n_counts = self.model, ranks.get_session().size + 1
-        if len(self.n_batches_taken) != n_counts:  # a rank was left out
-            self.n_batches_taken = make_data(shape=(n_counts,), dtype="int64")
-        self.n_batches_taken[...] = 0
+        model, length = self.model, ranks.get_session().size + 1
+        if len(self.batch_counts) != length:  # a rank was left out
+            self.batch_counts = make_data(shape=(length,), dtype="int64")
+        self.batch_counts[...] = 0
         ended: list[tuple[int, RankTotals]] = run(
             take_local_steps,
             plan,
@@ -251,7 +259,7 @@ class TrainerEpochLoop(EpochLoop):
             model.learning_rate,
             model.state.spec,
             source,
-            self.n_batches_taken,
+            self.batch_counts,
         )
         return ended
 
@@ -261,7 +269,7 @@ class TrainerEpochLoop(EpochLoop):
         return make_report(
             position.totals,
             position.epoch + self.interval_stop / data.n_epoch_rows,
-            position.rows_before + self.interval_stop,
+            position.n_rows_of_earlier_epochs + self.interval_stop,
             f"{n_ranks} x {data.batch_size} = {n_ranks * data.batch_size}",
         )
 
@@ -315,9 +323,9 @@ class TrainerEpochLoop(EpochLoop):
             )
         position, is_epoch_over = self.position, self.interval_stop == self.data.n_epoch_rows
         position.totals, position.metrics = [], report.metrics
-        position.row = position.interval_start = 0 if is_epoch_over else self.interval_stop
+        position.epoch_position = position.interval_start = 0 if is_epoch_over else self.interval_stop
         position.epoch += is_epoch_over
-        position.rows_before += self.data.n_epoch_rows if is_epoch_over else 0
+        position.n_rows_of_earlier_epochs += self.data.n_epoch_rows if is_epoch_over else 0
         report.deaths = self.operation_runner.take_deaths()
         for recorder in self.recorders:
             recorder.write(report.to_record())
@@ -330,7 +338,7 @@ class TrainerEpochLoop(EpochLoop):
         if data.row_order is not None:
             names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
             rows = data.row_order.data[self.position.interval_start : self.interval_stop]
-            message = describe_nonfinite(dict(zip(names, data.data, strict=True)), rows)
+            message = describe_nonfinite(dict(zip(names, data.arrays, strict=True)), rows)
         if not message and isinstance(valid, tuple):
             names = [f"valid, {name}," for name in (*x, *y)]
             message = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
@@ -356,7 +364,7 @@ class TrainerEpochLoop(EpochLoop):
         number = get_requested_stop()
         message, position, checkpoint = f"{signal.Signals(number).name}: training ends", self.position, self.checkpoint
         assert checkpoint is not None
-        if all(math.isfinite(total.loss) for total in position.totals):
+        if all(math.isfinite(total.weighted_loss_sum) for total in position.totals):
             self._save(position.seen)
             message += f"; go on with resume={str(checkpoint.get_path(position.seen))!r}"
         sys.stderr.write(f"{message}\n")

@@ -18,36 +18,36 @@ from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError, read_checkpoint, read_metadata
 from synkhronos.training.checkpoints.compatibility import check_same_training, describe_training
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
-from synkhronos.training.monitoring.meter import RankTotals, resize_totals
+from synkhronos.training.monitoring.meter import FirstLaunches, RankTotals, resize_totals
 from synkhronos.training.schedules import Schedule
 from synkhronos.training.train_function.train_function import TrainFunction
-from synkhronos.training.trainer.epoch_data import EpochData
+from synkhronos.training.trainer.epoch_data import EpochData, OrderKey
 
 
 @dataclass
 class TrainerPosition:
-    """Position of a trainer in its epochs: row ``row`` of the order of epoch ``epoch`` is next.
+    """Position of a trainer in its epochs."""
 
-    The last report was at ``interval_start``; ``totals`` are those since then, after a stop between two reports, and
-    ``metrics`` those of the report.  ``steps`` counts joint steps; ranks that take their own steps count them in their
-    `State`.  ``rows_before`` is the number of rows of all earlier epochs.  ``order_key`` has the number of rows of
-    ``epoch``, and the seed of their order.
-    """
-
+    #: Number of complete epochs.
     epoch: int = 0
-    row: int = 0
+    #: Position in the order of rows of this epoch at which the training goes on.
+    epoch_position: int = 0
+    #: Position of the last report; 0 at the start of an epoch.
     interval_start: int = 0
+    #: Totals of the ranks since the last report; empty unless the training stopped between two reports.
     totals: list[RankTotals] = field(default_factory=list)
+    #: Metrics of the last report.
     metrics: dict[str, float] = field(default_factory=dict)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    #: Number of joint steps; ranks that take their own steps count them in their `State`.
     steps: int = 0
-    rows_before: int = 0
-    order_key: tuple[int, int, list[int] | None] = (0, 0, None)
+    n_rows_of_earlier_epochs: int = 0
+    order_key: OrderKey = OrderKey(0, 0, None)
 
     @property
     def seen(self) -> int:
         """Number of rows trained on."""
-        return self.rows_before + self.row
+        return self.n_rows_of_earlier_epochs + self.epoch_position
 
 
 class TrainerState:
@@ -110,14 +110,14 @@ class TrainerState:
         meta = {
             "seen": seen,
             "epoch": position.epoch,
-            "row": position.row,
+            "row": position.epoch_position,
             "start": position.interval_start,
             "outcomes": [list(total) for total in position.totals],
             "metrics": position.metrics,
             "stop": position.early_stopping.to_json(),
             "seed": data.seed,
-            "count": data.n_rows,
-            "parts": data.describe_data_parts(),
+            "count": data.n_data_rows,
+            "parts": data.get_partition_key(),
             "batch_size": data.batch_size,
             "schedule": schedules.get_state(schedule),
             "steps_taken": position.steps,
@@ -131,28 +131,28 @@ class TrainerState:
         """Restore all ranks and the position from a checkpoint; return the number of rows trained on so far."""
         meta = read_metadata(path)
         check_same_training(path, meta, self._describe())
-        is_grown = not meta["row"] and meta["count"] < data.n_rows  # rows were appended after an epoch
-        if meta["count"] != data.n_rows and not is_grown or meta["seed"] != data.seed:
+        is_grown = not meta["row"] and meta["count"] < data.n_data_rows  # rows were appended after an epoch
+        if meta["count"] != data.n_data_rows and not is_grown or meta["seed"] != data.seed:
             raise CheckpointError(
-                f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.n_rows} and "
+                f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.n_data_rows} and "
                 f"{data.seed}: the order of rows would be another"
             )
-        if meta["row"] and meta["parts"] != data.describe_data_parts():
+        if meta["row"] and meta["parts"] != data.get_partition_key():
             raise CheckpointError(
-                f"{path} was written within an epoch over data_parts, of {_format_data_parts(meta['parts'])}, got "
-                f"{_format_data_parts(data.describe_data_parts())}: the order of rows would be another; use a "
+                f"{path} was written within an epoch over data_parts, of {_describe_partition(meta['parts'])}, got "
+                f"{_describe_partition(data.get_partition_key())}: the order of rows would be another; use a "
                 "checkpoint from the end of an epoch"
             )
-        n_outcomes = 1 if self.spec.is_joint else ranks.get_session().size
+        totals = [RankTotals(*[*entry[:-1], FirstLaunches(*entry[-1])]) for entry in meta["outcomes"]]
         position = TrainerPosition(
             epoch=meta["epoch"],
-            row=meta["row"],
+            epoch_position=meta["row"],
             interval_start=meta["start"],
-            totals=resize_totals([RankTotals(*entry) for entry in meta["outcomes"]], n_outcomes),
+            totals=resize_totals(totals, 1 if self.spec.is_joint else ranks.get_session().size),
             metrics=meta["metrics"],
             early_stopping=EarlyStopping.from_json(meta["stop"]),
             steps=meta["steps_taken"],
-            rows_before=meta["seen"] - meta["row"],
+            n_rows_of_earlier_epochs=meta["seen"] - meta["row"],
             order_key=data.order_key,
         )
         schedule_state = meta["schedule"]  # a missing entry is an error before anything is restored
@@ -168,7 +168,11 @@ class TrainerState:
         return int(meta["seen"])
 
 
-def _format_data_parts(parts: list[int] | None) -> str:
-    if parts == []:
-        return "rows that were dealt anew after the loss of a rank"
-    return "other data" if parts is None else f"{parts[1:]} ranks on the hosts and {parts[0]} rows in a step of each"
+def _describe_partition(partition_key: list[int] | None) -> str:
+    if partition_key == []:
+        return "rows that were redistributed after the loss of a rank"
+    return (
+        "other data"
+        if partition_key is None
+        else f"{partition_key[1:]} ranks on the hosts and {partition_key[0]} rows in a step of each"
+    )
