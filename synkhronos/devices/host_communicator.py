@@ -26,18 +26,20 @@ from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
+#: Size in bytes up to which a chunk is reduced by few calls of NumPy, whose time exceeds that of the arithmetic.
+_MAX_SMALL_NBYTES = 1 << 15
+
 
 class HostCommunicator(Communicator):
     """Collectives over NumPy arrays, through shared memory."""
 
     def __init__(self, rank: Rank):
         self._rank = rank
-        self._halves = [
-            [np.frombuffer(rank.control.get_scratch(r, half), np.uint8) for r in rank.local_ranks] for half in range(2)
-        ]
+        #: One half of the scratch memory of all ranks of this host each, of shape (ranks, bytes).
+        self._halves = np.frombuffer(rank.control.scratch, np.uint8).reshape(-1, 2, SCRATCH_NBYTES).swapaxes(0, 1)
         self._command_number = self._half = 0
 
-    def _switch_scratch_halves(self) -> list[np.ndarray]:
+    def _switch_scratch_halves(self) -> np.ndarray:
         """Switch to the other halves of all scratch areas for the next chunk, and return them in rank order.
 
         Alternation restarts with each command, as ranks may have left a cancelled command at different chunks.
@@ -89,9 +91,7 @@ class HostCommunicator(Communicator):
         longest = max(stop - start for start, stop in pairwise(bounds))
         for offset in range(0, longest, n_items):
             # A rank's half holds the next items of all ranks' shares; each rank reads its own items from all halves.
-            shared = [
-                half[: n_items * rank.size * dtype.itemsize].view(dtype) for half in self._switch_scratch_halves()
-            ]
+            shared = self._switch_scratch_halves().view(dtype)
             chunks = [source[start:stop][offset : offset + n_items] for start, stop in pairwise(bounds)]
             for r, chunk in enumerate(chunks):
                 if r != number:
@@ -157,8 +157,8 @@ class HostCommunicator(Communicator):
         """Reduce ``source`` over the contributors into every ``target`` that is not None.
 
         Each chunk is divided into one share per rank and takes two barriers.  Contributors publish their elements
-        before the first one, and each rank reduces its share after it.  Ranks copy all shares after the second one.  A
-        rank does not publish the elements of its own share, as no other rank reads them.
+        before the first one.  After it each rank reduces its share, and writes the result over rank 0's elements, which
+        no other rank reads.  Ranks copy all shares after the second one.
         """
         rank, reduce_op = self._rank, REDUCE_OPS[op]
         if len(contributors) == 1 and rank.size == 1:
@@ -168,26 +168,31 @@ class HostCommunicator(Communicator):
         number, n_elements = rank.number, SCRATCH_NBYTES // dtype.itemsize
         for offset in range(0, size, n_elements):
             count = min(n_elements, size - offset)
-            bounds = [count * r // rank.size for r in range(rank.size + 1)]
-            shared = [half[: count * dtype.itemsize].view(dtype) for half in self._switch_scratch_halves()]
-            low, high = bounds[number], bounds[number + 1]
+            low, high = count * number // rank.size, count * (number + 1) // rank.size
+            shared = self._switch_scratch_halves().view(dtype)
+            is_small = count * dtype.itemsize <= _MAX_SMALL_NBYTES
             if source is not None:
                 chunk = source[offset : offset + count]
-                shared[number][:low] = chunk[:low]
-                shared[number][high:] = chunk[high:]
+                if is_small:
+                    shared[number, :count] = chunk
+                else:  # no other rank reads the elements of this rank's share
+                    shared[number, :low] = chunk[:low]
+                    shared[number, high:count] = chunk[high:]
             rank.barrier()
-            if high > low:
-                inputs = [chunk[low:high] if r == number else shared[r][low:high] for r in contributors]
-                reduce_arrays(inputs, reduce_op, shared[number][low:high])
+            if high > low and is_small:
+                # The number of calls of NumPy does not depend on the number of ranks.
+                rows = slice(None) if len(contributors) == rank.size else list(contributors)
+                shared[0, low:high] = reduce_op.reduce_first_axis(shared[rows, low:high])
+            elif high > low:
+                inputs = [chunk[low:high] if r == number else shared[r, low:high] for r in contributors]
+                reduce_arrays(inputs, reduce_op, shared[0, low:high])
             rank.barrier()
             if target is not None:
-                chunk = target[offset : offset + count]
-                for r in range(rank.size):
-                    chunk[bounds[r] : bounds[r + 1]] = shared[r][bounds[r] : bounds[r + 1]]
+                target[offset : offset + count] = shared[0, :count]
 
 
 def reduce_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.ndarray) -> None:
-    """Write the reduction of arrays into ``out``, which must not overlap them; one array for each contributor."""
+    """Write the reduction of arrays, one for each contributor, into ``out``, which may be the first of them."""
     accumulator = reduce_op.choose_accumulator_dtype(out.dtype)
     wide = out if accumulator == out.dtype else np.empty(out.size, accumulator)
     accumulate_arrays(inputs, reduce_op, wide)

@@ -5,7 +5,9 @@ A row is all that defines an op: functions, updates, collectives, programs, metr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +58,25 @@ class ReduceOp:
         It is float32 for a mean of float16, whose sum may overflow, and whose quotients before a sum may underflow.
         """
         return np.dtype(np.float32) if self.is_mean and dtype.char == "e" else dtype
+
+    def reduce_first_axis(self, values: np.ndarray, n_rows: np.ndarray | None = None) -> Any:
+        """Return the reduction along axis 0, in order: the bits of a reduction of one array after another.
+
+        ``n_rows`` has the shape of ``values``: the weights of a mean, if the op needs them.
+        """
+        assert self.ufunc is not None
+        terms = values.astype(self.choose_accumulator_dtype(values.dtype), copy=False)
+        if self.needs_row_counts:
+            assert n_rows is not None
+            terms = terms * n_rows.astype(terms.dtype)
+        if math.prod(values.shape[1:]) > 1:
+            total = self.ufunc.reduce(terms, axis=0, dtype=terms.dtype)
+        else:  # ufunc.reduce would add the numbers of a single column in pairs
+            total = self.ufunc.accumulate(terms, axis=0, dtype=terms.dtype)[-1]
+        if not self.is_mean:
+            return total
+        count = len(values) if n_rows is None or not self.needs_row_counts else np.add.reduce(n_rows)
+        return np.true_divide(total, np.asarray(count, terms.dtype)).astype(values.dtype, copy=False)
 
 
 _ADD = "res = a + b"

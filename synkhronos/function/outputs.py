@@ -25,6 +25,8 @@ from synkhronos.ranks import MAX_SLOT_NBYTES, Rank
 MAX_SMALL_NBYTES = 1 << 12
 #: Maximal number of scalars in a record, which has to fit into a slot.
 _MAX_SCALARS = 1024
+#: Number of ranks from which the scalars of all ranks are reduced as one array; fewer are faster one by one.
+_MIN_RANKS_OF_ARRAY = 4
 
 
 class OutputSpec(NamedTuple):
@@ -102,7 +104,7 @@ class RankOutputs(NamedTuple):
         """Reduce the outputs over all ranks; return one value for each output in the master."""
         if not self.spec.has_reductions:
             return self.values or [None] * self.n_outputs
-        return _reduce_arrays(rank, self) if self.spec.scalar_dtypes is None else _reduce_scalars(rank, self)
+        return _reduce_arrays(rank, self) if self.spec.scalar_dtypes is None else _reduce_scalars(rank, [self])[0]
 
     @staticmethod
     def reduce_many(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
@@ -115,14 +117,14 @@ class RankOutputs(NamedTuple):
                 None if outputs.spec.scalar_dtypes is None else _make_record_dtype(outputs.spec.scalar_dtypes).itemsize
             )
             if pending_calls and (size is None or nbytes + size > MAX_SLOT_NBYTES):
-                results += _reduce_many_scalars(rank, pending_calls)
+                results += _reduce_scalars(rank, pending_calls)
                 pending_calls, nbytes = [], 0
             if size is None:
                 results.append(_reduce_arrays(rank, outputs))
             else:
                 pending_calls.append(outputs)
                 nbytes += size
-        return results + _reduce_many_scalars(rank, pending_calls) if pending_calls else results
+        return results + _reduce_scalars(rank, pending_calls) if pending_calls else results
 
 
 # -- scalars -----------------------------------------------------------------------------------------------------
@@ -137,98 +139,41 @@ def _make_record_dtype(dtypes: tuple[np.dtype | None, ...]) -> np.dtype:
     return np.dtype([("rows", np.int64), *((str(i), dtype) for i, dtype in enumerate(dtypes) if dtype is not None)])
 
 
-def _reduce_scalars(rank: Rank, outputs: RankOutputs) -> list[Any] | None:
-    """Reduce one call's scalars.  Packing a single record without NumPy is faster."""
-    records = rank.gather_bytes(b"" if rank.is_master else _pack_record(outputs))
-    if records is None:
-        return None
-    dtypes = outputs.spec.scalar_dtypes or ()
-    own = outputs.n_rows, outputs.values
-    by_rank = [own if r == rank.number else _unpack_record(record, dtypes) for r, record in enumerate(records)]
-    return _reduce_values(outputs, by_rank)
-
-
-def _pack_record(outputs: RankOutputs) -> bytes:
-    parts = [outputs.n_rows.to_bytes(8, "little")]
-    if outputs.n_rows:
-        for value, dtype in zip(outputs.values, outputs.spec.scalar_dtypes or (), strict=True):
-            if dtype is not None:
-                parts.append(np.asarray(value, dtype).tobytes())
-    return b"".join(parts)
-
-
-def _unpack_record(record: bytes, dtypes: Sequence[np.dtype | None]) -> tuple[int, list[Any]]:
-    """Return a rank's number of rows and its values.  A rank without rows has no values."""
-    n_rows = int.from_bytes(record[:8], "little")
-    values: list[Any] = []
-    offset = 8
-    for dtype in dtypes if n_rows else ():
-        values.append(None if dtype is None else np.ndarray((), dtype, record, offset))
-        offset += 0 if dtype is None else dtype.itemsize
-    return n_rows, values
-
-
-def _reduce_many_scalars(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
-    """Reduce the scalars of calls whose records fit into one message."""
+def _reduce_scalars(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
+    """Return the results of calls whose records fit into one message; None for each in workers."""
+    if len(calls) == 1 and rank.size < _MIN_RANKS_OF_ARRAY:
+        (outputs,) = calls
+        messages = rank.gather_bytes(b"" if rank.is_master else _pack_records(calls))
+        return [None if messages is None else _reduce_messages(outputs, messages, rank.number)]
     # The key is the specification, not its dtypes: NumPy 1.23 compares None as a dtype.
-    groups = [list(group) for _, group in groupby(calls, lambda outputs: outputs.spec)]
-    own_records = [_pack_records(group) for group in groups]
-    messages = rank.gather_bytes(b"" if rank.is_master else b"".join([records.tobytes() for records in own_records]))
+    groups = [calls] if len(calls) == 1 else [list(group) for _, group in groupby(calls, lambda call: call.spec)]
+    messages = rank.gather_bytes(b"".join(map(_pack_records, groups)))
     if messages is None:
         return [None] * len(calls)
     results: list[Any] = []
     offset = 0
-    for group, own in zip(groups, own_records, strict=True):
-        by_rank = [
-            own if r == rank.number else np.frombuffer(message, own.dtype, len(group), offset)
-            for r, message in enumerate(messages)
-        ]
-        results += _reduce_records(group, by_rank)
-        offset += own.nbytes
+    for group in groups:
+        dtype = _make_record_dtype(group[0].spec.scalar_dtypes or ())
+        stop = offset + len(group) * dtype.itemsize
+        records = np.frombuffer(b"".join([message[offset:stop] for message in messages]), dtype)
+        results += _reduce_records(group, records.reshape(rank.size, len(group)))
+        offset = stop
     return results
 
 
-def _pack_records(calls: Sequence[RankOutputs]) -> np.ndarray:
-    """Return this rank's records of several calls with the same specification."""
-    dtypes = calls[0].spec.scalar_dtypes or ()
-    reduced = [i for i, dtype in enumerate(dtypes) if dtype is not None]
-    empty = 0, *(0 for _ in reduced)
-    records = [
-        (outputs.n_rows, *[outputs.values[i] for i in reduced]) if outputs.n_rows else empty for outputs in calls
-    ]
-    return np.array(records, _make_record_dtype(dtypes))
-
-
-def _reduce_records(calls: Sequence[RankOutputs], records_by_rank: Sequence[np.ndarray]) -> list[Any]:
-    """Reduce the records of calls with the same specification.
-
-    The calls are reduced at once, as vectors, if each rank's number of rows is the same in all of them.
-    """
-    ops, dtypes = calls[0].spec.ops, calls[0].spec.scalar_dtypes or ()
-    n_rows = [int(records["rows"][0]) for records in records_by_rank]
-    is_uniform = all((records["rows"] == count).all() for records, count in zip(records_by_rank, n_rows, strict=True))
-    if not is_uniform or 0 in n_rows or any(op.name == "gather" for op in ops):
-        unpacked = [[_unpack_record(record.tobytes(), dtypes) for record in records] for records in records_by_rank]
-        return [
-            _reduce_values(outputs, contributions)
-            for outputs, contributions in zip(calls, zip(*unpacked, strict=True), strict=True)
-        ]
-    columns: list[Any] = []
-    for i, op in enumerate(ops):
-        if op.name is None:
-            columns.append([outputs.values[i] for outputs in calls])
-            continue
-        total = Accumulator(op)
-        for records, count in zip(records_by_rank, n_rows, strict=True):
-            total.add(np.ascontiguousarray(records[str(i)]), count)
-        reduced = total.result()
-        columns.append([reduced[k, ...] for k in range(len(calls))])
-    return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in calls]
-
-
-def _reduce_values(outputs: RankOutputs, by_rank: Sequence[tuple[int, list[Any]]]) -> list[Any]:
-    """Reduce the gathered values in the master; ``by_rank`` has each rank's number of rows and its values."""
-    contributions = [(n_rows, values) for n_rows, values in by_rank if n_rows]
+def _reduce_messages(outputs: RankOutputs, messages: Sequence[bytes], own_number: int) -> list[Any]:
+    """Reduce one call's records in the master, one rank after another; the own one is `outputs`."""
+    dtypes = outputs.spec.scalar_dtypes or ()
+    contributions = []
+    for r, message in enumerate(messages):
+        n_rows, values = outputs.n_rows, outputs.values
+        if r != own_number:
+            n_rows, values, offset = int.from_bytes(message[:8], "little"), [], 8
+            for dtype in dtypes:
+                values.append(None if dtype is None else np.ndarray((), dtype, message, offset))
+                offset += 0 if dtype is None else dtype.itemsize
+        if n_rows:
+            contributions.append((n_rows, values))
     if not contributions:
         return outputs.values or outputs.compute_zero_rows()
     results = []
@@ -243,6 +188,52 @@ def _reduce_values(outputs: RankOutputs, by_rank: Sequence[tuple[int, list[Any]]
     return results
 
 
+def _pack_records(calls: Sequence[RankOutputs]) -> bytes:
+    """Return this rank's records of several calls with the same specification; zeros where it has no rows."""
+    dtypes = calls[0].spec.scalar_dtypes or ()
+    dtype = _make_record_dtype(dtypes)
+    reduced = [i for i, value_dtype in enumerate(dtypes) if value_dtype is not None]
+    if len(calls) > 1:
+        empty = 0, *(0 for _ in reduced)
+        records = [
+            (outputs.n_rows, *[outputs.values[i] for i in reduced]) if outputs.n_rows else empty for outputs in calls
+        ]
+        return np.array(records, dtype).tobytes()
+    # Packing a single record without a structured array is faster.
+    (outputs,) = calls
+    if not outputs.n_rows:
+        return bytes(dtype.itemsize)
+    values = [np.asarray(outputs.values[i], dtypes[i]).tobytes() for i in reduced]
+    return b"".join([outputs.n_rows.to_bytes(8, "little"), *values])
+
+
+def _reduce_records(calls: Sequence[RankOutputs], records: np.ndarray) -> list[Any]:
+    """Reduce the records of calls with the same specification, of shape (ranks, calls), in the master."""
+    n_rows = np.ascontiguousarray(records["rows"])
+    if np.count_nonzero(n_rows) < n_rows.size:
+        # Ranks without rows contribute nothing, to each call other ranks.
+        results: list[Any] = []
+        for k, outputs in enumerate(calls):
+            contributions = records[n_rows[:, k] > 0, k : k + 1]
+            if len(contributions):
+                results += _reduce_records([outputs], contributions)
+            else:
+                results.append(outputs.values or outputs.compute_zero_rows())
+        return results
+    columns: list[Any] = []
+    for i, op in enumerate(calls[0].spec.ops):
+        if op.name is None:
+            columns.append([outputs.values[i] if outputs.n_rows else None for outputs in calls])
+            continue
+        values = np.ascontiguousarray(records[str(i)])
+        if op.reduce_op.ufunc is None:
+            columns.append([values[:, k].copy() for k in range(len(calls))])
+        else:
+            reduced = op.reduce_op.reduce_first_axis(values, n_rows)
+            columns.append([reduced[k, ...] for k in range(len(calls))])
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
 # -- arrays ------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +244,7 @@ def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
     by_rank = rank.all_gather(own) if rank.size > 1 else [own]
     contributors = [r for r, (n_rows, _) in enumerate(by_rank) if n_rows]
     if not contributors:
-        return _reduce_values(outputs, by_rank) if rank.is_master else None
+        return (outputs.values or outputs.compute_zero_rows()) if rank.is_master else None
     results: list[Any] = []
     for i, op in enumerate(outputs.spec.ops):
         if op.name is None:

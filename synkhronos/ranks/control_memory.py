@@ -94,6 +94,8 @@ class ControlMemory:
     last_core, last_progress : memoryview of uint64
         Core, counted from 1, on which each rank last began to wait, and monotonic time of its last sign of progress in
         ns.
+    scratch : memoryview
+        Scratch memory of this host's ranks, two halves for each.
     decision_lock : Semaphore
         Held by the rank that decides a failed command: see `agreement`.
     """
@@ -116,9 +118,7 @@ class ControlMemory:
         self.local_ranks = range(size) if local_ranks is None else local_ranks
         self.spin_seconds = spin_seconds
         n_words = _N_WORDS + 7 * size
-        mailbox, self._scratch_offset, semaphores, link, slots = _compute_offsets(
-            size, len(self.local_ranks), link_nbytes
-        )
+        mailbox, scratch, semaphores, link, slots = _compute_offsets(size, len(self.local_ranks), link_nbytes)
         nbytes = slots + 3 * size * SLOT_NBYTES
         self._memory = mmap.mmap(-1, nbytes) if fd < 0 else map_file(fd, nbytes)
         memory = memoryview(self._memory)
@@ -133,6 +133,7 @@ class ControlMemory:
             self.last_progress,
         ) = (self.words[_N_WORDS + i * size : _N_WORDS + (i + 1) * size] for i in range(7))
         self.mailbox = memory[mailbox : mailbox + MAILBOX_NBYTES]
+        self.scratch = memory[scratch : scratch + 2 * len(self.local_ranks) * SCRATCH_NBYTES]
         self.link_memory = memory[link : link + link_nbytes]
         *self._wake_semaphores, self.decision_lock = (
             Semaphore(self._memory, semaphores + i * _SEMAPHORE_NBYTES, is_initialised) for i in range(size + 1)
@@ -172,8 +173,8 @@ class ControlMemory:
 
     def get_scratch(self, rank: int, half: int) -> memoryview:
         """Return one half of the scratch memory of a rank of this host."""
-        start = self._scratch_offset + (2 * (rank - self.local_ranks.start) + half) * SCRATCH_NBYTES
-        return memoryview(self._memory)[start : start + SCRATCH_NBYTES]
+        start = (2 * (rank - self.local_ranks.start) + half) * SCRATCH_NBYTES
+        return self.scratch[start : start + SCRATCH_NBYTES]
 
     def fence(self) -> None:
         """Order this rank's earlier writes before its later reads.
@@ -192,8 +193,11 @@ class ControlMemory:
     def wake_local_ranks(self, reason: int) -> None:
         """Wake the ranks of this host that sleep for this reason.  Call it after the write that they wait for."""
         self.fence()
-        for rank in self.local_ranks:
-            self.wake(rank, reason)
+        reasons = self.sleep_reason.tolist()
+        if reason in reasons:  # ranks that spin are nearly always more
+            for rank in self.local_ranks:
+                if reasons[rank] == reason:
+                    self._wake_semaphores[rank].release()
 
     def wake_all_ranks(self) -> None:
         """Wake every sleeping rank."""

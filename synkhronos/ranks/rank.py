@@ -33,6 +33,8 @@ _STEP_MASK = (1 << STEP_BITS) - 1
 _MAX_CACHED_PICKLES = 64
 #: Header of a slot: number of bytes of the whole message, and the step for which it was written.
 SLOT_HEADER = struct.Struct("=QQ")
+#: Number of bytes of a digest, which `Rank.all_equal` compares.
+_DIGEST_NBYTES = 16
 #: Maximal number of bytes that one `Rank.gather_bytes`, or one round of `Rank.all_gather_bytes`, transports.
 MAX_SLOT_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
 
@@ -143,6 +145,11 @@ class Rank:
         self.size, self.local_ranks = control.size, control.local_ranks
         self.spans_hosts = len(self.local_ranks) < self.size
         self.check_peers, self.has_peer_died = check_peers, has_peer_died
+        #: The beginnings of all ranks' slots for even and for odd steps: header and digest.
+        self._digest_slots = [
+            [control.get_slot(r, parity)[: SLOT_HEADER.size + _DIGEST_NBYTES] for r in range(self.size)]
+            for parity in range(2)
+        ]
         self.registry.clear()
         self._pickles.clear()
 
@@ -220,8 +227,7 @@ class Rank:
         # worker wakes it.
         is_last = self._has_reached(self._step)
         if is_last:
-            for r in range(self.size):
-                control.wake(r, AWAITS_STEP)
+            control.wake_local_ranks(AWAITS_STEP)
         elif not self.is_master and self._has_reached(self._step, excluded=self.master_rank):
             control.wake(self.master_rank, AWAITS_STEP)
         return is_last
@@ -301,16 +307,15 @@ class Rank:
         cached = self._pickles.get(value)
         if cached is None:
             payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-            cached = self._pickles[value] = payload, hashlib.blake2b(payload, digest_size=16).digest()
+            cached = self._pickles[value] = payload, hashlib.blake2b(payload, digest_size=_DIGEST_NBYTES).digest()
         return cached
 
     def all_equal(self, digest: bytes) -> bool:
         """Exchange digests in one step, a collective operation; return True if all ranks have passed the same one."""
         step = self._write_slot(digest)
         self.barrier()
-        get_slot, index, nbytes = self.control.get_slot, step & 1, SLOT_HEADER.size + len(digest)
-        own = get_slot(self.number, index)[:nbytes]
-        return all(get_slot(r, index)[:nbytes] == own for r in range(self.size) if r != self.number)
+        slots = self._digest_slots[step & 1]
+        return slots.count(slots[self.number]) == self.size
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """All-gather bytes, `MAX_SLOT_NBYTES` of them a step, and return every rank's bytes in rank order."""
