@@ -5,8 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from library import shared, tensor
 from messages import raises
 
+import synkhronos as synk
+from synkhronos.data.rows import get_share
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.function.output_op import Accumulator, OutputOp
 
@@ -41,6 +44,57 @@ def draw_values(draw, dtypes, least_ndim=0, same_rows=True):
 def draw_weighted(draw):
     arrays = draw(draw_values(FLOATS))
     return arrays, draw(st.lists(st.integers(1, 1000), min_size=len(arrays), max_size=len(arrays)))
+
+
+@pytest.mark.parametrize(
+    "op, dtype",
+    [
+        (name, dtype)
+        for dtype in ("float16", "float32", "float64", "complex64", "int8")
+        for name, op in REDUCE_OPS.items()
+        if op.ufunc is not None and op.can_reduce(np.dtype(dtype))
+    ],
+)
+@pytest.mark.parametrize("n_columns", [1, 2, 9])
+def test_reduction_of_a_matrix_has_the_bits_of_a_running_one(op, dtype, n_columns):
+    reduce_op, rng = REDUCE_OPS[op], np.random.default_rng(0)
+    for n in (1, 2, 7, 8, 33):
+        values = rng.normal(scale=10, size=(n, n_columns)).astype(dtype)
+        weights = rng.integers(1, 1000, n)
+        with np.errstate(all="ignore"):
+            result = reduce_op.reduce_first_axis(values, np.repeat(weights[:, None], n_columns, axis=1))
+            expected = accumulate(op, values, weights.tolist())
+        assert result.dtype == expected.dtype and result.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("n_rows", [12, 3])
+def test_scalars_of_five_ranks_are_reduced_in_rank_order(fork, n_rows):
+    fork(5)
+    x = tensor.fvector("x")
+    ops = ["sum", "mean", "avg", "prod", "min", "max", "gather", None]
+    f = synk.function([x], [(x.max(), op) for op in ops])
+    rows = np.random.default_rng(0).normal(size=n_rows).astype("float32")
+    shares = [share for share in (rows[get_share(n_rows, 5, r)] for r in range(5)) if len(share)]
+    values, weights = [share.max() for share in shares], [len(share) for share in shares]
+    for op, result in zip(ops[:-1], f(rows), strict=False):
+        assert np.asarray(result).tobytes() == np.asarray(accumulate(op, values, weights)).tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 1_000, 8_192, 8_193, 300_000])
+def test_all_reduce_of_five_ranks_adds_in_rank_order(fork, size):
+    fork(5)
+    s = shared(np.zeros(size, "float32"), "s")
+    synk.function([], [], updates=[(s, s)])()
+    values = np.random.default_rng(size).normal(size=(5, size)).astype("float32")
+    for r in range(5):
+        synk.set_value(r, s, values[r])
+    expected = values[0].copy()
+    for value in values[1:]:
+        expected += value
+    assert synk.reduce(s, "sum", in_place=False).tobytes() == expected.tobytes()
+    synk.all_reduce(s, "sum")
+    for r in range(5):
+        assert synk.get_value(r, s).tobytes() == expected.tobytes()
 
 
 @given(draw_values(FLOATS))
