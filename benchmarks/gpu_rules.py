@@ -164,7 +164,7 @@ def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: 
     from synkhronos.graph_libraries import get_library
     from synkhronos.rules.rule import all_reduce_mean
 
-    get_library(params[0]).store_value(params[0], JAX.from_host(np.ones(SIZE, np.float32)))
+    get_library(params[0]).store_value(params[0], JAX.from_numpy(np.ones(SIZE, np.float32)))
     state = rules.State(params, [], shared)
     rule.setup(worker, state)
     times: dict[str, list[float]] = {}

@@ -21,7 +21,7 @@ import numpy as np
 
 from synkhronos import engines, ranks
 from synkhronos.checks import check_flag, check_index, check_integer, check_number
-from synkhronos.devices import HOST, choose_device, force_jax_on_cpu, get_device, is_fork_unsafe
+from synkhronos.devices import NUMPY, choose_device, force_jax_on_cpu, get_device, is_fork_unsafe
 from synkhronos.gpus import get_n_gpu
 from synkhronos.graph_libraries import register_loaded_libraries
 from synkhronos.hosts import (
@@ -85,14 +85,14 @@ class _SetUpRank(Command):
             np.random.seed(np.frombuffer(numpy_seed, np.uint32))
             random.seed(python_seed)
         rank.device = device = get_device(self.device_name)
-        if device is HOST:
+        if device is NUMPY:
             force_jax_on_cpu()
         local_ranks = rank.local_ranks
         index, gpus = rank.number - local_ranks.start, self.gpus
         if rank.master_rank not in local_ranks:
             numbers = self.gpu_numbers[local_ranks.start : local_ranks.stop]
             # CUDA numbers the GPUs anew if it leaves out a broken one: then the master's numbers may not exist.
-            if device is HOST or max(numbers) < get_n_gpu():
+            if device is NUMPY or max(numbers) < get_n_gpu():
                 index = numbers[index]
             gpus = device.assign_gpus(index + 1, 0)
         device.initialize(gpus[index])

@@ -20,7 +20,7 @@ import numpy as np
 
 from synkhronos.checks import describe
 from synkhronos.data.rows import get_share
-from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, get_array_device, get_device
+from synkhronos.devices import NUMPY, ArrayLayout, Communicator, Device, get_array_device, get_device
 from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.ranks import ArrayLocation, BoundedCache, Command, Rank, RowAccess
 from synkhronos.replication.random_streams import jump_to_rank
@@ -42,10 +42,10 @@ def _choose_transfers(by_rank: Sequence[Any], nccl: bool, op: str | None) -> lis
     """Return the transfer of each variable, from each rank's (shape, dtype, device name) of all variables."""
     transfers = []
     for layouts in zip(*by_rank, strict=True):
-        names = {name for _, _, name in layouts} - {HOST.name}
-        device = get_device(names.pop()) if names else HOST
+        names = {name for _, _, name in layouts} - {NUMPY.name}
+        device = get_device(names.pop()) if names else NUMPY
         is_direct = nccl and all(device.can_communicate(dtype, op) for _, dtype, _ in layouts)
-        transfers.append(_Transfer([layout[:2] for layout in layouts], device, device if is_direct else HOST))
+        transfers.append(_Transfer([layout[:2] for layout in layouts], device, device if is_direct else NUMPY))
     return transfers
 
 
@@ -89,7 +89,7 @@ class VariableCopy:
         self.layouts, self.device, self.transport = transfer
         self.value = self.library.borrow_value(shared)
         if not self.device.owns(self.value):
-            self.set_value(self.device.from_host(self.value))
+            self.set_value(self.device.from_numpy(self.value))
 
     @property
     def communicator(self) -> Communicator:
@@ -99,7 +99,7 @@ class VariableCopy:
     def get_writable(self) -> Any:
         """Return the value as an array that a communicator may overwrite.  Then call `store`."""
         if self.transport is not self.device:
-            return np.array(self.device.to_host(self.value), order="C")
+            return np.array(self.device.to_numpy(self.value), order="C")
         self.value = None  # then all references but the container's are the user's
         has_other_references = self.library.has_other_references(self.shared)
         value = self.value = self.library.borrow_value(self.shared)
@@ -110,14 +110,14 @@ class VariableCopy:
 
     def store(self, array: Any) -> None:
         """Set the variable to an array that a communicator has written."""
-        new = self.device.rewrap(array) if self.transport is self.device else self.device.from_host(array)
+        new = self.device.rewrap(array) if self.transport is self.device else self.device.from_numpy(array)
         if new is not self.value:
             self.set_value(new)
 
     def get_contiguous(self, transport: Device | None = None) -> Any:
         """Return the value as a contiguous array on ``transport``, by default the variable's."""
         transport = transport or self.transport
-        return transport.as_contiguous(self.value if transport is self.device else self.device.to_host(self.value))
+        return transport.as_contiguous(self.value if transport is self.device else self.device.to_numpy(self.value))
 
     def set_value(self, array: Any) -> None:
         """Set the variable's value on this rank."""
@@ -383,9 +383,9 @@ class AllReducePlan(NamedTuple):
         for key, library, _, device, transport, communicator in self.variables:
             shared = rank.get_object(key)
             if transport is not device:
-                array = np.array(device.to_host(library.borrow_value(shared)), order="C")
+                array = np.array(device.to_numpy(library.borrow_value(shared)), order="C")
                 communicator.all_reduce(array, op)
-                library.store_value(shared, device.from_host(array))
+                library.store_value(shared, device.from_numpy(array))
                 continue
             has_other_references = library.has_other_references(shared)
             array = device.as_writable(library.borrow_value(shared), has_other_references)
@@ -417,12 +417,12 @@ class GetValue(Command):
         for variable in prepare_copies(rank, self.keys):
             layouts: list[ArrayLayout | None] = [None] * rank.size
             layouts[self.source] = variable.layouts[self.source]
-            own = variable.get_contiguous(HOST) if rank.number == self.source else None
+            own = variable.get_contiguous(NUMPY) if rank.number == self.source else None
             out = None
             if rank.is_master:
                 out = [None if layout is None else np.empty(*layout) for layout in layouts]
                 results.append(out[self.source])
-            HOST.get_communicator(rank).gather(own, rank.master_rank, layouts, out)
+            NUMPY.get_communicator(rank).gather(own, rank.master_rank, layouts, out)
         return results
 
 
@@ -476,7 +476,7 @@ def gather_pickles(rank: Rank, pickled: bytes) -> list[Any]:
     """Gather a pickled object of each rank in the master, and return the objects; an empty list in workers."""
     layouts: list[ArrayLayout] = [((length,), np.dtype(np.uint8)) for length in rank.all_gather(len(pickled))]
     out = [np.empty(*layout) for layout in layouts] if rank.is_master else None
-    HOST.get_communicator(rank).gather(np.frombuffer(pickled, np.uint8), rank.master_rank, layouts, out)
+    NUMPY.get_communicator(rank).gather(np.frombuffer(pickled, np.uint8), rank.master_rank, layouts, out)
     return [] if out is None else [pickle.loads(array.data) for array in out]
 
 

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import Any
 
-from synkhronos.devices import cuda, host, jax, pygpu
+from synkhronos.devices import cuda, jax, numpy_device, pygpu
 from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.device import Device
@@ -27,7 +27,7 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.ranks import count_available_cores
 
 __all__ = [
-    "HOST",
+    "NUMPY",
     "JAX",
     "PYGPU",
     "ArrayLayout",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 #: NumPy arrays in host memory, which every rank has.
-HOST = host.DEVICE
+NUMPY = numpy_device.DEVICE
 #: JAX arrays, on the rank's GPU if it has one, else in host memory.
 JAX = jax.DEVICE
 #: GpuArrays, with which Theano computes on GPUs.
@@ -56,10 +56,10 @@ PYGPU = pygpu.DEVICE
 
 @cache
 def list_devices() -> tuple[Device, ...]:
-    """Return the ``DEVICE`` of every module here; `HOST` is last, as it owns every array that NumPy can read."""
+    """Return the ``DEVICE`` of every module here; `NUMPY` is last, as it owns every array that NumPy can read."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     devices = [module.DEVICE for module in modules if hasattr(module, "DEVICE")]
-    return (*(device for device in devices if device is not HOST), HOST)
+    return (*(device for device in devices if device is not NUMPY), NUMPY)
 
 
 def list_gpu_devices() -> list[CudaDevice]:
@@ -77,10 +77,10 @@ _device_by_class: dict[type, Device] = {}
 
 
 def find_device(value: Any) -> Device:
-    """Return the device that owns a value; `HOST` for any value that no other device owns."""
+    """Return the device that owns a value; `NUMPY` for any value that no other device owns."""
     device = _device_by_class.get(type(value))
     if device is None:
-        device = next(device for device in list_devices() if device is HOST or device.owns(value))
+        device = next(device for device in list_devices() if device is NUMPY or device.owns(value))
         _device_by_class[type(value)] = device
     return device
 
@@ -88,7 +88,7 @@ def find_device(value: Any) -> Device:
 def get_array_device(array: Any) -> Device:
     """Return the device that owns an array; raise TypeError for a value that no device owns."""
     device = find_device(array)
-    if device is HOST and not HOST.owns(array):
+    if device is NUMPY and not NUMPY.owns(array):
         raise TypeError(f"no device supports arrays of type {type(array).__module__}.{type(array).__qualname__}")
     return device
 
@@ -98,7 +98,7 @@ def read_environment_device() -> Device | None:
     name = os.environ.get("SYNKHRONOS_DEVICE")
     if not name:
         return None
-    devices = {device.name: device for device in list_devices() if not (device is HOST or device.needs_gpu)}
+    devices = {device.name: device for device in list_devices() if not (device is NUMPY or device.needs_gpu)}
     if name not in devices:
         raise ValueError(f"SYNKHRONOS_DEVICE: expected one of {[*devices]}, or nothing, got {name!r}")
     return devices[name]
@@ -131,7 +131,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
                 "Theano computes on a GPU in this process since an earlier fork, and can't go back to the CPU: "
                 "start a new process for ranks on the CPU"
             )
-        return HOST, count_available_cores() if n_parallel is None else n_parallel
+        return NUMPY, count_available_cores() if n_parallel is None else n_parallel
     if n_parallel is not None and n_parallel > n_gpu:
         raise ValueError(
             f"n_parallel={n_parallel}, but {n_gpu} GPUs are visible, and each rank needs one: "

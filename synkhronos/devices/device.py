@@ -1,8 +1,8 @@
 """The base class of devices.
 
 A device is a module of this package with an object ``DEVICE``.  It is selected by name: with ``SYNKHRONOS_DEVICE=toy``
-in the environment, ranks compute with the arrays of ``toy.py``.  Three methods are required: `owns`, `to_host` and
-`from_host`.  The default implementations of all others copy through host memory, and a device overrides them to be
+in the environment, ranks compute with the arrays of ``toy.py``.  Three methods are required: `owns`, `to_numpy` and
+`from_numpy`.  The default implementations of all others copy through host memory, and a device overrides them to be
 faster.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.communicator import Communicator
-from synkhronos.devices.host_communicator import HostCommunicator
 from synkhronos.devices.multi_host_communicator import MultiHostCommunicator
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Buffers, Selection, take_rows
+from synkhronos.devices.shared_memory_communicator import SharedMemoryCommunicator
 from synkhronos.ranks import ArrayLocation, Rank
 
 
@@ -89,31 +89,31 @@ class Device(ABC):
 
     @abstractmethod
     def owns(self, value: Any) -> bool:
-        """Whether a value is an array of this kind; the host's device also owns values that NumPy can read."""
+        """Whether a value is an array of this kind; `NUMPY` also owns values that NumPy can read."""
 
     @abstractmethod
-    def to_host(self, value: Any) -> np.ndarray:
+    def to_numpy(self, value: Any) -> np.ndarray:
         """Convert an array of this kind to NumPy, without a copy if possible."""
 
     @abstractmethod
-    def from_host(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> Any:
         """Copy a NumPy array into a new array of this kind."""
 
     def as_array(self, value: Any) -> Any:
         """Convert a value to an array of this kind."""
-        return value if self.owns(value) else self.from_host(np.asarray(value))
+        return value if self.owns(value) else self.from_numpy(np.asarray(value))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array of undefined content."""
-        return self.from_host(np.empty(shape, dtype))
+        return self.from_numpy(np.empty(shape, dtype))
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
         """Convert several arrays to NumPy at once; values of other types are returned unchanged."""
-        return [self.to_host(value) if self.owns(value) else value for value in values]
+        return [self.to_numpy(value) if self.owns(value) else value for value in values]
 
     def snapshot(self, value: Any) -> Any:
         """Return a shared variable's value as an array that later updates of the variable do not change."""
-        return self.to_host(value).copy()
+        return self.to_numpy(value).copy()
 
     def wait(self, values: Sequence[Any]) -> None:  # noqa: B027 - most arrays are computed once they exist
         """Wait until arrays have been computed."""
@@ -123,11 +123,11 @@ class Device(ABC):
     def load(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
         """Copy rows of an array in shared memory (None: all) into a new array of this kind."""
         view = location.view(rank.segments)
-        return self.from_host(view if rows is None else take_rows(view, rows))
+        return self.from_numpy(view if rows is None else take_rows(view, rows))
 
     def store(self, rank: Rank, key: int, offset: int, value: Any) -> None:
         """Copy an array into the segment ``key`` of shared memory, from byte ``offset`` on."""
-        rank.segments[key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_host(value)
+        rank.segments[key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_numpy(value)
 
     def stage_input(
         self, rank: Rank, buffers: Buffers, key: Any, location: ArrayLocation, rows: Selection | None, must_copy: bool
@@ -144,18 +144,18 @@ class Device(ABC):
 
         The result may be a buffer, which the next call with the same ``key`` overwrites.
         """
-        return self.from_host(values)
+        return self.from_numpy(values)
 
     # -- arithmetic, for reductions over slices and for exchange rules ---------------------------------------
 
     def reduce_pair(self, op: ReduceOp, left: Any, right: Any) -> Any:
         """Return ``op`` applied to two arrays of one shape; the result may be written into the first."""
         assert op.ufunc is not None
-        return self.from_host(op.ufunc(self.to_host(left), self.to_host(right)))
+        return self.from_numpy(op.ufunc(self.to_numpy(left), self.to_numpy(right)))
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
         """Return arrays concatenated along axis 0."""
-        return self.from_host(np.concatenate([self.to_host(array) for array in arrays]))
+        return self.from_numpy(np.concatenate([self.to_numpy(array) for array in arrays]))
 
     def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Any:
         """Return a new vector of the items of all arrays, in a dtype."""
@@ -175,11 +175,11 @@ class Device(ABC):
     def get_communicator(self, rank: Rank) -> Communicator:
         """Return a rank's communicator for arrays of this kind, always the same object."""
         if len(rank.local_ranks) == rank.size:
-            return rank.registry.get_or_create(HostCommunicator, lambda: HostCommunicator(rank))
+            return rank.registry.get_or_create(SharedMemoryCommunicator, lambda: SharedMemoryCommunicator(rank))
         return rank.registry.get_or_create(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
 
     def can_communicate(self, dtype: np.dtype, op: str | None = None) -> bool:
-        """Whether the communicator transfers arrays of a dtype, and reduces them by ``op``; else the host's does."""
+        """Whether the communicator transfers arrays of a dtype, and reduces them by ``op``; else `NUMPY`'s does."""
         return False
 
     def get_group_communicator(self, rank: Rank, members: Iterable[int]) -> Any:
@@ -192,7 +192,7 @@ class Device(ABC):
 
     def as_writable(self, value: Any, has_other_references: bool) -> Any:
         """Return a container's value if it is contiguous and may be written in place, else a copy."""
-        return self.from_host(self.to_host(value))
+        return self.from_numpy(self.to_numpy(value))
 
     def rewrap(self, value: Any, is_complete: bool = False) -> Any:
         """Return a new array object for the memory of an array that a communicator writes in place.

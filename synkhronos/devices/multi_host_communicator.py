@@ -22,8 +22,13 @@ from itertools import pairwise
 import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout
-from synkhronos.devices.host_communicator import HostCommunicator, accumulate_arrays, as_bytes, compute_nbytes
 from synkhronos.devices.reduce_op import REDUCE_OPS
+from synkhronos.devices.shared_memory_communicator import (
+    SharedMemoryCommunicator,
+    accumulate_arrays,
+    as_bytes,
+    compute_nbytes,
+)
 from synkhronos.hosts.pipes import (
     DOWN_IN,
     DOWN_OUT,
@@ -42,7 +47,7 @@ from synkhronos.ranks import Rank
 _MAX_PENDING_ON_LAST_HOST = N_FRAMES - 2
 
 
-class MultiHostCommunicator(HostCommunicator):
+class MultiHostCommunicator(SharedMemoryCommunicator):
     """Collectives over NumPy arrays of ranks on several hosts, through shared memory and pipes between hosts."""
 
     def __init__(self, rank: Rank):

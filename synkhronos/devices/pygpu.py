@@ -108,7 +108,7 @@ class PygpuDevice(CudaDevice):
         """Convert a value to a GpuArray with NumPy's operators."""
         from pygpu._array import ndgpuarray
 
-        array = value if self.owns(value) else self.from_host(np.asarray(value))
+        array = value if self.owns(value) else self.from_numpy(np.asarray(value))
         return array if isinstance(array, ndgpuarray) else array.view(ndgpuarray)
 
     def as_contiguous(self, value: Any) -> Any:
@@ -150,11 +150,11 @@ class PygpuDevice(CudaDevice):
 
     # -- host memory -----------------------------------------------------------------------------------------
 
-    def to_host(self, value: Any) -> np.ndarray:
+    def to_numpy(self, value: Any) -> np.ndarray:
         """Copy an array to NumPy, after it has been computed."""
         return np.asarray(value)
 
-    def from_host(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> Any:
         """Copy a NumPy array into a new GpuArray."""
         import pygpu
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from synkhronos.engines import host_engine
+from synkhronos.engines import numpy_engine
 from synkhronos.engines.engine import Engine, Runner, StepAllReduce, StepShards
 from synkhronos.graph_libraries import GraphLibrary
 
@@ -20,10 +20,10 @@ __all__ = ["Engine", "StepAllReduce", "StepShards", "Runner", "choose_engine", "
 
 @cache
 def list_engines() -> tuple[Engine, ...]:
-    """Return the ``ENGINE`` of every module here; the host engine is last, as it can launch every function."""
+    """Return the ``ENGINE`` of every module here; NumPy's is last, as it can launch every function."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     engines = [module.ENGINE for module in modules if hasattr(module, "ENGINE")]
-    return (*(engine for engine in engines if engine is not host_engine.ENGINE), host_engine.ENGINE)
+    return (*(engine for engine in engines if engine is not numpy_engine.ENGINE), numpy_engine.ENGINE)
 
 
 def choose_engine(library: GraphLibrary, mode: Any) -> Engine:

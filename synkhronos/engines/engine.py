@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from synkhronos.devices import HOST, Device
+from synkhronos.devices import NUMPY, Device
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.ranks import Command, Rank, Session
 
@@ -34,12 +34,12 @@ class Runner:
         Number of computations in one launch.  The inputs are split into ``n_repeats`` equal parts, one for each
         computation.  The list of outputs has ``n_repeats`` values of the first output, then those of the second, and so
         on.
-    host_inputs : frozenset of int
+    numpy_inputs : frozenset of int
         Positions of inputs that are passed as NumPy arrays, whatever the engine's device is.
     """
 
     n_repeats = 1
-    host_inputs: frozenset[int] = frozenset()
+    numpy_inputs: frozenset[int] = frozenset()
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
@@ -141,7 +141,7 @@ class Engine:
     @property
     def device(self) -> Device:
         """Device whose arrays the functions take, return and store in shared variables."""
-        return HOST
+        return NUMPY
 
     # -- on each rank ----------------------------------------------------------------------------------------
 

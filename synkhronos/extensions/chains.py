@@ -31,7 +31,7 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data.rows import get_share
-from synkhronos.devices import HOST
+from synkhronos.devices import NUMPY
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Rank, Session, WorkerError
 from synkhronos.ranks.errors import describe_exit
@@ -73,7 +73,7 @@ def find_chain() -> tuple[int, int] | None:
 
 def can_chains_start_ranks(session: Session) -> bool:
     """Whether processes of chains can start ranks: ranks on GPUs cannot be forked."""
-    return session.rank.device is HOST
+    return session.rank.device is NUMPY
 
 
 def start_chain_ranks(max_ranks: int | None = None) -> bool:

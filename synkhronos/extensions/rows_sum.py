@@ -49,7 +49,7 @@ from synkhronos.checks import describe
 from synkhronos.collectives.calls import scatter
 from synkhronos.data import Data
 from synkhronos.data.read_only import ReadOnlyData
-from synkhronos.devices import HOST
+from synkhronos.devices import NUMPY
 from synkhronos.extensions.chains import find_chain, load_inherited_rows, start_chain_ranks
 from synkhronos.extensions.rows_sum_graph import (
     find_params,
@@ -400,7 +400,7 @@ class DistributedSum:
                 load_inherited_rows(session, self._shareds, self)
             else:
                 scatter(self._shareds, rows)
-            if session.rank.device is HOST:  # GPUs are fastest on all rows at once
+            if session.rank.device is NUMPY:  # GPUs are fastest on all rows at once
                 nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in rows)
                 self._num_slices = min(max(1, nbytes // (session.rank.size * _SLICE_BYTES)), num_rows)
         self._scattered, self._samples, self._num_rows = arrays, samples, num_rows

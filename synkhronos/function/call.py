@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.data.rows import get_share, select_rows, split_selection
-from synkhronos.devices import HOST, Selection
+from synkhronos.devices import NUMPY, Selection
 from synkhronos.engines import Runner
 from synkhronos.function.computation import CompiledVariant, Computation, Variant
 from synkhronos.function.output_op import Accumulator
@@ -324,6 +324,6 @@ class RankCall:
                 assert isinstance(sliceable_rows, range)
                 values += [np.int64(sliceable_rows.start), np.int64(sliceable_rows.stop)]
             else:
-                device = computation.device if computation.device.accepts_input(np.dtype(np.int64), 1) else HOST
+                device = computation.device if computation.device.accepts_input(np.dtype(np.int64), 1) else NUMPY
                 values.append(device.stage_indexes(rank, buffers, "rows", np.asarray(sliceable_rows, np.int64)))
         return values

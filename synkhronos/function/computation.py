@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices import HOST, Device
+from synkhronos.devices import NUMPY, Device
 from synkhronos.engines import Engine, Runner, choose_engine
 from synkhronos.function.output_op import OutputOp
 from synkhronos.function.outputs import OutputSpec
@@ -130,15 +130,15 @@ class Computation(DeviceResident):
         """Device that holds each input's value."""
         types = [spec.variable.type for spec in self.inputs]
         return [
-            self.device if self.device.accepts_input(np.dtype(variable_type.dtype), variable_type.ndim) else HOST
+            self.device if self.device.accepts_input(np.dtype(variable_type.dtype), variable_type.ndim) else NUMPY
             for variable_type in types
         ]
 
     def choose_input_devices(self, runner: Runner) -> list[Device]:
         """Return the device of each input's value for a runner, which may take some inputs in host memory."""
-        if not runner.host_inputs:
+        if not runner.numpy_inputs:
             return self.input_devices
-        return [HOST if i in runner.host_inputs else device for i, device in enumerate(self.input_devices)]
+        return [NUMPY if i in runner.numpy_inputs else device for i, device in enumerate(self.input_devices)]
 
     def check_kwargs_picklable(self) -> None:
         """Raise TypeError if a keyword argument can't be pickled."""
@@ -168,7 +168,7 @@ class Computation(DeviceResident):
         library = self.library
         for shared in self.list_shareds():
             if library.is_array(shared) and isinstance(library.borrow_value(shared), np.ndarray):
-                library.store_value(shared, self.device.from_host(library.borrow_value(shared)))
+                library.store_value(shared, self.device.from_numpy(library.borrow_value(shared)))
 
     def compile(self, variant: Variant) -> CompiledVariant:
         """Return a compiled variant, which this rank compiles at the first request."""

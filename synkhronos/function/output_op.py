@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import HOST, Device, get_array_device
+from synkhronos.devices import NUMPY, Device, get_array_device
 from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 
 
@@ -67,7 +67,7 @@ class Accumulator:
     def __init__(self, op: OutputOp):
         self.op = op
         self._reduce_op = None if op.name is None else op.reduce_op
-        self._device: Device = HOST  # of the values
+        self._device: Device = NUMPY  # of the values
         self._n_rows = 0
         self._n_values = 0
         self._value: Any = None
@@ -91,7 +91,7 @@ class Accumulator:
         weighted = self._to_summand(reduce_op, value, n_rows) if reduce_op.is_mean else value
         if self._value is None:
             # A copy, since later values are added in place.
-            self._value = np.array(weighted) if weighted is value and self._device is HOST else weighted
+            self._value = np.array(weighted) if weighted is value and self._device is NUMPY else weighted
         elif self._value.shape != value.shape:
             raise ValueError(f"op {self.op.full_name!r} needs equal shapes, got {self._value.shape} and {value.shape}")
         else:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices import HOST, ArrayLayout
+from synkhronos.devices import NUMPY, ArrayLayout
 from synkhronos.function.output_op import Accumulator, OutputOp
 from synkhronos.ranks import MAX_SLOT_NBYTES, Rank
 
@@ -292,7 +292,7 @@ def _check_shapes(rank: Rank, position: int, op: OutputOp, layouts: dict[int, Ar
 
 def _gather_large_arrays(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
     """Concatenate large arrays along axis 0 in the master; ``value`` is None on a rank without rows."""
-    communicator = HOST.get_communicator(rank)
+    communicator = NUMPY.get_communicator(rank)
     all_layouts = [layouts.get(r) for r in range(rank.size)]
     own = None if value is None else np.ascontiguousarray(value)
     if not rank.is_master:
@@ -325,7 +325,9 @@ def _reduce_large_arrays(
             own = np.multiply(own, weights[rank.number], dtype=accumulator_dtype)
     out = np.empty(shape, accumulator_dtype) if rank.is_master else None
     op_name = "sum" if op.reduce_op.is_mean else str(op.name)
-    HOST.get_communicator(rank).reduce(own, op_name, rank.master_rank, out, (shape, accumulator_dtype), sorted(layouts))
+    NUMPY.get_communicator(rank).reduce(
+        own, op_name, rank.master_rank, out, (shape, accumulator_dtype), sorted(layouts)
+    )
     if out is None:
         return None
     if op.reduce_op.is_mean:

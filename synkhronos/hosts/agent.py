@@ -4,7 +4,7 @@ An agent polls its host's control memory and MPI in turns, and blocks on neither
 
     control memory of this host                                messages to and from the other agents (`Messenger`)
     a command was posted (master's host)          ->           COMMAND, preceded by NEW_SEGMENT, PAGES, DROP_SEGMENTS
-    all ranks of the host have reached a step     ->           STEP, with the values that they publish
+    all ranks of the host have reached a barrier  ->           BARRIER, with the values that they publish
     a rank, here or elsewhere, has failed         ->           FAILED, once from each host
     all ranks of the host have finished           ->           DONE, with their reports, to the master's host
     a worker has exited, or memory is lacking     ->           PEER_FAILURE, to the master's host
@@ -47,12 +47,12 @@ from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, Messag
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages, view_pages
 from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, FrameTransport, PipeLayout
 from synkhronos.hosts.task_agent import TaskAgent
-from synkhronos.ranks.agreement import StepTally, record_common_step
+from synkhronos.ranks.agreement import BarrierTally, record_last_common_barrier
 from synkhronos.ranks.child_process import ignore_job_signals
 from synkhronos.ranks.control_memory import (
+    AWAITS_BARRIER,
     AWAITS_COMMAND,
     AWAITS_COMPLETION,
-    AWAITS_STEP,
     SLOT_NBYTES,
     SPIN_SECONDS,
     ControlMemory,
@@ -120,8 +120,8 @@ class Agent:
         self._receiver = None if channel is None else SegmentReceiver(channel)
         self._segments: dict[int, Segment] = {}
         self._task_agent = TaskAgent(self._messenger, control, self._ranks_by_host, self._segments)
-        self._last_segment_key = self._last_command_number = self._last_step = 0
-        self._tally = StepTally(world.size, world.rank)
+        self._last_segment_key = self._last_command_number = self._last_barrier_number = 0
+        self._tally = BarrierTally(world.size, world.rank)
         self._sent_done: tuple[int, ...] = ()
         # The other agents start their workers before they send anything.
         self._next_heartbeat = self._next_check = 0.0
@@ -135,7 +135,7 @@ class Agent:
             Message.NEW_SEGMENT: self._on_new_segment,
             Message.PAGES: self._on_pages,
             Message.DROP_SEGMENTS: self._on_drop_segments,
-            Message.STEP: self._on_step,
+            Message.BARRIER: self._on_barrier,
             Message.FAILED: self._on_failed,
             Message.DONE: self._on_done,
             Message.PEER_FAILURE: self._on_peer_failure,
@@ -158,7 +158,7 @@ class Agent:
                 self._handlers[message_type](source, *arguments)
                 has_events |= message_type != Message.HEARTBEAT
             if self._frame_transport.advance():
-                self._control.wake_local_ranks(AWAITS_STEP)
+                self._control.wake_local_ranks(AWAITS_BARRIER)
                 has_events = True
             has_events |= self._task_agent.advance()
             now = time.monotonic()
@@ -188,15 +188,15 @@ class Agent:
         if self._is_master_host and words[ControlMemory.POSTED] > self._last_command_number:
             self._send_command()
             has_events = True
-        failed = words[ControlMemory.FAILED]  # read before the ranks' steps: see `ranks.agreement`
-        step = min(self._control.arrived[self._local_slice])
-        sends_step, sends_failed = self._tally.record_own_state(failed, step)
-        if sends_step:
-            self._send_step(step)
+        failed = words[ControlMemory.FAILED]  # read before the ranks' barriers: see `ranks.agreement`
+        barrier_number = min(self._control.arrived[self._local_slice])
+        sends_barrier, sends_failed = self._tally.record_own_state(failed, barrier_number)
+        if sends_barrier:
+            self._send_barrier(barrier_number)
         if sends_failed:
             self._messenger.send_all(self._messenger.other_hosts, Message.FAILED, failed)
-            self._record_common_steps()
-        has_events |= sends_step or sends_failed
+            self._record_last_common_barriers()
+        has_events |= sends_barrier or sends_failed
         if not self._is_master_host:
             has_events |= self._send_done(done)
         elif words[ControlMemory.END_REQUEST] and not self._is_ending:
@@ -259,23 +259,23 @@ class Agent:
                 return
             time.sleep(_MIN_SLEEP)
 
-    def _send_step(self, step: int) -> None:
-        """Send the step that this host's ranks have reached, and the values that they publish at it.
+    def _send_barrier(self, barrier_number: int) -> None:
+        """Send the number of the barrier that this host's ranks have reached, and the values that they publish at it.
 
-        Values of the previous step are sent, too, if it was not: the ranks may have passed it without waiting for other
-        hosts.
+        Values of the previous barrier are sent, too, if it was not: the ranks may have passed it without waiting for
+        other hosts.
         """
         published = []
         for r in self._local_ranks:
-            for published_step in {max(step - 1, self._last_step + 1), step}:
-                slot = self._control.get_slot(r, published_step & 1)
-                length, slot_step = SLOT_HEADER.unpack_from(slot)
-                if slot_step == published_step:
+            for published_number in {max(barrier_number - 1, self._last_barrier_number + 1), barrier_number}:
+                slot = self._control.get_slot(r, published_number & 1)
+                length, slot_number = SLOT_HEADER.unpack_from(slot)
+                if slot_number == published_number:
                     published.append(
-                        (r, published_step & 1, bytes(slot[: min(SLOT_HEADER.size + length, SLOT_NBYTES)]))
+                        (r, published_number & 1, bytes(slot[: min(SLOT_HEADER.size + length, SLOT_NBYTES)]))
                     )
-        self._last_step = step
-        self._messenger.send_all(self._messenger.other_hosts, Message.STEP, step, published)
+        self._last_barrier_number = barrier_number
+        self._messenger.send_all(self._messenger.other_hosts, Message.BARRIER, barrier_number, published)
 
     def _send_done(self, done: tuple[int, ...]) -> bool:
         """Send the ranks' last finished commands to the master's host: all at once, or one by one after a failure."""
@@ -367,14 +367,14 @@ class Agent:
         for key in keys:
             self._segments.pop(key, None)
 
-    def _on_step(self, source: int, step: int, published: list[tuple[int, int, bytes]]) -> None:
-        self._tally.receive_step(source, step)
+    def _on_barrier(self, source: int, barrier_number: int, published: list[tuple[int, int, bytes]]) -> None:
+        self._tally.receive_barrier(source, barrier_number)
         control = self._control
         for r, parity, content in published:
             control.get_slot(r, parity)[: len(content)] = content
         for r in self._ranks_by_host[source]:
-            control.arrived[r] = step
-        self._control.wake_local_ranks(AWAITS_STEP)
+            control.arrived[r] = barrier_number
+        self._control.wake_local_ranks(AWAITS_BARRIER)
 
     def _on_failed(self, source: int, command_number: int) -> None:
         self._tally.receive_failed(source, command_number)
@@ -382,13 +382,13 @@ class Agent:
         if command_number > words[ControlMemory.FAILED]:
             words[ControlMemory.FAILED] = command_number
             self._control.wake_all_ranks()
-        self._record_common_steps()
+        self._record_last_common_barriers()
 
-    def _record_common_steps(self) -> None:
-        """Record the last common step of each failed command that all hosts have reported."""
-        for command_number, step in self._tally.pop_decided():
-            record_common_step(self._control.words, command_number, step)
-            self._control.wake_local_ranks(AWAITS_STEP)
+    def _record_last_common_barriers(self) -> None:
+        """Record the last common barrier of each failed command that all hosts have reported."""
+        for command_number, barrier_number in self._tally.pop_decided():
+            record_last_common_barrier(self._control.words, command_number, barrier_number)
+            self._control.wake_local_ranks(AWAITS_BARRIER)
 
     def _on_done(
         self, source: int, done: tuple[int, ...], committed: tuple[int, ...], reports: dict[int, bytes]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control_memory import AWAITS_STEP, SCRATCH_NBYTES, ControlMemory
+from synkhronos.ranks.control_memory import AWAITS_BARRIER, SCRATCH_NBYTES, ControlMemory
 
 #: Maximal number of bytes of a frame, the unit of streaming.
 FRAME_NBYTES = SCRATCH_NBYTES
@@ -121,7 +121,7 @@ class Pipe:
             # All ranks of the host write the same number.
             self._layout.frame_nbytes[self._pipe * N_FRAMES + count % N_FRAMES] = nbytes
         self._n_processed[self._local_rank] = self._first_count + count + 1
-        self._rank.control.wake_local_ranks(AWAITS_STEP)
+        self._rank.control.wake_local_ranks(AWAITS_BARRIER)
 
     def wait_all_processed(self, n_newer: int = 0) -> None:
         """Wait until all ranks of the host have processed this rank's frames, except the ``n_newer`` newest."""

@@ -91,17 +91,17 @@ def make_callback_sum(
     total = jax.ShapeDtypeStruct((), dtype)
 
     # NumPy arrays, so that callbacks compute on the CPU: a GPU is blocked until the callback has returned.
-    def to_host(params: Sequence[Any]) -> list[np.ndarray]:
+    def to_numpy(params: Sequence[Any]) -> list[np.ndarray]:
         return [np.asarray(param) for param in params]
 
     @jax.custom_vjp
     def compute(*params: Any) -> Any:
-        return jax.pure_callback(lambda *p: compute_value(to_host(p)), total, *params, vmap_method="sequential")
+        return jax.pure_callback(lambda *p: compute_value(to_numpy(p)), total, *params, vmap_method="sequential")
 
     def forward(*params: Any) -> tuple[Any, Any]:
         likes = [total, *(jax.ShapeDtypeStruct(params[i].shape, params[i].dtype) for i in differentiable_positions)]
         result, *gradients = jax.pure_callback(
-            lambda *p: compute_value_and_gradients(to_host(p)), likes, *params, vmap_method="sequential"
+            lambda *p: compute_value_and_gradients(to_numpy(p)), likes, *params, vmap_method="sequential"
         )
         return result, (gradients, params)
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from synkhronos.casts import cast
 from synkhronos.data.array import as_numpy
 from synkhronos.data.rows import find_max_row, find_min_row, select_rows
-from synkhronos.devices import HOST, Device, Selection, find_device, take_rows
+from synkhronos.devices import NUMPY, Device, Selection, find_device, take_rows
 from synkhronos.engines import Runner
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation
 from synkhronos.function.rank_mean import make_own_pace_error
@@ -110,13 +110,13 @@ class LocalRows:
         key, offset, _ = find_byte_range(self)
         rows, device = self._selection, find_device(value)
         target = self._array[rows.start : rows.stop] if isinstance(rows, range) else self.array
-        if device is HOST:
+        if device is NUMPY:
             target[...] = cast(value, self.dtype, "value")
         elif value.dtype == self.dtype and math.prod(value.shape) == target.size:
             np.broadcast_shapes(value.shape, target.shape)  # raises ValueError
             device.store(self._rank, key, offset, value)
         else:
-            target[...] = cast(device.to_host(value), self.dtype, "value")
+            target[...] = cast(device.to_numpy(value), self.dtype, "value")
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return as_numpy(self.array if self._selection is None else take_rows(self._array, self._selection), dtype, copy)
@@ -212,6 +212,6 @@ class LocalFunction:
             else:
                 value = np.asarray(value) if isinstance(value, LocalRows) else value
                 loaded = computation.library.filter(input_type, value, spec.strict, spec.allow_downcast)
-                loaded = loaded if device is HOST else device.from_host(loaded)
+                loaded = loaded if device is NUMPY else device.from_numpy(loaded)
             values.append(loaded)
         return runner(*values)

@@ -1,6 +1,6 @@
 """A rank's view of a task, by which a program communicates with other ranks.
 
-All ranks together synchronise at steps of the command (`RankTask.barrier`).  The members of a `Group` synchronise by
+All ranks together synchronise at barriers of the command (`RankTask.barrier`).  The members of a `Group` synchronise by
 messages between two ranks.
 
 A message is a pickled head, ``(content, type)``, and for some types a body in chunks:
@@ -28,9 +28,9 @@ from synkhronos.casts import check_dense
 from synkhronos.checks import check_index, check_integer
 from synkhronos.collectives.arguments import check_op_dtype, check_op_name
 from synkhronos.data.rows import get_share
-from synkhronos.devices import HOST, Device, get_array_device
-from synkhronos.devices.host_communicator import reduce_arrays
+from synkhronos.devices import NUMPY, Device, get_array_device
 from synkhronos.devices.reduce_op import REDUCE_OPS
+from synkhronos.devices.shared_memory_communicator import reduce_arrays
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.rank_task import Lock, RankTask
 
@@ -145,10 +145,10 @@ class Worker:
         check_dense(array, "array")
         device = _choose_transport(self._rank, array, check_op_name(op))
         value = array
-        if device is HOST:
-            host_array = get_array_device(array).to_host(array)
-            can_overwrite = overwrite and HOST.as_writable(host_array, False) is host_array
-            value = host_array if can_overwrite else np.array(host_array, order="C")
+        if device is NUMPY:
+            numpy_array = get_array_device(array).to_numpy(array)
+            can_overwrite = overwrite and NUMPY.as_writable(numpy_array, False) is numpy_array
+            value = numpy_array if can_overwrite else np.array(numpy_array, order="C")
         reduction = _describe_reduction(value, op, device)
         reductions = self._task.barrier("all_reduce()", reduction)
         if any(other != reduction for other in reductions):
@@ -158,7 +158,7 @@ class Worker:
         if self.size == 1:
             return value
         communicator = device.get_communicator(self._rank)
-        if device is not HOST:
+        if device is not NUMPY:
             communicator.connect(self._rank.all_gather_cached(communicator.generation))
             value = device.as_writable(value, has_other_references=False) if overwrite else _copy_array(device, value)
         communicator.all_reduce(value, op)
@@ -195,7 +195,7 @@ class Worker:
         """
         self._check_peer(dest, "dest")
         device = _choose_transport(self._rank, value)
-        if device is not HOST and value.size * value.dtype.itemsize > self.send_buffer:
+        if device is not NUMPY and value.size * value.dtype.itemsize > self.send_buffer:
             pair_communicator = device.get_group_communicator(self._rank, (self.number, dest))
             if pair_communicator is not None:
                 array = device.as_contiguous(value)
@@ -341,7 +341,7 @@ class Group:
         device = _choose_transport(self._rank, array, check_op_name(op))
         communicator = device.get_group_communicator(self._rank, self.ranks)
         result = np.array(array, order="C") if communicator is None else _copy_array(device, array)
-        reduction = _describe_reduction(result, op, HOST if communicator is None else device)
+        reduction = _describe_reduction(result, op, NUMPY if communicator is None else device)
         generation = 0 if communicator is None else communicator.generation
         by_member = self._gather_at_barrier("all_reduce()", (reduction, generation))
         reductions = [other for other, _ in by_member]
@@ -413,7 +413,7 @@ def get_rank(worker: Worker) -> Rank:
 def _choose_transport(rank: Rank, value: Any, op: str | None = None) -> Device:
     """Return the device whose communicator transfers and reduces an array: the rank's GPU if it can, else the host."""
     device: Device = rank.device
-    return device if device.owns(value) and device.can_communicate(value.dtype, op) else HOST
+    return device if device.owns(value) and device.can_communicate(value.dtype, op) else NUMPY
 
 
 def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Processes that run commands in step: commands, barriers, shared memory, liveness and errors.
+"""Processes that run commands together: commands, barriers, shared memory, liveness and errors.
 
 A *host* is a machine; its ranks share memory.  This package is independent of graphs and of the meaning of arrays.  It
 stores the device of a rank for other packages.

@@ -1,31 +1,31 @@
-"""Agreement on the last step that all ranks reached before a command failed.
+"""Agreement on the last barrier that all ranks reached before a command failed.
 
 If one rank does not start a collective on GPUs, it never ends on the others, so all ranks must cancel it.  If all ranks
 have started it, it completes, so no rank may cancel it.  When a command fails, all ranks therefore have to agree on the
-last step that all of them had reached (the *last common step*), although they notice the failure at different times.
-This step is recorded once; the command is then *decided*.
+last barrier that all of them had reached (the *last common barrier*), although they notice the failure at different
+times.  The barrier's number is recorded once; the command is then *decided*.
 
 *On one host* each rank reads the counters of all.  A rank that fails marks the command as failed, reads the
-counters, and records the last common step, unless another rank has.
+counters, and records the last common barrier, unless another rank has.
 
-*On several hosts* a host gets the counters of others with a delay.  So a host reports the last step that all of its
-ranks have reached.  Once it has noticed the failure of a command, it reports no more steps of it::
+*On several hosts* a host gets the counters of others with a delay.  So a host reports the last barrier that all of its
+ranks have reached.  Once it has noticed the failure of a command, it reports no more barriers of it::
 
     state of each host, for one command                    sent by its agent to all others
-    open ──┬── all its ranks have reached a step ───────>  STEP, at each step
+    open ──┬── all its ranks have reached a barrier ────>  BARRIER, for each one
            └── a rank of it has failed,
-               or another host has sent FAILED ─────────>  FAILED, once, and no STEP of this command after it
-    decided ── all hosts have sent FAILED ──────────────>  nothing: the last common step is the minimum of all STEPs
+               or another host has sent FAILED ─────────>  FAILED, once, and no BARRIER of this command after it
+    decided ── all hosts have sent FAILED ──────────────>  nothing: the last common barrier is the minimum of BARRIERs
 
-Messages of a host arrive in order.  So after all hosts have sent FAILED, all hosts have the same last STEP of every
+Messages of a host arrive in order.  So after all hosts have sent FAILED, all hosts have the same last BARRIER of every
 host.  Only agents take part, so a rank that computes for minutes does not delay the decision.  If a host stops sending,
 it is lost, and the session ends.
 
 Two invariants make this correct.  First, the process that decides (a failing rank, or an agent) reads the counters
 *after* the failure was marked, and a rank reads the mark *after* it has written its counter.  So if a rank reads that
-all ranks have arrived and no failure is marked, the deciding process reads the same counters: a rank passes a step only
-if the last common step is not before that step.  Second, a host starts the next command only after the last one is
-decided there, as every other host sends FAILED before it receives the next command.
+all ranks have arrived and no failure is marked, the deciding process reads the same counters: a rank passes a barrier
+only if the last common barrier is not before that barrier.  Second, a host starts the next command only after the last
+one is decided there, as every other host sends FAILED before it receives the next command.
 
 `tests/ranks/test_agreement.py` explores all interleavings.
 """
@@ -38,65 +38,68 @@ from typing import Any
 
 from synkhronos.ranks.control_memory import ControlMemory
 
-#: Number of low bits of a step number that count the steps of a command; the high bits are the command's number.
-STEP_BITS = 24
+#: Low bits of a barrier's number, which count the barriers of a command; the high bits are the command's number.
+BARRIER_BITS = 24
 
 
-def record_common_step(words: Any, command_number: int, step: int) -> None:
-    """Record the last step that all ranks reached in a failed command.
+def record_last_common_barrier(words: Any, command_number: int, barrier_number: int) -> None:
+    """Record the number of the last barrier that all ranks reached in a failed command.
 
     Two words are used in turn: all ranks have finished a command before the second one after it is posted.
     """
-    words[ControlMemory.COMMON_STEP + (command_number & 1)] = max(step, command_number << STEP_BITS)
+    words[ControlMemory.COMMON_BARRIER + (command_number & 1)] = max(barrier_number, command_number << BARRIER_BITS)
 
 
-def read_common_step(words: Any, command_number: int) -> int | None:
-    """Return the last step that all ranks reached in a failed command; None until the command is decided."""
-    step: int = words[ControlMemory.COMMON_STEP + (command_number & 1)]
-    return step if step >> STEP_BITS == command_number else None
+def read_last_common_barrier(words: Any, command_number: int) -> int | None:
+    """Return the number of the last barrier that all ranks reached in a failed command; None until it is decided."""
+    barrier_number: int = words[ControlMemory.COMMON_BARRIER + (command_number & 1)]
+    return barrier_number if barrier_number >> BARRIER_BITS == command_number else None
 
 
-class StepTally:
-    """Last step and failed commands that each host has reported; ``host`` is the number of this one.
+class BarrierTally:
+    """The last barrier and the failed commands that each host has reported; ``host`` is the number of this one.
 
-    ``undecided`` has for each host the numbers of the failed commands that are not decided, and the last step that it
-    had reported before each.  ``last_failed`` is the last failed command that this host has reported.
+    ``barrier_numbers`` has the number of the last barrier that each host has reported.  ``undecided`` has for each host
+    the numbers of the failed commands that are not decided, and of the last barrier that it had reported before each.
+    ``last_failed`` is the last failed command that this host has reported.
     """
 
     def __init__(self, n_hosts: int, host: int):
         self._host = host
-        self.steps = [0] * n_hosts
+        self.barrier_numbers = [0] * n_hosts
         self.undecided: list[deque[tuple[int, int]]] = [deque() for _ in range(n_hosts)]
         self.last_failed = 0
 
-    def record_own_state(self, failed_command: int, step: int) -> tuple[bool, bool]:
-        """Record the state of this host; return whether to send STEP, and whether to send FAILED after it.
+    def record_own_state(self, failed_command: int, barrier_number: int) -> tuple[bool, bool]:
+        """Record the state of this host; return whether to send BARRIER, and whether to send FAILED after it.
 
-        ``failed_command`` is the number of the last command that failed, read before ``step``, the last step that all
-        ranks of this host have reached.
+        ``failed_command`` is the number of the last command that failed.  It is read before ``barrier_number``, which
+        is that of the last barrier that all ranks of this host have reached.
         """
-        sends_step = step > self.steps[self._host] and step >> STEP_BITS > self.last_failed
-        if sends_step:
-            self.steps[self._host] = step
+        sends_barrier = (
+            barrier_number > self.barrier_numbers[self._host] and barrier_number >> BARRIER_BITS > self.last_failed
+        )
+        if sends_barrier:
+            self.barrier_numbers[self._host] = barrier_number
         sends_failed = failed_command > self.last_failed
         if sends_failed:
             self.last_failed = failed_command
             self.receive_failed(self._host, failed_command)
-        return sends_step, sends_failed
+        return sends_barrier, sends_failed
 
-    def receive_step(self, host: int, step: int) -> None:
-        """Record another host's STEP."""
-        self.steps[host] = step
+    def receive_barrier(self, host: int, barrier_number: int) -> None:
+        """Record another host's BARRIER."""
+        self.barrier_numbers[host] = barrier_number
 
     def receive_failed(self, host: int, command_number: int) -> None:
         """Record a host's FAILED."""
-        self.undecided[host].append((command_number, self.steps[host]))
+        self.undecided[host].append((command_number, self.barrier_numbers[host]))
 
     def pop_decided(self) -> Sequence[tuple[int, int]]:
-        """Return the commands decided since the last call: their numbers, and the last step that all ranks reached."""
+        """Return the commands decided since the last call: the numbers of each, and of its last common barrier."""
         decided = []
         while all(self.undecided):
             failures = [reported.popleft() for reported in self.undecided]
             (command_number,) = {number for number, _ in failures}
-            decided.append((command_number, min(step for _, step in failures)))
+            decided.append((command_number, min(barrier_number for _, barrier_number in failures)))
         return decided

@@ -185,7 +185,7 @@ class CommandRunner(ABC):
         The order is the same whether the master's part succeeds, fails or is interrupted:
 
         1. Run the master's part; if it fails, mark the command as failed, which ends the waits of the others.
-        2. Done: `done` of the master is set after its last step of the command, so no rank waits for it any more.
+        2. Done: `done` of the master is set after its last barrier of the command, so no rank waits for it any more.
         3. Wait until all ranks are done.  Only then are the workers' reports complete, and no rank starts an operation.
         4. Cancel the pending operations of a failed command, and raise.
 

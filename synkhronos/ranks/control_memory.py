@@ -27,9 +27,9 @@ from synkhronos.ranks.segments import create_unlinked_file, map_file
 
 #: Number of bytes of the mailbox; a longer command is written into a segment of its own.
 MAILBOX_NBYTES = 1 << 18
-#: Number of bytes of a slot, in which a rank publishes a value at a step.
+#: Number of bytes of a slot, in which a rank publishes a value at a barrier.
 SLOT_NBYTES = 1 << 16
-#: Index of a rank's slot for its failure report; steps use slots 0 and 1 in turn.
+#: Index of a rank's slot for its failure report; barriers use slots 0 and 1 in turn.
 _REPORT_SLOT = 2
 #: Number of bytes of one half of a rank's scratch memory, through which collectives on the host stream.
 SCRATCH_NBYTES = 1 << 20
@@ -42,9 +42,9 @@ SPIN_SECONDS = 250e-6
 #: Number of looks at a counter between two system calls of a spinning rank, each of which takes as long as several.
 _CHECKS_PER_YIELD = 8
 
-#: Sleep reasons: none; a command is posted; ranks reach a step; ranks finish a command; a peer sends or receives bytes
-#: in a task.
-AWAKE, AWAITS_COMMAND, AWAITS_STEP, AWAITS_COMPLETION, AWAITS_PEER = range(5)
+#: Sleep reasons: none; a command is posted; ranks reach a barrier; ranks finish a command; a peer sends or receives
+#: bytes in a task.
+AWAKE, AWAITS_COMMAND, AWAITS_BARRIER, AWAITS_COMPLETION, AWAITS_PEER = range(5)
 
 _N_WORDS = 10  # words of the whole session; the words of the ranks follow
 _SEMAPHORE_NBYTES = 64  # a cache line; no system's semaphore is larger
@@ -85,10 +85,10 @@ class ControlMemory:
         command and of the link's plan behind it in the mailbox.  `NEWEST_KEY` is the key of the newest segment that was
         sent.  `END_REQUEST` is `END_WORKERS` or `KILL_WORKERS` once agents have to do so, and 0 before.
         `FAILURE_NBYTES` is the length of an agent's failure message.  `BYTES_SENT` counts bytes sent to other hosts.
-        `COMMON_STEP` and the next word belong to `agreement`.
+        `COMMON_BARRIER` and the next word belong to `agreement`.
     done, arrived, committed : memoryview of uint64
-        Last command that each rank has finished, last step that it has reached, last command whose effect it has
-        applied.
+        Last command that each rank has finished, number of the last barrier that it has arrived at, last command
+        whose effect it has applied.
     sleep_reason, report_nbytes : memoryview of uint64
         Reason for which each rank sleeps (`AWAKE` if it does not), and number of bytes of its failure report.
     last_core, last_progress : memoryview of uint64
@@ -100,7 +100,7 @@ class ControlMemory:
         Held by the rank that decides a failed command: see `agreement`.
     """
 
-    POSTED, FAILED, MESSAGE_NBYTES, NEWEST_KEY, PLAN_NBYTES, END_REQUEST, FAILURE_NBYTES, BYTES_SENT, COMMON_STEP = (
+    POSTED, FAILED, MESSAGE_NBYTES, NEWEST_KEY, PLAN_NBYTES, END_REQUEST, FAILURE_NBYTES, BYTES_SENT, COMMON_BARRIER = (
         range(9)
     )
     END_WORKERS, KILL_WORKERS = 1, 2
@@ -159,7 +159,7 @@ class ControlMemory:
         return create_unlinked_file(remote_slots.stop, [range(remote_slots.start), *first_pages])
 
     def get_slot(self, rank: int, parity: int) -> memoryview:
-        """Return the slot of a rank for even steps (0) or odd ones (1)."""
+        """Return the slot of a rank for barriers with even numbers (0) or odd ones (1)."""
         return self._slots[rank][parity]
 
     def write_report(self, rank: int, report: bytes) -> None:

@@ -1,7 +1,8 @@
 """A rank's view of the other ranks.
 
-Ranks synchronise at *steps*: each rank counts the steps of a command, and a barrier returns when every counter has
-reached the step.  Small values are exchanged at a step through shared memory, which has one slot per rank.
+Ranks synchronise at barriers, which have numbers: each rank counts the barriers of a command, and passes a barrier once
+every counter has reached its number.  Small values are exchanged at a barrier through shared memory, which has one slot
+per rank.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-from synkhronos.ranks.agreement import STEP_BITS, read_common_step, record_common_step
+from synkhronos.ranks.agreement import BARRIER_BITS, read_last_common_barrier, record_last_common_barrier
 from synkhronos.ranks.bounded_cache import BoundedCache
-from synkhronos.ranks.control_memory import AWAITS_STEP, POLL_SECONDS, SLOT_NBYTES, ControlMemory
+from synkhronos.ranks.control_memory import AWAITS_BARRIER, POLL_SECONDS, SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import SegmentTable
@@ -26,12 +27,12 @@ from synkhronos.ranks.thread_limit import ThreadLimit
 T = TypeVar("T")
 _log = logging.getLogger("synkhronos")
 
-_STEP_MASK = (1 << STEP_BITS) - 1
+_BARRIER_MASK = (1 << BARRIER_BITS) - 1
 
 
 #: Maximal number of values whose pickles `Rank.all_gather_cached` caches.
 _MAX_CACHED_PICKLES = 64
-#: Header of a slot: number of bytes of the whole message, and the step for which it was written.
+#: Header of a slot: number of bytes of the whole message, and number of the barrier for which it was written.
 SLOT_HEADER = struct.Struct("=QQ")
 #: Number of bytes of a digest, which `Rank.all_equal` compares.
 _DIGEST_NBYTES = 16
@@ -121,7 +122,7 @@ class Rank:
         self.registry = Registry()
         self.device: Any = None
         self.command_number = 0
-        self._step = 0
+        self._barrier_number = 0
         self._pickles: BoundedCache[Any, tuple[bytes, bytes]] = BoundedCache(_MAX_CACHED_PICKLES)
         self._is_commit_enabled = True
         self.finish_callbacks: list[Callable[[], None]] = []
@@ -170,15 +171,15 @@ class Rank:
         self.objects = {key: value for key, value in master.objects.items() if isinstance(value, weakref.ref)}
 
     def begin_command(self, command_number: int) -> None:
-        """Start counting the steps of a new command.
+        """Start counting the barriers of a new command.
 
         If the last command failed, its pending operations are cancelled first.  This may wait until the other ranks,
-        or their agents, have decided the last step that all ranks reached.
+        or their agents, have decided the last common barrier (see `agreement`).
         """
         self.cancel_failed_operations()
         self.command_number = command_number
         self._is_commit_enabled = True
-        self._step = command_number << STEP_BITS
+        self._barrier_number = command_number << BARRIER_BITS
 
     def cancel_failed_operations(self) -> None:
         """Cancel the pending operations of the last command if it failed on some rank."""
@@ -186,7 +187,7 @@ class Rank:
         if not 0 < self.command_number <= failed:
             return
         self._wait_until_decided(failed)  # it may be the next one, which is decided after this one
-        if self.read_common_step(self.command_number) is None:
+        if self.read_last_common_barrier(self.command_number) is None:
             return
         for operation in self.pending_operations:
             try:
@@ -218,27 +219,27 @@ class Rank:
             self.finish_callbacks.pop()()
 
     def arrive(self) -> bool:
-        """Arrive at the next step without waiting for the others; return whether they have all arrived before."""
+        """Arrive at the next barrier without waiting for the others; return whether they have all arrived before."""
         control = self.control
-        self._step += 1
-        control.arrived[self.number] = self._step
+        self._barrier_number += 1
+        control.arrived[self.number] = self._barrier_number
         control.fence()
         # The last rank to arrive wakes all others.  In a `gather_bytes` the master arrives after the workers: the last
         # worker wakes it.
-        is_last = self._has_reached(self._step)
+        is_last = self._has_reached(self._barrier_number)
         if is_last:
-            control.wake_local_ranks(AWAITS_STEP)
-        elif not self.is_master and self._has_reached(self._step, excluded=self.master_rank):
-            control.wake(self.master_rank, AWAITS_STEP)
+            control.wake_local_ranks(AWAITS_BARRIER)
+        elif not self.is_master and self._has_reached(self._barrier_number, excluded=self.master_rank):
+            control.wake(self.master_rank, AWAITS_BARRIER)
         return is_last
 
     def barrier(self, check: Callable[[], None] | None = None) -> None:
-        """Return when every rank has arrived at this step; raise `Cancelled` if a rank failed in this command.
+        """Return when every rank has arrived at this barrier; raise `Cancelled` if a rank failed in this command.
 
         ``check`` is called repeatedly while waiting, and may raise.
         """
         if not self.arrive():
-            self._wait_for_step(self._step, check=check)
+            self._wait_for_barrier(self._barrier_number, check=check)
         elif self.has_failed(self.command_number):
             raise Cancelled
 
@@ -250,42 +251,42 @@ class Rank:
         raise error if self.is_master else Cancelled
 
     def fail_command(self) -> None:
-        """Mark the command as failed, wake all waiting ranks, and record the last step that every rank reached."""
+        """Mark the command as failed, wake all waiting ranks, and record the last barrier that every rank reached."""
         control, words, command_number = self.control, self.control.words, self.command_number
         with defer_signals():  # peers wait for all of it once the first line is done
             words[ControlMemory.FAILED] = command_number
             control.fence()
             # One of the ranks that fail at the same time decides the command; on several hosts the agents do.
             if not self.spans_hosts and control.decision_lock.acquire(0):
-                if read_common_step(words, command_number) is None:
-                    record_common_step(words, command_number, min(control.arrived))
+                if read_last_common_barrier(words, command_number) is None:
+                    record_last_common_barrier(words, command_number, min(control.arrived))
                 control.decision_lock.release()
             control.wake_all_ranks()
 
     @property
-    def next_step(self) -> int:
-        """Number of the next step."""
-        return self._step + 1
+    def next_barrier_number(self) -> int:
+        """Number of the next barrier."""
+        return self._barrier_number + 1
 
-    def read_common_step(self, command_number: int) -> int | None:
-        """Return the last step that all ranks reached in a failed command; None until it is decided."""
-        return read_common_step(self.control.words, command_number)
+    def read_last_common_barrier(self, command_number: int) -> int | None:
+        """Return the number of the last barrier that all ranks reached in a failed command; None until decided."""
+        return read_last_common_barrier(self.control.words, command_number)
 
-    def wait_and_check_reached(self, step: int) -> bool:
-        """Wait until the last common step of this failed command is decided; return whether it includes ``step``.
+    def wait_and_check_reached(self, barrier_number: int) -> bool:
+        """Wait until this failed command is decided; return whether all ranks had reached a barrier before the failure.
 
         The answer is the same on all ranks.
         """
         self._wait_until_decided(self.command_number)
-        return (self.read_common_step(self.command_number) or 0) >= step
+        return (self.read_last_common_barrier(self.command_number) or 0) >= barrier_number
 
     def _wait_until_decided(self, command_number: int) -> None:
         words = self.control.words
 
         def is_decided() -> bool:
-            return read_common_step(words, command_number) is not None
+            return read_last_common_barrier(words, command_number) is not None
 
-        self.control.wait(self.number, is_decided, AWAITS_STEP, self.check_peers, POLL_SECONDS)
+        self.control.wait(self.number, is_decided, AWAITS_BARRIER, self.check_peers, POLL_SECONDS)
 
     def all_gather(self, value: Any) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
@@ -311,21 +312,21 @@ class Rank:
         return cached
 
     def all_equal(self, digest: bytes) -> bool:
-        """Exchange digests in one step, a collective operation; return True if all ranks have passed the same one."""
-        step = self._write_slot(digest)
+        """Exchange digests at the next barrier, a collective operation; return True if all ranks pass the same one."""
+        barrier_number = self._write_slot(digest)
         self.barrier()
         slots = self._digest_slots[step & 1]
         return slots.count(slots[self.number]) == self.size
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """All-gather bytes, `MAX_SLOT_NBYTES` of them a step, and return every rank's bytes in rank order."""
+        """All-gather bytes, `MAX_SLOT_NBYTES` of them per barrier, and return every rank's bytes in rank order."""
         chunks: list[list[bytes]] = [[] for _ in range(self.size)]
         start = longest = 0
         while not start or start < longest:
-            step = self._write_slot(memoryview(payload)[start : start + MAX_SLOT_NBYTES], len(payload))
+            barrier_number = self._write_slot(memoryview(payload)[start : start + MAX_SLOT_NBYTES], len(payload))
             self.barrier()
             for r, chunks_of_rank in enumerate(chunks):
-                slot = self.control.get_slot(r, step & 1)
+                slot = self.control.get_slot(r, barrier_number & 1)
                 length, _ = SLOT_HEADER.unpack_from(slot)
                 chunk_nbytes = max(0, min(length - start, MAX_SLOT_NBYTES))
                 chunks_of_rank.append(bytes(slot[SLOT_HEADER.size : SLOT_HEADER.size + chunk_nbytes]))
@@ -335,12 +336,12 @@ class Rank:
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
         """Gather at most `MAX_SLOT_NBYTES` bytes of each rank in the master, in rank order; workers do not wait."""
-        step = self._write_slot(payload)
+        barrier_number = self._write_slot(payload)
         if not self.is_master:
             self.arrive()
             return None
-        self._wait_for_step(step, excluded=self.number)
-        payloads = [payload if r == self.number else self._read_slot(r, step) for r in range(self.size)]
+        self._wait_for_barrier(barrier_number, excluded=self.number)
+        payloads = [payload if r == self.number else self._read_slot(r, barrier_number) for r in range(self.size)]
         self.arrive()
         return payloads
 
@@ -357,26 +358,28 @@ class Rank:
                 _log.warning("a pending operation of the ranks could not be closed: %s", error)
 
     def check_cancelled(self) -> None:
-        """Raise `Cancelled` if a peer has failed, and call `check_peers`: for waits that are not for a step."""
+        """Raise `Cancelled` if a peer has failed, and call `check_peers`: for waits that are not for a barrier."""
         if self.control.words[ControlMemory.FAILED] == self.command_number:
             raise Cancelled
         self.check_peers()
 
-    # -- steps -----------------------------------------------------------------------------------------------
+    # -- barriers --------------------------------------------------------------------------------------------
 
-    def _has_reached(self, step: int, excluded: int | None = None) -> bool:
-        """Whether all ranks, or all but one, have arrived at this step."""
+    def _has_reached(self, barrier_number: int, excluded: int | None = None) -> bool:
+        """Whether all ranks, or all but one, have arrived at a barrier."""
         arrived = self.control.arrived
         if excluded is None:
-            return min(arrived) >= step
-        return min([step, *arrived[:excluded], *arrived[excluded + 1 :]]) >= step
+            return min(arrived) >= barrier_number
+        return min([barrier_number, *arrived[:excluded], *arrived[excluded + 1 :]]) >= barrier_number
 
-    def _wait_for_step(self, step: int, excluded: int | None = None, check: Callable[[], None] | None = None) -> None:
+    def _wait_for_barrier(
+        self, barrier_number: int, excluded: int | None = None, check: Callable[[], None] | None = None
+    ) -> None:
         reached = self._has_reached
-        self.wait(lambda: reached(step, excluded), check)
+        self.wait(lambda: reached(barrier_number, excluded), check)
 
     def wait(
-        self, is_ready: Callable[[], bool], check: Callable[[], None] | None = None, reason: int = AWAITS_STEP
+        self, is_ready: Callable[[], bool], check: Callable[[], None] | None = None, reason: int = AWAITS_BARRIER
     ) -> None:
         """Wait until a condition on shared memory holds; raise `Cancelled` if a rank failed in this command.
 
@@ -399,20 +402,20 @@ class Rank:
             raise Cancelled
 
     def _write_slot(self, payload: bytes | memoryview, message_nbytes: int | None = None) -> int:
-        """Write into this rank's slot for the next step, and return that step.
+        """Write into this rank's slot for the next barrier, and return that barrier's number.
 
-        Invariant: slot[step & 1] was last written two steps ago, and its readers have passed the step in between.
-        Ranks do not wait at a `gather_bytes`, so this method waits for the step in between.
+        Invariant: slot[number & 1] was last written two barriers ago, and its readers have passed the barrier in
+        between.  Ranks do not wait at a `gather_bytes`, so this method waits for the barrier in between.
         """
-        step = self._step + 1
-        if self._step & _STEP_MASK and not self._has_reached(step - 1):
-            self._wait_for_step(step - 1)
-        slot = self.control.get_slot(self.number, step & 1)
-        SLOT_HEADER.pack_into(slot, 0, len(payload) if message_nbytes is None else message_nbytes, step)
+        barrier_number = self._barrier_number + 1
+        if self._barrier_number & _BARRIER_MASK and not self._has_reached(barrier_number - 1):
+            self._wait_for_barrier(barrier_number - 1)
+        slot = self.control.get_slot(self.number, barrier_number & 1)
+        SLOT_HEADER.pack_into(slot, 0, len(payload) if message_nbytes is None else message_nbytes, barrier_number)
         slot[SLOT_HEADER.size : SLOT_HEADER.size + len(payload)] = payload
-        return step
+        return barrier_number
 
-    def _read_slot(self, rank: int, step: int) -> bytes:
-        slot = self.control.get_slot(rank, step & 1)
+    def _read_slot(self, rank: int, barrier_number: int) -> bytes:
+        slot = self.control.get_slot(rank, barrier_number & 1)
         length, _ = SLOT_HEADER.unpack_from(slot)
         return bytes(slot[SLOT_HEADER.size : SLOT_HEADER.size + length])

@@ -43,9 +43,9 @@ from synkhronos.ranks.task_memory import (
 #: Seconds between two checks of a busy rank that its peers are alive.
 _CHECK_INTERVAL = 0.01
 
-#: Conditions that a rank waits for: none, all ranks at a step, bytes that a peer sends, bytes that a peer receives, a
-#: free lock.
-NO_CONDITION, STEP_REACHED, BYTES_SENT, BYTES_RECEIVED, LOCK_FREE = range(5)
+#: Conditions that a rank waits for: none, all ranks at a barrier, bytes that a peer sends, bytes that a peer receives,
+#: a free lock.
+NO_CONDITION, BARRIER_REACHED, BYTES_SENT, BYTES_RECEIVED, LOCK_FREE = range(5)
 #: Requests of a rank to the agent of a lock's host.
 ACQUIRE, READ, WRITE, RELEASE = range(4)
 
@@ -105,7 +105,7 @@ class RankTask:
         The value is immutable and often the same.  RuntimeError is raised if another rank is at a barrier with another
         description.
         """
-        with _PublishedWait(self, STEP_REACHED, self.rank.next_step, f"at {description}"):
+        with _PublishedWait(self, BARRIER_REACHED, self.rank.next_barrier_number, f"at {description}"):
             by_rank = self.rank.all_gather_cached((description, value))
         self.report_progress()
         if any(other != description for other, _ in by_rank):
@@ -119,7 +119,7 @@ class RankTask:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.barrier(description)
-        with _PublishedWait(self, STEP_REACHED, self.rank.next_step, f"at {description}"):
+        with _PublishedWait(self, BARRIER_REACHED, self.rank.next_barrier_number, f"at {description}"):
             return [pickle.loads(pickled) for pickled in self.rank.all_gather_bytes(payload)]
 
     # -- two ranks -------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class RankTask:
 
     def _is_condition_met(self, condition: int, index: int, count: int) -> bool:
         """Whether the condition of a published wait holds."""
-        if condition == STEP_REACHED:
+        if condition == BARRIER_REACHED:
             return min(self.rank.control.arrived) >= count
         if condition == BYTES_SENT:
             return self._sent[index] >= count
@@ -274,9 +274,9 @@ class RankTask:
 class _PublishedWait:
     """Context manager that publishes the condition for which this rank waits, and adds up the seconds of its waits.
 
-    The condition is `STEP_REACHED`, `BYTES_SENT`, `BYTES_RECEIVED` or `LOCK_FREE`, and `NO_CONDITION` for a wait that
-    ends by itself.  ``count`` is the step or number of bytes that ends the wait, ``index`` the number of the channel or
-    lock, and ``description`` is shown in the error message of a deadlock.
+    The condition is `BARRIER_REACHED`, `BYTES_SENT`, `BYTES_RECEIVED` or `LOCK_FREE`, and `NO_CONDITION` for a wait
+    that ends by itself.  ``count`` is the number of the barrier, or of bytes, that ends the wait, ``index`` the number
+    of the channel or lock, and ``description`` is shown in the error message of a deadlock.
     """
 
     def __init__(self, task: RankTask, condition: int, count: int, description: str, index: int = 0):

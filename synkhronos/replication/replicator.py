@@ -259,7 +259,7 @@ class _Pickler(cloudpickle.Pickler):
             return value.__qualname__ if by_name else super().reducer_override(value)
         # Unpickling a device's array could start the device's runtime in the wrong process.
         if (device := find_device(value)).must_move_shared_values:
-            return device.to_host(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return device.to_numpy(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> Any:

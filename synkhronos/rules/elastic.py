@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_flag
-from synkhronos.devices import HOST, get_array_device
+from synkhronos.devices import NUMPY, get_array_device
 from synkhronos.graph_libraries import Array, SharedVariable
 from synkhronos.programs import Worker
 from synkhronos.rules.rule import Rule, SharedArrays, check_fraction, check_momentum
@@ -169,7 +169,7 @@ class EAMSGD(EASGD):
             return
         rows, position = state.shared_rows["centre"], self._get_exchanged_vector(state)
         device = get_array_device(position)
-        centre = rows.array if device is HOST else rows.to_device(device)
+        centre = rows.array if device is NUMPY else rows.to_device(device)
         distance = alpha * (position - centre)
         rows.write(centre + distance)
         state.vector = state.vector - distance

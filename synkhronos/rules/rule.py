@@ -11,7 +11,7 @@ import numpy as np
 from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.shared_memory import create_unpublished
-from synkhronos.devices import HOST, find_device
+from synkhronos.devices import NUMPY, find_device
 from synkhronos.graph_libraries import Array, SharedVariable
 from synkhronos.programs import Lock, Worker
 from synkhronos.rules.state import State, concatenate
@@ -244,9 +244,9 @@ def all_reduce_mean(worker: Worker, vector: Array, precision: str | None) -> Arr
     if precision is None or np.dtype(dtype).name == precision:
         return worker.all_reduce(vector, overwrite=True)
     device = find_device(vector)
-    if device is not HOST and device.can_communicate(dtype):
+    if device is not NUMPY and device.can_communicate(dtype):
         return worker.all_reduce(vector.astype(precision), overwrite=True).astype(dtype)
-    vector = device.to_host(vector)
+    vector = device.to_numpy(vector)
     if precision == "bfloat16":
         return as_bfloat16(worker.all_reduce(as_bfloat16(vector))).astype(dtype)
     return worker.all_reduce(vector.astype(precision)).astype(dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import HOST, Device, find_device, get_array_device
+from synkhronos.devices import NUMPY, Device, find_device, get_array_device
 from synkhronos.graph_libraries import Array, SharedVariable, get_library
 from synkhronos.programs import LocalRows
 
@@ -49,16 +49,16 @@ class FlatVariables:
         """Return the vector as a new array of `device`, of shape ``(size,)``."""
         values = self._borrow_values()
         device = _find_common_device(values)
-        if device is not HOST:
+        if device is not NUMPY:
             return device.flatten(values, self.dtype)
-        flat = [np.ravel(get_array_device(value).to_host(value)) for value in values]
+        flat = [np.ravel(get_array_device(value).to_numpy(value)) for value in values]
         # Even a single variable is copied: its next update may change its memory in place.
         return np.concatenate(flat).astype(self.dtype, copy=False) if flat else np.zeros(0, self.dtype)
 
     def get_on_host(self) -> np.ndarray:
         """Return the vector as a NumPy array."""
         vector = self.get()
-        return find_device(vector).to_host(vector)
+        return find_device(vector).to_numpy(vector)
 
     def set(self, vector: Array) -> None:
         """Set the variables from a vector of shape ``(size,)``; raise ValueError for another shape."""
@@ -69,21 +69,21 @@ class FlatVariables:
         # Variables that no function has moved to the device may still hold NumPy arrays, such as vels2 of Theano-MPI's
         # classes.  In host memory they would be copied to the device at each call.
         moves = device.must_move_shared_values and all(isinstance(value, np.ndarray) for value in values)
-        if device is not HOST and (moves or device is _find_common_device(values)):
+        if device is not NUMPY and (moves or device is _find_common_device(values)):
             for shared, piece in zip(self.shareds, device.split(vector, self.shapes, self._dtypes), strict=True):
                 get_library(shared).store_value(shared, piece)
             return
-        vector = device.to_host(vector)
+        vector = device.to_numpy(vector)
         for shared, value, (start, stop), shape in zip(self.shareds, values, self._bounds, self.shapes, strict=True):
             library, device = get_library(shared), get_array_device(value)
             piece = vector[start:stop].reshape(shape)
-            if device is HOST and library.is_array(shared):
-                array = HOST.as_writable(value, has_other_references=False)
+            if device is NUMPY and library.is_array(shared):
+                array = NUMPY.as_writable(value, has_other_references=False)
                 array[...] = piece
                 if array is not value:
                     library.store_value(shared, array)
             else:
-                library.store_value(shared, device.from_host(piece.astype(value.dtype)))
+                library.store_value(shared, device.from_numpy(piece.astype(value.dtype)))
 
     def get_writable_views(self) -> list[np.ndarray] | None:
         """Return flat, writable views of the variables' memory; None if one has another dtype or no such memory."""
@@ -109,15 +109,15 @@ class FlatVariables:
 
 def concatenate(*vectors: Array) -> Array:
     """Concatenate vectors into an array of a device other than host memory, if one of them is such an array."""
-    device = next((device for device in map(find_device, vectors) if device is not HOST), HOST)
+    device = next((device for device in map(find_device, vectors) if device is not NUMPY), NUMPY)
     return device.concatenate([device.as_array(vector) for vector in vectors])
 
 
 def _find_common_device(values: Sequence[Array]) -> Device:
     """Return the common device of all values if its arrays have arithmetic, else that of host memory."""
     devices = {find_device(value) for value in values}
-    device = devices.pop() if len(devices) == 1 else HOST
-    return device if device.has_arithmetic else HOST
+    device = devices.pop() if len(devices) == 1 else NUMPY
+    return device if device.has_arithmetic else NUMPY
 
 
 class State:
@@ -194,7 +194,7 @@ class State:
         if views is not None:
             return views, None
         vector = self.vector
-        return [vector] if find_device(vector) is HOST else None, vector
+        return [vector] if find_device(vector) is NUMPY else None, vector
 
     @property
     def velocity(self) -> Array:

@@ -11,7 +11,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import check_variables, distribute_variables
 from synkhronos.collectives.commands import prepare_copies
-from synkhronos.devices import HOST
+from synkhronos.devices import NUMPY
 from synkhronos.ranks import Command
 
 pytestmark = pytest.mark.new_ranks  # workers that have imported the command
@@ -30,8 +30,8 @@ class Rotate(Command):
             copy.check_equal_shapes("rotate")
         for copy in copies:
             out = [np.empty(*layout) for layout in copy.layouts]
-            HOST.get_communicator(rank).all_gather(copy.get_contiguous(HOST), copy.layouts, out)
-            copy.set_value(copy.device.from_host(out[rank.number - 1]))
+            NUMPY.get_communicator(rank).all_gather(copy.get_contiguous(NUMPY), copy.layouts, out)
+            copy.set_value(copy.device.from_numpy(out[rank.number - 1]))
 
 
 def rotate(shared_vars):

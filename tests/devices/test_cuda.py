@@ -110,7 +110,7 @@ class Gpu:
         self.command_number, self.is_master, self.size, self.number = 0, is_master, 2, 0
         self.pending_operations = []
         self.stream = self.stream_handle = 7
-        self.next_step, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
+        self.next_barrier_number, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
         self.arrays = self
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
         #: Results of the next queries of the stream.
@@ -136,15 +136,15 @@ class Gpu:
     def barrier(self, look=None):
         if look is not None:
             look()
-        self.arrived = self.next_step
+        self.arrived = self.next_barrier_number
 
-    def read_common_step(self, command):
+    def read_last_common_barrier(self, command):
         assert command == 5
         return self.arrived
 
-    def wait_and_check_reached(self, step):
-        assert step == 3
-        return self.arrived >= step
+    def wait_and_check_reached(self, barrier_number):
+        assert barrier_number == 3
+        return self.arrived >= barrier_number
 
     def check_cancelled(self):
         if self.is_dead:

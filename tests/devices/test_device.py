@@ -11,7 +11,7 @@ from paths import SUPPORT
 
 import synkhronos as synk
 from synkhronos import devices, rules
-from synkhronos.devices import HOST, find_device
+from synkhronos.devices import NUMPY, find_device
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import adam
 
@@ -112,7 +112,7 @@ def gather_on_device(s, **kwargs):
 
 def sum_rank_numbers(worker):
     device = worker._rank.device
-    return device.to_host(worker.all_reduce(device.from_host(np.full(3, float(worker.number))), "sum"))
+    return device.to_numpy(worker.all_reduce(device.from_numpy(np.full(3, float(worker.number))), "sum"))
 
 
 def test_run_programs_on_a_toy_device(toy, fork):
@@ -198,7 +198,7 @@ def test_island_device_has_its_own_memory_and_collectives(island, fork):
             train(X, X[:, 0], batch=batch, num_slices=num_slices), train_alone(X, X[:, 0], batch=batch)
         )
     assert island.owns(get_array(w)) and counts["collectives"] == before + 3
-    np.testing.assert_allclose(island.to_host(synk.gather(w, nd_up=1)), [alone.get_value()] * 2)
+    np.testing.assert_allclose(island.to_numpy(synk.gather(w, nd_up=1)), [alone.get_value()] * 2)
     for op, expected in [("sum", 2), ("avg", 1), ("max", 1)]:
         synk.broadcast(w, np.ones(3))
         synk.all_reduce(w, op)
@@ -236,9 +236,9 @@ RULES = {
 
 def train_by_rule(worker, rule, w, v, average, memory, on_device):
     """Train; return the rank's vector, the report, and whether the rule computes on the device."""
-    device = worker._rank.device if on_device else HOST
+    device = worker._rank.device if on_device else NUMPY
     for variable in (w, v, average):
-        variable.container.storage[0] = device.from_host(HOST.as_array(variable.container.storage[0]))
+        variable.container.storage[0] = device.from_numpy(NUMPY.as_array(variable.container.storage[0]))
     state = rules.State([w, average], [v], memory, n_averages=1)
     rule.setup(worker, state)
     for step in range(4):
@@ -252,7 +252,9 @@ def train_by_rule(worker, rule, w, v, average, memory, on_device):
                 if rule.asynchronous:
                     worker.barrier("the next rank's exchange")
             state.steps_since_exchange = 0
-    host_values = [find_device(value).to_host(value) for value in (state.vector, rule.compute_consensus(worker, state))]
+    host_values = [
+        find_device(value).to_numpy(value) for value in (state.vector, rule.compute_consensus(worker, state))
+    ]
     return host_values, state.params.device is device
 
 
@@ -280,7 +282,7 @@ def test_rules_without_device_arithmetic_run_on_the_host(toy, fork):
 
 
 def write_rows(worker, rows, shape):
-    value = worker._rank.device.from_host(np.full(shape, 5.0))
+    value = worker._rank.device.from_numpy(np.full(shape, 5.0))
     rows[2 * worker.number : 2 * worker.number + 2].write(value)
 
 

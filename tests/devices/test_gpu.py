@@ -224,7 +224,7 @@ def test_results_of_any_dtype_and_size_are_fetched(fork, shape):
     fork(2)
     dtypes = ["bool", "uint8", "float16", "int32", "float64", "complex64"]
     expected = [(RNG.random(shape) * 9).astype(dtype) for dtype in dtypes]
-    gpu_arrays = [ARRAYS.from_host(array) for array in expected]
+    gpu_arrays = [ARRAYS.from_numpy(array) for array in expected]
     for _ in range(2):
         fetched = ARRAYS.fetch([*[array.copy() for array in gpu_arrays], 7])
         assert fetched.pop() == 7

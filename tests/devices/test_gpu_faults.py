@@ -31,7 +31,7 @@ class ExitWithPending(FailInAllReduce):
     def run(self, rank):
         communicator = ARRAYS.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
-        array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
+        array = ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
         if rank.number == self.failing_rank:
             threading.Timer(0.5, FAULTS[self.action]).start()
             return None
@@ -52,7 +52,7 @@ class FailInBlocking(FailInAllReduce):
     def run(self, rank):
         communicator, layout = ARRAYS.get_communicator(rank), ((1 << 20,), np.dtype(np.float32))
         communicator.connect(rank.all_gather(communicator.generation))
-        array, output = ARRAYS.from_host(np.ones(*layout)), ARRAYS.empty(*layout)
+        array, output = ARRAYS.from_numpy(np.ones(*layout)), ARRAYS.empty(*layout)
         if rank.number == self.failing_rank:
             time.sleep(0.1)  # the other rank has started it
             while self.action == "wait":

@@ -21,7 +21,7 @@ def all_reduce_in_groups(worker, members, dtype):
     own_members = members if worker.number in members else [worker.number]
     group = worker.group(own_members)
     values = {r: (np.arange(1000) % 5 + r).astype(dtype) for r in own_members}
-    array, errors = ARRAYS.from_host(values[worker.number]), []
+    array, errors = ARRAYS.from_numpy(values[worker.number]), []
     for op, combine in (("sum", np.add), ("max", np.maximum), ("prod", np.multiply)):
         result, expected = group.all_reduce(array, op), combine.reduce(list(values.values()), dtype=dtype)
         if not ARRAYS.can_communicate(np.dtype(dtype), op):  # through host memory
@@ -45,7 +45,7 @@ def send_around(worker, n, dtype):
     """Send arrays from rank to rank, with other messages and collectives between them; return the errors found."""
     target, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
     values, source_values = ((np.arange(n) % 100 + r).astype(dtype) for r in (worker.number, source))
-    array, errors = ARRAYS.from_host(values), []
+    array, errors = ARRAYS.from_numpy(values), []
     for turn in range(2):
         worker.send(turn, target)
         if worker.number == 0:
@@ -90,7 +90,7 @@ def test_send_and_receive_accept_every_dtype_between_gpus(fork):
 
 
 def send_to_each_other(worker):
-    worker.send(ARRAYS.from_host(np.ones(1 << 20, "float32")), 1 - worker.number)
+    worker.send(ARRAYS.from_numpy(np.ones(1 << 20, "float32")), 1 - worker.number)
     return worker.receive(1 - worker.number)
 
 
@@ -106,7 +106,7 @@ def test_send_deadlock_is_detected(fork):
 
 def fail_in_group_or_pair(worker, action, place, failing_rank):
     """Use a group and a pair of ranks twice; the second time, one rank fails instead of calling NCCL."""
-    group, array = worker.group([0, 1]), ARRAYS.from_host(np.ones(1 << 20, "float32"))
+    group, array = worker.group([0, 1]), ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
 
     def communicate(where):
         if where == "group":
@@ -180,7 +180,7 @@ def all_reduce_in_a_group(worker, action):
     if worker.number == 2:
         time.sleep(0.5)
         FAULTS[action]()
-    group, array = worker.group([0, 1]), ARRAYS.from_host(np.ones(1 << 20, "float32"))
+    group, array = worker.group([0, 1]), ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
     while True:
         group.all_reduce(array)
 
@@ -200,7 +200,7 @@ def abort_pair(worker, aborting_rank):
     """Abort the pair's connection on one rank; then rank 0 sends."""
     if worker.number == aborting_rank:
         ARRAYS.get_group_communicator(worker._rank, (0, 1))._connection.abort()
-    array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
+    array = ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
     if worker.number == 0:
         worker.send(array, 1)
     else:

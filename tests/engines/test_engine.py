@@ -35,7 +35,7 @@ def toy(monkeypatch):
         "PygpuEngine",
         "XlaEngine",
         "ToyEngine",
-        "HostEngine",
+        "NumpyEngine",
     ]
     module = sys.modules["synkhronos.engines.toy"]
     monkeypatch.setattr(module.ENGINE, "runs_functions", True)

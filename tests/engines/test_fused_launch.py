@@ -51,7 +51,7 @@ def fuse_pair(pair):
 def launch_and_wait(launch, shareds, combine):
     """Launch, wait, and return the outputs."""
     with defer_signals(), launch.ffi_all_reduce.use_reducer(combine):
-        (total,) = launch(JAX.from_host(np.arange(3.0)))
+        (total,) = launch(JAX.from_numpy(np.arange(3.0)))
         JAX.wait([get_library(s).borrow_value(s) for s in shareds])
     return [float(JAX.fetch([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
 
@@ -77,7 +77,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, counts):
             g = 2 * row * w
             w, n = w - g, n + 1
         with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls, counts), 4):
-            totals = launch(JAX.from_host(rows))
+            totals = launch(JAX.from_numpy(rows))
             JAX.wait([get_library(s).borrow_value(s) for s in shareds])
         assert [float(total) for total in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
         for variable, expected in zip(shareds[not counts :], [g, w, n][not counts :], strict=True):
@@ -101,7 +101,7 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
     fails = Fails()
     with pytest.raises(Alarm):
         with defer_signals(), launch.ffi_all_reduce.use_reducer(fails, 4):
-            launch(JAX.from_host(np.arange(12.0)))
+            launch(JAX.from_numpy(np.arange(12.0)))
     assert len(calls) == fails.waits == 2
     np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
     assert int(shareds[2].get_value()) == 1
@@ -113,7 +113,7 @@ def test_repeated_launch_all_reduces_each_time(pair):
     launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), [runs[1]], n_repeats=2)
     with pytest.raises(RuntimeError, match="made 2 all-reduces, expected 1"):
         with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer()):
-            launch(JAX.from_host(np.arange(6.0)))
+            launch(JAX.from_numpy(np.arange(6.0)))
 
 
 @on_host
@@ -164,7 +164,7 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
     rows[:, -1] = 67  # rounds to 66 with eight bits of mantissa after a division by 3
     standing_in = DoublingReducer()
     with defer_signals(), launch.ffi_all_reduce.use_reducer(standing_in, times):
-        launch(JAX.from_host(rows))
+        launch(JAX.from_numpy(rows))
         JAX.wait([get_library(w).borrow_value(w)])
     expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
     for row in rows:
@@ -222,7 +222,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
     launch = first.fuse(spec, others)
     ranks, row = TwoEqualShards(valid), np.arange(1.0, 5.0)
     with defer_signals(), launch.ffi_all_reduce.use_reducer(ranks, 2):
-        launch(JAX.from_host(row))
+        launch(JAX.from_numpy(row))
         JAX.wait([get_library(p).borrow_value(p) for p in (*params, *state_shards)])
     assert ranks.calls == calls
     w, b = starts
@@ -338,7 +338,7 @@ def test_repeated_launch_keeps_many_results(fork):
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [get_runner(f), get_runner(g)]
     launch = runs[0].fuse(others=[runs[1]], n_repeats=100)
-    rows = JAX.from_host(np.arange(200.0))
+    rows = JAX.from_numpy(np.arange(200.0))
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
     launches = [launch(rows) for _ in range(5)]
     for numbers in launches:
@@ -382,7 +382,7 @@ def test_fused_launch_all_reduces_once(fuse_pair):
         with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer()):
             pass
     # Launches outside of a block are not counted.
-    launch(JAX.from_host(np.arange(3.0)))
+    launch(JAX.from_numpy(np.arange(3.0)))
     assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
     assert launch_and_wait(launch, shareds, DoublingReducer())[2:] == [[1.0, -1.0, -3.0], 1]
 
@@ -396,8 +396,8 @@ def test_callbacks_find_their_reducer(fuse_pair, pair):
     calls, other_calls = [], []
     with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls)):
         with other.ffi_all_reduce.use_reducer(DoublingReducer(other_calls), 2):
-            other(JAX.from_host(np.arange(6.0)))
-        launch(JAX.from_host(np.arange(3.0)))
+            other(JAX.from_numpy(np.arange(6.0)))
+        launch(JAX.from_numpy(np.arange(3.0)))
         JAX.wait([get_library(s).borrow_value(s) for s in shareds])
     assert len(other_calls) == 2 and len(calls) == 1
     g, w = np.zeros(3), np.ones(3)
@@ -414,7 +414,7 @@ def test_launches_are_freed_with_their_function(fork):
     f(np.ones(3)), g()
     runs = [get_runner(f), get_runner(g)]
     runs.append(runs[0].fuse(others=[runs[1]]))
-    runs[-1](JAX.from_host(np.ones(3)))
+    runs[-1](JAX.from_numpy(np.ones(3)))
     references = [weakref.ref(run) for run in runs]
     gc.collect()
     gc.disable()

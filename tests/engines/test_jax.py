@@ -266,7 +266,7 @@ def test_random_streams_of_own_functions_are_seeded_and_saved():
 
 def test_in_place_updates_reuse_memory():
     for is_there in (True, False):
-        # Not from_host: on the CPU, JAX may share NumPy's memory if it is aligned to 64 bytes, and copies it when donated.
+        # Not from_numpy: on the CPU, JAX may share NumPy's memory if it is aligned to 64 bytes, and copies it if donated.
         array = JAX.empty((3,), np.dtype("float32"))
         address = JAX.get_pointer(array)
         written = JAX.rewrap(array, is_there)

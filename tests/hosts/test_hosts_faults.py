@@ -21,9 +21,9 @@ needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces
 
 #: Seconds of silence after which a host is lost.
 SILENCE = 1
-PLACES = ["idle", "computing", "step", "collective", "lock", "exchange"]
+PLACES = ["idle", "computing", "barrier", "collective", "lock", "exchange"]
 #: Places, and the ranks that block there: rank 0 is the master, ranks 0 and 1 are on the first host, rank 2 is remote.
-BLOCKING_RANKS = {"idle": [0], "computing": [0, 2], "step": [2], "collective": [2], "lock": [2], "exchange": [2]}
+BLOCKING_RANKS = {"idle": [0], "computing": [0, 2], "barrier": [2], "collective": [2], "lock": [2], "exchange": [2]}
 
 
 class SharedHosts:
@@ -80,7 +80,7 @@ def block_ranks_at(tree, place, action="hold", fault_ranks=None):
 
 def check_ranks_work(tree):
     """Check that the ranks reduce arrays."""
-    outcome = tree.run_order("run_faulty_command", place="step", fault_ranks=[], action="")
+    outcome = tree.run_order("run_faulty_command", place="barrier", fault_ranks=[], action="")
     assert outcome.get("value") is True, outcome
 
 
@@ -157,7 +157,7 @@ def test_killed_process_on_a_host_is_named(hosts, target, place):
         outcome = tree.wait_event("outcome")
         while place == "idle" and outcome.get("value") and time.monotonic() < fault_time + LIMIT:
             outcome = tree.run_order(
-                "run_faulty_command", place="step", fault_ranks=[], action=""
+                "run_faulty_command", place="barrier", fault_ranks=[], action=""
             )  # it finished before the loss was noticed
         words = [word.replace("HOST", hosts.other) for word in [*words, "synkhronos.fork()"]]
         check_error(outcome, fault_time, rank=rank, words=words)

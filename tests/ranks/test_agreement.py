@@ -1,7 +1,7 @@
 """A model checker of all interleavings in which ranks of several hosts start a collective, fail, and die.
 
 The hosts are modelled: control memory by lists, MPI by queues, NCCL by the set of ranks that have called it.  Ranks and
-agents run the library's own code (`Rank`, `StepTally`, `CollectiveWatchdog`), one access to shared state at a time.
+agents run the library's own code (`Rank`, `BarrierTally`, `CollectiveWatchdog`), one access to shared state at a time.
 `explore` visits all reachable states.
 
 Each rank runs two commands.  In the first, the ranks connect (exchange NCCL's unique id, then enter NCCL's init), start
@@ -21,7 +21,7 @@ from library import DEVICE
 from synkhronos.devices.cuda.watchdog import CollectiveWatchdog
 from synkhronos.hosts.agent import Agent
 from synkhronos.ranks import Cancelled
-from synkhronos.ranks.agreement import STEP_BITS, StepTally, read_common_step, record_common_step
+from synkhronos.ranks.agreement import BARRIER_BITS, BarrierTally, read_last_common_barrier, record_last_common_barrier
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.rank import Rank
 
@@ -45,7 +45,7 @@ class Memory:
 
     def __init__(self, local_ranks, size):
         self.local_ranks, self.size = local_ranks, size
-        self.words, self.arrived, self.done = [0] * (ControlMemory.COMMON_STEP + 2), [0] * size, [0] * size
+        self.words, self.arrived, self.done = [0] * (ControlMemory.COMMON_BARRIER + 2), [0] * size, [0] * size
 
     def fence(self):
         pass
@@ -108,9 +108,9 @@ class World:
             rank.begin_command(FIRST)
         for memory in self.memories:
             memory.words[ControlMemory.POSTED] = FIRST
-        self.tallies = [StepTally(len(counts), h) for h in range(len(counts))]
+        self.tallies = [BarrierTally(len(counts), h) for h in range(len(counts))]
         self.pcs, self.inits, self.started = [WRITE_ID] * self.size, [0] * self.size, [0] * self.size
-        self.passed = [0] * self.size  # 1: found that all ranks reached the step, -1: found that some did not
+        self.passed = [0] * self.size  # 1: found that all ranks reached the barrier, -1: found that some did not
         self.seen = [None] * len(counts)  # the first of two values that an agent reads, between the reads
         self.queues = {(g, h): () for g in range(len(counts)) for h in range(len(counts)) if g != h}
         self.faults_left, self.deaths_left, self.dead = faults, deaths, ()
@@ -120,9 +120,12 @@ class World:
     def get_state(self):
         return (
             tuple(m.get_state() for m in self.memories),
-            tuple((r.command_number, r._step) for r in self.ranks),
-            tuple((g._pending_command_number, g._started_step, g.active_connection.generation) for g in self.watchdogs),
-            tuple((tuple(t.steps), tuple(map(tuple, t.undecided)), t.last_failed) for t in self.tallies),
+            tuple((r.command_number, r._barrier_number) for r in self.ranks),
+            tuple(
+                (g._pending_command_number, g._started_barrier_number, g.active_connection.generation)
+                for g in self.watchdogs
+            ),
+            tuple((tuple(t.barrier_numbers), tuple(map(tuple, t.undecided)), t.last_failed) for t in self.tallies),
             tuple(self.pcs),
             tuple(self.inits),
             tuple(self.started),
@@ -138,13 +141,15 @@ class World:
         for memory, memory_state in zip(self.memories, memories, strict=True):
             memory.set_state(memory_state)
         for rank, rank_state in zip(self.ranks, ranks, strict=True):
-            rank.command_number, rank._step = rank_state
+            rank.command_number, rank._barrier_number = rank_state
         for watchdog, watchdog_state in zip(self.watchdogs, watchdogs, strict=True):
-            watchdog._pending_command_number, watchdog._started_step, watchdog.active_connection.generation = (
-                watchdog_state
-            )
-        for tally, (steps, failures, tally.last_failed) in zip(self.tallies, tallies, strict=True):
-            tally.steps, tally.undecided = list(steps), [deque(queue) for queue in failures]
+            (
+                watchdog._pending_command_number,
+                watchdog._started_barrier_number,
+                watchdog.active_connection.generation,
+            ) = watchdog_state
+        for tally, (barrier_numbers, failures, tally.last_failed) in zip(self.tallies, tallies, strict=True):
+            tally.barrier_numbers, tally.undecided = list(barrier_numbers), [deque(queue) for queue in failures]
         self.pcs, self.inits, self.started = list(pcs), list(inits), list(started)
         self.passed, self.seen = list(passed), list(seen)
         self.queues = dict(zip(self.queues, queues, strict=True))
@@ -192,7 +197,7 @@ class World:
             if pc == WRITE_ID:
                 rank.arrive()
             elif pc == READ_ID:
-                rank._wait_for_step(rank._step)
+                rank._wait_for_barrier(rank._barrier_number)
             elif pc == ENTER:
                 self.inits[r] = 1
             elif pc == INIT:
@@ -203,14 +208,14 @@ class World:
             elif pc == START:
                 if not watchdog.active_connection.generation:  # aborted in the meantime
                     raise ArithmeticError
-                watchdog._pending_command_number, watchdog._started_step = FIRST, math.inf
+                watchdog._pending_command_number, watchdog._started_barrier_number = FIRST, math.inf
                 self.started[r] = 1
             elif pc == ARRIVE:
-                watchdog._started_step = rank.next_step
+                watchdog._started_barrier_number = rank.next_barrier_number
                 rank.arrive()
             elif pc == WAIT:
                 if self.waits:
-                    rank._wait_for_step(rank._step)
+                    rank._wait_for_barrier(rank._barrier_number)
                     self.passed[r] = 1
                 self.pcs[r] = DONE - 1
             elif pc in (FAILED, ABORTED):
@@ -240,13 +245,13 @@ class World:
             self.ranks[r].control.words[ControlMemory.FAILED] = FIRST
 
     def end_first(self, r):
-        """End the failed first command on a rank: record the last common step, or read whether all reached it."""
+        """End the failed first command on a rank: record the last common barrier, or read whether all reached it."""
         rank = self.ranks[r]
         if self.pcs[r] == FAILED:
-            rank.fail_command()  # on one host, records the last common step
+            rank.fail_command()  # on one host, records the last common barrier
         elif self.waits:  # as `CollectiveWatchdog.wait_until_started`: continue if all ranks have arrived
-            has_arrived = self.watchdogs[r]._started_step == rank._step
-            self.passed[r] = 1 if has_arrived and rank.wait_and_check_reached(rank._step) else -1
+            has_arrived = self.watchdogs[r]._started_barrier_number == rank._barrier_number
+            self.passed[r] = 1 if has_arrived and rank.wait_and_check_reached(rank._barrier_number) else -1
         self.pcs[r] = DONE - 1
 
     def begin_second(self, r):
@@ -267,7 +272,7 @@ class World:
             raise Blocked
         else:
             rank.begin_command(SECOND)
-        rank.arrive()  # publishes its connection; steps of the first command are over
+        rank.arrive()  # publishes its connection; barriers of the first command are over
 
     def has_first_command_failed(self):
         return self.memories[0].words[ControlMemory.FAILED] == FIRST
@@ -293,31 +298,35 @@ class World:
         def failed():
             return memory.words[ControlMemory.FAILED]
 
-        def step():
+        def barrier_number():
             return min(memory.arrived[local_ranks.start : local_ranks.stop])
 
-        first, second = (failed, step) if self.reads_failed_first else (step, failed)
+        first, second = (failed, barrier_number) if self.reads_failed_first else (barrier_number, failed)
         if self.seen[h] is None:
             first_value = first()
-            is_old = self.is_unchanged(h, failed(), step())
+            is_old = self.is_unchanged(h, failed(), barrier_number())
             if is_old and not self.early:
                 raise Blocked
             self.seen[h] = first_value
             self.is_idle = is_old
             return
-        self.is_idle = self.is_unchanged(h, failed(), step())
+        self.is_idle = self.is_unchanged(h, failed(), barrier_number())
         pair = (self.seen[h], second()) if self.reads_failed_first else (second(), self.seen[h])
         self.seen[h] = None
-        sends_step, sends_failed = self.tallies[h].record_own_state(*pair)
+        sends_barrier, sends_failed = self.tallies[h].record_own_state(*pair)
         for other in range(len(self.hosts)):
             if other != h:
-                more = ((("step", pair[1]),) if sends_step else ()) + ((("failed", pair[0]),) if sends_failed else ())
+                more = ((("barrier", pair[1]),) if sends_barrier else ()) + (
+                    (("failed", pair[0]),) if sends_failed else ()
+                )
                 self.queues[h, other] += more
         self.record_decisions(h)
 
-    def is_unchanged(self, h, failed, step):
+    def is_unchanged(self, h, failed, barrier_number):
         tally = self.tallies[h]
-        return failed <= tally.last_failed and (step <= tally.steps[h] or step >> STEP_BITS <= tally.last_failed)
+        return failed <= tally.last_failed and (
+            barrier_number <= tally.barrier_numbers[h] or barrier_number >> BARRIER_BITS <= tally.last_failed
+        )
 
     def deliver(self, pair):
         """Let an agent receive the next message of another."""
@@ -327,8 +336,8 @@ class World:
         (kind, number), *rest = self.queues[pair]
         self.queues[pair] = tuple(rest)
         memory, tally = self.memories[h], self.tallies[h]
-        if kind == "step":
-            tally.receive_step(source, number)
+        if kind == "barrier":
+            tally.receive_barrier(source, number)
             for r in self.hosts[source]:
                 memory.arrived[r] = number
         else:
@@ -337,8 +346,8 @@ class World:
             self.record_decisions(h)
 
     def record_decisions(self, h):
-        for number, step in self.tallies[h].pop_decided():
-            record_common_step(self.memories[h].words, number, step)
+        for number, barrier_number in self.tallies[h].pop_decided():
+            record_last_common_barrier(self.memories[h].words, number, barrier_number)
 
     # -- invariants --------------------------------------------------------------------------------------------
 
@@ -354,7 +363,7 @@ class World:
         assert set(self.pcs) == {FINISHED}, "a rank never ends"
         for memory in self.memories:
             assert (memory.words[ControlMemory.FAILED] == FIRST) == failed, "a host was not informed of the failure"
-        assert not {1, -1} <= set(self.passed), "some ranks pass the step, and others abort"
+        assert not {1, -1} <= set(self.passed), "some ranks pass the barrier, and others abort"
         if any(self.inits) and not all(self.inits):
             assert failed and not any(generations), "a rank alone in NCCL's init was not informed"
         if not failed:
@@ -421,7 +430,7 @@ def test_model_all_ranks_decide_equally_in_any_order(counts, faults, waits):
 @pytest.mark.parametrize("waits", [True, False])
 def test_model_finds_ranks_that_decide_alone(monkeypatch, waits):
     def fail(self):
-        record_common_step(self.control.words, FIRST, min(self.control.arrived))
+        record_last_common_barrier(self.control.words, FIRST, min(self.control.arrived))
 
     monkeypatch.setattr(Rank, "fail_command", fail)
     with pytest.raises(AssertionError, match="neither ends nor is aborted"):
@@ -438,12 +447,12 @@ def test_model_finds_a_read_before_the_failure_is_written(monkeypatch):
     def fail(self):
         words = self.control.words
         words[ControlMemory.FAILED] = FIRST
-        record_common_step(words, FIRST, words[ControlMemory.MESSAGE_NBYTES])
+        record_last_common_barrier(words, FIRST, words[ControlMemory.MESSAGE_NBYTES])
 
     original = World.abort_first
     monkeypatch.setattr(World, "abort_first", abort_first)
     monkeypatch.setattr(Rank, "fail_command", fail)
-    with pytest.raises(AssertionError, match="some ranks pass the step, and others abort"):
+    with pytest.raises(AssertionError, match="some ranks pass the barrier, and others abort"):
         explore(World((3,)))
 
 
@@ -463,41 +472,45 @@ def test_model_agent_may_poll_early():
 @pytest.mark.slow
 def test_model_finds_an_agent_that_reads_in_the_wrong_order():
     # A rank that arrives between the two reads continues, while its host decides that not all had arrived.
-    with pytest.raises(AssertionError, match="some ranks pass the step, and others abort"):
-        explore(World((2, 1), agents_read_first="step", early=True))
+    with pytest.raises(AssertionError, match="some ranks pass the barrier, and others abort"):
+        explore(World((2, 1), agents_read_first="barrier", early=True))
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_model_finds_a_host_that_decides_too_early(monkeypatch, waits):
     def pop_decided(self):
         failures = [queue.popleft() for queue in self.undecided if queue]
-        return [(command, min(self.steps)) for command, _ in failures]
+        return [(command, min(self.barrier_numbers)) for command, _ in failures]
 
-    monkeypatch.setattr(StepTally, "pop_decided", pop_decided)
+    monkeypatch.setattr(BarrierTally, "pop_decided", pop_decided)
     with pytest.raises(AssertionError, match="neither ends nor is aborted"):
         explore(World((1, 1), waits))
 
 
 def test_model_finds_a_host_that_forwards_no_failures(monkeypatch):
-    def update(self, failed, step):
-        return original(self, failed, step)[0], False
+    def update(self, failed, barrier_number):
+        return original(self, failed, barrier_number)[0], False
 
-    original = StepTally.record_own_state
-    monkeypatch.setattr(StepTally, "record_own_state", update)
+    original = BarrierTally.record_own_state
+    monkeypatch.setattr(BarrierTally, "record_own_state", update)
     with pytest.raises(AssertionError, match="never ends"):
         explore(World((1, 1)))
 
 
 def test_agent_counts_steps_of_other_hosts():
     """The model receives messages by its own method; this test calls that of the agent."""
-    step = (FIRST << STEP_BITS) + 2
+    barrier_number = (FIRST << BARRIER_BITS) + 2
     agent = object.__new__(Agent)
-    agent._control, agent._tally, agent._ranks_by_host = Memory(range(1), 2), StepTally(2, 0), [range(1), range(1, 2)]
-    agent._on_step(1, step, [])
-    agent._tally.record_own_state(0, step)
-    agent._tally.record_own_state(FIRST, step)
+    agent._control, agent._tally, agent._ranks_by_host = (
+        Memory(range(1), 2),
+        BarrierTally(2, 0),
+        [range(1), range(1, 2)],
+    )
+    agent._on_barrier(1, barrier_number, [])
+    agent._tally.record_own_state(0, barrier_number)
+    agent._tally.record_own_state(FIRST, barrier_number)
     agent._on_failed(1, FIRST)
-    assert read_common_step(agent._control.words, FIRST) == step
+    assert read_last_common_barrier(agent._control.words, FIRST) == barrier_number
 
 
 if __name__ == "__main__":  # takes minutes

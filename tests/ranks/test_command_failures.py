@@ -1,4 +1,4 @@
-"""Failed commands: exceptions, exits, deaths, time limits, and the last common step of all ranks."""
+"""Failed commands: exceptions, exits, deaths, time limits, and the last common barrier of all ranks."""
 
 import linecache
 import os
@@ -279,12 +279,12 @@ class FailAtBarrier(Command):
         self.all_arrive = all_arrive
 
     def run(self, rank):
-        step = rank.next_step
+        barrier_number = rank.next_barrier_number
         if rank.number == 2 and not self.all_arrive:
             time.sleep(0.2)
 
         def raise_if_due():
-            if not self.all_arrive or min(rank.control.arrived) >= step:
+            if not self.all_arrive or min(rank.control.arrived) >= barrier_number:
                 raise BarrierError
 
         try:
@@ -292,7 +292,7 @@ class FailAtBarrier(Command):
             if rank.is_master:
                 raise_if_due()
         except Cancelled:
-            rank.objects["found"] = rank.wait_and_check_reached(step)
+            rank.objects["found"] = rank.wait_and_check_reached(barrier_number)
             raise
         except BarrierError:
             rank.objects["found"] = self.all_arrive
@@ -323,26 +323,26 @@ def test_failed_command_is_agreed_by_all_ranks(all_arrive):
 
 
 class DieInBetween(Command):
-    """Command in which the worker marks the command as failed, and dies before it records the last common step."""
+    """Command in which the worker marks the command as failed, and dies before it records the last common barrier."""
 
     def run(self, rank):
-        step = rank.next_step
+        barrier_number = rank.next_barrier_number
         if not rank.is_master:
             rank.control.decision_lock.acquire = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError
         try:
             rank.barrier()
         except Cancelled:
-            rank.wait_and_check_reached(step)
+            rank.wait_and_check_reached(barrier_number)
             raise
 
 
-def test_death_before_the_common_step_is_recorded(two):
+def test_death_before_the_common_barrier_is_recorded(two):
     with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL"):
         two.run(DieInBetween())
 
 
-def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
+def test_ranks_that_fail_together_record_one_common_barrier(monkeypatch):
     control = ControlMemory(3, 0.0)
     first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     fence, failing = control.fence, [second]
@@ -354,27 +354,27 @@ def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
 
     for rank in (first, second, third):
         rank.begin_command(1)
-    step = first.next_step
+    barrier_number = first.next_barrier_number
     for rank in (first, second, third):
         rank.arrive()
-    third.wait(lambda: min(control.arrived) >= step)  # all ranks have arrived, and none has failed
+    third.wait(lambda: min(control.arrived) >= barrier_number)  # all ranks have arrived, and none has failed
     monkeypatch.setattr(control, "fence", meanwhile)
     first.fail_command()
     assert not failing
-    assert [rank.wait_and_check_reached(step) for rank in (first, second, third)] == [True] * 3
+    assert [rank.wait_and_check_reached(barrier_number) for rank in (first, second, third)] == [True] * 3
 
 
 @pytest.mark.parametrize("all_arrive", [False, True])
-def test_ranks_that_fail_in_turn_record_one_common_step(all_arrive):
+def test_ranks_that_fail_in_turn_record_one_common_barrier(all_arrive):
     control = ControlMemory(3, 0.0)
     first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     for rank in (first, second, third):
         rank.begin_command(1)
-    step = first.next_step
+    barrier_number = first.next_barrier_number
     for rank in (first, second, third) if all_arrive else (first, second):
         rank.arrive()
     first.fail_command()
     if not all_arrive:
         third.arrive()  # it may not be cancelled yet
     second.fail_command()
-    assert [rank.wait_and_check_reached(step) for rank in (first, second, third)] == [all_arrive] * 3
+    assert [rank.wait_and_check_reached(barrier_number) for rank in (first, second, third)] == [all_arrive] * 3

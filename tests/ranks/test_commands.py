@@ -19,7 +19,7 @@ from synkhronos.ranks.rank import _MAX_CACHED_PICKLES
 
 @dataclass(frozen=True)
 class MixedSteps(Command):
-    """Command with steps of all kinds, which would show a slot that is reused too early."""
+    """Command with barriers of all kinds, which would show a slot that is reused too early."""
 
     def run(self, rank):
         for i in range(30):
@@ -50,7 +50,7 @@ def test_all_gather_accepts_values_of_any_length(session):
     assert session.run(GatherMessages((0, 1, SLOT_NBYTES // 2, SLOT_NBYTES, 3 * SLOT_NBYTES))) == session.size
 
 
-def test_command_may_mix_steps(session):
+def test_command_may_mix_barriers(session):
     for _ in range(5):
         session.run(MixedSteps())
 
@@ -114,7 +114,7 @@ class WaitForWorkers(Command):
 
 
 @pytest.mark.parametrize("by", ["a handler", "another thread"])
-@pytest.mark.parametrize("awaited", ["a step", "their end", "a command that was interrupted"])
+@pytest.mark.parametrize("awaited", ["a barrier", "their end", "a command that was interrupted"])
 @pytest.mark.slow
 def test_close_ends_a_waiting_call(two, monkeypatch, awaited, by):
     for module in (ranks.session, ranks.process_group):
@@ -131,7 +131,7 @@ def test_close_ends_a_waiting_call(two, monkeypatch, awaited, by):
         threading.Timer(0.2, ranks.close).start()
     with time_limit(), pytest.raises(RuntimeError, match="the ranks were closed: call synkhronos.fork"), two.call_lock:
         two.wait_until_idle()
-        two.run(WaitForWorkers(awaited == "a step"))
+        two.run(WaitForWorkers(awaited == "a barrier"))
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
 

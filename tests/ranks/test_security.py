@@ -194,7 +194,7 @@ def test_unpickling_happens_only_in_known_places():
         ("ranks/command.py", "loads"),  # long commands, from a segment that the master filled
         ("programs/run.py", "Unpickler"),  # the program of a task, from its command
         ("programs/run.py", "load"),
-        ("collectives/commands.py", "loads"),  # results of tasks and records of ranks, through the host's communicator
+        ("collectives/commands.py", "loads"),  # results of tasks and records of ranks, through NumPy's communicator
         ("collectives/commands.py", "load"),  # a device's method, which copies rows
         ("programs/worker.py", "loads"),  # objects of ranks, from the slots
     }

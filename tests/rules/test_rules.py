@@ -475,7 +475,7 @@ def test_rule_repr_makes_an_equal_rule():
 def test_unflatten_moves_variables_to_the_device(n_ranks):
     # Theano-MPI's classes create vels2 from NumPy arrays; on a GPU each step would write them through host memory.
     vector, values = FlatVariables(shareds := make_variables()), np.arange(float(D))
-    vector.set(ARRAYS.from_host(values))
+    vector.set(ARRAYS.from_numpy(values))
     assert all(ARRAYS.owns(variable.container.storage[0]) for variable in shareds)
     np.testing.assert_array_equal(vector.get_on_host(), values)
     vector.set(values[::-1].copy())  # values from the host do not move the variables

@@ -91,7 +91,7 @@ class FailInAllReduce(Command):
     def run(self, rank):
         communicator = rank.device.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
-        array = rank.device.from_host(np.ones(1 << 20, "float32"))
+        array = rank.device.from_numpy(np.ones(1 << 20, "float32"))
         if rank.number == self.failing_rank and not self.is_late:
             time.sleep(0.1)  # the other ranks have started it
             FAULTS[self.action]()
@@ -123,18 +123,18 @@ class AllReduceRows(Command):
         device = rank.device
         communicator = device.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
-        rows = device.to_host(device.load(rank, self.rows, None))
-        array = device.from_host(rows * (rank.number + 1))
+        rows = device.to_numpy(device.load(rank, self.rows, None))
+        array = device.from_numpy(rows * (rank.number + 1))
         communicator.all_reduce(array, self.op)
         communicator.wait_until_started()
-        result = device.to_host(array)
+        result = device.to_numpy(array)
         return rank.all_gather((float(result[1]), float(result[-1])))
 
 
 def run_in_groups(worker):
     """Run collectives in a group, and send between two ranks; return digests of the results."""
     device, n = worker._rank.device, worker.size
-    array = device.from_host(np.random.default_rng(worker.number).integers(-9, 9, 50_000).astype("float32"))
+    array = device.from_numpy(np.random.default_rng(worker.number).integers(-9, 9, 50_000).astype("float32"))
     results = []
     for members in ([0, n - 1], [n - 1, *range(n - 1)]):
         if worker.number in members:
@@ -158,11 +158,11 @@ def compute_digest(*arrays):
 
 def exchange_arrays(worker):
     """Exchange an array on the GPU with the other rank, and all-reduce it; return an element of each result."""
-    array = ARRAYS.from_host(np.arange(30_000, dtype="float32") + worker.number)
+    array = ARRAYS.from_numpy(np.arange(30_000, dtype="float32") + worker.number)
     if worker.number == 0:
         worker.send(array, 1)
     received = worker.receive(1 - worker.number)
     if worker.number == 1:
         worker.send(array, 0)
     total = worker.group([0, 1]).all_reduce(array, "sum")
-    return [float(ARRAYS.to_host(array)[7]) for array in (array, received, total) if ARRAYS.owns(array)]
+    return [float(ARRAYS.to_numpy(array)[7]) for array in (array, received, total) if ARRAYS.owns(array)]

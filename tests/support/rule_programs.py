@@ -34,7 +34,7 @@ def make_state(w, v, shared, on_device):
     if on_device:  # as functions in JAX mode do
         for variable in (*w, *v):
             get_library(variable).store_value(
-                variable, JAX.from_host(np.asarray(get_library(variable).borrow_value(variable)))
+                variable, JAX.from_numpy(np.asarray(get_library(variable).borrow_value(variable)))
             )
     return State(w, v, shared)
 

@@ -105,7 +105,7 @@ class Multiply(Command):
             return program.run(compute, self.settings)[0]
 
     def _prepare_event(self, rank):
-        kind = program_reducer.GpuReducer if rank.device.needs_gpu else program_reducer.HostReducer
+        kind = program_reducer.GpuReducer if rank.device.needs_gpu else program_reducer.SharedMemoryReducer
 
         def finish(reducer, spans, is_valid, stream, original=kind.finish):
             original(reducer, spans, is_valid, stream)

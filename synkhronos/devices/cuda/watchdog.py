@@ -69,8 +69,8 @@ class CollectiveWatchdog(PendingOperation):
         """Record that nothing is pending."""
         #: Command that has started the pending collectives; 0 without pending ones.
         self._pending_command_number = 0
-        #: Step at which all ranks have started them; infinity until this rank arrives at that step.
-        self._started_step: float = 0
+        #: Number of the barrier at which all ranks have started them; infinity until this rank arrives at it.
+        self._started_barrier_number: float = 0
 
     def abort(self, connection: NcclConnection | None = None) -> None:
         """Abort a connection, by default the active one."""
@@ -84,7 +84,7 @@ class CollectiveWatchdog(PendingOperation):
         """Record that a connection launches work on the stream now, and start the thread at the first call."""
         self.active_connection = connection
         self._pending_command_number = self._rank.command_number
-        self._started_step = math.inf
+        self._started_barrier_number = math.inf
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch_peers, daemon=True)
             self._thread.start()
@@ -105,13 +105,13 @@ class CollectiveWatchdog(PendingOperation):
 
         ``check`` is polled meanwhile, and may raise.
         """
-        if self._started_step == math.inf:
-            step = self._started_step = self._rank.next_step
+        if self._started_barrier_number == math.inf:
+            barrier_number = self._started_barrier_number = self._rank.next_barrier_number
             try:
                 self._rank.barrier(check)
             except Cancelled:
                 # If all ranks had arrived before the failure, the collectives complete.
-                if not self._rank.wait_and_check_reached(step):
+                if not self._rank.wait_and_check_reached(barrier_number):
                     raise
 
     def notify_started(self) -> None:
@@ -120,8 +120,8 @@ class CollectiveWatchdog(PendingOperation):
         It is sufficient in place of `wait_until_started` at the end of a command: the master waits for the end of all
         ranks.
         """
-        if self._started_step == math.inf:
-            self._started_step = self._rank.next_step
+        if self._started_barrier_number == math.inf:
+            self._started_barrier_number = self._rank.next_barrier_number
             self._rank.arrive()
 
     # -- PendingOperation ------------------------------------------------------------------------------------
@@ -139,9 +139,9 @@ class CollectiveWatchdog(PendingOperation):
 
     def _abort_unless_started_by_all(self, command_number: int) -> None:
         if self._pending_command_number == command_number:
-            # Read in this order: first the last common step, then this rank's step.
-            step = self._rank.read_common_step(command_number)
-            if step is not None and step < self._started_step:
+            # Read in this order: first the last common barrier, then the barrier at which this rank's were started.
+            barrier_number = self._rank.read_last_common_barrier(command_number)
+            if barrier_number is not None and barrier_number < self._started_barrier_number:
                 self.abort()
 
     def is_stream_idle(self) -> bool:

@@ -166,11 +166,11 @@ class JaxDevice(CudaDevice):
 
     # -- host memory -----------------------------------------------------------------------------------------
 
-    def to_host(self, value: Any) -> np.ndarray:
+    def to_numpy(self, value: Any) -> np.ndarray:
         """Convert an array to NumPy, after it has been computed."""
         return np.asarray(value)
 
-    def from_host(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> Any:
         """Copy a NumPy array into a new JAX array."""
         # A copy, since JAX on the CPU may alias the argument's memory.  The wait is for the GPU, where the transfer has
         # a stream of its own, with which NCCL's work is not ordered.
@@ -181,14 +181,14 @@ class JaxDevice(CudaDevice):
         logs = {id(value.log): value.log for value in values if isinstance(value, LogEntry)}
         arrays = [[value] if self.owns(value) else [] for value in values]
         arrays += [log.get_arrays_to_copy() for log in logs.values()]
-        copies = iter(self._copy_to_host([array for unread in arrays for array in unread]))
+        copies = iter(self._copy_to_numpy([array for unread in arrays for array in unread]))
         fetched = [next(copies) if unread else value for value, unread in zip(values, arrays, strict=False)]
         for log, unread in zip(logs.values(), arrays[len(values) :], strict=True):
             if unread:
                 log.store_copies([next(copies) for _ in unread])
         return [value.read() if isinstance(value, LogEntry) else value for value in fetched]
 
-    def _copy_to_host(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+    def _copy_to_numpy(self, arrays: Sequence[Any]) -> list[np.ndarray]:
         if arrays and self.is_on_gpu and self.stream is not None:
             # JAX's own copy of a scalar takes ten times as long.
             copies = self.staging.fetch(arrays)
@@ -197,7 +197,7 @@ class JaxDevice(CudaDevice):
                 return copies
         for array in arrays:
             array.copy_to_host_async()
-        return [self.to_host(array) for array in arrays]
+        return [self.to_numpy(array) for array in arrays]
 
 
 DEVICE = JaxDevice()

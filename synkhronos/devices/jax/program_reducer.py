@@ -6,7 +6,7 @@ get the same bits, so that their loops have the same lengths.  An `FfiAllReduce`
     XLA program     local sum ──> foreign function ──> sum over all ranks ──> next evaluation
                                         |
     on GPUs                       `GpuReducer`: NCCL on XLA's stream; Python does not wait
-    on the CPU                    `HostReducer`: through shared memory, in rank order
+    on the CPU                    `SharedMemoryReducer`: through shared memory, in rank order
 
 An error, or an interrupt in the master, ends the launch: the reducer raises it within the foreign function.
 """
@@ -27,7 +27,7 @@ import numpy as np
 from synkhronos.devices.cuda.nccl import BufferSpan
 from synkhronos.devices.jax.ffi_all_reduce import Reducer
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control_memory import AWAITS_STEP, SCRATCH_NBYTES
+from synkhronos.ranks.control_memory import AWAITS_BARRIER, SCRATCH_NBYTES
 
 #: Number of bytes of the header in front of the data in half of a scratch area, and the positions of its words: number
 #: of the exchange of the data; number of sums that the rank has begun; number of all its sums plus 1, 0 while its
@@ -111,15 +111,15 @@ class ProgramReducer(Reducer):
                 raise RuntimeError(DIVERGED_MESSAGE)
 
         self._headers[0][self._local_index][_N_FINAL] = self.n_sums + 1
-        self._rank.control.wake_local_ranks(AWAITS_STEP)
+        self._rank.control.wake_local_ranks(AWAITS_BARRIER)
         self._rank.wait(lambda: all(header[_N_FINAL] for header in self._headers[0]), check)
 
 
-class HostReducer(ProgramReducer):
+class SharedMemoryReducer(ProgramReducer):
     """Sums of arrays in host memory, through the scratch areas of shared memory, between ranks of one host.
 
-    Exchanges do not use the steps of a command, whose number is limited.  A rank writes its array, and then the number
-    of the exchange, into its own scratch half.  Then it waits until the halves of all ranks have the same number.
+    Exchanges do not use the barriers of a command, whose count is limited.  A rank writes its array, and then the
+    number of the exchange, into its own scratch half.  Then it waits until all ranks' halves have the same number.
 
     Invariant: a half is written again two exchanges later.  A rank takes part in the exchange in between only after it
     has read the half.
@@ -151,7 +151,7 @@ class HostReducer(ProgramReducer):
             inputs = [data[: chunk.nbytes].view(chunk.dtype) for data in self._data[half]]
             inputs[rank.number][:] = chunk
             headers[rank.number][_EXCHANGE_NUMBER] = number
-            rank.control.wake_local_ranks(AWAITS_STEP)
+            rank.control.wake_local_ranks(AWAITS_BARRIER)
             rank.wait(partial(_have_all_written, headers, number))
             result = target[offset : offset + n_items]
             np.add(inputs[0], inputs[1], out=result)

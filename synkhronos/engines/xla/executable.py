@@ -82,7 +82,7 @@ class Executable(Runner):
         self._donated = _remove_duplicates([storage for function in functions for storage in function.donated])
         self._copy = jnp.copy
         #: Inputs whose values determine the lengths of arrays.
-        self.host_inputs = frozenset(
+        self.numpy_inputs = frozenset(
             position
             for function in functions[:1]
             if function.length_graph is not None
@@ -191,7 +191,7 @@ class Executable(Runner):
         """Launch the program; return its outputs, which may not be computed yet."""
         for storage in self._storages:
             if type(storage[0]) is np.ndarray:
-                storage[0] = JAX.from_host(storage[0])
+                storage[0] = JAX.from_numpy(storage[0])
         for storage in self._donated:
             if has_other_references(storage):
                 with defer_signals():  # as in ScalarLog.__init__
@@ -248,7 +248,7 @@ class Executable(Runner):
         if self._has_lengths:
             (function,) = self._functions
             # Copied, as the user may overwrite an input before the launch has been computed.
-            inputs = [np.array(v) if i in self.host_inputs else v for i, v in enumerate(inputs)]
+            inputs = [np.array(v) if i in self.numpy_inputs else v for i, v in enumerate(inputs)]
             lengths = [function.compute_lengths(inputs)]
         return [*lengths, *inputs, *[storage[0] for storage in (*self._storages, *logs)]]
 

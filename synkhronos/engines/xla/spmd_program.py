@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import HOST, JAX
+from synkhronos.devices import JAX, NUMPY
 from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
 from synkhronos.devices.jax.program_reducer import (
     DIVERGED_MESSAGE,
     GpuReducer,
-    HostReducer,
     InterruptDetector,
     ProgramReducer,
+    SharedMemoryReducer,
 )
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.patching import replace_attribute, set_environment
@@ -68,7 +68,7 @@ class SpmdProgram:
             detector.watch(),
             set_environment(NPROC=str(rank.thread_limit.n_threads)),  # XLA's threads, if it is started here
             _use_jax_settings(settings),
-            contextlib.nullcontext() if rank.size == 1 or rank.device is HOST else _compile_without_autotuning(),
+            contextlib.nullcontext() if rank.size == 1 or rank.device is NUMPY else _compile_without_autotuning(),
             contextlib.nullcontext() if rank.is_master else _discard_output(),
         ):
             reducer = _make_reducer(rank, detector)
@@ -143,12 +143,12 @@ def map_sequentially(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_reducer(rank: Rank, detector: InterruptDetector) -> ProgramReducer:
-    if rank.device is HOST:
+    if rank.device is NUMPY:
         if rank.spans_hosts:
             raise NotImplementedError(
                 "XLA's programs run on CPU ranks of one host, and these are on several: call fork() without hosts"
             )
-        return HostReducer(rank, detector)
+        return SharedMemoryReducer(rank, detector)
     if not JAX.can_reduce_in_launch(np.dtype(np.float64)):
         raise NotImplementedError("this JAX does not call foreign functions in the thread that launches")
     communicator = JAX.get_communicator(rank)

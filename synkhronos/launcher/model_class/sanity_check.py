@@ -104,5 +104,5 @@ def find_ranks_with_equal_steps(step_hashes_by_rank: Sequence[list[str] | None])
 def hash_values(vector: FlatVariables) -> str:
     """Return a hash of the vector's elements."""
     value = vector.get()
-    array = np.ascontiguousarray(get_array_device(value).to_host(value))
+    array = np.ascontiguousarray(get_array_device(value).to_numpy(value))
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=16).hexdigest()

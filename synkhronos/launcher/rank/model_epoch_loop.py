@@ -280,7 +280,7 @@ class ModelEpochLoop(EpochLoop):
             params = self.model.params
             if isinstance(self.model, Model) and self.model.ema_params is not None and self.model.validate_ema:
                 params = [*self.model.ema_params, *self.model.averages]
-            values = [get_array_device(v).to_host(v) for v in (get_library(p).borrow_value(p) for p in params)]
+            values = [get_array_device(v).to_numpy(v) for v in (get_library(p).borrow_value(p) for p in params)]
             np.savez(self.state.folder / name, *values)
 
     def _save_best(self) -> None:

@@ -72,7 +72,7 @@ class VariablesByRole:
 
     def read_others(self) -> list[np.ndarray]:
         """Return copies of this process's values of the other variables."""
-        return [np.array(get_array_device(value).to_host(value)) for value in map(_borrow_value, self.others)]
+        return [np.array(get_array_device(value).to_numpy(value)) for value in map(_borrow_value, self.others)]
 
     def read_values(self, exchanged_vector: np.ndarray | None = None) -> dict[str, Any]:
         """Return copies of this process's values by role, without generators.
@@ -96,7 +96,7 @@ class VariablesByRole:
             FlatVariables(self.optimizer).set(values["optimizer"])
         for shared, value in zip(self.others, values["others"], strict=True):
             device = get_array_device(_borrow_value(shared))
-            get_library(shared).store_value(shared, device.from_host(np.array(value)))
+            get_library(shared).store_value(shared, device.from_numpy(np.array(value)))
 
 
 def _borrow_value(shared: Any) -> Any:

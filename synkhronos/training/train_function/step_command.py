@@ -191,7 +191,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             return take_step(gradient.run), []
         runner = gradient.compiled.runner
         return gradient.run(
-            _StepRunner(lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.host_inputs)
+            _StepRunner(lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.numpy_inputs)
         ), []
 
     # -- StepAllReduce ---------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             return
         shared = rank.get_object(key)
         library = get_library(shared)
-        library.store_value(shared, get_array_device(library.borrow_value(shared)).from_host(np.asarray(rank.number)))
+        library.store_value(shared, get_array_device(library.borrow_value(shared)).from_numpy(np.asarray(rank.number)))
         numbered.add(key)
 
     def _prepare_copies(self, rank: Rank) -> tuple[VariableCopy, VariableCopy]:
@@ -256,9 +256,9 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 class _StepRunner(Runner):
     """Calls a function once for each step, with the step's rows of the inputs."""
 
-    def __init__(self, function: Callable[..., Any], n_repeats: int, host_inputs: frozenset[int]):
+    def __init__(self, function: Callable[..., Any], n_repeats: int, numpy_inputs: frozenset[int]):
         super().__init__(function)
-        self.n_repeats, self.host_inputs = n_repeats, host_inputs
+        self.n_repeats, self.numpy_inputs = n_repeats, numpy_inputs
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Return the outputs of all steps, ordered as by every `Runner` of several computations."""

@@ -27,7 +27,7 @@ from synkhronos.checks import check_list
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetLayouts
-from synkhronos.devices import HOST
+from synkhronos.devices import NUMPY
 from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graph_libraries import SharedVariable, Variable, get_library
@@ -335,7 +335,7 @@ class TrainFunction:
         if not longest:
             return 1  # no step can share a launch; the data may not even have shapes
         engine, max_repeats = get_dispatcher(self.gradient).computation.engine, _MAX_SHARDED_STEPS
-        if self._sharding is not None and engine.device is not HOST:
+        if self._sharding is not None and engine.device is not NUMPY:
             return 1  # slicing the rows of a step out of an array on a GPU takes longer than a command
         if self._sharding is None:
             max_repeats = engine.get_max_repeats(np.dtype(self.grad_shared.type.dtype))

@@ -24,7 +24,7 @@ from system import list_children
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives import commands
-from synkhronos.devices.host_communicator import HostCommunicator
+from synkhronos.devices.shared_memory_communicator import SharedMemoryCommunicator
 from synkhronos.ranks import Command
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.segments import Segment
@@ -246,19 +246,19 @@ def plan_action(point: str, action: str, fault_ranks: Any, skip: int = 0) -> Non
 
 def insert_points() -> None:
     """Insert points into the library: where collectives look up variables, and before each further chunk."""
-    real_get_object, real_halves = ranks.Rank.get_object, HostCommunicator._switch_scratch_halves
+    real_get_object, real_halves = ranks.Rank.get_object, SharedMemoryCommunicator._switch_scratch_halves
 
     def get_object(self: ranks.Rank, key: Any) -> Any:
         if sys._getframe(1).f_globals is vars(commands):
             reach("object")
         return real_get_object(self, key)
 
-    def halves(self: HostCommunicator) -> Any:
+    def halves(self: SharedMemoryCommunicator) -> Any:
         reach("chunk")
         return real_halves(self)
 
     ranks.Rank.get_object = get_object
-    HostCommunicator._switch_scratch_halves = halves
+    SharedMemoryCommunicator._switch_scratch_halves = halves
 
 
 class Point(Op):

@@ -24,7 +24,7 @@ import numpy as np
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data.shared_memory import create_unpublished
-from synkhronos.devices import HOST
+from synkhronos.devices import NUMPY
 from synkhronos.hosts.pipes import Pipe
 from synkhronos.ranks import Command
 from synkhronos.ranks.segments import ArrayLocation
@@ -96,10 +96,10 @@ class FaultyCommand(Command):
                 AT_CHUNK = partial(block_or_raise, self.folder, rank.number, self.action)
             else:
                 block_or_raise(self.folder, rank.number, self.action)
-        if self.place == "step":
+        if self.place == "barrier":
             rank.all_gather(rank.number)
         array = np.full(LARGE, 1.0 + rank.number)
-        HOST.get_communicator(rank).all_reduce(array, "sum")
+        NUMPY.get_communicator(rank).all_reduce(array, "sum")
         rank.barrier()
         return bool((array == sum(range(1, rank.size + 1))).all())
 

@@ -77,10 +77,10 @@ class Island(Device):
     def owns(self, value):
         return isinstance(value, IslandArray)
 
-    def to_host(self, value):
+    def to_numpy(self, value):
         return value.items().copy()
 
-    def from_host(self, array):
+    def from_numpy(self, array):
         return IslandArray(np.array(array, order="C"))
 
     def store(self, rank, key, offset, value):

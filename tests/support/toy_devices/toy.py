@@ -1,9 +1,9 @@
-"""A device in one file: arrays on the host, in a class of their own that NumPy can't read."""
+"""A device in one file: arrays in host memory, in a class of their own that NumPy can't read."""
 
 import numpy as np
 
 from synkhronos.devices import Device
-from synkhronos.devices.host_communicator import HostCommunicator
+from synkhronos.devices.shared_memory_communicator import SharedMemoryCommunicator
 
 
 class WrappedArray:
@@ -22,10 +22,10 @@ class Toy(Device):
     def owns(self, value):
         return isinstance(value, WrappedArray)
 
-    def to_host(self, value):
+    def to_numpy(self, value):
         return value.inside
 
-    def from_host(self, array):
+    def from_numpy(self, array):
         return WrappedArray(np.array(array, order="C"))
 
     # Without these two, arrays would be combined through the host.
@@ -40,7 +40,7 @@ class Toy(Device):
         return WrappedArray(array.inside.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape))
 
 
-class CountingCommunicator(HostCommunicator):
+class CountingCommunicator(SharedMemoryCommunicator):
     """Reduces the wrapped NumPy arrays."""
 
     #: Number of arrays made; tests check that the device was used.

@@ -30,7 +30,7 @@ from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 _MAX_SMALL_NBYTES = 1 << 15
 
 
-class HostCommunicator(Communicator):
+class SharedMemoryCommunicator(Communicator):
     """Collectives over NumPy arrays, through shared memory."""
 
     def __init__(self, rank: Rank):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from synkhronos.devices import HOST, Device, read_environment_device
+from synkhronos.devices import NUMPY, Device, read_environment_device
 from synkhronos.engines.engine import Engine, Runner
 from synkhronos.graph_libraries import GraphLibrary
 
 
-class HostEngine(Engine):
+class NumpyEngine(Engine):
     """Launches functions that no other engine can run."""
 
     def can_run(self, library: GraphLibrary, mode: Any) -> bool:
@@ -22,13 +22,13 @@ class HostEngine(Engine):
 
     @property
     def device(self) -> Device:
-        """Host memory, or the device that SYNKHRONOS_DEVICE names."""
-        return read_environment_device() or HOST
+        """`NUMPY`, or the device that SYNKHRONOS_DEVICE names."""
+        return read_environment_device() or NUMPY
 
     def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
         """Wrap a compiled function, with copies to host memory and back for another device."""
         device = self.device
-        if device is HOST:
+        if device is NUMPY:
             return Runner(function)
         shareds = [shared for shared in function.get_shared() if library.is_array(shared)]
 
@@ -44,4 +44,4 @@ class HostEngine(Engine):
         return Runner(run)
 
 
-ENGINE = HostEngine()
+ENGINE = NumpyEngine()

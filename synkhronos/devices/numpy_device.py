@@ -14,10 +14,10 @@ from synkhronos.devices.selection import Buffers, Selection, take_rows
 from synkhronos.ranks import ArrayLocation, Rank
 
 
-class HostDevice(Device):
+class NumpyDevice(Device):
     """NumPy arrays in host memory."""
 
-    name = "host"
+    name = "numpy"
     must_move_shared_values = False
     has_arithmetic = True
 
@@ -25,11 +25,11 @@ class HostDevice(Device):
         """Whether a value is a NumPy array or scalar, or has ``__array__``, by which NumPy can read it."""
         return isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__")
 
-    def to_host(self, value: Any) -> np.ndarray:
+    def to_numpy(self, value: Any) -> np.ndarray:
         """Convert an array to NumPy, without a copy if possible."""
         return np.asarray(value)
 
-    def from_host(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> Any:
         """Return a copy of an array."""
         return np.array(array, order="C")
 
@@ -96,4 +96,4 @@ class HostDevice(Device):
         return values
 
 
-DEVICE = HostDevice()
+DEVICE = NumpyDevice()
