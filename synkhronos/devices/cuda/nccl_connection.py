@@ -9,8 +9,8 @@ States of a `NcclConnection` on one rank::
       └─────────────────┴───────────────────────┴──────────────────────────┘
          abort, by any thread: this rank or a peer has failed or exited; timeout; the watchdog; end
 
-The id is exchanged at a barrier of the command (in groups: by messages), so a rank that fails or exits before that barrier
-ends the attempt for all.  NCCL's init can't be interrupted, and returns only if all ranks call it.  It therefore runs
+The id is exchanged at a barrier of the command (in groups: by messages), so a rank that fails or exits before it ends
+the attempt for all.  NCCL's init can't be interrupted, and returns only if all ranks call it.  It therefore runs
 in a thread, while the main thread checks the peers, and abandons the thread if one of them fails.  If an abandoned init
 returns later, its thread aborts the communicator.  A rank whose init has returned before it notices a failure may have
 a generation that others lack, so each collective starts with a comparison of generations.
