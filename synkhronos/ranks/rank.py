@@ -315,7 +315,7 @@ class Rank:
         """Exchange digests at the next barrier, a collective operation; return True if all ranks pass the same one."""
         barrier_number = self._write_slot(digest)
         self.barrier()
-        slots = self._digest_slots[step & 1]
+        slots = self._digest_slots[barrier_number & 1]
         return slots.count(slots[self.number]) == self.size
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
