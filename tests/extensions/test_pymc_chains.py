@@ -383,7 +383,12 @@ def test_ranks_auto_raises_errors_of_the_measurement():
 
 @pytest.mark.parametrize(
     ("settings", "error"),
-    [({"ranks": 2}, ValueError), ({"chains": 0}, ValueError), ({"chains": "two"}, TypeError)],
+    [
+        ({"ranks": 2}, ValueError),
+        ({"chains": 0}, ValueError),
+        ({"chains": "two"}, TypeError),
+        ({"chains": 2}, ValueError),  # without ranks="auto" it would have no effect
+    ],
 )
 def test_concurrent_refuses_wrong_settings(settings, error):
     with pytest.raises(error, match=f"^{next(iter(settings))}: "):

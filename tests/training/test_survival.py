@@ -367,12 +367,12 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=lost)
     deaths = [unreachable, None]
 
-    def restore(left_out):
-        tried.append(list(left_out))
+    def restore(ranks_to_remove):
+        tried.append(list(ranks_to_remove))
         session.death = deaths.pop(0)
         if session.death is not None:
             raise RuntimeError
-        session.size -= len(left_out)
+        session.size -= len(ranks_to_remove)
 
     monkeypatch.setattr(recovery, "_session", session)
     monkeypatch.setattr(recovery, "has_copy", True)
@@ -381,7 +381,7 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     assert tried == [[4, 5], [4, 5]] and session.size == 4
     tried.clear()
     session.size, session.death, deaths[:] = 6, lost, [unreachable, unreachable, None]
-    recovery._limit.reset_repeats()
+    recovery._death_limit.reset_repeats()
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5], [2, 3, 4, 5]] and session.size == 2
 

@@ -35,8 +35,8 @@ def data_parallel(model: Any, ranks: str | None = None, chains: int | None = Non
         use the fastest number.  If PyMC alone is as quick, no variable is split.  A line in PyMC's log has the times.
         Default: the ranks are divided among the chains.
     chains : int, optional
-        Number of chains that will be sampled at a time, for ``ranks="auto"``.  Default: PyMC's, one for each core and
-        at most four.
+        Number of chains that will be sampled at a time; only with ``ranks="auto"``.  Default: PyMC's, one for each
+        core and at most four.
 
     Returns
     -------
@@ -97,6 +97,8 @@ def data_parallel(model: Any, ranks: str | None = None, chains: int | None = Non
         raise ValueError(f'ranks: expected "auto" or None, got {ranks!r}')
     if chains is not None and check_integer(chains, "chains") < 1:
         raise ValueError(f"chains: expected at least one, got {chains}")
+    if chains is not None and ranks is None:
+        raise ValueError(f'chains: expected ranks="auto" with it, got chains={chains} alone')
     parallel = DataParallelModel(model)
     if not parallel.split_RVs:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in parallel.reasons.items())

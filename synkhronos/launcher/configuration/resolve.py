@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -53,7 +52,7 @@ def resolve_settings(
     the model file.  Raise SettingsError if a setting is missing or wrong; the message begins with its name.
     """
     merged = merge_sources(sources)
-    name, class_name = _get_text(merged, "modelfile"), _get_text(merged, "modelclass")
+    name, class_name = _read_string(merged, "modelfile"), _read_string(merged, "modelclass")
     if not name:
         raise SettingsError(
             "modelfile: expected the file to train: name a session file, or give --set model=FILE:CLASS"
@@ -61,13 +60,13 @@ def resolve_settings(
     if not class_name:
         raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
     source_folder = source_path and os.path.dirname(os.path.abspath(source_path))
-    folders = [_get_path(merged, "pythonpath"), os.getcwd(), source_folder]
+    folders = [_read_expanded_path(merged, "pythonpath"), os.getcwd(), source_folder]
     pythonpath, module = find_module(name, class_name, [os.fspath(folder) for folder in folders if folder])
-    n_ranks = None if merged.get("ranks") is None else _check_integer(merged["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
+    n_ranks = None if merged.get("ranks") is None else _parse_integer(merged["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
     devices, hosts = choose_placement(merged.get("devices"), merged.get("hosts"), n_ranks)
-    rule = normalize_rule_name(_get_text(merged, "rule") or Settings.rule)
+    rule = normalize_rule_name(_read_string(merged, "rule") or Settings.rule)
     new_name = f"{class_name}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    others = {key: check(merged[key], key) for key, check in _CHECKS.items() if merged.get(key) is not None}
+    plain_values = {key: parse(merged[key], key) for key, parse in _PARSERS.items() if merged.get(key) is not None}
     settings = Settings(
         modelfile=module,
         modelclass=class_name,
@@ -75,27 +74,33 @@ def resolve_settings(
         devices=devices,
         hosts=tuple(host.name if host.n_ranks is None else f"{host.name}:{host.n_ranks}" for host in hosts),
         rule=rule,
-        rule_options=_check_table(merged, "rule_options"),
-        folder=os.path.abspath(_get_path(merged, "folder") or os.path.join("runs", new_name)),
-        config=_check_config(merged),
-        model_options=_check_model_options(merged),
-        keep_best=_check_keep_best(merged.get("keep_best")),
-        resume=_get_path(merged, "resume"),
-        **others,
+        rule_options=_parse_table(merged, "rule_options"),
+        folder=os.path.abspath(_read_expanded_path(merged, "folder") or os.path.join("runs", new_name)),
+        config=_parse_config(merged),
+        model_options=_parse_model_options(merged),
+        keep_best=_parse_keep_best(merged.get("keep_best")),
+        resume=_parse_resume(_read_expanded_path(merged, "resume")),
+        **plain_values,
     )
-    settings.make_rule()
-    return _check_folder(settings)
+    settings.make_rule()  # its arguments are checked before the ranks start, which make the rule again
+    _check_checkpoint_settings(settings)
+    _check_folder(settings)
+    return settings
 
 
-def _check_folder(settings: Settings) -> Settings:
-    """Check the run's folder, and the checkpoint to resume from."""
-    folder = Path(settings.folder)
+def _check_checkpoint_settings(settings: Settings) -> None:
+    """Raise SettingsError if a setting needs a missing package, or checkpoints that the run does not write."""
     for name in ("checkpoint", "keep_best", "resume", "on_death"):
         value = getattr(settings, name)
         if value and value != "stop" and find_spec("safetensors") is None:
             raise SettingsError(f"{name}: needs safetensors: pip install 'synkhronos[training]'")
     if settings.restarts and not (settings.checkpoint or settings.keep_best):
         raise SettingsError("restarts: needs checkpoints: set 'checkpoint', the number of epochs between two")
+
+
+def _check_folder(settings: Settings) -> None:
+    """Raise SettingsError if the run's folder can't be used for a new run, or has no checkpoint to resume from."""
+    folder = Path(settings.folder)
     if (folder / "checkpoints").exists() and not (folder / "checkpoints").is_dir():
         raise SettingsError(f"folder: {folder / 'checkpoints'} has to be a folder, or nothing yet")
     if settings.resume is None:
@@ -103,33 +108,36 @@ def _check_folder(settings: Settings) -> Settings:
             raise SettingsError(
                 f"folder: {folder} has a run already: choose another folder, or continue the run with --resume"
             )
-        return settings
-    if settings.resume == "latest":
-        if not list_checkpoints(folder / "checkpoints"):
-            where = folder / "checkpoints"
-            raise SettingsError(
-                f"resume: expected a checkpoint in {where}, found none; folder has to be that of the run to resume"
-            )
-        return settings
-    path = Path(settings.resume).absolute()
+    elif settings.resume == "latest" and not list_checkpoints(folder / "checkpoints"):
+        raise SettingsError(
+            f"resume: expected a checkpoint in {folder / 'checkpoints'}, found none; folder has to be that of the run "
+            "to resume"
+        )
+
+
+def _parse_resume(value: str | None) -> str | None:
+    """Return "latest", the absolute path of a checkpoint, or None."""
+    if value in (None, "latest"):
+        return value
+    path = Path(value).absolute()
     if not (path / "meta.json").exists():
-        raise SettingsError(f"resume: expected 'latest' or a checkpoint's folder, got {settings.resume!r}")
-    return dataclasses.replace(settings, resume=str(path))
+        raise SettingsError(f"resume: expected 'latest' or a checkpoint's folder, got {value!r}")
+    return str(path)
 
 
-def _get_text(settings: Mapping[str, Any], key: str) -> str | None:
+def _read_string(settings: Mapping[str, Any], key: str) -> str | None:
     value = settings.get(key)
     if value is None or isinstance(value, str):
         return value or None
     raise SettingsError(f"{key}: expected a string, got {value!r}")
 
 
-def _get_path(settings: Mapping[str, Any], key: str) -> str | None:
-    path = _get_text(settings, key)
+def _read_expanded_path(settings: Mapping[str, Any], key: str) -> str | None:
+    path = _read_string(settings, key)
     return path and os.path.expanduser(path)
 
 
-def _check_table(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _parse_table(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = settings.get(key, {})
     if not isinstance(value, Mapping):
         raise SettingsError(f"{key}: expected a table of names and values, got {value!r}")
@@ -138,7 +146,7 @@ def _check_table(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _check_keep_best(value: Any) -> list[str] | None:
+def _parse_keep_best(value: Any) -> list[str] | None:
     if value is None:
         return None
     with convert_to_settings_error():
@@ -148,22 +156,22 @@ def _check_keep_best(value: Any) -> list[str] | None:
     return [name, mode]
 
 
-def _check_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    config = _check_table(settings, "config")
+def _parse_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    config = _parse_table(settings, "config")
     for key, hint in _RESERVED_CONFIG.items():
         if key in config:
             raise SettingsError(f"config: {key!r} is set by the run: {hint}")
     return config
 
 
-def _check_model_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    options = _check_table(settings, "model_options")
+def _parse_model_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    options = _parse_table(settings, "model_options")
     with convert_to_settings_error("model_options."):
         check_model_options(options)
     return options
 
 
-def _check_integer(value: Any, key: str, minimum: int, maximum: int | None = None) -> int:
+def _parse_integer(value: Any, key: str, minimum: int, maximum: int | None = None) -> int:
     with convert_to_settings_error():
         checked = check_at_least(value, key, minimum)
     if maximum is not None and checked > maximum:
@@ -171,30 +179,30 @@ def _check_integer(value: Any, key: str, minimum: int, maximum: int | None = Non
     return checked
 
 
-def _check_seconds(value: Any, key: str) -> float:
+def _parse_seconds(value: Any, key: str) -> float:
     if not is_number(value) or not 0 <= value < math.inf:
         raise SettingsError(f"{key}: expected a number of seconds, got {value!r}")
     return float(value)
 
 
-def _check_flag(value: Any, key: str) -> bool:
+def _parse_flag(value: Any, key: str) -> bool:
     word = str(value).lower()
     if word not in _TRUE | _FALSE:
         raise SettingsError(f"{key}: expected true or false, got {value!r}")
     return word in _TRUE
 
 
-def _check_on_death(value: Any, key: str) -> str:
+def _parse_on_death(value: Any, key: str) -> str:
     with convert_to_settings_error():
         return check_choice(value, key, ("stop", "continue"))
 
 
-#: Checks of settings with single values; a check takes the value and its key, and returns the value in a plain type.
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    **dict.fromkeys(("epochs", "every", "keep", "max_deaths", "patience"), partial(_check_integer, minimum=1)),
-    **dict.fromkeys(("checkpoint", "restarts"), partial(_check_integer, minimum=0)),
-    "seed": partial(_check_integer, minimum=0, maximum=2**32 - 1),
-    **dict.fromkeys(("bind", "scale_lr", "timeline", "warmup"), _check_flag),
-    "grace": _check_seconds,
-    "on_death": _check_on_death,
+#: Parsers of settings with single values: take the value and its key, and return the value in a plain type.
+_PARSERS: dict[str, Callable[[Any, str], Any]] = {
+    **dict.fromkeys(("epochs", "every", "keep", "max_deaths", "patience"), partial(_parse_integer, minimum=1)),
+    **dict.fromkeys(("checkpoint", "restarts"), partial(_parse_integer, minimum=0)),
+    "seed": partial(_parse_integer, minimum=0, maximum=2**32 - 1),
+    **dict.fromkeys(("bind", "scale_lr", "timeline", "warmup"), _parse_flag),
+    "grace": _parse_seconds,
+    "on_death": _parse_on_death,
 }

@@ -59,7 +59,7 @@ class Supervisor:
         self.settings, self.parent_pid = settings, parent_pid
         self.folder = Path(settings.folder)
         self.signal_number = 0
-        self._signalled_at = 0.0
+        self._signal_time = 0.0
         self._deadline = float("inf")
         self._master: subprocess.Popen[bytes] | None = None
         self._n_restarts = 0
@@ -97,7 +97,7 @@ class Supervisor:
                     for _, write in pipes:
                         os.close(write)
                 self._copy_output([read for read, _ in pipes])
-                exit_record = self._report_exit()
+                exit_record = self._print_exit()
                 if not exit_record["status"] or "signal" in exit_record or self.signal_number:
                     break
                 if not self._prepare_recovery():
@@ -108,7 +108,7 @@ class Supervisor:
             exit_record["error"] = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._kill_master()
+            self._kill_ranks()
             if self._master is not None:
                 self._master.wait()
             if self._memory_checkpoints is not None:
@@ -136,13 +136,6 @@ class Supervisor:
         if settings.hosts:
             where = f"ranks on hosts {', '.join(settings.hosts)}"
         self._console.write(f"{where}; {core_assignment}; in {self.folder}\n")
-        environment = dict(os.environ)
-        if settings.on_gpu and not settings.hosts:  # each host chooses among its own
-            visible = environment.get("CUDA_VISIBLE_DEVICES")
-            numbers = [int(device.removeprefix("cuda")) for device in settings.devices]
-            names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        environment["PYTHONPATH"] = make_python_path()
         arguments = MasterArguments(
             supervisor_pid=os.getpid(),
             output_pipes=pipes[:n_here],
@@ -160,7 +153,7 @@ class Supervisor:
         try:
             self._master = subprocess.Popen(
                 command,
-                env=environment,
+                env=self._make_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=pipes[0],
                 stderr=pipes[0],
@@ -169,6 +162,17 @@ class Supervisor:
             )
         finally:
             core_binding.bind_to_cores(allowed)
+
+    def _make_environment(self) -> dict[str, str]:
+        """Return the master's environment: with the run's GPUs, and this library's path for its workers."""
+        environment = dict(os.environ)
+        if self.settings.on_gpu and not self.settings.hosts:  # each host chooses among its own
+            visible = environment.get("CUDA_VISIBLE_DEVICES")
+            numbers = [int(device.removeprefix("cuda")) for device in self.settings.devices]
+            names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        environment["PYTHONPATH"] = make_python_path()
+        return environment
 
     # -- signals ---------------------------------------------------------------------------------------------
 
@@ -180,11 +184,11 @@ class Supervisor:
         """
         now = time.monotonic()
         if self.signal_number:
-            if signal.SIGINT in (number, self.signal_number) or now > self._signalled_at + ECHO_SECONDS:
+            if signal.SIGINT in (number, self.signal_number) or now > self._signal_time + ECHO_SECONDS:
                 self._deadline = now
-                self._kill_master()
+                self._kill_ranks()
             return
-        self.signal_number, self._signalled_at, self._deadline = number, now, now
+        self.signal_number, self._signal_time, self._deadline = number, now, now
         if self._master is None or self._master.poll() is not None:
             return
         if number == signal.SIGINT:
@@ -194,7 +198,7 @@ class Supervisor:
             self._deadline += self.settings.grace
             message = f"{signal.Signals(number).name}: the ranks are asked to write a checkpoint and to end\n"
         else:
-            self._kill_master()
+            self._kill_ranks()
             return
         self._master.send_signal(number)
         with contextlib.suppress(OSError):
@@ -206,10 +210,10 @@ class Supervisor:
             self._handle_signal(signal.SIGTERM, None)
         if time.monotonic() <= self._deadline:
             return False
-        self._kill_master()
+        self._kill_ranks()
         return True
 
-    def _kill_master(self) -> None:
+    def _kill_ranks(self) -> None:
         """Kill the ranks and their children, without waiting: a signal handler may call this during a wait."""
         if self._master is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -228,7 +232,7 @@ class Supervisor:
                 stack.callback(os.close, pipe)
                 name = f"rank-{rank}.log" if rank < len(self.settings.devices) else ""
                 selector.register(pipe, selectors.EVENT_READ, LineSplitter(name, output))
-            end_of_wait = float("inf")
+            wait_deadline = float("inf")
             while selector.get_map():
                 events = selector.select(0.2)
                 for key, _ in events:
@@ -237,11 +241,11 @@ class Supervisor:
                 if self._master.poll() is not None and not events:
                     # Processes that a rank has started may keep its pipe open.  A killed rank releases its device
                     # before its pipe is closed, and a restart needs the device.
-                    self._kill_master()
-                    end_of_wait = min(end_of_wait, time.monotonic() + _EXIT_SECONDS)
+                    self._kill_ranks()
+                    wait_deadline = min(wait_deadline, time.monotonic() + _EXIT_SECONDS)
                     starts_again = self._memory_checkpoints is not None or self._n_restarts < self.settings.restarts
                     is_last = not self._master.poll() or not starts_again
-                    if is_last or time.monotonic() > end_of_wait:
+                    if is_last or time.monotonic() > wait_deadline:
                         break
                 self._enforce_deadline()
             for key in list(selector.get_map().values()):
@@ -250,7 +254,7 @@ class Supervisor:
     # -- restarts --------------------------------------------------------------------------------------------
 
     def _list_checkpoints(self) -> set[tuple[Path, int]]:
-        """List the checkpoints in the run's folder, with the times at which they were written."""
+        """Return the checkpoints in the run's folder, with the times in nanoseconds at which they were written."""
         return {(path, path.stat().st_mtime_ns) for path in list_checkpoints(self.folder / "checkpoints")}
 
     def _prepare_recovery(self) -> bool:
@@ -275,7 +279,7 @@ class Supervisor:
             return False
         if limit.is_rank_unusable:
             limit.reset_repeats()
-            if not self._leave_out_device(rank):
+            if not self._remove_device(rank):
                 return False
         self._checkpoint = newest
         (self.folder / FAILURE_FILE).unlink(missing_ok=True)
@@ -284,8 +288,8 @@ class Supervisor:
         self._error_console.write(f"death {limit.n_deaths} of at most {limit.max_deaths}: from {where}\n")
         return True
 
-    def _leave_out_device(self, rank: int) -> bool:
-        """Leave out the device of a rank that can't start; return False if none is left, or on several hosts."""
+    def _remove_device(self, rank: int) -> bool:
+        """Remove the device of a rank that can't start from the settings; return False if the run can't continue."""
         settings = self.settings
         if settings.hosts:
             self._error_console.write(
@@ -313,9 +317,9 @@ class Supervisor:
             os.rename(self.folder / FAILURE_FILE, self.folder / FAILURE_FILE.replace(".", f"-{self._n_restarts}."))
         if self._memory_checkpoints is not None:  # later than the checkpoint
             self._memory_checkpoints.clear()
-        written = {path for path, _ in self._list_checkpoints() - self._old_checkpoints}
-        if new := [path for path in list_checkpoints(self.folder / "checkpoints") if path in written]:
-            self._checkpoint = str(new[-1])
+        written_paths = {path for path, _ in self._list_checkpoints() - self._old_checkpoints}
+        if new_paths := [path for path in list_checkpoints(self.folder / "checkpoints") if path in written_paths]:
+            self._checkpoint = str(new_paths[-1])
         self._remove_records_without_checkpoint()
         where = self._checkpoint or "the beginning, as it has no checkpoint"
         self._error_console.write(f"restart {self._n_restarts} of {self.settings.restarts} from {where}\n")
@@ -343,7 +347,7 @@ class Supervisor:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _report_exit(self) -> dict[str, Any]:
+    def _print_exit(self) -> dict[str, Any]:
         """Print the cause of a failure or stop; return the exit status, signal and checkpoint for ``run.json``."""
         assert self._master is not None
         code = self._master.wait()

@@ -61,10 +61,10 @@ class CompiledModel:
 
     def make_recovering_runner(self, max_deaths: int) -> RecoveringRunner:
         """Make the runner of operations for ``on_death="continue"``."""
-        ranks_differ = bool(self.state.variables.generators) or any(
+        ranks_have_own_state = bool(self.state.variables.generators) or any(
             update.may_differ and update.op != "mean" for update in self.graph.extra_updates
         )
-        return RecoveringRunner(self.state, ranks_differ, max_deaths)
+        return RecoveringRunner(self.state, ranks_have_own_state, max_deaths)
 
 
 def _compile_local_step(graph: TrainingGraph) -> Function:

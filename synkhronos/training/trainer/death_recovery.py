@@ -53,8 +53,8 @@ _copies_by_trainer: dict[str, list[dict[str, Any]]] = {}
 class OperationRunner:
     """Runner of a training's operations for ``on_death="stop"``: the death of a worker ends the training."""
 
-    #: Number of steps per rank until the next copy, where ranks take their own steps; None without copies.
-    steps_until_copy: int | None = None
+    #: Number of steps per rank between two copies, where ranks take their own steps; None without copies.
+    steps_per_copy: int | None = None
     max_steps_per_launch = sys.maxsize
     #: Whether a death is recoverable: there is a copy of the state.
     has_copy = False
@@ -66,8 +66,8 @@ class OperationRunner:
     def refresh_copy(self) -> None:
         """Copy the state again, as the user may have changed it."""
 
-    def adapt_steps_until_copy(self, seconds: float) -> None:
-        """Adapt `steps_until_copy` to the duration of its steps."""
+    def adapt_steps_per_copy(self, seconds: float) -> None:
+        """Adapt `steps_per_copy` to the duration of its steps."""
 
     def run_idempotent(self, operation: Callable[[], T]) -> T:
         """Call an operation that may be repeated: one that leaves the state of ranks as it is, or sets a value."""
@@ -85,21 +85,22 @@ class OperationRunner:
 class RecoveringRunner(OperationRunner):
     """Runner for ``on_death="continue"``: copies the state of a trainer, and replaces workers that die.
 
-    If ``ranks_differ``, ranks with equal parameters have other state that differs, such as random generators.
+    With ``ranks_have_own_state``, the state of ranks with equal parameters differs elsewhere: in random generators, for
+    example.
     """
 
-    steps_until_copy: int
+    steps_per_copy: int
     max_steps_per_launch = 1  # after a death the whole launch is repeated
 
-    def __init__(self, state: TrainerState, ranks_differ: bool, max_deaths: int):
+    def __init__(self, state: TrainerState, ranks_have_own_state: bool, max_deaths: int):
         self._session = ranks.get_session()
-        self._state, self._ranks_differ = state, ranks_differ
-        self._limit = DeathLimit(max_deaths)
+        self._state, self._ranks_have_own_state = state, ranks_have_own_state
+        self._death_limit = DeathLimit(max_deaths)
         #: Deaths since `take_deaths` was last called, as in `Report.deaths`.
         self.deaths: list[dict[str, Any]] = []
         #: Number of steps taken before the present copy: joint steps, or steps of the master.
         self.step = 0
-        self.steps_until_copy = 1
+        self.steps_per_copy = 1
         self._values: dict[str, Any] = {}
         self._rule_memory: dict[str, np.ndarray] = {}
         #: The sharded optimizer's variables, of all ranks together.
@@ -129,7 +130,7 @@ class RecoveringRunner(OperationRunner):
 
         result = self.run_idempotent(call)
         self.step += steps
-        self._limit.reset_repeats()
+        self._death_limit.reset_repeats()
         return result
 
     def refresh_copy(self) -> None:
@@ -143,9 +144,9 @@ class RecoveringRunner(OperationRunner):
         deaths, self.deaths = self.deaths, []
         return deaths
 
-    def adapt_steps_until_copy(self, seconds: float) -> None:
-        """Set `steps_until_copy` such that its steps take about a second; ``seconds`` is their last duration."""
-        self.steps_until_copy = choose_interval_steps(self.steps_until_copy, seconds, _COPY_INTERVAL_SECONDS)
+    def adapt_steps_per_copy(self, seconds: float) -> None:
+        """Set `steps_per_copy` such that its steps take about a second; ``seconds`` is their last duration."""
+        self.steps_per_copy = choose_interval_steps(self.steps_per_copy, seconds, _COPY_INTERVAL_SECONDS)
 
     @contextlib.contextmanager
     def enable_recovery(self) -> Iterator[None]:
@@ -162,7 +163,7 @@ class RecoveringRunner(OperationRunner):
     def _copy_state(self) -> None:
         state, spec = self._state, self._state.spec
         optimizer = state.get_sharded_optimizer()
-        if spec.is_joint and not self._ranks_differ:
+        if spec.is_joint and not self._ranks_have_own_state:
             self._values, self._sharded_optimizer, self.has_copy = spec.variables.read_values(), optimizer, True
             return  # equal on all ranks
         by_rank = run(rank_state.collect_state, spec)
@@ -177,38 +178,38 @@ class RecoveringRunner(OperationRunner):
     def _recover(self, error: Exception, began: float) -> None:
         """Replace the workers and restore the copy; raise the error if no worker has died, or too many have."""
         session, deaths = self._session, []
-        left_out: Sequence[int] = ()
+        ranks_to_remove: Sequence[int] = ()
         while session.has_kept_memory and self.has_copy:
             death = session.death
             assert death is not None
             peer = describe_rank(death.rank, death.host)
-            if excess := self._limit.count_death(death.rank, death.cause):
+            if excess := self._death_limit.count_death(death.rank, death.cause):
                 raise WorkerError(f"{peer} {death.cause}; {excess}", death.rank) from error
             deaths.append(death)
-            left_out, size = self._choose_ranks_to_leave_out(death, left_out, error), session.size
-            if death.lost_ranks and not left_out:  # a host that could not be reached
+            ranks_to_remove, size = self._choose_ranks_to_remove(death, ranks_to_remove, error), session.size
+            if death.lost_ranks and not ranks_to_remove:  # a host that could not be reached
                 time.sleep(_RETRY_SECONDS)
             try:
-                self._restore(left_out)
+                self._restore(ranks_to_remove)
             except Exception as failure:
                 error = failure
                 if session.size < size:  # they have been removed, and `death` has the new numbers
-                    left_out = ()
+                    ranks_to_remove = ()
                 continue
             seconds = time.perf_counter() - began
             lost = {"step": self.step, "seconds": round(seconds, 3)}
-            self.deaths += [{"rank": one.rank, "host": one.host, "cause": one.cause, **lost} for one in deaths]
+            self.deaths += [{"rank": death.rank, "host": death.host, "cause": death.cause, **lost} for death in deaths]
             _log.warning(
                 "%s %s; the training went on from step %d, %.1f s later", peer, death.cause, self.step, seconds
             )
             return
         raise error
 
-    def _choose_ranks_to_leave_out(self, death: Death, chosen: Sequence[int], error: Exception) -> Sequence[int]:
+    def _choose_ranks_to_remove(self, death: Death, ranks_to_remove: Sequence[int], error: Exception) -> Sequence[int]:
         """Return the ranks whose device or host can't be used any more; all others start again.
 
-        Those in ``chosen`` were chosen before, and have not been removed, as a host could not be reached.  ``error`` is
-        that of the failed operation.
+        They include ``ranks_to_remove``, which an earlier death chose, and which could not be removed since a host
+        could not be reached.  ``error`` is that of the failed operation.
 
         Raises
         ------
@@ -216,30 +217,30 @@ class RecoveringRunner(OperationRunner):
             If the training cannot continue without these ranks.
         """
         is_lost = bool(death.lost_ranks) and not death.cause.startswith(FAILED_START_PREFIX)
-        if not self._limit.is_rank_unusable and not is_lost:
-            return chosen
+        if not self._death_limit.is_rank_unusable and not is_lost:
+            return ranks_to_remove
         peer = describe_rank(death.rank, death.host)
         failure = f"on_death='continue': {peer} {death.cause}"
-        left_out = sorted({*chosen, *(death.lost_ranks or (death.rank,))})
-        if self._session.rank.master_rank in left_out:
+        ranks_to_remove = sorted({*ranks_to_remove, *(death.lost_ranks or (death.rank,))})
+        if self._session.rank.master_rank in ranks_to_remove:
             raise WorkerError(f"{failure}; the master can't be left out", death.rank) from error
-        _log.warning("%s %s; the training goes on without ranks %s", peer, death.cause, left_out)
-        self._limit.reset_repeats()
-        return left_out
+        _log.warning("%s %s; the training goes on without ranks %s", peer, death.cause, ranks_to_remove)
+        self._death_limit.reset_repeats()
+        return ranks_to_remove
 
-    def _restore(self, left_out: Sequence[int]) -> None:
-        """Start new workers, without the ranks ``left_out``, and restore the copy."""
+    def _restore(self, ranks_to_remove: Sequence[int]) -> None:
+        """Start new workers for all ranks but ``ranks_to_remove``, and restore the copy."""
         state, spec = self._state, self._state.spec
-        if spec.is_joint and not self._ranks_differ:
+        if spec.is_joint and not self._ranks_have_own_state:
             spec.variables.write_values(self._values)
-            self._session.replace_workers(is_fork_unsafe(), left_out)
+            self._session.replace_workers(is_fork_unsafe(), ranks_to_remove)
             state.set_sharded_optimizer(self._sharded_optimizer)
             return
-        size, by_rank = self._session.size - len(left_out), _copies_by_trainer[spec.name]
+        size, by_rank = self._session.size - len(ranks_to_remove), _copies_by_trainer[spec.name]
         if not spec.is_joint and len(by_rank) != size:
             saved = [{**own, "shared": self._rule_memory} for own in by_rank]
             _copies_by_trainer[spec.name] = rank_state.resize_states(saved, spec, size)
-        has_new_processes = self._session.replace_workers(is_fork_unsafe(), left_out)
+        has_new_processes = self._session.replace_workers(is_fork_unsafe(), ranks_to_remove)
         if has_new_processes:
             distribute()  # functions move their variables to the device, where a task would leave them on the host
         if self._n_ranks != size:

@@ -151,7 +151,7 @@ class TrainerEpochLoop(EpochLoop):
         while position.epoch_position < self.interval_stop and not self.is_signalled():
             began = time.perf_counter()
             position.epoch_position, position.totals = self.operation_runner.run_update(self._make_interval_operation())
-            self.operation_runner.adapt_steps_until_copy(time.perf_counter() - began)
+            self.operation_runner.adapt_steps_per_copy(time.perf_counter() - began)
         return not self.is_signalled()
 
     def _begin_epoch(self) -> None:
@@ -179,7 +179,7 @@ class TrainerEpochLoop(EpochLoop):
 
     def _count_rows_until_copy(self) -> int:
         """Count the rows until the next copy of the ranks' state, where ranks take their own steps."""
-        steps, model = self.operation_runner.steps_until_copy, self.model
+        steps, model = self.operation_runner.steps_per_copy, self.model
         if steps is None or model.joint_step is not None or model.graph.weight is not None:  # rules sum weights
             return self.data.n_epoch_rows
         return steps * self.data.batch_size * ranks.get_session().size
