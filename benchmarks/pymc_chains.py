@@ -1,15 +1,16 @@
 """Chains of PyMC side by side: plain, each in one process, and data-parallel, each on its share of the ranks.
 
 Each side is one call of ``pm.sample`` with the same seed, in turn, with one BLAS thread for each process.  Gradients
-per second are the leapfrog steps of all chains, including tuning, divided by the sampler's own time.  The wall time
-includes compiling.  Lines with a star are for gradients without a sampler, in the same number of processes.  The limit
-is the rate of PyMC's processes without communication: one for each rank, with its share of a chain's rows.
+per second are the leapfrog steps of all chains, including tuning, while all chains are sampled.  The wall time includes
+compiling.  Lines with a star are for gradients without a sampler, in the same number of processes.  The limit is the
+rate of PyMC's processes without communication: one for each rank, with its share of a chain's rows.  It is measured for
+both kinds of lines.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import contextlib
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -41,20 +42,28 @@ def make_negative_binomial(rows: int, columns: int) -> Any:
     return model
 
 
-def sample(model: Any, chains: int, cores: int, draws: int, limit: float) -> tuple[float, float, float, float]:
+def sample(
+    model: Any, chains: int, cores: int, draws: int, limit: float
+) -> tuple[float, float | None, float, float | None]:
     """Sample a model; return gradients per second, effective draws per second, wall time in seconds, largest R-hat.
 
-    Sampling is interrupted after ``limit`` seconds; the results are then those of the draws so far.
+    Sampling is interrupted after ``limit`` seconds; the results are then those of the draws so far.  The second and the
+    fourth are None if all of them are for tuning.
     """
     import pymc as pm
 
-    start = perf_counter()
+    begin = perf_counter()
+    timed_draws: dict[int, list[tuple[float, float, int]]] = {chain: [] for chain in range(chains)}
 
-    def stop_late(**_: Any) -> None:
-        if perf_counter() - start > limit:
+    def record(draw: Any, **_: Any) -> None:
+        (stats,) = draw.stats
+        start = stats["perf_counter_start"]
+        timed_draws[draw.chain].append((start, start + stats["perf_counter_diff"], int(stats["tree_size"])))
+        if perf_counter() - begin > limit:
             raise KeyboardInterrupt
 
-    with model, threadpool_limits(1):
+    samples = None
+    with model, threadpool_limits(1), contextlib.suppress(ValueError):  # PyMC 5 raises it if all draws are for tuning
         samples = pm.sample(
             draws,
             tune=draws,
@@ -65,18 +74,26 @@ def sample(model: Any, chains: int, cores: int, draws: int, limit: float) -> tup
             progressbar=False,
             discard_tuned_samples=False,
             compute_convergence_checks=False,
-            callback=stop_late,
+            callback=record,
         )
-    wall = perf_counter() - start
-    if not hasattr(samples, "posterior"):
-        raise ValueError("all draws were for tuning")
-    groups = [getattr(samples, name, None) for name in ("warmup_sample_stats", "sample_stats")]
-    steps = sum(int(stats["n_steps"].sum()) for stats in groups if stats is not None)
-    effective = r_hat = math.nan
-    if samples.posterior.sizes["draw"] > 3:
-        effective = min(float(ess.min()) for ess in pm.ess(samples).data_vars.values())
+    wall = perf_counter() - begin
+    effective = r_hat = None
+    if hasattr(samples, "posterior") and samples.posterior.sizes["draw"] > 3:
+        effective = min(float(ess.min()) for ess in pm.ess(samples).data_vars.values()) / wall
         r_hat = max(float(values.max()) for values in pm.rhat(samples).data_vars.values())
-    return steps / samples.posterior.attrs["sampling_time"], effective / wall, wall, r_hat
+    return compute_gradient_rate(list(timed_draws.values()), cores > 1), effective, wall, r_hat
+
+
+def compute_gradient_rate(timed_draws: list[list[tuple[float, float, int]]], is_parallel: bool) -> float:
+    """Return gradients per second, of parallel chains in the time in which all are sampled.
+
+    A draw has its start, its end and its number of leapfrog steps.
+    """
+    starts = [chain[0][0] for chain in timed_draws if chain]
+    ends = [chain[-1][1] for chain in timed_draws if chain]
+    start, end = (max(starts), min(ends)) if is_parallel else (min(starts), max(ends))
+    steps = sum(n for chain in timed_draws for first, last, n in chain if first >= start and last <= end)
+    return steps / (end - start)
 
 
 def compare(name: str, build: Callable[[int, int], Any], options: argparse.Namespace) -> None:
@@ -84,50 +101,54 @@ def compare(name: str, build: Callable[[int, int], Any], options: argparse.Names
     from synkhronos.extensions.pymc import data_parallel
 
     size, chains = options.ranks, options.chains
-    model = build(options.rows, options.columns)
-    sides: dict[str, tuple[Any, int]] = {
-        "PyMC": (model, chains),
-        "ranks, side by side": (data_parallel(model), chains),
-        "ranks, one by one": (data_parallel(model), 1),
+    per_chain = max(1, size // chains)
+    n_processes = per_chain * min(chains, size)
+    model, part = build(options.rows, options.columns), build(options.rows // per_chain, options.columns)
+    #: Model, number of chains, number of processes.
+    sides: dict[str, tuple[Any, int, int]] = {
+        "limit": (part, n_processes, n_processes),
+        "PyMC": (model, chains, chains),
+        "ranks, side by side": (data_parallel(model), chains, chains),
+        "ranks, one by one": (data_parallel(model), chains, 1),
     }
     print(f"{name}, {options.rows} rows of {options.columns} columns: {chains} chains, {size} ranks", flush=True)
     table = Table({"": 22, "gradients/s": 11, "of the limit": 12, "effective/s": 11, "wall (s)": 8, "R-hat": 6})
-    per_chain = max(1, size // chains)
-    evaluators = {
-        "limit": (make_evaluator(build(options.rows // per_chain, options.columns)), per_chain * min(chains, size)),
-        **{side: (make_evaluator(sides[side][0]), chains) for side in list(sides)[:2]},
-    }
-    for evaluate, _ in evaluators.values():
+    evaluators = {side: make_evaluator(sides[side][0]) for side in list(sides)[:3]}
+    for evaluate in evaluators.values():
         evaluate()  # compiles before chains are forked
     gradients: dict[str, list[float]] = {side: [] for side in evaluators}
     for _ in range(5):
-        for side, (evaluate, n_processes) in evaluators.items():
+        for side, evaluate in evaluators.items():
             with threadpool_limits(1):
-                gradients[side].append(measure_evaluation_rate(evaluate, n_processes))
-    limit = median(gradients.pop("limit")) / per_chain
-    table.print_row("limit", f"{limit:.1f}", "1", "", "", "")
+                gradients[side].append(measure_evaluation_rate(evaluate, sides[side][2]))
+    gradients["limit"] = [rate / per_chain for rate in gradients["limit"]]
+    limit = median(gradients["limit"])
     for side, rates in gradients.items():
         rate = median(rates)
         table.print_row(f"{side}*", f"{rate:.1f}", f"{rate / limit:.2f}", "", "", "")
     deadline = perf_counter() + options.limit
     rates_by_side: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(options.rounds):
-        for side, (variant, cores) in sides.items():
+        for side, (variant, n_chains, cores) in sides.items():
             remaining = deadline - perf_counter()
             if remaining <= 0:
                 print(f"{side}: left out, as {options.limit:.0f} seconds have passed (--limit)", flush=True)
                 continue
-            try:
-                rate, effective, wall, r_hat = sample(variant, chains, cores, options.draws, remaining / 2)
-            except ValueError as error:  # also PyMC 5's, if all draws so far were for tuning
-                print(f"{side}: no draws within {remaining / 2:.0f} seconds (--limit): {error}", flush=True)
-                continue
+            rate, effective, wall, r_hat = sample(variant, n_chains, cores, options.draws, remaining / 3)
+            if side == "limit":
+                rate, effective, r_hat = rate / per_chain, None, None
             rates_by_side[side].append(rate)
             table.print_row(
-                side, f"{rate:.1f}", f"{rate / limit:.2f}", f"{effective:.2f}", f"{wall:.1f}", f"{r_hat:.3f}"
+                side,
+                f"{rate:.1f}",
+                f"{rate / rates_by_side['limit'][-1]:.2f}",
+                "" if effective is None else f"{effective:.2f}",
+                f"{wall:.1f}",
+                "" if r_hat is None else f"{r_hat:.3f}",
             )
-    pymc_rates, rank_rates = list(rates_by_side.values())[:2]
-    round_ratios = [ranks / pymc for ranks, pymc in zip(rank_rates, pymc_rates, strict=False)]
+    round_ratios = [
+        ranks / pymc for ranks, pymc in zip(rates_by_side["ranks, side by side"], rates_by_side["PyMC"], strict=False)
+    ]
     if round_ratios:
         rounds = f"rounds {min(round_ratios):.2f} to {max(round_ratios):.2f}"
         print(f"side by side: {median(round_ratios):.2f} times PyMC's gradients ({rounds})\n", flush=True)

@@ -13,7 +13,9 @@ at a time.  Rows are not copied, since the ranks of a chain inherit the arrays.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
+import os
 import re
 import signal
 import sys
@@ -43,8 +45,42 @@ _SAMPLER_MODULES = ("pymc.sampling.parallel", "pymc.sampling.population", "pymc.
 #: Seconds for which `measure_evaluation_rate` measures, and those in which all chains have to be ready.
 _MEASURE_SECONDS, _READY_SECONDS = 0.3, 120.0
 
+#: Maximal number of slices in a `SliceQueue`: a number is one byte.
+MAX_QUEUED_SLICES = 256
+
 #: Result of `find_chain` in a process that `set_chain` was called in.
 _chain: tuple[int, int] | None = None
+#: Queue of the ranks of this process's chain.
+_slice_queue: SliceQueue | None = None
+
+
+class SliceQueue:
+    """Queue of numbers from which each rank takes the next one.
+
+    The numbers are the bytes of a pipe: the kernel gives each of them to one reader.
+    """
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        self._reader, self._writer = io.FileIO(reader), io.FileIO(writer, "w")
+
+    def fill(self, count: int) -> None:
+        """Replace the numbers in the queue by those below ``count``; no rank may read it meanwhile."""
+        while self._reader.read(MAX_QUEUED_SLICES):  # a failed command may have left some
+            pass
+        self._writer.write(bytes(range(count)))
+
+    def __iter__(self) -> Iterator[int]:
+        read = self._reader.read
+        while number := read(1):
+            yield number[0]
+
+
+def get_slice_queue() -> SliceQueue:
+    """Return the queue of the ranks of this process's chain."""
+    assert _slice_queue is not None
+    return _slice_queue
 
 
 def set_chain(number: int, n_parallel: int) -> None:
@@ -81,12 +117,14 @@ def start_chain_ranks(max_ranks: int | None = None) -> bool:
 
     Return False if this process samples no chain, or the master has no ranks or has them on GPUs.
     """
+    global _slice_queue
     inherited, chain = ranks.get_inherited_session(), find_chain()
     if inherited is None or chain is None or not can_chains_start_ranks(inherited):
         return False
     number, n_parallel = chain
     share = get_share(len(inherited.rank.local_ranks), n_parallel, number % n_parallel)
     size = max(1, share.stop - share.start)
+    _slice_queue = SliceQueue()  # before the fork: the ranks inherit it
     fork(min(size, max_ranks or size), use_gpu=False, timeout=inherited.timeout, hosts=[])
     Finalize(None, close, exitpriority=0)  # a process of multiprocessing does not run the functions of atexit
     return True

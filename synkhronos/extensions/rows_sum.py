@@ -46,11 +46,13 @@ from pytensor.tensor.type import float_dtypes
 
 from synkhronos import ranks
 from synkhronos.checks import describe
+from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import scatter
 from synkhronos.data import Data
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.devices import NUMPY
 from synkhronos.extensions.chains import find_chain, load_inherited_rows, start_chain_ranks
+from synkhronos.extensions.row_slices import SliceSum, plan_queued_slices, plan_rank_slices
 from synkhronos.extensions.rows_sum_graph import (
     find_params,
     replace_checks,
@@ -66,10 +68,6 @@ __all__ = ["PickedRows", "get_rows", "sum_over_rows"]
 
 # Numba has to leave the call of the ranks to Python.
 warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows")
-
-#: Bytes of rows in one slice of a call on CPU ranks.  A slice and its intermediate values fit into a core's caches, so
-#: that the gradient does not read the rows from memory again.
-_SLICE_BYTES = 4 << 20
 
 #: Maximal number of elements of an array that an evaluation compares with the scattered ones.  Of a larger array it
 #: compares a sample: rows and elements at equal distances.  Reading more would delay each evaluation, as nearly each
@@ -210,7 +208,9 @@ class DistributedSum:
         self._scattered: list[Any] = []
         self._num_rows = 0
         self._samples: list[Any] = []
-        self._num_slices = 1
+        self._slice_bounds: list[int] = []
+        self._ranks_have_all_rows = False
+        self._slice_sums: dict[Function, SliceSum] = {}
         self._session: weakref.ref[Any] | None = None
         self._evaluates_gradients = False
         self._last_point: Any = None
@@ -353,15 +353,16 @@ class DistributedSum:
         if not self._num_rows:
             return [np.zeros_like(template) for template in templates]
         function, checks = compiled
-        call = partial(get_dispatcher(function).call, *arguments, num_slices=self._num_slices)
+        n_results = sum(template.size for template in templates) + len(checks)
+        call = partial(self._call_function, function, n_results, *arguments)
         try:
-            joined = np.ravel(call(*[np.ones(len(checks), bool)] if checks else [])[0])
+            joined = call(*[np.ones(len(checks), bool)] if checks else [])
             holds = joined[joined.size - len(checks) :] == 0
             if not holds.all():
                 for check in itertools.compress(checks, ~holds):
                     if not check.can_be_replaced_by_ninf:
                         raise check.exc_type(check.msg)
-                joined = np.ravel(call(holds)[0])
+                joined = call(holds)
         except ranks.WorkerError as error:
             session = None if self._session is None else self._session()
             # A chain's process reports the error to PyMC, which ends the other chains.
@@ -375,9 +376,27 @@ class DistributedSum:
             ) from error
         results, offset = [], 0
         for template in templates:  # numpy.split is slow
-            results.append(joined[offset : offset + template.size].reshape(template.shape).astype(template.dtype))
+            part = joined[offset : offset + template.size].reshape(template.shape)
+            results.append(part.astype(template.dtype, copy=False))
             offset += template.size
         return results
+
+    def _call_function(self, function: Function, n_results: int, *arguments: np.ndarray) -> np.ndarray:
+        """Return the joined results of a function of the rows, as a vector."""
+        dispatcher, session = get_dispatcher(function), ranks.get_session()
+        if self._slice_bounds:
+            with session.call_lock:
+                session.wait_until_idle()
+                if dispatcher.has_compiled(session):
+                    slice_sum = self._slice_sums.get(function)
+                    if slice_sum is None or not slice_sum.accepts(arguments):
+                        keys = distribute_variables(session, self._shareds)
+                        owner = self if self._ranks_have_all_rows else None
+                        slice_sum = self._slice_sums[function] = SliceSum(
+                            session, dispatcher, arguments, n_results, self._slice_bounds, keys, owner
+                        )
+                    return slice_sum.compute(arguments)
+        return np.ravel(dispatcher.call(*arguments)[0])
 
     def scatter_rows(self) -> None:
         """Scatter the rows if the session or the rows have changed since the last evaluation."""
@@ -392,17 +411,20 @@ class DistributedSum:
         num_rows = _check_lengths(self._row_variables, rows)
         self._last_point = None
         self._session = None
-        self._num_slices = 1
+        self._slice_bounds, self._ranks_have_all_rows = [], False
+        self._slice_sums.clear()
         if num_rows:
             _ = self._value_function  # registers the shared variables on the ranks
             has_inherited = len(self.inherited_rows) > 0 and all(map(operator.is_, arrays, self._inherited_values))
             if has_inherited and session.has_forked_workers:
                 load_inherited_rows(session, self._shareds, self)
+                self._ranks_have_all_rows = session.rank.size > 1
             else:
                 scatter(self._shareds, rows)
             if session.rank.device is NUMPY:  # GPUs are fastest on all rows at once
                 nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in rows)
-                self._num_slices = min(max(1, nbytes // (session.rank.size * _SLICE_BYTES)), num_rows)
+                plan = plan_queued_slices if self._ranks_have_all_rows else plan_rank_slices
+                self._slice_bounds = plan(num_rows, nbytes, session.rank.size)
         self._scattered, self._samples, self._num_rows = arrays, samples, num_rows
         self._session = weakref.ref(session)
 
@@ -428,7 +450,8 @@ class DistributedSum:
     def inherit_rows(self) -> None:
         """Keep the rows for ranks that this process forks next."""
         self._inherited_values = [_get_values(source) for source in self._sources]
-        self.inherited_rows = list(map(_select_rows, self._sources, self._inherited_values))
+        rows = map(_select_rows, self._sources, self._inherited_values)
+        self.inherited_rows = [np.ascontiguousarray(values) for values in rows]
 
 
 def _get_sum(key: tuple[int, int], name: str) -> Any:

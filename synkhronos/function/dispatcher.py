@@ -43,12 +43,12 @@ class Dispatcher:
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def call(self, *inputs: Any, num_slices: int = 1) -> list[Any]:
+    def call(self, *inputs: Any) -> list[Any]:
         """Call the function on all ranks, and return its outputs as arrays, even where users get a `Result`."""
         session = ranks.get_session()
         with session.call_lock:
             session.wait_until_idle()
-            call = self.make_call(session, inputs, num_slices=num_slices)._replace(reads_outputs=True)
+            call = self.make_call(session, inputs)._replace(reads_outputs=True)
             return self.read_result(session, call, session.run(call))
 
     def make_call(
@@ -85,6 +85,11 @@ class Dispatcher:
         if command_result and not call.reads_outputs:
             command_result = self.computation.engine.to_results(session, command_result)
         return [np.asarray(result) if isinstance(result, np.generic) else result for result in command_result]
+
+    def has_compiled(self, session: Session) -> bool:
+        """Whether the ranks have compiled the function without options."""
+        self.ensure_distributed(session)
+        return DEFAULT_VARIANT in self._compiled_variants
 
     # -- variants --------------------------------------------------------------------------------------------
 

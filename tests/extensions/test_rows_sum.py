@@ -16,9 +16,8 @@ import pytensor.tensor as pt  # noqa: E402
 from library import INTERPRETED, XLA, fork_ranks, function  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
-from synkhronos.extensions import rows_sum  # noqa: E402
+from synkhronos.extensions import row_slices, rows_sum  # noqa: E402
 from synkhronos.extensions.rows_sum import SumOverRows, sum_over_rows  # noqa: E402
-from synkhronos.function.dispatcher import Dispatcher  # noqa: E402
 
 N = 11
 RNG = np.random.default_rng(1)
@@ -54,13 +53,13 @@ def build_derivatives(total):
 def calls(monkeypatch):
     """Record the functions that the ranks are called with."""
     names = []
-    original = Dispatcher.call
+    original = rows_sum.DistributedSum._call_function
 
-    def record_call(self, *args, **kwargs):
-        names.append(self.computation.name.rsplit("_", 1)[1])
-        return original(self, *args, **kwargs)
+    def record_call(self, called, *args):
+        names.append(called.name.rsplit("_", 1)[1])
+        return original(self, called, *args)
 
-    monkeypatch.setattr(Dispatcher, "call", record_call)
+    monkeypatch.setattr(rows_sum.DistributedSum, "_call_function", record_call)
     return names
 
 
@@ -80,16 +79,18 @@ def test_rows_sum_value_gradient_and_hessian_product_equal_pytensors(fork, monke
     if XLA and rows < 2 * n:
         pytest.skip("PyTensor takes the one row of a rank for something to broadcast, and refuses")
     if block is not None:
-        monkeypatch.setattr(rows_sum, "_SLICE_BYTES", block)
+        monkeypatch.setattr(row_slices, "_MAX_SLICE_BYTES", block)
     fork(n)
     values = [X[:rows], Y[:rows], GROUP[:rows]]
     total, serial = sum_both_ways(log_density(x, y, group), [x, y, group], values)
-    actual = function(*build_derivatives(total))(*POINT, DIRECTION)
-    expected = function(*build_derivatives(serial))(*POINT, DIRECTION)
-    assert len(actual) == 7
-    for value, expected_value in zip(actual, expected, strict=True):
-        assert value.dtype == expected_value.dtype
-        np.testing.assert_allclose(value, expected_value, rtol=1e-12, atol=1e-12)
+    f, serial_f = function(*build_derivatives(total)), function(*build_derivatives(serial))
+    # The first call compiles, and later ones compute slices.
+    for point in (POINT, [POINT[0] + 0.1, *POINT[1:]], POINT):
+        actual, expected = f(*point, DIRECTION), serial_f(*point, DIRECTION)
+        assert len(actual) == 7
+        for value, expected_value in zip(actual, expected, strict=True):
+            assert value.dtype == expected_value.dtype
+            np.testing.assert_allclose(value, expected_value, rtol=1e-12, atol=1e-12)
 
 
 def test_rows_sum_accepts_any_shape_and_dtype(two_ranks_per_test):

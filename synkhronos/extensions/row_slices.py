@@ -1,0 +1,172 @@
+"""Sums over rows that ranks on CPU cores compute slice by slice, for functions that are called many times.
+
+The parameters lie in shared memory.  Each rank computes slices of the rows, and writes the result of a slice into its
+row of a table, also in shared memory.  At the end the master adds the rows of the table::
+
+    master   write parameters │ slices 0, 3, 4 │ add the table's rows
+    rank 1                    │ slices 1, 5    │
+    rank 2                    │ slices 2, 6    │
+
+A rank whose core is slow would delay the others.  So ranks that have all rows, as those of a chain, take the slices
+from a queue, the large ones first.  The sum does not depend on which rank has computed a slice.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos.data.rows import get_share
+from synkhronos.data.shared_memory import copy_to_shared, get_array_location
+from synkhronos.extensions.chains import MAX_QUEUED_SLICES, get_slice_queue
+from synkhronos.function.call import Call
+from synkhronos.function.dispatcher import Dispatcher
+from synkhronos.function.outputs import RankOutputs
+from synkhronos.ranks import ArrayLocation, Command, Rank, Session
+
+__all__ = ["SliceSum", "plan_queued_slices", "plan_rank_slices"]
+
+#: Bytes of rows in the largest slice.  A slice and its intermediate values fit into a core's caches, so that the
+#: gradient does not read the rows from memory again.
+_MAX_SLICE_BYTES = 4 << 20
+#: Bytes of rows in the smallest slice of a queue, if each rank has more, and number of them in a rank's share: the time
+#: for which ranks wait for the last slice, compared with the time to start a slice.
+_MIN_SLICE_BYTES, _MIN_SLICES_IN_SHARE = 64 << 10, 20
+
+
+def plan_rank_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
+    """Return the first row of each slice, and the number of rows: each rank's share in equal parts.
+
+    ``nbytes`` is the size of all rows.
+    """
+    shares = [get_share(n_rows, n_ranks, rank) for rank in range(min(n_ranks, n_rows))]
+    count = max(1, nbytes // (n_ranks * _MAX_SLICE_BYTES))
+    starts = [
+        share.start + get_share(share.stop - share.start, min(count, share.stop - share.start), i).start
+        for share in shares
+        for i in range(min(count, share.stop - share.start))
+    ]
+    return [*starts, n_rows]
+
+
+def plan_queued_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
+    """Return the first row of each slice of a queue, and the number of rows: ever smaller slices.
+
+    ``nbytes`` is the size of all rows.
+    """
+    share, row_nbytes = -(-n_rows // n_ranks), max(1, nbytes // n_rows)
+    smallest = max(1, min(share, max(share // _MIN_SLICES_IN_SHARE, _MIN_SLICE_BYTES // row_nbytes)))
+    largest = max(smallest, _MAX_SLICE_BYTES // row_nbytes, n_rows // (MAX_QUEUED_SLICES // 2))
+    bounds = [0]
+    while (remaining := n_rows - bounds[-1]) > 0:
+        size = min(largest, max(smallest, remaining // (2 * n_ranks)), remaining)
+        bounds.append(bounds[-1] + size)
+    return bounds
+
+
+class _SumSlicesFields(NamedTuple):
+    call: Call
+    #: Array with a row for each slice.
+    table: ArrayLocation
+    #: First row of each slice, and the number of rows.
+    bounds: tuple[int, ...]
+    #: Keys of the shared variables with the rows.
+    row_keys: tuple[Any, ...]
+    #: Object whose attribute ``inherited_rows`` has all rows on each rank; None if a rank has only its share.
+    owner: Any
+
+
+class SumSlices(_SumSlicesFields, Command):
+    """Compute a function of the rows slice by slice, and write the results into the table."""
+
+    __slots__ = ()
+
+    def run(self, rank: Rank) -> Any:
+        """Compute this rank's slices; with ranks on several hosts, return the sum in the master."""
+        call, bounds, table = self.call, self.bounds, self.table.view(rank.segments)
+        compiled = rank.get_object(call.computation_key).compile(call.variant)
+        compiled.function.trust_input = True  # the inputs have been checked once
+        run = compiled.runner
+        inputs = [location.view(rank.segments) for location in call.inputs if isinstance(location, ArrayLocation)]
+        storages = [rank.get_object(key).container.storage for key in self.row_keys]
+        own_rows = [storage[0] for storage in storages]
+        if self.owner is None:
+            share = get_share(bounds[-1], rank.size, rank.number)
+            rows, first_row = own_rows, share.start
+            numbers: Any = range(bisect_left(bounds, share.start), bisect_left(bounds, share.stop))
+        else:
+            rows, first_row, numbers = self.owner.inherited_rows, 0, get_slice_queue()
+        try:
+            for number in numbers:
+                span = slice(bounds[number] - first_row, bounds[number + 1] - first_row)
+                for storage, values in zip(storages, rows, strict=True):
+                    storage[0] = values[span]
+                (result,) = run(*inputs)
+                if result.size != table.shape[1]:
+                    raise ValueError(f"expected {table.shape[1]} results of a slice, got {result.size}")
+                table[number] = result
+        finally:
+            for storage, values in zip(storages, own_rows, strict=True):
+                storage[0] = values
+        if rank.spans_hosts:
+            assert isinstance(numbers, range)
+            total = np.add.reduce(table[numbers.start : numbers.stop], axis=0)
+            return RankOutputs(len(numbers), [total], compiled.output_spec).reduce(rank)
+        return None
+
+
+class SliceSum:
+    """A function of the rows, prepared for many calls with arrays of the same shapes.
+
+    Parameters
+    ----------
+    session : Session
+        Its call lock is held.
+    dispatcher : Dispatcher
+        Dispatcher of the function, which all ranks have compiled.
+    arguments : sequence of ndarray
+        Arguments of the first call.
+    n_results : int
+        Number of elements of the function's result.
+    bounds : sequence of int
+        First row of each slice, and the number of rows.
+    row_keys, owner
+        As in `SumSlices`.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        dispatcher: Dispatcher,
+        arguments: Sequence[np.ndarray],
+        n_results: int,
+        bounds: Sequence[int],
+        row_keys: tuple[Any, ...],
+        owner: Any,
+    ):
+        self._session, self._dispatcher = session, dispatcher
+        self._data = [copy_to_shared(argument) for argument in arguments]
+        dtype = dispatcher.computation.outputs[0].type.dtype
+        self._data.append(copy_to_shared(np.zeros((len(bounds) - 1, n_results), dtype)))
+        *self._inputs, self._table = [shared.data for shared in self._data]
+        call = dispatcher.make_call(session, self._data[:-1])
+        self._command = SumSlices(call, get_array_location(self._data[-1]), tuple(bounds), row_keys, owner)
+
+    def accepts(self, arguments: Sequence[np.ndarray]) -> bool:
+        """Whether the arguments have the shapes and dtypes of those of the first call."""
+        return all(
+            argument.shape == array.shape and argument.dtype == array.dtype
+            for argument, array in zip(arguments, self._inputs, strict=True)
+        )
+
+    def compute(self, arguments: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the sum of the function's results over all rows.  The session's call lock is held."""
+        for array, argument in zip(self._inputs, arguments, strict=True):
+            array[...] = argument
+        if self._command.owner is not None:
+            get_slice_queue().fill(len(self._table))
+        outputs = self._session.run(self._command)
+        return outputs[0] if outputs else np.add.reduce(self._table, axis=0)
