@@ -69,7 +69,7 @@ def plan_queued_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
 
 class _SumSlicesFields(NamedTuple):
     call: Call
-    #: Array with a row for each slice.
+    #: Array with the result of each slice.
     table: ArrayLocation
     #: First row of each slice, and the number of rows.
     bounds: tuple[int, ...]
@@ -105,8 +105,8 @@ class SumSlices(_SumSlicesFields, Command):
                 for storage, values in zip(storages, rows, strict=True):
                     storage[0] = values[span]
                 (result,) = run(*inputs)
-                if result.size != table.shape[1]:
-                    raise ValueError(f"expected {table.shape[1]} results of a slice, got {result.size}")
+                if result.shape != table.shape[1:]:
+                    raise ValueError(f"expected a result of shape {table.shape[1:]}, got {result.shape}")
                 table[number] = result
         finally:
             for storage, values in zip(storages, own_rows, strict=True):
@@ -129,8 +129,8 @@ class SliceSum:
         Dispatcher of the function, which all ranks have compiled.
     arguments : sequence of ndarray
         Arguments of the first call.
-    n_results : int
-        Number of elements of the function's result.
+    result_size : int
+        Number of elements of the function's result, a vector or scalar.
     bounds : sequence of int
         First row of each slice, and the number of rows.
     row_keys, owner
@@ -142,15 +142,16 @@ class SliceSum:
         session: Session,
         dispatcher: Dispatcher,
         arguments: Sequence[np.ndarray],
-        n_results: int,
+        result_size: int,
         bounds: Sequence[int],
         row_keys: tuple[Any, ...],
         owner: Any,
     ):
         self._session, self._dispatcher = session, dispatcher
         self._data = [copy_to_shared(argument) for argument in arguments]
-        dtype = dispatcher.computation.outputs[0].type.dtype
-        self._data.append(copy_to_shared(np.zeros((len(bounds) - 1, n_results), dtype)))
+        kind = dispatcher.computation.outputs[0].type
+        shape = (len(bounds) - 1, result_size)[: 1 + kind.ndim]
+        self._data.append(copy_to_shared(np.zeros(shape, kind.dtype)))
         *self._inputs, self._table = [shared.data for shared in self._data]
         call = dispatcher.make_call(session, self._data[:-1])
         self._command = SumSlices(call, get_array_location(self._data[-1]), tuple(bounds), row_keys, owner)

@@ -279,7 +279,8 @@ class DistributedSum:
 
         outputs = [*replace_checks(outputs, replace_check), *failures]
         # One output, and so one reduction.
-        joined = outputs[0] if len(outputs) == 1 else pt.concatenate([output.ravel() for output in outputs])
+        is_scalar = len(outputs) == 1 and outputs[0].ndim == 0
+        joined = outputs[0] if is_scalar else pt.concatenate([output.ravel() for output in outputs])
         compiled = function(
             [],
             (joined, "sum"),
@@ -353,8 +354,8 @@ class DistributedSum:
         if not self._num_rows:
             return [np.zeros_like(template) for template in templates]
         function, checks = compiled
-        n_results = sum(template.size for template in templates) + len(checks)
-        call = partial(self._call_function, function, n_results, *arguments)
+        result_size = sum(template.size for template in templates) + len(checks)
+        call = partial(self._call_function, function, result_size, *arguments)
         try:
             joined = call(*[np.ones(len(checks), bool)] if checks else [])
             holds = joined[joined.size - len(checks) :] == 0
@@ -381,7 +382,7 @@ class DistributedSum:
             offset += template.size
         return results
 
-    def _call_function(self, function: Function, n_results: int, *arguments: np.ndarray) -> np.ndarray:
+    def _call_function(self, function: Function, result_size: int, *arguments: np.ndarray) -> np.ndarray:
         """Return the joined results of a function of the rows, as a vector."""
         dispatcher, session = get_dispatcher(function), ranks.get_session()
         if self._slice_bounds:
@@ -393,9 +394,9 @@ class DistributedSum:
                         keys = distribute_variables(session, self._shareds)
                         owner = self if self._ranks_have_all_rows else None
                         slice_sum = self._slice_sums[function] = SliceSum(
-                            session, dispatcher, arguments, n_results, self._slice_bounds, keys, owner
+                            session, dispatcher, arguments, result_size, self._slice_bounds, keys, owner
                         )
-                    return slice_sum.compute(arguments)
+                    return np.ravel(slice_sum.compute(arguments))
         return np.ravel(dispatcher.call(*arguments)[0])
 
     def scatter_rows(self) -> None:
@@ -414,14 +415,14 @@ class DistributedSum:
         self._slice_bounds, self._ranks_have_all_rows = [], False
         self._slice_sums.clear()
         if num_rows:
-            _ = self._value_function  # registers the shared variables on the ranks
+            computation = get_dispatcher(self._value_function[0]).computation  # registers the variables on the ranks
             has_inherited = len(self.inherited_rows) > 0 and all(map(operator.is_, arrays, self._inherited_values))
             if has_inherited and session.has_forked_workers:
                 load_inherited_rows(session, self._shareds, self)
                 self._ranks_have_all_rows = session.rank.size > 1
             else:
                 scatter(self._shareds, rows)
-            if session.rank.device is NUMPY:  # GPUs are fastest on all rows at once
+            if computation.device is NUMPY:  # GPUs take all rows at once
                 nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in rows)
                 plan = plan_queued_slices if self._ranks_have_all_rows else plan_rank_slices
                 self._slice_bounds = plan(num_rows, nbytes, session.rank.size)
@@ -451,7 +452,7 @@ class DistributedSum:
         """Keep the rows for ranks that this process forks next."""
         self._inherited_values = [_get_values(source) for source in self._sources]
         rows = map(_select_rows, self._sources, self._inherited_values)
-        self.inherited_rows = [np.ascontiguousarray(values) for values in rows]
+        self.inherited_rows = [v if isinstance(v, Data) else np.ascontiguousarray(v) for v in rows]
 
 
 def _get_sum(key: tuple[int, int], name: str) -> Any:
