@@ -9,6 +9,7 @@ On a machine with Python 3.11 nothing needs to be installed before:
     python3 run.py test --quick               # a selection that takes a minute
     python3 run.py test --all                 # all tests: also PyMC's, slow ones, and those that need several hosts,
                                               # kill processes or compile for minutes
+    python3 run.py test --env bambi           # those of Bambi's models and of nutpie, in an environment of their own
     python3 run.py test -m faults             # only those that kill, stop and interrupt processes
     python3 run.py test --device jax          # the tests on JAX arrays, compiled by XLA for the CPU
     python3 run.py test --device gpu --here   # the tests on GPUs, with this Python and the packages that it has
@@ -286,7 +287,9 @@ PYTENSOR = Environment("pytensor")
 THEANO = Environment("theano")
 # PyMC wants a PyTensor of its own choice: on Python 3.11 one that is older than the extra `pytensor` asks for.
 PYMC = Environment("pymc")
-ENVIRONMENTS_BY_NAME = {environment.name: environment for environment in (PYTENSOR, THEANO, PYMC)}
+# PyMC with Bambi and nutpie: PyMC uses nutpie where it is installed, and the tests of `PYMC` its own sampler.
+BAMBI = Environment("bambi")
+ENVIRONMENTS_BY_NAME = {environment.name: environment for environment in (PYTENSOR, THEANO, PYMC, BAMBI)}
 
 
 def require_theano_python() -> None:
@@ -453,13 +456,20 @@ LONGEST_JOBS = [
 #: Tests of the environment `pymc`.
 WITH_PYMC = [
     *list_test_files(
-        "by_rows", "posterior", "pymc", "pymc_chains", "pymc_demos", "pymc_fuzz", "rows_sum", "xla_samplers"
+        "by_rows", "posterior", "pymc", "pymc_chains", "pymc_demos", "pymc_fuzz", "row_slices", "rows_sum", "xla_samplers"
     ),
     "tests/project/test_docs.py::test_page[pymc]",
     *(
         f"tests/project/test_docs.py::test_docstring[synkhronos.extensions.pymc.{name}]"
         for name in ("data_parallel", "posterior.compute_log_likelihood", "posterior.sample_posterior_predictive")
     ),
+]
+
+#: Tests of the environment `bambi`.
+WITH_BAMBI = [
+    *list_test_files("bambi"),
+    "tests/extensions/test_pymc.py::test_nutpie_sampler_equals_one_process",
+    "tests/extensions/test_pymc.py::test_nutpie_called_by_pymc_equals_one_process",
 ]
 
 
@@ -478,7 +488,7 @@ def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
         if not options.here and options.env is None:
             options.env = PYTENSOR.name
     if options.device != "host" and not options.here:
-        if options.env == PYMC.name:
+        if options.env in (PYMC.name, BAMBI.name):
             raise make_exit(f"--device {options.device} tests the environment pytensor.")
         if options.env == THEANO.name:
             if options.device == "gpu":
@@ -499,6 +509,7 @@ def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
         PYTENSOR: ["jax", "demos", "hosts", "lasagne", "training", "tensorboard", "test"],
         THEANO: ["demos", "hosts", "lasagne", "training", "test"],
         PYMC: ["pymc-jax", "pymc-zarr", "test"],
+        BAMBI: ["test"],
     }
     environments = (
         [ENVIRONMENTS_BY_NAME[options.env]] if options.env else [PYTENSOR, THEANO, *([PYMC] if options.all else [])]
@@ -567,7 +578,7 @@ def list_jobs(
     jobs = []
     for environment in environments:
         if environment not in (PYTENSOR, THEANO):
-            jobs.append(Job(environment, "", WITH_PYMC if environment is PYMC else NEWER))
+            jobs.append(Job(environment, "", {PYMC: WITH_PYMC, BAMBI: WITH_BAMBI}.get(environment, NEWER)))
             continue
         is_second = environment is THEANO and PYTENSOR in environments
         jobs += (list_second_library_jobs if is_second else list_library_jobs)(environment, options.all)

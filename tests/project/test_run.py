@@ -174,7 +174,7 @@ def test_run_py_finds_the_newest_python_that_runs(module, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("is_all", [False, True])
 def test_run_py_jobs_have_unique_names_and_existing_files(module, is_all):
-    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC], make_options(all=is_all), [])
+    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC, module.BAMBI], make_options(all=is_all), [])
     names = [job.name for job in jobs]
     assert len(set(names)) == len(names)
     assert not is_all or set(module.LONGEST_JOBS) <= set(names)
