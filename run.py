@@ -456,7 +456,15 @@ LONGEST_JOBS = [
 #: Tests of the environment `pymc`.
 WITH_PYMC = [
     *list_test_files(
-        "by_rows", "posterior", "pymc", "pymc_chains", "pymc_demos", "pymc_fuzz", "row_slices", "rows_sum", "xla_samplers"
+        "by_rows",
+        "posterior",
+        "pymc",
+        "pymc_chains",
+        "pymc_demos",
+        "pymc_fuzz",
+        "row_slices",
+        "rows_sum",
+        "xla_samplers",
     ),
     "tests/project/test_docs.py::test_page[pymc]",
     *(
