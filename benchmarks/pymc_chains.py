@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import operator
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -85,15 +86,17 @@ def sample(
 
 
 def compute_gradient_rate(timed_draws: list[list[tuple[float, float, int]]], is_parallel: bool) -> float:
-    """Return gradients per second, of parallel chains in the time in which all are sampled.
+    """Return gradients per second without a chain's first draw, in which it starts its ranks.
 
-    A draw has its start, its end and its number of leapfrog steps.
+    A draw has its start, its end and its number of leapfrog steps.  The rate of parallel chains is that of the time in
+    which all are sampled.
     """
-    starts = [chain[0][0] for chain in timed_draws if chain]
-    ends = [chain[-1][1] for chain in timed_draws if chain]
-    start, end = (max(starts), min(ends)) if is_parallel else (min(starts), max(ends))
-    steps = sum(n for chain in timed_draws for first, last, n in chain if first >= start and last <= end)
-    return steps / (end - start)
+    later_draws = [chain[1:] for chain in timed_draws if len(chain) > 1]
+    starts, ends = [chain[0][0] for chain in later_draws], [chain[-1][1] for chain in later_draws]
+    if not is_parallel:
+        return sum(n for chain in later_draws for *_, n in chain) / sum(map(operator.sub, ends, starts))
+    start, end = max(starts), min(ends)
+    return sum(n for chain in later_draws for first, last, n in chain if first >= start and last <= end) / (end - start)
 
 
 def compare(name: str, build: Callable[[int, int], Any], options: argparse.Namespace) -> None:
