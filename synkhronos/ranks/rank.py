@@ -146,7 +146,7 @@ class Rank:
         self.size, self.local_ranks = control.size, control.local_ranks
         self.spans_hosts = len(self.local_ranks) < self.size
         self.check_peers, self.has_peer_died = check_peers, has_peer_died
-        #: The beginnings of all ranks' slots for even and for odd steps: header and digest.
+        #: The beginnings of all ranks' slots for even and for odd barriers: header and digest.
         self._digest_slots = [
             [control.get_slot(r, parity)[: SLOT_HEADER.size + _DIGEST_NBYTES] for r in range(self.size)]
             for parity in range(2)
