@@ -198,7 +198,9 @@ class Assign(Command):
                 selection = rows if isinstance(rows, range) else rows.view(rank.segments)
             shared = rank.get_object(key)
             library = get_library(shared)
-            library.store_value(shared, get_array_device(library.borrow_value(shared)).load(rank, value, selection))
+            library.store_value(
+                shared, get_array_device(library.borrow_value(shared)).read_segment(rank, value, selection)
+            )
 
 
 @dataclass(frozen=True, slots=True)

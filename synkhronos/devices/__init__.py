@@ -160,10 +160,10 @@ def is_fork_unsafe() -> bool:
 
     A fork lacks XLA's threads, and would wait for them for ever.  CUDA can't be used in a fork.
     """
-    return any(device.is_started() for device in list_devices())
+    return any(device.has_unforkable_runtime() for device in list_devices())
 
 
 def force_jax_on_cpu() -> None:
     """Make this rank's JAX compute on the CPU even if there are GPUs; without effect once JAX has started."""
-    if not JAX.is_started() and get_n_gpu():
+    if not JAX.has_unforkable_runtime() and get_n_gpu():
         os.environ["JAX_PLATFORMS"] = "cpu"

@@ -64,7 +64,7 @@ class Device(ABC):
     def initialize(self, gpu: str) -> None:  # noqa: B027 - most need no initialization
         """Start the device's library on a GPU; called once on every rank, after the fork."""
 
-    def is_started(self) -> bool:
+    def has_unforkable_runtime(self) -> bool:
         """Whether this process has started a runtime that its forks can't use."""
         return False
 
@@ -107,7 +107,7 @@ class Device(ABC):
         """Return a new array of undefined content."""
         return self.from_numpy(np.empty(shape, dtype))
 
-    def fetch(self, values: Sequence[Any]) -> list[Any]:
+    def to_numpy_many(self, values: Sequence[Any]) -> list[Any]:
         """Convert several arrays to NumPy at once; values of other types are returned unchanged."""
         return [self.to_numpy(value) if self.owns(value) else value for value in values]
 
@@ -120,29 +120,35 @@ class Device(ABC):
 
     # -- shared memory ---------------------------------------------------------------------------------------
 
-    def load(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
+    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
         """Copy rows of an array in shared memory (None: all) into a new array of this kind."""
         view = location.view(rank.segments)
         return self.from_numpy(view if rows is None else take_rows(view, rows))
 
-    def store(self, rank: Rank, key: int, offset: int, value: Any) -> None:
-        """Copy an array into the segment ``key`` of shared memory, from byte ``offset`` on."""
-        rank.segments[key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_numpy(value)
+    def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Any) -> None:
+        """Copy an array into a segment of shared memory, from byte ``offset`` on."""
+        rank.segments[segment_key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_numpy(value)
 
     def stage_input(
-        self, rank: Rank, buffers: Buffers, key: Any, location: ArrayLocation, rows: Selection | None, must_copy: bool
+        self,
+        rank: Rank,
+        buffers: Buffers,
+        buffer_key: Any,
+        location: ArrayLocation,
+        rows: Selection | None,
+        must_copy: bool,
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
-        The result may be a buffer, stored under ``key``, which the next call with the same key overwrites.  With
+        The result may be a buffer, stored under ``buffer_key``, which the next call with the same key overwrites.  With
         ``must_copy``, it must not share memory with the segment, because the function may overwrite it.
         """
-        return self.load(rank, location, rows)
+        return self.read_segment(rank, location, rows)
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Any, values: np.ndarray) -> Any:
         """Return a vector of indexes as an input of the next launch.
 
-        The result may be a buffer, which the next call with the same ``key`` overwrites.
+        The result may be a buffer, which the next call with the same ``buffer_key`` overwrites.
         """
         return self.from_numpy(values)
 

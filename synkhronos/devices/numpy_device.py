@@ -41,7 +41,7 @@ class NumpyDevice(Device):
         """Return a new array of undefined content."""
         return np.empty(shape, dtype)
 
-    def fetch(self, values: Sequence[Any]) -> list[Any]:
+    def to_numpy_many(self, values: Sequence[Any]) -> list[Any]:
         """Return the values unchanged, since arrays in host memory are fetched already."""
         return list(values)
 
@@ -69,12 +69,18 @@ class NumpyDevice(Device):
         return np.array(value, order="C")
 
     def stage_input(
-        self, rank: Rank, buffers: Buffers, key: Any, location: ArrayLocation, rows: Selection | None, must_copy: bool
+        self,
+        rank: Rank,
+        buffers: Buffers,
+        buffer_key: Any,
+        location: ArrayLocation,
+        rows: Selection | None,
+        must_copy: bool,
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
         All rows, and evenly spaced ones, are a view of the shared memory, or a new array if ``must_copy``.  Rows by
-        index are a buffer, which the next call with the same ``key`` overwrites.
+        index are a buffer, which the next call with the same ``buffer_key`` overwrites.
         """
         array = location.view(rank.segments)
         if rows is None:
@@ -86,12 +92,12 @@ class NumpyDevice(Device):
         # compiled functions do not alias their inputs.
         shape = (len(rows), *array.shape[1:])
         size = math.prod(shape)
-        buffer = buffers.get(key)
+        buffer = buffers.get(buffer_key)
         if buffer is None or buffer.size < size or buffer.dtype != array.dtype:
-            buffer = buffers[key] = np.empty(size, array.dtype)
+            buffer = buffers[buffer_key] = np.empty(size, array.dtype)
         return take_rows(array, rows, buffer[:size].reshape(shape))
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Any, values: np.ndarray) -> Any:
         """Return the vector of indexes itself, as functions take NumPy arrays."""
         return values
 

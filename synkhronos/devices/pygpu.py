@@ -36,7 +36,7 @@ class PygpuDevice(CudaDevice):
     install_hint = "pip install 'synkhronos[theano-gpu]', and pygpu as docs/theano.rst says"
     gpu_library = "theano"
 
-    def is_started(self) -> bool:
+    def has_unforkable_runtime(self) -> bool:
         """Whether this process computes on a GPU."""
         return self.is_on_gpu
 
@@ -161,13 +161,19 @@ class PygpuDevice(CudaDevice):
         return pygpu.array(array, context=self._context)
 
     def stage_input(
-        self, rank: Rank, buffers: Buffers, key: Any, location: ArrayLocation, rows: Selection | None, must_copy: bool
+        self,
+        rank: Rank,
+        buffers: Buffers,
+        buffer_key: Any,
+        location: ArrayLocation,
+        rows: Selection | None,
+        must_copy: bool,
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch."""
         # A function that may overwrite its input may also return it as a shared variable's new value.
         if must_copy:
-            return self.load(rank, location, rows)
-        return super().stage_input(rank, buffers, key, location, rows, must_copy)
+            return self.read_segment(rank, location, rows)
+        return super().stage_input(rank, buffers, buffer_key, location, rows, must_copy)
 
 
 DEVICE = PygpuDevice()

@@ -12,10 +12,10 @@ from pkgutil import iter_modules
 from typing import Any
 
 from synkhronos.engines import numpy_engine
-from synkhronos.engines.engine import Engine, Runner, StepAllReduce, StepShards
+from synkhronos.engines.engine import Engine, GradientExchange, Runner, StepShards
 from synkhronos.graph_libraries import GraphLibrary
 
-__all__ = ["Engine", "StepAllReduce", "StepShards", "Runner", "choose_engine", "list_engines"]
+__all__ = ["Engine", "GradientExchange", "StepShards", "Runner", "choose_engine", "list_engines"]
 
 
 @cache

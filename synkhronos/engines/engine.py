@@ -3,8 +3,8 @@
 An `Engine` wraps each compiled function in a `Runner`, which commands call.  An engine may also fuse a training step
 into one launch::
 
-    Runner of the gradient ──> all-reduce of its vector (`StepAllReduce`) ──> Runner of the update
-    `────────────────────────────── Engine.fuse_step ──────────────────────────────────────────────´
+    Runner of the gradient ──> exchange of its vector (`GradientExchange`) ──> Runner of the update
+    `───────────────────────────── Engine.fuse_step ─────────────────────────────────────────────´
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Runner:
         result = self._function(*inputs)
         return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]
 
-    def is_new_signature(self, inputs: Sequence[Any]) -> bool:
-        """Whether the engine compiles for these inputs: True at the first call with inputs of their shapes."""
+    def record_signature(self, inputs: Sequence[Any]) -> bool:
+        """Record the inputs' shapes; return True if they are new, so that the engine compiles for them."""
         return False
 
     def wait(self, results: Sequence[Any]) -> None:
@@ -77,8 +77,11 @@ class StepShards(NamedTuple):
     gathers_gradient: bool
 
 
-class StepAllReduce(Protocol):
-    """All-reduce of a shared variable between two functions of one launch, such as `StepCommand` of ``training/``."""
+class GradientExchange(Protocol):
+    """Exchange of a gradient between the ranks, amid the functions of one launch, as `StepCommand` of ``training/``.
+
+    It is an all-reduce of a shared variable or, with shards, a reduce-scatter and all-gathers.
+    """
 
     @property
     def wire_dtype(self) -> str | None:
@@ -92,13 +95,13 @@ class StepAllReduce(Protocol):
     def op(self) -> str:
         """Name of the reduction."""
 
-    def get_shared(self, rank: Rank) -> Any:
-        """Return this rank's copy of the variable."""
+    def get_reduced_variable(self, rank: Rank) -> Any:
+        """Return this rank's copy of the variable that holds the gradient."""
 
     def get_shards(self, rank: Rank) -> StepShards | None:
         """Return variables of a sharded optimizer; None if every rank updates all parameters."""
 
-    def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Compare the shape on all ranks, right before the launch; return the connected communicator, and the shape."""
 
 
@@ -154,24 +157,24 @@ class Engine:
         function : compiled function
         n_inputs : int
         allows_opaque_outputs : bool
-            Whether outputs may be any objects, as only `fetch` reads them.
+            Whether outputs may be any objects, as only `fetch_outputs` reads them.
         """
         return Runner(function)
 
     def fuse_step(
-        self, rank: Rank, gradient: Runner, all_reduce: StepAllReduce, updates: Sequence[Runner], n_repeats: int
+        self, rank: Rank, gradient: Runner, exchange: GradientExchange, updates: Sequence[Runner], n_repeats: int
     ) -> Runner | None:
-        """Fuse the functions of a step, and the all-reduce between them, into one launch.
+        """Fuse the functions of a step, and the exchange between them, into one launch.
 
         Parameters
         ----------
         rank : Rank
         gradient : Runner
             A runner that this engine has made.
-        all_reduce : StepAllReduce
-            Variable that `gradient` updates and `updates` read.
+        exchange : GradientExchange
+            Exchange of the variable that `gradient` updates and `updates` read.
         updates : sequence of Runner
-            Functions that run after the all-reduce, in this order.
+            Functions that run after the exchange, in this order.
         n_repeats : int
             Number of steps in the launch, as in `Runner`.
 
@@ -186,12 +189,12 @@ class Engine:
         """Return the maximal ``n_repeats`` of a launch; with a dtype, of a launch that all-reduces arrays of it."""
         return 1
 
-    def fetch(self, values: Sequence[Any]) -> list[Any]:
+    def fetch_outputs(self, values: Sequence[Any]) -> list[Any]:
         """Return outputs as NumPy arrays, after they have been computed."""
-        return self.device.fetch(values)
+        return self.device.to_numpy_many(values)
 
     def collect(self, rank: Rank, outputs: ReducibleOutputs) -> Any:
-        """Reduce this rank's outputs of a call, or store them for a later `fetch`.
+        """Reduce this rank's outputs of a call, or store them for a later `fetch_outputs`.
 
         Returns
         -------

@@ -61,7 +61,9 @@ class FetchOutputs(Command):
         outputs: list[Any] = []
         for engine, group in groupby(unread, itemgetter(0)):
             own_outputs = [call_outputs for _, call_outputs in group]
-            fetched = iter(engine.fetch([value for call_outputs in own_outputs for value in call_outputs.values]))
+            fetched = iter(
+                engine.fetch_outputs([value for call_outputs in own_outputs for value in call_outputs.values])
+            )
             for call_outputs in own_outputs:
                 outputs.append(call_outputs.with_values(list(islice(fetched, len(call_outputs.values)))))
         # Outputs are not dropped here: if the master's part fails, it fetches them again.
@@ -295,7 +297,7 @@ class Result(_Mixin):
 class LazyEngine(Engine):
     """An engine whose functions may return before they have computed.
 
-    A call returns a `Result` for each output.  `fetch` must wait for the outputs, and return them as NumPy arrays.
+    A call returns a `Result` for each output.  `fetch_outputs` must wait for the outputs and return NumPy arrays.
     """
 
     def before_call(self, session: Session) -> None:

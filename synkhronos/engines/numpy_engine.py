@@ -35,8 +35,8 @@ class NumpyEngine(Engine):
         def run(*inputs: Any) -> Any:
             try:
                 for shared in shareds:
-                    library.store_value(shared, *device.fetch([library.borrow_value(shared)]))
-                return function(*device.fetch(inputs))
+                    library.store_value(shared, *device.to_numpy_many([library.borrow_value(shared)]))
+                return function(*device.to_numpy_many(inputs))
             finally:
                 for shared in shareds:
                     library.store_value(shared, device.as_array(library.borrow_value(shared)))

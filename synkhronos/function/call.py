@@ -182,7 +182,7 @@ class RankCall:
         outputs, engine = self.get_outputs(), self.computation.engine
         if call.reads_outputs:
             outputs = outputs.freeze(rank)
-            return outputs.with_values(engine.fetch(outputs.values)).reduce(rank)
+            return outputs.with_values(engine.fetch_outputs(outputs.values)).reduce(rank)
         return engine.collect(rank, outputs)
 
     def _check_rank_means(self) -> None:
@@ -303,7 +303,7 @@ class RankCall:
                 results = self._runner(*inputs)
                 self._runner.wait(results)
             return results
-        if self._rank.is_master and self._runner.is_new_signature(inputs):
+        if self._rank.is_master and self._runner.record_signature(inputs):
             shapes = [getattr(value, "shape", ()) for value in inputs]
             with warn_if_slow(f"compiling {self.computation.name} for inputs of shapes {shapes}"):
                 return self._runner(*inputs)

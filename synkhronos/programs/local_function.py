@@ -94,7 +94,7 @@ class LocalRows:
 
     def to_device(self, device: Device) -> Any:
         """Return a copy of the rows as an array on a device."""
-        return device.load(self._rank, self._location, self._get_selection())
+        return device.read_segment(self._rank, self._location, self._get_selection())
 
     def _get_selection(self) -> Selection | None:
         """Return the selected rows, None for all; raise IndexError if any of them is not on this rank's host."""
@@ -114,7 +114,7 @@ class LocalRows:
             target[...] = cast(value, self.dtype, "value")
         elif value.dtype == self.dtype and math.prod(value.shape) == target.size:
             np.broadcast_shapes(value.shape, target.shape)  # raises ValueError
-            device.store(self._rank, key, offset, value)
+            device.write_segment(self._rank, key, offset, value)
         else:
             target[...] = cast(device.to_numpy(value), self.dtype, "value")
 
@@ -188,7 +188,7 @@ class LocalFunction:
 
     def read(self, values: Sequence[Any]) -> list[np.ndarray]:
         """Wait for outputs of `launch` or `launch_many` and return them as NumPy arrays."""
-        return [np.asarray(value) for value in self._computation.engine.fetch(values)]
+        return [np.asarray(value) for value in self._computation.engine.fetch_outputs(values)]
 
     def _get_runner(self) -> Runner:
         """Return the function's runner; the first call compiles the function."""

@@ -73,7 +73,7 @@ trace_method(Command, "run", "command", _name_command)
 trace_method(Computation, "_compile", "compile", "compile")
 trace_method(Device, "stage_input", "copy", "copy rows")
 trace_method(Runner, "__call__", "launch", "launch")
-trace_method(Engine, "fetch", "copy", "fetch outputs")
+trace_method(Engine, "fetch_outputs", "copy", "fetch outputs")
 trace_method(Feed, "wait_for_row_indexes", "load", "wait for the loader")
 for collective in sorted(Communicator.__abstractmethods__):
     trace_method(Communicator, collective, "exchange", collective)

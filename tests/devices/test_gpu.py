@@ -226,7 +226,7 @@ def test_results_of_any_dtype_and_size_are_fetched(fork, shape):
     expected = [(RNG.random(shape) * 9).astype(dtype) for dtype in dtypes]
     gpu_arrays = [ARRAYS.from_numpy(array) for array in expected]
     for _ in range(2):
-        fetched = ARRAYS.fetch([*[array.copy() for array in gpu_arrays], 7])
+        fetched = ARRAYS.to_numpy_many([*[array.copy() for array in gpu_arrays], 7])
         assert fetched.pop() == 7
         for array, value in zip(fetched, expected, strict=True):
             np.testing.assert_array_equal(array, value, strict=True)

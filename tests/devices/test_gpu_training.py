@@ -18,7 +18,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.cuda.nccl import NcclCommunicator
-from synkhronos.engines.xla import traced_all_reduce
+from synkhronos.engines.xla import traced_exchange
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Command
 from synkhronos.training import make_train_function, make_train_function_serial, updates
@@ -91,13 +91,13 @@ class SetChunkSize(Command):
         self.piece = piece
 
     def run(self, rank):
-        traced_all_reduce.MIN_CHUNK_BYTES = self.piece
+        traced_exchange.MIN_CHUNK_BYTES = self.piece
 
 
 @pytest.fixture
 def set_chunk_size():
     """Set the chunk size of vectors, in bytes, until the end of the test."""
-    before = traced_all_reduce.MIN_CHUNK_BYTES
+    before = traced_exchange.MIN_CHUNK_BYTES
     yield lambda piece: ranks.get_session().run(SetChunkSize(piece))
     ranks.get_session().run(SetChunkSize(before))
 

@@ -14,8 +14,8 @@ import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines import StepShards
-from synkhronos.engines.xla import traced_all_reduce
-from synkhronos.engines.xla.traced_all_reduce import AllReduceSpec
+from synkhronos.engines.xla import traced_exchange
+from synkhronos.engines.xla.traced_exchange import ExchangeSpec
 from synkhronos.engines.xla.vector_parts import write_parts
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks.interrupts import defer_signals
@@ -41,19 +41,19 @@ def pair(fork):
 def fuse_pair(pair):
     """Return a fused launch of a function, an all-reduce and another function, and its variables."""
     runs, (g, w, n) = pair
-    launch = runs[0].fuse(AllReduceSpec(g.container.storage), [runs[1]])
-    assert launch is runs[0].fuse(AllReduceSpec(g.container.storage), [runs[1]])
+    launch = runs[0].fuse(ExchangeSpec(g.container.storage), [runs[1]])
+    assert launch is runs[0].fuse(ExchangeSpec(g.container.storage), [runs[1]])
     # Only outputs of the first function can be reduced after it.
-    assert runs[0].fuse(AllReduceSpec(n.container.storage), [runs[1]]) is None
+    assert runs[0].fuse(ExchangeSpec(n.container.storage), [runs[1]]) is None
     return launch, (g, w, n)
 
 
 def launch_and_wait(launch, shareds, combine):
     """Launch, wait, and return the outputs."""
-    with defer_signals(), launch.ffi_all_reduce.use_reducer(combine):
+    with defer_signals(), launch.ffi_collectives.use_reducer(combine):
         (total,) = launch(JAX.from_numpy(np.arange(3.0)))
         JAX.wait([get_library(s).borrow_value(s) for s in shareds])
-    return [float(JAX.fetch([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
+    return [float(JAX.to_numpy_many([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
 
 
 @on_host
@@ -69,17 +69,17 @@ def test_fuse_runs_function_all_reduce_function_in_one_launch(fuse_pair):
 @pytest.mark.parametrize("counts", [1, 0])
 def test_fused_launch_advances_to_the_next_rows(pair, counts):
     runs, shareds = pair
-    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), [runs[1]], n_repeats=4)
+    launch = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=4)
     rows, calls = np.arange(12.0), []
     for _ in range(2):
         g, w, n = (np.asarray(s.get_value()) for s in shareds)
         for row in rows.reshape(4, 3) if counts else []:
             g = 2 * row * w
             w, n = w - g, n + 1
-        with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls, counts), 4):
+        with defer_signals(), launch.ffi_collectives.use_reducer(DoublingReducer(calls, counts), 4):
             totals = launch(JAX.from_numpy(rows))
             JAX.wait([get_library(s).borrow_value(s) for s in shareds])
-        assert [float(total) for total in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
+        assert [float(total) for total in JAX.to_numpy_many(totals)] == [3.0, 12.0, 21.0, 30.0]
         for variable, expected in zip(shareds[not counts :], [g, w, n][not counts :], strict=True):
             np.testing.assert_array_equal(variable.get_value(), expected)
     assert calls == [3] * 8
@@ -88,7 +88,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, counts):
 @on_host
 def test_fused_launch_reduces_nothing_after_an_error(pair):
     runs, shareds = pair
-    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), [runs[1]], n_repeats=4)
+    launch = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=4)
     calls = []
 
     class Fails(DoublingReducer):
@@ -100,7 +100,7 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.ffi_all_reduce.use_reducer(fails, 4):
+        with defer_signals(), launch.ffi_collectives.use_reducer(fails, 4):
             launch(JAX.from_numpy(np.arange(12.0)))
     assert len(calls) == fails.waits == 2
     np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
@@ -110,9 +110,9 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 @on_host
 def test_repeated_launch_all_reduces_each_time(pair):
     runs, shareds = pair
-    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), [runs[1]], n_repeats=2)
+    launch = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=2)
     with pytest.raises(RuntimeError, match="made 2 all-reduces, expected 1"):
-        with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer()):
+        with defer_signals(), launch.ffi_collectives.use_reducer(DoublingReducer()):
             launch(JAX.from_numpy(np.arange(6.0)))
 
 
@@ -124,11 +124,11 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [get_runner(first), get_runner(second)]
-    launch, calls = runs[0].fuse(AllReduceSpec(g.container.storage), [runs[1]], n_repeats=4), []
-    with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls), 4):
+    launch, calls = runs[0].fuse(ExchangeSpec(g.container.storage), [runs[1]], n_repeats=4), []
+    with defer_signals(), launch.ffi_collectives.use_reducer(DoublingReducer(calls), 4):
         totals = launch()
         JAX.wait([get_library(w).borrow_value(w)])
-    assert [float(total) for total in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
+    assert [float(total) for total in JAX.to_numpy_many(totals)] == [3.0, -3.0, -9.0, -15.0]
     np.testing.assert_array_equal(w.get_value(), [1.0, -7.0, -15.0])
     assert calls == [3] * 4
 
@@ -144,11 +144,9 @@ SIZES = (5, 300, 700, 1)
 @pytest.mark.parametrize("tail", [1, 451])
 def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, tail, piece, dtype, times):
     monkeypatch.setattr("synkhronos.engines.xla.vector_parts.MIN_NBYTES_IN_PLACE", 8)
-    monkeypatch.setattr("synkhronos.engines.xla.traced_all_reduce.MIN_CHUNK_BYTES", piece)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_BYTES", piece)
     written = []
-    monkeypatch.setattr(
-        traced_all_reduce, "write_parts", lambda *arguments: written.append(1) or write_parts(*arguments)
-    )
+    monkeypatch.setattr(traced_exchange, "write_parts", lambda *arguments: written.append(1) or write_parts(*arguments))
     fork(1)
     rng = np.random.default_rng(0)
     x = T.fmatrix("x")
@@ -159,11 +157,11 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
     runs = [get_runner(first), get_runner(second)]
-    launch = runs[0].fuse(AllReduceSpec(g.container.storage, dtype, 2, tail), [runs[1]], n_repeats=times)
+    launch = runs[0].fuse(ExchangeSpec(g.container.storage, dtype, 2, tail), [runs[1]], n_repeats=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # rounds to 66 with eight bits of mantissa after a division by 3
     standing_in = DoublingReducer()
-    with defer_signals(), launch.ffi_all_reduce.use_reducer(standing_in, times):
+    with defer_signals(), launch.ffi_collectives.use_reducer(standing_in, times):
         launch(JAX.from_numpy(rows))
         JAX.wait([get_library(w).borrow_value(w)])
     expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
@@ -203,7 +201,7 @@ def find_needed_equations(jaxpr, variables):
     ],
 )
 def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
-    monkeypatch.setattr("synkhronos.engines.xla.traced_all_reduce.MIN_CHUNK_BYTES", 8 * chunk)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_BYTES", 8 * chunk)
     fork(1)
     rng = np.random.default_rng(0)
     x, starts = T.dvector("x"), [rng.normal(size=shape) for shape in ((4, 6), (6,))]
@@ -216,12 +214,12 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
     synk.distribute()
     first, *others = map(get_runner, functions)
     state_shards = [variable.shared for variable in shards.sharded_variables.values()]
-    spec = AllReduceSpec(
+    spec = ExchangeSpec(
         shards.grad_shared.container.storage, divisor=2, shards=StepShards(shards.row, state_shards, False)
     )
     launch = first.fuse(spec, others)
     ranks, row = TwoEqualShards(valid), np.arange(1.0, 5.0)
-    with defer_signals(), launch.ffi_all_reduce.use_reducer(ranks, 2):
+    with defer_signals(), launch.ffi_collectives.use_reducer(ranks, 2):
         launch(JAX.from_numpy(row))
         JAX.wait([get_library(p).borrow_value(p) for p in (*params, *state_shards)])
     assert ranks.calls == calls
@@ -238,7 +236,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
 def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     import jax
 
-    monkeypatch.setattr("synkhronos.engines.xla.traced_all_reduce.MIN_CHUNK_BYTES_OF_HOSTS", 100)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_BYTES_OF_HOSTS", 100)
     fork(1)
     x = T.fmatrix("x")
     rng = np.random.default_rng(0)
@@ -250,7 +248,7 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     first = synk.function([x], ((h**2).mean(), "mean"), updates=grad_updates)
     synk.distribute()
     run = get_runner(first)
-    chain = run.fuse(AllReduceSpec(g.container.storage, spans_hosts=True))
+    chain = run.fuse(ExchangeSpec(g.container.storage, spans_hosts=True))
     chain._log = ScalarLog(chain._dtypes)
     jaxpr = (
         jax.make_jaxpr(chain._run)(*chain._get_arguments([np.ones((5, 8), "float32")])).jaxpr.eqns[0].params["jaxpr"]
@@ -274,14 +272,14 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
 
 @on_host
 def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch):
-    monkeypatch.setattr("synkhronos.engines.xla.traced_all_reduce.MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_BYTES", 100)
     fork(1)
     g, w = shared(np.zeros(60, "float32"), "g"), shared(np.ones(60, "float32"), "w")
     first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [get_runner(first), get_runner(second)]
-    launch = runs[0].fuse(AllReduceSpec(g.container.storage), [runs[1]])
+    launch = runs[0].fuse(ExchangeSpec(g.container.storage), [runs[1]])
 
     class Fails(DoublingReducer):
         def start(self, spans, stream):
@@ -289,11 +287,11 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.ffi_all_reduce.use_reducer(fails):
+        with defer_signals(), launch.ffi_collectives.use_reducer(fails):
             launch()
     assert fails.waits == 1 and fails.calls == []
     np.testing.assert_array_equal(w.get_value(), np.ones(60))
-    with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer()):
+    with defer_signals(), launch.ffi_collectives.use_reducer(DoublingReducer()):
         launch()
     np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
@@ -342,7 +340,7 @@ def test_repeated_launch_keeps_many_results(fork):
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
     launches = [launch(rows) for _ in range(5)]
     for numbers in launches:
-        np.testing.assert_array_equal(JAX.fetch(numbers), expected)
+        np.testing.assert_array_equal(JAX.to_numpy_many(numbers), expected)
     assert float(w.get_value()) == 500
 
 
@@ -379,7 +377,7 @@ def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
 def test_fused_launch_all_reduces_once(fuse_pair):
     launch, shareds = fuse_pair
     with pytest.raises(RuntimeError, match="made 0 all-reduces, expected 1"):
-        with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer()):
+        with defer_signals(), launch.ffi_collectives.use_reducer(DoublingReducer()):
             pass
     # Launches outside of a block are not counted.
     launch(JAX.from_numpy(np.arange(3.0)))
@@ -392,10 +390,10 @@ def test_callbacks_find_their_reducer(fuse_pair, pair):
     """Another launch meanwhile changes nothing: callbacks find the reducer by their argument."""
     runs, _ = pair
     launch, shareds = fuse_pair
-    other = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), [runs[1]], n_repeats=2)
+    other = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=2)
     calls, other_calls = [], []
-    with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls)):
-        with other.ffi_all_reduce.use_reducer(DoublingReducer(other_calls), 2):
+    with defer_signals(), launch.ffi_collectives.use_reducer(DoublingReducer(calls)):
+        with other.ffi_collectives.use_reducer(DoublingReducer(other_calls), 2):
             other(JAX.from_numpy(np.arange(6.0)))
         launch(JAX.from_numpy(np.arange(3.0)))
         JAX.wait([get_library(s).borrow_value(s) for s in shareds])

@@ -11,7 +11,7 @@ import numpy as np
 
 from synkhronos.devices.cuda import nccl
 from synkhronos.devices.jax import nccl_handlers
-from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
+from synkhronos.devices.jax.ffi_collectives import FfiCollectives
 
 STREAM, SIDE, EVENT, COMM = None, 8, 9, 1234  # XLA has no stream on the CPU
 calls = []
@@ -87,14 +87,14 @@ def connect():
     return communicator
 
 
-def launch(program, communicator, all_reduce, *arguments, shape=(3,), times=1):
+def launch(program, communicator, collectives, *arguments, shape=(3,), times=1):
     """Return the program's results, the error, and the calls."""
     import jax
 
     calls.clear()
     results, end = [], ""
     try:
-        with all_reduce.use_communicator(communicator, shape, times):
+        with collectives.use_communicator(communicator, shape, times):
             results = jax.block_until_ready(program(*arguments))
     except (RuntimeError, ValueError) as error:
         end = f"{type(error).__name__}: {str(error).splitlines()[0]}; "
@@ -105,17 +105,17 @@ def reduce_once(nccl_caller="native"):
     """Reduce an array three times: normally, with an error of NCCL, and on an aborted connection."""
     import jax
 
-    communicator, all_reduce = connect(), FfiAllReduce(nccl_caller=nccl_caller, op="avg")
+    communicator, collectives = connect(), FfiCollectives(nccl_caller=nccl_caller, op="avg")
 
     def program(value, gradient):
-        (total,), is_valid = all_reduce.trace_finish([gradient])
+        (total,), is_valid = collectives.trace_finish([gradient])
         return jax.numpy.where(is_valid != 0, value + total, value), is_valid
 
     program = jax.jit(program, donate_argnums=0)
     gradient = np.arange(3, dtype="float32")
 
     def reduce(**options):
-        print(launch(program, communicator, all_reduce, jax.numpy.ones(3, "float32"), gradient, **options))
+        print(launch(program, communicator, collectives, jax.numpy.ones(3, "float32"), gradient, **options))
 
     reduce()
     reduce(times=2)
@@ -135,38 +135,38 @@ def reduce_chunks():
     import jax
     import jax.numpy as jnp
 
-    communicator, all_reduce = connect(), FfiAllReduce(nccl_caller="graph")
+    communicator, collectives = connect(), FfiCollectives(nccl_caller="graph")
 
     def program(first, second, third):
-        first, token = all_reduce.trace_start(first, np.int32(0))
-        arrays, is_valid = all_reduce.trace_finish([second, third], [first], token)
+        first, token = collectives.trace_start(first, np.int32(0))
+        arrays, is_valid = collectives.trace_finish([second, third], [first], token)
         return *arrays[:2], is_valid
 
     program = jax.jit(program)
     arguments = jnp.ones(3, "float32"), jnp.ones((2, 2), "float32"), jnp.ones(1, "bfloat16")
-    print(launch(program, communicator, all_reduce, *arguments, shape=(8,)))
+    print(launch(program, communicator, collectives, *arguments, shape=(8,)))
     codes.append(3)
-    print(launch(program, communicator, all_reduce, *arguments, shape=(8,)))
-    print(launch(jax.jit(program), communicator, all_reduce, *(argument[:1] for argument in arguments), shape=(8,)))
+    print(launch(program, communicator, collectives, *arguments, shape=(8,)))
+    print(launch(jax.jit(program), communicator, collectives, *(argument[:1] for argument in arguments), shape=(8,)))
 
 
 def reduce_in_loop():
     """Reduce ten times in a launch; then again, with an error at the fourth."""
     import jax
 
-    communicator, all_reduce = connect(), FfiAllReduce(nccl_caller="native")
+    communicator, collectives = connect(), FfiCollectives(nccl_caller="native")
 
     def program(array):
         def body(state, _):
             array, i, n = state
-            (total,), is_valid = all_reduce.trace_finish([array], others=[i])
+            (total,), is_valid = collectives.trace_finish([array], others=[i])
             return (jax.numpy.where(is_valid != 0, total, array), i + 1, n + is_valid), None
 
         return jax.lax.scan(body, (array, 0, 0), None, length=10)[0]
 
     program = jax.jit(program)
     for codes[:] in ([], [0, 0, 0, 3]):
-        text = launch(program, communicator, all_reduce, np.ones(3, "float32"), times=10)
+        text = launch(program, communicator, collectives, np.ones(3, "float32"), times=10)
         print(text.rpartition("; ")[0], sum("of 7" in call for call in calls))
 
 

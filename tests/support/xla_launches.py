@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from library import DEVICE
 
-from synkhronos.devices.jax.ffi_all_reduce import Reducer
+from synkhronos.devices.jax.ffi_collectives import Reducer
 from synkhronos.function.computation import DEFAULT_VARIANT
 
 on_host = pytest.mark.skipif(DEVICE == "gpu", reason="stands in for other ranks in host memory")
@@ -68,6 +68,6 @@ class DoublingReducer(Reducer):
         assert ctypes.c_int32.from_address(counts).value == 0
         ctypes.c_int32.from_address(counts).value = self.counts
 
-    def wait(self, stream):
+    def order_after_started(self, stream):
         self.begun = []
         self.waits += 1

@@ -114,28 +114,36 @@ class CudaDevice(Device, GpuArrayLibrary):
         """Copies between shared memory and this process's GPU."""
         return Staging(self)
 
-    def load(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
+    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
         """Copy rows of an array in shared memory (None: all) into a new array."""
-        return self.staging.load(rank, location, rows) if self.is_on_gpu else super().load(rank, location, rows)
+        if self.is_on_gpu:
+            return self.staging.read_segment(rank, location, rows)
+        return super().read_segment(rank, location, rows)
 
-    def store(self, rank: Rank, key: int, offset: int, value: Any) -> None:
+    def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Any) -> None:
         """Copy an array into shared memory, directly from the GPU."""
         if self.is_on_gpu:
-            self.staging.store(rank, key, offset, self.as_contiguous(value))
+            self.staging.write_segment(rank, segment_key, offset, self.as_contiguous(value))
         else:
-            super().store(rank, key, offset, value)
+            super().write_segment(rank, segment_key, offset, value)
 
     def stage_input(
-        self, rank: Rank, buffers: Buffers, key: Any, location: ArrayLocation, rows: Selection | None, must_copy: bool
+        self,
+        rank: Rank,
+        buffers: Buffers,
+        buffer_key: Any,
+        location: ArrayLocation,
+        rows: Selection | None,
+        must_copy: bool,
     ) -> Any:
         """Start a copy of rows of shared memory to a reused buffer, and return the buffer's array."""
         if not self.is_on_gpu:
-            return super().stage_input(rank, buffers, key, location, rows, must_copy)
-        return self.staging.stage_input(rank, buffers, key, location, rows)
+            return super().stage_input(rank, buffers, buffer_key, location, rows, must_copy)
+        return self.staging.stage_input(rank, buffers, buffer_key, location, rows)
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Any, values: np.ndarray) -> Any:
         """Start a copy of a vector of indexes to a reused buffer, and return the buffer's array."""
-        return self.staging.stage_indexes(rank, buffers, key, values) if self.is_on_gpu else values
+        return self.staging.stage_indexes(rank, buffers, buffer_key, values) if self.is_on_gpu else values
 
     def before_launch(self) -> None:
         """Make the next launch wait for the copies of its inputs."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
 
@@ -40,8 +40,13 @@ _DTYPE_NAMES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfl
 NCCL_DTYPES = {name: number for number, name in enumerate(_DTYPE_NAMES.split())}
 #: NCCL's numbers of reductions (ncclRedOp_t); other reductions use host memory.
 NCCL_OPS = {name: op.nccl_op for name, op in REDUCE_OPS.items() if op.nccl_op is not None}
-#: Bytes up to which an all-reduce takes no longer than a launch, and maximal seconds to wait for it.
-_QUICK_BYTES, _QUICK_SECONDS = 1 << 16, 50e-6
+#: Maximal number of bytes of an all-reduce that takes no longer than a launch.
+_QUICK_BYTES = 1 << 16
+#: Maximal number of seconds for which `wait_briefly` waits for such an all-reduce.
+_QUICK_SECONDS = 50e-6
+
+#: A collective within a launch of XLA.
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 
 class BufferSpan(NamedTuple):
@@ -108,11 +113,12 @@ class NcclCommunicator(Communicator):
     def _connect_ranks(
         self, generations: Sequence[int], members: Sequence[int], all_gather: Callable[[Any], Sequence[Any]]
     ) -> None:
+        """Connect ``members``, unless their ``generations`` show that they share a connection."""
         if self.generation and set(generations) == {self.generation}:
             return
         self._watchdog.abort(self._connection)
         self._staging.set_current_gpu()
-        self._wait_stream()  # earlier work must not count against the timeout of the connection
+        self._wait_until_idle()  # earlier work must not count against the timeout of the connection
         self._connection.connect(max(generations) + 1, members, all_gather)
 
     def wait_until_started(self, check: Callable[[], None] | None = None) -> None:
@@ -127,7 +133,7 @@ class NcclCommunicator(Communicator):
 
     def all_reduce(self, array: Any, op: str) -> None:
         """Launch an all-reduce of every rank's array, in place."""
-        address, count, dtype = self._get_nccl_buffer(array)
+        address, count, dtype = self._prepare_buffer(array)
         if not count:
             return
         self._staging.set_current_gpu()
@@ -141,7 +147,7 @@ class NcclCommunicator(Communicator):
             handle = self._connection.get_handle()
             self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
         if self._arrays.stream is None:
-            self._wait_stream()
+            self._wait_until_idle()
 
     def wait_briefly(self) -> bool:
         """Wait for at most `_QUICK_SECONDS` for small all-reduces on a stream that was idle; return True if complete.
@@ -189,14 +195,14 @@ class NcclCommunicator(Communicator):
         state.check()
 
     def launch_on_side_stream(
-        self, spans: Sequence[BufferSpan], op: str, stream: int | None, collective: str = "all_reduce"
+        self, spans: Sequence[BufferSpan], op: str, xla_stream: int | None, collective: Collective = "all_reduce"
     ) -> None:
-        """Launch collectives on the side stream, ordered after the work launched so far on ``stream``, XLA's.
+        """Launch collectives on the side stream, ordered after the work launched so far on XLA's.
 
         A reduce-scatter divides the items into equal parts, one for each rank, and writes this rank's part.  An
         all-gather has no ``op``, and writes the items of all ranks.
         """
-        self._order_after(self._staging.side_stream, stream)
+        self._order_after(self._staging.side_stream, xla_stream)
         self._has_side_work = True
         self._launch_collectives(spans, op, self._staging.side_stream, collective)
 
@@ -205,39 +211,43 @@ class NcclCommunicator(Communicator):
         spans: Sequence[BufferSpan],
         op: str,
         valid_flag_address: int,
-        stream: int | None,
-        collective: str = "all_reduce",
+        xla_stream: int | None,
+        collective: Collective = "all_reduce",
     ) -> None:
         """Launch collectives on XLA's stream, and make it wait for those on the side stream.
 
         The int32 at ``valid_flag_address`` on the GPU becomes 1, or 0 if the connection was aborted, so that all
         targets are undefined.  The other parameters are as in `launch_on_side_stream`.
         """
-        self.join_side_stream(stream)
-        self._launch_collectives(spans, op, stream, collective)
+        self.join_side_stream(xla_stream)
+        self._launch_collectives(spans, op, xla_stream, collective)
         host_flag = self._connection.valid_flag.ctypes.data
-        check_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag, 4, stream))
+        check_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag, 4, xla_stream))
 
-    def join_side_stream(self, stream: int | None) -> None:
-        """Make a stream wait for the all-reduces on the side stream."""
+    def join_side_stream(self, xla_stream: int | None) -> None:
+        """Make XLA's stream wait for the collectives on the side stream."""
         if self._has_side_work:
             self._has_side_work = False
-            self._order_after(stream, self._staging.side_stream)
+            self._order_after(xla_stream, self._staging.side_stream)
 
-    def _launch_collectives(self, spans: Sequence[BufferSpan], op: str, stream: int | None, collective: str) -> None:
+    def _launch_collectives(
+        self, spans: Sequence[BufferSpan], op: str, stream: int | None, collective: Collective
+    ) -> None:
         self._mark_started()
         nccl = self._nccl
         with self._call_lock:
             handle = self._connection.get_handle()  # XLA has made the GPU current in this thread
             for source, target, count, dtype in spans:
-                number = NCCL_DTYPES[dtype]
+                nccl_dtype = NCCL_DTYPES[dtype]
                 if collective == "all_reduce":
-                    nccl.all_reduce(source, target, count, number, NCCL_OPS[op], handle, stream)
+                    nccl.all_reduce(source, target, count, nccl_dtype, NCCL_OPS[op], handle, stream)
                 elif collective == "all_gather":
-                    nccl.all_gather(source, target, count, number, handle, stream)
+                    nccl.all_gather(source, target, count, nccl_dtype, handle, stream)
+                elif collective == "reduce_scatter":
+                    n_own_items = count // self._rank.size
+                    nccl.reduce_scatter(source, target, n_own_items, nccl_dtype, NCCL_OPS[op], handle, stream)
                 else:
-                    part = count // self._rank.size
-                    nccl.reduce_scatter(source, target, part, number, NCCL_OPS[op], handle, stream)
+                    assert_never(collective)
 
     def _mark_started(self) -> None:
         """Tell the watchdog that collectives are launched now, and whether earlier writes in place are complete."""
@@ -256,7 +266,7 @@ class NcclCommunicator(Communicator):
 
     def broadcast(self, array: Any, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
-        address, count, dtype = self._get_nccl_buffer(array)
+        address, count, dtype = self._prepare_buffer(array)
         if count:
             self._run_blocking(
                 lambda handle: self._nccl.broadcast(address, address, count, dtype, root, handle, self._stream)
@@ -267,9 +277,9 @@ class NcclCommunicator(Communicator):
     ) -> None:
         """Write the reduction of all ranks' arrays into the root's ``out``; the contributors are all ranks."""
         assert len(contributors) == self._rank.size
-        address, count, dtype = self._get_nccl_buffer(array)
+        address, count, dtype = self._prepare_buffer(array)
         if count:
-            target = address if out is None else self._get_nccl_buffer(out)[0]
+            target = address if out is None else self._prepare_buffer(out)[0]
             self._run_blocking(
                 lambda handle: self._nccl.reduce(
                     address, target, count, dtype, NCCL_OPS[op], root, handle, self._stream
@@ -278,7 +288,7 @@ class NcclCommunicator(Communicator):
 
     def reduce_scatter(self, array: Any, op: str, bounds: Sequence[int], out: Any) -> None:
         """Write this rank's items of the reduction over all ranks into ``out``."""
-        address, count, dtype = self._get_nccl_buffer(array)
+        address, count, dtype = self._prepare_buffer(array)
         nccl_op, itemsize = NCCL_OPS[op], array.dtype.itemsize
         target = self._arrays.get_pointer(out) if out.size else 0
         counts = [stop - start for start, stop in pairwise(bounds)]
@@ -313,7 +323,7 @@ class NcclCommunicator(Communicator):
     def _gather_on(self, receivers: Sequence[int], array: Any, out: Sequence[Any | None] | None) -> None:
         """Copy rank r's array into ``out[r]`` on the receivers."""
         number = self._rank.number
-        address, count, _ = self._get_nccl_buffer(array)
+        address, count, _ = self._prepare_buffer(array)
         size = count * array.dtype.itemsize
         targets: list[ItemRange | None] = list(out) if out is not None else [None] * self._rank.size
         own_target = targets[number]
@@ -341,7 +351,7 @@ class NcclCommunicator(Communicator):
             self._watchdog.mark_started(self._connection)
             with self._call_lock:
                 launch(self._connection.get_handle())
-            self._wait_stream()
+            self._wait_until_idle()
             self._connection.check_connected()  # an abort leaves the result undefined
         except BaseException:
             self._watchdog.abort(self._connection)
@@ -351,16 +361,19 @@ class NcclCommunicator(Communicator):
     def _wait_for_earlier_work(self) -> None:
         """Wait until earlier work on the stream is done, without aborting it if a peer has failed."""
         self._staging.set_current_gpu()
-        self._wait_stream(self._rank.check_cancelled)
+        self._wait_until_idle(self._rank.check_cancelled)
 
-    def _get_nccl_buffer(self, array: Any) -> tuple[int, int, int | None]:
-        """Return NCCL's arguments for an array: address, number of items, and NCCL's number of the dtype."""
+    def _prepare_buffer(self, array: Any) -> tuple[int, int, int | None]:
+        """Wait for an array unless NCCL uses the library's stream; return its address, length, and NCCL dtype."""
         if self._arrays.stream is None:
             self._arrays.sync(array)
         return self._arrays.get_pointer(array), array.size, to_nccl_dtype(array.dtype)
 
-    def _wait_stream(self, check_peers: Callable[[], None] | None = None) -> None:
-        """Wait until the stream is idle; poll ``check_peers``, by default `_abort_on_failure`, which may raise."""
+    def _wait_until_idle(self, check_peers: Callable[[], None] | None = None) -> None:
+        """Wait until the stream is idle, when no write in place is pending; poll ``check_peers``, which may raise.
+
+        By default it is `_abort_on_failure`.
+        """
         check_peers = check_peers or self._abort_on_failure
         start = last_check = perf_counter()
         while not self._watchdog.is_stream_idle():

@@ -38,7 +38,7 @@ class NcclGroupCommunicator(NcclCommunicator):
 
     def all_reduce(self, array: Any, op: str) -> None:
         """Replace every member's array by the reduction over all members, in place, and wait for completion."""
-        address, count, dtype = self._get_nccl_buffer(array)
+        address, count, dtype = self._prepare_buffer(array)
         if count:
             self._run_blocking(
                 lambda handle: self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
@@ -46,12 +46,12 @@ class NcclGroupCommunicator(NcclCommunicator):
 
     def send(self, array: Any, dest: int) -> None:
         """Send an array to a rank, and wait until the rank has received it."""
-        address, count, dtype = self._get_nccl_buffer(array)
+        address, count, dtype = self._prepare_buffer(array)
         nccl_rank = self._connection.members.index(dest)
         self._run_blocking(lambda handle: self._nccl.send(address, count, dtype, nccl_rank, handle, self._stream))
 
     def receive(self, array: Any, source: int) -> None:
         """Receive an array from a rank, in place, and wait for completion."""
-        address, count, dtype = self._get_nccl_buffer(array)
+        address, count, dtype = self._prepare_buffer(array)
         nccl_rank = self._connection.members.index(source)
         self._run_blocking(lambda handle: self._nccl.recv(address, count, dtype, nccl_rank, handle, self._stream))

@@ -200,22 +200,22 @@ class Staging:
     # -- to the GPU ------------------------------------------------------------------------------------------
 
     def stage_input(
-        self, rank: Rank, buffers: Buffers, key: Any, location: ArrayLocation, rows: Selection | None
+        self, rank: Rank, buffers: Buffers, buffer_key: Any, location: ArrayLocation, rows: Selection | None
     ) -> Any:
         """Start a copy of rows (None: all) to a reused buffer; return the buffer's array."""
         self._rank = rank
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
-        buffer = self._get_double_buffer(buffers, key, shape, location.dtype).acquire()
+        buffer = self._get_double_buffer(buffers, buffer_key, shape, location.dtype).acquire()
         self._copy_rows(rank, location, rows, buffer.pointer)
         self._filled.append(buffer)
         return buffer.array
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Any, values: np.ndarray) -> Any:
         """Start a copy of a vector of indexes to a reused buffer; return the buffer's array."""
         self._rank = rank
         self.set_current_gpu()
         self._mark_pending(rank)
-        buffer = self._get_double_buffer(buffers, key, values.shape, values.dtype.str).acquire()
+        buffer = self._get_double_buffer(buffers, buffer_key, values.shape, values.dtype.str).acquire()
         if values.size:
             check_result(
                 self.driver.cuMemcpyAsync(
@@ -225,7 +225,7 @@ class Staging:
         self._filled.append(buffer)
         return buffer.array
 
-    def load(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
+    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
         """Copy rows (None: all) into a new array, and wait for the copy."""
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
@@ -235,16 +235,16 @@ class Staging:
 
     # -- to host memory --------------------------------------------------------------------------------------
 
-    def store(self, rank: Rank, key: int, offset: int, array: Any) -> None:
+    def write_segment(self, rank: Rank, segment_key: int, offset: int, array: Any) -> None:
         """Copy an array into a segment of shared memory, at a byte offset, and wait for the copy."""
         self.arrays.sync(array)
         self.set_current_gpu()
-        target = self.pin_segment(rank, key) + offset
+        target = self.pin_segment(rank, segment_key) + offset
         nbytes = array.size * array.dtype.itemsize
         check_result(self.driver.cuMemcpyAsync(target, self.arrays.get_pointer(array), nbytes, self.stream_handle))
         self.stream.sync()
 
-    def fetch(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
+    def to_numpy_if_small(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
         """Copy small arrays to host memory once they are computed, and wait for the copies.
 
         None is returned if the arrays are not small.  The compute stream must be known.
@@ -308,8 +308,10 @@ class Staging:
 
     # -- buffers ---------------------------------------------------------------------------------------------
 
-    def _get_double_buffer(self, buffers: Buffers, key: Any, shape: tuple[int, ...], dtype: str) -> _DoubleBuffer:
-        buffers_by_shape: dict[Any, _DoubleBuffer] = buffers.setdefault(key, {})
+    def _get_double_buffer(
+        self, buffers: Buffers, buffer_key: Any, shape: tuple[int, ...], dtype: str
+    ) -> _DoubleBuffer:
+        buffers_by_shape: dict[Any, _DoubleBuffer] = buffers.setdefault(buffer_key, {})
         double_buffer = buffers_by_shape.get((shape, dtype))
         if double_buffer is None:
             while len(buffers_by_shape) >= _MAX_SHAPES:
@@ -377,9 +379,9 @@ class Staging:
 
     # -- page-locked memory ----------------------------------------------------------------------------------
 
-    def pin_segment(self, rank: Rank, key: int) -> int:
+    def pin_segment(self, rank: Rank, segment_key: int) -> int:
         """Lock the pages of a segment unless they are locked; return its address, which is also valid on the GPU."""
-        segment = rank.segments[key]
+        segment = rank.segments[segment_key]
         address, _ = self._pinned.get(segment, (None, 0))
         if address is None:
             if self._unpin_segment not in rank.segments.before_unmap_callbacks:

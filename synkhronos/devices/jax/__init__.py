@@ -34,7 +34,7 @@ class JaxDevice(CudaDevice):
     default_mode = "JAX"
     has_arithmetic = True
 
-    def is_started(self) -> bool:
+    def has_unforkable_runtime(self) -> bool:
         """Whether this process has started XLA, whose threads a fork would lack."""
         bridge = sys.modules.get("jax._src.xla_bridge")
         return bridge is not None and bool(bridge.backends_are_initialized())
@@ -79,7 +79,7 @@ class JaxDevice(CudaDevice):
 
     @cached_property
     def nccl_caller(self) -> str:
-        """Code that calls NCCL within a launch: "python", "native" or "graph", as in `FfiAllReduce`."""
+        """Code that calls NCCL within a launch: "python", "native" or "graph", as in `FfiCollectives`."""
         caller = nccl_handlers.read_nccl_caller()
         if caller == "python" or nccl_handlers.load_handlers() is None:
             return "python"
@@ -176,7 +176,7 @@ class JaxDevice(CudaDevice):
         # a stream of its own, with which NCCL's work is not ordered.
         return self._import_jax().device_put(np.array(array, order="C")).block_until_ready()
 
-    def fetch(self, values: Sequence[Any]) -> list[Any]:
+    def to_numpy_many(self, values: Sequence[Any]) -> list[Any]:
         """Convert arrays and log entries to NumPy, in one transfer; values of other types are returned unchanged."""
         logs = {id(value.log): value.log for value in values if isinstance(value, LogEntry)}
         arrays = [[value] if self.owns(value) else [] for value in values]
@@ -191,7 +191,7 @@ class JaxDevice(CudaDevice):
     def _copy_to_numpy(self, arrays: Sequence[Any]) -> list[np.ndarray]:
         if arrays and self.is_on_gpu and self.stream is not None:
             # JAX's own copy of a scalar takes ten times as long.
-            copies = self.staging.fetch(arrays)
+            copies = self.staging.to_numpy_if_small(arrays)
             if copies is not None:
                 self.wait(arrays)  # returns at once; raises the error if the computation failed
                 return copies

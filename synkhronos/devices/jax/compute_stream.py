@@ -40,7 +40,7 @@ def _stream_callback(address: int) -> None:
             handle = get_stream(frame)
             if handle is not None:
                 _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_thread[0]))
-    except BaseException as error:  # as in `ffi_all_reduce.FfiAllReduce.dispatch`
+    except BaseException as error:  # as in `ffi_collectives.FfiCollectives.dispatch`
         _log.info("XLA's stream can't be found: %r", error)
 
 

@@ -1,6 +1,6 @@
 // All-reduce within an XLA program: handlers of XLA's foreign function interface that call NCCL.
 //
-// `nccl_handlers.py` compiles this file and registers the handlers; `ffi_all_reduce.py` describes the calls.  The file
+// `nccl_handlers.py` compiles this file and registers the handlers; `ffi_collectives.py` describes the calls.  The file
 // links to neither CUDA nor NCCL: the process has loaded both already, and passes the addresses of their functions in
 // `LaunchState`.
 //

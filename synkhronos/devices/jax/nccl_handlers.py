@@ -1,6 +1,6 @@
 """Compilation of the handlers in C++ by which XLA calls NCCL, at their first use; the result is cached on disk.
 
-Without a compiler, XLA calls NCCL through Python (`ffi_all_reduce`).
+Without a compiler, XLA calls NCCL through Python (`ffi_collectives`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DEFAULT_CALLER = "python"
 
 
 def read_nccl_caller() -> str:
-    """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiAllReduce`; raise ValueError for another value."""
+    """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiCollectives`; raise ValueError for another value."""
     caller = os.environ.get("SYNKHRONOS_NCCL_CALLS") or _DEFAULT_CALLER
     if caller not in NCCL_CALLERS:
         raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of {', '.join(NCCL_CALLERS)}, got {caller!r}")

@@ -1,7 +1,7 @@
 """Sums over the ranks within XLA programs that all ranks run at the same time, such as a sampler.
 
 A program may compute millions of sums, in loops whose lengths depend on the sums.  All ranks run the same program and
-get the same bits, so that their loops have the same lengths.  An `FfiAllReduce` calls one of these reducers::
+get the same bits, so that their loops have the same lengths.  An `FfiCollectives` calls one of these reducers::
 
     XLA program     local sum ──> foreign function ──> sum over all ranks ──> next evaluation
                                         |
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.cuda.nccl import BufferSpan
-from synkhronos.devices.jax.ffi_all_reduce import Reducer
+from synkhronos.devices.jax.ffi_collectives import Reducer
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import AWAITS_BARRIER, SCRATCH_NBYTES
 

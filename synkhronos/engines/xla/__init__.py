@@ -4,12 +4,12 @@ An `Executable` is one XLA program of one or several PyTensor functions.  It tak
 shared variables, and returns the outputs and the variables' new values::
 
                       ┌────────────────────────── one launch ──────────────────────────┐
-    inputs ─────────> │ gradient function ──> all-reduce (`AllReduceSpec`) ──> update │ ──> outputs
+    inputs ─────────> │ gradient function ──> exchange (`ExchangeSpec`) ──> update   │ ──> outputs
     shared variables  │                                                    function    │ ──> new values
     (donated) ──────> └────────────────────────────────────────────────────────────────┘
 
 With a sharded optimizer there are two update functions, and collectives after the gradient and between these
-(`TracedShardedAllReduce`).  A `FusedRunner` launches an executable with collectives.  A `SpmdProgram` is a program of
+(`TracedShardedExchange`).  A `FusedRunner` launches an executable with collectives.  A `SpmdProgram` is a program of
 another library, such as a sampler, that all ranks run at the same time.
 """
 
@@ -22,11 +22,11 @@ import numpy as np
 
 from synkhronos.devices import JAX, Device
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
-from synkhronos.engines.engine import Runner, StepAllReduce
+from synkhronos.engines.engine import GradientExchange, Runner
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.fused_runner import FusedRunner
-from synkhronos.engines.xla.traced_all_reduce import AllReduceSpec
+from synkhronos.engines.xla.traced_exchange import ExchangeSpec
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
@@ -51,7 +51,7 @@ class XlaEngine(LazyEngine):
         return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=allows_opaque_outputs)
 
     def fuse_step(
-        self, rank: Rank, gradient: Runner, all_reduce: StepAllReduce, updates: Sequence[Runner], n_repeats: int
+        self, rank: Rank, gradient: Runner, exchange: GradientExchange, updates: Sequence[Runner], n_repeats: int
     ) -> Runner | None:
         """Fuse executables and NCCL's collectives into one launch; return None if that is impossible.
 
@@ -62,26 +62,26 @@ class XlaEngine(LazyEngine):
         assert isinstance(gradient, Executable) and len(executables) == len(updates)
         if rank.size == 1:
             return gradient.fuse(others=executables, n_repeats=n_repeats)
-        shared = all_reduce.get_shared(rank)
+        shared = exchange.get_reduced_variable(rank)
         value = shared.container.storage[0]
         # An unfused step moves and casts a value that the user has set.
         if not JAX.owns(value) or value.dtype != shared.type.dtype or not JAX.can_reduce_in_launch(value.dtype):
             return None
         # With a wire dtype, the program itself divides by the number of ranks.
-        op = "sum" if all_reduce.wire_dtype else all_reduce.op
-        shards = all_reduce.get_shards(rank)
-        spec = AllReduceSpec(
+        op = "sum" if exchange.wire_dtype else exchange.op
+        shards = exchange.get_shards(rank)
+        spec = ExchangeSpec(
             shared.container.storage,
-            all_reduce.wire_dtype,
+            exchange.wire_dtype,
             rank.size,
-            all_reduce.n_tail,
+            exchange.n_tail,
             JAX.nccl_caller if shards is None else "python",
             op,
             rank.spans_hosts,
             shards,
         )
         fused = gradient.fuse(spec, executables, n_repeats=n_repeats)
-        return None if fused is None else FusedRunner(rank, fused, all_reduce)
+        return None if fused is None else FusedRunner(rank, fused, exchange)
 
     def get_max_repeats(self, dtype: np.dtype | None = None) -> int:
         """Return the log's capacity; 1 on the CPU, where XLA computes convolutions in loops with a single thread."""

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import JAX
-from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
+from synkhronos.devices.jax.ffi_collectives import FfiCollectives
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
 from synkhronos.engines.xla.trace import trace_functions, trace_loop
-from synkhronos.engines.xla.traced_all_reduce import AllReduceSpec
+from synkhronos.engines.xla.traced_exchange import ExchangeSpec
 from synkhronos.graph_libraries.library import has_other_references
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, is_bfloat16_requested
@@ -39,8 +39,8 @@ class Executable(Runner):
 
     Parameters
     ----------
-    spec : AllReduceSpec, optional
-        All-reduce of a variable that the first function updates.  The other functions read the reduced value.
+    spec : ExchangeSpec, optional
+        Exchange of a variable that the first function updates.  The other functions read the reduced value.
     logs_scalars : bool
         Whether to return scalar outputs as `LogEntry` objects.
     n_repeats : int
@@ -48,14 +48,14 @@ class Executable(Runner):
 
     Attributes
     ----------
-    ffi_all_reduce : FfiAllReduce or None
-        All-reduce in the program, which needs a reducer in each call; None without ``spec``.
+    ffi_collectives : FfiCollectives or None
+        Collectives in the program, which need a reducer in each call; None without ``spec``.
     """
 
     def __init__(
         self,
         functions: Sequence[JaxFunction],
-        spec: AllReduceSpec | None = None,
+        spec: ExchangeSpec | None = None,
         logs_scalars: bool = False,
         n_repeats: int = 1,
     ):
@@ -69,7 +69,7 @@ class Executable(Runner):
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         self._functions = list(functions)
         self._logs_scalars, self.n_repeats = logs_scalars, n_repeats
-        self.ffi_all_reduce = None if spec is None else FfiAllReduce(nccl_caller=spec.nccl_caller, op=spec.op)
+        self.ffi_collectives = None if spec is None else FfiCollectives(nccl_caller=spec.nccl_caller, op=spec.op)
         self.collectives = () if spec is None else spec.collectives
         self._fused: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
@@ -103,7 +103,7 @@ class Executable(Runner):
         self._make_program = self._get_program_factory(spec)
         self._run, self._communicator_number = self._make_program(), 0
 
-    def _get_program_factory(self, spec: AllReduceSpec | None) -> Callable[[], Callable[..., Any]]:
+    def _get_program_factory(self, spec: ExchangeSpec | None) -> Callable[[], Callable[..., Any]]:
         """Return a function that makes the program: a jitted function of the arguments of `_get_arguments`."""
         import jax
 
@@ -115,7 +115,7 @@ class Executable(Runner):
         # Without a reference to self, which would be a cycle and leave the memory to the garbage collector.
         in_loop = self.n_repeats > 1
         tables = self._storages, self._updated, self._logged
-        run = partial(trace_functions, self._functions, spec, self.ffi_all_reduce, *tables, in_loop)
+        run = partial(trace_functions, self._functions, spec, self.ffi_collectives, *tables, in_loop)
         options: dict[str, Any] = {}
         if self._has_lengths:
             # Lengths are the first argument, and static: XLA compiles anew for others.
@@ -135,9 +135,9 @@ class Executable(Runner):
         return lambda: jax.jit(partial(run), **options)
 
     def fuse(
-        self, spec: AllReduceSpec | None = None, others: Sequence[Executable] = (), n_repeats: int = 1
+        self, spec: ExchangeSpec | None = None, others: Sequence[Executable] = (), n_repeats: int = 1
     ) -> Executable | None:
-        """Fuse this executable, an all-reduce and other executables into one launch that computes ``n_repeats`` times.
+        """Fuse this executable, an exchange and other executables into one launch that computes ``n_repeats`` times.
 
         The same arguments return the same object.  None is returned if values of inputs determine lengths of arrays, if
         this executable does not update the reduced variable, or if ``n_repeats > 1`` and an output is no scalar.
@@ -160,7 +160,7 @@ class Executable(Runner):
             if not can_fuse:
                 return None
             functions = [function for executable in executables for function in executable._functions]
-            assert len(functions) == len(executables)  # a fused executable would lose its all-reduce
+            assert len(functions) == len(executables)  # a fused executable would lose its exchange
             while len(self._fused) >= _MAX_FUSED_EXECUTABLES:
                 del self._fused[next(iter(self._fused))]
             fused = Executable(functions, spec, self._logs_scalars, n_repeats)
@@ -171,8 +171,8 @@ class Executable(Runner):
         """Return the executable that computes ``n_repeats`` times in one launch; None if that is impossible."""
         return self if n_repeats == 1 else self.fuse(n_repeats=n_repeats)
 
-    def is_new_signature(self, inputs: Sequence[Any]) -> bool:
-        """Whether XLA compiles for these inputs: True at the first call with inputs of their shapes."""
+    def record_signature(self, inputs: Sequence[Any]) -> bool:
+        """Record the inputs' shapes; return True if they are new, so that XLA compiles for them."""
         signature = tuple([getattr(value, "shape", ()) for value in inputs])
         if signature in self._signatures:
             return False

@@ -1,7 +1,7 @@
-"""Launches of executables that contain an all-reduce.
+"""Launches of executables that contain collectives.
 
-XLA calls the all-reduce during the launch (`devices.jax.ffi_all_reduce`).  `FusedRunner` passes a `GradientReducer`, or
-the NCCL communicator itself, to the program's `FfiAllReduce`.
+XLA calls the collectives during the launch (`devices.jax.ffi_collectives`).  `FusedRunner` passes a `GradientReducer`,
+or the NCCL communicator itself, to the program's `FfiCollectives`.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
-from synkhronos.devices.jax.ffi_all_reduce import Reducer
-from synkhronos.engines.engine import Runner, StepAllReduce
+from synkhronos.devices.cuda.nccl import BufferSpan, Collective, NcclCommunicator
+from synkhronos.devices.jax.ffi_collectives import Reducer
+from synkhronos.engines.engine import GradientExchange, Runner
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
 
 class FusedRunner(Runner):
-    """An executable with an all-reduce, which all ranks launch at the same point of a command."""
+    """An executable with collectives, which all ranks launch at the same point of a command."""
 
-    def __init__(self, rank: Rank, executable: Executable, all_reduce: StepAllReduce):
-        self._rank, self._executable, self._all_reduce = rank, executable, all_reduce
+    def __init__(self, rank: Rank, executable: Executable, exchange: GradientExchange):
+        self._rank, self._executable, self._exchange = rank, executable, exchange
         self.n_repeats = executable.n_repeats
-        assert executable.ffi_all_reduce is not None
-        self._ffi_all_reduce = executable.ffi_all_reduce
+        assert executable.ffi_collectives is not None
+        self._ffi_collectives = executable.ffi_collectives
 
-    def is_new_signature(self, inputs: Sequence[Any]) -> bool:
-        """Whether XLA compiles for these inputs: True at the first call with inputs of their shapes."""
-        return self._executable.is_new_signature(inputs)
+    def record_signature(self, inputs: Sequence[Any]) -> bool:
+        """Record the inputs' shapes; return True if they are new, so that XLA compiles for them."""
+        return self._executable.record_signature(inputs)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch, and wait until all ranks have launched."""
-        communicator, shape = self._all_reduce.prepare_all_reduce(self._rank)
+        communicator, shape = self._exchange.prepare_exchange(self._rank)
         # No signal handler may raise within XLA's callbacks, nor before the other ranks have launched: the updates have
         # to be valid on all ranks, or, if one fails, on none.
         with defer_signals() as signals:
-            launch = self._launch_python if self._ffi_all_reduce.nccl_caller == "python" else self._launch_native
+            launch = self._launch_python if self._ffi_collectives.nccl_caller == "python" else self._launch_native
             results = launch(inputs, communicator, shape)
             signals.restart_time_limit()
             communicator.wait_until_started(signals.stop_deferring_if_late)
@@ -48,17 +48,17 @@ class FusedRunner(Runner):
     def _launch_python(
         self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
     ) -> list[Any]:
-        op, collectives = self._ffi_all_reduce.op, self._executable.collectives
+        op, collectives = self._ffi_collectives.op, self._executable.collectives
         reducer = GradientReducer(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
-        with self._ffi_all_reduce.use_reducer(reducer, self.n_repeats * len(collectives)):
+        with self._ffi_collectives.use_reducer(reducer, self.n_repeats * len(collectives)):
             return self._executable(*inputs)
 
     def _launch_native(
         self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
     ) -> list[Any]:
-        if self._ffi_all_reduce.nccl_caller == "graph":
+        if self._ffi_collectives.nccl_caller == "graph":
             self._executable.drop_outdated_recordings(communicator.communicator_number)
-        with self._ffi_all_reduce.use_communicator(communicator, shape, self.n_repeats):
+        with self._ffi_collectives.use_communicator(communicator, shape, self.n_repeats):
             try:
                 return self._executable(*inputs)
             finally:
@@ -76,7 +76,7 @@ class GradientReducer(Reducer):
         op: str,
         shape: tuple[int, ...],
         is_repeated: bool,
-        collectives: Sequence[str] = ("all_reduce",),
+        collectives: Sequence[Collective] = ("all_reduce",),
     ):
         self._rank, self._communicator, self._op, self._is_repeated = rank, communicator, op, is_repeated
         self._shape = shape
@@ -100,11 +100,11 @@ class GradientReducer(Reducer):
         if self._collective == "all_gather":
             n_items *= self._rank.size
         if n_items != math.prod(self._shape):
-            self.wait(stream)
+            self.order_after_started(stream)
             raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {n_items} items")
         self._communicator.launch_on_xla_stream(spans, self._op, valid_flag_address, stream, self._collective)
         self._collective = next(self._collectives)
 
-    def wait(self, stream: int | None) -> None:
+    def order_after_started(self, stream: int | None) -> None:
         """Make the stream wait for the chunks that were started, after an error."""
         self._communicator.join_side_stream(stream)

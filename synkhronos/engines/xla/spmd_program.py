@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import JAX, NUMPY
-from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
+from synkhronos.devices.jax.ffi_collectives import FfiCollectives
 from synkhronos.devices.jax.program_reducer import (
     DIVERGED_MESSAGE,
     GpuReducer,
@@ -49,11 +49,11 @@ class SpmdProgram:
     def __init__(self, rank: Rank, is_vectorized: bool = True):
         self.rank = rank
         self._is_vectorized = is_vectorized
-        self._ffi_all_reduce = FfiAllReduce(aborts_on_error=True)
+        self._ffi_collectives = FfiCollectives(aborts_on_error=True)
 
     def all_reduce(self, vector: Any) -> Any:
         """Return the sum of the ranks' vectors; traced by JAX."""
-        return vector if self.rank.size == 1 else self._ffi_all_reduce.trace_sum(vector)
+        return vector if self.rank.size == 1 else self._ffi_collectives.trace_sum(vector)
 
     def run(self, function: Callable[[], Sequence[np.ndarray]], settings: dict[str, Any]) -> Sequence[np.ndarray]:
         """Run a function on every rank, and return its sequence of arrays, which is equal on all ranks.
@@ -74,7 +74,7 @@ class SpmdProgram:
             reducer = _make_reducer(rank, detector)
             SpmdProgram.current = self
             try:
-                with self._ffi_all_reduce.use_reducer(reducer, n_reductions=None):
+                with self._ffi_collectives.use_reducer(reducer, n_reductions=None):
                     results = function()
             finally:
                 SpmdProgram.current = None

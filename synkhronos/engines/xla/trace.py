@@ -1,4 +1,4 @@
-"""The JAX function of an `Executable`: its PyTensor functions, the all-reduce after the first one, and a loop.
+"""The JAX function of an `Executable`: its PyTensor functions, the exchange after the first one, and a loop.
 
 JAX traces the functions here, so their arrays are traced ones.
 """
@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
+from synkhronos.devices.jax.ffi_collectives import FfiCollectives
 from synkhronos.devices.jax.scalar_log import ScalarLog
-from synkhronos.engines.xla.traced_all_reduce import AllReduceSpec, TracedAllReduce, TracedShardedAllReduce
+from synkhronos.engines.xla.traced_exchange import ExchangeSpec, TracedExchange, TracedShardedExchange
 from synkhronos.engines.xla.vector_parts import run_in_place
 from synkhronos.lowering.jax_function import JaxFunction
 
 
 def trace_functions(
     functions: Sequence[JaxFunction],
-    spec: AllReduceSpec | None,
-    ffi_all_reduce: FfiAllReduce | None,
+    spec: ExchangeSpec | None,
+    ffi_collectives: FfiCollectives | None,
     storages: Sequence[list[Any]],
     updated_storages: Sequence[list[Any]],
     logged_positions: Sequence[int],
@@ -27,7 +27,7 @@ def trace_functions(
     lengths: tuple[int, ...],
     *arguments: Any,
 ) -> tuple[Any, ...]:
-    """Trace the functions and the all-reduce that follows the first one, as in `Executable`.
+    """Trace the functions and the exchange that follows the first one, as in `Executable`.
 
     Parameters
     ----------
@@ -50,10 +50,10 @@ def trace_functions(
     old_values = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
     current = dict(old_values)
     outputs: list[Any] = []
-    traced: TracedAllReduce | None = None
-    if spec is not None and ffi_all_reduce is not None:
-        kind = TracedAllReduce if spec.shards is None else TracedShardedAllReduce
-        traced = kind(spec, ffi_all_reduce, logs[:1] if in_loop else ())
+    traced: TracedExchange | None = None
+    if spec is not None and ffi_collectives is not None:
+        kind = TracedExchange if spec.shards is None else TracedShardedExchange
+        traced = kind(spec, ffi_collectives, logs[:1] if in_loop else ())
     for function in functions:
         operands = [*islice(inputs, function.n_inputs), *[current[id(s)] for s in function.storages], *lengths]
         try:

@@ -17,7 +17,7 @@ import numpy as np
 
 from synkhronos.collectives.commands import AllReduceValues, VariableCopy, prepare_copies
 from synkhronos.devices import get_array_device
-from synkhronos.engines import Runner, StepAllReduce, StepShards
+from synkhronos.engines import GradientExchange, Runner, StepShards
 from synkhronos.function.call import Call, RankCall
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.library import AT_FIRST_CALL
@@ -44,7 +44,7 @@ class _StepCommandFields(NamedTuple):
 class StepCommand(_StepCommandFields, Command):
     """Take a training step, or several in one launch, on all ranks.
 
-    Implements `synkhronos.engines.engine.StepAllReduce`, by which an engine fuses the step.
+    Implements `synkhronos.engines.engine.GradientExchange`, by which an engine fuses the step.
     """
 
     __slots__ = ()
@@ -90,7 +90,7 @@ class StepCommand(_StepCommandFields, Command):
         """Name of the reduction of the gradient."""
         return self.reduce.op
 
-    def get_shared(self, rank: Rank) -> Any:
+    def get_reduced_variable(self, rank: Rank) -> Any:
         """Return this rank's copy of the gradient's variable."""
         (key,) = self.reduce.keys
         return rank.get_object(key)
@@ -98,14 +98,14 @@ class StepCommand(_StepCommandFields, Command):
     def get_shards(self, rank: Rank) -> None:
         """Return None: every rank updates all parameters."""
 
-    def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, once all ranks have compared theirs."""
         (gradient,) = self.reduce.get_plan(rank).variables
         return gradient.transport.get_communicator(rank), gradient.layout[0]
 
 
 def fuse_calls(
-    rank: Rank, step: StepAllReduce, gradient: RankCall, updates: Sequence[RankCall], n_steps: int = 1
+    rank: Rank, step: GradientExchange, gradient: RankCall, updates: Sequence[RankCall], n_steps: int = 1
 ) -> Runner | None:
     """Return the fused launch of a gradient, its all-reduce and updates; None if this rank cannot fuse them."""
     if gradient.compiled.n_rank_means:
@@ -194,13 +194,13 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             _StepRunner(lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.numpy_inputs)
         ), []
 
-    # -- StepAllReduce ---------------------------------------------------------------------------------------
+    # -- GradientExchange ---------------------------------------------------------------------------------------
 
     wire_dtype = None
     n_tail = 0
     op = "avg"
 
-    def get_shared(self, rank: Rank) -> Any:
+    def get_reduced_variable(self, rank: Rank) -> Any:
         """Return this rank's copy of the matrix."""
         return rank.get_object(self.matrix_key)
 
@@ -209,7 +209,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         state_shards = [rank.get_object(key) for key in self.state_keys]
         return StepShards(rank.get_object(self.row_key), state_shards, self.gathers_gradient)
 
-    def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator, and the matrix's shape, once all ranks have compared theirs."""
         matrix, _ = self._prepare_copies(rank)
         return matrix.communicator, matrix.layouts[0][0]

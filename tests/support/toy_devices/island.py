@@ -83,9 +83,9 @@ class Island(Device):
     def from_numpy(self, array):
         return IslandArray(np.array(array, order="C"))
 
-    def store(self, rank, key, offset, value):
+    def write_segment(self, rank, key, offset, value):
         counts["stores"] += 1
-        super().store(rank, key, offset, value)
+        super().write_segment(rank, key, offset, value)
 
     def concatenate(self, arrays):
         counts["launches"] += 1

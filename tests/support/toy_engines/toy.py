@@ -48,17 +48,17 @@ class ToyEngine(LazyEngine):
     def make_runner(self, library, function, n_inputs, allows_opaque_outputs):
         return Launch(function) if allows_opaque_outputs else Runner(function)
 
-    def fuse_step(self, rank, gradient, all_reduce, updates, n_repeats):
+    def fuse_step(self, rank, gradient, exchange, updates, n_repeats):
         def all_reduce_shared():
-            communicator, _ = all_reduce.prepare_all_reduce(rank)
-            communicator.all_reduce(all_reduce.get_shared(rank).container.storage[0], all_reduce.op)
+            communicator, _ = exchange.prepare_exchange(rank)
+            communicator.all_reduce(exchange.get_reduced_variable(rank).container.storage[0], exchange.op)
 
         return Launch(gradient.first, (all_reduce_shared, *(update.first for update in updates)), n_repeats)
 
     def get_max_repeats(self, dtype=None):
         return 8
 
-    def fetch(self, values):
+    def fetch_outputs(self, values):
         return [value.value if isinstance(value, Handle) else value for value in values]
 
 

@@ -1,8 +1,8 @@
-"""All-reduces within XLA programs, by foreign functions that XLA calls while it launches a program.
+"""Collectives within XLA programs, by foreign functions that XLA calls while it launches a program.
 
-The calls of an all-reduce in a program::
+The calls of a collective on an array in chunks::
 
-    traced      trace_start(chunk 0)    trace_start(chunk 1)    trace_finish(rest)      `FfiAllReduce`
+    traced      trace_start(chunk 0)    trace_start(chunk 1)    trace_finish(rest)      `FfiCollectives`
                       |                       |                       |
     launched    _start_callback         _start_callback         _finish_callback        called by XLA
                       |                       |                       |
@@ -10,7 +10,7 @@ The calls of an all-reduce in a program::
                       |                       |                       |
     NCCL        launch_on_side_stream   launch_on_side_stream   launch_on_xla_stream    `NcclCommunicator`
 
-Each call has an attribute, the number of its program's `FfiAllReduce`, by which the callbacks find the object.
+Each call has an attribute, the number of its program's `FfiCollectives`, by which the callbacks find the object.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ _DTYPES = {
 
 
 class Reducer:
-    """Launches the reductions of one launch of a program; called by XLA."""
+    """Launches the collectives of one launch of a program; called by XLA."""
 
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
-        """Start reductions that overlap the stream's next work."""
+        """Start collectives that overlap the stream's next work."""
         raise NotImplementedError
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Launch reductions on the stream, make it wait for the started ones, and then set a flag.
+        """Launch collectives on the stream, make it wait for the started ones, and then set a flag.
 
         ``valid_flag_address`` is the address on the device of an int32: 1 if the results are valid, else 0.
         """
         raise NotImplementedError
 
-    def wait(self, stream: int | None) -> None:
-        """Make the stream wait for the reductions that were started, after an error."""
+    def order_after_started(self, stream: int | None) -> None:
+        """Make the stream wait for the collectives that were started, after an error."""
 
 
-class FfiAllReduce:
-    """The all-reduce of one XLA program, which gets a reducer for each launch.
+class FfiCollectives:
+    """The collectives of one XLA program, which gets a reducer for each launch.
 
     ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.
 
@@ -85,14 +85,14 @@ class FfiAllReduce:
 
     Examples
     --------
-    >>> all_reduce = FfiAllReduce()
-    >>> program = jax.jit(lambda gradient: all_reduce.trace_finish([gradient]))  # doctest: +SKIP
-    >>> with defer_signals(), all_reduce.use_reducer(reducer):  # doctest: +SKIP
+    >>> collectives = FfiCollectives()
+    >>> program = jax.jit(lambda gradient: collectives.trace_finish([gradient]))  # doctest: +SKIP
+    >>> with defer_signals(), collectives.use_reducer(reducer):  # doctest: +SKIP
     ...     (total,), is_valid = program(gradient)
     """
 
     _numbers = itertools.count()
-    _by_number: WeakValueDictionary[int, FfiAllReduce] = WeakValueDictionary()
+    _by_number: WeakValueDictionary[int, FfiCollectives] = WeakValueDictionary()
 
     def __init__(self, aborts_on_error: bool = False, nccl_caller: str = "python", op: str = "sum") -> None:
         assert nccl_caller == "python" or not aborts_on_error
@@ -120,7 +120,7 @@ class FfiAllReduce:
         try:
             try:
                 yield
-            except Exception:  # possibly XLA's own, for a launch that this all-reduce's error has ended
+            except Exception:  # possibly XLA's own, for a launch that a collective's error has ended
                 if self._aborts_on_error:
                     self._raise_error()
                 raise
@@ -153,10 +153,10 @@ class FfiAllReduce:
     # -- traced ----------------------------------------------------------------------------------------------
 
     def trace_start(self, array: Any, token: Any, shape: tuple[int, ...] | None = None) -> tuple[Any, Any]:
-        """Trace the start of an array's all-reduce, or of another collective; return its result and a token.
+        """Trace the start of a collective on an array; return its result and a token.
 
         XLA may order independent operations differently on different ranks.  The token makes each start depend on the
-        previous one, so that all ranks start the all-reduces in the same order; that of the first start is 0.  The
+        previous one, so that all ranks start them in the same order; that of the first start is 0.  The
         result has the shape ``shape``, or replaces the array.  Its content is undefined until `trace_finish`, which
         takes it and the token.
         """
@@ -183,7 +183,7 @@ class FfiAllReduce:
         others: Sequence[Any] = (),
         shapes: Sequence[tuple[int, ...] | None] | None = None,
     ) -> tuple[list[Any], Any]:
-        """Trace the all-reduce of arrays, and the wait for the all-reduces that were started.
+        """Trace a collective on arrays, and the wait for the ones that were started.
 
         Parameters
         ----------
@@ -255,39 +255,39 @@ class FfiAllReduce:
     # -- called by XLA ---------------------------------------------------------------------------------------
 
     @classmethod
-    def dispatch(cls, frame_address: int, handle_call: Callable[[FfiAllReduce, Any, Reducer], None]) -> int | None:
+    def dispatch(cls, frame_address: int, handle_call: Callable[[FfiCollectives, Any, Reducer], None]) -> int | None:
         """Pass a call by XLA to its program's object; return None, or the address of an error to end the launch."""
-        all_reduce = None
+        collectives = None
         try:
             frame = CallFrame.from_address(frame_address)
             if not is_execution(frame):
                 return None
-            all_reduce = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
-            if all_reduce._reducer is None:
-                _log.error("XLA called an all-reduce outside a launch; the call is ignored")
-            elif all_reduce._aborts_on_error and all_reduce._error is not None:
+            collectives = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
+            if collectives._reducer is None:
+                _log.error("XLA called a collective outside a launch; the call is ignored")
+            elif collectives._aborts_on_error and collectives._error is not None:
                 return create_error(frame)
             else:
-                handle_call(all_reduce, frame, all_reduce._reducer)
+                handle_call(collectives, frame, collectives._reducer)
         # An exception can't pass through XLA.  Only the first error is stored, as it may be the cause of later ones.
         except BaseException as error:
-            if all_reduce is None:
-                _log.error("XLA's call of an all-reduce can't be read: %r", error)
+            if collectives is None:
+                _log.error("XLA's call of a collective can't be read: %r", error)
             else:
-                all_reduce._error = all_reduce._error or error
-                if all_reduce._aborts_on_error:
+                collectives._error = collectives._error or error
+                if collectives._aborts_on_error:
                     return create_error(frame)
         return None
 
-    def start(self, frame: Any, reducer: Reducer) -> None:
-        """Start the reduction of the arrays of a call."""
+    def handle_start(self, frame: Any, reducer: Reducer) -> None:
+        """Start the collective on the arrays of a call of `trace_start`."""
         spans = _read_spans(frame, 0, frame.results.size - 1)
         self._n_started += len(spans)
         if self._error is None:
             reducer.start(spans, get_stream(frame))
 
-    def finish(self, frame: Any, reducer: Reducer) -> None:
-        """Reduce the arrays of a call, and make the stream wait for the started reductions."""
+    def handle_finish(self, frame: Any, reducer: Reducer) -> None:
+        """Launch the collective on the arrays of a call of `trace_finish`, and order the stream after started ones."""
         self._n_finished += 1
         n_started, self._n_started = self._n_started, 0
         n_arrays = frame.results.size - 1
@@ -297,17 +297,17 @@ class FfiAllReduce:
         if self._error is None:
             reducer.finish(spans, valid_flag_address, get_stream(frame))
         else:
-            reducer.wait(get_stream(frame))
+            reducer.order_after_started(get_stream(frame))
 
 
 @Callback
 def _start_callback(address: int) -> int | None:
-    return FfiAllReduce.dispatch(address, FfiAllReduce.start)
+    return FfiCollectives.dispatch(address, FfiCollectives.handle_start)
 
 
 @Callback
 def _finish_callback(address: int) -> int | None:
-    return FfiAllReduce.dispatch(address, FfiAllReduce.finish)
+    return FfiCollectives.dispatch(address, FfiCollectives.handle_finish)
 
 
 def _read_spans(frame: Any, start: int, stop: int) -> list[BufferSpan]:

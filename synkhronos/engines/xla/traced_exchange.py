@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices.jax.ffi_all_reduce import FfiAllReduce
+from synkhronos.devices.cuda.nccl import Collective
+from synkhronos.devices.jax.ffi_collectives import FfiCollectives
 from synkhronos.engines.engine import StepShards
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.engines.xla.vector_parts import can_hold_parts, run_in_place, write_parts
@@ -22,8 +23,10 @@ from synkhronos.lowering.jax_function import JaxFunction
 MIN_CHUNK_BYTES, MIN_CHUNK_BYTES_OF_HOSTS = 128_000_000, 25_000_000
 
 
-class AllReduceSpec(NamedTuple):
-    """All-reduce of a shared variable's new value within a launch.
+class ExchangeSpec(NamedTuple):
+    """Exchange of a shared variable's new value between the ranks, within a launch.
+
+    Without ``shards`` it is an all-reduce.
 
     If the connection is aborted during the launch, the other variables keep their old values, unless their new values
     have another shape; the reduced variable's value is undefined.
@@ -38,7 +41,7 @@ class AllReduceSpec(NamedTuple):
         Divisor of the values if there is a wire dtype, in which their sum could overflow: the number of ranks.  Without
         a wire dtype NCCL divides.
     nccl_caller : {"python", "native", "graph"}
-        Code that calls NCCL within the launch, as in `FfiAllReduce`.
+        Code that calls NCCL within the launch, as in `FfiCollectives`.
     shards : StepShards or None
         With a sharded optimizer.  The variable is then a matrix with a row for each rank, and not all-reduced: a
         reduce-scatter reduces this rank's row, and all-gathers after the second function exchange the updated rows.
@@ -54,11 +57,15 @@ class AllReduceSpec(NamedTuple):
     shards: StepShards | None = None
 
     @property
-    def collectives(self) -> tuple[str, ...]:
+    def collectives(self) -> tuple[Collective, ...]:
         """Names of the collectives of one computation, in their order."""
         if self.shards is None:
             return ("all_reduce",)
-        return ("reduce_scatter", *["all_gather"] * (1 + self.shards.gathers_gradient))
+        return (
+            ("reduce_scatter", "all_gather", "all_gather")
+            if self.shards.gathers_gradient
+            else ("reduce_scatter", "all_gather")
+        )
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -66,19 +73,19 @@ class AllReduceSpec(NamedTuple):
         return (id(self.storage), *self[1:-1], self.shards and id(self.shards.row))
 
 
-class TracedAllReduce:
-    """The all-reduce of one computation, while it is traced.
+class TracedExchange:
+    """The exchange of one computation by an all-reduce, while it is traced.
 
-    ``iterations`` are, in a loop, the ``others`` of `FfiAllReduce.trace_finish`; else empty.
+    ``iterations`` are, in a loop, the ``others`` of `FfiCollectives.trace_finish`; else empty.
     """
 
-    def __init__(self, spec: AllReduceSpec, ffi_all_reduce: FfiAllReduce, iterations: Sequence[Any]):
-        self._spec, self._ffi_all_reduce, self._iterations = spec, ffi_all_reduce, iterations
-        #: As `FfiAllReduce.trace_finish` returns it; None before the first function.
+    def __init__(self, spec: ExchangeSpec, ffi_collectives: FfiCollectives, iterations: Sequence[Any]):
+        self._spec, self._ffi_collectives, self._iterations = spec, ffi_collectives, iterations
+        #: As `FfiCollectives.trace_finish` returns it; None before the first function.
         self._is_valid: Any = None
 
     def trace_function(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
-        """Trace the next function, and the all-reduce that follows the first one; return the function's results."""
+        """Trace the next function, and the exchange that follows the first one; return the function's results."""
         if self._is_valid is not None:
             return run_in_place(function, operands)
         evaluator, arrays = self._reduce(function, operands)
@@ -169,23 +176,23 @@ class TracedAllReduce:
 
         The first chunk is sent after ``token``, 0, is computed.  ``get_shape`` takes the shape of an array, and returns
         that of its result; None for a result in place of the array.  ``compute_tail`` returns further arrays to send.
-        The results of the chunks and of the tail are returned with the flag of `FfiAllReduce.trace_finish`.
+        The results of the chunks and of the tail are returned with the flag of `FfiCollectives.trace_finish`.
         """
         sent, started = [], []
         for chunk in chunks[:-1]:
             array = compute_chunk(chunk)
             shape = get_shape(array.shape)
-            result, token = self._ffi_all_reduce.trace_start(array, token, shape)
+            result, token = self._ffi_collectives.trace_start(array, token, shape)
             token = evaluator.delay_until(token)
             started.append(result)
             sent += [array] if shape is not None else []
         arrays = [compute_chunk(chunks[-1]), *compute_tail()]
         shapes = [get_shape(array.shape) for array in arrays]
-        return self._ffi_all_reduce.trace_finish(arrays, started, token, [*self._iterations, *sent], shapes)
+        return self._ffi_collectives.trace_finish(arrays, started, token, [*self._iterations, *sent], shapes)
 
 
-class TracedShardedAllReduce(TracedAllReduce):
-    """The collectives of one computation with a sharded optimizer::
+class TracedShardedExchange(TracedExchange):
+    """The exchange of one computation with a sharded optimizer::
 
         gradient     block of columns ──> reduce-scatter (side stream) ──> block of this rank's row
         update       block of this rank's row ──> new block ──> all-gather (side stream) ──> new block of columns
@@ -194,8 +201,8 @@ class TracedShardedAllReduce(TracedAllReduce):
     The first blocks are of the last parameters, whose gradients are computed first.
     """
 
-    def __init__(self, spec: AllReduceSpec, ffi_all_reduce: FfiAllReduce, iterations: Sequence[Any]):
-        super().__init__(spec, ffi_all_reduce, iterations)
+    def __init__(self, spec: ExchangeSpec, ffi_collectives: FfiCollectives, iterations: Sequence[Any]):
+        super().__init__(spec, ffi_collectives, iterations)
         assert spec.shards is not None
         self._shards, self._row_storage = spec.shards, spec.shards.row.container.storage
         #: Blocks of this rank's reduced row; before the second function.
@@ -229,7 +236,7 @@ class TracedShardedAllReduce(TracedAllReduce):
         evaluator, self._rows = self._reduce(function, operands)
         matrix = operands[_find_operand(function, self._spec.storage)]
         if self._shards.gathers_gradient:
-            (matrix,), self._is_valid = self._ffi_all_reduce.trace_finish(
+            (matrix,), self._is_valid = self._ffi_collectives.trace_finish(
                 [jnp.concatenate(self._rows)], shapes=[matrix.shape]
             )
         return evaluator.finish(matrix)
