@@ -15,7 +15,7 @@ DEBS=(libgpuarray3 libgpuarray-dev python3-pygpu)
 # NumPy 1.23 is the newest that Theano knows; Mako makes pygpu's kernels; the last line is what Synkhronos needs on GPUs.
 # Synkhronos itself comes from the folder above this one.
 PACKAGES=("numpy==1.23.5" "scipy<1.12" "Theano==1.0.5" "Lasagne==0.1" "setuptools<60" wheel mako six pytest hypothesis
-    posix_ipc threadpoolctl tqdm cloudpickle
+    threadpoolctl tqdm cloudpickle
     nccl4py cuda-core cuda-bindings cuda-pathfinder nvidia-ml-py)
 
 pack() {
@@ -24,7 +24,7 @@ pack() {
     local pip
     pip=$(mktemp -d)
     python3.11 -m venv "$pip"
-    # Theano, Lasagne and posix_ipc may come as sources: wheels are made of them here, where there is a compiler.
+    # Theano and Lasagne may come as sources: wheels are made of them here, where there is a compiler.
     local quiet=(-q --disable-pip-version-check)
     "$pip/bin/pip" wheel "${quiet[@]}" -w "$1/wheels" "${PACKAGES[@]}" &&
         "$pip/bin/pip" wheel "${quiet[@]}" --no-deps -w "$1/wheels" "$(dirname "${BASH_SOURCE[0]}")/.." ||

@@ -16,6 +16,7 @@ from synkhronos.devices import list_gpu_devices
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launcher import core_binding
 from synkhronos.ranks import count_available_cores
+from synkhronos.ranks.segments import get_free_memory
 
 #: Modules and the packages that provide them.
 _PACKAGES = {
@@ -35,8 +36,6 @@ _OPTIONAL_PACKAGES = {
     "mpi4py": ("ranks on several hosts", "hosts"),
     "matplotlib": ("pictures of runs (python -m synkhronos show)", "demos"),
 }
-#: Free bytes in /dev/shm below which data and parameters hardly fit.
-_MIN_SHARED_MEMORY_BYTES = 1 << 30
 
 
 def main(arguments: list[str]) -> int:
@@ -60,7 +59,7 @@ def make_report() -> str:
     facts = {
         "Python": f"{platform.python_version()}, {sys.executable}",
         "cores": f"{count_available_cores()} for this process, {os.cpu_count()} in all",
-        "/dev/shm": _describe_shared_memory(),
+        "memory": f"{get_free_memory() / 2**30:.1f} GiB free",
     }
     for module, package in _PACKAGES.items():
         if module in installed:
@@ -79,18 +78,6 @@ def make_report() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _get_free_shared_memory() -> int:
-    """Return the free bytes in /dev/shm; raise OSError if it can't be used."""
-    return shutil.disk_usage("/dev/shm").free
-
-
-def _describe_shared_memory() -> str:
-    try:
-        return f"{_get_free_shared_memory() / 2**30:.1f} GiB free for arrays that ranks share"
-    except OSError as error:
-        return str(error)
-
-
 def _describe_ranks(installed: set[str], gpus: int) -> str:
     library = "PyTensor" if "pytensor" in installed else "Theano"
     devices, n_ranks = ("GPUs", gpus) if gpus else ("cores", count_available_cores())
@@ -104,14 +91,6 @@ def _list_required_steps(installed: set[str], gpus: int) -> list[str]:
     libraries = installed & {"pytensor", "theano"}
     if not libraries:
         steps.append("install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'")
-    try:
-        if (free := _get_free_shared_memory()) < _MIN_SHARED_MEMORY_BYTES:
-            steps.append(
-                f"enlarge /dev/shm, which holds the data and has {free / 2**20:.0f} MiB: "
-                "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
-            )
-    except OSError as error:
-        steps.append(f"mount a tmpfs at /dev/shm, which holds the data: {error}")
     if "theano" in installed and shutil.which("g++") is None:
         steps.append("install g++, with which Theano compiles functions: apt-get install g++")
     for device in list_gpu_devices():

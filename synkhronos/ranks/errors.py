@@ -174,6 +174,6 @@ def describe_exit(code: int) -> str:
     hint = {
         "SIGKILL": " (the kernel does this to a process when memory runs out)",
         "SIGSEGV": " (a crash in compiled code)",
-        "SIGBUS": " (a crash in compiled code, or /dev/shm was full)",
+        "SIGBUS": " (a crash in compiled code, or a mapped file was truncated)",
     }.get(name, "")
     return f"was killed by {name}{hint}"

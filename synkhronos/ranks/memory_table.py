@@ -77,7 +77,7 @@ class MemoryTable:
         Raises
         ------
         MemoryError
-            If ``/dev/shm`` is full.
+            If there is not enough memory.
         OSError
             If this process has too many files open.
         """

@@ -1,7 +1,7 @@
 """Shared memory that all ranks map.
 
-The master creates a segment as a file without a name.  Workers receive the open file over the socket pairs that they
-inherited at the fork.  So no crash leaves a name in ``/dev/shm``, and no other process can open the memory.
+The master creates a segment as a file in memory, without a name.  Workers receive the open file over the socket pairs
+that they inherited at the fork.  So no crash leaves the memory behind, and no other process can open it.
 """
 
 from __future__ import annotations
@@ -30,28 +30,20 @@ _SEGMENT_HEADER = struct.Struct("=QQ?")
 #: Number of bytes of shared memory from which on `check_free_memory` checks.
 _MIN_CHECKED_NBYTES = 64 << 20
 #: Advice in errors that report a lack of shared memory.
-_MEMORY_ADVICE = (
-    "see `df -h /dev/shm`, free Data objects that are no longer needed, or start the container with a larger --shm-size"
-)
+_MEMORY_ADVICE = "delete Data objects that are no longer needed, or give the container or job more memory"
 #: Fraction of the free memory that is left to other programs.
 _RESERVED_FRACTION = 1 / 16
 
 
 def check_free_memory(nbytes: int) -> None:
-    """Raise MemoryError if ``/dev/shm``, or the machine's memory, has fewer bytes free.
+    """Raise MemoryError if the machine has fewer bytes free.
 
     The kernel would not refuse an allocation that is too large, but kill processes later.
     """
-    if nbytes < _MIN_CHECKED_NBYTES:
-        return
-    with contextlib.suppress(FileNotFoundError):
-        disk = os.statvfs("/dev/shm")
-        free, memory = disk.f_bavail * disk.f_frsize, int(get_free_memory() * (1 - _RESERVED_FRACTION))
-        if nbytes > min(free, memory):
-            raise MemoryError(
-                f"not enough space for {nbytes:,} bytes of shared memory: {_MEMORY_ADVICE}; /dev/shm has {free:,} "
-                f"bytes left, and memory {memory:,}"
-            )
+    if nbytes >= _MIN_CHECKED_NBYTES and nbytes > (free := int(get_free_memory() * (1 - _RESERVED_FRACTION))):
+        raise MemoryError(
+            f"not enough memory for {nbytes:,} bytes of shared memory, {free:,} bytes are free: {_MEMORY_ADVICE}"
+        )
 
 
 def get_free_memory(root: str = "") -> int:
@@ -80,9 +72,8 @@ def get_free_memory(root: str = "") -> int:
 def create_unlinked_file(nbytes: int, allocated_ranges: Iterable[range] | None = None) -> io.FileIO:
     """Create shared memory as a file without a name, and return the open file.
 
-    The pages of ``allocated_ranges``, by default of all bytes, are allocated now, where a full ``/dev/shm`` raises
-    MemoryError.  A write into other pages of a full ``/dev/shm`` is a bus error.  MemoryError is also raised if a limit
-    of this process is exceeded.
+    The pages of ``allocated_ranges``, by default of all bytes, are allocated now: MemoryError is raised if memory is
+    short, or a limit of this process is exceeded.
     """
     allocated_ranges = [range(nbytes)] if allocated_ranges is None else [span for span in allocated_ranges if span]
     n_allocated = sum(span.stop - span.start for span in allocated_ranges)  # len() of a range has a limit
@@ -94,7 +85,8 @@ def create_unlinked_file(nbytes: int, allocated_ranges: Iterable[range] | None =
         )
     check_free_memory(n_allocated)
     with defer_signals():
-        file = io.FileIO(_open_unlinked(), "r+")  # closed with its last reference
+        file = io.FileIO(os.memfd_create("synkhronos"), "r+")  # closed with its last reference
+        os.fchmod(file.fileno(), 0o600)
     try:
         os.ftruncate(file.fileno(), nbytes)
         for span in allocated_ranges:
@@ -103,19 +95,10 @@ def create_unlinked_file(nbytes: int, allocated_ranges: Iterable[range] | None =
         file.close()
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise MemoryError(
-                f"not enough space for {n_allocated:,} bytes of shared memory: {_MEMORY_ADVICE}"
+                f"not enough memory for {n_allocated:,} bytes of shared memory: {_MEMORY_ADVICE}"
             ) from error
         raise
     return file
-
-
-def _open_unlinked() -> int:
-    try:
-        return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.EACCES):
-            raise
-        return os.memfd_create("synkhronos")  # /dev/shm is missing, or of another kind
 
 
 class Segment:
@@ -222,7 +205,7 @@ class SegmentTable:
         """Reopen the file of each segment, or copy its memory to a new file; yield segments and open files by key.
 
         New processes can't map the old file, as its descriptor is closed.  Views of the memory stay valid.  MemoryError
-        is raised if ``/dev/shm`` has not enough space for a copy, and OSError if a user's file has been replaced.
+        is raised if there is not enough memory for a copy, and OSError if a user's file has been replaced.
         """
         for key in sorted(self._segments):
             segment = self._segments[key]

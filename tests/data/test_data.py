@@ -70,7 +70,7 @@ def count_files_and_mappings():
     counts = []
     for pid in [os.getpid(), *list_children(os.getpid())]:
         with open(f"/proc/{pid}/maps") as file:
-            mapped = sum("/dev/shm/" in line or "synkhronos" in line for line in file)
+            mapped = sum("synkhronos" in line for line in file)
         counts.append((len(os.listdir(f"/proc/{pid}/fd")), mapped))
     return counts
 
@@ -485,7 +485,7 @@ def test_data_raises_memory_error_and_keeps_its_value(size):
         lambda: d.set_length(size),
         lambda: d.set_shape((size,), oversize=1.5),
     ):
-        with pytest.raises(MemoryError, match="bytes of shared memory: see `df -h /dev/shm`"):
+        with pytest.raises(MemoryError, match="bytes of shared memory, .* bytes are free"):
             attempt()
         assert d.data.tolist() == [0.0, 1.0, 2.0]
     assert read_by_ranks(d).tolist() == [0.0, 1.0, 2.0]

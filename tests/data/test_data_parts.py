@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hosts import are_simulated, run
+from hosts import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import HOSTS, limit_examples, tensor
@@ -216,7 +216,6 @@ def test_data_parts_work_in_trainers(counts):
 
 
 @pytest.mark.hosts
-@pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
 def test_data_parts_allocates_only_local_rows():
     used = [int(line) for line in run(["a:1", "b:1"], "parts_memory").split()]
     assert 15 << 20 < used[0] < 18 << 20  # half of 32 MB

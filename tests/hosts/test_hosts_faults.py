@@ -206,25 +206,24 @@ def test_lost_host_is_named(hosts, fault, place):
 
 
 @needs_namespaces
-def test_full_memory_on_a_host_is_named(hosts):
+def test_lack_of_memory_on_a_host_is_named(hosts):
+    nbytes = 1 << 23
     with hosts as tree:
         fork(hosts, tree)
-        full, fault_time = tree.fill(hosts.other), time.monotonic()
-        words = [f"host {hosts.other} (rank 2)", "/dev/shm"]
-        check_error(tree.run_order("sum_shared_bytes", nbytes=1 << 23), fault_time, rank=2, words=words)
-        full.unlink()
-        full, fault_time = tree.fill(hosts.other), time.monotonic()
+        tree.limit_shared_memory(hosts.other, nbytes - 1)
+        words, fault_time = [f"host {hosts.other} (rank 2)", "ulimit -f"], time.monotonic()
+        check_error(tree.run_order("sum_shared_bytes", nbytes=nbytes), fault_time, rank=2, words=words)
+        fault_time = time.monotonic()
         check_error(tree.fork(["a:2", f"{hosts.other}:1"]), fault_time, rank=2, words=words)
-        full.unlink()
+        tree.limit_shared_memory(hosts.other, None)
         tree.check_no_leaks()
         fork(hosts, tree)
-        full, fault_time = tree.fill("a"), time.monotonic()
-        check_error(
-            tree.run_order("sum_shared_bytes", nbytes=1 << 23), fault_time, error="MemoryError", words=["/dev/shm"]
-        )
+        tree.limit_shared_memory("a", nbytes - 1)
+        error, fault_time = "MemoryError", time.monotonic()
+        check_error(tree.run_order("sum_shared_bytes", nbytes=nbytes), fault_time, error=error, words=["ulimit -f"])
         check_ranks_work(tree)
         tree.run_order("close")
-        full.unlink()
+        tree.limit_shared_memory("a", None)
         tree.check_no_leaks()
 
 
@@ -286,7 +285,7 @@ def test_master_death_ends_all_processes(hosts, place):
         block_ranks_at(tree, place)
         os.kill(tree.pid, signal.SIGKILL)
         tree.wait_until_started()
-        tree.check_no_leaks(is_fresh=True)
+        tree.check_no_leaks()
 
 
 def test_exit_and_close_in_a_handler_end_hosts(hosts):
@@ -294,7 +293,7 @@ def test_exit_and_close_in_a_handler_end_hosts(hosts):
         fork(hosts, tree)
         tree.send_order("exit")
         tree.wait_until_started()
-        tree.check_no_leaks(is_fresh=True)
+        tree.check_no_leaks()
         fork(hosts, tree)
         tree.send_order("close_in_handler")
         tree.wait_event("inside")

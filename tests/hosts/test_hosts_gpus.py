@@ -33,7 +33,6 @@ def test_gpus_on_hosts_compute_the_same_as_on_one_host(program):
 
 @pytest.mark.hosts
 @needs_jax
-@pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
 def test_data_parts_locks_only_local_pages():
     sums, used = run(TWO, "parts")
     assert sums == "1.0 1.0 1.0"

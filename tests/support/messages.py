@@ -29,7 +29,7 @@ VOLATILE = {
     r"\b0x[0-9a-f]+": "0xN",
     r"this machine has (?:no GPU|cuda0(?: to cuda\d+)?)": "this machine has N GPUs",
     r"\bsynk_function_\d+": "synk_function_N",
-    r"\bhas [\d,]+ bytes left, and memory [\d,]+": "has N bytes left, and memory N",
+    r"memory, [\d,]+ bytes are free": "memory, N bytes are free",
     # Tests add classes to this module.
     r"(mlp_variants\.py has no 'Nobody': it has ).*": r"\1...",
     # Messages of NumPy and h5py differ between versions.

@@ -1,9 +1,10 @@
-"""Processes and shared memory names, as the kernel lists them."""
+"""Processes and shared memory, as the kernel lists them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -18,19 +19,11 @@ LIMIT = 30
 _ENDED = ("Z", "X", "")
 
 
-def list_shared_names() -> set[str]:
-    """Return the library's names in /dev/shm, without the launcher's copies, which belong to other tests' runs."""
-    return {name for name in os.listdir("/dev/shm") if "synkhronos" in name and "synkhronos-copy-" not in name}
-
-
-def find_leaked_names(before: set[str]) -> set[str]:
-    """Return names in /dev/shm that were created since ``before`` and still exist after `LIMIT` seconds."""
-    deadline = time.monotonic() + LIMIT
-    leaked = list_shared_names() - before
-    while leaked and time.monotonic() < deadline:
-        time.sleep(0.005)
-        leaked &= list_shared_names()
-    return leaked
+def measure_shared_memory() -> int:
+    """Return the bytes of segments that are in memory and mapped by this process."""
+    with open("/proc/self/smaps") as smaps:
+        entries = re.split(r"(?m)^(?=[0-9a-f]+-)", smaps.read())
+    return sum(int(re.search(r"Rss: +(\d+)", e)[1]) << 10 for e in entries if "memfd:synkhronos" in e)
 
 
 def list_children(pid: int) -> list[int]:

@@ -104,7 +104,7 @@ def measure_footprint() -> dict[str, Any]:
     gc.collect()
     files = sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0][-40:] for fd in _list_open_files())
     with open("/proc/self/maps") as maps:
-        lines = [line for line in maps if "synkhronos" in line or "/dev/zero" in line or "/dev/shm" in line]
+        lines = [line for line in maps if "synkhronos" in line or "/dev/zero" in line]
     if len(lines) > 1:  # the last session's control memory is always there
         _print_holders(lines)
     # By kind: inherited anonymous memory, or an unlinked file.

@@ -228,31 +228,23 @@ def _become_nobody() -> None:
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: otherwise root owns /proc/self
 
 
-def fill_shared_memory() -> None:
-    """Use the library with /dev/shm full: it has 8 MB, which the program fills."""
+def limit_shared_memory() -> None:
+    """Use the library with a limit on the size of a shared memory object."""
     before = fork_and_close_once()
     synk.fork(N, use_gpu=False)
     gather_pids()
     work = Workload()
     data = synk.data(np.arange(1000.0))
-    hog = []
-    while True:
-        try:
-            hog.append(synk.data(shape=1 << 16, dtype="float64"))
-        except MemoryError:
-            break
-    with contextlib.suppress(MemoryError):  # fill it to the last page
-        while True:
-            hog.append(synk.data(shape=1, dtype="float64"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     report_event("data", **attempt(lambda: synk.data(np.ones(100_000))))
     report_event("grow", **attempt(functools.partial(data.set_length, 100_000)))
     report_event("kept", right=bool((np.asarray(data) == np.arange(1000.0)).all()))
     report_event("call", **attempt(lambda: work.f(np.ones(100_000))))
     report_event("distribute", **attempt(synk.distribute))
     report_event("collective", **attempt(lambda: synk.broadcast(work.big, np.ones(300_000))))
-    other = attempt(lambda: [synk.close(), synk.fork(N, use_gpu=False)][1])
-    report_event("fork", **other)
-    hog.clear()
+    report_event("fork", **attempt(lambda: [synk.close(), synk.fork(N, use_gpu=False)][1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     del data
     work = Workload()
     report_event("works", right=make_expected(N), **attempt(work.check))

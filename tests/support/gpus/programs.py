@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 from gpu_commands import AllReduceRows, FailInAllReduce, compute_digest, exchange_arrays, run_in_groups
-from system import LIMIT
+from system import LIMIT, measure_shared_memory
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -155,10 +155,10 @@ def parts():
     x = T.fmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
     f(synk.data(np.zeros((n, 1 << 10), "float32")))
-    before = os.statvfs("/dev/shm")
+    before = measure_shared_memory()
     data = synk.data_parts(lambda start, stop: np.ones((stop - start, 1 << 10), "float32"), 1 << 13)
     print(float(f(data)) / (1 << 23), *(float(f(data, batch=rows)) / (1 << 22) for rows in data.batches(1 << 12, 0)))
-    print((before.f_bfree - os.statvfs("/dev/shm").f_bfree) * before.f_frsize >> 20)
+    print((measure_shared_memory() - before) >> 20)
     data.free_memory()
 
 

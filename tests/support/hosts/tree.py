@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -162,13 +163,13 @@ class SimulatedHosts:
         assert simulated.send_request({"operation": fault, "host": host}) == 0
         return moment
 
-    def fill(self, host: str) -> Path:
-        """Fill a host's shared memory except 4 MiB, which MPI may need; return the file."""
-        folder = self._shared_memory(host)
-        status = os.statvfs(folder)
-        with (folder / "full").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - (4 << 20))
-        return folder / "full"
+    def limit_shared_memory(self, host: str, nbytes: int | None) -> None:
+        """Limit the size of a shared memory object on a host, and of processes that `simulated.py` starts; None: undo."""
+        namespace = os.readlink(f"/proc/{self._first[host]}/ns/pid")
+        for pid, (space, line) in self.list_processes().items():
+            if space == namespace or "simulated.py" in line:
+                _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if nbytes is None else nbytes, hard))
 
     def replace(self, host: str, path: Path, replacement: Path) -> None:
         """Replace a file or folder by another on one host."""
@@ -199,40 +200,26 @@ class SimulatedHosts:
                 continue
         return processes
 
-    def measure_shared_memory(self) -> dict[str, int]:
-        """Return the bytes of shared memory in use on each host."""
-        if not are_simulated():
-            return {}
-        sizes = {}
-        for host in self.hosts:
-            with contextlib.suppress(OSError):  # the host is dead
-                status = os.statvfs(self._shared_memory(host))
-                sizes[host] = (status.f_blocks - status.f_bfree) * status.f_frsize
-        return sizes
+    def check_no_leaks(self, but: str = "-") -> None:
+        """Check that only the master runs, and MPI has left no names in /dev/shm.
 
-    def check_no_leaks(self, is_fresh: bool = False, but: str = "-") -> None:
-        """Check that only the master runs, and no shared memory is in use, except the master's if it has forked before.
-
-        Names in /dev/shm that begin with ``but`` are allowed, and removed.
+        Names that begin with ``but`` are allowed, and removed.
         """
         deadline = time.monotonic() + LIMIT
-        while left := [*self._find_leaks(is_fresh, but)]:
+        while left := [*self._find_leaks(but)]:
             assert time.monotonic() < deadline, f"{left} are left\n{self.read_output()}"
             time.sleep(0.01)
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
         for path in shared_memory.glob(f"{but}*"):
             path.unlink(missing_ok=True)
 
-    def _find_leaks(self, is_fresh: bool, but: str) -> Iterator[object]:
+    def _find_leaks(self, but: str) -> Iterator[object]:
         for pid, (_, line) in self.list_processes().items():
             if pid not in (self.pid, *self.before):
                 yield pid, line
-        for host, nbytes in self.measure_shared_memory().items():
-            if nbytes and (is_fresh or host != self.hosts[0]):  # the master keeps the last session's control memory
-                yield host, nbytes
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
         names = (path.name for path in shared_memory.iterdir())
-        yield from (name for name in names if re.match("synkhronos|mpich|ucx", name) and not name.startswith(but))
+        yield from (name for name in names if re.match("mpich|ucx", name) and not name.startswith(but))
 
     def _shared_memory(self, host: str) -> Path:
         return Path(f"/proc/{self._first[host]}/root/dev/shm")

@@ -8,7 +8,6 @@ import time
 
 import helper
 import numpy as np
-import posix_ipc
 import theano
 from platoon import Worker as SameWorker
 from platoon.channel import Worker
@@ -16,6 +15,11 @@ from platoon.ops import AllReduceMax, AllReduceSum
 from platoon.param_sync import EASGD
 from platoon.training import global_dynamics as gd
 from platoon.util import PlatoonError
+
+try:
+    from posix_ipc import BusyError
+except ImportError:
+    BusyError = TimeoutError
 
 
 def main(args):
@@ -73,7 +77,7 @@ def main(args):
         for seconds in (0, 0.1):
             try:
                 worker.lock(timeout=seconds)
-            except posix_ipc.BusyError:
+            except BusyError:
                 record[f"busy after {seconds}"] = True
     barrier()
     for misuse in (worker.lock, worker.unlock) if rank == 0 else (worker.unlock,):

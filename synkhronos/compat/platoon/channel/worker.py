@@ -11,12 +11,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import posix_ipc
 
 from synkhronos.compat.platoon.channel import batch_queue, controller_connection, sockets
 from synkhronos.compat.platoon.channel.controller import add_port_arguments
 from synkhronos.compat.platoon.param_sync import ParamSyncRule
 from synkhronos.compat.platoon.util import EndOfBatches, PlatoonError, SingletonType
+
+try:
+    from posix_ipc import BusyError  # programs for Platoon catch this error of Platoon's lock
+except ImportError:
+    BusyError = TimeoutError
 
 #: Platoon's names of reductions, and the library's.
 _OP_NAMES = {
@@ -106,12 +110,12 @@ class Worker(metaclass=SingletonType):
         """Take the lock of this host's workers.
 
         If another worker still holds it after ``timeout`` seconds, by default without a limit, posix_ipc.BusyError is
-        raised; PlatoonError if this worker holds it already.
+        raised, as in Platoon, or TimeoutError where posix_ipc is not installed; PlatoonError if this worker holds it.
         """
         if self._holds_lock:
             raise PlatoonError("lock: this worker holds the lock already")
         if not self._lock.acquire(timeout):
-            raise posix_ipc.BusyError("another worker holds the lock")
+            raise BusyError("another worker holds the lock")
         self._holds_lock = True
 
     def unlock(self) -> None:
