@@ -146,7 +146,7 @@ def main() -> int:
     parser.add_argument("--twice", action="store_true", help="on hosts: another kill in each recovery")
     options = parser.parse_args()
     if options.random:
-        death_limit.MAX_REPEATED_DEATHS = 10**6
+        death_limit.MAX_DEATHS_SINCE_COPY = 10**6
     values, used, reports, n_killed = train(options, 10**9, True)
     n_files = len(os.listdir("/proc/self/fd"))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

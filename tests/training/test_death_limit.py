@@ -6,23 +6,23 @@ from synkhronos.training.loops.death_limit import DeathLimit
 
 def test_deaths_since_the_last_copy_are_limited():
     limit = DeathLimit(100)
-    assert [limit.count_death(rank, "was killed") for rank in (1, 2, 1)] == ["", "", ""]
-    limit.reset_repeats()
-    assert [limit.count_death(1, "was killed") for _ in range(3)] == ["", "", ""]
-    assert "exceed the limit of 3" in limit.count_death(1, "was killed")
+    assert [limit.record_death(rank, "was killed") for rank in (1, 2, 1)] == ["", "", ""]
+    limit.reset_deaths_since_copy()
+    assert [limit.record_death(1, "was killed") for _ in range(3)] == ["", "", ""]
+    assert "exceed the limit of 3" in limit.record_death(1, "was killed")
 
 
 def test_rank_that_fails_to_start_twice_is_unusable():
     limit, failed_start = DeathLimit(100), f"{FAILED_START_PREFIX} on cuda:1"
-    assert not limit.count_death(2, "was killed") and not limit.is_rank_unusable
-    assert not limit.count_death(0, failed_start) and not limit.is_rank_unusable
-    assert not limit.count_death(1, failed_start) and not limit.is_rank_unusable  # another rank
-    assert not limit.count_death(1, failed_start) and limit.is_rank_unusable
+    assert not limit.record_death(2, "was killed") and not limit.is_rank_unusable
+    assert not limit.record_death(0, failed_start) and not limit.is_rank_unusable
+    assert not limit.record_death(1, failed_start) and not limit.is_rank_unusable  # another rank
+    assert not limit.record_death(1, failed_start) and limit.is_rank_unusable
 
 
 def test_max_deaths_limits_all_deaths():
     limit = DeathLimit(2)
     for rank in (1, 2):
-        assert not limit.count_death(rank, "was killed")
-        limit.reset_repeats()
-    assert "3 deaths exceed max_deaths=2" in limit.count_death(1, "was killed")
+        assert not limit.record_death(rank, "was killed")
+        limit.reset_deaths_since_copy()
+    assert "3 deaths exceed max_deaths=2" in limit.record_death(1, "was killed")

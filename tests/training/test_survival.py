@@ -18,7 +18,7 @@ from synkhronos.loading import Loader
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Death
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import Checkpoint, Recorder, make_trainer
-from synkhronos.training.loops.death_limit import MAX_REPEATED_DEATHS
+from synkhronos.training.loops.death_limit import MAX_DEATHS_SINCE_COPY
 from synkhronos.training.monitoring import recorder
 from synkhronos.training.trainer import death_recovery, trainer_epoch_loop
 from synkhronos.training.trainer.death_recovery import RecoveringRunner
@@ -381,7 +381,7 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     assert tried == [[4, 5], [4, 5]] and session.size == 4
     tried.clear()
     session.size, session.death, deaths[:] = 6, lost, [unreachable, unreachable, None]
-    recovery._death_limit.reset_repeats()
+    recovery._death_limit.reset_deaths_since_copy()
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5], [2, 3, 4, 5]] and session.size == 2
 
@@ -455,7 +455,7 @@ def test_on_death_in_the_same_step_ends_training(monkeypatch):
 
     monkeypatch.setattr(ranks.Session, "run", kill_and_run)
     with pytest.raises(
-        synk.WorkerError, match=rf"4 deaths since the last copy of the state exceed the limit of {MAX_REPEATED_DEATHS}"
+        synk.WorkerError, match=rf"4 deaths since the last copy of the state exceed the limit of {MAX_DEATHS_SINCE_COPY}"
     ) as caught:
         next(iterator)
     assert caught.value.rank == 1

@@ -273,12 +273,12 @@ class Supervisor:
         newest = str(paths[-1]) if paths else self._checkpoint
         limit, rank = self._death_limit, deaths[-1]["rank"]
         if newest != self._checkpoint:
-            limit.reset_repeats()
-        if excess := limit.count_death(rank, deaths[-1]["cause"]):
+            limit.reset_deaths_since_copy()
+        if excess := limit.record_death(rank, deaths[-1]["cause"]):
             self._error_console.write(f"{excess}\n")
             return False
         if limit.is_rank_unusable:
-            limit.reset_repeats()
+            limit.reset_deaths_since_copy()
             if not self._remove_device(rank):
                 return False
         self._checkpoint = newest

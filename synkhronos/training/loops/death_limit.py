@@ -5,7 +5,7 @@ from __future__ import annotations
 from synkhronos.ranks.errors import FAILED_START_PREFIX
 
 #: Number of deaths since the last copy of the state that are allowed: the steps since then may be their cause.
-MAX_REPEATED_DEATHS = 3
+MAX_DEATHS_SINCE_COPY = 3
 #: Number of failed starts of a rank in a row after which the rank is left out.
 MAX_FAILED_STARTS = 2
 
@@ -15,21 +15,26 @@ class DeathLimit:
 
     def __init__(self, max_deaths: int):
         self.max_deaths, self.n_deaths = max_deaths, 0
-        self._n_repeated = self._n_failed_starts = 0
+        self._n_deaths_since_copy = self._n_failed_starts = 0
         self._last_rank = -1
 
-    def count_death(self, rank: int, cause: str) -> str:
-        """Count the death of a rank; return a description of the limit that is exceeded, or ""."""
-        is_failed_start, is_same_rank = cause.startswith(FAILED_START_PREFIX), rank == self._last_rank
-        self._n_failed_starts = (self._n_failed_starts * is_same_rank + 1) * is_failed_start
+    def record_death(self, rank: int, cause: str) -> str:
+        """Record the death of a rank; return a description of the limit that is exceeded, or ""."""
+        is_second_try = False
+        if cause.startswith(FAILED_START_PREFIX):
+            is_second_try = rank == self._last_rank
+            self._n_failed_starts = self._n_failed_starts + 1 if is_second_try else 1
+        else:
+            self._n_failed_starts = 0
         self._last_rank = rank
         self.n_deaths += 1
-        self._n_repeated += not (is_failed_start and is_same_rank)  # a second try of a device is no fault of the step
+        if not is_second_try:  # a second try of a device is no fault of the steps
+            self._n_deaths_since_copy += 1
         if self.n_deaths > self.max_deaths:
             return f"on_death='continue': {self.n_deaths} deaths exceed max_deaths={self.max_deaths}"
-        if self._n_repeated > MAX_REPEATED_DEATHS:
-            repeated = f"{self._n_repeated} deaths since the last copy of the state"
-            return f"on_death='continue': {repeated} exceed the limit of {MAX_REPEATED_DEATHS}"
+        if self._n_deaths_since_copy > MAX_DEATHS_SINCE_COPY:
+            deaths = f"{self._n_deaths_since_copy} deaths since the last copy of the state"
+            return f"on_death='continue': {deaths} exceed the limit of {MAX_DEATHS_SINCE_COPY}"
         return ""
 
     @property
@@ -37,6 +42,6 @@ class DeathLimit:
         """Whether the rank that died last has failed to start too often, so that it is left out."""
         return self._n_failed_starts >= MAX_FAILED_STARTS
 
-    def reset_repeats(self) -> None:
+    def reset_deaths_since_copy(self) -> None:
         """Count deaths since the last copy anew: there is a new copy, or a rank was left out."""
-        self._n_repeated = self._n_failed_starts = 0
+        self._n_deaths_since_copy = self._n_failed_starts = 0

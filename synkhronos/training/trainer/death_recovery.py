@@ -130,7 +130,7 @@ class RecoveringRunner(OperationRunner):
 
         result = self.run_idempotent(call)
         self.step += steps
-        self._death_limit.reset_repeats()
+        self._death_limit.reset_deaths_since_copy()
         return result
 
     def refresh_copy(self) -> None:
@@ -183,7 +183,7 @@ class RecoveringRunner(OperationRunner):
             death = session.death
             assert death is not None
             peer = describe_rank(death.rank, death.host)
-            if excess := self._death_limit.count_death(death.rank, death.cause):
+            if excess := self._death_limit.record_death(death.rank, death.cause):
                 raise WorkerError(f"{peer} {death.cause}; {excess}", death.rank) from error
             deaths.append(death)
             ranks_to_remove, size = self._choose_ranks_to_remove(death, ranks_to_remove, error), session.size
@@ -225,7 +225,7 @@ class RecoveringRunner(OperationRunner):
         if self._session.rank.master_rank in ranks_to_remove:
             raise WorkerError(f"{failure}; the master can't be left out", death.rank) from error
         _log.warning("%s %s; the training goes on without ranks %s", peer, death.cause, ranks_to_remove)
-        self._death_limit.reset_repeats()
+        self._death_limit.reset_deaths_since_copy()
         return ranks_to_remove
 
     def _restore(self, ranks_to_remove: Sequence[int]) -> None:
