@@ -38,9 +38,10 @@ __all__ = ["bytes_sent", "close", "fork"]
 
 #: Default number of seconds without a message after which a host is considered lost.
 HOST_TIMEOUT = 10.0
-#: Memory of freed arrays that the C library of each rank keeps: number of bytes of the largest array (the maximum of
-#: GNU's C library), and in total.
-MAX_FREED_ARRAY_NBYTES, MAX_FREED_NBYTES = 1 << 25, 1 << 28
+#: Number of bytes of the largest freed array whose memory the C library of each rank keeps: the maximum of GNU's.
+MAX_FREED_ARRAY_NBYTES = 1 << 25
+#: Number of bytes of freed arrays that the C library of each rank keeps in total.
+MAX_FREED_NBYTES = 1 << 28
 #: Parameters of `mallopt`, as in malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 

@@ -10,7 +10,6 @@ An agent polls its host's control memory and MPI in turns, and blocks on neither
     a worker has exited, or memory is lacking     ->           PEER_FAILURE, to the master's host
     a frame of a pipe is full, or free            <->          frames, to and from the neighbours
     a rank has sent to a rank of another host     ->           CHANNEL_UPDATE, to that host
-    a rank asks all ranks to stop                 ->           STOP
     a rank uses a lock of another host            <->          LOCK_REQUEST, LOCK_REPLY, LOCK_ROWS (`TaskAgent`)
     the master ends the ranks                     ->           END; answered by ENDED
 
@@ -75,12 +74,18 @@ from synkhronos.ranks.worker_processes import WorkerProcesses
 _MPI_VARIABLE_PREFIXES = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
 #: Maximal number of messages that an agent receives while it cannot process them: heartbeats of some minutes.
 _MAX_UNPROCESSED = 10_000
-#: Seconds between two heartbeats, and between two checks that the workers are alive.
-_HEARTBEAT_SECONDS, _CHECK_SECONDS = 0.2, 0.02
-#: Seconds without an event up to which an agent polls without sleeping, and up to which its sleeps are short.
-_POLL_SECONDS, _SHORT_SLEEP_SECONDS = 1e-3, 0.05
-#: Seconds of a short sleep, and of the longest; in between, a sleep is a hundredth of the time without an event.
-_MIN_SLEEP, _MAX_SLEEP = 50e-6, 10e-3
+#: Seconds between two heartbeats.
+_HEARTBEAT_SECONDS = 0.2
+#: Seconds between two checks that the workers are alive.
+_CHECK_SECONDS = 0.02
+#: Seconds without an event up to which an agent polls without sleeping.
+_POLL_SECONDS = 1e-3
+#: Seconds without an event up to which an agent's sleeps are short; later ones are a hundredth of that time.
+_SHORT_SLEEP_SECONDS = 0.05
+#: Seconds of a short sleep.
+_MIN_SLEEP = 50e-6
+#: Seconds of the longest sleep.
+_MAX_SLEEP = 10e-3
 #: Seconds after which workers that have not exited are killed.
 _WORKER_EXIT_SECONDS = 2.0
 #: Seconds after the master's death for which its host's agent waits for the other hosts to exit.

@@ -24,7 +24,7 @@ class Message:
     """Types of messages; `synkhronos.hosts.agent` lists them."""
 
     COMMAND, NEW_SEGMENT, PAGES, DROP_SEGMENTS, BARRIER, FAILED, DONE, PEER_FAILURE = range(8)
-    HEARTBEAT, END, ENDED, CHANNEL_UPDATE, STOP, LOCK_REQUEST, LOCK_REPLY, LOCK_ROWS = range(8, 16)
+    HEARTBEAT, END, ENDED, CHANNEL_UPDATE, LOCK_REQUEST, LOCK_REPLY, LOCK_ROWS = range(8, 15)
 
 
 class Messenger:

@@ -1,7 +1,7 @@
 """Tasks on several hosts: messages between ranks, and locks with the rows that they guard.
 
 CHANNEL_UPDATE carries the bytes that a rank has sent to a rank of another host, or the number of bytes that the other
-rank has received.  STOP is a rank's request that all ranks stop.
+rank has received.
 
 A lock belongs to one host, which has the only valid copy of the rows that the lock guards.  A rank of another host
 reads the rows after it has acquired the lock, and writes them back before it releases the lock.  Agents transfer
@@ -84,7 +84,6 @@ class TaskAgent:
         self._actions: list[deque[_ScheduledAction]] = [deque() for _ in range(messenger.size)]
         self.handlers: dict[int, Callable[..., None]] = {
             Message.CHANNEL_UPDATE: self._on_channel_update,
-            Message.STOP: self._on_stop,
             Message.LOCK_REQUEST: self._on_lock_request,
             Message.LOCK_REPLY: self._on_lock_reply,
             Message.LOCK_ROWS: self._on_lock_rows,
@@ -146,7 +145,7 @@ class TaskAgent:
     # -- messages between ranks ----------------------------------------------------------------------------------
 
     def _forward_messages(self, bridge: TaskBridge) -> bool:
-        """Forward the messages, receipts and stop requests of this host's ranks."""
+        """Forward the messages and receipts of this host's ranks."""
         has_events = False
         for source, target, count, content in bridge.poll_channels():
             peer = target if content is not None else source
@@ -160,15 +159,10 @@ class TaskAgent:
                 content,
             )
             has_events = True
-        if bridge.take_stop_request():
-            self._messenger.send_all(self._messenger.other_hosts, Message.STOP, self._command_number)
         return has_events
 
     def _on_channel_update(self, source: int, command_number: int, *update: Any) -> None:
         self._schedule(source, command_number, lambda bridge: self._wake(bridge.update_channel(*update)))
-
-    def _on_stop(self, source: int, command_number: int) -> None:
-        self._schedule(source, command_number, TaskBridge.deliver_stop_request)
 
     # -- ranks of this host that use locks of another -------------------------------------------------
 
@@ -261,7 +255,7 @@ class TaskBridge:
     def __init__(self, memory: TaskMemory, segment: Segment, local_ranks: range):
         self.memory, self._segment, self._local_ranks = memory, segment, local_ranks
         n = memory.size
-        self._stop, _, self._owners, self._acquisitions, self._agent_waits, *channels = memory.view_words(segment)
+        _, self._owners, self._acquisitions, self._agent_waits, *channels = memory.view_words(segment)
         self._sent, self._received = (np.frombuffer(words, np.uint64).reshape(n, n) for words in channels)
         self._n_requests = [0] * len(local_ranks)
         remote_ranks = [r for r in range(n) if r not in local_ranks]
@@ -275,7 +269,6 @@ class TaskBridge:
                 np.zeros((len(remote_ranks), len(local_ranks)), np.uint64),
             ),
         ]
-        self._has_sent_stop = False
 
     def poll_channels(self) -> Iterator[tuple[int, int, int, bytearray | None]]:
         """Yield the progress since the last call of each channel between this host and others.
@@ -302,17 +295,6 @@ class TaskBridge:
         write_ring(self._view_ring(source, target), count - len(content), content)
         self._sent[source, target] = count
         return target
-
-    def take_stop_request(self) -> bool:
-        """Return True once after a rank of this host has asked all ranks to stop."""
-        if self._stop[0] and not self._has_sent_stop:
-            self._has_sent_stop = True
-            return True
-        return False
-
-    def deliver_stop_request(self) -> None:
-        """Pass a stop request of another host to the ranks of this host."""
-        self._stop[0], self._has_sent_stop = 1, True
 
     # -- locks -----------------------------------------------------------------------------------------------
 

@@ -87,16 +87,6 @@ class Worker:
         """
         self._task.report_progress()
 
-    def stop(self) -> None:
-        """Request all ranks to stop: set `stopping`, which the program has to check, on each of them."""
-        self._task.request_stop()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether any rank has called `stop`."""
-        self._task.report_progress()
-        return self._task.is_stop_requested
-
     @property
     def wait_seconds(self) -> float:
         """Total number of seconds for which this rank has waited for other ranks in this program."""

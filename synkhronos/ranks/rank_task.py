@@ -70,7 +70,7 @@ class RankTask:
         self.memory = memory
         self._segment = segment = rank.segments[memory.key]
         words = memory.view_words(segment)
-        self._stop, self._waits, self._owners, self._acquisitions, self._agent_waits, self._sent, self._received = words
+        self._waits, self._owners, self._acquisitions, self._agent_waits, self._sent, self._received = words
         self._wait_descriptions = [memory.view_description(segment, r) for r in range(memory.size)]
         self.wait_seconds = 0.0
         self._next_check = 0.0
@@ -87,15 +87,6 @@ class RankTask:
             self._next_check = now + _CHECK_INTERVAL
             control.last_progress[self.rank.number] = time.monotonic_ns()
             self.rank.check_peers()
-
-    def request_stop(self) -> None:
-        """Ask all ranks to stop, by setting their `is_stop_requested`."""
-        self._stop[0] = 1
-
-    @property
-    def is_stop_requested(self) -> bool:
-        """Whether a rank has asked all ranks to stop."""
-        return bool(self._stop[0])
 
     # -- all ranks together ----------------------------------------------------------------------------------
 

@@ -43,7 +43,6 @@ class TaskMemory:
     @cached_property
     def _word_counts(self) -> tuple[int, ...]:
         return (
-            1,  # whether the ranks should stop
             # for each rank: condition of its wait, number of the channel or lock, count that ends the wait, and number
             # of times that it has begun or ended a wait
             4 * self.size,

@@ -506,7 +506,6 @@ def test_early_messages_of_a_task_are_queued():
         update_channel=lambda *update: messages.append(update),
         poll_channels=list,
         poll_requests=list,
-        take_stop_request=lambda: False,
     )
     mail = SimpleNamespace(size=2, host=0, other_hosts=[1])
     control = SimpleNamespace(fence=lambda: None, wake=lambda rank, reason: None)

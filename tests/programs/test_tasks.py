@@ -213,10 +213,6 @@ def test_task_shares_cover_all_rows_in_a_fixed_order(n_ranks, count):
     assert order.tolist() == np.random.default_rng((7, 3)).permutation(count).tolist()
 
 
-def test_stop_ends_all_ranks(n_ranks):
-    assert min(synk.run(programs.work_until_stop, n_ranks - 1)) >= 1
-
-
 def test_lock_release_notifies_a_remote_waiter(n_ranks):
     session = ranks.get_session()
     memory = TaskMemory(0, n_ranks, n_ranks + 1)

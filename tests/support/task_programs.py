@@ -196,17 +196,6 @@ def get_share_of_rows(worker, count, epoch, seed):
     return worker.rows(count, epoch, seed)
 
 
-def work_until_stop(worker, stopping_rank):
-    """Work until a rank calls `stop`; return the number of steps."""
-    steps = 0
-    while not worker.stopping:
-        steps += 1
-        if worker.number == stopping_rank and steps == 5:
-            worker.stop()
-        time.sleep(1e-3)
-    return steps
-
-
 def arrive_at_different_barriers(worker, names):
     worker.barrier(names[worker.number])
 

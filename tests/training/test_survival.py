@@ -455,7 +455,8 @@ def test_on_death_in_the_same_step_ends_training(monkeypatch):
 
     monkeypatch.setattr(ranks.Session, "run", kill_and_run)
     with pytest.raises(
-        synk.WorkerError, match=rf"4 deaths since the last copy of the state exceed the limit of {MAX_DEATHS_SINCE_COPY}"
+        synk.WorkerError,
+        match=rf"4 deaths since the last copy of the state exceed the limit of {MAX_DEATHS_SINCE_COPY}",
     ) as caught:
         next(iterator)
     assert caught.value.rank == 1
