@@ -53,11 +53,11 @@ class ReduceOp:
         return dtype.kind not in self.unsupported_kinds
 
     def choose_accumulator_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Return the dtype in which values of a dtype are reduced.
+        """Return the dtype, in the machine's byte order, in which values of a dtype are reduced.
 
         It is float32 for a mean of float16, whose sum may overflow, and whose quotients before a sum may underflow.
         """
-        return np.dtype(np.float32) if self.is_mean and dtype.char == "e" else dtype
+        return np.dtype(np.float32) if self.is_mean and dtype.char == "e" else dtype.newbyteorder("=")
 
     def reduce_first_axis(self, values: np.ndarray, n_rows: np.ndarray | None = None) -> Any:
         """Return the reduction along axis 0, in order: the bits of a reduction of one array after another.
