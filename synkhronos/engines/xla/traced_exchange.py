@@ -17,9 +17,9 @@ from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.engines.xla.vector_parts import can_hold_parts, run_in_place, write_parts
 from synkhronos.lowering.jax_function import JaxFunction
 
-#: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass.  XLA does
-#: not fuse operations across the start of a chunk.  Between GPUs of one machine this costs more than the overlap saves,
-#: unless a gradient is long.
+#: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass.  XLA
+#: fuses no operations across the start of a chunk.  Between GPUs of one machine this costs more than the overlap
+#: saves, unless a gradient is long.
 MIN_CHUNK_BYTES = 128_000_000
 #: The same between several machines, whose network is slower.
 MIN_CHUNK_BYTES_OF_HOSTS = 25_000_000
