@@ -52,13 +52,19 @@ def _choose_transfers(by_rank: Sequence[Any], nccl: bool, op: str | None) -> lis
 def prepare_copies(
     rank: Rank, keys: Sequence[Any], nccl: bool = False, op: str | None = None, has_new_layouts: bool = False
 ) -> list[VariableCopy]:
+    """Return this rank's copies of replicated variables; see `prepare_shared_copies`."""
+    return prepare_shared_copies(rank, [rank.get_object(key) for key in keys], nccl, op, has_new_layouts)
+
+
+def prepare_shared_copies(
+    rank: Rank, shared_vars: Sequence[Any], nccl: bool = False, op: str | None = None, has_new_layouts: bool = False
+) -> list[VariableCopy]:
     """Return this rank's copies of variables, with the layouts of all ranks' copies; a collective operation.
 
     With ``nccl``, the ranks are connected if their devices transfer arrays directly, and reduce them by ``op``.
     ``has_new_layouts`` means that the layouts certainly differ from those of the last call, so that a cached gather
     would fail.
     """
-    shared_vars = [rank.get_object(key) for key in keys]
     values = [get_library(shared).borrow_value(shared) for shared in shared_vars]
     own_layouts = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
     del values  # `get_writable` checks whether others refer to the arrays

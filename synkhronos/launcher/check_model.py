@@ -39,7 +39,7 @@ from synkhronos.launcher.model_class.model_variables import group_variables
 from synkhronos.launcher.model_class.sanity_check import EQUAL_STEPS_MESSAGE, find_ranks_with_equal_steps, hash_values
 from synkhronos.launcher.supervision.process_environment import open_standard_streams
 from synkhronos.launcher.train import add_set_option
-from synkhronos.rules.state import FlatVariables
+from synkhronos.rules.state import FlatVariables, concatenate
 
 #: Number of iterations that the class runs.
 _N_ITERATIONS = 3
@@ -175,6 +175,20 @@ class _ModelCheck:
         self.stage = f"{name}() runs"
         return call_by_signature(method, *arguments, **named)
 
+    def apply_gradients(
+        self, instances: list[Any], sources: list[FlatVariables], targets: list[FlatVariables], total: Any
+    ) -> None:
+        """Have two instances update their parameters from the sum of their gradients, in parts if they ask for it."""
+        if getattr(instances[0], "gathers_gradient", False):
+            for source in sources:
+                source.set(total)
+        results = [self.call_optional(instance, "apply_gradients") for instance in instances]
+        if True in results:
+            rows = concatenate(*(target.get() for target in targets))
+            for source, instance in zip(sources, instances, strict=True):
+                source.set(rows)
+                instance.apply_gradients()
+
     def check_two_ranks(self) -> None:
         """Train two instances as ranks 0 and 1 of two, with an exchange after each step."""
         self.stage = "two instances are made, with size 2"
@@ -206,15 +220,12 @@ class _ModelCheck:
             for rank, instance in enumerate(instances):
                 instance.train_iter(i, recorder)
                 step_hashes[rank].append(hash_values(sources[rank]))
-            exchanges_again = True
-            while exchanges_again:
-                total = sources[0].get() + sources[1].get()
-                for target in targets:
-                    target.set(total if exchanged_quantity == "gradient" else total / 2)
-                exchanges_again = False
-                for instance in instances if exchanged_quantity == "gradient" else []:
-                    if self.call_optional(instance, "apply_gradients") is True:
-                        exchanges_again = True
+            total = sources[0].get() + sources[1].get()
+            for rank, target in enumerate(targets):
+                rows = (total if exchanged_quantity == "gradient" else total / 2).reshape(-1, target.size)
+                target.set(rows[rank % len(rows)])  # of a sharded optimizer, the rank's row
+            if exchanged_quantity == "gradient":
+                self.apply_gradients(instances, sources, targets, total)
         self.stage = "cleanup() runs with size 2"
         for instance in instances:
             instance.cleanup()

@@ -47,7 +47,7 @@ class StaticLengthLinker(JAXLinker):
         if self._length_graph is not None:
             function = jax_funcify(self._length_graph.graph)
         dtypes = [getattr(output.type, "dtype", None) for output in fgraph.outputs]
-        return (lambda *inputs: tuple(map(to_strong_array, function(*inputs), dtypes))) if dtypes else function
+        return (lambda *inputs: tuple(map(_to_graph_dtype, function(*inputs), dtypes))) if dtypes else function
 
     def jit_compile(self, fn: Any) -> Any:
         """Compile a JAX function with the lengths as static arguments."""
@@ -81,6 +81,18 @@ def to_strong_array(value: Any, dtype: str | None) -> Any:
 
     is_weak = isinstance(value, bool | int | float | complex) or getattr(value, "weak_type", False)
     return jnp.asarray(value, jax.dtypes.canonicalize_dtype(dtype)) if is_weak and dtype is not None else value
+
+
+def _to_graph_dtype(value: Any, dtype: str | None) -> Any:
+    """Convert an output to its dtype in the graph, unless that is None.
+
+    JAX computes some float32 graphs in float64, such as the gradient of a norm.  An update would change the variable's
+    dtype.
+    """
+    import jax
+
+    array = to_strong_array(value, dtype)
+    return array if dtype is None else array.astype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def with_static_length_linker(mode: Any) -> Any:

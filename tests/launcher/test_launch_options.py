@@ -64,6 +64,8 @@ def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow)])
 def test_sharded_optimizer_equals_one_process_and_resumes_sharded_or_not(tmp_path, ranks):
     train(tmp_path, "Sharded", ranks, options=ALL, epochs=1, checkpoint=1)
+    train(tmp_path / "whole", "Optioned", ranks, options=ALL, epochs=1)
+    np.testing.assert_array_equal(load_params(tmp_path), load_params(tmp_path / "whole"))
     for r in range(ranks):  # velocity and average of three parameters, of which a rank has two
         assert (tmp_path / f"rank-{r}.log").read_text().endswith("shapes [(2,), (2,)]\n")
     train(tmp_path, "Optioned", 1, "--resume", options=ALL, epochs=2, checkpoint=1)

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -218,7 +219,7 @@ def test_cdd_pending_gradients_survive_another_number_of_ranks():
 
     zeros = np.zeros(2)
     ranks = [{"params": zeros, "optimizer": zeros, "excluded": zeros, "own": {"pending": np.array([2.0, 4.0])}}] * 2
-    resized = GradientSumRule([], []).resize_states(ranks, 3)
+    resized = GradientSumRule(SimpleNamespace(vels=[], vels2=[])).resize_states(ranks, 3)
     assert len(resized) == 3 and all(state["own"]["pending"].tolist() == [3.0, 6.0] for state in resized)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library import XLA, function, grad, shared
+from library import XLA, function, grad, package, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -18,6 +18,7 @@ from synkhronos.extensions.train import make_train_function
 from synkhronos.extensions.updates import sgd
 from synkhronos.function.computation import DEFAULT_VARIANT
 from synkhronos.lowering import scatter
+from synkhronos.lowering.linker import with_static_length_linker
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX mode")
 
@@ -68,6 +69,17 @@ def test_float32_graphs_compute_in_float32(fork):
     run = f._computation.compiled[DEFAULT_VARIANT].runner
     text = run._run.lower(*run._get_arguments((value[:2], value[:2, 0]))).as_text()
     assert "xf32>" in text and not re.search(r"xf64>", text)  # except scalars: counts of rows
+
+
+def test_updates_of_plain_functions_keep_their_dtype(fork):
+    # As in a launcher's model, with floatX=float64: JAX computes the gradient of a norm in float64.
+    fork(1)
+    x, w = T.fmatrix("x"), shared(np.ones(4, "float32"), "w")
+    gradient = grad(w.norm(2) + x.mean(), w)
+    train = package.function([x], updates=[(w, w - gradient)], mode=with_static_length_linker("JAX"))
+    train(np.ones((4, 3), "float32"))
+    assert w.get_value(borrow=True).dtype == "float32"
+    np.testing.assert_allclose(w.get_value(), np.full(4, 0.5), rtol=1e-6)
 
 
 # -- lengths that follow from integers -------------------------------------------------------------------------

@@ -95,9 +95,14 @@ class Model:
     ema_params : list of shared variables or None
         Moving averages of `trainable_params`, at least float32; None without the option `ema`.
     vels, vels2 : list of shared variables
-        The gradient's vector, if BSP reduces gradients; empty otherwise.
+        The gradient's vector, if BSP reduces gradients; empty otherwise.  With ``shard_optimizer`` `vels` is a matrix
+        with a row for each rank, and `vels2` is this rank's row.
     sharded_variables : dict
         Sharded variables of the optimizer, by the variable of the unsharded one; empty without ``shard_optimizer``.
+    gathers_gradient : bool
+        Whether the sharded update reads the reduced gradient of all ranks in `vels`, as for its norm.
+    has_new_shards : bool
+        Whether `vels2` has this rank's new parameters, from `apply_gradients`, in place of gradients.
     has_rank_means : bool
         Whether the step has means over the rows of all ranks, as of batch normalisation with ``sync=True``.
     step_outputs : list of shared variables
@@ -140,7 +145,7 @@ class Model:
         self.has_rank_means = False
         self.sharded_variables: dict[Any, ShardedVariable] = {}
         self._gather_fn: Any = None
-        self._has_new_shards = False
+        self.gathers_gradient = self.has_new_shards = False
         self.vels: list[Any] = []
         self.vels2 = self.vels
         self.train_data, self.val_data = (data if isinstance(data, Loader) else list(data) for data in self.load())
@@ -270,32 +275,31 @@ class Model:
         )
         rule, _ = append_averaged_updates(training.rule_updates, training.extra_updates, training.x[0])
         equal = {u.shared: u.expression for u in training.extra_updates if not u.may_differ}
+        vector = row = rule.grad_shared
         if self.shard_optimizer and self.size > 1:
-            rule = self._shard_updates(library, rule)
-        self.ema_params, vector = training.ema, rule.grad_shared
-        self.vels = self.vels2 = [vector]
+            rule, row = self._shard_updates(library, rule)
+            vector = rule.grad_shared
+        self.ema_params, self.vels, self.vels2 = training.ema, [vector], [row]
         self._apply_fn = library.function([], [], updates=list({**rule.param_updates, **equal}.items()))
         gradient = rule.grad_updates[vector]
         return {vector: vector + gradient if self.num_slices > 1 else gradient}
 
-    def _shard_updates(self, library: Any, rule: RuleUpdates) -> RuleUpdates:
-        """Shard updates over the ranks.
+    def _shard_updates(self, library: Any, rule: RuleUpdates) -> tuple[RuleUpdates, Any]:
+        """Shard updates over the ranks; return the updates of this rank, and its row of the gradient's matrix.
 
-        The new ones leave this rank's new parameters in the gradient's matrix, and zeros in the rows of the others.
-        The sum of all ranks' matrices then has all parameters, which `_gather_fn` sets.
+        They replace the reduced gradient in the row by new parameters.  `_gather_fn` sets the parameters to those in
+        the matrix of all ranks' rows.
         """
         shards = ShardedUpdates(rule, self.trainable_params, self.size, f"{type(self).__name__}.updates()")
-        matrix, self.sharded_variables = shards.grad_shared, shards.sharded_variables
+        self.sharded_variables, self.gathers_gradient = shards.sharded_variables, shards.gathers_gradient
         for variable in self.sharded_variables.values():
             variable.set_shard(self.rank, self.size)
-        number = library.tensor.constant(self.rank, dtype="int64")
-        own = {shards.row: matrix[self.rank], shards.rank: number}
-        new_values = library.clone(list(shards.local_updates.values()), own)
+        # A constant: checkpoints would have a shared variable, and other ranks resume from them.
+        number = {shards.rank: library.tensor.constant(self.rank, dtype="int64")}
+        new_values = library.clone(list(shards.local_updates.values()), number)
         updates = OrderedDict(zip(shards.local_updates, new_values, strict=True))
-        row = updates.pop(shards.row)
-        updates[matrix] = library.tensor.set_subtensor(library.tensor.zeros_like(matrix)[self.rank], row)
         self._gather_fn = library.function([], [], updates=list(shards.whole_updates.items()))
-        return RuleUpdates(shards.grad_updates, updates, matrix)
+        return RuleUpdates(shards.grad_updates, updates, shards.grad_shared), shards.row
 
     def _update_by_gradients(
         self, loss_or_grads: Any, params: list[Any], weight: Any = None, learning_rate: Any = None
@@ -349,15 +353,14 @@ class Model:
     def apply_gradients(self) -> bool:
         """Update the parameters from the gradient, which all ranks have reduced; without effect in a one-part step.
 
-        Return True if the ranks have to sum `vels` again, and then call this method again: with ``shard_optimizer`` it
-        has the new parameters of each rank.
+        Return `has_new_shards`: whether the ranks have to gather `vels2` into `vels`, and then call this method again.
         """
-        if self._has_new_shards:
+        if self.has_new_shards:
             self._gather_fn()
         elif self.vels:
             self._apply_fn()
-        self._has_new_shards = self._gather_fn is not None and not self._has_new_shards
-        return self._has_new_shards
+        self.has_new_shards = self._gather_fn is not None and not self.has_new_shards
+        return self.has_new_shards
 
     def next_batch(self, recorder: Any) -> list[np.ndarray]:
         """Return the next batch of this rank; each epoch has another order.  The time is recorded as "wait"."""

@@ -71,7 +71,7 @@ def compile_model(model: Any, settings: Settings, rule: Rule, size: int, needs_g
     if requested_quantity is None and not any(lists):
         return "params"
     specs = [[(p.type.dtype, np.shape(p.get_value())) for p in variables] if variables else [] for variables in lists]
-    if not specs[0] or specs[0] != specs[1]:
+    if not specs[0] or specs[0] != specs[1] and not getattr(model, "sharded_variables", None):
         raise ModelInterfaceError(
             f"{name}: missing or invalid:\n  attributes vels and vels2: expected lists of shared variables of "
             f"the same shapes, got {shorten_repr(lists[0])} and {shorten_repr(lists[1])}; or give "

@@ -24,6 +24,7 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     - `others`: integers that a function updates, and scalars that it reads, such as a learning rate.
 
     Variables in `Model.step_outputs` and in ``vels2`` are in no group: they are results, and memory of the exchange.
+    So is ``vels`` of a sharded optimizer.
 
     With ``exclude_normalization``, parameters named ``gamma`` or ``beta``, those of batch normalisation, are not
     exchanged, except in a `Model` that normalises over the rows of all ranks.  Raise ModelInterfaceError if no
@@ -40,14 +41,13 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
         raise ModelInterfaceError(
             "params: expected some that are not named gamma or beta, which each rank keeps for itself"
         )
-    grouped_ids = {
-        id(param)
-        for param in (*model.params, *(getattr(model, "vels2", None) or ()), *getattr(model, "step_outputs", ()))
-    }
+    sharded_variables = getattr(model, "sharded_variables", {})
+    results = *(getattr(model, "vels2", None) or ()), *getattr(model, "step_outputs", ())
+    grouped_ids = {id(shared) for shared in (*model.params, *results, *(model.vels if sharded_variables else ()))}
     for _, value in sorted(vars(model).items()):
         for function in value if isinstance(value, list | tuple) else [value]:
             _group_function_variables(function, groups, grouped_ids)
-    wholes = {id(variable.shared): whole for whole, variable in getattr(model, "sharded_variables", {}).items()}
+    wholes = {id(variable.shared): whole for whole, variable in sharded_variables.items()}
     groups.optimizer = [wholes.get(id(shared), shared) for shared in groups.whole_optimizer]
     return groups
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from synkhronos.programs import Worker
+from synkhronos.programs.worker import get_rank
 from synkhronos.rules import Rule, State
 from synkhronos.rules.rule import all_reduce_mean
 from synkhronos.rules.state import FlatVariables
+from synkhronos.training.train_function.step_command import all_gather_rows, reduce_scatter_rows
 
 #: Key, in a checkpoint, of the sum of gradients that the next step will apply.
 _PENDING = "pending"
@@ -22,23 +23,39 @@ class GradientSumRule(Rule):
     Theano-MPI's models compile two functions.  One writes the gradient, or the momentum, into `vels`.  The other
     divides `vels2` by the number of ranks, and updates the parameters from it.  A step calls the second function first,
     so a sum is applied one step later.
+
+    If a `synkhronos.launcher.Model` has a sharded optimizer, ``vels`` is a matrix with a row for each rank.  The first
+    exchange of a step sets ``vels2`` to this rank's row of the sum, from which ``apply_gradients()`` makes new
+    parameters.  The second exchange gathers these rows of all ranks in ``vels``.
     """
 
-    def __init__(self, vels: Sequence[Any], vels2: Sequence[Any], precision: str | None = None):
+    def __init__(self, model: Any, precision: str | None = None):
         super().__init__(1, precision=precision)
-        self.vels, self.vels2 = FlatVariables(vels), FlatVariables(vels2)
+        self.vels, self.vels2 = FlatVariables(model.vels), FlatVariables(model.vels2)
+        self._sharded_model = model if getattr(model, "sharded_variables", None) else None
 
     def setup(self, worker: Worker, state: State) -> None:
         """Leave ``vels2`` at the values that the class has set."""
 
     def exchange(self, worker: Worker, state: State) -> None:
-        """All-reduce ``vels`` into ``vels2``."""
+        """All-reduce ``vels`` into ``vels2``; the exchanges of a sharded optimizer are described at the class."""
+        if self._sharded_model is not None:
+            self._exchange_rows(worker, self._sharded_model)
+            return
         vector = self.vels.get()
         if self.precision is None or np.dtype(vector.dtype).name == self.precision:
             total = worker.all_reduce(vector, "sum", overwrite=True)
         else:
             total = all_reduce_mean(worker, vector, self.precision) * vector.dtype.type(worker.size)
         self.vels2.set(total)
+
+    def _exchange_rows(self, worker: Worker, model: Any) -> None:
+        rank, (matrix,), (row,) = get_rank(worker), self.vels.shareds, self.vels2.shareds
+        worker.barrier("exchange of a sharded optimizer")
+        if not model.has_new_shards:
+            reduce_scatter_rows(rank, matrix, row, "sum")
+        if model.has_new_shards or model.gathers_gradient:
+            all_gather_rows(rank, matrix, row)
 
     def compute_consensus(self, worker: Worker, state: State) -> Any:
         """Return this rank's parameters, which are equal on all ranks unless they are excluded."""

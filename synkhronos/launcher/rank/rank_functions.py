@@ -127,7 +127,7 @@ def train_model(
     stored = worker.get_storage(STORAGE_KEY)
     model = stored["model"]
     if stored["exchanged_quantity"] == "gradient":
-        rule = GradientSumRule(model.vels, model.vels2, rule.precision)
+        rule = GradientSumRule(model, rule.precision)
     is_on_first_host = worker.number < len(settings.devices)
     writer = Recorder(settings.folder) if is_on_first_host else stored["recorder"]
     folder = Path(settings.folder) if is_on_first_host else None

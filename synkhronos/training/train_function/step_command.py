@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.collectives.commands import AllReduceValues, VariableCopy, prepare_copies
-from synkhronos.devices import get_array_device
+from synkhronos.collectives.commands import AllReduceValues, VariableCopy, prepare_shared_copies
+from synkhronos.devices import NUMPY, get_array_device
 from synkhronos.engines import GradientExchange, Runner, StepShards
 from synkhronos.function.call import Call, RankCall
-from synkhronos.graph_libraries import get_library
+from synkhronos.graph_libraries import SharedVariable, get_library
 from synkhronos.graph_libraries.library import AT_FIRST_CALL
 from synkhronos.ranks import Command, Rank
 
@@ -176,14 +176,16 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             if all(rank.all_gather_cached(fused_step is not None)):
                 return gradient.run(fused_step), []
 
+        variables = rank.get_object(self.matrix_key), rank.get_object(self.row_key)
+
         def take_step(compute_gradient: Callable[[], Any]) -> Any:
             with rank.suspend_commits():
                 outputs = compute_gradient()
-                self._reduce_scatter(rank)
+                reduce_scatter_rows(rank, *variables, self.op)
                 if self.gathers_gradient:
-                    self._all_gather(rank)
+                    all_gather_rows(rank, *variables)
             local.run()
-            self._all_gather(rank)
+            all_gather_rows(rank, *variables)
             whole.run()
             return outputs
 
@@ -211,7 +213,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator, and the matrix's shape, once all ranks have compared theirs."""
-        matrix, _ = self._prepare_copies(rank)
+        matrix, _ = _prepare_rows(rank, self.get_reduced_variable(rank), rank.get_object(self.row_key))
         return matrix.communicator, matrix.layouts[0][0]
 
     # -- in parts --------------------------------------------------------------------------------------------
@@ -226,31 +228,39 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         library.store_value(shared, get_array_device(library.borrow_value(shared)).from_numpy(np.asarray(rank.number)))
         numbered.add(key)
 
-    def _prepare_copies(self, rank: Rank) -> tuple[VariableCopy, VariableCopy]:
-        """Return this rank's copies of the matrix and of the row; a collective operation."""
-        matrix, row = prepare_copies(rank, [self.matrix_key, self.row_key], nccl=True)
-        for copy in (matrix, row):
-            copy.check_equal_shapes("shard_optimizer")
-        if matrix.device is not row.device:
-            matrix.raise_common_error("shard_optimizer: the gradient and its reduction are on different devices")
-        return matrix, row
 
-    def _reduce_scatter(self, rank: Rank) -> None:
-        """Reduce the matrix of all ranks, and set this rank's row."""
-        matrix, row = self._prepare_copies(rank)
-        width = matrix.layouts[0][0][1]
-        out = row.get_writable()
-        bounds = [r * width for r in range(rank.size + 1)]
-        matrix.communicator.reduce_scatter(matrix.get_contiguous(), self.op, bounds, out)
-        row.store(out)
+def reduce_scatter_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable, op: str) -> None:
+    """Reduce the matrices of all ranks, and set ``row`` to this rank's row of the reduction; a collective."""
+    copied_matrix, copied_row = _prepare_rows(rank, matrix, row)
+    width = copied_matrix.layouts[0][0][1]
+    out = copied_row.get_writable()
+    bounds = [r * width for r in range(rank.size + 1)]
+    copied_matrix.communicator.reduce_scatter(copied_matrix.get_contiguous(), op, bounds, out)
+    copied_row.store(out)
 
-    def _all_gather(self, rank: Rank) -> None:
-        """Set the matrix on every rank to all ranks' rows."""
-        matrix, row = self._prepare_copies(rank)
-        rows = matrix.get_writable()
-        out = [matrix.transport.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(row.layouts)]
-        matrix.communicator.all_gather(row.get_contiguous(), row.layouts, out)
-        matrix.store(rows)
+
+def all_gather_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> None:
+    """Set ``matrix`` on every rank to the rows of all ranks; a collective."""
+    copied_matrix, copied_row = _prepare_rows(rank, matrix, row)
+    rows, transport = copied_matrix.get_writable(), copied_matrix.transport
+    out = [transport.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(copied_row.layouts)]
+    copied_matrix.communicator.all_gather(copied_row.get_contiguous(), copied_row.layouts, out)
+    copied_matrix.store(rows)
+
+
+def _prepare_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> list[VariableCopy]:
+    """Return this rank's copies of a matrix with a row for each rank, and of its own row; a collective."""
+    library = get_library(row)
+    device, value = get_array_device(library.borrow_value(matrix)), library.borrow_value(row)
+    if not device.owns(value):  # no function has computed the row yet
+        library.store_value(row, device.from_numpy(NUMPY.to_numpy(value)))
+    del value  # `VariableCopy.get_writable` checks whether others refer to the array
+    copies = prepare_shared_copies(rank, [matrix, row], nccl=True)
+    for copied in copies:
+        copied.check_equal_shapes("shard_optimizer")
+    if copies[0].device is not copies[1].device:
+        copies[0].raise_common_error("shard_optimizer: the gradient and its reduction are on different devices")
+    return copies
 
 
 class _StepRunner(Runner):
