@@ -89,7 +89,7 @@ class Device(ABC):
 
     @abstractmethod
     def owns(self, value: Any) -> bool:
-        """Whether a value is an array of this kind; `NUMPY` also owns values that NumPy can read."""
+        """Whether a value is an array of this kind; ``NumpyDevice`` also owns values that NumPy can read."""
 
     @abstractmethod
     def to_numpy(self, value: Any) -> np.ndarray:
@@ -185,7 +185,7 @@ class Device(ABC):
         return rank.registry.get_or_create(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
 
     def can_communicate(self, dtype: np.dtype, op: str | None = None) -> bool:
-        """Whether the communicator transfers arrays of a dtype, and reduces them by ``op``; else `NUMPY`'s does."""
+        """Whether the communicator transfers arrays of a dtype, and reduces them by ``op``; else that of NumPy arrays does."""
         return False
 
     def get_group_communicator(self, rank: Rank, members: Iterable[int]) -> Any:
