@@ -185,7 +185,7 @@ class Device(ABC):
         return rank.registry.get_or_create(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
 
     def can_communicate(self, dtype: np.dtype, op: str | None = None) -> bool:
-        """Whether the communicator transfers arrays of a dtype, and reduces them by ``op``; else that of NumPy arrays does."""
+        """Whether the communicator transfers arrays of a dtype, and reduces them by ``op``."""
         return False
 
     def get_group_communicator(self, rank: Rank, members: Iterable[int]) -> Any:
