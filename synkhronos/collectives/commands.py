@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from synkhronos.checks import describe
+from synkhronos.containers import BoundedCache
 from synkhronos.data.rows import get_share
 from synkhronos.devices import NUMPY, ArrayLayout, Communicator, Device, get_array_device, get_device
 from synkhronos.graph_libraries import GraphLibrary, get_library
-from synkhronos.ranks import ArrayLocation, BoundedCache, Command, Rank, RowAccess
+from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
 from synkhronos.replication.random_streams import jump_to_rank
 
 

@@ -20,10 +20,11 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_integer
+from synkhronos.containers import WeakKeyDict
 from synkhronos.function.call import Call
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation, Variant
 from synkhronos.function.inputs import CallInputWriter, has_only_contiguous_slices
-from synkhronos.ranks import Session, WeakKeyDict
+from synkhronos.ranks import Session
 from synkhronos.replication.replicator import Replicator
 
 _key_numbers = itertools.count()

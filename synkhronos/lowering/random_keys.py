@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.ranks import WeakKeyDict
+from synkhronos.containers import WeakKeyDict
 
 #: Name of the JAX key in the dict that PyTensor makes of a random generator.
 JAX_KEY = "jax_state"

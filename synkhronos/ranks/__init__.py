@@ -4,7 +4,6 @@ A *host* is a machine; its ranks share memory.  This package is independent of g
 stores the device of a rank for other packages.
 """
 
-from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.command import Command, RowAccess
 from synkhronos.ranks.current_session import (
     check_no_session,
@@ -19,11 +18,9 @@ from synkhronos.ranks.rank import MAX_SLOT_NBYTES, PendingOperation, Rank
 from synkhronos.ranks.segments import ArrayLocation, Segment
 from synkhronos.ranks.session import Session
 from synkhronos.ranks.thread_limit import count_available_cores
-from synkhronos.ranks.weak_key_dict import WeakKeyDict
 
 __all__ = [
     "MAX_SLOT_NBYTES",
-    "BoundedCache",
     "Cancelled",
     "Command",
     "Death",
@@ -33,7 +30,6 @@ __all__ = [
     "Session",
     "ArrayLocation",
     "PendingOperation",
-    "WeakKeyDict",
     "WorkerError",
     "count_available_cores",
     "check_no_session",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from synkhronos.ranks.bounded_cache import BoundedCache
+from synkhronos.containers import BoundedCache
 from synkhronos.ranks.command import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES, Command, LongCommand
 from synkhronos.ranks.control_memory import AWAITS_COMMAND, MAILBOX_NBYTES, ControlMemory
 from synkhronos.ranks.link import Link

@@ -16,8 +16,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn, TypeVar
 
+from synkhronos.containers import BoundedCache
 from synkhronos.ranks.agreement import BARRIER_BITS, read_last_common_barrier, record_last_common_barrier
-from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.control_memory import AWAITS_BARRIER, POLL_SECONDS, SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals

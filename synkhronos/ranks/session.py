@@ -21,13 +21,13 @@ import signal
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
+from synkhronos.containers import WeakKeyDict
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Cancelled, Death, PeerFailure, StartError, WorkerError
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
-from synkhronos.ranks.weak_key_dict import WeakKeyDict
 from synkhronos.ranks.worker_main import Exit
 
 _log = logging.getLogger("synkhronos")

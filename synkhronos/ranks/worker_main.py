@@ -17,7 +17,7 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn
 
-from synkhronos.ranks.bounded_cache import BoundedCache
+from synkhronos.containers import BoundedCache
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
 from synkhronos.ranks.command import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES, Command
 from synkhronos.ranks.control_memory import AWAITS_COMMAND, AWAITS_COMPLETION, SLOT_NBYTES, ControlMemory

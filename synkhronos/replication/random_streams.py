@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from synkhronos.containers import WeakKeyDict
 from synkhronos.graph_libraries import GraphLibrary, get_library
-from synkhronos.ranks import Command, Rank, Session, WeakKeyDict
+from synkhronos.ranks import Command, Rank, Session
 
 #: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start
 #: after it, since workers may have drawn more numbers than the master.

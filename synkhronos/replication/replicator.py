@@ -32,9 +32,10 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from synkhronos.containers import WeakKeyDict
 from synkhronos.devices import find_device
 from synkhronos.graph_libraries import get_library
-from synkhronos.ranks import ArrayLocation, Command, Rank, Session, WeakKeyDict
+from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.pickle_buffers import measure_buffers, read_buffers, write_buffers
 from synkhronos.replication.random_streams import JumpStreams, jump_shared_to_rank, reserve_streams
 from synkhronos.replication.user_code import (

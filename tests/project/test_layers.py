@@ -19,7 +19,8 @@ PACKAGE = Path(synkhronos.__file__).resolve().parent
 DOCS = PACKAGE.parent / "docs"
 #: Layers, the lowest first.  Packages of one layer do not import each other.
 LAYERS = [
-    {"casts", "checks", "gpus", "patching", "ranks"},
+    {"casts", "checks", "containers", "gpus", "patching"},
+    {"ranks"},
     {"hosts"},
     {"devices"},
     {"lowering"},

@@ -11,7 +11,8 @@ from rank_commands import CollectRecords, CountSegments, GatherMessages, GetIden
 from system import time_limit
 
 from synkhronos import ranks
-from synkhronos.ranks import BoundedCache, Command
+from synkhronos.containers import BoundedCache
+from synkhronos.ranks import Command
 from synkhronos.ranks.command import MAX_CACHED_COMMANDS
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, SLOT_NBYTES
 from synkhronos.ranks.rank import _MAX_CACHED_PICKLES

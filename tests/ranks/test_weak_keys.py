@@ -2,7 +2,7 @@
 
 import gc
 
-from synkhronos import ranks
+from synkhronos.containers import WeakKeyDict
 
 
 class Owner:
@@ -13,7 +13,7 @@ class Owner:
 
 
 def test_weak_keys_forget_collected_objects():
-    keys = ranks.WeakKeyDict()
+    keys = WeakKeyDict()
     first, second = Owner(), Owner()
     keys[first], keys[second] = 1, 2
     keys[second] = 3
