@@ -26,9 +26,9 @@ def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status: that of the run, or 2 if a setting is wrong."""
     open_standard_streams()
     options = _make_parser().parse_args(arguments)
-    given = {name: getattr(options, name) for name in _SETTINGS if getattr(options, name) is not None}
+    flag_settings = {name: getattr(options, name) for name in _SETTINGS if getattr(options, name) is not None}
     try:
-        sources = [merge_tables([parse_set_options(options.set), given]), read_environment(os.environ)]
+        sources = [merge_tables([parse_set_options(options.set), flag_settings]), read_environment(os.environ)]
         if options.session is not None:
             sources.append(read_session_file(options.session))
         settings = resolve_settings(sources, options.session)
@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> int:
     except SettingsError as error:
         sys.stderr.write(f"synkhronos train: {error}\n")
         return 2
-    printed = {**dataclasses.asdict(settings), **find_versions(settings.pythonpath)}
-    sys.stdout.write(json.dumps(printed, indent=1) + "\n")
+    facts = {**dataclasses.asdict(settings), **find_versions(settings.pythonpath)}
+    sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     return 0
 
 

@@ -16,9 +16,9 @@ from synkhronos.casts import as_numbers, cast, check_cast
 from synkhronos.checks import check_at_least, check_flag, check_number
 
 
-def make_row_generator(seed: int, epoch: int, row: int) -> np.random.Generator:
+def make_row_generator(seed: int, epoch: int, row_number: int) -> np.random.Generator:
     """Return the generator for the augmentation of one row in one epoch."""
-    return np.random.default_rng((seed, epoch, row, 1))  # the order of rows is seeded by (seed, epoch)
+    return np.random.default_rng((seed, epoch, row_number, 1))  # the order of rows is seeded by (seed, epoch)
 
 
 class CropMirror:

@@ -129,7 +129,7 @@ class Loader:
         self.shuffle = check_flag(shuffle, "shuffle")
         self._skips_unreadable = check_choice(on_error, "on_error", ("raise", "skip")) == "skip"
         self.wait_seconds = 0.0
-        self._skipped = 0
+        self._n_skipped_before = 0
         row = self._read_sample()
         #: Arrays of one row, whose shapes all rows have; without ``vars`` also their dtypes.
         self._sample = [as_numbers(value, f"source: array {i} of a row") for i, value in enumerate(row)]
@@ -138,7 +138,7 @@ class Loader:
         self._position: tuple[ReadPlan, int] | None = None
         self._dtypes = [array.dtype.newbyteorder("=") for array in self._sample]
         if vars is not None:
-            self._cast_to(vars)
+            self._set_dtypes(vars)
 
     def __repr__(self) -> str:
         rows = "" if isinstance(self.source, IterableSource) else f", {len(self):,} rows"
@@ -176,10 +176,13 @@ class Loader:
     @property
     def n_skipped(self) -> int:
         """Number of rows skipped in the batches so far."""
-        return self._skipped + (0 if self._pool is None else self._pool.ring.n_skipped)
+        return self._n_skipped_before + (0 if self._pool is None else self._pool.ring.n_skipped)
 
-    def _cast_to(self, variables: Sequence[Any]) -> None:
-        """Cast the arrays of rows to the dtypes of variables, one for each array; raise TypeError or ValueError."""
+    def _set_dtypes(self, variables: Sequence[Any]) -> None:
+        """Set the dtypes of the arrays of rows to those of variables; raise TypeError or ValueError for an unsafe cast.
+
+        Loader processes with other dtypes are ended.
+        """
         if len(variables) != len(self._sample):
             raise ValueError(
                 f"vars: expected {len(self._sample)} variables, one per array of a row, got {len(variables)}"
@@ -302,7 +305,7 @@ class Loader:
             self._position = None  # after a failure the plan starts anew
             start_time = time.perf_counter()
             try:
-                ring.wait_filled(unit, (plan.epoch, plan.row))
+                ring.wait_filled(unit, (plan.epoch, plan.position))
             except LoadError:
                 if ring.describe_death():
                     self.close()
@@ -311,7 +314,7 @@ class Loader:
                 self.wait_seconds += time.perf_counter() - start_time
             length = ring.unit_lengths[unit % layout.n_slots]
             rows = ring.select_rows(unit, length)
-            plan = plan._replace(row=plan.row + plan.n_ranks * batch_size)
+            plan = plan._replace(position=plan.position + plan.n_ranks * batch_size)
             is_over = length < batch_size if count is None else not plan.list_unit_starts(count, batch_size)
             plan, unit = plan.advance_epoch() if is_over else plan, unit + 1
             # Set before the yield: the caller may leave this loop, and continue from here with another loop.
@@ -340,7 +343,7 @@ class Loader:
             self._pool = _LoaderPool(config, in_session)
         elif death := self._pool.ring.describe_death():
             self.close()
-            raise LoadError(f"{death}{RESUME_HINT.format(plan.epoch, plan.row)}", plan.epoch, plan.row)
+            raise LoadError(f"{death}{RESUME_HINT.format(plan.epoch, plan.position)}", plan.epoch, plan.position)
         if self._position is None or self._position[0] != plan:
             self._pool.start_plan(plan)
             self._position = plan, 0
@@ -353,7 +356,7 @@ class Loader:
         """End the loader processes and free their memory; the next batch starts new ones."""
         pool, self._pool, self._position = self._pool, None, None
         if pool is not None:
-            self._skipped += pool.ring.n_skipped
+            self._n_skipped_before += pool.ring.n_skipped
             pool.close()
 
 
@@ -364,10 +367,10 @@ class Feed:
     ring's arrays, one for each array of a row.  A consumer may hold at most ``max_steps_per_launch`` units at a time.
     """
 
-    def __init__(self, pool: _LoaderPool, unit: int, plan: ReadPlan, count: int):
+    def __init__(self, pool: _LoaderPool, unit: int, plan: ReadPlan, n_rows: int):
         self.layout, self.data, self.plan = pool.layout, pool.data, plan
         self.max_steps_per_launch = max(1, self.layout.n_slots // self.layout.n_consumers // 2)
-        self._words, self._pids, self._unit, self._count = pool.words, pool.pids, unit, count
+        self._words, self._pids, self._first_unit, self._n_rows = pool.words, pool.pids, unit, n_rows
         self._ring = pool.ring
 
     def __getstate__(self) -> dict[str, Any]:
@@ -379,7 +382,7 @@ class Feed:
 
     def find_unit(self, position: int) -> int:
         """Return the number of the first unit that starts at or after a position."""
-        return self._unit - (self.plan.row - position) // self.layout.unit_rows
+        return self._first_unit - (self.plan.position - position) // self.layout.unit_rows
 
     @property
     def has_ended(self) -> bool:
@@ -394,9 +397,9 @@ class Feed:
         """Wait until the rows at positions ``start`` to ``stop`` are loaded, and return their indexes in `data`."""
         selections = []
         for unit in range(self.find_unit(start), self.find_unit(stop)):
-            position = self.plan.row + (unit - self._unit) * self.layout.unit_rows
+            position = self.plan.position + (unit - self._first_unit) * self.layout.unit_rows
             self._ring.wait_filled(unit, (self.plan.epoch, position), on_poll)
-            selections.append(self._ring.select_rows(unit, min(self.layout.unit_rows, self._count - position)))
+            selections.append(self._ring.select_rows(unit, min(self.layout.unit_rows, self._n_rows - position)))
         return (
             selections[0]
             if len(selections) == 1
@@ -409,24 +412,24 @@ class Feed:
             self._ring.free(unit)
 
 
-def cast_rows(loader: Loader, variables: Sequence[Any]) -> None:
-    """Cast a loader's rows to the dtypes of variables; raise TypeError or ValueError if they can't be cast safely."""
-    loader._cast_to(variables)
+def set_row_dtypes(loader: Loader, variables: Sequence[Any]) -> None:
+    """Set the dtypes of a loader's rows to those of variables; raise TypeError or ValueError for an unsafe cast."""
+    loader._set_dtypes(variables)
 
 
-def open_feed(loader: Loader, epoch: int, row: int, unit_rows: int, seed: int, consumers: int) -> Feed:
-    """Open a feed of an epoch's rows, from position ``row`` on."""
-    plan = ReadPlan(epoch, row, seed)
-    layout = RingLayout(consumers, loader.processes, loader.depth * consumers, unit_rows)
+def open_feed(loader: Loader, epoch: int, position: int, unit_rows: int, seed: int, n_consumers: int) -> Feed:
+    """Open a feed of an epoch's rows from a position on; start the loader's pool, or its plan, if necessary."""
+    plan = ReadPlan(epoch, position, seed)
+    layout = RingLayout(n_consumers, loader.processes, loader.depth * n_consumers, unit_rows)
     pool, unit = loader._prepare_pool(plan, layout, True)
     loader._position = None  # until `record_position` is called
     return Feed(pool, unit, plan, len(loader))
 
 
-def record_position(loader: Loader, feed: Feed, row: int) -> None:
-    """Record that the rows of a feed before position ``row`` are freed; the loader's pool continues there."""
-    unit, plan = feed.find_unit(row), feed.plan._replace(row=row)
-    loader._position = (plan.advance_epoch() if row == len(loader) else plan), unit
+def record_position(loader: Loader, feed: Feed, position: int) -> None:
+    """Record that the rows of a feed before a position are freed; the loader's pool continues there."""
+    unit, plan = feed.find_unit(position), feed.plan._replace(position=position)
+    loader._position = (plan.advance_epoch() if position == len(loader) else plan), unit
 
 
 class _LoaderPool:
@@ -461,7 +464,7 @@ class _LoaderPool:
                 "copied to shared memory, too: loading.npy() reads them from their files."
             )
             raise
-        self.ring = Ring(layout, np.asarray(self.words), 0, self.pids, initialised=False)
+        self.ring = Ring(layout, np.asarray(self.words), 0, self.pids, is_initialized=False)
         self._owner_socket, process_socket = socket.socketpair()
         _reap_abandoned()
         _pools.append((weakref.ref(self), self._owner, self.pids))

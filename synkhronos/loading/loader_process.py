@@ -136,8 +136,8 @@ class _LoaderProcess:
 
     def __init__(self, number: int, config: LoaderConfig, ring: Ring, arrays: list[np.ndarray], socket_fd: int):
         self.number, self.config, self.ring, self.arrays = number, config, ring, arrays
-        self._owner = select.poll()
-        self._owner.register(socket_fd, 0)
+        self._owner_poll = select.poll()
+        self._owner_poll.register(socket_fd, 0)
         self._reported_rows: set[int] = set()
         self.generation = 0
 
@@ -154,13 +154,13 @@ class _LoaderProcess:
 
     def _exit_if_owner_closed(self) -> None:
         """Exit if the owner has closed its end of the pair of sockets."""
-        if self._owner.poll(0):
+        if self._owner_poll.poll(0):
             os._exit(0)
 
     def _fill_units(self, plan: ReadPlan) -> None:
         """Fill units of a plan until the plan is replaced, or a row can't be read."""
         ring, slots, unit_rows = self.ring, self.ring.layout.n_slots, self.ring.layout.unit_rows
-        for unit, (epoch, rows) in enumerate(self._iterate_units(plan)):
+        for unit, (epoch, rows) in enumerate(self._iterate_unit_rows(plan)):
             ring.wait_until(
                 lambda: ring.is_free(unit, self.generation) or self._is_replaced(),  # noqa: B023
                 self._exit_if_owner_closed,
@@ -185,7 +185,7 @@ class _LoaderProcess:
 
     # -- order of rows ---------------------------------------------------------------------------------------
 
-    def _iterate_units(self, plan: ReadPlan) -> Iterator[tuple[int, Any]]:
+    def _iterate_unit_rows(self, plan: ReadPlan) -> Iterator[tuple[int, Any]]:
         """Yield the epoch and the rows of each unit: row numbers, or for an iterable ``(number, row or error)``."""
         config, unit_rows = self.config, self.ring.layout.unit_rows
         if isinstance(config.source, IterableSource):
@@ -201,7 +201,7 @@ class _LoaderProcess:
         unit_rows = self.ring.layout.unit_rows
         while True:
             # Errors are neither skipped nor dropped with the last rows, so that they are reported.
-            first_row = plan.row
+            first_row = plan.position
             numbered_rows = (
                 pair for pair in enumerate(self._read_stream()) if pair[0] >= first_row or _is_failure(pair)
             )

@@ -31,8 +31,10 @@ from synkhronos.devices import Selection
 from synkhronos.ranks.control_memory import POLL_SECONDS, Semaphore
 from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE, describe_exit, shorten_middle
 
-#: Status of a row, one byte: it can't be read, or is read.
-SKIPPED, READ = 0, 1
+#: Status of a row that can't be read, one byte.
+SKIPPED = 0
+#: Status of a row that is read.
+READ = 1
 #: Number of low bits of a word with the number of the unit; the upper bits have the generation.
 _UNIT_BITS = 40
 #: Failure word of a loader process that could not start.
@@ -42,8 +44,10 @@ RESUME_HINT = (
     ". No data is lost: the ranks and their parameters are unchanged, and new loader processes continue from epoch={}, "
     "start_row={}"
 )
-#: Sizes in bytes of a loader process's failure report, and of a semaphore.
-_REPORT_NBYTES, _SEMAPHORE_NBYTES = 1 << 14, 64
+#: Size of a loader process's failure report.
+_REPORT_NBYTES = 1 << 14
+#: Size of a semaphore with its padding.
+_SEMAPHORE_NBYTES = 64
 
 
 class LoadError(RuntimeError):
@@ -68,7 +72,7 @@ class ReadPlan(NamedTuple):
 
     Attributes
     ----------
-    epoch, row : int
+    epoch, position : int
         First epoch, and position in its order of rows at which to start.
     seed : int
         Seed of the shuffle and of the augmentation.
@@ -79,7 +83,7 @@ class ReadPlan(NamedTuple):
     """
 
     epoch: int
-    row: int
+    position: int
     seed: int
     rank: int = 0
     n_ranks: int = 1
@@ -88,12 +92,12 @@ class ReadPlan(NamedTuple):
     def list_unit_starts(self, count: int, unit_rows: int) -> range:
         """Return the positions at which the units of an epoch of ``count`` rows start."""
         stride = self.n_ranks * unit_rows
-        stop = self.row + (count - self.row) // stride * stride if self.drop_last else count
-        return range(self.row + self.rank * unit_rows, stop, stride)
+        stop = self.position + (count - self.position) // stride * stride if self.drop_last else count
+        return range(self.position + self.rank * unit_rows, stop, stride)
 
     def advance_epoch(self) -> ReadPlan:
         """Return a plan from the start of the next epoch."""
-        return self._replace(epoch=self.epoch + 1, row=0)
+        return self._replace(epoch=self.epoch + 1, position=0)
 
 
 def order_rows(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
@@ -103,7 +107,7 @@ def order_rows(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 def iterate_units(plan: ReadPlan, count: int, unit_rows: int) -> Iterator[tuple[int, int, int]]:
     """Yield the epoch, start and length of each unit, endlessly; yield nothing if epochs have no unit."""
-    while plan.row or plan.list_unit_starts(count, unit_rows):
+    while plan.position or plan.list_unit_starts(count, unit_rows):
         for start in plan.list_unit_starts(count, unit_rows):
             yield plan.epoch, start, min(unit_rows, count - start)
         plan = plan.advance_epoch()
@@ -152,7 +156,7 @@ class Ring:
     """One process's view of a ring in shared memory.
 
     ``index`` is the number of this process: consumers come first, then loader processes, whose process ids are
-    ``pids``. ``initialised`` says whether another process has initialised the semaphores.
+    ``pids``.  If ``is_initialized``, another process has initialized the semaphores.
 
     Attributes
     ----------
@@ -162,7 +166,9 @@ class Ring:
         `READ` or `SKIPPED` for each row.
     """
 
-    def __init__(self, layout: RingLayout, memory: np.ndarray, index: int, pids: list[int], initialised: bool = True):
+    def __init__(
+        self, layout: RingLayout, memory: np.ndarray, index: int, pids: list[int], is_initialized: bool = True
+    ):
         self.layout, self.index, self.pids, self._memory = layout, index, pids, memory
         words = memoryview(memory[: layout.n_words * 8].data).cast("Q")
         self._words, start = words, 1 + len(ReadPlan._fields)
@@ -174,7 +180,7 @@ class Ring:
         self._filled, self._failed, self._sleeping, self._skipped, self._freed, self.unit_lengths = fields
         self.row_status = memory[layout.status_offset : layout.nbytes].reshape(n_slots, unit_rows)
         self._semaphores = [
-            Semaphore(memory, layout.semaphores_offset + i * _SEMAPHORE_NBYTES, initialised)
+            Semaphore(memory, layout.semaphores_offset + i * _SEMAPHORE_NBYTES, is_initialized)
             for i in range(n_consumers + n_loaders)
         ]
         self._fence_lock = threading.Lock()
@@ -194,19 +200,19 @@ class Ring:
         return ReadPlan(*self._words[1 : 1 + len(ReadPlan._fields)])
 
     def wait_until(
-        self, is_ready: Callable[[], bool], check: Callable[[], None], poll_seconds: float = POLL_SECONDS
+        self, is_ready: Callable[[], bool], on_poll: Callable[[], None], poll_seconds: float = POLL_SECONDS
     ) -> None:
-        """Wait until ``is_ready()`` is true; call ``check`` about every ``poll_seconds``, which may raise."""
-        next_check = time.perf_counter() + poll_seconds
+        """Wait until ``is_ready()`` is true; call ``on_poll`` about every ``poll_seconds``, which may raise."""
+        next_poll = time.perf_counter() + poll_seconds
         try:
             while True:
                 self._sleeping[self.index] = 1
                 self._fence()
                 if is_ready():
                     return
-                if not self._semaphores[self.index].wait(poll_seconds) or time.perf_counter() > next_check:
-                    check()
-                    next_check = time.perf_counter() + poll_seconds
+                if not self._semaphores[self.index].wait(poll_seconds) or time.perf_counter() > next_poll:
+                    on_poll()
+                    next_poll = time.perf_counter() + poll_seconds
         finally:
             self._sleeping[self.index] = 0
 
@@ -249,13 +255,13 @@ class Ring:
         may raise.
         """
 
-        def check() -> None:
+        def check_and_poll() -> None:
             self._raise_failure(unit, position)
             if on_poll is not None:
                 on_poll()
 
         if not self.is_filled(unit):
-            self.wait_until(lambda: self.is_filled(unit) or bool(self._find_failed_loaders(unit)), check)
+            self.wait_until(lambda: self.is_filled(unit) or bool(self._find_failed_loaders(unit)), check_and_poll)
             if not self.is_filled(unit):
                 self._raise_failure(unit, position)
 

@@ -28,7 +28,7 @@ class Downpour(CentreRule):
     Parameters
     ----------
     push, fetch : int
-        Number of a rank's steps between two pushes, and between two fetches.
+        Number of a rank's steps between two is_push, and between two is_fetch.
     asynchronous : bool
         Whether each rank exchanges at its own pace, under a lock.
     exclude
@@ -76,10 +76,10 @@ class Downpour(CentreRule):
             )
             state.vector = state.own["base"]
             return None
-        pushes, fetches = state.step % self.push == 0, state.step % self.fetch == 0
-        return self._push_and_fetch(worker, state, pushes, fetches) if pushes or fetches else None
+        is_push, is_fetch = state.step % self.push == 0, state.step % self.fetch == 0
+        return self._push_and_fetch(worker, state, is_push, is_fetch) if is_push or is_fetch else None
 
-    def _push_and_fetch(self, worker: Worker, state: State, pushes: bool, fetches: bool) -> int | None:
+    def _push_and_fetch(self, worker: Worker, state: State, is_push: bool, is_fetch: bool) -> int | None:
         """Push, fetch, or both, under the lock; return the number of earlier pushes, or None without a push."""
         views, vector = state.get_writable_params()
         rows, own = state.shared_rows, state.own
@@ -88,49 +88,51 @@ class Downpour(CentreRule):
             sequence = int(state.shared["sequence"][0])
             is_base_current = sequence == own["seen"]  # no other rank has pushed since this rank fetched
             if views is None:
-                vector = self._exchange_on_device(state, vector, pushes, fetches, is_base_current)
+                vector = self._exchange_on_device(state, vector, is_push, is_fetch, is_base_current)
             else:
-                self._exchange_blocks(state, views, pushes, fetches, is_base_current)
-            if pushes:
+                self._exchange_blocks(state, views, is_push, is_fetch, is_base_current)
+            if is_push:
                 state.shared["sequence"][0] = sequence + 1
                 lock.write(rows["sequence"], rows["centre"])
             # Invariant: while sequence == own["seen"], this rank's base is the centre.
-            own["seen"] = sequence + 1 if pushes and (fetches or is_base_current) else -1
-        if vector is not None and fetches:
+            own["seen"] = sequence + 1 if is_push and (is_fetch or is_base_current) else -1
+        if vector is not None and is_fetch:
             state.vector = vector
-        return sequence if pushes else None
+        return sequence if is_push else None
 
     def _exchange_blocks(
-        self, state: State, views: list[np.ndarray], pushes: bool, fetches: bool, is_base_current: bool
+        self, state: State, views: list[np.ndarray], is_push: bool, is_fetch: bool, is_base_current: bool
     ) -> None:
         """Push, fetch, or both, in place in host memory."""
         centre, base, d = state.shared["centre"], state.own["base"], state.scratch
         for x, bounds in state.params.iterate_blocks(views):
             c, b, steps = centre[bounds], base[bounds], d[: x.size]
             np.subtract(x, b, out=steps)
-            if pushes and is_base_current:
+            if is_push and is_base_current:
                 c[...] = x  # exact: c + (x - b) could round
-            elif pushes:
+            elif is_push:
                 np.add(c, steps, out=c)
-            if fetches:
+            if is_fetch:
                 x[...] = c
                 # Invariant: x - base is the sum of the steps that are not pushed yet.
-                np.copyto(b, c) if pushes else np.subtract(c, steps, out=b)
-            elif pushes:
+                np.copyto(b, c) if is_push else np.subtract(c, steps, out=b)
+            elif is_push:
                 b[...] = x
 
-    def _exchange_on_device(self, state: State, x: Array, pushes: bool, fetches: bool, is_base_current: bool) -> Array:
+    def _exchange_on_device(
+        self, state: State, x: Array, is_push: bool, is_fetch: bool, is_base_current: bool
+    ) -> Array:
         """Push, fetch, or both, for parameters ``x`` on a device other than host memory; return the new parameters."""
         centre, own, device = state.shared_rows["centre"], state.own, get_array_device(x)
         steps = x - own["base"]
-        if pushes:
+        if is_push:
             new_centre = x if is_base_current else centre.to_device(device) + steps
             centre.write(new_centre)
         else:
             new_centre = centre.to_device(device)
-        if fetches:
+        if is_fetch:
             x = new_centre
-        own["base"] = x if pushes else new_centre - steps
+        own["base"] = x if is_push else new_centre - steps
         return x
 
     def compute_consensus(self, worker: Worker, state: State) -> Array:
@@ -138,7 +140,7 @@ class Downpour(CentreRule):
         if not self.asynchronous:
             return state.own["base"]
         if not (state.vector == state.own["base"]).all():
-            self._push_and_fetch(worker, state, pushes=True, fetches=False)
+            self._push_and_fetch(worker, state, is_push=True, is_fetch=False)
         worker.barrier("all have pushed")
         return read_centre(worker, state)
 

@@ -79,35 +79,37 @@ class GoSGD(Rule):
             lock.read(target_weight)
             if weights[dest]:
                 lock.read(target_mail)
-            share = weight / (float(weights[dest]) + weight)
+            fraction = weight / (float(weights[dest]) + weight)
             if views is None:
-                if share < 1:
-                    vector = _interpolate(target_mail.to_device(get_array_device(vector))[0], vector, share)
+                if fraction < 1:
+                    vector = _interpolate(target_mail.to_device(get_array_device(vector))[0], vector, fraction)
                 target_mail.write(vector)
             else:
                 for x, bounds in state.params.iterate_blocks(views):
-                    _interpolate_in_place(mail[bounds], x, share, state.scratch)
+                    _interpolate_in_place(mail[bounds], x, fraction, state.scratch)
             state.own["weight"] = weight
             weights[dest] += weight
             lock.write(target_mail, target_weight)
 
     def _receive(self, worker: Worker, state: State) -> None:
         """Merge the contents of this rank's mailbox into its parameters, and empty the mailbox."""
-        weights, me = state.shared["weights"], worker.number
-        if not weights[me]:
+        weights, number = state.shared["weights"], worker.number
+        if not weights[number]:
             return
         views, vector = state.get_writable_params()
-        with get_rank_lock(worker, me):
-            weight, mail = float(weights[me]), state.shared["mail"][me]
+        with get_rank_lock(worker, number):
+            weight, mail = float(weights[number]), state.shared["mail"][number]
             state.own["weight"] += weight
-            share = weight / state.own["weight"]
+            fraction = weight / state.own["weight"]
             if views is None:
                 device = get_array_device(vector)
-                vector = _interpolate(vector, state.shared_rows["mail"][me : me + 1].to_device(device)[0], share)
+                vector = _interpolate(
+                    vector, state.shared_rows["mail"][number : number + 1].to_device(device)[0], fraction
+                )
             else:
                 for x, bounds in state.params.iterate_blocks(views):
-                    _interpolate_in_place(x, mail[bounds], share, state.scratch)
-            weights[me] = 0
+                    _interpolate_in_place(x, mail[bounds], fraction, state.scratch)
+            weights[number] = 0
         if vector is not None:
             state.vector = vector
 
@@ -116,8 +118,8 @@ class GoSGD(Rule):
         worker.barrier("all messages are sent")
         self._receive(worker, state)
         # The sum of the weights is not 1 after an interrupt in the middle of a message.
-        share = state.own["weight"] / sum(worker.all_gather(state.own["weight"]))
-        return worker.all_reduce(share * state.vector, "sum")
+        fraction = state.own["weight"] / sum(worker.all_gather(state.own["weight"]))
+        return worker.all_reduce(fraction * state.vector, "sum")
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Merge surplus ranks into others, or split the weights of ranks with new ones.  The mean is unchanged."""
@@ -129,26 +131,26 @@ class GoSGD(Rule):
         for r in range(n_ranks, n_saved):
             target, surplus = states[r % n_ranks], states[r]
             target["own"]["weight"] += surplus["own"]["weight"]
-            share = surplus["own"]["weight"] / target["own"]["weight"]
-            target["params"] += share * (surplus["params"] - target["params"])
+            fraction = surplus["own"]["weight"] / target["own"]["weight"]
+            target["params"] += fraction * (surplus["params"] - target["params"])
         for r in range(n_saved, n_ranks):
-            giver = states[r % n_saved]
-            giver["own"]["weight"] /= 2
-            states.append({**giver, "own": dict(giver["own"]), "params": giver["params"].copy()})
+            donor = states[r % n_saved]
+            donor["own"]["weight"] /= 2
+            states.append({**donor, "own": dict(donor["own"]), "params": donor["params"].copy()})
         return states[:n_ranks]
 
 
-def _interpolate_in_place(into: np.ndarray, other: np.ndarray, share: float, scratch: np.ndarray) -> None:
-    """Set ``into`` to ``into + share * (other - into)``; exactly to ``other`` if ``share`` is 1."""
-    if share == 1:
-        into[...] = other
+def _interpolate_in_place(target: np.ndarray, other: np.ndarray, fraction: float, scratch: np.ndarray) -> None:
+    """Set ``target`` to ``target + fraction * (other - target)``; exactly to ``other`` if ``fraction`` is 1."""
+    if fraction == 1:
+        target[...] = other
         return
-    d = scratch[: into.size]
-    np.subtract(other, into, out=d)
-    np.multiply(d, share, out=d)
-    np.add(into, d, out=into)
+    d = scratch[: target.size]
+    np.subtract(other, target, out=d)
+    np.multiply(d, fraction, out=d)
+    np.add(target, d, out=target)
 
 
-def _interpolate(vector: Array, other: Array, share: float) -> Array:
-    """Return ``vector + share * (other - vector)``; exactly ``other`` if ``share`` is 1."""
-    return other if share == 1 else vector + share * (other - vector)
+def _interpolate(vector: Array, other: Array, fraction: float) -> Array:
+    """Return ``vector + fraction * (other - vector)``; exactly ``other`` if ``fraction`` is 1."""
+    return other if fraction == 1 else vector + fraction * (other - vector)

@@ -291,7 +291,7 @@ UNDOCUMENTED = {
     "Model": {"next_batch", "prepare", "train_data", "train_fn", "val_data", "val_fn"},
     "Recorder": {"write_rank_record"},
     "Report": {"to_record"},
-    "TrainFunction": {"get_state_vector", "set_state_vector", "weighted_steps"},
+    "TrainFunction": {"get_state_vector", "set_state_vector", "take_weighted_steps"},
 }
 
 

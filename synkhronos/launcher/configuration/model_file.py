@@ -30,14 +30,14 @@ def find_module(path_or_module: str, class_name: str, folders: Sequence[str]) ->
     if not is_bound and not has_star:
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         raise SettingsError(f"modelclass: {path} has no {class_name!r}: it has {', '.join(classes) or 'no class'}")
-    parts = path.relative_to(folder).with_suffix("").parts
-    if any("." in part for part in parts[:-1]):  # such a folder can't be a package: import the file alone
-        folder, parts = path.parent, parts[-1:]
-    if "." in parts[-1]:
+    name_parts = path.relative_to(folder).with_suffix("").parts
+    if any("." in part for part in name_parts[:-1]):  # such a folder can't be a package: import the file alone
+        folder, name_parts = path.parent, name_parts[-1:]
+    if "." in name_parts[-1]:
         raise SettingsError(f"modelfile: {path}: a module's name can't contain a dot: rename the file")
-    if parts[0] in sys.modules and parts[0] in {*sys.stdlib_module_names, "numpy", "synkhronos"}:
-        raise SettingsError(f"modelfile: {path}: {parts[0]!r} is a module that every run imports: rename the file")
-    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    if name_parts[0] in sys.modules and name_parts[0] in {*sys.stdlib_module_names, "numpy", "synkhronos"}:
+        raise SettingsError(f"modelfile: {path}: {name_parts[0]!r} is a module that every run imports: rename the file")
+    module = ".".join(name_parts[:-1] if name_parts[-1] == "__init__" else name_parts)
     return str(folder), module
 
 

@@ -19,13 +19,13 @@ def choose_placement(devices: Any, hosts: Any, n_ranks: int | None) -> tuple[tup
     """
     machines = _parse_hosts(hosts, n_ranks)
     if machines:
-        chosen = _choose_devices_of_first_host(machines[0], devices)
-        machines[0] = Host(machines[0].name, len(chosen))
+        chosen_devices = _choose_devices_of_first_host(machines[0], devices)
+        machines[0] = Host(machines[0].name, len(chosen_devices))
     else:
-        chosen = _choose_devices(devices, n_ranks)
-    if len(chosen) > MAX_RANKS_PER_HOST:
-        raise SettingsError(f"devices: expected at most {MAX_RANKS_PER_HOST}, got {len(chosen)}")
-    return chosen, machines
+        chosen_devices = _choose_devices(devices, n_ranks)
+    if len(chosen_devices) > MAX_RANKS_PER_HOST:
+        raise SettingsError(f"devices: expected at most {MAX_RANKS_PER_HOST}, got {len(chosen_devices)}")
+    return chosen_devices, machines
 
 
 def split_devices(devices: Any) -> list[str]:
@@ -53,7 +53,7 @@ def _choose_devices(devices: Any, n_ranks: int | None) -> tuple[str, ...]:
         raise SettingsError(f"ranks: expected {len(names)}, the number of devices, got {n_ranks}")
     if set(names) == {"cpu"}:
         return tuple(names)
-    chosen = []
+    chosen_devices = []
     for name in names:
         match = re.fullmatch(r"(?:cuda|gpu)(\d+)", name)
         if ":" in name:
@@ -62,17 +62,18 @@ def _choose_devices(devices: Any, n_ranks: int | None) -> tuple[str, ...]:
                 "machines, with their numbers of ranks"
             )
         if match is None:
-            also = "; cpu can't be mixed with GPUs" if name == "cpu" else ""
-            raise SettingsError(f"devices: expected cuda0, gpu0 and so on, or cpu alone, got {name!r}{also}")
+            hint = "; cpu can't be mixed with GPUs" if name == "cpu" else ""
+            raise SettingsError(f"devices: expected cuda0, gpu0 and so on, or cpu alone, got {name!r}{hint}")
         if int(match[1]) >= n_gpu:
-            present = f"cuda0 to cuda{n_gpu - 1}" if n_gpu else "no GPU"
+            present_gpus = f"cuda0 to cuda{n_gpu - 1}" if n_gpu else "no GPU"
             raise SettingsError(
-                f"devices: {name} is not available: this machine has {present}; cpu,cpu computes on two of its cores"
+                f"devices: {name} is not available: this machine has {present_gpus}; cpu,cpu computes on two of its "
+                "cores"
             )
-        chosen.append(f"cuda{int(match[1])}")
-    if len(set(chosen)) != len(chosen):
+        chosen_devices.append(f"cuda{int(match[1])}")
+    if len(set(chosen_devices)) != len(chosen_devices):
         raise SettingsError(f"devices: expected each GPU once, got {', '.join(names)}")
-    return tuple(chosen)
+    return tuple(chosen_devices)
 
 
 def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
@@ -90,10 +91,10 @@ def _choose_devices_of_first_host(first: Host, devices: Any) -> tuple[str, ...]:
     """Choose the device of each rank on the first of several hosts; other hosts use devices of the same kind."""
     if devices is not None and split_devices(devices) == ["cpu"]:
         return ("cpu",) * (first.n_ranks or count_available_cores())
-    chosen = _choose_devices(devices, first.n_ranks)
-    if set(chosen) != {"cpu"} and chosen != tuple(f"cuda{i}" for i in range(len(chosen))):
+    chosen_devices = _choose_devices(devices, first.n_ranks)
+    if set(chosen_devices) != {"cpu"} and chosen_devices != tuple(f"cuda{i}" for i in range(len(chosen_devices))):
         raise SettingsError(
-            f"devices: expected cpu, or cuda0 to cuda{len(chosen) - 1} in this order, for several hosts, got "
-            f"{', '.join(chosen)}: each host's CUDA_VISIBLE_DEVICES selects its GPUs"
+            f"devices: expected cpu, or cuda0 to cuda{len(chosen_devices) - 1} in this order, for several hosts, got "
+            f"{', '.join(chosen_devices)}: each host's CUDA_VISIBLE_DEVICES selects its GPUs"
         )
-    return chosen
+    return chosen_devices

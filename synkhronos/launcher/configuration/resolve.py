@@ -28,7 +28,8 @@ from synkhronos.launcher.configuration.sources import merge_sources
 from synkhronos.training.checkpoints.checkpoint import list_checkpoints
 from synkhronos.training.monitoring.early_stopping import parse_monitored_metric
 
-_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+_TRUE_WORDS = {"true", "yes", "on", "1"}
+_FALSE_WORDS = {"false", "no", "off", "0"}
 #: Entries of a model class's config that the run sets, and a hint for the error if the user sets them.
 _RESERVED_CONFIG = {
     "rank": "each rank has its own",
@@ -187,9 +188,9 @@ def _parse_seconds(value: Any, key: str) -> float:
 
 def _parse_flag(value: Any, key: str) -> bool:
     word = str(value).lower()
-    if word not in _TRUE | _FALSE:
+    if word not in _TRUE_WORDS | _FALSE_WORDS:
         raise SettingsError(f"{key}: expected true or false, got {value!r}")
-    return word in _TRUE
+    return word in _TRUE_WORDS
 
 
 def _parse_on_death(value: Any, key: str) -> str:

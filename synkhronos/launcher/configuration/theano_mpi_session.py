@@ -60,10 +60,10 @@ def parse_exchange_option(key: str, value: str) -> dict[str, Any]:
     >>> parse_exchange_option("exch_strategy", "nccl16")
     {'rule_options': {'precision': 'float16'}}
     """
-    known = _EXCHANGE_KEYS[_normalize_key(key)]
-    if value.lower() not in known:
-        raise ValueError(f"{key}: expected one of {', '.join(known)}, got {value!r}")
-    return known[value.lower()]
+    settings_by_value = _EXCHANGE_KEYS[_normalize_key(key)]
+    if value.lower() not in settings_by_value:
+        raise ValueError(f"{key}: expected one of {', '.join(settings_by_value)}, got {value!r}")
+    return settings_by_value[value.lower()]
 
 
 def parse_session(text: str) -> dict[str, str | list[str]]:
@@ -143,12 +143,12 @@ def parse_devices(values: list[str]) -> dict[str, Any]:
         if not colon or not host:
             raise ValueError(f"DEVICES: expected HOST:DEVICE,DEVICE for each of several hosts, got {value!r}")
         by_host.append((host, [name.strip() for name in names.split(",")]))
-    (first, devices), *others = by_host
-    if not others and first in (platform.node(), platform.node().partition(".")[0], "localhost"):
+    (first_host, devices), *other_hosts = by_host
+    if not other_hosts and first_host in (platform.node(), platform.node().partition(".")[0], "localhost"):
         return {"devices": ",".join(devices)}
     for host, names_of_host in by_host:
-        known = [[f"{kind}{i}" for i in range(len(names_of_host))] for kind in ("cuda", "gpu")]
-        if names_of_host not in known and set(names_of_host) != {"cpu"}:
+        gpus_in_order = [[f"{kind}{i}" for i in range(len(names_of_host))] for kind in ("cuda", "gpu")]
+        if names_of_host not in gpus_in_order and set(names_of_host) != {"cpu"}:
             raise ValueError(
                 f"DEVICES: expected cuda0, cuda1 and so on in this order for host {host}, or cpu, got "
                 f"{','.join(names_of_host)}: a host's CUDA_VISIBLE_DEVICES chooses among its GPUs"

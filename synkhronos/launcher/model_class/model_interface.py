@@ -41,8 +41,8 @@ def list_interface_problems(model: Any) -> list[str]:
 
     For a class only methods are checked: its constructor and ``compile_iter_fns`` set the attributes.
     """
-    missing = [name for name in REQUIRED_METHODS if not callable(getattr(model, name, None))]
-    problems = [f"method {name}(): {REQUIRED_METHODS[name]}" for name in missing]
+    missing_methods = [name for name in REQUIRED_METHODS if not callable(getattr(model, name, None))]
+    problems = [f"method {name}(): {REQUIRED_METHODS[name]}" for name in missing_methods]
     if isinstance(model, type):
         return problems
     params = getattr(model, "params", None)
@@ -110,33 +110,33 @@ def make_instance(model_class: type, config: dict[str, Any]) -> Any:
     The constructor takes the config or no argument.
     """
     parameters = [p for p in inspect.signature(model_class).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
-    if len(needed) > 1:
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
+    if len(required) > 1:
         raise ModelInterfaceError(
-            f"{model_class.__name__}(): expected a class that takes one config, got one that takes {needed}"
+            f"{model_class.__name__}(): expected a class that takes one config, got one that takes {required}"
         )
     return model_class(config) if parameters else model_class()
 
 
-def call_by_signature(method: Any, *arguments: Any, **named: Any) -> Any:
-    """Call a method with those arguments that its signature accepts: leading positional ones, and named ones."""
+def call_by_signature(method: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Call a method with those arguments that its signature accepts: leading positional ones, and keywords."""
     parameters = inspect.signature(method).parameters.values()
     accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = {key: value for key, value in named.items() if accepts_all or any(p.name == key for p in parameters)}
+    keywords = {key: value for key, value in keywords.items() if accepts_all or any(p.name == key for p in parameters)}
     n_positional = 0
     for parameter in parameters:
         if parameter.kind is parameter.VAR_POSITIONAL:
             n_positional = len(arguments)
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            n_positional += parameter.name not in named
-    return method(*arguments[:n_positional], **named)
+            n_positional += parameter.name not in keywords
+    return method(*arguments[:n_positional], **keywords)
 
 
-def call_optional(model: Any, name: str, *arguments: Any, **named: Any) -> None:
+def call_optional(model: Any, name: str, *arguments: Any, **keywords: Any) -> None:
     """Call an optional method of a model, if it has it, with those arguments that its signature accepts."""
     method = getattr(model, name, None)
     if callable(method):
-        call_by_signature(method, *arguments, **named)
+        call_by_signature(method, *arguments, **keywords)
 
 
 def get_steps_per_batch(model: Any) -> int:
@@ -144,7 +144,7 @@ def get_steps_per_batch(model: Any) -> int:
     return max(1, int(getattr(model, "n_subb", 1)))
 
 
-def parse_val_iter_result(returned: Any, batch: int, next_batch: int) -> tuple[int, bool]:
+def parse_val_iter_result(result: Any, batch: int, next_batch: int) -> tuple[int, bool]:
     """Return the number of the next validation batch, and whether ``val_iter`` has ended the validation and the run.
 
     After ``batch`` comes ``next_batch``, unless ``val_iter`` has returned another number above ``batch``.  Raise
@@ -152,18 +152,18 @@ def parse_val_iter_result(returned: Any, batch: int, next_batch: int) -> tuple[i
 
     Examples
     --------
-    >>> [parse_val_iter_result(returned, 3, 4) for returned in (None, 7, "stop")]
+    >>> [parse_val_iter_result(result, 3, 4) for result in (None, 7, "stop")]
     [(4, False), (7, False), (4, True)]
     """
-    if returned is None:
+    if result is None:
         return next_batch, False
-    if isinstance(returned, str) and returned == "stop":
+    if isinstance(result, str) and result == "stop":
         return next_batch, True
-    if isinstance(returned, int | np.integer) and not isinstance(returned, bool) and returned > batch:
-        return int(returned), False
+    if isinstance(result, int | np.integer) and not isinstance(result, bool) and result > batch:
+        return int(result), False
     raise ModelInterfaceError(
         f"val_iter(): expected it to return None, 'stop', or the number of the next batch, above {batch}, got "
-        f"{shorten_repr(returned)}"
+        f"{shorten_repr(result)}"
     )
 
 
@@ -197,9 +197,9 @@ def use_model_precision() -> Iterator[None]:
     if jax is None or pytensor is None:  # nothing is compiled yet, and PyTensor then sets the flag itself
         yield
         return
-    before = jax.config.jax_enable_x64
+    old_value = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", pytensor.config.floatX == "float64")
     try:
         yield
     finally:
-        jax.config.update("jax_enable_x64", before)
+        jax.config.update("jax_enable_x64", old_value)

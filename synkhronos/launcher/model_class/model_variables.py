@@ -21,7 +21,7 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     - `exchanged` and `excluded`: the model's ``params``.
     - `optimizer`: floats that a function updates, such as velocities and running averages.
     - `generators`: random generators of a function.
-    - `others`: integers that a function updates, and scalars that it reads, such as a learning rate.
+    - `other_variables`: integers that a function updates, and scalars that it reads, such as a learning rate.
 
     Variables in `Model.step_outputs` and in ``vels2`` are in no group: they are results, and memory of the exchange.
     So is ``vels`` of a sharded optimizer.
@@ -74,4 +74,4 @@ def _group_function_variables(function: Any, groups: VariablesByRole, grouped_id
         elif function_input.update is not None and np.dtype(shared.type.dtype).kind == "f":
             groups.whole_optimizer.append(shared)
         elif function_input.update is not None or shared.type.ndim == 0:
-            groups.others.append(shared)
+            groups.other_variables.append(shared)

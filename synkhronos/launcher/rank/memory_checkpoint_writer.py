@@ -43,7 +43,7 @@ class MemoryCheckpointWriter:
             self._checkpoint = Checkpoint(self._folder, keep=1)
         if metrics is None:
             state.recorder.write_line()  # after a death, the next line starts from this checkpoint
-            state.use_consensus_params()
+            state.set_params_to_consensus()
         try:
             state.save(metrics, self._checkpoint)
         except OSError as error:

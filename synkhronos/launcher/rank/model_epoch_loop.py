@@ -99,7 +99,7 @@ class ModelEpochLoop(EpochLoop):
         if self.batch_loop.is_stopped_by_signal:
             return False
         if self.n_reports == n_before:  # the run had ended between its last checkpoint and the following lines
-            self.state.use_consensus_params()
+            self.state.set_params_to_consensus()
         self._save_params("params.npz")
         if self.settings.keep_best:
             self._save_best()
@@ -176,7 +176,7 @@ class ModelEpochLoop(EpochLoop):
             self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=True)
             if self.state.rule.asynchronous:
                 self.sanity_check.compare_ranks(self.worker)
-        self.state.use_consensus_params()
+        self.state.set_params_to_consensus()
         return not self.batch_loop.is_stopped_by_signal
 
     def make_report(self) -> Report:
@@ -288,7 +288,7 @@ class ModelEpochLoop(EpochLoop):
         best = self.worker.broadcast(self.state.checkpoints.find_best() if self.worker.number == 0 else None)
         if best is not None:
             self.state.restore(str(best))
-            self.state.use_consensus_params()
+            self.state.set_params_to_consensus()
             self._save_params("best.npz")
 
 

@@ -144,15 +144,15 @@ class ModelState:
             rank_state.set_generator_state(shared, state)
         set_global_generator_states(global_states)
 
-    def use_consensus_params(self) -> None:
+    def set_params_to_consensus(self) -> None:
         """Set the parameters to the rule's consensus, and the whole variables of a sharded optimizer."""
-        rank_state.use_consensus_params(self.worker, STORAGE_KEY, self.rule)
+        rank_state.set_params_to_consensus(self.worker, STORAGE_KEY, self.rule)
         for variable in self._sharded_variables:
             shards = self.worker.all_gather(np.asarray(variable.shared.get_value()))
             variable.whole.set_value(join_shards(shards, variable.shape))
 
     def restore_own_params(self) -> None:
-        """Set the parameters back to this rank's own, after `use_consensus_params`."""
+        """Set the parameters back to this rank's own, after `set_params_to_consensus`."""
         rank_state.restore_own_params(self.worker, STORAGE_KEY)
 
     def resume(self, path: str) -> None:

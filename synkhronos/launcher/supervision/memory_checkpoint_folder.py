@@ -20,8 +20,10 @@ import tempfile
 import time
 from pathlib import Path
 
-#: Parent folder of these folders, and prefix of their names.
-_SHM, _PREFIX = Path("/dev/shm"), "synkhronos-copy-"
+#: Parent folder of these folders.
+_PARENT_FOLDER = Path("/dev/shm")
+#: Prefix of their names.
+_PREFIX = "synkhronos-copy-"
 #: Age in seconds from which an unlocked folder belongs to a killed run; a new folder is locked just after its creation.
 _ABANDONED_SECONDS = 60.0
 
@@ -31,7 +33,7 @@ class MemoryCheckpointFolder:
 
     def __init__(self) -> None:
         _remove_abandoned()
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=_SHM))
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=_PARENT_FOLDER))
         self._file = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
@@ -48,7 +50,7 @@ class MemoryCheckpointFolder:
 
 def _remove_abandoned() -> None:
     """Remove the folders of runs of this user whose supervisors were killed."""
-    for path in _SHM.glob(f"{_PREFIX}{os.getuid()}-*"):
+    for path in _PARENT_FOLDER.glob(f"{_PREFIX}{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_ctime < _ABANDONED_SECONDS:
                 continue

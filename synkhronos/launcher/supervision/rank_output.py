@@ -77,15 +77,15 @@ class LineSplitter:
 
     def feed(self, data: bytes) -> bool:
         """Write the complete lines, and at the end of the pipe the rest; return False at the end."""
-        first, *others = self._decoder.decode(data, not data).split("\n")
+        first, *further = self._decoder.decode(data, not data).split("\n")
         self._pieces.append(first)
         self._length += len(first)
-        if others:
+        if further:
             self._flush()
-            *complete, rest = others
+            *complete, partial = further
             for line in complete:
                 self._write(line)
-            self._pieces, self._length = [rest], len(rest)
+            self._pieces, self._length = [partial], len(partial)
         if self._length > (_MAX_LINE_LENGTH if data else 0):
             self._flush()
         return bool(data)
@@ -101,8 +101,8 @@ class LineSplitter:
 class OutputWriter:
     """Writer of lines to the logs in the run's folder, and to the console with the rank before each line."""
 
-    def __init__(self, folder: Path, is_resumed: bool, console: Console, errors: Console):
-        self._folder, self._console, self._errors = folder, console, errors
+    def __init__(self, folder: Path, is_resumed: bool, console: Console, error_console: Console):
+        self._folder, self._console, self._error_console = folder, console, error_console
         self._mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if is_resumed else os.O_TRUNC)
         self._logs: dict[str, int] = {}
         #: Names of files that lack lines, and of files that end within a line.
@@ -123,7 +123,7 @@ class OutputWriter:
         except OSError as error:
             if name not in self._files_with_lost_lines:
                 self._files_with_lost_lines.add(name)
-                self._errors.write(f"{self._folder / name} lacks lines: {error}\n")
+                self._error_console.write(f"{self._folder / name} lacks lines: {error}\n")
         if not name.endswith(".jsonl"):
             self._console.write(f"[{Path(name).stem.replace('-', ' ')}] {text}\n")
 

@@ -17,8 +17,14 @@ from typing import IO, Any
 from synkhronos.checks import list_versions
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
 
-#: Files in the folder: the record, the first failure, the process IDs of the ranks, and the deaths of ranks.
-RECORD_FILE, FAILURE_FILE, PROCESSES_FILE, DEATHS_FILE = "run.json", "failure.txt", "processes.json", "deaths.json"
+#: File of the folder with the record of the run.
+RECORD_FILE = "run.json"
+#: File with the message of the first failure.
+FAILURE_FILE = "failure.txt"
+#: File with the process IDs of the ranks.
+PROCESSES_FILE = "processes.json"
+#: File with the deaths of ranks.
+DEATHS_FILE = "deaths.json"
 #: Number of bytes of the record reserved for the exit status: the disk may be full at the end of the run.
 _RESERVED_BYTES = 1024
 #: Packages whose versions are recorded.
@@ -42,7 +48,7 @@ def create_run_folder(settings: Settings, command: list[str]) -> IO[str]:
             path.unlink(missing_ok=True)
         settings.save()
         versions = find_versions(settings.pythonpath)
-        _write_run_record(folder, {**versions, "command": command, "began": _now()}, _RESERVED_BYTES)
+        _write_run_record(folder, {**versions, "command": command, "began": _format_present_time()}, _RESERVED_BYTES)
     except BlockingIOError:
         lock.close()
         raise SettingsError(
@@ -71,10 +77,10 @@ def add_to_run_record(folder: Path, entries: Mapping[str, Any]) -> None:
     record: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         record = json.loads((folder / RECORD_FILE).read_text())
-    _write_run_record(folder, {**record, "ended": _now(), **entries})
+    _write_run_record(folder, {**record, "ended": _format_present_time(), **entries})
 
 
-def _now() -> str:
+def _format_present_time() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 

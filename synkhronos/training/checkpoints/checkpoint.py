@@ -31,10 +31,14 @@ from synkhronos.checks import check_at_least, import_package
 from synkhronos.training.checkpoints.folder_lock import FolderLock
 from synkhronos.training.monitoring.early_stopping import parse_monitored_metric, to_cost
 
-#: A checkpoint that is about to be replaced by another one of as many rows has the suffix ``.old``.
-_NAME_PATTERN, _OLD_SUFFIX = re.compile(r"rows-(\d{12,})(\.old)?"), ".old"
+#: Pattern of a checkpoint's name, with its number of rows.
+_NAME_PATTERN = re.compile(r"rows-(\d{12,})(\.old)?")
+#: Suffix of a checkpoint that is about to be replaced by another one of as many rows.
+_OLD_SUFFIX = ".old"
 _UNFINISHED_PREFIX = "unfinished-"
-_STATE_FILE, _META_FILE, _SUMS_FILE = "state.safetensors", "meta.json", "SHA256SUMS"
+_STATE_FILE = "state.safetensors"
+_META_FILE = "meta.json"
+_SUMS_FILE = "SHA256SUMS"
 _FORMAT_VERSION = 2
 
 
@@ -154,9 +158,9 @@ class Checkpoint:
             _write_files(temporary, files)
             # Checkpoints of more rows are of an abandoned training: this one resumed from an earlier checkpoint.  They
             # are removed first: after a kill in between, none of them can be mistaken for a later one of this training.
-            for later in reversed(self.list_paths()):
-                if _sort_key(later) > _sort_key(path):
-                    self._remove(later)
+            for later_path in reversed(self.list_paths()):
+                if _sort_key(later_path) > _sort_key(path):
+                    self._remove(later_path)
             if path.exists():
                 self._remove(Path(f"{path}{_OLD_SUFFIX}"))
                 os.rename(path, f"{path}{_OLD_SUFFIX}")
@@ -167,9 +171,9 @@ class Checkpoint:
         _sync_folder(self.folder)
         self._remove(Path(f"{path}{_OLD_SUFFIX}"))
         best = self.find_best()
-        for other in self.list_paths()[: -self.keep]:
-            if other != best:
-                self._remove(other)
+        for older_path in self.list_paths()[: -self.keep]:
+            if older_path != best:
+                self._remove(older_path)
         return path
 
     def lock(self) -> None:
@@ -234,10 +238,10 @@ class Checkpoint:
 
     def check_no_newer(self, seen: int) -> None:
         """Raise CheckpointError if the folder has checkpoints of more than ``seen`` rows, of another training."""
-        for later in self.list_paths()[-1:]:
-            if _sort_key(later)[0] > seen:
+        for newest_path in self.list_paths()[-1:]:
+            if _sort_key(newest_path)[0] > seen:
                 raise CheckpointError(
-                    f"checkpoint: {later} is of another training: go on from there with resume='latest', or name "
+                    f"checkpoint: {newest_path} is of another training: go on from there with resume='latest', or name "
                     "another folder"
                 )
 
@@ -253,14 +257,14 @@ class Checkpoint:
         """
         if path is not None:
             return read_checkpoint(path)
-        failed = None
+        damaged_path = None
         while paths := self.list_paths():
             try:
                 return read_checkpoint(paths[-1])
             except CheckpointError:
-                if paths[-1] == failed:
+                if paths[-1] == damaged_path:
                     raise
-                failed = paths[-1]  # a writer may just have replaced it
+                damaged_path = paths[-1]  # a writer may just have replaced it
         raise FileNotFoundError(f"{self.folder}: expected a checkpoint, found none")
 
 

@@ -88,9 +88,9 @@ def _check_variables(path: Any, role: str, meta: Mapping[str, Any], expected_met
 
 def _check_options(path: Any, rule_name: str | None, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for option in sorted({*saved, *expected} - CHANGEABLE_OPTIONS):
-        old, new = saved.get(option), expected.get(option)
-        if old != new and _SYMBOLIC not in (old, new):
-            raise CheckpointError(f"{path} is of {rule_name} with {option}={old!r}, got {option}={new!r}")
+        saved_value, value = saved.get(option), expected.get(option)
+        if saved_value != value and _SYMBOLIC not in (saved_value, value):
+            raise CheckpointError(f"{path} is of {rule_name} with {option}={saved_value!r}, got {option}={value!r}")
 
 
 def _to_json_options(options: Mapping[str, Any]) -> dict[str, Any]:

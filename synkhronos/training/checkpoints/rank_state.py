@@ -5,8 +5,8 @@ Trainers and the launcher save and resume::
     all ranks: collect_state --> one rank: write_states        --> Checkpoint
     all ranks: restore_state <-- one rank: check_same_training <-- Checkpoint
 
-While a report is made, all ranks have the rule's consensus parameters (`use_consensus_params`).  Each rank stores its
-own parameters under ``"own"`` until the next step.  A checkpoint has each rank's own parameters.
+While a report is made, all ranks have the rule's consensus parameters (`set_params_to_consensus`).  Each rank stores
+its own parameters under ``"own"`` until the next step.  A checkpoint has each rank's own parameters.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def collect_state(worker: Worker, spec: RankStateSpec) -> dict[str, Any]:
     ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`, ``streams``
     those of its generators.  ``own``, ``step`` and ``since`` are attributes of `State`.
     """
-    variables, stored = spec.variables, worker.get_storage(spec.name)
-    state: State | None = stored.get("state")
+    variables, storage = spec.variables, worker.get_storage(spec.name)
+    state: State | None = storage.get("state")
     streams = [get_generator_state(shared) for shared in variables.generators]
     if spec.is_joint and worker.number:
-        return {"streams": streams, "others": variables.read_others()}
+        return {"streams": streams, "others": variables.read_other_values()}
     return {
         "streams": streams,
-        **variables.read_values(None if state is None else stored["own"]),
+        **variables.read_values(None if state is None else storage["own"]),
         "own": {} if state is None else {key: np.array(value) for key, value in state.own.items()},
         "step": 0 if state is None else state.step,
         "since": 0 if state is None else state.steps_since_exchange,
@@ -92,8 +92,8 @@ def _unpack_states(content: CheckpointContent) -> list[dict[str, Any]]:
             continue
         for role in ("params", "optimizer", "excluded"):
             state[role] = array = arrays[f"{r}.{role}"]
-            described = meta["variables"][role] + (meta["variables"]["averages"] if role == "params" else [])
-            size = sum(math.prod(shape) for _, shape, _ in described)
+            descriptions = meta["variables"][role] + (meta["variables"]["averages"] if role == "params" else [])
+            size = sum(math.prod(shape) for _, shape, _ in descriptions)
             if array.shape != (size,):
                 raise CheckpointError(f"{content.path}: expected {size} elements of {r}.{role}, got {array.shape}")
         state |= {name: int(arrays[f"{r}.{name}"]) for name in ("step", "since")}
@@ -119,25 +119,29 @@ def write_states(
     of the rule. ``meta`` has further entries of the checkpoint's ``meta``.
     """
     arrays = _pack_states(states_by_rank) | {f"shared.{name}": np.array(array) for name, array in memory.items()}
-    own = {"ranks": len(states_by_rank), "alike": is_joint, "streams": [state["streams"] for state in states_by_rank]}
-    checkpoint.save(seen, arrays, {**description, **own, **meta}, metrics)
+    layout = {
+        "ranks": len(states_by_rank),
+        "alike": is_joint,
+        "streams": [state["streams"] for state in states_by_rank],
+    }
+    checkpoint.save(seen, arrays, {**description, **layout, **meta}, metrics)
 
 
-def use_consensus_params(worker: Worker, name: str, rule: Rule) -> None:
+def set_params_to_consensus(worker: Worker, name: str, rule: Rule) -> None:
     """Set the parameters to the rule's consensus; store this rank's own parameters under ``"own"``."""
-    stored = worker.get_storage(name)
-    state: State = stored["state"]
+    storage = worker.get_storage(name)
+    state: State = storage["state"]
     consensus = rule.compute_consensus(worker, state)
-    stored["own"] = state.vector  # after the consensus, which may receive messages that change it
+    storage["own"] = state.vector  # after the consensus, which may receive messages that change it
     state.vector = consensus
 
 
 def restore_own_params(worker: Worker, name: str) -> None:
-    """Set the parameters back to this rank's own, after `use_consensus_params`; else do nothing."""
-    stored = worker.get_storage(name)
-    if "own" in stored:
-        stored["state"].vector = stored["own"]
-        del stored["own"]  # not before: an interrupt between the two must not lose it
+    """Set the parameters back to this rank's own, after `set_params_to_consensus`; else do nothing."""
+    storage = worker.get_storage(name)
+    if "own" in storage:
+        storage["state"].vector = storage["own"]
+        del storage["own"]  # not before: an interrupt between the two must not lose it
 
 
 def restore_state(worker: Worker, spec: RankStateSpec, path: str, root: int) -> None:
@@ -147,7 +151,7 @@ def restore_state(worker: Worker, spec: RankStateSpec, path: str, root: int) -> 
     """
     if worker.number == root:
         content = read_checkpoint(path)
-        states_by_rank = _convert_states(content, spec, worker.size)
+        states_by_rank = _unpack_resized_states(content, spec, worker.size)
         for r, state in enumerate(states_by_rank):
             if r != root:
                 worker.send(state, r)
@@ -160,42 +164,52 @@ def restore_state(worker: Worker, spec: RankStateSpec, path: str, root: int) -> 
     set_state(worker, spec, state)
 
 
-def set_state(worker: Worker, spec: RankStateSpec, saved: dict[str, Any]) -> None:
+def set_state(worker: Worker, spec: RankStateSpec, saved_state: dict[str, Any]) -> None:
     """Set this rank's state to a result of `collect_state`; generators are unchanged if ``streams`` is None."""
-    spec.variables.write_values(saved)
-    if saved["streams"] is not None:
-        for shared, value in zip(spec.variables.generators, saved["streams"], strict=True):
+    spec.variables.write_values(saved_state)
+    if saved_state["streams"] is not None:
+        for shared, value in zip(spec.variables.generators, saved_state["streams"], strict=True):
             set_generator_state(shared, value)
     if spec.is_joint:
         return
-    stored = worker.get_storage(spec.name)
-    state = stored["state"] = spec.make_state()
-    state.step, state.steps_since_exchange = saved["step"], saved["since"]
-    state.own = {key: value if np.ndim(value) else np.asarray(value).item() for key, value in saved["own"].items()}
-    stored["own"] = saved["params"]
+    storage = worker.get_storage(spec.name)
+    state = storage["state"] = spec.make_state()
+    state.step, state.steps_since_exchange = saved_state["step"], saved_state["since"]
+    state.own = {
+        key: value if np.ndim(value) else np.asarray(value).item() for key, value in saved_state["own"].items()
+    }
+    storage["own"] = saved_state["params"]
 
 
-def _convert_states(content: CheckpointContent, spec: RankStateSpec, n_ranks: int) -> list[dict[str, Any]]:
-    """Return the states of ``n_ranks`` ranks from a checkpoint."""
-    saved, streams = _unpack_states(content), content.meta["streams"]
-    states_by_rank = resize_states([{**state, "streams": streams[r]} for r, state in enumerate(saved)], spec, n_ranks)
+def _unpack_resized_states(content: CheckpointContent, spec: RankStateSpec, n_ranks: int) -> list[dict[str, Any]]:
+    """Return the states of ranks from a checkpoint, converted to ``n_ranks`` ranks."""
+    saved_states, streams = _unpack_states(content), content.meta["streams"]
+    states_by_rank = resize_states(
+        [{**state, "streams": streams[r]} for r, state in enumerate(saved_states)], spec, n_ranks
+    )
     if spec.variables.optimizer is None:
         states_by_rank = [{**state, "optimizer": None} for state in states_by_rank]
     return states_by_rank
 
 
-def resize_states(saved: list[dict[str, Any]], spec: RankStateSpec, n_ranks: int) -> list[dict[str, Any]]:
+def resize_states(saved_states: list[dict[str, Any]], spec: RankStateSpec, n_ranks: int) -> list[dict[str, Any]]:
     """Convert the states of ranks to ``n_ranks`` ranks.
 
-    ``saved`` has results of `collect_state`, each with the rule's memory under ``shared``.  The new states have no
-    ``shared``, and their ``streams`` are None for ranks that ``saved`` does not have.
+    ``saved_states`` has results of `collect_state`, each with the rule's memory under ``shared``.  The new states have
+    no ``shared``, and their ``streams`` are None for ranks that ``saved_states`` does not have.
     """
     if spec.is_joint:
-        states_by_rank = saved[:1] * n_ranks
+        states_by_rank = saved_states[:1] * n_ranks
     else:
-        states_by_rank = saved if len(saved) == n_ranks else spec.rule.resize_states(saved, n_ranks)
+        states_by_rank = (
+            saved_states if len(saved_states) == n_ranks else spec.rule.resize_states(saved_states, n_ranks)
+        )
     states_by_rank = [
-        {**state, "others": saved[r % len(saved)]["others"], "streams": saved[r]["streams"] if r < len(saved) else None}
+        {
+            **state,
+            "others": saved_states[r % len(saved_states)]["others"],
+            "streams": saved_states[r]["streams"] if r < len(saved_states) else None,
+        }
         for r, state in enumerate(states_by_rank)
     ]
     for state in states_by_rank:

@@ -27,7 +27,7 @@ class VariablesByRole:
     #: Parameters that are not exchanged.
     excluded: list[Any]
     #: Other updated variables, such as counts.
-    others: list[Any]
+    other_variables: list[Any]
     generators: list[Any]
     #: Number of running averages at the end of `exchanged`.
     n_averages: int = 0
@@ -46,12 +46,14 @@ class VariablesByRole:
         optimizer = [s for s in optimizer if np.dtype(s.type.dtype).kind == "f"]
         averages = [u.shared for u in graph.extra_updates if u.op == "mean"]
         grouped = {id(s) for s in [*exchanged_params, *excluded, *optimizer, *averages]}
-        others = [s for s in [*graph.optimizer_state, *(u.shared for u in graph.extra_updates)] if id(s) not in grouped]
-        others = [s for s in others if hasattr(s.type, "dtype")]
+        other_variables = [
+            s for s in [*graph.optimizer_state, *(u.shared for u in graph.extra_updates)] if id(s) not in grouped
+        ]
+        other_variables = [s for s in other_variables if hasattr(s.type, "dtype")]
         variables = [*graph.x, *graph.y, graph.loss, *(u.expression for u in graph.extra_updates)]
         library = get_library(graph.loss)
         generators = [s for s in library.find_shareds(variables) if library.is_generator(s)]
-        return cls([*exchanged_params, *averages], optimizer, excluded, others, generators, len(averages))
+        return cls([*exchanged_params, *averages], optimizer, excluded, other_variables, generators, len(averages))
 
     @property
     def whole_optimizer(self) -> list[Any]:
@@ -67,12 +69,12 @@ class VariablesByRole:
             "averages": self.exchanged[n_params:],
             "optimizer": self.whole_optimizer,
             "excluded": self.excluded,
-            "others": self.others,
+            "others": self.other_variables,
         }
 
-    def read_others(self) -> list[np.ndarray]:
+    def read_other_values(self) -> list[np.ndarray]:
         """Return copies of this process's values of the other variables."""
-        return [np.array(get_array_device(value).to_numpy(value)) for value in map(_borrow_value, self.others)]
+        return [np.array(get_array_device(value).to_numpy(value)) for value in map(_borrow_value, self.other_variables)]
 
     def read_values(self, exchanged_vector: np.ndarray | None = None) -> dict[str, Any]:
         """Return copies of this process's values by role, without generators.
@@ -82,7 +84,7 @@ class VariablesByRole:
         values = {
             "params": np.array(FlatVariables(self.exchanged).get() if exchanged_vector is None else exchanged_vector),
             "excluded": np.array(FlatVariables(self.excluded).get()),
-            "others": self.read_others(),
+            "others": self.read_other_values(),
         }
         if self.optimizer is not None:
             values["optimizer"] = np.array(FlatVariables(self.optimizer).get())
@@ -94,7 +96,7 @@ class VariablesByRole:
         FlatVariables(self.excluded).set(values["excluded"])
         if self.optimizer is not None:
             FlatVariables(self.optimizer).set(values["optimizer"])
-        for shared, value in zip(self.others, values["others"], strict=True):
+        for shared, value in zip(self.other_variables, values["others"], strict=True):
             device = get_array_device(_borrow_value(shared))
             get_library(shared).store_value(shared, device.from_numpy(np.array(value)))
 

@@ -46,7 +46,7 @@ class StopSignalHandler:
 
     def __init__(self, grace: float | None, flag: np.ndarray | None = None):
         self._grace, self._flag = grace, flag
-        self._signalled_at = 0.0
+        self._signal_time = 0.0
         self._is_over = False
         self._previous_handlers: dict[int, Any] = {}
 
@@ -60,9 +60,9 @@ class StopSignalHandler:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         global _requested_stop
-        for number, before in self._previous_handlers.items():
-            restore_handler(number, self._handle_signal, before)
-        if self._signalled_at:
+        for number, handler in self._previous_handlers.items():
+            restore_handler(number, self._handle_signal, handler)
+        if self._signal_time:
             number, _requested_stop = _requested_stop, 0
             if self._grace is not None and error_type in (
                 None,
@@ -74,14 +74,14 @@ class StopSignalHandler:
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         global _requested_stop
         now = time.monotonic()
-        if not self._signalled_at:
-            _requested_stop, self._signalled_at = number, now
+        if not self._signal_time:
+            _requested_stop, self._signal_time = number, now
             if self._flag is not None:
                 self._flag[0] = number
             if self._grace is not None:
                 # Not `threading`: the signal may have interrupted it while it held a lock.
                 _thread.start_new_thread(self._exit_after, (number, self._grace))
-        elif self._grace is not None and now > self._signalled_at + ECHO_SECONDS:
+        elif self._grace is not None and now > self._signal_time + ECHO_SECONDS:
             exit_by_signal(number)
 
     def _exit_after(self, number: int, grace: float) -> None:

@@ -31,16 +31,16 @@ def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
     for name, array in arrays.items():
         if array.dtype.kind not in "fc":
             continue
-        chosen = np.arange(len(array)) if rows is None else np.sort(rows)
+        indexes = np.arange(len(array)) if rows is None else np.sort(rows)
         if isinstance(array, PartsData):
             local = array.local_rows
-            chosen = chosen[(chosen >= local.start) & (chosen < local.stop)]
+            indexes = indexes[(indexes >= local.start) & (indexes < local.stop)]
         step = max(1, _BLOCK_NBYTES // max(1, int(np.prod(array.shape[1:])) * array.dtype.itemsize))
-        blocks = [chosen[i : i + step] for i in range(0, len(chosen), step)]
-        found = [block[~np.isfinite(array[block]).reshape(len(block), -1).all(1)] for block in blocks]
-        rows_found = np.concatenate(found or [chosen])
-        if len(rows_found):
-            row = np.asarray(array[rows_found[:1]])
-            others = f", the first of {len(rows_found):,} such rows" if len(rows_found) > 1 else ""
-            return f"row {rows_found[0]:,} of {name} has {row[~np.isfinite(row)][0]}{others}"
+        blocks = [indexes[i : i + step] for i in range(0, len(indexes), step)]
+        nonfinite_blocks = [block[~np.isfinite(array[block]).reshape(len(block), -1).all(1)] for block in blocks]
+        nonfinite_rows = np.concatenate(nonfinite_blocks or [indexes])
+        if len(nonfinite_rows):
+            row = np.asarray(array[nonfinite_rows[:1]])
+            count = f", the first of {len(nonfinite_rows):,} such rows" if len(nonfinite_rows) > 1 else ""
+            return f"row {nonfinite_rows[0]:,} of {name} has {row[~np.isfinite(row)][0]}{count}"
     return ""

@@ -78,10 +78,11 @@ def build_table(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[s
     """Return the records of all runs, with the run, the file, and the seconds since the run's first record."""
     table = []
     for run, files in runs.items():
-        first = min((record["time"] for records in files.values() for record in records), default=0.0)
+        start_time = min((record["time"] for records in files.values() for record in records), default=0.0)
         for file, records in files.items():
             table += [
-                {**r, **r.get("seconds", {}), "run": run, "file": file, "seconds": r["time"] - first} for r in records
+                {**r, **r.get("seconds", {}), "run": run, "file": file, "seconds": r["time"] - start_time}
+                for r in records
             ]
     return table
 
@@ -91,13 +92,18 @@ def format_summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
     reports = files.get("reports", [])
     if not reports:
         return f"{name}: no report yet\n"
-    last = reports[-1]
-    validation = {f"validation {key}": value for key, value in (last.get("validation") or {}).items()}
-    numbers = {"loss": last.get("loss"), **validation}
+    last_report = reports[-1]
+    validation = {f"validation {key}": value for key, value in (last_report.get("validation") or {}).items()}
+    numbers = {"loss": last_report.get("loss"), **validation}
     figures = [f"{key} {value:.4g}" for key, value in numbers.items() if value is not None]
-    rate = f"{last.get('rows_per_second') or 0:,.0f} rows/s"
-    parts = f"{len(reports)} report{'s' * (len(reports) != 1)}", f"epoch {last.get('epoch') or 0:g}", *figures, rate
-    return f"{name}: {', '.join(parts)}, batch {last.get('batch', '?')}\n"
+    rate = f"{last_report.get('rows_per_second') or 0:,.0f} rows/s"
+    items = (
+        f"{len(reports)} report{'s' * (len(reports) != 1)}",
+        f"epoch {last_report.get('epoch') or 0:g}",
+        *figures,
+        rate,
+    )
+    return f"{name}: {', '.join(items)}, batch {last_report.get('batch', '?')}\n"
 
 
 def draw_picture(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> None:
@@ -112,10 +118,10 @@ def draw_picture(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path
 
     curves: dict[str, list[dict[str, Any]]] = {}
     for run, files in runs.items():
-        first = min((record["time"] for records in files.values() for record in records), default=0.0)
+        start_time = min((record["time"] for records in files.values() for record in records), default=0.0)
         curves[run] = [
             {
-                "seconds": record["time"] - first,
+                "seconds": record["time"] - start_time,
                 "rows": record.get("seen"),
                 "loss": record["loss"],
                 "rows per second": record.get("rows_per_second"),

@@ -46,11 +46,11 @@ def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
     if validate is None:
         return {}
     if isinstance(validate, Mapping):
-        named = dict(validate)
+        entries_by_name = dict(validate)
     else:
-        is_list = isinstance(validate, list) or isinstance(validate, tuple) and not _has_op(validate)
-        named = {f"valid_{i}": entry for i, entry in enumerate(validate if is_list else [validate])}
-    metrics = {name: _parse_metric(name, entry) for name, entry in named.items()}
+        is_list = isinstance(validate, list) or isinstance(validate, tuple) and not _is_metric_with_op(validate)
+        entries_by_name = {f"valid_{i}": entry for i, entry in enumerate(validate if is_list else [validate])}
+    metrics = {name: _parse_metric(name, entry) for name, entry in entries_by_name.items()}
     warn_of_varying_denominators(
         {f"validate: {name}": m.expression for name, m in metrics.items() if m.op == "mean" and m.weight is None},
         inputs,
@@ -59,7 +59,7 @@ def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
     return metrics
 
 
-def _has_op(entry: tuple[Any, ...]) -> bool:
+def _is_metric_with_op(entry: tuple[Any, ...]) -> bool:
     """Whether a tuple is one entry, a variable with its op."""
     return len(entry) in (2, 3) and not is_variable(entry[1])
 

@@ -27,8 +27,8 @@ UpdatesArgument = (
 class ExtraUpdate(NamedTuple):
     """Update in a training step that is not one of the rule's.
 
-    With the op "mean", ranks average the new values by rows; with None, each rank has its own.  ``may_differ`` says
-    whether ranks may compute different new values in one step, even if their variables are equal before it.
+    With the op "mean", ranks average the new values by rows; with None, each rank has its own.  With ``may_differ``,
+    ranks may compute different new values in one step, even if their variables are equal before it.
     """
 
     shared: SharedVariable
@@ -56,7 +56,7 @@ def parse_extra_updates(
         raise TypeError(f"extra_updates: expected a dict or a list of pairs, got {updates!r}")
     entries = list(updates.items() if isinstance(updates, Mapping) else updates)
     rule_ids = {id(shared) for shared in (*dict(rule_updates.grad_updates), *dict(rule_updates.param_updates))}
-    seen: set[int] = set()
+    updated_ids: set[int] = set()
     for entry in entries:
         if not isinstance(entry, list | tuple) or len(entry) not in (2, 3):
             raise TypeError(
@@ -67,9 +67,9 @@ def parse_extra_updates(
             raise TypeError(f"extra_updates: expected shared variables, got {shared!r}")
         if id(shared) in rule_ids:
             raise ValueError(f"extra_updates: the update rule has an update of {shared.name!r} already")
-        if id(shared) in seen:
+        if id(shared) in updated_ids:
             raise ValueError(f"extra_updates: there are two for {shared.name!r}")
-        seen.add(id(shared))
+        updated_ids.add(id(shared))
         if len(entry) == 3 and entry[2] not in ("mean", None):
             raise ValueError(f"extra_updates: {shared.name!r}: expected the op 'mean' or None, got {entry[2]!r}")
         if entry[2:] == ("mean",) and not _is_float(shared):
@@ -88,9 +88,9 @@ def _choose_ops(entries: list[Any], inputs: list[Variable]) -> list[ExtraUpdate]
         return [ExtraUpdate(entry[0], entry[1], entry[2] if len(entry) == 3 else None, False) for entry in entries]
     library = get_library(*expressions)
     random = [shared for shared in library.find_shareds(expressions) if library.is_generator(shared)]
-    differing = [*inputs, *random]
+    differing_variables = [*inputs, *random]
     while True:
-        dependence = DependenceAnalysis(library, expressions, differing)
+        dependence = DependenceAnalysis(library, expressions, differing_variables)
         extra_updates = []
         for shared, expression, *op in entries:
             may_differ = bool(hasattr(expression, "owner") and dependence.list_source_names(expression))
@@ -103,14 +103,14 @@ def _choose_ops(entries: list[Any], inputs: list[Variable]) -> list[ExtraUpdate]
                 op = ["mean" if _is_float(shared) else None]
             extra_updates.append(ExtraUpdate(shared, expression, op[0], may_differ))
         # Expressions that read these variables may differ between ranks as well.
-        kept_per_rank = [
+        new_differing_variables = [
             u.shared
             for u in extra_updates
-            if u.may_differ and u.op is None and not any(u.shared is d for d in differing)
+            if u.may_differ and u.op is None and not any(u.shared is d for d in differing_variables)
         ]
-        if not kept_per_rank:
+        if not new_differing_variables:
             return extra_updates
-        differing += kept_per_rank
+        differing_variables += new_differing_variables
 
 
 def _is_float(shared: Any) -> bool:
@@ -135,19 +135,19 @@ def append_averaged_updates(
     (size,) = get_shape(gradients)
     dtype = str(np.result_type(gradients.dtype, *(u.shared.dtype for u in averaged)))
     rows = tensor.cast(x.shape[0], dtype)
-    parts, new_values, end = [tensor.cast(rule_updates.grad_updates[gradients], dtype)], {}, size
+    pieces, new_values, end = [tensor.cast(rule_updates.grad_updates[gradients], dtype)], {}, size
     shapes = [get_shape(u.shared) for u in averaged]
     total = size + sum(int(np.prod(shape)) for shape in shapes) + 1
     vector = library.shared(np.zeros(total, dtype), name="grad_shared")
     for u, shape in zip(averaged, shapes, strict=True):
         start, end = end, end + int(np.prod(shape))
-        parts.append(rows * tensor.cast(u.expression, dtype).reshape((end - start,)))
+        pieces.append(rows * tensor.cast(u.expression, dtype).reshape((end - start,)))
         # Adding zeros gives the variable's own type, in which a length of 1 need not be a static (broadcastable) one.
         new = (vector[start:end] / vector[-1]).reshape(shape) + tensor.zeros_like(u.shared)
         new_values[u.shared] = library.convert_to_type_of(u.shared, tensor.cast(new, u.shared.dtype))
-    parts.append(rows.reshape((1,)))
+    pieces.append(rows.reshape((1,)))
     first = library.convert_to_type_of(gradients, tensor.cast(vector[:size], gradients.dtype))
     values = library.clone(list(rule_updates.param_updates.values()), {gradients: first, **new_values})
     updates = OrderedDict(zip(rule_updates.param_updates, values, strict=True))
     updates.update(new_values)
-    return RuleUpdates(OrderedDict({vector: tensor.concatenate(parts)}), updates, vector), total - size + 1
+    return RuleUpdates(OrderedDict({vector: tensor.concatenate(pieces)}), updates, vector), total - size + 1

@@ -52,8 +52,8 @@ def collect_sliceable_rows(batches_s: Sequence[Any], n_ranks: int) -> list[StepR
             None if selection is None or isinstance(selection, slice) else to_integer_indexes(selection, name)
             for selection in by_rank
         ]
-        known = [selection for selection in rows if selection is not None and len(selection)]
-        steps.append(known if len(known) == n_ranks else None)
+        index_arrays = [selection for selection in rows if selection is not None and len(selection)]
+        steps.append(index_arrays if len(index_arrays) == n_ranks else None)
     return steps
 
 

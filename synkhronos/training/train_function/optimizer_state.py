@@ -28,11 +28,11 @@ class OptimizerState:
         ]
         self._session: ranks.Session | None = None
 
-    def scatter_initial_values(self, sets_all_values: bool = False) -> None:
-        """Scatter the shards of the initial values to the ranks of a new session; does nothing at later calls.
+    def ensure_scattered(self, caller_sets_all: bool = False) -> None:
+        """Scatter the shards of the initial values to the ranks of a new session, unless they have been scattered.
 
-        With ``sets_all_values`` the caller is about to set all values.  Otherwise RuntimeError is raised if the session
-        with the present shards has ended.
+        With ``caller_sets_all`` nothing is sent, since the caller sets all values.  Otherwise RuntimeError is raised if
+        the session with the present shards has ended.
         """
         if self.n_ranks is None:
             return
@@ -43,14 +43,14 @@ class OptimizerState:
             raise RuntimeError(
                 f"shard_optimizer: the training function was made for {self.n_ranks} ranks, got {session.size}"
             )
-        if self._session is not None and not sets_all_values:
+        if self._session is not None and not caller_sets_all:
             raise RuntimeError(
                 "shard_optimizer: the ranks that had the parts of the optimizer's state have ended: set all of it by "
                 "set_optimizer_state(), resume from a checkpoint, or make a new training function"
             )
         self._session = session
         for variable in self._sharded_variables.values():
-            if variable.initial_value.size > 1 and not sets_all_values:
+            if variable.initial_value.size > 1 and not caller_sets_all:
                 self._scatter(variable, variable.initial_value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class OptimizerState:
 
     def get(self, shareds: Sequence[Any] | None = None) -> list[np.ndarray]:
         """Return the whole values of variables of the unsharded optimizer; default: of all."""
-        self.scatter_initial_values()
+        self.ensure_scattered()
         return [
             self._gather(self._sharded_variables[shared])
             if shared in self._sharded_variables
@@ -73,7 +73,7 @@ class OptimizerState:
 
     def set(self, values: Sequence[np.ndarray], shareds: Sequence[Any] | None = None) -> None:
         """Set variables of the unsharded optimizer; default: all.  ``shareds`` has to include all sharded variables."""
-        self.scatter_initial_values(sets_all_values=True)
+        self.ensure_scattered(caller_sets_all=True)
         for shared, value in zip(self._shareds if shareds is None else shareds, values, strict=True):
             if shared in self._sharded_variables:
                 self._scatter(self._sharded_variables[shared], value)
@@ -107,7 +107,7 @@ class OptimizerState:
 
     def _gather(self, variable: ShardedVariable) -> np.ndarray:
         """Return the whole value of a sharded variable."""
-        self.scatter_initial_values()
+        self.ensure_scattered()
         return join_shards(gather(variable.shared, nd_up=1), variable.shape)
 
     def _scatter(self, variable: ShardedVariable, value: np.ndarray) -> None:

@@ -61,7 +61,7 @@ class SerialTrainFunction:
         ndarray
             The loss before the step: the mean over all rows of the batch.
         """
-        arrays = [as_numbers(a, "x_data, y_data") for a in self._graph.check_data(x_data, y_data, batch, None)]
+        arrays = [as_numbers(a, "x_data, y_data") for a in self._graph.parse_data(x_data, y_data, batch, None)]
         arrays = [take_rows(a, select_rows(batch, len(a), "batch")) for a in arrays]
         lengths = [len(a) for a in arrays]
         if len(set(lengths)) > 1:

@@ -10,8 +10,8 @@ A rank's n is its number of rows, or the value of ``weight``.  It is part of the
 exact mean for any numbers of rows per rank.  New values of extra updates are part of the vector, too, and averaged by
 rows.
 
-Several steps can be one launch.  `TrainFunction.weighted_steps` groups them (see `launch_groups`), and takes a single
-step per launch where that is impossible.
+Several steps can be one launch.  `TrainFunction.take_weighted_steps` groups them (see `launch_groups`), and takes a
+single step per launch where that is impossible.
 """
 
 from __future__ import annotations
@@ -217,11 +217,11 @@ class TrainFunction:
         The result depends on the numbers of ranks, rows per rank and slices only by rounding.
         """
         num_slices = self._graph.options.num_slices if num_slices is None else num_slices
-        arrays = self._graph.check_data(x_data, y_data, batch, batch_s)
+        arrays = self._graph.parse_data(x_data, y_data, batch, batch_s)
         return self._to_loss(*self._run_launch(arrays, batch, batch_s, num_slices)[0])
 
     def _to_loss(self, value: Any, weight: Any) -> Any:
-        """Return the loss of a step as an array, from a pair of `weighted_steps`."""
+        """Return the loss of a step as an array, from a pair of `take_weighted_steps`."""
         return value if weight is None else divide_by_weight(value, weight, self._graph.loss.dtype)
 
     def steps(
@@ -283,9 +283,11 @@ class TrainFunction:
         1.0 0.25 0.0625
         >>> synk.close()
         """
-        return [self._to_loss(*step) for step in self.weighted_steps(x_data, y_data, batches, num_slices, batches_s)]
+        return [
+            self._to_loss(*step) for step in self.take_weighted_steps(x_data, y_data, batches, num_slices, batches_s)
+        ]
 
-    def weighted_steps(
+    def take_weighted_steps(
         self, x_data: Any, y_data: Any, batches: Any, num_slices: int | None = None, batches_s: Any = None
     ) -> list[tuple[Any, Any]]:
         """Take several steps, as `steps` does, and return their losses as terms of a weighted mean.
@@ -296,7 +298,7 @@ class TrainFunction:
             The loss before each step, and None.  If the model has a weight: the loss times the weight, and the weight.
         """
         num_slices = self._graph.options.num_slices if num_slices is None else num_slices
-        arrays, steps = self._graph.check_steps(x_data, y_data, batches, batches_s)
+        arrays, steps = self._graph.parse_steps(x_data, y_data, batches, batches_s)
         session, length = ranks.get_session(), _find_common_length(arrays)
         rows: Sequence[StepRows] = [None] * len(steps)
         if self._graph.sliceable:
@@ -347,10 +349,11 @@ class TrainFunction:
     def _run_launch(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, n_steps: int = 1) -> Any:
         """Take a step, or ``n_steps`` steps in one launch, with the rows of each rank ordered by steps.
 
-        Return the losses as `weighted_steps` does; None, without a step, if some rank cannot take them in one launch.
+        Return the losses as `take_weighted_steps` does.  If some rank cannot take the steps in one launch, take none,
+        and return None.
         """
         session, sharding = ranks.get_session(), self._sharding
-        self._optimizer.scatter_initial_values()
+        self._optimizer.ensure_scattered()
         with session.call_lock:
             session.wait_until_idle()
             dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]
@@ -382,20 +385,22 @@ class TrainFunction:
         return list(zip(outputs[:n_steps], weights, strict=True))
 
     def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: Any) -> bool:
-        """Whether some rank has no rows to compute; raise ValueError if no rank has any."""
+        """Whether some rank, but not all, has no rows to compute; raise ValueError if no rank has any."""
         n_ranks = session.size
         if gradient.n_rows is not None:
             if not gradient.n_rows:
                 raise ValueError(f"batch: expected at least one row, got {batch!r}")
             return gradient.n_rows < n_ranks
-        chosen = gradient.batch_s or (slice(None),) * n_ranks
+        selections = gradient.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
-        if any(isinstance(selection, slice) for selection in chosen):  # only the ranks know the lengths of their data
+        if any(
+            isinstance(selection, slice) for selection in selections
+        ):  # only the ranks know the lengths of their data
             layouts = session.run(GetLayouts(distribute_variables(session, self._graph.sliceable)))
             lengths = [min(shape[0] for shape, _ in shapes) for shapes in zip(*layouts, strict=True)]
         counts = [
             len(range(length)[selection]) if isinstance(selection, slice) else selection.shape[0]
-            for selection, length in zip(chosen, lengths, strict=True)
+            for selection, length in zip(selections, lengths, strict=True)
         ]
         if not any(counts):
             raise ValueError("batch_s: expected at least one row on some rank, got none")

@@ -33,7 +33,7 @@ from synkhronos.training.updates.rule_extensions import (
     compute_gradients_with_loss_scale,
     skip_overflows,
 )
-from synkhronos.training.updates.update_rule import UpdateRule, check_rule_result, get_rule_name
+from synkhronos.training.updates.update_rule import UpdateRule, get_rule_name, to_rule_updates
 
 #: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
 DataArgument = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]
@@ -84,11 +84,11 @@ class TrainingGraph:
             update_rule = chain(clip_by_global_norm(options.clip_norm), update_rule)
         self.loss, self.weight, self.options = loss, weight, options
         self.update_rule, self.rule_kwargs = update_rule, rule_kwargs
-        self.x, self.y = _check_variables("x", x), _check_variables("y", y)
+        self.x, self.y = _parse_variables("x", x), _parse_variables("y", y)
         self.x_is_list, self.y_is_list = isinstance(x, list | tuple), isinstance(y, list | tuple)
         if not self.x:
             raise ValueError("x: expected at least one variable, got none")
-        self.sliceable = _check_sliceable(sliceable_shareds, [*self.x, *self.y])
+        self.sliceable = _parse_sliceable(sliceable_shareds, [*self.x, *self.y])
         if weight is not None:
             check_weight(weight, loss, params)
             if any(isinstance(node.op, RankMeanOp) for node in get_library(loss).sort_nodes([loss])):
@@ -99,7 +99,7 @@ class TrainingGraph:
         row_weight = self.x[0].shape[0] if weight is None else weight
         with _name_unknown_option(update_rule, rule_kwargs):
             updates = update_rule(loss_or_grads, params, weight=row_weight, **rule_kwargs)
-        rule = check_rule_result(update_rule, updates)
+        rule = to_rule_updates(update_rule, updates)
         self.params, self.ema = list(params), None
         if options.ema is not None:
             rule, self.ema = add_moving_averages(rule, self.params, options.ema)
@@ -124,7 +124,7 @@ class TrainingGraph:
         """
         return [(self.loss, "mean")] if self.weight is None else make_weighted_outputs(self.loss, self.weight)
 
-    def check_data(
+    def parse_data(
         self,
         x_data: DataArgument | None,
         y_data: DataArgument | None,
@@ -132,7 +132,7 @@ class TrainingGraph:
         batch_s: Any,
         names: tuple[str, str] = ("batch", "batch_s"),
     ) -> list[Any]:
-        """Check the data of a call; return an array or Data object per variable; none if they are in shared variables.
+        """Return an array or Data object per variable, from the data of a call; none if they are in shared variables.
 
         ``names`` are those of ``batch`` and ``batch_s`` in errors.
         """
@@ -151,11 +151,11 @@ class TrainingGraph:
             *_to_list("y_data", y_data, self.y, self.y_is_list),
         ]
 
-    def check_steps(
+    def parse_steps(
         self, x_data: DataArgument | None, y_data: DataArgument | None, batches: Any, batches_s: Any
     ) -> tuple[list[Any], list[tuple[Any, Any]]]:
-        """Check the data of several steps; return those of `check_data`, and ``(batch, batch_s)`` of each step."""
-        arrays = self.check_data(x_data, y_data, batches, batches_s, ("batches", "batches_s"))
+        """Return the result of `parse_data` for the data of several steps, and ``(batch, batch_s)`` of each step."""
+        arrays = self.parse_data(x_data, y_data, batches, batches_s, ("batches", "batches_s"))
         name, selections = ("batches_s", batches_s) if self.sliceable else ("batches", batches)
         is_sequence = isinstance(selections, np.ndarray) and selections.ndim or isinstance(selections, Sequence)
         if not is_sequence or isinstance(selections, str | bytes):
@@ -180,8 +180,8 @@ def _name_unknown_option(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]
         ) from None
 
 
-def _check_variables(argument: str, value: Any) -> list[Any]:
-    """Check a variable or a list of variables with rows, and return a list."""
+def _parse_variables(argument: str, value: Any) -> list[Any]:
+    """Return a list of variables with rows, from one variable or a list; raise TypeError or ValueError for others."""
     variables = list(value) if isinstance(value, list | tuple) else [value]
     for i, variable in enumerate(variables):
         expected = f"{argument}: expected a variable or a list of variables"
@@ -191,8 +191,8 @@ def _check_variables(argument: str, value: Any) -> list[Any]:
     return variables
 
 
-def _check_sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
-    """Check that each input has one shared variable, of its dtype and number of dimensions; return them as a list."""
+def _parse_sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
+    """Return the shared variables with the rows of each input; raise TypeError or ValueError if they do not fit."""
     if shareds is None:
         return []
     if not isinstance(shareds, list | tuple):

@@ -252,7 +252,7 @@ class RecoveringRunner(OperationRunner):
         run(restore_copy, spec, self._has_trained, _copies_by_trainer[spec.name] if has_new_processes else None)
         state.set_sharded_optimizer(self._sharded_optimizer)
         if not spec.is_joint and self._has_trained:
-            run(rank_state.use_consensus_params, spec.name, spec.rule)
+            run(rank_state.set_params_to_consensus, spec.name, spec.rule)
 
 
 def restore_copy(

@@ -36,7 +36,7 @@ class LaunchBatches(NamedTuple):
 class LaunchLoop(BatchLoop):
     """Base class of loops over the rows of a `RowSource`.
 
-    ``is_master`` says whether this process may show the progress bar.  ``rate`` is the present value of the learning
+    Only a process with ``is_master`` may show the progress bar.  ``rate`` is the present value of the learning
     rate's variable; NaN if it is unknown.
     """
 
@@ -92,9 +92,9 @@ class LaunchLoop(BatchLoop):
 
     @abstractmethod
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Launch one step per batch, with row indexes ``rows``; return losses as `TrainFunction.weighted_steps` does.
+        """Launch one step per batch, with row indexes ``rows``; return the losses and weights.
 
-        Reading a loss waits for its step.
+        They are those of `TrainFunction.take_weighted_steps`.  Reading a loss waits for its step.
         """
 
     @abstractmethod
@@ -103,8 +103,8 @@ class LaunchLoop(BatchLoop):
 
     def step(self, batches: LaunchBatches) -> int:
         """Launch a step per batch, and pass the losses to the meter."""
-        last = self.plan.stop
-        position_ranges = [(start, min(start + self.rows_per_step, last)) for start in batches.starts if start < last]
+        stop = self.plan.stop
+        position_ranges = [(start, min(start + self.rows_per_step, stop)) for start in batches.starts if start < stop]
         # Rows first: a death in `set_learning_rate` may end the loader processes, so that no further rows would come.
         rows = [indexes for indexes in self.wait_for_row_indexes(position_ranges) if len(indexes)]
         rate = self.plan.get_learning_rate(batches.rate_position)
@@ -146,7 +146,7 @@ class LaunchLoop(BatchLoop):
 
 
 def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_loss_weight: bool) -> LossReader:
-    """Return the reader of a `Meter` for the losses of `TrainFunction.weighted_steps`.
+    """Return the reader of a `Meter` for the losses of `TrainFunction.take_weighted_steps`.
 
     ``fetch`` copies arrays to host memory.  Without ``has_loss_weight`` the weights are numbers of rows, by which the
     reader multiplies the losses.
@@ -204,7 +204,7 @@ class JointStepLoop(LaunchLoop):
         def take_steps() -> list[tuple[Any, Any]]:
             if self._is_resized and min(len(self.plan.rank_groups), len(ranks.get_session().ranks_by_host)) > 1:
                 raise RowsMovedError
-            losses = self._step.weighted_steps(self._x, self._y, rows)
+            losses = self._step.take_weighted_steps(self._x, self._y, rows)
             # Losses that are not read yet would be lost with the rank that has them.
             return [(float(loss), weight if weight is None else float(weight)) for loss, weight in losses]
 

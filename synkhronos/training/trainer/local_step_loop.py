@@ -11,7 +11,7 @@ import numpy as np
 from synkhronos.loading.loader import Feed
 from synkhronos.programs import LocalFunction, LocalRows, Worker
 from synkhronos.rules import State
-from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, use_consensus_params
+from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, set_params_to_consensus
 from synkhronos.training.loops.batch_loop import Exchanger
 from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop
 from synkhronos.training.monitoring.meter import Meter, RankTotals
@@ -215,6 +215,6 @@ def take_local_steps(
     loop.run()
     loop.finish_steps()
     with loop.meter.time_activity("exchange"):
-        use_consensus_params(worker, spec.name, rule)
+        set_params_to_consensus(worker, spec.name, rule)
     loop.write_lines(flush=True)
     return loop.end, loop.meter.get_totals(loop.rate)

@@ -22,7 +22,7 @@ from synkhronos.data import Data
 from synkhronos.data import data as make_data
 from synkhronos.graph_libraries import SharedVariable, Variable
 from synkhronos.loading import Loader
-from synkhronos.loading.loader import cast_rows
+from synkhronos.loading.loader import set_row_dtypes
 from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
@@ -222,7 +222,7 @@ class Trainer:
         if not self._model.metrics:
             raise ValueError("valid: make_trainer needs validate=..., the expressions to compute on validation data")
         if isinstance(valid, Loader):
-            cast_rows(valid, [*self._model.graph.x, *self._model.graph.y])
+            set_row_dtypes(valid, [*self._model.graph.x, *self._model.graph.y])
             return valid
         return self._make_data(valid[0], valid[1], "valid")
 
@@ -291,12 +291,12 @@ class Trainer:
             )
         if y_data is not None:
             raise TypeError(f"y_data: expected None, as the loader has all inputs, got {type(y_data).__name__}")
-        cast_rows(x_data, [*self._model.graph.x, *self._model.graph.y])
+        set_row_dtypes(x_data, [*self._model.graph.x, *self._model.graph.y])
         return x_data
 
     def _make_data(self, x_data: Any, y_data: Any, name: str) -> tuple[list[Data], int]:
         """Return a Data object for each input, and their number of rows."""
-        arrays = self._model.graph.check_data(x_data, y_data, None, None)
+        arrays = self._model.graph.parse_data(x_data, y_data, None, None)
         variables = [*self._model.graph.x, *self._model.graph.y]
         data = []
         for array, variable in zip(arrays, variables, strict=True):

@@ -228,10 +228,10 @@ class TrainerEpochLoop(EpochLoop):
             )
             plan = self._make_plan(min(self.interval_stop, position.epoch_position + self._count_rows_until_copy()))
             if is_joint:
-                ended = [take_joint_steps(plan, source, self.model, self.operation_runner)]
+                results = [take_joint_steps(plan, source, self.model, self.operation_runner)]
             else:
-                ended = self._run_local_loops(plan, source)
-            end, totals = min(end for end, _ in ended), [total for _, total in ended]
+                results = self._run_local_loops(plan, source)
+            end, totals = min(end for end, _ in results), [total for _, total in results]
             if loader is not None and isinstance(source, Feed):
                 record_position(loader, source, end)
             if end == plan.stop and not any(total.rows for total in totals):
@@ -252,7 +252,7 @@ class TrainerEpochLoop(EpochLoop):
         if len(self.batch_counts) != length:  # a rank was left out
             self.batch_counts = make_data(shape=(length,), dtype="int64")
         self.batch_counts[...] = 0
-        ended: list[tuple[int, RankTotals]] = run(
+        results: list[tuple[int, RankTotals]] = run(
             take_local_steps,
             plan,
             model.local_step,
@@ -261,7 +261,7 @@ class TrainerEpochLoop(EpochLoop):
             source,
             self.batch_counts,
         )
-        return ended
+        return results
 
     def make_report(self) -> Report:
         """Make the report of the interval, without validation."""

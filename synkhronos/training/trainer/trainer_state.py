@@ -162,7 +162,7 @@ class TrainerState:
         if self._sharded_step is not None:
             self.set_sharded_optimizer(read_checkpoint(path).arrays["0.optimizer"])
         if not self.spec.is_joint:
-            run(rank_state.use_consensus_params, self.spec.name, self.spec.rule)
+            run(rank_state.set_params_to_consensus, self.spec.name, self.spec.rule)
         schedules.set_state(schedule, schedule_state)
         self.position = position
         return int(meta["seen"])

@@ -49,7 +49,7 @@ class FlatGradient:
         weight: Scalar | None = None,
         **scalars: Scalar,
     ):
-        self.params = check_params(params)
+        self.params = parse_params(params)
         check_scalars(self.params, **scalars)
         grads = as_gradients(loss_or_grads, self.params)
         self._is_weighted = weight is not None
@@ -60,18 +60,18 @@ class FlatGradient:
         dtype = str(np.result_type(*(p.dtype for p in self.params), np.float32))
         size = sum(int(np.prod(get_shape(p))) for p in self.params) + self._is_weighted
         self.shared = library.shared(np.zeros(size, dtype), name="grad_shared")
-        parts = [self.tensor.cast(g, dtype).flatten() for g in grads]
+        pieces = [self.tensor.cast(g, dtype).flatten() for g in grads]
         if self._is_weighted:
             check_scalars(self.params, weight=weight)
             scale = as_scalar(weight, self.shared)
             self._may_be_zero = not is_number(weight) and not _depends_on_shapes_only(library, weight)
             zero = np.asarray(0, dtype)
             is_zero = self.tensor.eq(scale, zero)
-            parts = [scale * part for part in parts]
+            pieces = [scale * piece for piece in pieces]
             if self._may_be_zero:
-                parts = [self.tensor.switch(is_zero, zero, part) for part in parts]
-            parts.append(scale.reshape((1,)))
-        self.expression = self.tensor.concatenate(parts)
+                pieces = [self.tensor.switch(is_zero, zero, piece) for piece in pieces]
+            pieces.append(scale.reshape((1,)))
+        self.expression = self.tensor.concatenate(pieces)
         if size == 1:
             # A vector of one element is broadcastable, unlike the shared variable, which it could not update.
             self.expression = self.expression + self.tensor.zeros_like(self.shared)
@@ -160,8 +160,8 @@ def find_library(expected: str, *variables: Any) -> GraphLibrary:
         raise TypeError(f"{expected}; {error}") from None
 
 
-def check_params(params: Iterable[Any]) -> list[Any]:
-    """Check parameters and return them as a list: distinct shared variables of floats, of one graph library."""
+def parse_params(params: Iterable[Any]) -> list[Any]:
+    """Return parameters as a list; raise TypeError or ValueError if they are not distinct shared float variables."""
     expected = "params: expected a list of shared variables of floats"
     # A variable could be iterated over too, and would give its rows.
     if not isinstance(params, Iterable) or isinstance(params, str) or is_variable(params):
@@ -197,8 +197,8 @@ def as_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
         library = find_library(expected, loss_or_grads, *params)
         if getattr(loss_or_grads, "ndim", None) != 0:
             raise ValueError(f"{expected}, got {_describe_value(loss_or_grads)}")
-        used = {id(shared) for shared in library.find_shareds([loss_or_grads])}
-        if unused := [p for p in params if id(p) not in used]:
+        used_ids = {id(shared) for shared in library.find_shareds([loss_or_grads])}
+        if unused := [p for p in params if id(p) not in used_ids]:
             raise ValueError(f"params: the loss does not depend on {', '.join(map(_describe_value, unused))}")
         return list(library.grad(loss_or_grads, list(params)))
     expected = f"loss_or_grads: expected one gradient for each of {len(params)} params"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
-from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, check_params, make_zero_state
+from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, make_zero_state, parse_params
 
 
 def master_weights(rule: Any) -> Any:
@@ -47,7 +47,7 @@ def master_weights(rule: Any) -> Any:
         raise TypeError(f"master_weights: expected an update rule, got {rule!r}")
 
     def update_masters(loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any) -> Any:
-        params = check_params(params)
+        params = parse_params(params)
         grads = as_gradients(loss_or_grads, params)
         library = get_library(*params)
         tensor = library.tensor

@@ -13,9 +13,9 @@ from synkhronos.graph_libraries import Scalar, SharedVariable, Variable, get_lib
 from synkhronos.training.updates.flat_gradient import (
     RuleUpdates,
     as_scalar,
-    check_params,
     check_scalars,
     make_zero_state,
+    parse_params,
 )
 from synkhronos.training.updates.update_rule import (
     FormulaContext,
@@ -128,7 +128,7 @@ def _add_velocity(
             "updates: expected the result of a rule, or its param_updates, "
             f"got {updates!r} of type {type(updates).__name__}"
         )
-    params = check_params(updates if params is None else params)
+    params = parse_params(updates if params is None else params)
     check_scalars(params, momentum=momentum)
     changed = OrderedDict(updates)
     for p in params:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
-from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, as_scalar, check_params
+from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, as_scalar, parse_params
 
 #: Initial scale: the largest power of two in float16.
 _INITIAL_SCALE = 2.0**15
@@ -30,7 +30,7 @@ def compute_gradients_with_loss_scale(loss: Any, params: Any) -> tuple[Any, list
 
     The gradients have at least float32, and are infinite or NaN where the scaled gradient overflows.
     """
-    params = check_params(params)
+    params = parse_params(params)
     as_gradients(loss, params)
     library = get_library(*params)
     scale = library.shared(np.asarray(_INITIAL_SCALE, "float32"), name="loss_scale")
@@ -43,15 +43,15 @@ def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
     library, vector = get_library(scale), updates.grad_shared
     tensor = library.tensor
     zero, one, two = (np.asarray(value, "float32") for value in (0, 1, 2))
-    count = library.shared(zero, name="loss_scale_steps")
+    n_finite_steps = library.shared(zero, name="loss_scale_steps")
     is_finite = tensor.all(tensor.lt(abs(vector), np.asarray(np.inf, vector.dtype)))  # False for NaN
     new_values: OrderedDict[Any, Any] = OrderedDict()
     for shared, new in updates.param_updates.items():
         new_values[shared] = library.convert_to_type_of(shared, tensor.switch(is_finite, new, shared))
-    is_due = tensor.ge(count + one, np.asarray(_GROWTH_STEPS, "float32"))
-    grown = tensor.switch(is_due, tensor.minimum(two * scale, np.asarray(_MAX_SCALE, "float32")), scale)
-    new_values[scale] = tensor.switch(is_finite, grown, tensor.maximum(scale / two, one))
-    new_values[count] = tensor.switch(is_finite, tensor.switch(is_due, zero, count + one), zero)
+    is_due = tensor.ge(n_finite_steps + one, np.asarray(_GROWTH_STEPS, "float32"))
+    grown_scale = tensor.switch(is_due, tensor.minimum(two * scale, np.asarray(_MAX_SCALE, "float32")), scale)
+    new_values[scale] = tensor.switch(is_finite, grown_scale, tensor.maximum(scale / two, one))
+    new_values[n_finite_steps] = tensor.switch(is_finite, tensor.switch(is_due, zero, n_finite_steps + one), zero)
     return updates._replace(param_updates=new_values)
 
 
@@ -69,9 +69,9 @@ def add_moving_averages(updates: RuleUpdates, params: list[Any], decay: float) -
         average_type = p.type.clone(dtype=str(np.result_type(p.dtype, np.float32)))
         value = np.asarray(p.get_value(), average_type.dtype)
         average = type(p)(type=average_type, value=value, strict=False, name=f"{p.name or 'param'}_ema")
-        before = tensor.switch(tensor.eq(has_begun, 0), tensor.cast(p, average_type.dtype), average)
+        old_average = tensor.switch(tensor.eq(has_begun, 0), tensor.cast(p, average_type.dtype), average)
         new = tensor.cast(updates.param_updates[p], average_type.dtype)
-        new_values[average] = as_scalar(decay, average) * before + as_scalar(1 - decay, average) * new
+        new_values[average] = as_scalar(decay, average) * old_average + as_scalar(1 - decay, average) * new
         averages.append(average)
     new_values[has_begun] = tensor.ones_like(has_begun)
     return updates._replace(param_updates=new_values), averages

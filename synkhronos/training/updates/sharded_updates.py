@@ -79,6 +79,7 @@ class _ShardedValue:
 
     @cached_property
     def whole(self) -> Any:
+        """The whole value; raises `_NotWholeError` if it depends on a sharded variable."""
         return self.make_whole()
 
     @property
@@ -140,10 +141,10 @@ class ShardedUpdates:
         self.grad_updates = OrderedDict({self.grad_shared: self._stack_shards(updates.grad_updates[self._vector])})
         self.local_updates: OrderedDict[Any, Any] = OrderedDict()
         self.whole_updates: OrderedDict[Any, Any] = OrderedDict()
-        self._rewrite(updates.param_updates)
+        self._rewrite_updates(updates.param_updates)
         self.sharded_variables = {s: variable for s, (_, variable) in self._sharded_variables.items()}
-        used = self._library.find_shareds(list(self.local_updates.values()))
-        self.gathers_gradient = any(shared is self.grad_shared for shared in used)
+        read_variables = self._library.find_shareds(list(self.local_updates.values()))
+        self.gathers_gradient = any(shared is self.grad_shared for shared in read_variables)
 
     # -- layout ----------------------------------------------------------------------------------------------
 
@@ -190,9 +191,9 @@ class ShardedUpdates:
     # -- state -----------------------------------------------------------------------------------------------
 
     def _shard_state(self, updates: OrderedDict[Any, Any]) -> None:
-        """Make this rank's shards of the state variables that elementwise operations relate to a parameter."""
+        """Shard the state variables that elementwise operations relate to a parameter, into `_sharded_variables`."""
         states = [s for s in updates if not any(s is p for p in self._params) and np.dtype(s.type.dtype).kind == "f"]
-        read_whole, unsharded = _find_whole_leaves(list(updates.values())), []
+        whole_ids, whole_states = _find_whole_leaves(list(updates.values())), []
         for i, p in enumerate(self._params):
             if not self._is_sharded[i]:
                 continue
@@ -200,17 +201,17 @@ class ShardedUpdates:
             for s in states:
                 if get_shape(s) != self._shapes[i] or s in self._sharded_variables:
                     continue
-                if id(s) in read_whole:
-                    unsharded.append(s)
+                if id(s) in whole_ids:
+                    whole_states.append(s)
                 elif id(s) in elementwise or any(v is p for v in _iterate_elementwise_leaves([updates[s]])):
-                    self._sharded_variables[s] = i, self._make_shard(s, self._lengths[i])
-        if unsharded and not self._sharded_variables:
+                    self._sharded_variables[s] = i, self._make_sharded_variable(s, self._lengths[i])
+        if whole_states and not self._sharded_variables:
             raise ValueError(
-                f"shard_optimizer: {self._rule_name} reads the whole of {unsharded[0].name or 'its variables'}, so "
-                "that no part of its state can be divided among the ranks"
+                f"shard_optimizer: {self._rule_name} reads the whole of {whole_states[0].name or 'its variables'}, "
+                "so that no part of its state can be divided among the ranks"
             )
 
-    def _make_shard(self, state: Any, length: int) -> ShardedVariable:
+    def _make_sharded_variable(self, state: Any, length: int) -> ShardedVariable:
         value = np.asarray(state.get_value())
         is_uniform = bool((value == value.flat[0]).all())
         first = value.flat[:1].copy() if is_uniform else value
@@ -219,28 +220,28 @@ class ShardedUpdates:
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
-    def _set(self, updates: OrderedDict[Any, Any], shared: Any, new: Any) -> None:
+    def _set_update(self, updates: OrderedDict[Any, Any], shared: Any, new: Any) -> None:
         updates[shared] = self._library.convert_to_type_of(shared, new)
 
-    def _rewrite(self, updates: OrderedDict[Any, Any]) -> None:
+    def _rewrite_updates(self, updates: OrderedDict[Any, Any]) -> None:
         """Rewrite the new values of all variables for this rank's shards."""
-        values = self._find_values(list(updates.values()))
-        row = []
+        values = self._rewrite_nodes(list(updates.values()))
+        row_pieces = []
         for i, p in enumerate(self._params):
             new = self._get_value(values, updates[p])
             with self._explain_errors(p):
                 if not self._is_sharded[i]:
-                    self._set(self.local_updates, p, new.whole)
-                    row.append(self.row[self._columns[i] : self._columns[i + 1]])
+                    self._set_update(self.local_updates, p, new.whole)
+                    row_pieces.append(self.row[self._columns[i] : self._columns[i + 1]])
                     continue
-                row.append(self._tensor.cast(self._get_shard(i, new), self.row.dtype))
+                row_pieces.append(self._tensor.cast(self._get_shard(i, new), self.row.dtype))
                 whole = self._tensor.cast(self._join_rows(i).reshape(self._shapes[i]), p.dtype)
                 if any(n == 1 and not b for n, b in zip(self._shapes[i], p.type.broadcastable, strict=True)):
                     # An axis of length 1 is broadcastable here, but not in the parameter's type.
                     whole = self._tensor.set_subtensor(p[:], whole)
-                self._set(self.whole_updates, p, whole)
-        row.append(self.row[self._columns[-1] :])
-        self._set(self.local_updates, self.row, self._tensor.concatenate(row))
+                self._set_update(self.whole_updates, p, whole)
+        row_pieces.append(self.row[self._columns[-1] :])
+        self._set_update(self.local_updates, self.row, self._tensor.concatenate(row_pieces))
         for s, new in updates.items():
             if any(s is p for p in self._params):
                 continue
@@ -248,9 +249,9 @@ class ShardedUpdates:
             with self._explain_errors(s):
                 if s in self._sharded_variables:
                     i, variable = self._sharded_variables[s]
-                    self._set(self.local_updates, variable.shared, self._get_shard(i, value))
+                    self._set_update(self.local_updates, variable.shared, self._get_shard(i, value))
                 else:
-                    self._set(self.local_updates, s, value.whole)
+                    self._set_update(self.local_updates, s, value.whole)
 
     @contextmanager
     def _explain_errors(self, shared: Any) -> Iterator[None]:
@@ -274,7 +275,7 @@ class ShardedUpdates:
         if variable in self._sharded_variables:
             i, state = self._sharded_variables[variable]
             error = _NotWholeError(f"the whole of {state.whole.name or 'a variable of the rule'}")
-            return _ShardedValue(variable, partial(_raise, error), state.shared, i)
+            return _ShardedValue(variable, partial(_raise_error, error), state.shared, i)
         if variable is self._vector:
             return self._make_vector_value()
         return _ShardedValue.from_whole(variable, variable, is_unchanged=True)
@@ -292,36 +293,36 @@ class ShardedUpdates:
         if self._n_tail:
             tail = self.row[self._columns[-1] :]
             pieces.append((self._n_tail, _ShardedValue.from_whole(tail, tail)))
-        return self._join(self._vector, pieces)
+        return self._join_pieces(self._vector, pieces)
 
-    def _join(self, variable: Any, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
+    def _join_pieces(self, variable: Any, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
         if len(pieces) == 1:
             return pieces[0][1]
         return _ShardedValue(variable, lambda: self._tensor.concatenate([v.whole for _, v in pieces]), pieces=pieces)
 
-    def _concatenate(self, variable: Any, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
+    def _rewrite_concatenation(self, variable: Any, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
         """Make the value of a vector that the rule's graph concatenates.
 
         The shards are concatenated, and then sliced again.  A graph library simplifies arithmetic up to a
         concatenation, so without this one, results would be rounded differently than in the rule's graph.
         """
-        vector = self._join(variable, pieces)
+        vector = self._join_pieces(variable, pieces)
         shards = [self._tensor.flatten(v.whole if v.is_replicated else v.shard) for _, v in pieces]
         row = self._tensor.concatenate(shards)
-        new: list[tuple[int, _ShardedValue]] = []
+        new_pieces: list[tuple[int, _ShardedValue]] = []
         start = column = 0
         for length, piece in pieces:
             width = length if piece.param_index is None else self._lengths[piece.param_index]
             shard, whole = row[column : column + width], partial(_slice_whole, vector, start, start + length)
             if piece.is_replicated:
-                new.append((length, _ShardedValue.from_whole(shard, shard)))
+                new_pieces.append((length, _ShardedValue.from_whole(shard, shard)))
             else:
-                new.append((length, _ShardedValue(shard, whole, shard, piece.param_index)))
+                new_pieces.append((length, _ShardedValue(shard, whole, shard, piece.param_index)))
             start, column = start + length, column + width
-        return self._join(variable, new)
+        return self._join_pieces(variable, new_pieces)
 
-    def _find_values(self, variables: list[Any]) -> dict[Any, _ShardedValue]:
-        """Make the value of each variable that a node computes."""
+    def _rewrite_nodes(self, variables: list[Any]) -> dict[Any, _ShardedValue]:
+        """Rewrite the nodes that compute variables; return the value of each of their outputs."""
         values: dict[Any, _ShardedValue] = {}
         for node in self._library.sort_nodes(variables):
             inputs = [self._get_value(values, v) for v in node.inputs]
@@ -333,7 +334,7 @@ class ShardedUpdates:
                 try:
                     values[out] = self._rewrite_node(node, i, inputs)
                 except _NotWholeError as error:
-                    values[out] = _ShardedValue(out, partial(_raise, error))
+                    values[out] = _ShardedValue(out, partial(_raise_error, error))
         return values
 
     def _rewrite_node(self, node: Any, number: int, inputs: list[_ShardedValue]) -> _ShardedValue:
@@ -344,7 +345,7 @@ class ShardedUpdates:
             return node.clone_with_new_inputs([value.whole for value in inputs], strict=False).outputs[number]
 
         if kind == "Subtensor" and inputs[0].pieces:
-            return self._slice_pieces(node, inputs[0]) or _ShardedValue(out, make_whole)
+            return self._rewrite_slice(node, inputs[0]) or _ShardedValue(out, make_whole)
         if kind == "Join" and out.ndim == 1:
             pieces: list[tuple[int, _ShardedValue]] = []
             # The first input is the axis; in PyTensor 3.3 it is an attribute.
@@ -353,8 +354,8 @@ class ShardedUpdates:
                 if not value.pieces and length is None:
                     return _ShardedValue(out, make_whole)
                 pieces += value.pieces or [(length or 0, value)]
-            return self._concatenate(out, pieces)
-        is_reshaping = kind in _RESHAPING_OPS or kind == "DimShuffle" and _keeps_order(node.op.new_order)
+            return self._rewrite_concatenation(out, pieces)
+        is_reshaping = kind in _RESHAPING_OPS or kind == "DimShuffle" and _keeps_axis_order(node.op.new_order)
         if is_reshaping and inputs[0].param_index is not None:
             return _ShardedValue(out, make_whole, inputs[0].shard, inputs[0].param_index)
         if kind == "Elemwise":
@@ -411,7 +412,7 @@ class ShardedUpdates:
         """Return this rank's elements of a value with as many elements as parameter ``i``."""
         return value.shard if value.param_index == i else self._take_shard(i, value.whole)
 
-    def _slice_pieces(self, node: Any, vector: _ShardedValue) -> _ShardedValue | None:
+    def _rewrite_slice(self, node: Any, vector: _ShardedValue) -> _ShardedValue | None:
         """Make the value of a slice of whole pieces, or of elements of a replicated piece; None for other slices."""
         total = sum(length for length, _ in vector.pieces)
         bounds = _find_constant_bounds(self._library, node, total)
@@ -419,12 +420,12 @@ class ShardedUpdates:
             return None
         start, stop = bounds
         ends = np.cumsum([0, *(length for length, _ in vector.pieces)]).tolist()
-        inside = [
+        inner_pieces = [
             j for j in range(len(vector.pieces)) if start <= ends[j] and ends[j + 1] <= stop and ends[j] < ends[j + 1]
         ]
         out = node.outputs[0]
-        if out.ndim and inside and ends[inside[0]] == start and ends[inside[-1] + 1] == stop:
-            return self._join(out, [vector.pieces[j] for j in inside])
+        if out.ndim and inner_pieces and ends[inner_pieces[0]] == start and ends[inner_pieces[-1] + 1] == stop:
+            return self._join_pieces(out, [vector.pieces[j] for j in inner_pieces])
         for j, (_, piece) in enumerate(vector.pieces):
             if ends[j] <= start and stop <= ends[j + 1] and piece.is_replicated:
                 new = piece.whole[start - ends[j] : stop - ends[j]] if out.ndim else piece.whole[start - ends[j]]
@@ -456,7 +457,7 @@ def _slice_whole(vector: _ShardedValue, start: int, stop: int) -> Any:
     return vector.whole[start:stop]
 
 
-def _raise(error: Exception) -> Any:
+def _raise_error(error: Exception) -> Any:
     raise error
 
 
@@ -469,7 +470,7 @@ def _can_shard(param: Any, shape: tuple[int, ...]) -> bool:
     return bool(_get_size(shape)) and not all(param.type.broadcastable)
 
 
-def _keeps_order(new_order: Sequence[Any]) -> bool:
+def _keeps_axis_order(new_order: Sequence[Any]) -> bool:
     axes = [axis for axis in new_order if axis != "x"]
     return axes == sorted(axes)
 

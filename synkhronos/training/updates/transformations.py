@@ -29,13 +29,13 @@ from synkhronos.training.updates.flat_gradient import (
     VectorPieces,
     as_gradients,
     as_scalar,
-    check_params,
     check_scalars,
     find_library,
     get_shape,
+    parse_params,
     split_gradient,
 )
-from synkhronos.training.updates.update_rule import UpdateRule, check_rule_result
+from synkhronos.training.updates.update_rule import UpdateRule, to_rule_updates
 
 #: Takes gradients, or steps, and parameters; returns new gradients or steps.
 Transformation = Callable[[list[Variable], list[SharedVariable]], list[Variable]]
@@ -69,18 +69,20 @@ def chain(*parts: Any) -> UpdateRule:
     if len(indexes) != 1:
         raise ValueError(f"chain: expected one update rule among the {len(parts)} parts, got {len(indexes)}")
     (index,) = indexes
-    rule, before, after = parts[index], parts[:index], parts[index + 1 :]
+    rule, gradient_transforms, step_transforms = parts[index], parts[:index], parts[index + 1 :]
 
     def chained(
         loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
     ) -> RuleUpdates:
-        params = check_params(params)
-        updates = check_rule_result(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
-        if before:
+        params = parse_params(params)
+        updates = to_rule_updates(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
+        if gradient_transforms:
             updates = _replace_gradient(
-                updates, params, _apply_transformations(before, split_gradient(updates.grad_shared, params), params)
+                updates,
+                params,
+                _apply_transformations(gradient_transforms, split_gradient(updates.grad_shared, params), params),
             )
-        return _transform_step(updates, params, after) if after else updates
+        return _transform_step(updates, params, step_transforms) if step_transforms else updates
 
     chained.__name__ = f"chain({', '.join(map(_get_name, parts))})"
     chained.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
@@ -121,7 +123,7 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
     def partitioned(
         loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
     ) -> RuleUpdates:
-        params = check_params(params)
+        params = parse_params(params)
         grads = as_gradients(loss_or_grads, params)
         flat = FlatGradient(grads, params, weight)
         pieces = dict(zip(params, flat.iterate_gradients(), strict=True))
@@ -134,8 +136,8 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
         merged: OrderedDict[Any, Any] = OrderedDict()
         for (_, rule), group_params in zip(pairs, members, strict=True):
             if group_params:
-                own = [g for g, p in zip(grads, params, strict=True) if any(p is q for q in group_params)]
-                updates = check_rule_result(rule, rule(own, group_params, *args, **kwargs))
+                group_grads = [g for g, p in zip(grads, params, strict=True) if any(p is q for q in group_params)]
+                updates = to_rule_updates(rule, rule(group_grads, group_params, *args, **kwargs))
                 merged.update(_replace_gradient(updates, group_params, [pieces[p] for p in group_params]).param_updates)
         return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), merged, flat.shared)
 

@@ -104,11 +104,11 @@ def update_rule(example: str, result: float, **descriptions: str) -> Callable[[C
         @functools.wraps(formula)
         def apply_to_all(*args: Any, **kwargs: Any) -> RuleUpdates:
             try:
-                given = signature.bind(*args, **kwargs)
+                bound = signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{formula.__name__}() {error}") from None
-            given.apply_defaults()
-            scalars = given.arguments
+            bound.apply_defaults()
+            scalars = bound.arguments
             loss_or_grads, params, weight = (scalars.pop(name) for name in ("loss_or_grads", "params", "weight"))
             if not (scalars.get("mask") is None or callable(scalars["mask"])):
                 raise TypeError(f"mask: expected a predicate of a parameter, got {scalars['mask']!r}")
@@ -137,14 +137,14 @@ def get_rule_name(rule: UpdateRule) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def check_rule_result(rule: UpdateRule, returned: Any) -> RuleUpdates:
-    """Return a rule's result as `RuleUpdates`; raise TypeError for anything but a triple."""
-    if not isinstance(returned, tuple) or len(returned) != 3:
+def to_rule_updates(rule: UpdateRule, result: Any) -> RuleUpdates:
+    """Convert a rule's result to `RuleUpdates`; raise TypeError for anything but a triple."""
+    if not isinstance(result, tuple) or len(result) != 3:
         raise TypeError(
             f"update_rule: expected {get_rule_name(rule)} to return (grad_updates, param_updates, grad_shared), "
-            f"got {returned!r} of type {type(returned).__name__}"
+            f"got {result!r} of type {type(result).__name__}"
         )
-    return RuleUpdates(*returned)
+    return RuleUpdates(*result)
 
 
 def _common_arguments(
@@ -166,14 +166,14 @@ def format_hyperparameter(p: inspect.Parameter, descriptions: Mapping[str, str])
 
 def add_shared_sections(function: Any, parameters: list[str], returns: str, call: str, result: float) -> None:
     """Add the sections that the docstrings of all rules share."""
-    summary, _, own = inspect.cleandoc(function.__doc__).partition("\n\n")
+    summary, _, further_sections = inspect.cleandoc(function.__doc__).partition("\n\n")
     function.__doc__ = "\n\n".join(
         [
             summary,
             "Parameters\n----------\n" + "\n".join(parameters),
             f"Returns\n-------\n{returns}",
             "Raises\n------\nTypeError, ValueError\n    If an argument is not of these kinds; the message names it.",
-            own,
+            further_sections,
             "Examples\n--------\n"
             ">>> import pytensor\n"
             ">>> w = pytensor.shared(3.0)\n"
