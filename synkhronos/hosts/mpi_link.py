@@ -30,7 +30,7 @@ from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.command import find_row_accesses
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, ControlMemory
-from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, PeerFailure, StartError, describe_exit
+from synkhronos.ranks.errors import Death, PeerFailure, StartError, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory_table import Release
@@ -386,7 +386,7 @@ class MpiLink(Link):
     def _make_start_error(self, lost_ranks: Sequence[int], cause: str) -> StartError:
         """Return the error of ranks that can't start; without them a start may succeed."""
         host = self.get_host_name(lost_ranks[0])
-        return StartError(cause, Death(lost_ranks[0], host, 0, f"{FAILED_START_PREFIX}: {cause}", lost_ranks))
+        return StartError(cause, Death.from_failed_start(lost_ranks[0], host, cause, lost_ranks))
 
     def _forward_output(self, stream: IO[str], name: str) -> None:
         """Forward the hosts' output to a standard stream of this process, and store its last lines for messages."""

@@ -87,15 +87,12 @@ class WorkerError(RuntimeError):
         return cls(head, first.rank, first.traceback, {report.rank: report.summarize() for report in reports})
 
 
-#: Start of `Death.cause` for a worker that could not start.
-FAILED_START_PREFIX = "could not start"
-
-
 class Death(NamedTuple):
     """Exit of a worker, its failure to start, or failure of a host, that ended a session.
 
     ``rank`` is the worker's, or the first of a lost host.  ``pid`` is 0 unless a worker has exited.  ``cause`` is a
     verb phrase, such as "was killed by SIGKILL".  ``lost_ranks`` are all ranks of lost hosts, which can't start again.
+    With ``is_failed_start`` the worker, or an agent of its host, could not start.
     """
 
     rank: int
@@ -103,6 +100,12 @@ class Death(NamedTuple):
     pid: int
     cause: str
     lost_ranks: Sequence[int] = ()
+    is_failed_start: bool = False
+
+    @classmethod
+    def from_failed_start(cls, rank: int, host: str, reason: str, lost_ranks: Sequence[int] = ()) -> Death:
+        """Return the death of a worker that could not start."""
+        return cls(rank, host, 0, f"could not start: {reason}", lost_ranks, True)
 
     def describe(self) -> str:
         """Return a clause for messages, such as "rank 1 on host b (process 12) was killed by SIGKILL"."""

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from synkhronos.containers import WeakKeyDict
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.command_runner import CommandRunner
-from synkhronos.ranks.errors import FAILED_START_PREFIX, Cancelled, Death, PeerFailure, StartError, WorkerError
+from synkhronos.ranks.errors import Cancelled, Death, PeerFailure, StartError, WorkerError
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
@@ -273,18 +273,20 @@ class Session(CommandRunner):
     def _record_failed_start(self, error: Exception, has_opened: bool) -> None:
         """Set `failure` to the failed start of a new worker or a host, and keep the memory for another try."""
         if not has_opened:
-            cause = f"{FAILED_START_PREFIX}: {type(error).__name__}: {error}"
-            death = error.death if isinstance(error, StartError) else Death(self.rank.number, "", 0, cause)
+            reason = f"{type(error).__name__}: {error}"
+            death = Death.from_failed_start(self.rank.number, "", reason)
+            if isinstance(error, StartError):
+                death = error.death
             self.failure = PeerFailure(self.close_reason or "", death.rank, death)
         elif self.close_reason is None:  # else a new worker has died
             rank = error.rank if isinstance(error, WorkerError) else self._group.find_unstarted_rank()
             rank = self.rank.number if rank is None else rank
             text = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
-            cause = f"{FAILED_START_PREFIX}: " + text.partition("\n")[0]
+            death = Death.from_failed_start(rank, "", text.partition("\n")[0])
             self.has_kept_memory = self._n_keep_memory_contexts > 0
             self.close(kill=True)
-            self.close_reason = f"rank {rank} {cause}.  Call synkhronos.fork() to start again."
-            self.failure = PeerFailure(self.close_reason, rank, Death(rank, "", 0, cause))
+            self.close_reason = f"rank {rank} {death.cause}.  Call synkhronos.fork() to start again."
+            self.failure = PeerFailure(self.close_reason, rank, death)
 
     def add_replacement_callback(self, owner: T, callback: Callable[[T], None]) -> None:
         """Call ``callback(owner)`` after each replacement of workers, unless ``owner`` is garbage-collected before.

@@ -179,6 +179,7 @@ def test_on_death_continue_leaves_out_a_broken_device(tmp_path, gone):
     assert [report["batch"].split()[0] for report in read_json_lines(run, "reports")] == ["3", "2", "2"]
     deaths = json.loads((run / "deaths.json").read_text())
     assert [death["rank"] for death in deaths] == [1, gone, gone]
+    assert [death["is_failed_start"] for death in deaths[:2]] == [False, True]
     assert deaths[1]["cause"].startswith("could not start: ") and "fallen off the bus" in deaths[1]["cause"]
     last = [sum(line["rows"] for line in read_json_lines(run, f"rank-{r}") if line["epoch"] == 2) for r in range(2)]
     assert last == [90, 90]  # in this class each rank has the same number of rows
@@ -233,7 +234,7 @@ def test_signal_during_a_recovery_keeps_the_memory_checkpoint(tmp_path):
 
 
 def test_memory_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_checkpoint_folder, "_SHM", tmp_path)
+    monkeypatch.setattr(memory_checkpoint_folder, "_PARENT_FOLDER", tmp_path)
     (tmp_path / f"synkhronos-copy-{os.getuid()}-left").mkdir()
     folders = [memory_checkpoint_folder.MemoryCheckpointFolder()]  # the other folder's owner may be about to lock it
     assert len(list(tmp_path.iterdir())) == 2

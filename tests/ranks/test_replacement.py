@@ -198,7 +198,7 @@ def test_ranks_stay_until_the_new_control_memory_is_created(session, monkeypatch
             patched.setattr(ranks.session, "ProcessGroup", mock.Mock(side_effect=MemoryError("not enough memory")))
             session.replace_workers(excluded_ranks=(1,))
         assert session.size == 3 and session.has_kept_memory
-        assert session.death == (0, "", 0, "could not start: MemoryError: not enough memory", ())
+        assert session.death == (0, "", 0, "could not start: MemoryError: not enough memory", (), True)
         session.replace_workers(excluded_ranks=(1,))
         assert session.size == 2 and session.death is None and float(read_results(f(data))) == 18.0
 
@@ -211,7 +211,7 @@ def test_error_of_a_new_link_is_the_next_death(session, monkeypatch):
         with monkeypatch.context() as patched, pytest.raises(OSError, match="too many files"):
             patched.setattr(session._group.link, "reconnect", mock.Mock(side_effect=OSError("too many files")))
             session.replace_workers(excluded_ranks=(1,))
-        assert session.size == 3 and session.death == (0, "", 0, "could not start: OSError: too many files", ())
+        assert session.size == 3 and session.death == (0, "", 0, "could not start: OSError: too many files", (), True)
         session.replace_workers()
         assert session.size == 3 and float(read_results(f(data))) == 18.0
 

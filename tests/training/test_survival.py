@@ -15,7 +15,7 @@ from trainer_model import ROWS, SYNCHRONOUS, Model, X, Y
 import synkhronos as synk
 from synkhronos import ranks, startup
 from synkhronos.loading import Loader
-from synkhronos.ranks.errors import FAILED_START_PREFIX, Death
+from synkhronos.ranks.errors import Death
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import Checkpoint, Recorder, make_trainer
 from synkhronos.training.loops.death_limit import MAX_DEATHS_SINCE_COPY
@@ -363,7 +363,7 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     fork_ranks(1)
     recovery, tried = Model("BSP").trainer._model.make_recovering_runner(100), []
     lost = Death(4, "c", 0, "was lost", (4, 5))
-    unreachable = Death(2, "b", 0, f"{FAILED_START_PREFIX}: could not be reached", (2, 3))
+    unreachable = Death.from_failed_start(2, "b", "could not be reached", (2, 3))
     session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=lost)
     deaths = [unreachable, None]
 

@@ -27,7 +27,7 @@ from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_F
 from synkhronos.programs import run
 from synkhronos.ranks import WorkerError, get_last_death, get_session
 from synkhronos.ranks.child_process import exit_with_parent
-from synkhronos.ranks.errors import FAILED_START_PREFIX
+from synkhronos.ranks.errors import Death
 from synkhronos.rules import allocate_shared_arrays
 from synkhronos.startup import fork_pinned
 from synkhronos.timelines import timeline
@@ -74,14 +74,14 @@ def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None
     """
     death = get_last_death()
     if death is not None:
-        DeathLog(folder).add(death.rank, death.host, death.cause)
+        DeathLog(folder).add(death)
     elif isinstance(error, WorkerError) and not error.worker_traceback:
         text = str(error).partition(";")[0]
-        DeathLog(folder).add(error.rank, "", f"ended: {text}")
+        DeathLog(folder).add(Death(error.rank, "", 0, f"ended: {text}"))
     elif is_failed_start and isinstance(error, Exception):
         rank = error.rank if isinstance(error, WorkerError) else 0
         text = str(error).partition("\n")[0] if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
-        DeathLog(folder).add(rank, "", f"{FAILED_START_PREFIX}: {text}")
+        DeathLog(folder).add(Death.from_failed_start(rank, "", text))
 
 
 def _train(settings: Settings, arguments: MasterArguments) -> int:

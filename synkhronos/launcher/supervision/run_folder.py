@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from synkhronos.checks import list_versions
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
+from synkhronos.ranks.errors import Death
 
 #: File of the folder with the record of the run.
 RECORD_FILE = "run.json"
@@ -98,8 +99,8 @@ def _write_run_record(folder: Path, entries: dict[str, Any], reserved: int = 0) 
 class DeathLog:
     """Log of the deaths of a run's processes, in the file ``deaths.json`` of its folder.
 
-    A death is a dict of ``rank``, ``host``, ``cause`` and ``time``, and, once the training continues, of ``step`` and
-    ``seconds``.
+    A death is a dict of ``rank``, ``host``, ``cause``, ``is_failed_start`` and ``time``, and, once the training
+    continues, of ``step`` and ``seconds``.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -113,9 +114,10 @@ class DeathLog:
             return []
         return deaths
 
-    def add(self, rank: int, host: str, cause: str) -> None:
+    def add(self, death: Death) -> None:
         """Append a death."""
-        self._write([*self.read(), {"rank": rank, "host": host, "cause": cause, "time": time.time()}])
+        entry = {name: getattr(death, name) for name in ("rank", "host", "cause", "is_failed_start")}
+        self._write([*self.read(), {**entry, "time": time.time()}])
 
     def record_recovery(self, step: int) -> list[dict[str, Any]]:
         """Record, for the last deaths, the step from which the training continues, and the time lost; return them."""

@@ -40,7 +40,7 @@ from synkhronos.launcher.supervision.memory_checkpoint_folder import MemoryCheck
 from synkhronos.launcher.supervision.process_environment import make_python_path, open_standard_streams
 from synkhronos.launcher.supervision.rank_output import Console, LineSplitter, OutputWriter
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog, add_to_run_record
-from synkhronos.ranks.errors import describe_exit
+from synkhronos.ranks.errors import Death, describe_exit
 from synkhronos.training.checkpoints.checkpoint import copy_checkpoint, list_checkpoints
 from synkhronos.training.loops.death_limit import DeathLimit
 from synkhronos.training.loops.stop_signals import ECHO_SECONDS, STOP_SIGNALS
@@ -264,7 +264,7 @@ class Supervisor:
         deaths = self._deaths.read()
         assert self._master is not None
         if self._master.returncode < 0:
-            self._deaths.add(0, "", describe_exit(self._master.returncode))
+            self._deaths.add(Death(0, "", self._master.pid, describe_exit(self._master.returncode)))
             deaths = self._deaths.read()
         if len(deaths) == self._n_logged_deaths:
             return False  # the ranks have raised an error, and would raise it again
@@ -274,7 +274,7 @@ class Supervisor:
         limit, rank = self._death_limit, deaths[-1]["rank"]
         if newest != self._checkpoint:
             limit.reset_deaths_since_copy()
-        if excess := limit.record_death(rank, deaths[-1]["cause"]):
+        if excess := limit.record_death(rank, deaths[-1]["is_failed_start"]):
             self._error_console.write(f"{excess}\n")
             return False
         if limit.is_rank_unusable:

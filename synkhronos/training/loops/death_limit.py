@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from synkhronos.ranks.errors import FAILED_START_PREFIX
-
 #: Number of deaths since the last copy of the state that are allowed: the steps since then may be their cause.
 MAX_DEATHS_SINCE_COPY = 3
 #: Number of failed starts of a rank in a row after which the rank is left out.
@@ -18,10 +16,10 @@ class DeathLimit:
         self._n_deaths_since_copy = self._n_failed_starts = 0
         self._last_rank = -1
 
-    def record_death(self, rank: int, cause: str) -> str:
+    def record_death(self, rank: int, is_failed_start: bool = False) -> str:
         """Record the death of a rank; return a description of the limit that is exceeded, or ""."""
         is_second_try = False
-        if cause.startswith(FAILED_START_PREFIX):
+        if is_failed_start:
             is_second_try = rank == self._last_rank
             self._n_failed_starts = self._n_failed_starts + 1 if is_second_try else 1
         else:

@@ -33,7 +33,7 @@ from synkhronos.devices import is_fork_unsafe
 from synkhronos.function import distribute
 from synkhronos.programs import Worker, run
 from synkhronos.ranks import WorkerError
-from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, describe_rank
+from synkhronos.ranks.errors import Death, describe_rank
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.loops.batch_loop import choose_interval_steps
 from synkhronos.training.loops.death_limit import DeathLimit
@@ -183,7 +183,7 @@ class RecoveringRunner(OperationRunner):
             death = session.death
             assert death is not None
             peer = describe_rank(death.rank, death.host)
-            if excess := self._death_limit.record_death(death.rank, death.cause):
+            if excess := self._death_limit.record_death(death.rank, death.is_failed_start):
                 raise WorkerError(f"{peer} {death.cause}; {excess}", death.rank) from error
             deaths.append(death)
             ranks_to_remove, size = self._choose_ranks_to_remove(death, ranks_to_remove, error), session.size
@@ -216,7 +216,7 @@ class RecoveringRunner(OperationRunner):
         WorkerError
             If the training cannot continue without these ranks.
         """
-        is_lost = bool(death.lost_ranks) and not death.cause.startswith(FAILED_START_PREFIX)
+        is_lost = bool(death.lost_ranks) and not death.is_failed_start
         if not self._death_limit.is_rank_unusable and not is_lost:
             return ranks_to_remove
         peer = describe_rank(death.rank, death.host)
