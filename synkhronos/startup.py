@@ -265,7 +265,7 @@ def _start_ranks(
         register_loaded_libraries()
         engines.list_engines()
         first_command = _SetUpRank(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
-        ranks.fork(size, master_rank, profile_workers, timeout, first_command, is_fork_unsafe(), link)
+        ranks.start_session(size, master_rank, profile_workers, timeout, first_command, is_fork_unsafe(), link)
     return size
 
 
@@ -302,4 +302,4 @@ def close() -> None:
     >>> import synkhronos as synk
     >>> synk.close()
     """
-    ranks.close()
+    ranks.close_session()

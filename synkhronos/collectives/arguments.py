@@ -23,7 +23,7 @@ from synkhronos.ranks import ArrayLocation, Session
 from synkhronos.replication.replicator import Replicator, is_registered
 
 
-def check_variables(session: Session, shared_vars: Any, allow_generators: bool = False) -> tuple[list[Any], bool]:
+def parse_variables(session: Session, shared_vars: Any, allow_generators: bool = False) -> tuple[list[Any], bool]:
     """Check the shared variables of a collective; return a list of them, and whether the argument was a single one.
 
     Raise TypeError or ValueError if one is not a shared variable of arrays, or of an allowed random generator, if no

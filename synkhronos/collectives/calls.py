@@ -16,12 +16,12 @@ from synkhronos.collectives.arguments import (
     check_generator_state,
     check_op,
     check_shape,
-    check_variables,
     copy_rank_selections_to_shared,
     copy_selection_to_shared,
     distribute_variables,
     is_generator_object,
     match_values,
+    parse_variables,
     select_all_rows,
     to_data,
 )
@@ -80,7 +80,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     with session.call_lock:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
-        variables, is_single = check_variables(session, shared_vars, allow_generators=True)
+        variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
         generators = [v for v in variables if get_library(v).is_generator(v)]
         arrays = [v for v in variables if not get_library(v).is_generator(v)]
         shared_values = None
@@ -142,7 +142,7 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
     session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
-        variables, is_single = check_variables(session, shared_vars)
+        variables, is_single = parse_variables(session, shared_vars)
         shared_values: list[Data] = []
         for variable, value in zip(variables, match_values(values, variables, is_single), strict=True):
             if variable.type.ndim == 0:
@@ -234,7 +234,7 @@ def all_gather(shared_vars: Any, nccl: bool = True) -> None:
     with session.call_lock:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
-        variables, _ = check_variables(session, shared_vars)
+        variables, _ = parse_variables(session, shared_vars)
         session.run(AllGather(distribute_variables(session, variables), nccl))
 
 
@@ -275,7 +275,7 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     with session.call_lock:
         session.wait_until_idle()
         in_place, nccl = check_flag(in_place, "in_place"), check_flag(nccl, "nccl")
-        variables, is_single = check_variables(session, shared_vars)
+        variables, is_single = parse_variables(session, shared_vars)
         op = check_op(op, variables)
         results = session.run(Reduce(distribute_variables(session, variables), op, in_place, nccl))
     if in_place:
@@ -330,7 +330,7 @@ def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bo
     except TypeError:  # a list, or not a variable
         by_arguments, command = {}, None
     if command is None:
-        variables, is_single = check_variables(session, shared_vars)
+        variables, is_single = parse_variables(session, shared_vars)
         checked_op = check_op(op, variables)  # before any variable is sent
         command = AllReduceValues(distribute_variables(session, variables), checked_op, nccl)
         if is_single:
@@ -377,7 +377,7 @@ def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None
     with session.call_lock:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
-        variables, _ = check_variables(session, shared_vars)
+        variables, _ = parse_variables(session, shared_vars)
         op = check_op(op, variables)
         session.run(ReduceScatter(distribute_variables(session, variables), op, nccl))
 
@@ -414,7 +414,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     with session.call_lock:
         session.wait_until_idle()
         rank = check_index(rank, "rank", session.size)
-        variables, is_single = check_variables(session, shared_vars, allow_generators=True)
+        variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
         pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
         states = [(variable, value) for variable, value in pairs if is_generator_object(variable)]
         for variable, value in states:
@@ -474,7 +474,7 @@ def _get_values(
     session: Session, shared_vars: Any, make_command: Callable[[tuple[Any, ...]], Command], select: Callable[[Any], Any]
 ) -> Any:
     """Return the values of variables: of arrays by a command, of generators by ``select`` from the states by rank."""
-    variables, is_single = check_variables(session, shared_vars, allow_generators=True)
+    variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
     arrays = [v for v in variables if not is_generator_object(v)]
     generators = [v for v in variables if is_generator_object(v)]
     values: list[Any] = session.run(make_command(distribute_variables(session, arrays))) if arrays else []
@@ -511,7 +511,7 @@ def get_shapes(shared_vars: Any) -> list[Any]:
     session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
-        variables, is_single = check_variables(session, shared_vars)
+        variables, is_single = parse_variables(session, shared_vars)
         layouts = session.run(GetLayouts(distribute_variables(session, variables)))
     shapes = [[shape for shape, _ in by_rank] for by_rank in layouts]
     return shapes[0] if is_single else shapes

@@ -2,7 +2,7 @@
 
 A command that transfers arrays of several ranks begins with `prepare_copies`, an all-gather of layouts.  Then all
 ranks derive from the same data whether the collective is possible, and which communicator transfers the arrays: that of
-their device, or that of the host.  So nothing is changed before all checks have passed on every rank.
+their device, or that of `NUMPY`.  So nothing is changed before all checks have passed on every rank.
 
 A repeated `all_reduce`, as in a training loop, only compares a digest while the layouts don't change (`AllReducePlan`).
 """
@@ -86,7 +86,7 @@ class VariableCopy:
     """One rank's copy of a variable in a collective, with the layouts of all ranks' copies.
 
     ``device`` is that of the value: a GPU if any rank's value is on its GPU, as users may have assigned NumPy arrays.
-    ``transport`` is the device whose communicator transfers the value: ``device``, or the host.
+    ``transport`` is the device whose communicator transfers the value: ``device``, or `NUMPY`.
     """
 
     __slots__ = ("_rank", "device", "layouts", "library", "shared", "transport", "value")
@@ -305,10 +305,8 @@ class Reduce(Command):
             layout, out = variable.layouts[0], None
             if rank.is_master:
                 out = variable.get_writable() if in_place else variable.transport.empty(*layout)
-            # No local variable for the argument, since `Device.rewrap` checks for other references to it.
-            variable.communicator.reduce(
-                out if in_place else variable.get_contiguous(), self.op, rank.master_rank, out, layout, range(rank.size)
-            )
+            array = out if in_place else variable.get_contiguous()
+            variable.communicator.reduce(array, self.op, rank.master_rank, out, layout, range(rank.size))
             if in_place:
                 variable.store(out)
             results.append(out)
@@ -333,7 +331,7 @@ class AllReduceValues(Command):
         plans = rank.registry.get_or_create(_AllReducePlans)
         last, has_new_layouts = plans.get(self), False
         if last is not None and last.is_valid(rank):
-            if rank.all_equal(last.digest):
+            if rank.compare_digests(last.digest):
                 return last
             has_new_layouts = True
         variables = prepare_copies(rank, self.keys, self.nccl, self.op, has_new_layouts)
@@ -358,7 +356,7 @@ class AllReducePlan(NamedTuple):
     """Layouts of a repeated all-reduce, and generation of the device's connection; equal on all ranks.
 
     It does not refer to arrays, since an array is only written in place if its container has the only reference.  Each
-    rank with a valid plan passes the digest to `Rank.all_equal`.
+    rank with a valid plan passes the digest to `Rank.compare_digests`.
     """
 
     variables: list[PlannedVariable]

@@ -32,7 +32,10 @@ class Communicator(ABC):
         """Wait until all ranks have started their pending collectives; ``check`` is polled, and may raise."""
 
     def notify_started(self) -> None:  # noqa: B027 - as above
-        """Notify the other ranks that this rank has started its collectives; sufficient at the end of a command."""
+        """Notify the other ranks, without waiting, that this rank has started its collectives.
+
+        This is enough at the end of a command, in place of `wait_until_started`, as the master waits for all ranks.
+        """
 
     @abstractmethod
     def broadcast(self, array: Any, root: int) -> None:
@@ -63,14 +66,16 @@ class Communicator(ABC):
         array : array or None
             This rank's array; None if it contributes nothing.
         op : str
+            Name of the reduction, a key of ``REDUCE_OPS``.
         root : int
+            Rank that gets the result.
         out : array or None
             Target in the root, None on the other ranks.  Default in the root: ``array``.
         layout : ArrayLayout
             Shape and dtype of the contributors' arrays, for ranks that have none.
         contributors : sequence of int
             Ranks whose arrays are reduced, in ascending order.  A device's communicator may require all ranks; that of
-            the host, which reduces outputs of functions, accepts any.
+            `NUMPY`, which reduces outputs of functions, accepts any.
         """
 
     @abstractmethod
@@ -82,6 +87,7 @@ class Communicator(ABC):
         array : array
             This rank's array, of the same layout on all ranks.
         op : str
+            As in `reduce`.
         bounds : sequence of int
             Rank r gets the items ``bounds[r]:bounds[r + 1]`` of the flattened reduction.
         out : array
@@ -98,6 +104,7 @@ class Communicator(ABC):
         array : array or None
             This rank's array; None if it contributes nothing.
         root : int
+            Rank that gets the arrays.
         layouts : sequence of ArrayLayout or None
             Shape and dtype of each rank's array; None for a rank that contributes nothing.
         out : sequence of item ranges or None

@@ -120,9 +120,9 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
                 self._local.advance()
                 self._local.wait_all_processed()
             else:
-                content = source_pipe.wait_readable()[:nbytes]
+                content = source_pipe.wait_for_received_frame()[:nbytes]
             for pipe in target_pipes:
-                frame = pipe.wait_writable()
+                frame = pipe.wait_for_free_frame()
                 if number == local_ranks.start:
                     frame[:nbytes] = content
                 pipe.advance(nbytes)
@@ -165,9 +165,11 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             ]
             partial = None
             if not self._is_first:
-                partial = self._up_in.wait_readable()[: count * accumulator.itemsize].view(accumulator)[low:high]
+                partial = self._up_in.wait_for_received_frame()[: count * accumulator.itemsize].view(accumulator)[
+                    low:high
+                ]
             out = self._down_out if self._is_last else self._up_out
-            result = out.wait_writable()[: count * accumulator.itemsize].view(accumulator)[low:high]
+            result = out.wait_for_free_frame()[: count * accumulator.itemsize].view(accumulator)[low:high]
             if partial is not None and contributors[0] < local_ranks.start:
                 inputs.insert(0, partial)
             accumulate_arrays(inputs, reduce_op, result)
@@ -206,9 +208,9 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             self._down_out.wait_all_processed(n_newer)
             result = self._down_out.view_previous_frame(n_newer)[: count * accumulator.itemsize].view(accumulator)
         else:
-            result = self._down_in.wait_readable()[: count * accumulator.itemsize].view(accumulator)
+            result = self._down_in.wait_for_received_frame()[: count * accumulator.itemsize].view(accumulator)
             if not self._is_first:
-                frame = self._down_out.wait_writable()
+                frame = self._down_out.wait_for_free_frame()
                 if self._rank.number == self._local_ranks.start:
                     frame[: count * accumulator.itemsize] = as_bytes(result)
                 self._down_out.advance(count * accumulator.itemsize)

@@ -82,15 +82,15 @@ class ReduceOp:
 _ADD = "res = a + b"
 REDUCE_OPS = {
     # (v_1 + ... + v_k) / k
-    "avg": ReduceOp(np.add, 4, gpuarray_expression=_ADD, is_mean=True, unsupported_kinds="biu"),
+    "avg": ReduceOp(np.add, nccl_op=4, gpuarray_expression=_ADD, is_mean=True, unsupported_kinds="biu"),
     # (w_1 v_1 + ... + w_k v_k) / (w_1 + ... + w_k), where v_i is computed from w_i rows
     "mean": ReduceOp(np.add, gpuarray_expression=_ADD, is_mean=True, needs_row_counts=True, unsupported_kinds="biu"),
     # NumPy's sum of booleans is a logical or, where users expect a count.
-    "sum": ReduceOp(np.add, 0, gpuarray_expression=_ADD, unsupported_kinds="b"),
-    "prod": ReduceOp(np.multiply, 1, gpuarray_expression="res = a * b"),
+    "sum": ReduceOp(np.add, nccl_op=0, gpuarray_expression=_ADD, unsupported_kinds="b"),
+    "prod": ReduceOp(np.multiply, nccl_op=1, gpuarray_expression="res = a * b"),
     # The comparison with itself propagates a NaN.
-    "min": ReduceOp(np.minimum, 3, nccl_drops_nan=True, gpuarray_expression="res = (a <= b || a != a) ? a : b"),
-    "max": ReduceOp(np.maximum, 2, nccl_drops_nan=True, gpuarray_expression="res = (a >= b || a != a) ? a : b"),
+    "min": ReduceOp(np.minimum, nccl_op=3, nccl_drops_nan=True, gpuarray_expression="res = (a <= b || a != a) ? a : b"),
+    "max": ReduceOp(np.maximum, nccl_op=2, nccl_drops_nan=True, gpuarray_expression="res = (a >= b || a != a) ? a : b"),
     # Concatenated along axis 0; scalars become a vector.
     "gather": ReduceOp(None),
 }

@@ -193,7 +193,7 @@ class Engine:
         """Return outputs as NumPy arrays, after they have been computed."""
         return self.device.to_numpy_many(values)
 
-    def collect(self, rank: Rank, outputs: ReducibleOutputs) -> Any:
+    def collect_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> Any:
         """Reduce this rank's outputs of a call, or store them for a later `fetch_outputs`.
 
         Returns
@@ -210,7 +210,7 @@ class Engine:
         _sync_float_errors(session)
 
     def to_results(self, session: Session, collected: Any) -> list[Any]:
-        """Convert the master's value from `collect` to the user's results, one for each output."""
+        """Convert the master's value from `collect_outputs` to the user's results, one for each output."""
         outputs: list[Any] = collected
         return outputs
 

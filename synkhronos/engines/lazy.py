@@ -4,7 +4,7 @@ A training loop that reads its loss once per epoch should not wait for it at eve
 outputs, and the call returns a `Result` for each output.  The first access to a result reduces all unread outputs over
 the ranks, by one command::
 
-    call          LazyEngine.collect: each rank stores its outputs under the command's number
+    call          LazyEngine.collect_outputs: each rank stores its outputs under the command's number
                   LazyEngine.to_results: the master returns `Result`s and records the call in its `ResultTable`
     access        FetchOutputs(all unread calls whose results exist)
     deletion      a weak reference of `ResultTable` calls back; one DropOutputs drops the outputs of many calls
@@ -304,7 +304,7 @@ class LazyEngine(Engine):
         """Drop outputs whose results were deleted, if there are many."""
         ResultTable.from_session(session).drop_deleted(session)
 
-    def collect(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
+    def collect_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
         """Store the outputs until they are read; return the command's number, their bytes and the number of outputs."""
         outputs = outputs.freeze(rank)
         unread = _get_unread_outputs(rank)

@@ -59,7 +59,7 @@ def build_computation(
     ]
     pairs, update_ops = _parse_updates(library, raw_updates)
     substitutions = [
-        (key, value if library.is_variable(value) else _convert(library, key, value, "givens"))
+        (key, value if library.is_variable(value) else _convert_replacement(library, key, value, "givens"))
         for key, value in raw_givens
     ]
     _check_free_variables(library, specs, raw_outputs, pairs, substitutions)
@@ -116,7 +116,7 @@ def _parse_updates(
     for shared, expression, op in updates:
         if not library.is_shared(shared):
             raise TypeError(f"updates: expected a shared variable to update, got {shared!r}")
-        pairs.append((shared, _convert(library, shared, expression, "updates")))
+        pairs.append((shared, _convert_replacement(library, shared, expression, "updates")))
         ops.append(OutputOp.parse(op, f"updates: the op of {describe(shared)}"))
     check_distinct([shared for shared, _ in pairs], "updates")
     return pairs, ops
@@ -208,7 +208,7 @@ def _find_library(**arguments: list[Any]) -> GraphLibrary:
     return library
 
 
-def _convert(library: GraphLibrary, target: Any, value: Any, name: str) -> Any:
+def _convert_replacement(library: GraphLibrary, target: Any, value: Any, name: str) -> Any:
     """Return an expression or a constant as a variable of the type of ``target``, which it replaces."""
     try:
         return library.convert_to_type_of(target, value)

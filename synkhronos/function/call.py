@@ -158,7 +158,7 @@ class RankCall:
         """Compute this rank's rows, and pass the outputs to the engine.
 
         A `fused_runner` takes the place of the function's own; it launches a program that contains the function.
-        Return the result of `Engine.collect`, or with ``reads_outputs`` the reduced outputs in the master.
+        Return the result of `Engine.collect_outputs`, or with ``reads_outputs`` the reduced outputs in the master.
         """
         rank, call, n_rank_means = self._rank, self.call, self.compiled.n_rank_means
         if fused_runner is not None:
@@ -183,7 +183,7 @@ class RankCall:
         if call.reads_outputs:
             outputs = outputs.freeze(rank)
             return outputs.with_values(engine.fetch_outputs(outputs.values)).reduce(rank)
-        return engine.collect(rank, outputs)
+        return engine.collect_outputs(rank, outputs)
 
     def _check_rank_means(self) -> None:
         call = self.call
@@ -288,7 +288,7 @@ class RankCall:
             values = self._launch(rows, sliceable_rows)
             for total, value in zip(totals, values, strict=True):
                 total.add(value, weight)
-        results = [total.result() for total in totals]
+        results = [total.get_result() for total in totals]
         self.values = results[: len(ops)]
         library = self.computation.library
         for (shared, _), value in zip(updates, results[len(ops) :], strict=True):

@@ -60,7 +60,7 @@ class Accumulator:
     >>> total = Accumulator(OutputOp("mean"))
     >>> total.add(np.float64(1.0), 3)
     >>> total.add(np.float64(2.0), 1)
-    >>> total.result()
+    >>> total.get_result()
     array(1.25)
     """
 
@@ -104,7 +104,7 @@ class Accumulator:
             value = value.astype(np.float32)
         return self._device.as_array(value * np.asarray(n_rows, value.dtype)) if reduce_op.needs_row_counts else value
 
-    def result(self) -> Any:
+    def get_result(self) -> Any:
         """Return the reduction of the values added so far.  At least one is needed."""
         if self._arrays:
             return self._arrays[0] if len(self._arrays) == 1 else self._device.concatenate(self._arrays)

@@ -184,7 +184,7 @@ def _reduce_messages(outputs: RankOutputs, messages: Sequence[bytes], own_number
         total = Accumulator(op)
         for n_rows, values in contributions:
             total.add(values[i], n_rows)
-        results.append(total.result())
+        results.append(total.get_result())
     return results
 
 
@@ -258,7 +258,7 @@ def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
                 total = Accumulator(op)
                 for r in contributors:
                     total.add(host[i] if r == rank.number else _unpack_array(*entries[r]), by_rank[r][0])
-                results.append(total.result())
+                results.append(total.get_result())
         elif op.name == "gather":
             results.append(_gather_large_arrays(rank, host[i] if outputs.n_rows else None, layouts))
         else:

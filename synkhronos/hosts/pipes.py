@@ -91,14 +91,14 @@ class Pipe:
             self._count = 0
         return self._count
 
-    def wait_writable(self) -> np.ndarray:
+    def wait_for_free_frame(self) -> np.ndarray:
         """Wait until the current frame's memory is free, and return it as bytes."""
         count = self._get_frame_number()
         if count >= N_FRAMES:
             self._wait_transferred(count - N_FRAMES + 1)
         return self._view_frame_bytes(count)
 
-    def wait_readable(self) -> np.ndarray:
+    def wait_for_received_frame(self) -> np.ndarray:
         """Wait until the current frame has been received, and return it as bytes."""
         count = self._get_frame_number()
         self._wait_transferred(count + 1)

@@ -6,7 +6,7 @@ written for Theano often reshape to computed shapes.  The lowerings here compute
 with NumPy, and call PyTensor's lowerings for all others:
 
     lowering of an Op on integers:    all inputs known?   yes: NumPy       no: PyTensor's lowering
-    lowering of an Op with a shape:   shape known?        yes: compute     no: NotImplementedError with `HINT`
+    lowering of an Op with a shape:   shape known?        yes: compute     no: NotImplementedError with `LENGTH_HINT`
     lowering of indexing by slices:   bounds known?       yes: PyTensor's  no: constant or given length, traced start
 
 Lengths that depend on the values of a function's inputs become static arguments in `lengths`.
@@ -46,7 +46,7 @@ from synkhronos.lowering.polynomial import Polynomial, find_constant_extent, to_
 _MAX_SHAPE_SIZE = 64
 
 #: Advice at the end of an error's message.
-HINT = (
+LENGTH_HINT = (
     "In JAX mode lengths may depend on shapes, and on inputs and shared variables that are single integers. Pass the "
     "length as such an input; take rows by x[start + arange(length)]; or use another mode for this function"
 )
@@ -94,17 +94,17 @@ def _prefer_numpy(
     """Wrap a lowering: compute with NumPy if all inputs are known and the outputs may be shapes."""
 
     def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
-        traced = lowering(op, node=node, **kwargs)
+        default = lowering(op, node=node, **kwargs)
         if node is None or not _may_be_shapes(node.outputs):
-            return traced
+            return default
         compute = to_numpy(op, node)
         if compute is None:
-            return traced
+            return default
 
         def run(*inputs: Any) -> Any:
             if not all(map(_is_known, inputs)):
-                return traced(*inputs)
-            computed = compute(*map(_to_number, inputs))
+                return default(*inputs)
+            computed = compute(*map(_to_number_or_array, inputs))
             if len(node.outputs) == 1:
                 return _to_result(computed, node.outputs[0])
             return tuple(_to_result(*pair) for pair in zip(computed, node.outputs, strict=True))
@@ -138,10 +138,10 @@ def _to_result(value: Any, variable: Any) -> Any:
     """Convert a NumPy result to the variable's dtype, and an integer scalar to a Python number."""
     array = np.asarray(value, variable.type.dtype)
     # A Python float would be cast to the dtype of the arrays that it is combined with.
-    return array if array.dtype.kind == "f" else _to_number(array)
+    return array if array.dtype.kind == "f" else _to_number_or_array(array)
 
 
-def _to_number(value: Any) -> Any:
+def _to_number_or_array(value: Any) -> Any:
     """Convert a scalar to a Python number, and any other value to an array."""
     array = np.asarray(value)
     return array if array.ndim else array.item()
@@ -183,12 +183,15 @@ def _require_known_shape(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
     def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
         compute: ArrayFunction = lowering(op, node=node, **kwargs)
-        deciding = [i for i, variable in enumerate(node.inputs) if variable in select_shape_inputs(node)]
+        deciding_positions = [i for i, variable in enumerate(node.inputs) if variable in select_shape_inputs(node)]
 
         def run(*inputs: Any) -> Any:
-            for i in deciding:
+            for i in deciding_positions:
                 _require_known(inputs[i], node.inputs[i])
-            return compute(*[_to_number(value) if i in deciding else value for i, value in enumerate(inputs)])
+            values = [
+                _to_number_or_array(value) if i in deciding_positions else value for i, value in enumerate(inputs)
+            ]
+            return compute(*values)
 
         return run
 
@@ -212,7 +215,7 @@ def _lower_arange(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
 
     def arange(*limits: Any) -> Any:
         _require_known([x for x in limits if not isinstance(x, float | np.floating)], node.outputs[0])
-        start, stop, step = map(_to_number, limits)
+        start, stop, step = map(_to_number_or_array, limits)
         return jnp.arange(start, stop, step, dtype=op.dtype)
 
     return arange
@@ -257,7 +260,7 @@ def _require_known(value: Any, variable: Any) -> None:
     if not _is_known(value):
         raise NotImplementedError(
             "XLA compiles for fixed shapes, but this shape depends on the values of arrays: "
-            f"{debugprint(variable, file='str', depth=4).strip()}\n{HINT}"
+            f"{debugprint(variable, file='str', depth=4).strip()}\n{LENGTH_HINT}"
         )
 
 
@@ -275,15 +278,15 @@ def _allow_traced_bounds(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
         def run(*inputs: Any) -> Any:
             operands, indices = split_indexing(op, inputs)
-            traced = [
+            traced_positions = [
                 i
                 for i, (index, variable) in enumerate(zip(indices, variables, strict=True))
                 if isinstance(index, slice) and isinstance(variable, slice) and not _has_known_bounds(index)
             ]
-            if not traced:
+            if not traced_positions:
                 return default(*inputs)
-            lengths = [_require_constant_length(variables[i], polynomials) for i in traced]
-            return _index_with_lengths(op, operands, indices, traced, lengths, is_exact=False)
+            lengths = [_require_constant_length(variables[i], polynomials) for i in traced_positions]
+            return _index_with_lengths(op, operands, indices, traced_positions, lengths, is_exact=False)
 
         return run
 
@@ -326,18 +329,18 @@ def _index_with_lengths(
                 return x[rest]
             return x.at[rest].set(operands[1]) if op.set_instead_of_inc else x.at[rest].add(operands[1])
         (axis, index, length), *others = slices
-        elements, matches_length = _find_elements(index, x.shape[axis], length)
-        chunk = _take_elements(x, elements, length, axis)
+        element_positions, matches_length = _find_element_positions(index, x.shape[axis], length)
+        chunk = _take_elements(x, element_positions, length, axis)
         result = index_slices(chunk, others)
         if len(operands) == 2:
-            result = _put_elements(x, result, elements, axis)
+            result = _put_elements(x, result, element_positions, axis)
         return result if is_exact else jnp.where(matches_length, result, _get_invalid_value(result.dtype))
 
     return index_slices(jnp.asarray(operands[0]), slices)
 
 
-def _find_elements(index: slice, axis_length: int, length: int) -> tuple[Any, Any]:
-    """Return the positions of a slice's elements, or of the first if the step is 1, and whether it has this length."""
+def _find_element_positions(index: slice, axis_length: int, length: int) -> tuple[Any, Any]:
+    """Return the positions of a slice's elements, or the first one if the step is 1, and whether it has a length."""
     import jax.numpy as jnp
 
     step = 1 if index.step is None else index.step
@@ -356,21 +359,21 @@ def _find_elements(index: slice, axis_length: int, length: int) -> tuple[Any, An
     return (start if _is_known(step) and int(step) == 1 else start + step * jnp.arange(length)), matches_length
 
 
-def _take_elements(x: Any, elements: Any, length: int, axis: int) -> Any:
+def _take_elements(x: Any, element_positions: Any, length: int, axis: int) -> Any:
     import jax.numpy as jnp
     from jax import lax
 
-    if np.ndim(elements):
-        return jnp.take(x, elements, axis=axis, mode="clip")
-    return lax.dynamic_slice_in_dim(x, elements, length, axis)
+    if np.ndim(element_positions):
+        return jnp.take(x, element_positions, axis=axis, mode="clip")
+    return lax.dynamic_slice_in_dim(x, element_positions, length, axis)
 
 
-def _put_elements(x: Any, chunk: Any, elements: Any, axis: int) -> Any:
+def _put_elements(x: Any, chunk: Any, element_positions: Any, axis: int) -> Any:
     from jax import lax
 
-    if np.ndim(elements):
-        return x.at[(slice(None),) * axis + (elements,)].set(chunk)
-    return lax.dynamic_update_slice_in_dim(x, chunk, elements, axis)
+    if np.ndim(element_positions):
+        return x.at[(slice(None),) * axis + (element_positions,)].set(chunk)
+    return lax.dynamic_update_slice_in_dim(x, chunk, element_positions, axis)
 
 
 def _get_invalid_value(dtype: Any) -> Any:
@@ -394,7 +397,7 @@ def _require_constant_length(index: slice, polynomials: Mapping[Any, Polynomial]
     ]
     raise NotImplementedError(
         "XLA compiles for fixed shapes, but the length of a slice depends on the values of arrays.\n"
-        + "\n".join([*described_bounds, HINT])
+        + "\n".join([*described_bounds, LENGTH_HINT])
     )
 
 

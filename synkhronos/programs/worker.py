@@ -192,10 +192,10 @@ class Worker:
                 device.wait([array])
                 self._send_between_gpus(pair_communicator, array, dest)
                 return
-        head, body = _pack_message(value, self._task.max_chunk)
+        head, body = _pack_message(value, self._task.max_chunk_nbytes)
         self._task.send(dest, head, "a message")
-        for start in range(0, len(body), self._task.max_chunk):
-            self._task.send(dest, body[start : start + self._task.max_chunk], "a message")
+        for start in range(0, len(body), self._task.max_chunk_nbytes):
+            self._task.send(dest, body[start : start + self._task.max_chunk_nbytes], "a message")
 
     def receive(self, source: int) -> Any:
         """Wait for the next value that rank ``source`` sends to this one, and return it."""
@@ -209,8 +209,8 @@ class Worker:
             return self._receive_between_gpus(source, *value)
         body = np.empty(value, np.uint8) if message_type == "pickle" else np.empty(*value)
         view = _as_bytes(body.reshape(-1))
-        for start in range(0, len(view), self._task.max_chunk):
-            self._task.receive(source, "a message", view[start : start + self._task.max_chunk])
+        for start in range(0, len(view), self._task.max_chunk_nbytes):
+            self._task.receive(source, "a message", view[start : start + self._task.max_chunk_nbytes])
         return pickle.loads(body.data) if message_type == "pickle" else body
 
     def _send_between_gpus(self, pair_communicator: Any, array: Any, dest: int) -> None:
@@ -344,7 +344,7 @@ class Group:
                 return device.rewrap(result, communicator.wait_briefly())
             return result
         flat = result.reshape(-1)
-        block = self.size * max(1, self._task.max_chunk // flat.dtype.itemsize)  # a chunk for each member
+        block = self.size * max(1, self._task.max_chunk_nbytes // flat.dtype.itemsize)  # a chunk for each member
         for start in range(0, flat.size, block):
             self._reduce_in_place(flat[start : start + block], op)
         return result
@@ -376,10 +376,9 @@ class Group:
         """Wait until all members have arrived at this barrier, and return each member's value."""
         description = f"{description} of group {self.ranks}"
         payload = pickle.dumps(((description, value), "barrier"), pickle.HIGHEST_PROTOCOL)
-        if len(payload) > self._task.max_chunk:
-            raise ValueError(
-                f"{description}: expected a value of at most {self._task.max_chunk:,} bytes, got {len(payload):,}"
-            )
+        max_nbytes = self._task.max_chunk_nbytes
+        if len(payload) > max_nbytes:
+            raise ValueError(f"{description}: expected a value of at most {max_nbytes:,} bytes, got {len(payload):,}")
         for r in self._others:
             self._task.send(r, payload, description)
         by_member = []
@@ -428,13 +427,13 @@ def _as_bytes(array: np.ndarray) -> memoryview:
     return array.view(np.uint8).data
 
 
-def _pack_message(value: Any, max_chunk: int) -> tuple[bytes, memoryview]:
+def _pack_message(value: Any, max_chunk_nbytes: int) -> tuple[bytes, memoryview]:
     """Return the head and the body of a message."""
     if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.nbytes > _MAX_PICKLED_NBYTES:
         head = pickle.dumps(((value.shape, value.dtype), "array"), pickle.HIGHEST_PROTOCOL)
         return head, _as_bytes(np.ascontiguousarray(value).reshape(-1))
     message = pickle.dumps((value, None), pickle.HIGHEST_PROTOCOL)
-    if len(message) <= max_chunk:
+    if len(message) <= max_chunk_nbytes:
         return message, memoryview(b"")
     body = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
     return pickle.dumps((len(body), "pickle"), pickle.HIGHEST_PROTOCOL), body

@@ -7,11 +7,11 @@ stores the device of a rank for other packages.
 from synkhronos.ranks.command import Command, RowAccess
 from synkhronos.ranks.current_session import (
     check_no_session,
-    close,
-    fork,
+    close_session,
     get_inherited_session,
     get_last_death,
     get_session,
+    start_session,
 )
 from synkhronos.ranks.errors import Cancelled, Death, WorkerError
 from synkhronos.ranks.rank import MAX_SLOT_NBYTES, PendingOperation, Rank
@@ -33,9 +33,9 @@ __all__ = [
     "WorkerError",
     "count_available_cores",
     "check_no_session",
-    "close",
-    "fork",
+    "close_session",
     "get_inherited_session",
     "get_session",
     "get_last_death",
+    "start_session",
 ]

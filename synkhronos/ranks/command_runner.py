@@ -15,7 +15,7 @@ A command is posted by one word in shared memory, `ControlMemory.POSTED`, and fi
     no rank failed: return the master's result
     a rank failed:  cancel pending operations, raise the master's error, or a WorkerError made of the reports
 
-A waiting master checks regularly whether its workers live (`_check_failures_and_timeout`); a computing one is
+A waiting master checks regularly whether its workers live (`_close_if_failed_or_late`); a computing one is
 interrupted by a signal (`PeerWatch`).  A death closes the session, and the call raises a WorkerError.
 
 If an interrupt ends the master's part, `_wait_for_completion` waits for a moment only, and the workers may still be
@@ -95,7 +95,7 @@ class CommandRunner(ABC):
             group.master_rank,
             group.master_rank,
             group.control,
-            self._check_failures_and_timeout,
+            self._close_if_failed_or_late,
             ThreadLimit(len(group.control.local_ranks), sets_environment=False),
             group.has_peer_died,
         )
@@ -287,11 +287,11 @@ class CommandRunner(ABC):
         if done[me] < command_number:  # an interrupt ended the master's part before it was marked as done
             self.rank.fail_command()
             done[me] = command_number
-        self._is_idle = self._group.wait_until_done(self._check_failures_and_timeout, limit)
+        self._is_idle = self._group.wait_until_done(self._close_if_failed_or_late, limit)
 
     # -- deaths and time limits --------------------------------------------------------------------------------
 
-    def _check_failures_and_timeout(self) -> None:
+    def _close_if_failed_or_late(self) -> None:
         """End the session and raise WorkerError if a worker has died, a host has failed, or a rank is late."""
         if self.timeout is not None and time.monotonic() - self._command_start_time > self.timeout:
             late = self._group.find_timeout(self._command_start_time, self.timeout)

@@ -14,7 +14,7 @@ from synkhronos.ranks.session import Session
 _current: Session | None = None
 
 
-def fork(
+def start_session(
     size: int,
     master_rank: int,
     profile: bool,
@@ -29,8 +29,8 @@ def fork(
     """
     global _current
     check_no_session()
-    atexit.unregister(close)
-    atexit.register(close)
+    atexit.unregister(close_session)
+    atexit.register(close_session)
     session: Session | None = None
     try:
         # An interrupt must not come between the change of this process's state and the assignment.
@@ -44,7 +44,7 @@ def fork(
     return session
 
 
-def close() -> None:
+def close_session() -> None:
     """End the session, if there is one."""
     if _current is not None:
         _current.close()

@@ -34,7 +34,7 @@ _BARRIER_MASK = (1 << BARRIER_BITS) - 1
 _MAX_CACHED_PICKLES = 64
 #: Header of a slot: number of bytes of the whole message, and number of the barrier for which it was written.
 SLOT_HEADER = struct.Struct("=QQ")
-#: Number of bytes of a digest, which `Rank.all_equal` compares.
+#: Number of bytes of a digest, which `Rank.compare_digests` compares.
 _DIGEST_NBYTES = 16
 #: Maximal number of bytes that one `Rank.gather_bytes`, or one round of `Rank.all_gather_bytes`, transports.
 MAX_SLOT_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
@@ -296,7 +296,7 @@ class Rank:
     def all_gather_cached(self, value: Hashable) -> list[Any]:
         """All-gather an immutable value that is often the same: if all values are equal, ranks send only a digest."""
         payload, digest = self._pickle_cached(value)
-        if self.all_equal(digest):  # nearly always
+        if self.compare_digests(digest):  # nearly always
             return [value] * self.size
         return [pickle.loads(pickled) for pickled in self.all_gather_bytes(payload)]
 
@@ -311,7 +311,7 @@ class Rank:
             cached = self._pickles[value] = payload, hashlib.blake2b(payload, digest_size=_DIGEST_NBYTES).digest()
         return cached
 
-    def all_equal(self, digest: bytes) -> bool:
+    def compare_digests(self, digest: bytes) -> bool:
         """Exchange digests at the next barrier, a collective operation; return True if all ranks pass the same one."""
         barrier_number = self._write_slot(digest)
         self.barrier()

@@ -116,12 +116,12 @@ class RankTask:
     # -- two ranks -------------------------------------------------------------------------------------------
 
     @property
-    def max_chunk(self) -> int:
+    def max_chunk_nbytes(self) -> int:
         """Maximal number of bytes of a chunk: two fit into a channel, so one can be written while the other is read."""
         return self.memory.capacity // 2 - WORD_NBYTES
 
     def send(self, dest: int, chunk: Any, description: str) -> None:
-        """Send at most `max_chunk` bytes, with a description for errors, to a rank; wait while its channel is full."""
+        """Send at most `max_chunk_nbytes` bytes to a rank, described in errors; wait while its channel is full."""
         me, sent = self.rank.number, self._sent
         channel = me * self.memory.size + dest
         end = sent[channel] + WORD_NBYTES + len(chunk)

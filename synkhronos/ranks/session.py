@@ -261,7 +261,7 @@ class Session(CommandRunner):
         group = ProcessGroup(self.size - len(excluded_ranks), master_rank, link, spawn)
         for r in sorted(excluded_ranks, reverse=True):
             self._first_command = self._first_command and self._first_command.without_rank(r)
-        self.rank.attach(master_rank, master_rank, group.control, self._check_failures_and_timeout, group.has_peer_died)
+        self.rank.attach(master_rank, master_rank, group.control, self._close_if_failed_or_late, group.has_peer_died)
         self.memory.connect_workers(group.channels, is_inherited=not spawn)
         self._set_group(group)
         self.has_forked_workers = not spawn

@@ -9,7 +9,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives.arguments import check_variables, distribute_variables
+from synkhronos.collectives.arguments import distribute_variables, parse_variables
 from synkhronos.collectives.commands import prepare_copies
 from synkhronos.devices import NUMPY
 from synkhronos.ranks import Command
@@ -39,7 +39,7 @@ def rotate(shared_vars):
     session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
-        variables, _ = check_variables(session, shared_vars)
+        variables, _ = parse_variables(session, shared_vars)
         session.run(Rotate(distribute_variables(session, variables)))
 
 

@@ -88,8 +88,8 @@ def reduce_batches(op, batches):
         part = Accumulator(op)
         for value in batch:
             part.add(np.float64(value), 1)
-        total.add(part.result(), len(batch))
-    return total.result()
+        total.add(part.get_result(), len(batch))
+    return total.get_result()
 
 
 @pytest.mark.parametrize("name", [*REDUCE_OPS, *ROW])

@@ -22,7 +22,7 @@ def accumulate(op, values, weights=None):
     total = Accumulator(OutputOp.parse(op, "op"))
     for value, weight in zip(values, weights or [1] * len(values), strict=True):
         total.add(value, weight)
-    return total.result()
+    return total.get_result()
 
 
 @st.composite

@@ -8,12 +8,12 @@ from synkhronos import ranks
 @pytest.fixture(params=[1, 2, 3, 5])
 def session(request):
     """Fork 1, 2 and more ranks, with the master in the middle."""
-    yield ranks.fork(request.param, request.param // 2, False)
-    ranks.close()
+    yield ranks.start_session(request.param, request.param // 2, False)
+    ranks.close_session()
 
 
 @pytest.fixture
 def two():
     """Fork two ranks."""
-    yield ranks.fork(2, 0, False)
-    ranks.close()
+    yield ranks.start_session(2, 0, False)
+    ranks.close_session()

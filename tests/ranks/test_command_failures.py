@@ -87,7 +87,7 @@ def test_exception_in_a_command_leaves_ranks_usable(session, then_barrier):
 
 
 def test_command_names_all_failed_ranks():
-    session = ranks.fork(4, 0, False)
+    session = ranks.start_session(4, 0, False)
     try:
         with pytest.raises(ranks.WorkerError, match=r"rank 1 raised KeyError") as caught:
             session.run(Raise((1, 3)))
@@ -96,7 +96,7 @@ def test_command_names_all_failed_ranks():
             session.run(Raise((0, 1, 2, 3), then_barrier=False))
         assert any("rank 1: KeyError" in note for note in master_error.value.__notes__)
     finally:
-        ranks.close()
+        ranks.close_session()
 
 
 def test_failure_between_barriers_frees_other_ranks(session):
@@ -108,7 +108,7 @@ def test_failure_between_barriers_frees_other_ranks(session):
 
 @pytest.mark.parametrize(("number", "at_barrier"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
 def test_killed_worker_is_named(number, at_barrier):
-    session = ranks.fork(3, 0, False)
+    session = ranks.start_session(3, 0, False)
     with time_limit(), pytest.raises(ranks.WorkerError, match=f"rank 2 .* was killed by {number.name}") as caught:
         session.run(Kill(2, number, at_barrier))
     assert caught.value.rank == 2
@@ -116,9 +116,9 @@ def test_killed_worker_is_named(number, at_barrier):
         ranks.get_session()
     with pytest.raises(ChildProcessError):  # no child is left, nor a zombie
         os.waitpid(-1, os.WNOHANG)
-    session = ranks.fork(2, 0, False)
+    session = ranks.start_session(2, 0, False)
     assert session.run(GatherMessages((3,))) == 2
-    ranks.close()
+    ranks.close_session()
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Commit(Command):
 
 
 def test_error_lists_ranks_with_the_applied_effect():
-    session = ranks.fork(3, 0, False)
+    session = ranks.start_session(3, 0, False)
     try:
         with pytest.raises(ranks.WorkerError, match=r"written on ranks \[0, 2\], and not on ranks \[1\]"):
             session.run(Commit(1))
@@ -228,11 +228,11 @@ def test_error_lists_ranks_with_the_applied_effect():
             session.run(Commit(0))
         assert any("written on ranks [1, 2], and not on ranks [0]" in note for note in caught.value.__notes__)
     finally:
-        ranks.close()
+        ranks.close_session()
 
 
 def test_timeout_ends_a_hanging_worker():
-    session = ranks.fork(3, 0, False, timeout=1e6)
+    session = ranks.start_session(3, 0, False, timeout=1e6)
     assert session.timeout == 1e6
     session.timeout = 0.5  # on a busy machine, a fork may take longer
     with time_limit(), pytest.raises(ranks.WorkerError, match=r"rank [12] did not finish within the 0.5 seconds"):
@@ -312,14 +312,14 @@ class GatherFound(Command):
 
 @pytest.mark.parametrize("all_arrive", [False, True])
 def test_failed_command_is_agreed_by_all_ranks(all_arrive):
-    session = ranks.fork(3, 0, False)
+    session = ranks.start_session(3, 0, False)
     try:
         for _ in range(3 if not all_arrive else 50):
             with pytest.raises(BarrierError):
                 session.run(FailAtBarrier(all_arrive))
             assert session.run(GatherFound()) == [all_arrive] * 3
     finally:
-        ranks.close()
+        ranks.close_session()
 
 
 class DieInBetween(Command):

@@ -126,10 +126,10 @@ def test_close_ends_a_waiting_call(two, monkeypatch, awaited, by):
         with pytest.raises(KeyboardInterrupt):
             two.run(WaitForWorkers(False))
     if by == "a handler":
-        signal.signal(signal.SIGALRM, lambda *_: ranks.close())
+        signal.signal(signal.SIGALRM, lambda *_: ranks.close_session())
         signal.setitimer(signal.ITIMER_REAL, 0.2)
     else:
-        threading.Timer(0.2, ranks.close).start()
+        threading.Timer(0.2, ranks.close_session).start()
     with time_limit(), pytest.raises(RuntimeError, match="the ranks were closed: call synkhronos.fork"), two.call_lock:
         two.wait_until_idle()
         two.run(WaitForWorkers(awaited == "a barrier"))

@@ -83,7 +83,7 @@ def test_segments_leave_no_open_files(size):
     """Python would warn of an open file at close, or with one rank immediately."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
-        session = ranks.fork(size, 0, False)
+        session = ranks.start_session(size, 0, False)
         for _ in range(3):
             session.memory.create_segment(100)
         session.close(kill=True)

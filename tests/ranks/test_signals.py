@@ -58,7 +58,7 @@ def test_close_after_an_interrupt_is_quick(two):
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         two.run(Sleep(60, "workers"))
     with time_limit():
-        ranks.close()
+        ranks.close_session()
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
 
@@ -159,7 +159,7 @@ def test_defer_signals_allows_removing_a_handler():
 
 
 def test_wait_polls_despite_many_signals():
-    session = ranks.fork(2, 0, False)
+    session = ranks.start_session(2, 0, False)
     before = signal.signal(signal.SIGALRM, lambda number, frame: None)
     signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
     try:
@@ -167,7 +167,7 @@ def test_wait_polls_despite_many_signals():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        ranks.close()
+        ranks.close_session()
     assert n_polls >= 5
 
 

@@ -25,7 +25,7 @@ class LaunchState(ctypes.Structure):
         self.is_active = 1
         self.n_finished = self.has_side_work = self.failed_function = self.error = 0
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise RuntimeError for the first error of the last launch, if there was one."""
         if not self.failed_function:
             return

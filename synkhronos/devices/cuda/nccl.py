@@ -126,7 +126,7 @@ class NcclCommunicator(Communicator):
         self._watchdog.wait_until_started(check)
 
     def notify_started(self) -> None:
-        """Notify the other ranks that this rank has started its collectives; sufficient at the end of a command."""
+        """Notify the other ranks, without waiting, that this rank has started its collectives."""
         self._watchdog.notify_started()
 
     # -- all_reduce, which does not wait for completion ------------------------------------------------------
@@ -192,7 +192,7 @@ class NcclCommunicator(Communicator):
                 state.is_active = 0
         if state.failed_function or is_recordable:
             connection.check_connected()  # a recorded launch can't detect an abort
-        state.check()
+        state.raise_if_failed()
 
     def launch_on_side_stream(
         self, spans: Sequence[BufferSpan], op: str, xla_stream: int | None, collective: Collective = "all_reduce"

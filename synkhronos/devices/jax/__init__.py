@@ -101,7 +101,7 @@ class JaxDevice(CudaDevice):
 
     def as_writable(self, value: Any, has_other_references: bool) -> Any:
         """Return a container's value if only the container references it, else a copy."""
-        return self._copy_and_rewrap[0](value) if has_other_references else value
+        return self._copy(value) if has_other_references else value
 
     def rewrap(self, value: Any, is_complete: bool = False) -> Any:
         """Return a new array object for memory that is written in place; the old object becomes invalid.
@@ -111,15 +111,19 @@ class JaxDevice(CudaDevice):
         """
         if is_complete and (new_object := value.addressable_data(0)) is not value:
             return new_object
-        return self._copy_and_rewrap[1](value)
+        return self._reuse_memory(value)
 
     @cached_property
-    def _copy_and_rewrap(self) -> tuple[Any, Any]:
-        """Compiled identity functions: the first copies its argument, the second reuses its memory."""
+    def _copy(self) -> Any:
+        """Compiled identity function that copies its argument."""
         jax = self._import_jax()
-        # Without the barrier, JAX would return the argument itself.
-        identity = jax.lax.optimization_barrier
-        return jax.jit(identity), jax.jit(identity, donate_argnums=0)
+        return jax.jit(jax.lax.optimization_barrier)  # without the barrier, JAX would return the argument itself
+
+    @cached_property
+    def _reuse_memory(self) -> Any:
+        """Compiled identity function that returns a new array in the memory of its argument."""
+        jax = self._import_jax()
+        return jax.jit(jax.lax.optimization_barrier, donate_argnums=0)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array of zeros: XLA has no uninitialised arrays."""
@@ -152,17 +156,20 @@ class JaxDevice(CudaDevice):
 
     def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Any:
         """Return a new vector of the items of all arrays, in a dtype, by one launch."""
-        return self._flatten_and_split[0](list(values), dtype)
+        return self._compiled_flatten(list(values), dtype)
 
     def split(self, vector: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
         """Split a vector made by `flatten` into the original arrays, by one launch."""
-        arrays: Sequence[Any] = self._flatten_and_split[1](vector, tuple(shapes), tuple(dtypes))
+        arrays: Sequence[Any] = self._compiled_split(vector, tuple(shapes), tuple(dtypes))
         return arrays
 
     @cached_property
-    def _flatten_and_split(self) -> tuple[Any, Any]:
-        jax = self._import_jax()
-        return jax.jit(super().flatten, static_argnums=1), jax.jit(super().split, static_argnums=(1, 2))
+    def _compiled_flatten(self) -> Any:
+        return self._import_jax().jit(super().flatten, static_argnums=1)
+
+    @cached_property
+    def _compiled_split(self) -> Any:
+        return self._import_jax().jit(super().split, static_argnums=(1, 2))
 
     # -- host memory -----------------------------------------------------------------------------------------
 

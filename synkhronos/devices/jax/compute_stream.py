@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices.jax.xla_ffi import Callback, CallFrame, get_stream, is_execution, register_target
+from synkhronos.devices.jax.xla_ffi import Callback, CallFrame, get_stream, handle_non_execution, register_target
 from synkhronos.ranks.interrupts import defer_signals
 
 _log = logging.getLogger("synkhronos")
@@ -36,7 +36,7 @@ def _stream_callback(address: int) -> None:
     """Record the stream of a call, as a callback can't return it."""
     try:
         frame = CallFrame.from_address(address)
-        if is_execution(frame):
+        if not handle_non_execution(frame):
             handle = get_stream(frame)
             if handle is not None:
                 _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_thread[0]))

@@ -27,7 +27,14 @@ import numpy as np
 
 from synkhronos.devices.cuda.nccl import NCCL_OPS, BufferSpan
 from synkhronos.devices.jax import nccl_handlers
-from synkhronos.devices.jax.xla_ffi import Callback, CallFrame, create_error, get_stream, is_execution, register_target
+from synkhronos.devices.jax.xla_ffi import (
+    Callback,
+    CallFrame,
+    create_error,
+    get_stream,
+    handle_non_execution,
+    register_target,
+)
 
 _log = logging.getLogger("synkhronos")
 
@@ -260,7 +267,7 @@ class FfiCollectives:
         collectives = None
         try:
             frame = CallFrame.from_address(frame_address)
-            if not is_execution(frame):
+            if handle_non_execution(frame):
                 return None
             collectives = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
             if collectives._reducer is None:

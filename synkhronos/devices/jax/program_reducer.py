@@ -67,7 +67,7 @@ class InterruptDetector:
             os.close(self._read)
             self._read = -1
 
-    def check(self) -> None:
+    def raise_if_interrupted(self) -> None:
         """Raise KeyboardInterrupt if SIGINT has arrived."""
         if self._read < 0:
             return
@@ -99,7 +99,7 @@ class ProgramReducer(Reducer):
 
     def begin_sum(self) -> None:
         """Count a sum, and raise KeyboardInterrupt if SIGINT has arrived."""
-        self._interrupt_detector.check()
+        self._interrupt_detector.raise_if_interrupted()
         self.n_sums += 1
         self._headers[0][self._local_index][_N_BEGUN] = self.n_sums
 

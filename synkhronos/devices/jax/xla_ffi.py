@@ -122,15 +122,15 @@ def create_error(frame: Any) -> int:
     return address
 
 
-def is_execution(frame: Any) -> bool:
-    """Whether a call executes the function; answers XLA's call for the version of the interface."""
+def handle_non_execution(frame: Any) -> bool:
+    """Answer XLA's call for the version of the interface; return False if a call executes the function."""
     extension = _Extension.from_address(frame.extension) if frame.extension else None
     if extension is not None and extension.type == _METADATA:
         metadata, version = extension.metadata.contents, frame.api.contents.version
         metadata.version.major, metadata.version.minor = version.major, version.minor
         metadata.traits = 0
-        return False
-    return bool(frame.stage == _EXECUTE)
+        return True
+    return bool(frame.stage != _EXECUTE)
 
 
 def get_stream(frame: Any) -> int | None:

@@ -82,7 +82,7 @@ class SpmdProgram:
         digest = hashlib.blake2b(reducer.n_sums.to_bytes(8, "little"), digest_size=16)
         for array in results:
             digest.update(np.ascontiguousarray(array).tobytes())
-        if not rank.all_equal(digest.digest()):
+        if not rank.compare_digests(digest.digest()):
             raise RuntimeError(DIVERGED_MESSAGE)
         return results
 

@@ -93,18 +93,18 @@ class TracedExchange:
         evaluator, arrays = self._reduce(function, operands)
         return evaluator.finish(_concatenate(arrays))
 
-    def keep_old_if_invalid(self, key: int, new_value: Any, old_value: Any) -> Any:
-        """Return a variable's new value if the collectives are valid, else the old one; ``key`` is its storage's id.
+    def keep_old_if_invalid(self, storage_id: int, new_value: Any, old_value: Any) -> Any:
+        """Return a variable's new value if the collectives are valid, else the old one.
 
         If their shapes differ, return the new value: the shape of a traced result can't depend on the flag.
         """
         import jax.numpy as jnp
 
-        if key == id(self._spec.storage) or new_value is old_value or new_value.shape != old_value.shape:
+        if storage_id == id(self._spec.storage) or new_value is old_value or new_value.shape != old_value.shape:
             return new_value
-        return jnp.where(self._get_flag(key) != 0, new_value, old_value)
+        return jnp.where(self._get_valid_flag(storage_id) != 0, new_value, old_value)
 
-    def _get_flag(self, key: int) -> Any:
+    def _get_valid_flag(self, storage_id: int) -> Any:
         return self._is_valid
 
     def _reduce(self, function: JaxFunction, operands: Sequence[Any]) -> tuple[JaxprEvaluator, list[Any]]:
@@ -115,7 +115,7 @@ class TracedExchange:
         import jax.numpy as jnp
 
         spec = self._spec
-        position = _find(function.result_storages, spec.storage)
+        position = _find_position(function.result_storages, spec.storage)
         evaluator = JaxprEvaluator(function.run, operands, function.n_outputs, position)
         parts = evaluator.parts
         own_dtype = parts[0].aval.dtype
@@ -123,7 +123,7 @@ class TracedExchange:
         n_tail = spec.n_tail if dtype is not None else 0
         itemsize = jnp.dtype(dtype or own_dtype).itemsize
         chunks = [parts] if self._iterations else self._group_into_chunks(parts, itemsize, n_tail)
-        old_value = operands[_find_operand(function, spec.storage)]
+        old_value = operands[_find_operand_position(function, spec.storage)]
 
         def compute_chunk(chunk: list[Any]) -> Any:
             """Return the values of a chunk without the tail, as one array in the dtype in which it is sent."""
@@ -226,9 +226,9 @@ class TracedShardedExchange(TracedExchange):
     def _get_reduced_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[1:]
 
-    def _get_flag(self, key: int) -> Any:
+    def _get_valid_flag(self, storage_id: int) -> Any:
         # This rank's shards are valid if its row is.  They are updated at once, in place.
-        is_state_shard = any(key == id(shard.container.storage) for shard in self._shards.state_shards)
+        is_state_shard = any(storage_id == id(shard.container.storage) for shard in self._shards.state_shards)
         return self._is_row_valid if is_state_shard else self._is_valid
 
     def _trace_gradient(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
@@ -236,7 +236,7 @@ class TracedShardedExchange(TracedExchange):
         import jax.numpy as jnp
 
         evaluator, self._rows = self._reduce(function, operands)
-        matrix = operands[_find_operand(function, self._spec.storage)]
+        matrix = operands[_find_operand_position(function, self._spec.storage)]
         if self._shards.gathers_gradient:
             (matrix,), self._is_valid = self._ffi_collectives.trace_finish(
                 [jnp.concatenate(self._rows)], shapes=[matrix.shape]
@@ -247,7 +247,7 @@ class TracedShardedExchange(TracedExchange):
         """Trace the function; return its results, with the row's old value."""
         import jax.numpy as jnp
 
-        start = _find_operand(function, self._row_storage)
+        start = _find_operand_position(function, self._row_storage)
         stop, n_ranks = start + len(self._rows), self._spec.divisor
 
         def run(*arguments: Any) -> Sequence[Any]:
@@ -257,7 +257,7 @@ class TracedShardedExchange(TracedExchange):
             run,
             [*operands[:start], *self._rows, *operands[start + 1 :]],
             function.n_outputs,
-            _find(function.result_storages, self._row_storage),
+            _find_position(function.result_storages, self._row_storage),
             delayed_arguments=range(start, stop),
         )
         chunks = self._group_into_chunks(evaluator.parts, n_ranks * self._rows[0].dtype.itemsize)
@@ -274,14 +274,14 @@ class TracedShardedExchange(TracedExchange):
         return evaluator.finish(operands[start])
 
 
-def _find(storages: Sequence[list[Any]], wanted: list[Any]) -> int:
+def _find_position(storages: Sequence[list[Any]], wanted: list[Any]) -> int:
     """Return the position of a storage, compared by identity."""
     return next(i for i, storage in enumerate(storages) if storage is wanted)
 
 
-def _find_operand(function: JaxFunction, storage: list[Any]) -> int:
+def _find_operand_position(function: JaxFunction, storage: list[Any]) -> int:
     """Return the position of a storage's value among the operands of a function."""
-    return function.n_inputs + _find(function.storages, storage)
+    return function.n_inputs + _find_position(function.storages, storage)
 
 
 def _concatenate(arrays: Sequence[Any]) -> Any:

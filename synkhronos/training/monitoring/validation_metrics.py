@@ -99,7 +99,7 @@ class MetricTotals:
 
     def compute(self) -> dict[str, float]:
         """Return each metric's value over all batches, by name; NaN for a mean whose weights are all 0."""
-        values = iter(float(total.result()) for total in self._totals)
+        values = iter(float(total.get_result()) for total in self._totals)
         results = {}
         for name, metric in self._metrics.items():
             value = next(values)

@@ -368,7 +368,7 @@ def fail_in_first_command() -> None:
     """Fail in the first command."""
     before = fork_and_close_once()
     probes.PLANS["arguments"] = 0, "raise:ValueError"
-    session = ranks.fork(N, 0, False)
+    session = ranks.start_session(N, 0, False)
     report_event("outcome", **attempt(lambda: session.run(ReachOnUnpickling())))
     report_event("works", right="done", **attempt(lambda: session.run(ReachOnUnpickling())))
     del session
