@@ -273,7 +273,7 @@ def _load_shares(session: Session, load: Any, shares: Sequence[range]) -> tuple[
     key = session.memory.reserve_key()
     try:
         Replicator.from_session(session).send([(("load", key), load)], [])
-        session.rank.objects["load", key] = lambda: load  # called like the weak references to other objects
+        session.rank.add_object(("load", key), load)
         shape, dtype = session.run(_LoadRows(key, tuple(shares)))
     except BaseException:
         session.memory.release("segment", key)

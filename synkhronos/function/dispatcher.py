@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -164,7 +163,7 @@ class Dispatcher:
         session.add_replacement_callback(self, Dispatcher._handle_worker_replacement)
         self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
-        session.rank.objects[self.key] = weakref.ref(self.computation)
+        session.rank.add_object(self.key, self.computation, is_weak=True)
         self.computation.move_to_device()
         session.memory.release_when_deleted(self, "object", self.key)
 

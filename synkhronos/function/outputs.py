@@ -239,10 +239,12 @@ def _reduce_records(calls: Sequence[RankOutputs], records: np.ndarray) -> list[A
 
 def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
     """Reduce outputs of any shape.  All ranks gather the layouts; a communicator transfers large arrays."""
-    host = [None if op.name is None else np.asarray(v) for v, op in zip(outputs.values, outputs.spec.ops, strict=False)]
-    own: Any = (outputs.n_rows, [_pack_array(value) for value in host] if outputs.n_rows else [])
-    by_rank = rank.all_gather(own) if rank.size > 1 else [own]
-    contributors = [r for r, (n_rows, _) in enumerate(by_rank) if n_rows]
+    arrays = [
+        None if op.name is None else np.asarray(v) for v, op in zip(outputs.values, outputs.spec.ops, strict=False)
+    ]
+    own_entry: Any = (outputs.n_rows, [_pack_array(value) for value in arrays] if outputs.n_rows else [])
+    entries = rank.all_gather(own_entry) if rank.size > 1 else [own_entry]
+    contributors = [r for r, (n_rows, _) in enumerate(entries) if n_rows]
     if not contributors:
         return (outputs.values or outputs.compute_zero_rows()) if rank.is_master else None
     results: list[Any] = []
@@ -250,20 +252,20 @@ def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
         if op.name is None:
             results.append(outputs.values[i] if outputs.n_rows else None)
             continue
-        entries = {r: by_rank[r][1][i] for r in contributors}
-        layouts: dict[int, ArrayLayout] = {r: (shape, np.dtype(dtype)) for r, (shape, dtype, _) in entries.items()}
+        packed = {r: entries[r][1][i] for r in contributors}
+        layouts: dict[int, ArrayLayout] = {r: (shape, np.dtype(dtype)) for r, (shape, dtype, _) in packed.items()}
         _check_shapes(rank, i, op, layouts)
-        if all(content is not None for _, _, content in entries.values()):
+        if all(content is not None for _, _, content in packed.values()):
             if rank.is_master:
                 total = Accumulator(op)
                 for r in contributors:
-                    total.add(host[i] if r == rank.number else _unpack_array(*entries[r]), by_rank[r][0])
+                    total.add(arrays[i] if r == rank.number else _unpack_array(*packed[r]), entries[r][0])
                 results.append(total.get_result())
         elif op.name == "gather":
-            results.append(_gather_large_arrays(rank, host[i] if outputs.n_rows else None, layouts))
+            results.append(_gather_large_arrays(rank, arrays[i] if outputs.n_rows else None, layouts))
         else:
-            weights = {r: by_rank[r][0] for r in contributors}
-            results.append(_reduce_large_arrays(rank, op, host[i] if outputs.n_rows else None, layouts, weights))
+            weights = {r: entries[r][0] for r in contributors}
+            results.append(_reduce_large_arrays(rank, op, arrays[i] if outputs.n_rows else None, layouts, weights))
     return results if rank.is_master else None
 
 

@@ -47,17 +47,17 @@ class Theano(GraphLibrary):
 
     def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
         """Raise an error unless the value is a RandomState, or the state of the same number of MRG streams."""
-        current = self.borrow_value(shared)
-        if isinstance(current, np.random.RandomState):
+        current_state = self.borrow_value(shared)
+        if isinstance(current_state, np.random.RandomState):
             if not isinstance(generator, np.random.RandomState):
                 raise TypeError(f"expected a numpy.random.RandomState, got {generator!r}")
             return
-        given = as_numbers(generator, "the state")
-        if given.dtype.kind not in "iu":
-            raise TypeError(f"expected the state of MRG streams, integers, got an array of {given.dtype}")
-        if given.shape != current.shape:
-            raise ValueError(f"expected the state of MRG streams of shape {current.shape}, got {given.shape}")
-        check_cast(given, current.dtype, "the state")
+        new_state = as_numbers(generator, "the state")
+        if new_state.dtype.kind not in "iu":
+            raise TypeError(f"expected the state of MRG streams, integers, got an array of {new_state.dtype}")
+        if new_state.shape != current_state.shape:
+            raise ValueError(f"expected the state of MRG streams of shape {current_state.shape}, got {new_state.shape}")
+        check_cast(new_state, current_state.dtype, "the state")
 
     def copy_generator(self, shared: Any) -> Any:
         """Return a copy of a RandomState, or the states of MRG streams as an array."""

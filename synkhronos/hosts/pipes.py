@@ -81,31 +81,31 @@ class Pipe:
         self._rank, self._layout, self._pipe = rank, layout, pipe
         self._local_rank = rank.number - rank.local_ranks.start
         self._n_processed = layout.n_processed[pipe]
-        self._command_number = self._first_count = self._count = 0
+        self._command_number = self._command_start_count = self._frame_number = 0
 
     def _get_frame_number(self) -> int:
         """Return the number of the current frame; 0 at the start of a command."""
         if self._command_number != self._rank.command_number:
             self._command_number = self._rank.command_number
-            self._first_count = self._command_number << COUNT_BITS
-            self._count = 0
-        return self._count
+            self._command_start_count = self._command_number << COUNT_BITS
+            self._frame_number = 0
+        return self._frame_number
 
     def wait_for_free_frame(self) -> np.ndarray:
         """Wait until the current frame's memory is free, and return it as bytes."""
-        count = self._get_frame_number()
-        if count >= N_FRAMES:
-            self._wait_transferred(count - N_FRAMES + 1)
-        return self._view_frame_bytes(count)
+        frame_number = self._get_frame_number()
+        if frame_number >= N_FRAMES:
+            self._wait_transferred(frame_number - N_FRAMES + 1)
+        return self._view_frame_bytes(frame_number)
 
     def wait_for_received_frame(self) -> np.ndarray:
         """Wait until the current frame has been received, and return it as bytes."""
-        count = self._get_frame_number()
-        self._wait_transferred(count + 1)
-        return self._view_frame_bytes(count)
+        frame_number = self._get_frame_number()
+        self._wait_transferred(frame_number + 1)
+        return self._view_frame_bytes(frame_number)
 
     def _wait_transferred(self, n_frames: int) -> None:
-        transferred, pipe, target_count = self._layout.n_transferred, self._pipe, self._first_count + n_frames
+        transferred, pipe, target_count = self._layout.n_transferred, self._pipe, self._command_start_count + n_frames
         if transferred[pipe] < target_count:
             self._rank.wait(lambda: transferred[pipe] >= target_count)
 
@@ -115,17 +115,17 @@ class Pipe:
 
     def advance(self, nbytes: int = 0) -> None:
         """Mark the current frame as processed, and advance to the next; ``nbytes`` is the length of a frame to send."""
-        count = self._get_frame_number()
-        self._count = count + 1
+        frame_number = self._get_frame_number()
+        self._frame_number = frame_number + 1
         if nbytes:
             # All ranks of the host write the same number.
-            self._layout.frame_nbytes[self._pipe * N_FRAMES + count % N_FRAMES] = nbytes
-        self._n_processed[self._local_rank] = self._first_count + count + 1
+            self._layout.frame_nbytes[self._pipe * N_FRAMES + frame_number % N_FRAMES] = nbytes
+        self._n_processed[self._local_rank] = self._command_start_count + frame_number + 1
         self._rank.control.wake_local_ranks(AWAITS_BARRIER)
 
     def wait_all_processed(self, n_newer: int = 0) -> None:
         """Wait until all ranks of the host have processed this rank's frames, except the ``n_newer`` newest."""
-        processed, target_count = self._n_processed, self._first_count + self._get_frame_number() - n_newer
+        processed, target_count = self._n_processed, self._command_start_count + self._get_frame_number() - n_newer
         self._rank.wait(lambda: min(processed) >= target_count)
 
     def _view_frame_bytes(self, frame_number: int) -> np.ndarray:

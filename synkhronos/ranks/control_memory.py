@@ -238,7 +238,7 @@ class ControlMemory:
                 self.fence()
                 if is_ready():
                     return
-                is_woken = semaphore.wait(poll_seconds)
+                is_woken = semaphore.acquire_or_signal(poll_seconds)
                 if not is_woken or perf_counter() > next_check:  # signals wake, too, and may be frequent
                     check_peers()
                     next_check = perf_counter() + poll_seconds
@@ -308,6 +308,6 @@ class Semaphore:
         deadline.ns = int((until - seconds_part) * 1e9)
         return not _sem_wait(self._semaphore, _CLOCK, self._until)
 
-    def wait(self, timeout: float) -> bool:
-        """Wait until the semaphore can be decremented or a signal arrives; return False after ``timeout`` seconds."""
+    def acquire_or_signal(self, timeout: float) -> bool:
+        """Decrement the semaphore unless a signal arrives first; return False after ``timeout`` seconds."""
         return self.acquire(timeout) or ctypes.get_errno() != errno.ETIMEDOUT

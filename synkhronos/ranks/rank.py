@@ -97,7 +97,7 @@ class Rank:
     command_number : int
         Number of the command that this rank runs; it is unique in a session.
     objects : dict
-        References to this rank's copies of replicated objects, by key; see `get_object`.
+        References to this rank's copies of replicated objects, by key; see `add_object`.
     registry : Registry
         State of packages of higher layers.
     finish_callbacks : list of callable
@@ -127,13 +127,17 @@ class Rank:
         self._is_commit_enabled = True
         self.finish_callbacks: list[Callable[[], None]] = []
         self.pending_operations: list[PendingOperation] = []
-        self.attach(number, master_rank, control, check_peers, has_peer_died)
+        self.join_group(number, master_rank, control, check_peers, has_peer_died)
+
+    def add_object(self, key: Any, value: Any, is_weak: bool = False) -> None:
+        """Add this rank's copy of a replicated object; ``is_weak`` if the user's references alone keep it alive."""
+        self.objects[key] = weakref.ref(value) if is_weak else lambda: value
 
     def get_object(self, key: Any) -> Any:
         """Return this rank's copy of a replicated object: in the master, the object itself."""
         return self.objects[key]()
 
-    def attach(
+    def join_group(
         self,
         number: int,
         master_rank: int,
@@ -154,8 +158,8 @@ class Rank:
         self.registry.clear()
         self._pickles.clear()
 
-    def detach(self) -> None:
-        """Mark the command as failed and end all waits of this process for the other ranks, which have exited."""
+    def leave_group(self) -> None:
+        """Mark the command as failed, to end all waits of this process for the other ranks, which have exited."""
         self.control.mark_all_done()
         self.spans_hosts = False  # the agents have exited
         self.fail_command()

@@ -176,7 +176,7 @@ class Session(CommandRunner):
             self._group.shut_down(kill, should_kill)
             self._watch.stop()
             # A call of another thread, or one that a signal handler has interrupted, may be waiting for the workers.
-            self.rank.detach()
+            self.rank.leave_group()
             self._group.close()
             if not self.has_kept_memory:
                 self._free_memory()
@@ -261,7 +261,9 @@ class Session(CommandRunner):
         group = ProcessGroup(self.size - len(excluded_ranks), master_rank, link, spawn)
         for r in sorted(excluded_ranks, reverse=True):
             self._first_command = self._first_command and self._first_command.without_rank(r)
-        self.rank.attach(master_rank, master_rank, group.control, self._close_if_failed_or_late, group.has_peer_died)
+        self.rank.join_group(
+            master_rank, master_rank, group.control, self._close_if_failed_or_late, group.has_peer_died
+        )
         self.memory.connect_workers(group.channels, is_inherited=not spawn)
         self._set_group(group)
         self.has_forked_workers = not spawn

@@ -7,8 +7,8 @@ otherwise (see `user_code`)::
     master                                            worker
     Replicator.send(objects, variables)
       pickle  ------ in shared memory ------------->  ReceiveObjects.run
-      keys    ------------------------------------->  rank.objects[key] = lambda: object
-    rank.objects[key] = weakref(object)               rank.get_object(key)
+      keys    ------------------------------------->  rank.add_object(key, object)
+    rank.add_object(key, object, is_weak=True)        rank.get_object(key)
 
 The master holds weak references: a variable that the user has dropped is released on all ranks.
 """
@@ -123,7 +123,7 @@ class Replicator:
             code = self._send_objects(session, nodes, [*keyed, *objects], offsets)
         for key, shared in keyed:
             self._keys[shared] = key
-            session.rank.objects[key] = weakref.ref(shared)
+            session.rank.add_object(key, shared, is_weak=True)
             session.memory.release_when_deleted(shared, "object", key)
         return code
 
@@ -216,7 +216,7 @@ class ReceiveObjects(Command):
         unpickler.rank = rank
         _, values, offsets = unpickler.load()
         for key, value in values:
-            rank.objects[key] = lambda value=value: value  # called like the master's weak references
+            rank.add_object(key, value)
         for (_, shared), offset in zip(values, offsets, strict=False):
             if get_library(shared).is_generator(shared):
                 jump_shared_to_rank(shared, rank, offset)
@@ -276,4 +276,4 @@ class _Unpickler(pickle.Unpickler):
     rank: Rank
 
     def persistent_load(self, key: Any) -> Any:
-        return self.rank.objects[key]()
+        return self.rank.get_object(key)

@@ -48,14 +48,14 @@ def trace_functions(
     inputs = iter(arguments[:n_inputs])
     logs = arguments[n_arguments:]
     old_values = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
-    current = dict(old_values)
+    values = dict(old_values)
     outputs: list[Any] = []
     traced: TracedExchange | None = None
     if spec is not None and ffi_collectives is not None:
-        kind = TracedExchange if spec.shards is None else TracedShardedExchange
-        traced = kind(spec, ffi_collectives, logs[:1] if in_loop else ())
+        exchange_class = TracedExchange if spec.shards is None else TracedShardedExchange
+        traced = exchange_class(spec, ffi_collectives, logs[:1] if in_loop else ())
     for function in functions:
-        operands = [*islice(inputs, function.n_inputs), *[current[id(s)] for s in function.storages], *lengths]
+        operands = [*islice(inputs, function.n_inputs), *[values[id(s)] for s in function.storages], *lengths]
         try:
             results = run_in_place(function, operands) if traced is None else traced.trace_function(function, operands)
         except Exception:
@@ -65,13 +65,13 @@ def trace_functions(
         for storage, result in zip(
             function.result_storages[function.n_outputs :], results[function.n_outputs :], strict=True
         ):
-            current[id(storage)] = result
+            values[id(storage)] = result
     if traced is not None:
-        current = {key: traced.keep_old_if_invalid(key, value, old_values[key]) for key, value in current.items()}
+        values = {key: traced.keep_old_if_invalid(key, value, old_values[key]) for key, value in values.items()}
     # Logged outputs are not returned: each would be a new array at a new address.
     unlogged = [output for i, output in enumerate(outputs) if i not in logged_positions]
     new_logs = ScalarLog.trace_append(logs, [outputs[i] for i in logged_positions]) if logs else []
-    return (*unlogged, *(current[id(storage)] for storage in updated_storages), *new_logs)
+    return (*unlogged, *(values[id(storage)] for storage in updated_storages), *new_logs)
 
 
 def trace_loop(

@@ -107,7 +107,7 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
     with session.call_lock:
         session.wait_until_idle()
         try:
-            session.rank.objects[key] = lambda: program
+            session.rank.add_object(key, program)
             Replicator.from_session(session).send([(key, program)], [potential])
             draws, stats = session.run(RunSampler(key))
         finally:
@@ -129,7 +129,7 @@ class RunSampler(Command):
 
     def run(self, rank: Rank) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
         """Return draws and statistics."""
-        program: SamplerProgram = rank.objects[self.key]()
+        program: SamplerProgram = rank.get_object(self.key)
         names: list[str] = []
 
         def sample() -> list[np.ndarray]:

@@ -40,7 +40,7 @@ _real_advance = Pipe.advance
 def _advance_pipe(self: Pipe, nbytes: int = 0) -> None:
     global AT_CHUNK
     _real_advance(self, nbytes)
-    if AT_CHUNK is not None and self._count > 1:
+    if AT_CHUNK is not None and self._frame_number > 1:
         action, AT_CHUNK = AT_CHUNK, None
         action()
 
