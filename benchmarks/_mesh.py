@@ -1,7 +1,7 @@
 """JAX's side of `benchmarks.gpu_step` and `gpu_resnet`: a training step under ``jit`` over a mesh of devices.
 
 The batch is split over the mesh, and the parameters are replicated.  The MLP is written in JAX; the ResNet is in flax,
-and its batch normalisation uses each device's own images, as Synkhronos and PyTorch do.
+and its batch normalization uses each device's own images, as Synkhronos and PyTorch do.
 
 A script of its own, which uses the GPUs alone.  Its only argument is the settings as JSON; it prints the results as
 JSON.

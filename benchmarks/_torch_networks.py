@@ -1,6 +1,6 @@
 """PyTorch's side of `benchmarks.gpu_zoo`: the zoo's networks, layer by layer.
 
-torchvision's AlexNet is a later one, without groups and normalisation, and its GoogLeNet has batch normalisation.
+torchvision's AlexNet is a later one, without groups and normalization, and its GoogLeNet has batch normalization.
 Therefore these two are written out, and so is VGG16.
 """
 

@@ -1,10 +1,10 @@
-"""Batch normalisation as a Lasagne layer, which Lasagne 0.1 lacks.
+"""Batch normalization as a Lasagne layer, which Lasagne 0.1 lacks.
 
-In training, the layer normalises by the statistics of the batch; with ``deterministic=True``, by running averages of
+In training, the layer normalizes by the statistics of the batch; with ``deterministic=True``, by running averages of
 these. It does not update the averages by itself: ``get_output(network, average_updates=updates)`` adds their new values
 to the dict `updates`, an argument of the training function.
 
-On several ranks, each rank normalises by the statistics of its own rows, or with ``sync=True`` by those of all ranks'
+On several ranks, each rank normalizes by the statistics of its own rows, or with ``sync=True`` by those of all ranks'
 rows, as one process does. Pass the averages' updates to `make_train_function` or `make_trainer` as ``extra_updates``,
 which averages them over the ranks. In a function of your own, each rank has its own averages until
 ``synk.all_reduce(get_running_averages(network))``.
@@ -22,7 +22,7 @@ __all__ = ["BatchNormLayer", "get_running_averages"]
 
 
 class BatchNormLayer(lasagne.layers.Layer):
-    r"""Batch normalisation.
+    r"""Batch normalization.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class BatchNormLayer(lasagne.layers.Layer):
     nonlinearity : callable or None
         Applied at the end.
     sync : bool
-        Whether to normalise by the statistics of all ranks' rows: see `synkhronos.extensions.rank_mean`, whose
+        Whether to normalize by the statistics of all ranks' rows: see `synkhronos.extensions.rank_mean`, whose
         restrictions apply.
     **kwargs
         Arguments of the base class, such as ``name``.
@@ -107,7 +107,7 @@ class BatchNormLayer(lasagne.layers.Layer):
         average_updates: MutableMapping[Any, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the normalised input; `average_updates` gets the running averages' new values."""
+        """Return the normalized input; `average_updates` gets the running averages' new values."""
         beta = T.zeros_like(self.mean) if self.beta is None else self.beta
         gamma = T.ones_like(self.mean) if self.gamma is None else self.gamma
         if deterministic:
@@ -118,17 +118,17 @@ class BatchNormLayer(lasagne.layers.Layer):
         # One operation with its own gradient: it is bound by memory, and reads its input fewer times than the formula.
         axes = tuple(axis for axis in range(input.ndim) if axis != 1)
         if self.sync:
-            normalised, mean, variance = self._normalise_by_all_ranks(input, gamma, beta, axes)
+            normalized, mean, variance = self._normalize_by_all_ranks(input, gamma, beta, axes)
         else:
-            normalised, mean, invstd = T.nnet.bn.batch_normalization_train(input, gamma, beta, axes, self.epsilon)
+            normalized, mean, invstd = T.nnet.bn.batch_normalization_train(input, gamma, beta, axes, self.epsilon)
             variance = T.maximum(1 / T.sqr(invstd) - self.epsilon, 0)
         if average_updates is not None:
             average_updates[self.mean] = (1 - self.alpha) * self.mean + self.alpha * mean
             average_updates[self.variance] = (1 - self.alpha) * self.variance + self.alpha * variance
-        return self.nonlinearity(normalised)
+        return self.nonlinearity(normalized)
 
-    def _normalise_by_all_ranks(self, input: Any, gamma: Any, beta: Any, axes: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """Return the normalised input, and mean and variance of all ranks' rows, by one exchange."""
+    def _normalize_by_all_ranks(self, input: Any, gamma: Any, beta: Any, axes: tuple[int, ...]) -> tuple[Any, Any, Any]:
+        """Return the normalized input, and mean and variance of all ranks' rows, by one exchange."""
         n_channels = self.input_shape[1]
         # Relative to the running mean, which is equal on all ranks: the variance of large numbers would lose digits.
         distance = input - self._broadcast_channels(self.mean)
@@ -137,9 +137,9 @@ class BatchNormLayer(lasagne.layers.Layer):
         shift = moments[:n_channels]
         variance = T.maximum(moments[n_channels:] - T.sqr(shift), 0)
         scale = gamma / T.sqrt(variance + self.epsilon)
-        normalised = (distance - self._broadcast_channels(shift)) * self._broadcast_channels(scale)
-        normalised = normalised + self._broadcast_channels(beta)
-        return normalised, self.mean + shift, variance
+        normalized = (distance - self._broadcast_channels(shift)) * self._broadcast_channels(scale)
+        normalized = normalized + self._broadcast_channels(beta)
+        return normalized, self.mean + shift, variance
 
     def _broadcast_channels(self, vector: Any) -> Any:
         """Return a vector broadcast along all axes of the input but axis 1."""

@@ -23,7 +23,7 @@ __all__ = ["BLOCKS", "Network", "add_residual_layers", "build_network", "build_t
 BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 # Ratio of a block's output channels to the channels of its inner convolutions.
 EXPANSION = 4
-# Approximate mean and standard deviation of pixels, to standardise the network's input.
+# Approximate mean and standard deviation of pixels, to standardize the network's input.
 PIXEL_MEAN, PIXEL_SPREAD = 127.5, 64.0
 # Enough for Theano and 152 layers.
 RECURSION_LIMIT = 50_000
@@ -70,7 +70,7 @@ def build_network(
     sys.setrecursionlimit(max(sys.getrecursionlimit(), RECURSION_LIMIT))
     lasagne.random.set_rng(np.random.RandomState(seed))
     x, y = T.tensor4("images", dtype="uint8"), T.ivector("labels")
-    output = add_residual_layers(_layers.InputLayer((None, 3, size, size), _standardise(x)), blocks, width, n_classes)
+    output = add_residual_layers(_layers.InputLayer((None, 3, size, size), _standardize(x)), blocks, width, n_classes)
     loss, average_updates = build_training_loss(output, x, y, smoothing)
     penalty = lasagne.regularization.regularize_network_params(output, lasagne.regularization.l2)
     test_output = _layers.get_output(output, deterministic=True)
@@ -89,7 +89,7 @@ def build_network(
 
 def add_residual_layers(layer: Any, blocks: Sequence[int], width: int, n_classes: int) -> Any:
     """Append a residual network to a layer, and return its last layer; see `build_network` for the arguments."""
-    layer = _add_normalised_conv(layer, width, 7, stride=2, nonlinearity=_rectify)
+    layer = _add_normalized_conv(layer, width, 7, stride=2, nonlinearity=_rectify)
     layer = _layers.MaxPool2DLayer(layer, pool_size=3, stride=2, pad=1)
     for stage, n_blocks in enumerate(blocks):
         for block in range(n_blocks):
@@ -99,21 +99,21 @@ def add_residual_layers(layer: Any, blocks: Sequence[int], width: int, n_classes
 
 
 def build_training_loss(output: Any, x: Any, y: Any, smoothing: float = 0.0) -> tuple[Any, OrderedDict[Any, Any]]:
-    """Return the loss, normalised by the statistics of these rows alone, and the running averages' new values."""
+    """Return the loss, normalized by the statistics of these rows alone, and the running averages' new values."""
     average_updates: OrderedDict[Any, Any] = OrderedDict()
-    probabilities = _layers.get_output(output, _standardise(x), average_updates=average_updates)
+    probabilities = _layers.get_output(output, _standardize(x), average_updates=average_updates)
     loss = lasagne.objectives.categorical_crossentropy(probabilities, y).mean()
     if smoothing:
         loss = (1 - smoothing) * loss - smoothing * T.log(probabilities).mean()
     return loss, average_updates
 
 
-def _standardise(pixels: Any) -> Any:
-    """Standardise pixels on the device; bytes take a quarter of the bandwidth of floats."""
+def _standardize(pixels: Any) -> Any:
+    """Standardize pixels on the device; bytes take a quarter of the bandwidth of floats."""
     return (T.cast(pixels, theano.config.floatX) - PIXEL_MEAN) / PIXEL_SPREAD
 
 
-def _add_normalised_conv(
+def _add_normalized_conv(
     layer: Any, n_filters: int, filter_size: int, stride: int = 1, nonlinearity: Any = None
 ) -> Any:
     layer = ConvLayer(
@@ -134,10 +134,10 @@ def _add_bottleneck(layer: Any, width: int, stride: int) -> Any:
 
     The second has the stride, as in PyTorch's networks; in the paper the first has.
     """
-    inner = _add_normalised_conv(layer, width, 1, nonlinearity=_rectify)
-    inner = _add_normalised_conv(inner, width, 3, stride, nonlinearity=_rectify)
-    inner = _add_normalised_conv(inner, EXPANSION * width, 1)
+    inner = _add_normalized_conv(layer, width, 1, nonlinearity=_rectify)
+    inner = _add_normalized_conv(inner, width, 3, stride, nonlinearity=_rectify)
+    inner = _add_normalized_conv(inner, EXPANSION * width, 1)
     if stride != 1 or layer.output_shape[1] != EXPANSION * width:
         # A projection to the shape of the inner output.
-        layer = _add_normalised_conv(layer, EXPANSION * width, 1, stride)
+        layer = _add_normalized_conv(layer, EXPANSION * width, 1, stride)
     return _layers.ElemwiseMergeLayer([inner, layer], merge_function=lambda a, b: _rectify(a + b))

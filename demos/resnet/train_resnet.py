@@ -1,6 +1,6 @@
 """Train a residual network on images, data-parallel.
 
-Each rank computes the gradient for its own rows of a batch. Batch normalisation sees these rows alone; the running
+Each rank computes the gradient for its own rows of a batch. Batch normalization sees these rows alone; the running
 averages of all ranks are averaged in each step, with the gradients.
 """
 

@@ -51,8 +51,8 @@ class GoogLeNet(Classifier):
         """Return the last layer, and the two in the middle."""
         helpers = []
         net = _add_pool(ConvLayer(net, 64, 7, stride=2, pad=3))
-        net = ConvLayer(_add_normalisation(net), 64, 1)
-        net = _add_pool(_add_normalisation(ConvLayer(net, 192, 3, pad=1)))
+        net = ConvLayer(_add_normalization(net), 64, 1)
+        net = _add_pool(_add_normalization(ConvLayer(net, 192, 3, pad=1)))
         for number, filters in enumerate(MODULES):
             net = _add_pool(net) if filters is None else _add_inception_module(net, *filters)
             if number in HELPERS:
@@ -80,5 +80,5 @@ def _add_pool(net: Any) -> Any:
     return MaxPool2DLayer(net, 3, stride=2, ignore_border=False)
 
 
-def _add_normalisation(net: Any) -> Any:
+def _add_normalization(net: Any) -> Any:
     return LocalResponseNormalization2DLayer(net, alpha=2e-5, k=1)

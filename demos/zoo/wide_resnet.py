@@ -37,13 +37,13 @@ class WideResNet(Classifier):
         for stage in range(3):
             for block in range((self.depth - 4) // 6):
                 net = _add_block(net, 16 * 2**stage * self.widen, stride=2 if stage > 0 and block == 0 else 1)
-        return DenseLayer(MeanLayer(_add_normalisation(net)), self.classes, nonlinearity=softmax)
+        return DenseLayer(MeanLayer(_add_normalization(net)), self.classes, nonlinearity=softmax)
 
 
 def _add_block(net: Any, width: int, stride: int) -> Any:
     """Two convolutions, added to what came in; or to its projection, where shapes differ."""
-    before = _add_normalisation(net)
-    inner = _add_conv(_add_normalisation(_add_conv(before, width, 3, stride)), width, 3)
+    before = _add_normalization(net)
+    inner = _add_conv(_add_normalization(_add_conv(before, width, 3, stride)), width, 3)
     has_same_shape = net.output_shape[1] == width and stride == 1
     return ElemwiseSumLayer([inner, net if has_same_shape else _add_conv(before, width, 1, stride)])
 
@@ -53,5 +53,5 @@ def _add_conv(net: Any, width: int, size: int, stride: int = 1) -> Any:
     return ConvLayer(net, width, size, stride=stride, pad=size // 2, W=he, b=None, nonlinearity=None)
 
 
-def _add_normalisation(net: Any) -> Any:
+def _add_normalization(net: Any) -> Any:
     return BatchNormLayer(net, nonlinearity=T.nnet.relu)

@@ -203,8 +203,8 @@ class Device(ABC):
     def rewrap(self, value: Any, is_complete: bool = False) -> Any:
         """Return a new array object for the memory of an array that a communicator writes in place.
 
-        The old object must not be used afterwards.  ``is_complete`` says whether the memory has been written already,
-        as `Communicator.wait_briefly` returns.
+        The old object must not be used afterwards.  ``is_complete`` is the result of `Communicator.wait_briefly`: True
+        if the memory has been written already.
         """
         return value
 

@@ -1,4 +1,4 @@
-"""Means over the ranks within compiled functions, such as the statistics of batch normalisation.
+"""Means over the ranks within compiled functions, such as the statistics of batch normalization.
 
 A compiled function calls `average_over_ranks` where its graph has a `RankMeanOp` (`synkhronos.extensions.rank_mean`)::
 

@@ -457,7 +457,7 @@ def main(address: str) -> None:
     The master waits for the first host's agent on the abstract Unix socket ``address``.
     """
     ignore_job_signals()
-    os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # set where scripts must not initialise MPI
+    os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # set where scripts must not initialize MPI
     import mpi4py
 
     mpi4py.rc.finalize = False
@@ -501,7 +501,7 @@ def main(address: str) -> None:
 def _set_environment(config: dict[str, Any]) -> None:
     """Set the master's environment variables, ``sys.path`` and working directory for this process and its workers."""
     os.environ.update(config["environment"])
-    # A worker may import mpi4py, as Theano does.  It must neither join MPI in this agent's place nor initialise MPI.
+    # A worker may import mpi4py, as Theano does.  It must neither join MPI in this agent's place nor initialize MPI.
     os.environ["MPI4PY_RC_INITIALIZE"] = "0"
     for name in [name for name in os.environ if name.startswith(_MPI_VARIABLE_PREFIXES)]:
         del os.environ[name]

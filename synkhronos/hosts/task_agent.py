@@ -96,8 +96,8 @@ class TaskAgent:
         self._transfers.clear()
         if task is not None and task.key in self._segments:  # else its memory could not be mapped
             segment = self._segments[task.key]
-            if self._messenger.host > 0:  # on the first host the master initialises them
-                task.initialise_locks(segment)
+            if self._messenger.host > 0:  # on the first host the master initializes them
+                task.initialize_locks(segment)
             self._bridge = TaskBridge(task, segment, self._control.local_ranks)
 
     @property

@@ -1,4 +1,4 @@
-"""Ring of batches in shared memory, and the synchronisation of its producers and consumers.
+"""Ring of batches in shared memory, and the synchronization of its producers and consumers.
 
 A *unit* is a block of consecutive rows of an epoch's order, the rows that a consumer takes at once.  Numbers of units
 continue from one epoch into the next.  Unit u occupies slot ``u % slots``::

@@ -108,9 +108,9 @@ def _is_centered(variable: Any, axes: tuple[int, ...]) -> bool:
 
 
 def separate_statistics(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
-    """Wrap the JAX function of a node that sums values, or squares, to normalise by their mean and variance.
+    """Wrap the JAX function of a node that sums values, or squares, to normalize by their mean and variance.
 
-    XLA would compute normalisations by kernels that each have one output and compute the statistics again.  As separate
+    XLA would compute normalizations by kernels that each have one output and compute the statistics again.  As separate
     results, statistics are computed once for the forward and the backward pass.
     """
     import jax

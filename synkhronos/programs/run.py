@@ -85,7 +85,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         segment = session.memory.create_segment(memory.nbytes)
         memory = replace(memory, key=segment.key)
         try:
-            memory.initialise_locks(segment)
+            memory.initialize_locks(segment)
             results: list[Any] = session.run(RunProgram(memory, payload, tuple(functions), tuple(arrays)))
         finally:
             session.memory.release("segment", memory.key)

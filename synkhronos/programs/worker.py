@@ -1,6 +1,6 @@
 """A rank's view of a task, by which a program communicates with other ranks.
 
-All ranks together synchronise at barriers of the command (`RankTask.barrier`).  The members of a `Group` synchronise by
+All ranks together synchronize at barriers of the command (`RankTask.barrier`).  The members of a `Group` synchronize by
 messages between two ranks.
 
 A message is a pickled head, ``(content, type)``, and for some types a body in chunks:
@@ -290,7 +290,7 @@ class Worker:
 
 
 class Group:
-    """A subset of the ranks that synchronise and reduce among themselves; made by `Worker.group`.
+    """A subset of the ranks that synchronize and reduce among themselves; made by `Worker.group`.
 
     NCCL reduces arrays on GPUs.  It connects the members at the first use, which takes a second or two.  Other arrays
     are transferred through host memory.

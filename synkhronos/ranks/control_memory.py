@@ -1,4 +1,4 @@
-"""Counters and semaphores in shared memory, by which ranks synchronise.
+"""Counters and semaphores in shared memory, by which ranks synchronize.
 
 The master creates the memory before it forks.  The memory is anonymous and contains the semaphores, so no name outlives
 a crash.
@@ -72,8 +72,8 @@ class ControlMemory:
         Seconds for which to spin on a counter before sleeping.
     fd : int
         File descriptor of the memory, for processes that do not inherit it; negative to allocate anonymous memory.
-    is_initialised : bool
-        Whether another process has initialised the memory.
+    is_initialized : bool
+        Whether another process has initialized the memory.
     local_ranks : range, optional
         Ranks of this host; its agent (`synkhronos.hosts`) writes the counters of the others.  Default: all ranks.
 
@@ -110,7 +110,7 @@ class ControlMemory:
         size: int,
         spin_seconds: float,
         fd: int = -1,
-        is_initialised: bool = False,
+        is_initialized: bool = False,
         local_ranks: range | None = None,
         link_nbytes: int = 0,
     ):
@@ -136,9 +136,9 @@ class ControlMemory:
         self.scratch = memory[scratch : scratch + 2 * len(self.local_ranks) * SCRATCH_NBYTES]
         self.link_memory = memory[link : link + link_nbytes]
         *self._wake_semaphores, self.decision_lock = (
-            Semaphore(self._memory, semaphores + i * _SEMAPHORE_NBYTES, is_initialised) for i in range(size + 1)
+            Semaphore(self._memory, semaphores + i * _SEMAPHORE_NBYTES, is_initialized) for i in range(size + 1)
         )
-        if not is_initialised:
+        if not is_initialized:
             self.decision_lock.release()
         self._fence_lock = threading.Lock()
         # The slots of this host's ranks come first.
@@ -289,13 +289,13 @@ class Semaphore:
     It has no name: a name would stay behind if the process were killed before it is unlinked.
     """
 
-    def __init__(self, memory: Any, offset: int, is_initialised: bool):
+    def __init__(self, memory: Any, offset: int, is_initialized: bool):
         self._memory = (ctypes.c_char * _SEMAPHORE_NBYTES).from_buffer(memory, offset)  # this reference keeps it mapped
         self._semaphore = ctypes.c_void_p(ctypes.addressof(self._memory))
         self._deadline = _Timespec()
         self._until = ctypes.byref(self._deadline)
-        if not is_initialised and _libc.sem_init(self._semaphore, 1, 0):
-            raise OSError(ctypes.get_errno(), "a semaphore could not be initialised")
+        if not is_initialized and _libc.sem_init(self._semaphore, 1, 0):
+            raise OSError(ctypes.get_errno(), "a semaphore could not be initialized")
 
     def release(self) -> None:
         """Increment the semaphore, which wakes one waiting process."""

@@ -1,6 +1,6 @@
 """A rank's view of the other ranks.
 
-Ranks synchronise at barriers, which have numbers: each rank counts the barriers of a command, and passes a barrier once
+Ranks synchronize at barriers, which have numbers: each rank counts the barriers of a command, and passes a barrier once
 every counter has reached its number.  Small values are exchanged at a barrier through shared memory, which has one slot
 per rank.
 """

@@ -1,6 +1,6 @@
 """Tasks: commands during which each rank proceeds at its own pace.
 
-The ranks of a task synchronise only where the user's program asks for it::
+The ranks of a task synchronize only where the user's program asks for it::
 
     begin ─── the program's own work ─── wait ─── ... ─── end
                       │                    │               │
@@ -63,7 +63,7 @@ def find_byte_range(rows: Any) -> ByteRange:
 
 
 class RankTask:
-    """Synchronisation of one rank with the others within a task; ``wait_seconds`` counts the seconds of its waits."""
+    """Synchronization of one rank with the others within a task; ``wait_seconds`` counts the seconds of its waits."""
 
     def __init__(self, rank: Rank, memory: TaskMemory):
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Layout of the shared memory through which the ranks of a task synchronise (see `synkhronos.ranks.rank_task`)."""
+"""Layout of the shared memory through which the ranks of a task synchronize (see `synkhronos.ranks.rank_task`)."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class TaskMemory:
         """Return a rank on the host of a lock: lock 1 + r belongs to rank r's host, other locks to the first host."""
         return lock - 1 if 1 <= lock <= self.size else 0
 
-    def initialise_locks(self, segment: Segment) -> None:
-        """Initialise the locks as free.  Called once on each host, before its ranks use the memory."""
+    def initialize_locks(self, segment: Segment) -> None:
+        """Initialize the locks as free.  Called once on each host, before its ranks use the memory."""
         for lock in range(self.n_locks):
-            Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, is_initialised=False).release()
+            Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, is_initialized=False).release()
 
     def view_words(self, segment: Segment) -> list[memoryview]:
         """Return one view for each kind of word, in the order of `_word_counts`."""
@@ -94,7 +94,7 @@ class TaskMemory:
 
     def get_semaphore(self, segment: Segment, lock: int) -> Semaphore:
         """Return the semaphore of a lock."""
-        return Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, is_initialised=True)
+        return Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, is_initialized=True)
 
     def view_description(self, segment: Segment, rank: int) -> memoryview:
         """Return the memory of the description of a rank's wait."""

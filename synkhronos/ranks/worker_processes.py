@@ -55,7 +55,7 @@ class WorkerProcesses:
         with worker_end, warnings.catch_warnings():
             # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
             # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
-            # handlers, and refuses to use a JAX that was initialised before.
+            # handlers, and refuses to use a JAX that was initialized before.
             warnings.simplefilter("ignore")
             if self._control_file is not None:
                 pid = worker_main.spawn_worker(self._control, self._control_file, worker_end, *arguments)

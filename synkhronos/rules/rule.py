@@ -32,7 +32,7 @@ class Rule:
         steps until the next exchange.  The default is the class attribute.
     exclude : callable, optional
         Takes a parameter, a shared variable, and returns True if ranks do not exchange it.  For example, each rank may
-        have its own parameters of batch normalisation.
+        have its own parameters of batch normalization.
     precision : {None, "float32", "float16", "bfloat16"}
         Dtype in which ranks exchange; None: the dtype of the parameters.  With 16 bits, ranks exchange the changes of
         the parameters since the last exchange, because parameters rounded to 16 bits would lose small changes.
@@ -93,7 +93,7 @@ class Rule:
         return {}
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Initialise ``state.own`` and shared memory before the first step; all ranks have equal parameters then."""
+        """Initialize ``state.own`` and shared memory before the first step; all ranks have equal parameters then."""
         if self.precision not in (None, "float32"):
             state.own["anchor"] = state.vector
 

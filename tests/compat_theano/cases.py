@@ -246,7 +246,7 @@ def make_pool_cases():
     yield Case(name, pool_same_size, make_distinct(name, (1, 2, 4, 6)), has_gradients=False)
 
 
-# -- normalisation ---------------------------------------------------------------------------------------------------
+# -- normalization ---------------------------------------------------------------------------------------------------
 
 
 def make_batch_norm_cases():

@@ -160,8 +160,8 @@ def test_conv_type_has_known_lengths():
     )
     assert Pool((2, 2), (2, 2), (0, 0), "max", False)(x).type.shape == (None, 3, 4, None)
     scale = pt.tensor("scale", dtype="float32", shape=(1, None, 1, 1))
-    normalised = BatchNormTrain((0, 2, 3), 1e-4)(x, scale, scale)
-    assert [v.type.shape for v in normalised] == [(None, 3, 8, None), (1, 3, 1, 1), (1, 3, 1, 1)]
+    normalized = BatchNormTrain((0, 2, 3), 1e-4)(x, scale, scale)
+    assert [v.type.shape for v in normalized] == [(None, 3, 8, None), (1, 3, 1, 1), (1, 3, 1, 1)]
 
 
 def test_fold_is_the_transpose_of_unfold():
@@ -226,7 +226,7 @@ def test_gradient_of_a_maximum_on_a_gpu(settings, monkeypatch):
     )
 
 
-# -- batch normalisation ---------------------------------------------------------------------------------------------
+# -- batch normalization ---------------------------------------------------------------------------------------------
 
 AXES = [(0,), (0, 2, 3), (1, 3)]
 SHAPE = (5, 2, 2, 3)
@@ -240,8 +240,8 @@ def make_batch(axes, dtype="float64"):
     return [a.astype(dtype) for a in (draw_normal(*SHAPE), draw_normal(*shape), draw_normal(*shape))]
 
 
-def normalise_in_numpy(x, scale, shift, axes):
-    """Return the normalised array, its mean and its inverse standard deviation, as Theano's Op does."""
+def normalize_in_numpy(x, scale, shift, axes):
+    """Return the normalized array, its mean and its inverse standard deviation, as Theano's Op does."""
     mean, invstd = x.mean(axes, keepdims=True), 1 / np.sqrt(x.var(axes, keepdims=True) + EPSILON)
     return [(x - mean) * invstd * scale + shift, mean, invstd]
 
@@ -267,7 +267,7 @@ def build_batch_norm_graph(axes, dtype):
 def test_batch_normalization_values_and_gradients(axes):
     op, values = BatchNormTrain(axes, EPSILON), make_batch(axes)
     for output, expected in zip(
-        compute_in_mode("FAST_COMPILE", [], op(*values)), normalise_in_numpy(*values, axes), strict=True
+        compute_in_mode("FAST_COMPILE", [], op(*values)), normalize_in_numpy(*values, axes), strict=True
     ):
         np.testing.assert_allclose(output, expected, atol=1e-12)
     verify_gradient(lambda *v: op(*v)[0], *values)
@@ -280,7 +280,7 @@ def test_batch_normalization_values_and_gradients(axes):
 @pytest.mark.parametrize("axes", AXES)
 def test_batch_normalization_second_derivatives(axes):
     (x, scale, shift), dy = make_batch(axes), draw_normal(*SHAPE)
-    _, mean, invstd = normalise_in_numpy(x, scale, shift, axes)
+    _, mean, invstd = normalize_in_numpy(x, scale, shift, axes)
     for position in range(3):
         verify_gradient(lambda *v, p=position: BatchNormTrainGrad(axes)(*v)[p], x, dy, scale, mean, invstd)
     verify_closely(lambda *v: sum_nonlinearly([g**2 for g in BatchNormTrainGrad(axes)(*v)]), x, dy, scale, mean, invstd)
@@ -332,8 +332,8 @@ def test_batch_normalization_far_from_zero(mode):
             draw_normal(64, 2, 8, 8).astype("float32"),
         )
         y, mean, invstd, gradient = f(x, output_gradient)
-        xhat, exact, factor = normalise_in_numpy(x.astype("float64"), 1, 0, (0, 2, 3))
-        # The mean is a multiple of 2**-10 there, and XLA normalises with this mean.
+        xhat, exact, factor = normalize_in_numpy(x.astype("float64"), 1, 0, (0, 2, 3))
+        # The mean is a multiple of 2**-10 there, and XLA normalizes with this mean.
         np.testing.assert_allclose(y, xhat, rtol=0, atol=1e-3)
         np.testing.assert_allclose(mean, exact, rtol=0, atol=1e-3)
         np.testing.assert_allclose(invstd, factor, rtol=1e-5)
@@ -348,7 +348,7 @@ def test_half_precision_is_summed_in_single(mode):
     y, mean, invstd = BatchNormTrain((0, 2), EPSILON)(v, ones, 0 * ones)
     outputs = [y, mean, invstd, pytensor.grad((y**2).sum(), v)]
     *values, gradient = compute_in_mode(mode, [v], outputs, x)
-    for value, expected in zip(values, normalise_in_numpy(x.astype("float64"), 1, 0, (0, 2)), strict=True):
+    for value, expected in zip(values, normalize_in_numpy(x.astype("float64"), 1, 0, (0, 2)), strict=True):
         assert np.asarray(value).dtype == "float16"
         np.testing.assert_allclose(value, expected, rtol=2e-3, atol=2e-3)
     assert np.asarray(gradient).dtype == "float16"
@@ -363,7 +363,7 @@ def test_batch_normalization_of_mixed_dtypes(mode):
     outputs = [y, mean, invstd, *first, *pytensor.grad((first[0] ** 2).sum(), kinds)]
     assert [v.dtype for v in outputs[:5]] == ["float64", "float32", "float32", "float32", "float64"]
     values = compute_in_mode(mode, kinds, outputs, x.astype("float32"), scale)
-    for value, expected in zip(values, normalise_in_numpy(x, scale, shift, (0,)), strict=False):
+    for value, expected in zip(values, normalize_in_numpy(x, scale, shift, (0,)), strict=False):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
     # Whole numbers become floating-point ones.
     y, mean, _ = BatchNormTrain((0,), EPSILON)(pt.imatrix(), np.ones((1, 2), "int8"), np.ones((1, 2), "float32"))
@@ -378,7 +378,7 @@ def test_batch_norm_with_one_scale_for_all_channels(mode):
     value, gradient = compute_in_mode(
         mode, [v, scale], [y, pytensor.grad((y**2).sum(), scale)], x, np.full((1, 1), 2.0)
     )
-    expected = normalise_in_numpy(x, 2, 0, (0,))[0]
+    expected = normalize_in_numpy(x, 2, 0, (0,))[0]
     np.testing.assert_allclose(value, expected)
     np.testing.assert_allclose(gradient, [[(expected**2).sum()]])
 
@@ -410,8 +410,8 @@ def test_gradient_of_a_rectified_normalization_reads_its_input_only(dtype):
         np.testing.assert_allclose(actual, wanted, rtol=tolerance, atol=tolerance)
     # NumPy's method, which no mode calls.
     variables = [v.type() for v in node.inputs]
-    normalised = normalise_in_numpy(*values, axes)
-    arguments = values[0], weights, values[1], *(v.astype(dtype) for v in normalised[1:]), values[2]
+    normalized = normalize_in_numpy(*values, axes)
+    arguments = values[0], weights, values[1], *(v.astype(dtype) for v in normalized[1:]), values[2]
     outputs = node.op(*variables)
     for actual, wanted in zip(compute_in_mode("FAST_COMPILE", variables, outputs, *arguments), expected, strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=tolerance, atol=tolerance)
@@ -422,8 +422,8 @@ def test_other_masked_gradients_of_normalizations_keep_their_mask():
     y = BatchNormTrain((0,), EPSILON)(*inputs)[0]
     weights, values = draw_normal(5, 3), [draw_normal(5, 3), draw_normal(1, 3), draw_normal(1, 3)]
     others = [
-        rectifier(y) + 2 * y,  # the gradient of the normalisation is a sum
-        rectifier(2 * y),  # the rectifier's operand is not the normalised array
+        rectifier(y) + 2 * y,  # the gradient of the normalization is a sum
+        rectifier(2 * y),  # the rectifier's operand is not the normalized array
         pt.switch(pt.le(rectifier(y), 0.5), 0.0, y),
         pt.switch(pt.le(rectifier(y), 0.0), 0.5 * y, y),
     ]
@@ -443,7 +443,7 @@ def test_statistics_do_not_depend_on_the_scale():
         pytensor.grad((mean + invstd).sum(), scale)
 
 
-def test_lengths_are_known_without_normalising():
+def test_lengths_are_known_without_normalizing():
     x, scale, shift = pt.dmatrix(), pt.TensorType("float64", (1, None))(), pt.TensorType("float64", (1, None))()
     outputs = BatchNormTrain((0,), EPSILON)(x, scale, shift)
     lengths = [*outputs, *pytensor.grad((outputs[0] ** 2).sum(), [x, scale, shift])]

@@ -214,7 +214,7 @@ def test_bfloat16_batch_normalization_rounds_its_output():
     assert len(convolutions) == 6  # two forward, and the gradients of the images and the filters of each
     factors = {find_origin(name) for line in convolutions for name in re.findall(r"%\w+", line)}
     added = [name for name in factors if definitions.get(name, "").startswith("stablehlo.add")]
-    assert len(added) == 2  # the normalised values and their gradient, each for two convolutions
+    assert len(added) == 2  # the normalized values and their gradient, each for two convolutions
     for name in added:
         (user,) = [line for line in definitions.values() if re.search(rf"{name}\b", line)]
         assert user.startswith("stablehlo.convert") and user.endswith("xbf16>")

@@ -511,7 +511,7 @@ def test_dropped_data_leave_no_files_or_mappings():
     read_by_ranks(d)
     before = count_files_and_mappings()
     assert len(before) == 2
-    assert before[0][1] >= 1, "the mappings of shared memory are not recognised"
+    assert before[0][1] >= 1, "the mappings of shared memory are not recognized"
     for i in range(300):
         passing = synk.data(np.full(50, float(i)))
         if i % 10 == 0:

@@ -128,9 +128,9 @@ def test_predictions_have_pymcs_distribution_and_layout(fork, model, drawn):
     rate = np.exp(posterior["mu"].values[..., 0])
     z = (group["z"].values.mean(-1) - rate) / np.sqrt(rate / 50)
     y = (group["y"].values - posterior["mu"].values) / posterior["s"].values[..., None]
-    for standardised in (z, y):
-        assert abs(standardised.mean()) < 5 / np.sqrt(standardised.size)
-        assert abs(standardised.std() - 1) < 5 / np.sqrt(2 * standardised.size)
+    for standardized in (z, y):
+        assert abs(standardized.mean()) < 5 / np.sqrt(standardized.size)
+        assert abs(standardized.std() - 1) < 5 / np.sqrt(2 * standardized.size)
     assert np.unique(y).size == y.size  # no two blocks have the same seed
 
 

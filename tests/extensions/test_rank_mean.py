@@ -1,4 +1,4 @@
-"""`rank_mean`: batch normalisation over the rows of all ranks equals that of one process with all rows."""
+"""`rank_mean`: batch normalization over the rows of all ranks equals that of one process with all rows."""
 
 import numpy as np
 import pytest
@@ -25,18 +25,18 @@ WEIGHTS = rng.normal(size=(3, 4)), rng.normal(size=4)
 
 
 class Network:
-    """Two layers with batch normalisation after the first, and another batch normalisation in parallel."""
+    """Two layers with batch normalization after the first, and another batch normalization in parallel."""
 
     def __init__(self):
         self.x, self.y = T.dmatrix("x"), T.dvector("y")
         self.w, self.v = (library.shared(value, name) for value, name in zip(WEIGHTS, "wv", strict=True))
         self.mean = library.shared(np.zeros(4), "mean")
-        hidden, mean = self.normalise(T.dot(self.x, self.w), 4)
-        beside, _ = self.normalise(self.x, 3)
+        hidden, mean = self.normalize(T.dot(self.x, self.w), 4)
+        beside, _ = self.normalize(self.x, 3)
         self.loss = T.sqr(T.dot(T.tanh(hidden), self.v) + beside.sum(axis=1) - self.y).mean()
         self.averages = {self.mean: 0.5 * self.mean + 0.5 * mean}
 
-    def normalise(self, value, size):
+    def normalize(self, value, size):
         moments = rank_mean(T.concatenate([value.mean(axis=0), T.sqr(value).mean(axis=0)]), value.shape[0])
         mean, variance = moments[:size], moments[size:] - T.sqr(moments[:size])
         return (value - mean) / T.sqrt(variance + 0.1), mean

@@ -1,4 +1,4 @@
-"""The batch normalisation layer, against NumPy."""
+"""The batch normalization layer, against NumPy."""
 
 from collections import OrderedDict
 
@@ -40,7 +40,7 @@ def compute_statistics(array):
     return array.mean(axis=axes), array.var(axis=axes)
 
 
-def normalise_array(array, mean, variance, beta=BETA, gamma=GAMMA):
+def normalize_array(array, mean, variance, beta=BETA, gamma=GAMMA):
     mean, variance, beta, gamma = (reshape_per_channel(v, array) for v in (mean, variance, beta, gamma))
     return gamma * (array - mean) / np.sqrt(variance + EPSILON) + beta
 
@@ -54,7 +54,7 @@ def array(request):
 def test_training_uses_the_statistics_of_the_batch(array):
     x = make_variable(array)
     f = theano.function([x], make_layer(array).get_output_for(x))
-    np.testing.assert_allclose(f(array), normalise_array(array, *compute_statistics(array)), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(f(array), normalize_array(array, *compute_statistics(array)), rtol=1e-9, atol=1e-9)
 
 
 def test_batch_norm_without_scale_and_shift_standardizes(array):
@@ -81,7 +81,7 @@ def test_batch_norm_of_one_channel_trains(shape):
     outputs = [layer.get_output_for(x), bare.get_output_for(x)]
     gradients = theano.grad((outputs[0] ** 3 + outputs[1] ** 3).sum(), [layer.beta, layer.gamma])
     *values, dbeta, dgamma = theano.function([x], [*outputs, *gradients])(array)
-    expected = normalise_array(array, *compute_statistics(array), beta=np.zeros(1), gamma=np.ones(1))
+    expected = normalize_array(array, *compute_statistics(array), beta=np.zeros(1), gamma=np.ones(1))
     for value in values:
         np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(dbeta, [3 * (expected**2).sum()], rtol=1e-6)
@@ -118,7 +118,7 @@ def test_deterministic_mode_uses_the_running_averages_row_by_row(array):
     layer.mean.set_value(mean)
     layer.variance.set_value(variance)
     f = theano.function([x], layer.get_output_for(x, deterministic=True))
-    np.testing.assert_allclose(f(array), normalise_array(array, mean, variance), rtol=1e-9)
+    np.testing.assert_allclose(f(array), normalize_array(array, mean, variance), rtol=1e-9)
     np.testing.assert_allclose(f(array[1:2]), f(array)[1:2], rtol=1e-12)
 
 
@@ -130,7 +130,7 @@ def test_batch_norm_gradient_through_the_statistics(array):
     f = theano.function([x], theano.grad(loss, [x, beta, gamma]))
 
     def compute_loss(array, beta=BETA, gamma=GAMMA):
-        return (weights * normalise_array(array, *compute_statistics(array), beta, gamma) ** 2).sum()
+        return (weights * normalize_array(array, *compute_statistics(array), beta, gamma) ** 2).sum()
 
     def differentiate_numerically(position, values):
         gradient = np.zeros_like(values[position])
@@ -159,11 +159,11 @@ def test_batch_norm_applies_nonlinearity_last(array):
     layer = make_layer(array, nonlinearity=lasagne.nonlinearities.rectify)
     f = theano.function([x], layer.get_output_for(x))
     np.testing.assert_allclose(
-        f(array), np.maximum(normalise_array(array, *compute_statistics(array)), 0), rtol=1e-9, atol=1e-9
+        f(array), np.maximum(normalize_array(array, *compute_statistics(array)), 0), rtol=1e-9, atol=1e-9
     )
 
 
-def test_averages_are_neither_trained_nor_penalised():
+def test_averages_are_neither_trained_nor_penalized():
     below = lasagne.layers.InputLayer((None, 3))
     network = BatchNormLayer(BatchNormLayer(below, name="first"), name="second")
     trained = lasagne.layers.get_all_params(network, trainable=True)
@@ -193,8 +193,8 @@ def test_running_averages_are_local_until_averaged(fork):
     updates = OrderedDict()
     f = synk.function([x], (layer.get_output_for(x, average_updates=updates), "gather"), updates=updates)
     halves = array[:3], array[3:]
-    normalised_halves = [normalise_array(half, *compute_statistics(half)) for half in halves]
-    np.testing.assert_allclose(f(array), np.concatenate(normalised_halves), rtol=1e-9, atol=1e-9)
+    normalized_halves = [normalize_array(half, *compute_statistics(half)) for half in halves]
+    np.testing.assert_allclose(f(array), np.concatenate(normalized_halves), rtol=1e-9, atol=1e-9)
 
     averages = get_running_averages(layer)
     expected = [[0.25 * compute_statistics(half)[0], 0.75 + 0.25 * compute_statistics(half)[1]] for half in halves]
@@ -205,7 +205,7 @@ def test_running_averages_are_local_until_averaged(fork):
         np.testing.assert_allclose(synk.get_value(rank, averages), np.mean(expected, axis=0), rtol=1e-9)
 
 
-def test_sync_normalises_by_the_rows_of_all_ranks_as_one_process_does(array, fork):
+def test_sync_normalizes_by_the_rows_of_all_ranks_as_one_process_does(array, fork):
     x, updates, values = make_variable(array), OrderedDict(), []
     layer, alone = make_layer(array, sync=True, alpha=0.25), make_layer(array, alpha=0.25)
     target = np.cos(np.arange(array[0].size)).reshape(array[0].shape)

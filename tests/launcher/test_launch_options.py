@@ -112,9 +112,9 @@ needs_lasagne = pytest.mark.skipif(find_spec("lasagne") is None, reason="a class
 
 @needs_lasagne
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=["parameters", "gradients"])
-def test_batch_normalisation_over_all_ranks_equals_one_process(tmp_path, options):
+def test_batch_normalization_over_all_ranks_equals_one_process(tmp_path, options):
     for ranks in (1, 3):
-        train(tmp_path / str(ranks), "Normalised", ranks, options=options, module="normalised")
+        train(tmp_path / str(ranks), "Normalized", ranks, options=options, module="normalized")
     values, expected = (load_params(tmp_path / str(ranks)) for ranks in (3, 1))
     assert len(values) == 7  # three arrays of weights, shift and scale, two averages
     for value, expected_value in zip(values, expected, strict=True):
@@ -124,10 +124,10 @@ def test_batch_normalisation_over_all_ranks_equals_one_process(tmp_path, options
 
 
 @needs_lasagne
-def test_batch_normalisation_over_all_ranks_needs_equal_steps_of_whole_batches(tmp_path):
-    done = train(tmp_path / "rule", "Normalised", 2, module="normalised", rule="EASGD", status=1)
+def test_batch_normalization_over_all_ranks_needs_equal_steps_of_whole_batches(tmp_path):
+    done = train(tmp_path / "rule", "Normalized", 2, module="normalized", rule="EASGD", status=1)
     assert "sync=True: ranks call this function at their own pace" in done.stderr
-    done = train(tmp_path / "slices", "Normalised", 2, module="normalised", options={"num_slices": 2}, status=1)
+    done = train(tmp_path / "slices", "Normalized", 2, module="normalized", options={"num_slices": 2}, status=1)
     assert "num_slices: expected 1, got 2: the loss has means over all ranks' rows" in done.stderr
 
 

@@ -134,7 +134,7 @@ def test_other_sums_are_left_alone(build_terms):
 
 
 def build_norm_gradients(x, gain):
-    """Return the gradients of a residual network of two normalised layers."""
+    """Return the gradients of a residual network of two normalized layers."""
     state = x
     for _ in range(2):
         centered = state - state.mean(axis=-1, keepdims=True)
@@ -143,7 +143,7 @@ def build_norm_gradients(x, gain):
 
 
 @pytest.mark.parametrize("width", [4, None])
-def test_gradients_of_normalised_layers_are_rewritten_in_jax_mode(width):
+def test_gradients_of_normalized_layers_are_rewritten_in_jax_mode(width):
     x, gain = pt.tensor("x", dtype="float64", shape=(None, width)), pt.dvector("gain")
     gradients = build_norm_gradients(x, gain)
     plain, rewritten = (pytensor.function([x, gain], gradients, mode=mode) for mode in (PLAIN, REWRITTEN))
@@ -179,7 +179,7 @@ def build_norm(x):
         (lambda x: (x**2).sum(axis=1), 0),
     ],
 )
-def test_statistics_of_normalised_rows_are_separate_results(build_output, n_separate):
+def test_statistics_of_normalized_rows_are_separate_results(build_output, n_separate):
     import jax
 
     from synkhronos.devices import JAX

@@ -218,7 +218,7 @@ def test_lock_release_notifies_a_remote_waiter(n_ranks):
     memory = TaskMemory(0, n_ranks, n_ranks + 1)
     segment = session.memory.create_segment(memory.nbytes)
     memory = replace(memory, key=segment.key)
-    memory.initialise_locks(segment)
+    memory.initialize_locks(segment)
     task, bridge = RankTask(session.rank, memory), TaskBridge(memory, segment, range(n_ranks))
     with task.get_lock(0):
         bridge.set_agent_waiting(0, True)

@@ -3,7 +3,7 @@
 import messages
 import numpy as np
 import pytest
-from messages import check_golden, normalise, raises, read_golden, write_golden
+from messages import check_golden, normalize, raises, read_golden, write_golden
 from paths import ROOT
 
 from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp, list_collective_ops, list_ops
@@ -61,11 +61,11 @@ def test_raises_adds_messages_only_when_asked(golden, monkeypatch):
         check_golden(golden, "tests/other.py", "TypeError: another")
 
 
-def test_normalise_replaces_volatile_parts(tmp_path):
+def test_normalize_replaces_volatile_parts(tmp_path):
     error = RuntimeError(f"rank 1 (process 4711), <f at 0x7f00>, {tmp_path / 'a.npy'}, {ROOT}/b, synk_function_12")
     error.add_note("a note")
     assert (
-        normalise(error) == "RuntimeError: rank 1 (process N), <f at 0xN>, TMP/a.npy, ROOT/b, synk_function_N\\na note"
+        normalize(error) == "RuntimeError: rank 1 (process N), <f at 0xN>, TMP/a.npy, ROOT/b, synk_function_N\\na note"
     )
 
 
@@ -81,12 +81,12 @@ def test_new_reduction_changes_no_message(monkeypatch, unsupported_kinds):
         ]
 
     old = collect_messages()
-    normalised = [normalise(ValueError(message)) for message in old]
-    assert normalised[0] == "ValueError: expected an op (OPS, or None)"
-    assert normalise(ValueError("choose 'sum' or 'max'")) == "ValueError: choose 'sum' or 'max'"
+    normalized = [normalize(ValueError(message)) for message in old]
+    assert normalized[0] == "ValueError: expected an op (OPS, or None)"
+    assert normalize(ValueError("choose 'sum' or 'max'")) == "ValueError: choose 'sum' or 'max'"
     monkeypatch.setitem(REDUCE_OPS, "new", ReduceOp(np.hypot, unsupported_kinds=unsupported_kinds))
     assert collect_messages() != old
-    assert [normalise(ValueError(message)) for message in collect_messages()] == normalised
+    assert [normalize(ValueError(message)) for message in collect_messages()] == normalized
 
 
 def test_messages_sections_name_test_files():

@@ -40,9 +40,12 @@ BARE = frozenset(
 BARE_VARIABLES = frozenset(("one", "every"))
 #: First words of names that need a verb or a noun before them; a variable may be `by_rank` or `in_place`.
 PREPOSITION, PREPOSITION_OF_VARIABLE = re.compile("_?(?:at|by|for|in|of)_"), re.compile("_?of_")
-#: Phrases that have a plainer form: "as in `X`", "one for each rank", "in place of", "the class's".
+#: Phrases that have a plainer form: "as in `X`", "one for each rank", "in place of", "the class's", "with ``is_x``"; and
+#: British spellings of words that NumPy and PyTorch spell with a z.
 CLUMSY = re.compile(
-    r"\b[Aa]s of `|\bone a rank\b|\bin the place of\b|(?<!')\b(?:class|process|loss|JAX|Linux)' ", re.ASCII
+    r"\b[Aa]s of `|\bone a rank\b|\bin the place of\b|(?<!')\b(?:class|process|loss|JAX|Linux)' |\bsays? whether\b"
+    r"|\b(?:un)?(?:initiali|synchroni|normali|optimi|summari|recogni|standardi)s(?:e|ing|ation)",
+    re.ASCII,
 )
 SHORTEST = 3
 #: The section of a docstring that lists parameters, which start in its first column.

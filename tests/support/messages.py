@@ -40,7 +40,7 @@ VOLATILE = {
 }
 
 
-def normalise(error):
+def normalize(error):
     """Return an exception's type and message in one line, without parts that differ from run to run."""
     text = "\n".join([str(error), *getattr(error, "__notes__", [])])
     for pattern, replacement in VOLATILE.items():
@@ -120,7 +120,7 @@ def raises(error, *names):
     """
     with pytest.raises(error) as caught:
         yield caught
-    message = normalise(caught.value)
+    message = normalize(caught.value)
     for name in filter(None, names):
         assert re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message), f"{name!r} is not in: {message}"
     # Messages of other devices differ.

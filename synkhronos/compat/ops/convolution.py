@@ -325,7 +325,7 @@ def _lower_conv_grad_inputs(op: ConvGradInputs, w: Any, g: Any, like: Any) -> An
 
     w = _flip_filters(op, w)
     if op.flip and max(op.stride) > 1:
-        # XLA recognises this gradient by its flipped filters.  Two flips would cancel, and XLA would insert zeros
+        # XLA recognizes this gradient by its flipped filters.  Two flips would cancel, and XLA would insert zeros
         # between the gradient's elements and multiply with them.
         w = jax.lax.optimization_barrier(w)
     shape = jax.ShapeDtypeStruct(like.shape, w.dtype)

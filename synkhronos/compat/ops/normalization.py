@@ -1,4 +1,4 @@
-"""Batch normalisation by the statistics of the batch, and its gradient in closed form.
+"""Batch normalization by the statistics of the batch, and its gradient in closed form.
 
 Memory traffic dominates the time.  XLA computes each of the Ops in two passes, one that sums and one that writes.
 Plain expressions and their gradients would be compiled to slower kernels, and sums computed several times.
@@ -27,7 +27,7 @@ __all__ = ["BatchNormTrain", "BatchNormTrainGrad", "RectifiedBatchNormTrainGrad"
 
 
 class _BatchNorm(NumpyOp):
-    """Base class of batch normalisation and its gradient."""
+    """Base class of batch normalization and its gradient."""
 
     #: The first output is written by an elementwise kernel; read by `synkhronos.lowering.precision`.
     is_elementwise = True
@@ -60,7 +60,7 @@ class _BatchNorm(NumpyOp):
 
 
 class BatchNormTrain(_BatchNorm):
-    """Batch normalisation: ``y = (x - mean) * invstd * scale + shift``.
+    """Batch normalization: ``y = (x - mean) * invstd * scale + shift``.
 
     Parameters
     ----------
@@ -216,7 +216,7 @@ class RectifiedBatchNormTrainGrad(_BatchNorm):
 
 @node_rewriter([BatchNormTrainGrad])
 def _compute_sign_from_input(fgraph: Any, node: Any) -> list[Any] | None:
-    """Replace the gradient of a normalisation that a rectifier follows, unless others read the rectifier's gradient."""
+    """Replace the gradient of a normalization that a rectifier follows, unless others read the rectifier's gradient."""
     x, dy, scale, mean, invstd = node.inputs
     if not _is_elementwise(dy.owner, Switch) or len(fgraph.clients[dy]) > 1:
         return None

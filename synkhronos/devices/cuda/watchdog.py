@@ -49,8 +49,8 @@ class CollectiveWatchdog(PendingOperation):
     """Aborts pending collectives that can't complete, on one stream.
 
     ``connections`` are this rank's, that of all ranks first; ``active_connection`` has launched work on the stream
-    last. ``has_lost_peer`` says whether a collective was aborted because a peer has exited, and ``writes_in_place``
-    whether pending ones leave variables undefined then.
+    last.  ``has_lost_peer`` is True once a collective was aborted because a peer has exited.  With ``writes_in_place``,
+    an abort of the pending collectives leaves variables undefined.
     """
 
     def __init__(self, rank: Rank, staging: Staging, connection: NcclConnection, stream: int):

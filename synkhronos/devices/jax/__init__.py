@@ -126,7 +126,7 @@ class JaxDevice(CudaDevice):
         return jax.jit(jax.lax.optimization_barrier, donate_argnums=0)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return a new array of zeros: XLA has no uninitialised arrays."""
+        """Return a new array of zeros: XLA has no uninitialized arrays."""
         return self._zeros(tuple(shape), dtype).block_until_ready()
 
     @cached_property

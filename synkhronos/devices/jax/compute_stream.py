@@ -17,7 +17,7 @@ _log = logging.getLogger("synkhronos")
 class ComputeStream(NamedTuple):
     """The stream on which XLA computes.
 
-    ``is_inline`` says whether XLA calls foreign functions in the launching thread, before the launch returns.
+    If it ``is_inline``, XLA calls foreign functions in the launching thread, before the launch returns.
     """
 
     handle: int

@@ -41,7 +41,7 @@ _JAX_FLAGS = (
 class SpmdProgram:
     """A program that all ranks run at the same time; ``current`` is the one that is running in this process.
 
-    ``is_vectorized`` says whether it applies `jax.vmap` to loops with sums.
+    If it ``is_vectorized``, it applies `jax.vmap` to loops with sums.
     """
 
     current: SpmdProgram | None = None

@@ -1,4 +1,4 @@
-"""Mean over the rows of all ranks as a part of a graph, such as the statistics of batch normalisation."""
+"""Mean over the rows of all ranks as a part of a graph, such as the statistics of batch normalization."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Model:
     has_new_shards : bool
         Whether `vels2` has this rank's new parameters, from `apply_gradients`, in place of gradients.
     has_rank_means : bool
-        Whether the step has means over the rows of all ranks, as of batch normalisation with ``sync=True``.
+        Whether the step has means over the rows of all ranks, as of batch normalization with ``sync=True``.
     step_outputs : list of shared variables
         Cost, error and weight of the last step; the latter two if the model has them.
     """

@@ -26,8 +26,8 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     Variables in `Model.step_outputs` and in ``vels2`` are in no group: they are results, and memory of the exchange.
     So is ``vels`` of a sharded optimizer.
 
-    With ``exclude_normalization``, parameters named ``gamma`` or ``beta``, those of batch normalisation, are not
-    exchanged, except in a `Model` that normalises over the rows of all ranks.  Raise ModelInterfaceError if no
+    With ``exclude_normalization``, parameters named ``gamma`` or ``beta``, those of batch normalization, are not
+    exchanged, except in a `Model` that normalizes over the rows of all ranks.  Raise ModelInterfaceError if no
     parameter remains.
     """
     exclude_normalization = exclude_normalization and not getattr(model, "has_rank_means", False)

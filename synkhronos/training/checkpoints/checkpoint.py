@@ -7,7 +7,7 @@ A checkpoint is a folder of three files::
         meta.json           {"format": 2, "metrics": {...}, "meta": {...}}
         SHA256SUMS          digests of both, as sha256sum writes them
 
-It is written under a unique name, synchronised with the disk and renamed, and it is renamed before it is removed: a
+It is written under a unique name, synchronized with the disk and renamed, and it is renamed before it is removed: a
 checkpoint under its final name is complete.  Its digests are compared whenever it is read.  Nothing in it is a pickle.
 """
 

@@ -1,4 +1,4 @@
-"""A DenseNet: each layer sees the maps of all before it in its block; batch normalisation before each convolution."""
+"""A DenseNet: each layer sees the maps of all before it in its block; batch normalization before each convolution."""
 
 import lasagne
 import numpy as np
@@ -23,7 +23,7 @@ GROWTH, LAYERS, BLOCKS = 3, 2, 2
 
 
 class BatchNormLayer(lasagne.layers.Layer):
-    """Batch normalisation; Lasagne 0.1 has none. Running averages change by ``default_update``."""
+    """Batch normalization; Lasagne 0.1 has none. Running averages change by ``default_update``."""
 
     def __init__(self, incoming, **kwargs):
         super().__init__(incoming, **kwargs)

@@ -146,7 +146,7 @@ class Stops(Regression):
 
 
 class Normalized(Regression):
-    """Has parameters by names of batch normalisation."""
+    """Has parameters by names of batch normalization."""
 
     def __init__(self, config):
         super().__init__(config)

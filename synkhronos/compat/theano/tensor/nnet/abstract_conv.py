@@ -1,6 +1,6 @@
 """The module ``theano.tensor.nnet.abstract_conv``, on PyTensor: convolutions.
 
-Shapes of inputs and filters are optimisation hints in Theano, and ignored here; shapes of results are used.
+Shapes of inputs and filters are optimization hints in Theano, and ignored here; shapes of results are used.
 """
 
 import functools

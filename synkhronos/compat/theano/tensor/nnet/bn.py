@@ -1,4 +1,4 @@
-"""The module ``theano.tensor.nnet.bn``, on PyTensor: batch normalisation (Ioffe and Szegedy, arXiv:1502.03167)."""
+"""The module ``theano.tensor.nnet.bn``, on PyTensor: batch normalization (Ioffe and Szegedy, arXiv:1502.03167)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from synkhronos.compat.ops.normalization import BatchNormTrain
 
 
 def batch_normalization(inputs: Any, gamma: Any, beta: Any, mean: Any, std: Any, mode: str = "low_mem") -> Any:
-    """Normalise by given means and standard deviations, then scale and shift."""
+    """Normalize by given means and standard deviations, then scale and shift."""
     if mode not in ("low_mem", "high_mem"):
         raise ValueError('mode must be either "low_mem", "high_mem"')
     return (inputs - mean) * (gamma / std) + beta
@@ -31,7 +31,7 @@ def _resolve_axes(axes: Any, ndim: int) -> tuple[int, ...]:
 
 
 class _ParameterLayout:
-    """Layout of the parameters, that of ``gamma``: all dimensions, or only those that are not normalised."""
+    """Layout of the parameters, that of ``gamma``: all dimensions, or only those that are not normalized."""
 
     def __init__(self, inputs: Any, axes: tuple[int, ...], gamma: Any):
         self.axes = axes
@@ -73,7 +73,7 @@ def batch_normalization_train(
     running_mean: Any = None,
     running_var: Any = None,
 ) -> tuple[Any, ...]:
-    """Normalise by the mean and variance of the inputs, then scale and shift.
+    """Normalize by the mean and variance of the inputs, then scale and shift.
 
     Return the output, the mean and the reciprocal of the standard deviation; with running averages, also their new
     values.  ``gamma`` and ``beta`` have as many dimensions as the inputs, of length 1 on ``axes``, or lack these.
@@ -116,7 +116,7 @@ def batch_normalization_test(
     axes: str | Sequence[int] = "per-activation",
     epsilon: float = 1e-4,
 ) -> Any:
-    """Normalise by given means and variances, then scale and shift; parameters as in `batch_normalization_train`."""
+    """Normalize by given means and variances, then scale and shift; parameters as in `batch_normalization_train`."""
     inputs, gamma = pt.as_tensor_variable(inputs), pt.as_tensor_variable(gamma)
     layout = _ParameterLayout(inputs, _resolve_axes(axes, inputs.ndim), gamma)
     scale, shift = layout.expand("gamma", gamma), layout.expand("beta", beta)

@@ -1,4 +1,4 @@
-"""A network with batch normalisation over the rows of all ranks, by the demos' layer."""
+"""A network with batch normalization over the rows of all ranks, by the demos' layer."""
 
 import sys
 from pathlib import Path
@@ -16,8 +16,8 @@ from lasagne_tools.library import lasagne
 theano.config.floatX = "float64"  # of the layers' parameters
 
 
-class Normalised(Optioned):
-    """Two dense layers with batch normalisation between them."""
+class Normalized(Optioned):
+    """Two dense layers with batch normalization between them."""
 
     rate = 0.01
 
@@ -25,8 +25,8 @@ class Normalised(Optioned):
         x, y, layers, chosen = T.dmatrix("x"), T.dvector("y"), lasagne.layers, np.random.RandomState(0)
         weights = [chosen.normal(size=size) for size in ((3, 4), (4, 1))]
         first = layers.DenseLayer(layers.InputLayer((None, 3), x), 4, W=weights[0], b=None, nonlinearity=None)
-        normalised = BatchNormLayer(first, sync=True, nonlinearity=lasagne.nonlinearities.tanh)
-        net = layers.DenseLayer(normalised, 1, W=weights[1], nonlinearity=None)
+        normalized = BatchNormLayer(first, sync=True, nonlinearity=lasagne.nonlinearities.tanh)
+        net = layers.DenseLayer(normalized, 1, W=weights[1], nonlinearity=None)
         self.inputs, self.params, self.averages = [x, y], layers.get_all_params(net, trainable=True), {}
         self.loss = T.sqr(layers.get_output(net, average_updates=self.averages)[:, 0] - y).mean()
         self.val_outputs = [T.sqr(layers.get_output(net, deterministic=True)[:, 0] - y).mean()]
