@@ -97,7 +97,8 @@ class PeerWatch:
             return
         # Handlers run in the main thread, which may not be the one that runs the command.
         if self.command_thread == threading.get_ident():
-            if self._wait_for_exit():
+            # An exception in an import would leave half a package; then the next wait notices the death.
+            if not _is_importing(frame) and self._wait_for_exit():
                 self.command_thread, self.has_raised = 0, True
                 raise PeerDied
         elif self._has_pending_operation_between_commands() and self._wait_for_exit():
@@ -111,3 +112,10 @@ class PeerWatch:
                 return False
             time.sleep(0.001)
         return True
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether an import has called a frame."""
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None

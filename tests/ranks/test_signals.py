@@ -1,5 +1,6 @@
 """Signals of the master: interrupts of commands, and signals that are deferred."""
 
+import importlib
 import mmap
 import os
 import signal
@@ -180,3 +181,30 @@ class CountPolls(Command):
             time.sleep(1)
         rank.barrier(lambda: polls.append(1))
         return len(polls)
+
+
+@dataclass(frozen=True)
+class ImportPackage(Command):
+    """Command in which the master imports a package."""
+
+    name: str
+
+    def run(self, rank):
+        if rank.is_master:
+            importlib.import_module(self.name)
+        rank.barrier()
+
+
+def test_death_while_the_master_imports_keeps_the_package_whole(two, tmp_path, monkeypatch):
+    package = tmp_path / "killing_package"
+    package.mkdir()
+    (package / "part.py").write_text("value = 3")
+    pid = next(iter(two.worker_pids.values()))
+    kill = (
+        f"import os, time\nos.kill({pid}, 9)\nend = time.monotonic() + 0.3\nwhile time.monotonic() < end:\n    pass\n"
+    )
+    (package / "__init__.py").write_text(f"import killing_package.part\n{kill}value = killing_package.part.value\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with time_limit(), pytest.raises(ranks.WorkerError, match="SIGKILL"):
+        two.run(ImportPackage("killing_package"))
+    assert importlib.import_module("killing_package").value == 3

@@ -74,18 +74,18 @@ class Killer(threading.Thread):
         """Kill until `is_over` is set."""
         while self.trainer._loop is None or not self.trainer._loop.operation_runner.has_copy:
             time.sleep(0.01)
-        runner = self.trainer._loop.operation_runner
+        runner, session = self.trainer._loop.operation_runner, ranks.get_session()
         while not self.is_over.wait(self.random.expovariate(1 / self.interval) if self.is_random else self.interval):
             step = runner.step
-            self.n_killed += self.kill_on_host() if self.hosts else self.kill_worker()
+            self.n_killed += self.kill_on_host() if self.hosts else self.kill_worker(session)
             if self.kills_twice and not self.is_over.wait(self.random.uniform(0.2, 3)):
                 self.n_killed += self.kill_on_host()
             while self.hosts and runner.step <= step and not self.is_over.wait(0.05):
                 pass
 
-    def kill_worker(self) -> bool:
-        """Kill a worker of this machine; return whether there was one."""
-        pids = list(ranks.get_session().worker_pids.values())
+    def kill_worker(self, session: ranks.Session) -> bool:
+        """Kill a worker of this machine; return whether there was one: in a recovery there may be none."""
+        pids = list(session.worker_pids.values())
         if pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.random.choice(pids), signal.SIGKILL)
