@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.communicator import Communicator
-from synkhronos.devices.multi_host_communicator import MultiHostCommunicator
+from synkhronos.devices.multi_host_communicator import get_numpy_communicator
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Buffers, Selection, take_rows
-from synkhronos.devices.shared_memory_communicator import SharedMemoryCommunicator
 from synkhronos.ranks import ArrayLocation, Rank
 
 
@@ -180,9 +179,7 @@ class Device(ABC):
 
     def get_communicator(self, rank: Rank) -> Communicator:
         """Return a rank's communicator for arrays of this kind, always the same object."""
-        if len(rank.local_ranks) == rank.size:
-            return rank.registry.get_or_create(SharedMemoryCommunicator, lambda: SharedMemoryCommunicator(rank))
-        return rank.registry.get_or_create(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
+        return get_numpy_communicator(rank)
 
     def can_communicate(self, dtype: np.dtype, op: str | None = None) -> bool:
         """Whether the communicator transfers arrays of a dtype, and reduces them by ``op``."""

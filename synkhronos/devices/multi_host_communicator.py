@@ -218,3 +218,9 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             target[offset : offset + count] = result
         if not self._is_last:
             self._down_in.advance()
+
+
+def get_numpy_communicator(rank: Rank) -> SharedMemoryCommunicator:
+    """Return a rank's communicator for NumPy arrays, always the same object."""
+    communicator_class = MultiHostCommunicator if len(rank.local_ranks) < rank.size else SharedMemoryCommunicator
+    return rank.registry.get_or_create(communicator_class, lambda: communicator_class(rank))

@@ -26,8 +26,10 @@ from synkhronos import ranks
 from synkhronos.engines.engine import Engine, ReducibleOutputs
 from synkhronos.ranks import Command, PendingOperation, Rank, Session
 
-#: Limits above which the ranks drop outputs without a `Result`: number of calls, bytes on a rank.
-_MAX_CALLS, _MAX_BYTES = 256, 1 << 24
+#: Number of calls above which the ranks drop their outputs without a `Result`.
+_MAX_CALLS = 256
+#: Number of bytes on a rank above which the ranks drop outputs without a `Result`.
+_MAX_BYTES = 1 << 24
 
 
 class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):

@@ -237,13 +237,13 @@ class Rank:
             control.wake(self.master_rank, AWAITS_BARRIER)
         return is_last
 
-    def barrier(self, check: Callable[[], None] | None = None) -> None:
+    def barrier(self, on_poll: Callable[[], None] | None = None) -> None:
         """Return when every rank has arrived at this barrier; raise `Cancelled` if a rank failed in this command.
 
-        ``check`` is called repeatedly while waiting, and may raise.
+        ``on_poll`` is called repeatedly while waiting, and may raise.
         """
         if not self.arrive():
-            self._wait_for_barrier(self._barrier_number, check=check)
+            self._wait_for_barrier(self._barrier_number, on_poll=on_poll)
         elif self.has_failed(self.command_number):
             raise Cancelled
 
@@ -377,26 +377,26 @@ class Rank:
         return min([barrier_number, *arrived[:excluded], *arrived[excluded + 1 :]]) >= barrier_number
 
     def _wait_for_barrier(
-        self, barrier_number: int, excluded: int | None = None, check: Callable[[], None] | None = None
+        self, barrier_number: int, excluded: int | None = None, on_poll: Callable[[], None] | None = None
     ) -> None:
         reached = self._has_reached
-        self.wait(lambda: reached(barrier_number, excluded), check)
+        self.wait(lambda: reached(barrier_number, excluded), on_poll)
 
     def wait(
-        self, is_ready: Callable[[], bool], check: Callable[[], None] | None = None, reason: int = AWAITS_BARRIER
+        self, is_ready: Callable[[], bool], on_poll: Callable[[], None] | None = None, reason: int = AWAITS_BARRIER
     ) -> None:
         """Wait until a condition on shared memory holds; raise `Cancelled` if a rank failed in this command.
 
-        ``check`` is called repeatedly while waiting, and may raise.  The rank that makes the condition true wakes the
+        ``on_poll`` is called repeatedly while waiting, and may raise.  The rank that makes the condition true wakes the
         ranks that sleep for this reason.
         """
         words, failed, command_number = self.control.words, ControlMemory.FAILED, self.command_number
         poll = self.check_peers
-        if check is not None:
+        if on_poll is not None:
 
             def poll() -> None:
                 self.check_peers()
-                check()
+                on_poll()
 
         def is_over() -> bool:
             return is_ready() or words[failed] == command_number

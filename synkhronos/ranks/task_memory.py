@@ -14,8 +14,10 @@ from synkhronos.ranks.segments import Segment
 DESCRIPTION_NBYTES = 120
 #: Number of bytes of a word.
 WORD_NBYTES = 8
-#: Maximal and minimal number of bytes of a channel.
-_MAX_CHANNEL_NBYTES, _MIN_CHANNEL_NBYTES = 1 << 17, 1 << 13
+#: Maximal number of bytes of a channel.
+_MAX_CHANNEL_NBYTES = 1 << 17
+#: Minimal number of bytes of a channel.
+_MIN_CHANNEL_NBYTES = 1 << 13
 #: Maximal number of bytes of all channels together, unless each has the minimal size.
 _ALL_CHANNELS_NBYTES = 1 << 24
 _PAGE_NBYTES = 4096

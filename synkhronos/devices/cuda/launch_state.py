@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+#: Values of `LaunchState.failed_function`: the connection was aborted; NCCL has failed.  Any other: CUDA has failed.
 _ABORTED, _NCCL = 1, 2
 
 

@@ -32,8 +32,10 @@ from synkhronos.devices.cuda.staging import Staging, check_result
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
-#: NCCL's numbers of a dtype (ncclUint8) and a reduction (ncclSum).
-NCCL_UINT8, NCCL_SUM = 1, 0
+#: NCCL's number of the dtype uint8 (ncclUint8).
+NCCL_UINT8 = 1
+#: NCCL's number of the reduction to a sum (ncclSum).
+NCCL_SUM = 0
 #: Seconds between two checks of the peers.
 PEER_POLL_SECONDS = 0.02
 #: Seconds after which an attempt to connect fails; it usually takes one or two seconds.

@@ -35,9 +35,12 @@ _log = logging.getLogger("synkhronos")
 #: Maximal number of shapes for which an input has buffers: two for the slices of a call, and two for the last,
 #: smaller batch of an epoch.
 _MAX_SHAPES = 4
-#: Number of blocks, threads of a block, and concurrent loads of a thread of the gather kernel: enough loads to fill the
-#: bus, and few blocks, so that other kernels run at the same time.
-_BLOCKS, _THREADS, _LOADS = 32, 512, 4
+#: Number of blocks of the gather kernel: few, so that other kernels run at the same time.
+_BLOCKS = 32
+#: Number of threads of a block of the gather kernel.
+_THREADS = 512
+#: Number of concurrent loads of a thread of the gather kernel: enough to fill the bus.
+_LOADS = 4
 #: Maximal number of bytes of arrays that are fetched through page-locked memory.
 _MAX_FETCH_BYTES = 1 << 20
 #: CUDA_SUCCESS, as an integer.

@@ -100,15 +100,15 @@ class CollectiveWatchdog(PendingOperation):
         if connection is self.connections[0]:
             self._completed_command_number = self._rank.command_number
 
-    def wait_until_started(self, check: Callable[[], None] | None = None) -> None:
+    def wait_until_started(self, on_poll: Callable[[], None] | None = None) -> None:
         """Wait until all ranks have started the pending collectives, which then complete unless a peer exits.
 
-        ``check`` is polled meanwhile, and may raise.
+        ``on_poll`` is called meanwhile, and may raise.
         """
         if self._started_barrier_number == math.inf:
             barrier_number = self._started_barrier_number = self._rank.next_barrier_number
             try:
-                self._rank.barrier(check)
+                self._rank.barrier(on_poll)
             except Cancelled:
                 # If all ranks had arrived before the failure, the collectives complete.
                 if not self._rank.wait_and_check_reached(barrier_number):

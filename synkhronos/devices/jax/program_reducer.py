@@ -29,10 +29,11 @@ from synkhronos.devices.jax.ffi_collectives import Reducer
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import AWAITS_BARRIER, SCRATCH_NBYTES
 
-#: Number of bytes of the header in front of the data in half of a scratch area, and the positions of its words: number
-#: of the exchange of the data; number of sums that the rank has begun; number of all its sums plus 1, 0 while its
-#: program runs.
-_HEADER_NBYTES, _EXCHANGE_NUMBER, _N_BEGUN, _N_FINAL = 24, 0, 1, 2
+#: Number of bytes of the header in front of the data in half of a scratch area.
+_HEADER_NBYTES = 24
+#: Positions of the header's words: number of the exchange of the data; number of sums that the rank has begun; number
+#: of all its sums plus 1, 0 while its program runs.
+_EXCHANGE_NUMBER, _N_BEGUN, _N_FINAL = range(3)
 
 DIVERGED_MESSAGE = (
     "the ranks' programs have diverged: their results differ, although all had the same arguments and sums. If the "
@@ -106,13 +107,13 @@ class ProgramReducer(Reducer):
     def wait_until_ended(self) -> None:
         """Wait until the programs of all ranks have ended; raise RuntimeError if one waits for a further sum."""
 
-        def check() -> None:
+        def raise_if_diverged() -> None:
             if any(header[_N_BEGUN] > self.n_sums for header in self._headers[0]):
                 raise RuntimeError(DIVERGED_MESSAGE)
 
         self._headers[0][self._local_index][_N_FINAL] = self.n_sums + 1
         self._rank.control.wake_local_ranks(AWAITS_BARRIER)
-        self._rank.wait(lambda: all(header[_N_FINAL] for header in self._headers[0]), check)
+        self._rank.wait(lambda: all(header[_N_FINAL] for header in self._headers[0]), raise_if_diverged)
 
 
 class SharedMemoryReducer(ProgramReducer):
