@@ -26,8 +26,8 @@ from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
-#: Size in bytes up to which a chunk is reduced by few calls of NumPy, whose time exceeds that of the arithmetic.
-_MAX_SMALL_NBYTES = 1 << 15
+#: Size in bytes of all contributions to a reduction up to which each rank reduces them all, to save a barrier.
+_MAX_SMALL_NBYTES = 1 << 17
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -156,9 +156,11 @@ class SharedMemoryCommunicator(Communicator):
     ) -> None:
         """Reduce ``source`` over the contributors into every ``target`` that is not None.
 
-        Each chunk is divided into one share per rank and takes two barriers.  Contributors publish their elements
-        before the first one.  After it each rank reduces its share, and writes the result over rank 0's elements, which
-        no other rank reads.  Ranks copy all shares after the second one.
+        A small array takes one barrier: each rank reduces all contributions.
+
+        Each chunk of a large array is divided into one share per rank, and takes two barriers.  Contributors publish
+        their elements before the first one.  After it each rank reduces its share, and writes the result over rank 0's
+        elements, which no other rank reads.  Ranks copy all shares after the second one.
         """
         rank, reduce_op = self._rank, REDUCE_OPS[op]
         if len(contributors) == 1 and rank.size == 1:
@@ -166,24 +168,25 @@ class SharedMemoryCommunicator(Communicator):
                 target[:] = source
             return
         number, n_elements = rank.number, SCRATCH_NBYTES // dtype.itemsize
+        if size * dtype.itemsize * rank.size <= _MAX_SMALL_NBYTES:
+            shared = self._switch_scratch_halves().view(dtype)
+            if source is not None:
+                shared[number, :size] = source
+            rank.barrier()
+            if target is not None:
+                rows = slice(None) if len(contributors) == rank.size else list(contributors)
+                target[:] = reduce_op.reduce_first_axis(shared[rows, :size])
+            return
         for offset in range(0, size, n_elements):
             count = min(n_elements, size - offset)
             low, high = count * number // rank.size, count * (number + 1) // rank.size
             shared = self._switch_scratch_halves().view(dtype)
-            is_small = count * dtype.itemsize <= _MAX_SMALL_NBYTES
-            if source is not None:
+            if source is not None:  # no other rank reads the elements of this rank's share
                 chunk = source[offset : offset + count]
-                if is_small:
-                    shared[number, :count] = chunk
-                else:  # no other rank reads the elements of this rank's share
-                    shared[number, :low] = chunk[:low]
-                    shared[number, high:count] = chunk[high:]
+                shared[number, :low] = chunk[:low]
+                shared[number, high:count] = chunk[high:]
             rank.barrier()
-            if high > low and is_small:
-                # The number of calls of NumPy does not depend on the number of ranks.
-                rows = slice(None) if len(contributors) == rank.size else list(contributors)
-                shared[0, low:high] = reduce_op.reduce_first_axis(shared[rows, low:high])
-            elif high > low:
+            if high > low:
                 inputs = [chunk[low:high] if r == number else shared[r, low:high] for r in contributors]
                 reduce_arrays(inputs, reduce_op, shared[0, low:high])
             rank.barrier()
