@@ -313,7 +313,7 @@ def check_xla_not_started(request):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def close_ranks():
+def close_last_ranks():
     """Close the ranks that the last test has left."""
     yield
     synk.close()
