@@ -34,7 +34,7 @@ __all__ = ["SliceSum", "plan_queued_slices", "plan_rank_slices"]
 _MAX_SLICE_BYTES = 4 << 20
 #: Bytes of rows in the smallest slice of a queue, if each rank has more, and number of them in a rank's share: the time
 #: for which ranks wait for the last slice, compared with the time to start a slice.
-_MIN_SLICE_BYTES, _MIN_SLICES_IN_SHARE = 64 << 10, 20
+_MIN_SLICE_BYTES, _MIN_SLICES_IN_SHARE = 64 << 10, 40
 
 
 def plan_rank_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
