@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import operator
+import math
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -86,17 +86,21 @@ def sample(
 
 
 def compute_gradient_rate(timed_draws: list[list[tuple[float, float, int]]], is_parallel: bool) -> float:
-    """Return gradients per second without a chain's first draw, in which it starts its ranks.
+    """Return gradients per second without a chain's first draw, in which it starts its ranks; NaN without later draws.
 
     A draw has its start, its end and its number of leapfrog steps.  The rate of parallel chains is that of the time in
     which all are sampled.
     """
-    later_draws = [chain[1:] for chain in timed_draws if len(chain) > 1]
-    starts, ends = [chain[0][0] for chain in later_draws], [chain[-1][1] for chain in later_draws]
-    if not is_parallel:
-        return sum(n for chain in later_draws for *_, n in chain) / sum(map(operator.sub, ends, starts))
-    start, end = max(starts), min(ends)
-    return sum(n for chain in later_draws for first, last, n in chain if first >= start and last <= end) / (end - start)
+    later_draws = [chain[1:] for chain in timed_draws]
+    if is_parallel:
+        start = max(chain[0][0] if chain else math.inf for chain in later_draws)
+        end = min(chain[-1][1] if chain else math.inf for chain in later_draws)
+        steps = [n for chain in later_draws for first, last, n in chain if first >= start and last <= end]
+        seconds = end - start
+    else:
+        steps = [n for chain in later_draws for *_, n in chain]
+        seconds = sum(chain[-1][1] - chain[0][0] for chain in later_draws if chain)
+    return sum(steps) / seconds if steps else math.nan
 
 
 def compare(name: str, build: Callable[[int, int], Any], options: argparse.Namespace) -> None:
