@@ -48,8 +48,8 @@ def sample(
 ) -> tuple[float, float | None, float, float | None]:
     """Sample a model; return gradients per second, effective draws per second, wall time in seconds, largest R-hat.
 
-    Sampling is interrupted after ``limit`` seconds; the results are then those of the draws so far.  The second and the
-    fourth are None if all of them are for tuning.
+    Sampling is interrupted ``limit`` seconds after the first draw; the results are then those of the draws so far.  The
+    second and the fourth are None if all of them are for tuning.
     """
     import pymc as pm
 
@@ -60,7 +60,7 @@ def sample(
         (stats,) = draw.stats
         start = stats["perf_counter_start"]
         timed_draws[draw.chain].append((start, start + stats["perf_counter_diff"], int(stats["tree_size"])))
-        if perf_counter() - begin > limit:
+        if perf_counter() - min(chain[0][0] for chain in timed_draws.values() if chain) > limit:
             raise KeyboardInterrupt
 
     samples = None
@@ -129,19 +129,14 @@ def compare(name: str, build: Callable[[int, int], Any], options: argparse.Names
             with threadpool_limits(1):
                 gradients[side].append(measure_evaluation_rate(evaluate, sides[side][2]))
     gradients["limit"] = [rate / per_chain for rate in gradients["limit"]]
-    limit = median(gradients["limit"])
     for side, rates in gradients.items():
         rate = median(rates)
-        table.print_row(f"{side}*", f"{rate:.1f}", f"{rate / limit:.2f}", "", "", "")
-    deadline = perf_counter() + options.limit
+        table.print_row(f"{side}*", f"{rate:.1f}", f"{rate / median(gradients['limit']):.2f}", "", "", "")
     rates_by_side: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(options.rounds):
+    for _ in range(options.rounds if options.limit else 0):
         for side, (variant, n_chains, cores) in sides.items():
-            remaining = deadline - perf_counter()
-            if remaining <= 0:
-                print(f"{side}: left out, as {options.limit:.0f} seconds have passed (--limit)", flush=True)
-                continue
-            rate, effective, wall, r_hat = sample(variant, n_chains, cores, options.draws, remaining / 3)
+            limit = options.limit / (options.rounds * len(sides))
+            rate, effective, wall, r_hat = sample(variant, n_chains, cores, options.draws, limit)
             if side == "limit":
                 rate, effective, r_hat = rate / per_chain, None, None
             rates_by_side[side].append(rate)
@@ -175,7 +170,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=100, help="and as many to tune (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each side (default: %(default)s)")
     parser.add_argument(
-        "--limit", type=float, default=240, help="seconds of each model's samplers (default: %(default)s)"
+        "--limit", type=float, default=240, help="seconds of each model's samplers; 0 for none (default: %(default)s)"
     )
     parser.add_argument("--only", choices=["logistic", "counts"], help="measure one of the models")
     options = parser.parse_args()

@@ -32,9 +32,9 @@ __all__ = ["SliceSum", "plan_queued_slices", "plan_rank_slices"]
 #: Bytes of rows in the largest slice.  A slice and its intermediate values fit into a core's caches, so that the
 #: gradient does not read the rows from memory again.
 _MAX_SLICE_BYTES = 4 << 20
-#: Bytes of rows in the smallest slice of a queue, if each rank has more, and number of them in a rank's share: the time
-#: for which ranks wait for the last slice, compared with the time to start a slice.
-_MIN_SLICE_BYTES, _MIN_SLICES_IN_SHARE = 64 << 10, 40
+#: Bytes of rows in the smallest slice of a queue, if each rank has more, and number of them in a rank's share.  With
+#: smaller slices ranks wait less for the last one, but start more of them.
+_MIN_SLICE_BYTES, _MIN_SLICES_IN_SHARE = 64 << 10, 25
 
 
 def plan_rank_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
@@ -62,7 +62,8 @@ def plan_queued_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
     largest = max(smallest, _MAX_SLICE_BYTES // row_nbytes, n_rows // (MAX_QUEUED_SLICES // 2))
     bounds = [0]
     while (remaining := n_rows - bounds[-1]) > 0:
-        size = min(largest, max(smallest, remaining // (2 * n_ranks)), remaining)
+        # The first slices are shorter than a share by more than cores differ in speed.
+        size = min(largest, max(smallest, 2 * remaining // (3 * n_ranks)), remaining)
         bounds.append(bounds[-1] + size)
     return bounds
 

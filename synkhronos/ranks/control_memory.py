@@ -37,8 +37,8 @@ SCRATCH_NBYTES = 1 << 20
 POLL_SECONDS = 0.05
 #: Seconds for which a rank spins on a counter before it sleeps, if every rank has a core of its own.  Longer than the
 #: wake-up of a process whose core is idle (about 0.1 ms on a virtual machine): otherwise two ranks that take turns
-#: would sleep every time.
-SPIN_SECONDS = 250e-6
+#: would sleep every time.  Longer, too, than a sampler in Python needs between two evaluations (0.3 ms).
+SPIN_SECONDS = 500e-6
 #: Number of looks at a counter between two system calls of a spinning rank, each of which takes as long as several.
 _CHECKS_PER_YIELD = 8
 
