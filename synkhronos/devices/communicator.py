@@ -75,7 +75,7 @@ class Communicator(ABC):
             Shape and dtype of the contributors' arrays, for ranks that have none.
         contributors : sequence of int
             Ranks whose arrays are reduced, in ascending order.  A device's communicator may require all ranks; that of
-            `NUMPY`, which reduces outputs of functions, accepts any.
+            ``NUMPY``, which reduces outputs of functions, accepts any.
         """
 
     @abstractmethod
