@@ -102,7 +102,7 @@ class GradientExchange(Protocol):
         """Return variables of a sharded optimizer; None if every rank updates all parameters."""
 
     def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
-        """Compare the shape on all ranks, right before the launch; return the connected communicator, and the shape."""
+        """Return the connected communicator and the shape, right before the launch; all ranks have the same."""
 
 
 class ReducibleOutputs(Protocol):

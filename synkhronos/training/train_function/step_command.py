@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.collectives.commands import AllReduceValues, VariableCopy, prepare_shared_copies
+from synkhronos.collectives.commands import AllReducePlan, AllReduceValues, VariableCopy, prepare_shared_copies
 from synkhronos.devices import NUMPY, get_array_device
 from synkhronos.engines import GradientExchange, Runner, StepShards
 from synkhronos.function.call import Call, RankCall
 from synkhronos.graph_libraries import SharedVariable, get_library
 from synkhronos.graph_libraries.library import AT_FIRST_CALL
-from synkhronos.ranks import Command, Rank
+from synkhronos.ranks import BoundedCache, Command, Rank
 
 
 class _StepCommandFields(NamedTuple):
@@ -39,6 +39,8 @@ class _StepCommandFields(NamedTuple):
     n_steps: int = 1
     #: If not, no rank fuses the step: a fused one may send the gradient in other chunks, or in another dtype.
     every_rank_has_rows: bool = True
+    #: Whether the ranks launch the fused step without a comparison of their plans; see `is_agreed`.
+    is_agreed: bool = False
 
 
 class StepCommand(_StepCommandFields, Command):
@@ -70,6 +72,8 @@ class StepCommand(_StepCommandFields, Command):
         fused_step = None
         if self.every_rank_has_rows:
             fused_step = fuse_calls(rank, self, gradient, [update], self.n_steps)
+        if self.is_agreed and fused_step is None:
+            raise RuntimeError(f"rank {rank.number} cannot fuse the step, although it has fused the last one")
         if self.n_steps > 1 and not all(rank.all_gather_cached(fused_step is not None)):
             return None
         return self._run_in_parts(rank, gradient, update) if fused_step is None else (gradient.run(fused_step), [])
@@ -99,9 +103,31 @@ class StepCommand(_StepCommandFields, Command):
         """Return None: every rank updates all parameters."""
 
     def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
-        """Return the communicator of the all-reduce, and the gradient's shape, once all ranks have compared theirs."""
-        (gradient,) = self.reduce.get_plan(rank).variables
-        return gradient.transport.get_communicator(rank), gradient.layout[0]
+        """Return the communicator of the all-reduce, and the gradient's shape, which is the same on all ranks."""
+        plans = rank.registry.get_or_create(_AgreedPlans)
+        if self.is_agreed:
+            plan, _ = plans[self.reduce]
+            if not plan.is_valid(rank):
+                raise RuntimeError(f"rank {rank.number} has another gradient or connection than in the last step")
+        else:
+            plan = self.reduce.get_plan(rank)
+        plans[self.reduce] = plan, rank.command_number
+        (gradient,) = plan.variables
+        return gradient.communicator, gradient.layout[0]
+
+
+class _AgreedPlans(BoundedCache[AllReduceValues, tuple[AllReducePlan, int]]):
+    """Plan of the last fused step of each all-reduce, which all ranks have, and the number of the step's command."""
+
+
+def is_agreed(rank: Rank, reduce: AllReduceValues) -> bool:
+    """Whether all ranks still have the plan of the last fused step, as far as the master knows.
+
+    A rank's plan changes with the master's, or after a failed command.  If it has changed on a worker alone, the
+    worker fails before its launch, and the watchdog aborts those of the others: no rank's parameters change.
+    """
+    plan, command_number = rank.registry.get_or_create(_AgreedPlans).get(reduce, (None, 0))
+    return plan is not None and command_number > rank.last_failed_command and plan.is_valid(rank)
 
 
 def fuse_calls(

@@ -34,7 +34,7 @@ from synkhronos.graph_libraries import SharedVariable, Variable, get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
 from synkhronos.training.train_function.launch_groups import StepRows, assign_rows, collect_sliceable_rows, group_steps
 from synkhronos.training.train_function.optimizer_state import OptimizerState
-from synkhronos.training.train_function.step_command import ShardedStepCommand, StepCommand
+from synkhronos.training.train_function.step_command import ShardedStepCommand, StepCommand, is_agreed
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import BatchArgument, DataArgument, TrainingGraph
 from synkhronos.training.train_function.weighted_mean import divide_by_weight
@@ -368,7 +368,9 @@ class TrainFunction:
             command: StepCommand | ShardedStepCommand
             if sharding is None:
                 reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
-                options = self._wire_dtype, self._n_tail, n_steps, not has_rank_without_rows
+                can_fuse = not (has_rank_without_rows or gradient.variant.returns_updates)
+                agreed = can_fuse and is_agreed(session.rank, reduce)
+                options = self._wire_dtype, self._n_tail, n_steps, not has_rank_without_rows, agreed
                 command = StepCommand(gradient, reduce, calls[0], *options)
             else:
                 matrix, row, number, *state = distribute_variables(session, [self.grad_shared, *sharding.variables])
