@@ -106,6 +106,7 @@ def select_rows_unbounded(batch: Any) -> Selection:
     return rows
 
 
+_INT64 = np.dtype(np.int64)
 _VALID_BATCHES = "None, an int, a slice, a list or array of indexes, or a boolean mask"
 
 
@@ -114,6 +115,8 @@ def as_index_array(batch: Any, name: str, expected: str = _VALID_BATCHES) -> np.
 
     ``name`` and ``expected`` are the argument and the description of its valid values in errors.
     """
+    if type(batch) is np.ndarray and batch.dtype == _INT64 and batch.ndim == 1:
+        return batch  # the usual case, in which the checks below take longer than the rows of a small batch
     if isinstance(batch, int | np.integer | str | bytes | dict | set) or not hasattr(batch, "__len__"):
         raise TypeError(f"{name}: expected {expected}, got {batch!r}")
     check_dense(batch, name)

@@ -359,7 +359,7 @@ def all_reduce_in_launch(communicator, gpu, count=3):
     """All-reduce in the middle of a launch; return the copies that the stream makes afterwards."""
     copied = []
     gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
-    communicator._connection.valid_flag = np.ones(1, np.int32)
+    communicator._connection.valid_flag[0] = 1
     gpu.command_number = 5
     communicator.launch_on_xla_stream([(64, 64, count, "float32")], "sum", 96, 7)
     return copied

@@ -221,8 +221,8 @@ class NcclCommunicator(Communicator):
         """
         self.join_side_stream(xla_stream)
         self._launch_collectives(spans, op, xla_stream, collective)
-        host_flag = self._connection.valid_flag.ctypes.data
-        check_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag, 4, xla_stream))
+        host_flag_address = self._connection.launch_state.valid_flag
+        check_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag_address, 4, xla_stream))
 
     def join_side_stream(self, xla_stream: int | None) -> None:
         """Make XLA's stream wait for the collectives on the side stream."""

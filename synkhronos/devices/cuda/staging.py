@@ -438,18 +438,24 @@ class _PinnedMemory:
     def __init__(self, staging: Staging):
         self._staging = staging
         self._memory: np.ndarray = np.empty(0, np.uint8)
+        self._address = 0
         #: Earlier memory that was too small; in use until all copies are complete.
         self._outgrown: list[np.ndarray] = []
         self.used = 0
 
     def store(self, values: np.ndarray) -> int:
         """Copy a vector into the memory, and return its address."""
-        target = self.allocate(values.nbytes)
-        target.view(values.dtype)[:] = values
-        return int(target.ctypes.data)
+        start = self._reserve(values.nbytes)
+        self._memory[start : start + values.nbytes].view(values.dtype)[:] = values
+        return self._address + start
 
     def allocate(self, nbytes: int) -> np.ndarray:
         """Return a block of ``nbytes`` bytes."""
+        start = self._reserve(nbytes)
+        return self._memory[start : start + nbytes]
+
+    def _reserve(self, nbytes: int) -> int:
+        """Return the offset of an unused block of ``nbytes`` bytes."""
         if self.used == 0:
             while self._outgrown:
                 if self._outgrown[-1].size and self._outgrown[-1] is not self._memory:
@@ -462,11 +468,11 @@ class _PinnedMemory:
                 self._staging.pin_pages(memory.ctypes.data, size)
                 # Arrays in the old memory stay there until they are copied.
                 self._outgrown.append(self._memory)
-                self._memory, self.used = memory, 0
+                self._memory, self._address, self.used = memory, memory.ctypes.data, 0
             except BaseException:
                 if self._memory is not memory:
                     self._staging.unpin_pages(memory.ctypes.data)
                 raise
-        target = self._memory[self.used : self.used + nbytes]
+        start = self.used
         self.used += -(-nbytes // 64) * 64
-        return target
+        return start
