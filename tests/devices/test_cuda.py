@@ -203,8 +203,9 @@ def test_all_reduce_returns_before_the_stream_ends(connected):
     assert not gpu.pending_operations[0].is_unfinished()
 
 
-def test_all_reduce_of_few_bytes_is_waited_for(connected):
+def test_all_reduce_of_few_bytes_is_waited_for(connected, monkeypatch):
     communicator, gpu = connected()
+    monkeypatch.setattr("synkhronos.devices.cuda.nccl._QUICK_SECONDS", 10.0)
     gpu.command_number = 5
     gpu.query_results = [DONE, NOT_READY, NOT_READY, DONE]
     for _ in range(2):  # they are waited for together
@@ -342,7 +343,7 @@ def test_peer_failure_frees_a_rank_waiting_for_its_gpu(connected, is_master):
 def test_failure_after_the_last_barrier_aborts_nothing(connected):
     communicator, gpu = connected()
     barriers = []
-    gpu.barrier = lambda look: (barriers.append(1), setattr(gpu, "arrived", 3))
+    gpu.barrier = lambda: (barriers.append(1), setattr(gpu, "arrived", 3))
     communicator.wait_until_started()
     assert barriers == []  # nothing has been started
     start_all_reduce(communicator, gpu, command=5)

@@ -20,7 +20,7 @@ from synkhronos.devices import JAX
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.engines.xla import traced_exchange
 from synkhronos.engines.xla.executable import Executable
-from synkhronos.ranks import Command
+from synkhronos.ranks import Command, Rank
 from synkhronos.training import make_train_function, make_train_function_serial, updates
 
 pytestmark = ON_GPUS
@@ -181,6 +181,49 @@ def test_failed_training_step_updates_nothing(fork, failing_rank, times):
         loss, loss_alone = step()
         np.testing.assert_allclose(loss, loss_alone)
         np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
+
+
+class DisconnectWorker(Command):
+    """Command in which rank 1 alone loses its connection."""
+
+    def run(self, rank):
+        if rank.number == 1:
+            JAX.get_communicator(rank)._connection.abort()
+
+
+@needs_jax
+def test_later_steps_do_not_compare_plans(fork, monkeypatch):
+    fork(2)
+    step, _, _ = make_training_steps()
+    step()
+    compare, digests = Rank.compare_digests, []
+    monkeypatch.setattr(Rank, "compare_digests", lambda rank, digest: digests.append(digest) or compare(rank, digest))
+    step()
+    assert not digests
+    ranks.get_session().run(DisconnectWorker())
+    with time_limit(PROMPT), pytest.raises(synk.WorkerError):
+        step()
+    assert not digests
+    step()
+    assert digests
+
+
+@needs_jax
+def test_step_is_taken_on_no_rank_if_a_worker_has_lost_its_connection(fork):
+    fork(2)
+    step, w, alone = make_training_steps()
+    for _ in range(2):
+        step()
+    before = np.asarray(w.get_value()).copy()
+    ranks.get_session().run(DisconnectWorker())
+    expected = "rank 1 has another gradient or connection than in the last step"
+    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match=expected) as caught:
+        step()
+    assert "The function's updates were applied on no rank." in str(caught.value)
+    np.testing.assert_array_equal(synk.gather(w), [before] * 2)
+    loss, loss_alone = step()
+    np.testing.assert_allclose(loss, loss_alone)
+    np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
 
 
 class FailNthAllReduce(Command):

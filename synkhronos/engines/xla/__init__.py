@@ -56,7 +56,7 @@ class XlaEngine(LazyEngine):
         """Fuse executables and NCCL's collectives into one launch; return None if that is impossible.
 
         The result may differ between ranks: a fused training step has the same collectives as an unfused one, unless
-        the optimizer is sharded.
+        the optimizer is sharded, or the ranks have fused the last step.
         """
         executables = [runner for runner in updates if isinstance(runner, Executable)]
         assert isinstance(gradient, Executable) and len(executables) == len(updates)

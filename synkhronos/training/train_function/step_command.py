@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.collectives.commands import AllReducePlan, AllReduceValues, VariableCopy, prepare_shared_copies
+from synkhronos.containers import BoundedCache
 from synkhronos.devices import NUMPY, get_array_device
 from synkhronos.engines import GradientExchange, Runner, StepShards
 from synkhronos.function.call import Call, RankCall
 from synkhronos.graph_libraries import SharedVariable, get_library
 from synkhronos.graph_libraries.library import AT_FIRST_CALL
-from synkhronos.ranks import BoundedCache, Command, Rank
+from synkhronos.ranks import Command, Rank
 
 
 class _StepCommandFields(NamedTuple):
