@@ -18,8 +18,9 @@ from launch_runs import HOST, list_marked_processes, read_json_lines, train
 from paths import SUPPORT
 
 from synkhronos.launcher.configuration.resolve import resolve_settings
-from synkhronos.launcher.configuration.settings import SettingsError
+from synkhronos.launcher.configuration.settings import Settings, SettingsError
 from synkhronos.launcher.configuration.sources import read_environment
+from synkhronos.launcher.supervision.supervisor import Supervisor
 from synkhronos.ranks import count_available_cores
 
 MODEL = {"model": f"{SUPPORT}/launch_models/mlp.py:MLP", "devices": "cpu"}
@@ -141,21 +142,35 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
 @pytest.mark.hosts
 @pytest.mark.faults
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
-def test_on_death_continue_ends_a_run_whose_host_cannot_start_again(tmp_path):
+def test_on_death_continue_leaves_out_a_lost_host(tmp_path):
     pytest.importorskip("safetensors")
     run = start_run(["a:1", "b:1"], tmp_path, "mlp_variants.py:LosesHost", on_death="continue")
-    _, errors = wait_for_end(run, 1)
-    assert "the run can't start again on a:1, b:1: on_death = 'continue' leaves out no device of several" in errors
-    causes = [death["cause"] for death in json.loads((tmp_path / "deaths.json").read_text())]
+    _, errors = wait_for_end(run, 0)
+    assert errors.count("host b can't be reached, and is left out: the run continues on a:1\n") == 1
+    deaths = json.loads((tmp_path / "deaths.json").read_text())
+    causes = [death["cause"] for death in deaths]
     assert len(causes) == 3 and "was lost" in causes[0], causes
     assert all("the hosts a, b could not be reached: " in cause for cause in causes[1:]), causes
-    assert "could not be reached" in (tmp_path / "failure.txt").read_text()
+    assert json.loads((tmp_path / "settings.json").read_text())["hosts"] == []
+    reports = read_json_lines(tmp_path, "reports")
+    assert [report["epoch"] for report in reports] == [1, 2] and reports[1]["deaths"] == deaths
+    assert [report["batch"].split()[0] for report in reports] == ["2", "1"]
+
+
+def test_a_run_without_a_lost_host_cannot_leave_out_any(tmp_path, capfd):
+    settings = Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path), hosts=("a:1", "b:1", "c:1"))
+    supervisor = Supervisor(settings)
+    deaths = [{"host": "b", "step": 3}, {"host": "a"}, {"host": ""}]
+    assert not supervisor._remove_lost_host(deaths)
+    assert "can't start again on a:1, b:1, c:1, and no host but the first was lost" in capfd.readouterr().err
+    assert supervisor._remove_lost_host([*deaths, {"host": "b"}, {"host": "c"}, {"host": ""}])
+    assert supervisor.settings.hosts == ("a:1", "b:1") == Settings.load(str(tmp_path)).hosts
 
 
 #: Patterns of the command lines of a run's processes.
 KINDS = {
     "supervisor": r"\S*python\S* -m synkhronos train",
-    "rank 0": r"\S*python\S* -m synkhronos\.launch\.rank\.master_process",
+    "rank 0": r"\S*python\S* -m synkhronos\.launcher\.rank\.master_process",
     "rank of another host": r"\S*python\S* -c .* run_spawned_worker\(\)",
     "agent": r"\S*python\S* -c .*hosts\.agent import",
     "mpirun": r"\S*(mpirun|prterun) -",  # Open MPI's mpirun becomes this

@@ -11,7 +11,7 @@
 
 After a failure the supervisor starts the ranks again from the newest checkpoint, at most ``restarts`` times.  With
 ``on_death = "continue"`` it starts them after a death from the newest memory checkpoint (see `MemoryCheckpointFolder`).
-A device whose rank can't start is left out (see `DeathLimit`).
+A device whose rank can't start, or a lost host, is left out (see `DeathLimit`).
 
 When one of the processes is killed, the others exit: the kernel kills a child when its parent dies, the master watches
 its workers, and the supervisor waits for the master.
@@ -279,7 +279,7 @@ class Supervisor:
             return False
         if limit.is_rank_unusable:
             limit.reset_deaths_since_copy()
-            if not self._remove_device(rank):
+            if not (self._remove_lost_host(deaths) if self.settings.hosts else self._remove_device(rank)):
                 return False
         self._checkpoint = newest
         (self.folder / FAILURE_FILE).unlink(missing_ok=True)
@@ -291,12 +291,6 @@ class Supervisor:
     def _remove_device(self, rank: int) -> bool:
         """Remove the device of a rank that can't start from the settings; return False if the run can't continue."""
         settings = self.settings
-        if settings.hosts:
-            self._error_console.write(
-                f"the run can't start again on {', '.join(settings.hosts)}: on_death = 'continue' leaves out no device "
-                "of several hosts; if the run has checkpoints, go on with --resume and other --hosts\n"
-            )
-            return False
         devices = tuple(device for r, device in enumerate(settings.devices) if r != rank)
         where = f"rank {rank} can't start on {settings.devices[rank]}"
         if not devices:
@@ -304,6 +298,24 @@ class Supervisor:
             return False
         self._error_console.write(f"{where}, which is left out: the run continues with {', '.join(devices)}\n")
         self.settings = dataclasses.replace(settings, devices=devices)
+        self.settings.save()
+        return True
+
+    def _remove_lost_host(self, deaths: list[dict[str, Any]]) -> bool:
+        """Remove the host that was lost before failed starts from the settings; return False if there is none."""
+        first, *others = self.settings.hosts
+        names = [host.partition(":")[0] for host in others]
+        lost = [death["host"] for death in deaths if "step" not in death and death["host"] in names]
+        if not lost:
+            self._error_console.write(
+                f"the run can't start again on {', '.join(self.settings.hosts)}, and no host but the first was lost; "
+                "if the run has checkpoints, go on with --resume and other --hosts\n"
+            )
+            return False
+        left = [first, *(host for host, name in zip(others, names, strict=True) if name != lost[-1])]
+        where = f"host {lost[-1]} can't be reached"
+        self._error_console.write(f"{where}, and is left out: the run continues on {', '.join(left)}\n")
+        self.settings = dataclasses.replace(self.settings, hosts=tuple(left) if len(left) > 1 else ())
         self.settings.save()
         return True
 

@@ -167,10 +167,10 @@ class DiesOnce(MLP):
 
 
 class LosesHost(MLP):
-    """Rank 0 kills the simulated host b in the third step of the second epoch."""
+    """Rank 0 of two kills the simulated host b in the third step of the second epoch."""
 
     def train_iter(self, count, recorder):
-        if (self.rank, self.epoch, count) == (0, 1, 2):
+        if (self.rank, self.size, self.epoch, count) == (0, 2, 1, 2):
             from hosts import simulated
 
             assert simulated.send_request({"operation": "kill", "host": "b"}) == 0
