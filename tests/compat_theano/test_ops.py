@@ -211,19 +211,36 @@ def test_windows_that_make_no_sense_are_refused():
         Pool((2, 2), (2, 2), (0, 0), "max", True)(pt.vector())
 
 
+@pytest.mark.parametrize("max_bits", [64, 5])
 @pytest.mark.parametrize("settings", [*POOLS, ((3, 3), (2, 2), (1, 1), True)])
-def test_gradient_of_a_maximum_on_a_gpu(settings, monkeypatch):
+def test_maximum_and_its_gradient_on_a_gpu(settings, max_bits, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("synkhronos.compat.ops.pooling.MAX_BITS", max_bits)
     window, stride, pad, ignore = settings
     op = Pool(window, stride, pad, "max", ignore)
     x = RNG.integers(4, size=(2, 3, 7, 8)).astype("float64")  # with equal maxima in a window
+    x[0, 0, 3, 3:5] = np.nan, -np.inf
     y = op.compute(x)
     values = x, y, draw_normal(*y.shape)
     inputs = [pt.tensor4(), pt.tensor4(), pt.tensor4()]
+    np.testing.assert_array_equal(compute_in_mode("JAX", inputs[:1], op(inputs[0]), x), y)
     gradient = op._convert_to(MaxPoolGrad)
     np.testing.assert_allclose(
         compute_in_mode("JAX", inputs, gradient(*inputs), *values), gradient.compute(*values), atol=1e-12
     )
+
+
+def test_gradient_of_a_rectified_maximum_is_masked_before_pooling():
+    x, pool = pt.tensor4(), Pool((3, 3), (2, 2), (1, 1), "max", True)
+    y = rectifier(x)
+    top = pool(y)
+    weights, value = draw_normal(2, 3, 4, 4), draw_normal(2, 3, 7, 8) - 1  # some windows have no positive element
+    for loss, is_moved in [((weights * top).sum(), True), ((weights * top).sum() + (y**2).sum(), False)]:
+        gradient = pytensor.grad(loss, x)
+        f = pytensor.function([x], gradient, mode="JAX")
+        (node,) = (n for n in f.maker.fgraph.apply_nodes if isinstance(n.op, MaxPoolGrad))
+        assert (f.maker.fgraph.outputs[0].owner is node) == is_moved
+        np.testing.assert_allclose(f(value), compute_in_mode("FAST_COMPILE", [x], gradient, value), atol=1e-12)
 
 
 # -- batch normalization ---------------------------------------------------------------------------------------------
@@ -318,6 +335,11 @@ def test_batch_normalization_in_all_modes(mode, axes, dtype):
         # Outside of the Ops, JAX has a float32 times a length be a float64.
         assert np.asarray(value).dtype == dtype or (mode == "JAX" and i > 2)
         np.testing.assert_allclose(value, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+
+
+def test_batch_normalization_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    test_batch_normalization_in_all_modes("JAX", AXES[1], "float64")
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])

@@ -14,13 +14,12 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.compile.mode import optdb
 from pytensor.gradient import DisconnectedType, disconnected_type, grad
-from pytensor.graph.basic import Apply, Constant
+from pytensor.graph.basic import Apply
 from pytensor.graph.rewriting.basic import in2out, node_rewriter
-from pytensor.scalar import LE, Switch, upcast
-from pytensor.tensor.elemwise import Elemwise
+from pytensor.scalar import upcast
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat.ops.rectifier import is_rectifier
+from synkhronos.compat.ops.rectifier import is_rectifier, split_masked_gradient
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 __all__ = ["BatchNormTrain", "BatchNormTrainGrad", "RectifiedBatchNormTrainGrad"]
@@ -218,29 +217,17 @@ class RectifiedBatchNormTrainGrad(_BatchNorm):
 def _compute_sign_from_input(fgraph: Any, node: Any) -> list[Any] | None:
     """Replace the gradient of a normalization that a rectifier follows, unless others read the rectifier's gradient."""
     x, dy, scale, mean, invstd = node.inputs
-    if not _is_elementwise(dy.owner, Switch) or len(fgraph.clients[dy]) > 1:
+    masked = split_masked_gradient(dy.owner)
+    if masked is None or len(fgraph.clients[dy]) > 1:
         return None
-    is_negative, zeros, g = dy.owner.inputs
-    if not _is_elementwise(is_negative.owner, LE) or not (_is_zero(zeros) and _is_zero(is_negative.owner.inputs[1])):
-        return None
-    rectified = is_negative.owner.inputs[0].owner
+    rectified, g = masked[0].owner, masked[1]
     y = rectified.inputs[0] if is_rectifier(rectified) else None
     if y is None or y.owner is None or not isinstance(y.owner.op, BatchNormTrain):
         return None
     norm = y.owner
     if [*norm.inputs[:2], *norm.outputs] != [x, scale, y, mean, invstd] or norm.op.axes != node.op.axes:
         return None
-    if g.dtype != dy.dtype or g.type.broadcastable != dy.type.broadcastable:
-        return None
     return RectifiedBatchNormTrainGrad(node.op.axes)(x, g, scale, mean, invstd, norm.inputs[2], return_list=True)
-
-
-def _is_elementwise(node: Any, scalar_op: type) -> bool:
-    return node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op)
-
-
-def _is_zero(variable: Any) -> bool:
-    return isinstance(variable, Constant) and not np.any(variable.data)
 
 
 # After the canonical form, which may replace the operands of the switch.
@@ -281,11 +268,10 @@ def _lower_batch_norm_train(op: BatchNormTrain, x: Any, scale: Any, shift: Any) 
 
     op.check_factor_shapes(x, scale, shift)
     x_wide = x.astype(_choose_sum_dtype(x))
-    # Both sums are computed in one pass.
     reference = op.get_reference(x_wide, jnp)
     distance = x_wide - reference
-    offset = distance.mean(axis=op.axes, keepdims=True)
-    var = jnp.maximum(jnp.square(distance).mean(axis=op.axes, keepdims=True) - jnp.square(offset), 0)
+    offset, square = (s / op.count_elements(x.shape) for s in _sum_together(op, distance, jnp.square(distance)))
+    var = jnp.maximum(square - jnp.square(offset), 0)
     mean, invstd = offset + reference, 1 / jnp.sqrt(var + op.epsilon)
     y = (x_wide - mean) * (scale * invstd) + shift
     return y.astype(scale.dtype), mean.astype(_get_graph_dtype(x)), invstd.astype(_get_graph_dtype(x))
@@ -317,8 +303,22 @@ def _lower_rectified_batch_norm_train_grad(op: RectifiedBatchNormTrainGrad, *inp
 def _sum_gradients(op: _BatchNorm, x: Any, dy: Any, factors: Sequence[Any]) -> Sequence[Any]:
     """Return the gradients by scale and shift; the factors start with scale, mean and invstd."""
     _, mean, invstd, *_ = factors
-    dscale = (dy * (x - mean)).sum(axis=op.axes, keepdims=True) * invstd
-    return dscale, dy.sum(axis=op.axes, keepdims=True)
+    dscale, dshift = _sum_together(op, dy * (x - mean), dy)
+    return dscale * invstd, dshift
+
+
+def _sum_together(op: _BatchNorm, a: Any, b: Any) -> Sequence[Any]:
+    """Return the sums of two arrays over the axes, which keep length 1."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    if jax.default_backend() != "gpu":
+        return [v.sum(axis=op.axes, keepdims=True) for v in (a, b)]
+    # As one reduction, since each has a short last kernel.  On CPUs it would be slower, and less accurate.
+    zero = np.zeros((), a.dtype)
+    sums = lax.reduce((a, b), (zero, zero), lambda x, y: (x[0] + y[0], x[1] + y[1]), op.axes)
+    return [jnp.expand_dims(s, op.axes) for s in sums]
 
 
 def _compute_gradients(

@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytensor.tensor as pt
+from pytensor.compile.mode import optdb
 from pytensor.gradient import disconnected_type
 from pytensor.graph.basic import Apply
+from pytensor.graph.rewriting.basic import in2out, node_rewriter
+from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.type import TensorType
 
+from synkhronos.compat.ops.rectifier import split_masked_gradient
 from synkhronos.compat.ops.windows import iterate_window_slices, pad_zeros
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 __all__ = ["MODES", "MaxPoolGrad", "MaxPoolGradGrad", "Pool", "SumPoolGrad"]
 
 MODES = ("max", "sum", "average_inc_pad", "average_exc_pad")
+#: Largest number of elements of a window whose maxima are marked in an integer.
+MAX_BITS = 64
 
 
 class _PoolingOp(NumpyOp):
@@ -253,6 +260,29 @@ class MaxPoolGradGrad(_PoolingGrad):
         return [pt.zeros_like(x), pt.zeros_like(y), self._convert_to(MaxPoolGrad)(x, y, output_grads[0])]
 
 
+@node_rewriter([Elemwise])
+def _mask_before_pooling(fgraph: Any, node: Any) -> list[Any] | None:
+    """Mask the maxima's gradient in place of the array's, which has more elements, if the array was rectified.
+
+    An element that gets a gradient equals its window's maximum, so both are positive or none is.
+    """
+    if (parts := split_masked_gradient(node)) is None:
+        return None
+    y, array_gradient = parts
+    pool = array_gradient.owner
+    if pool is None or not isinstance(pool.op, MaxPoolGrad) or len(fgraph.clients[array_gradient]) > 1:
+        return None
+    x, top, g = pool.inputs
+    if x is not y:
+        return None
+    masked = pt.switch(pt.le(top, np.zeros((), top.dtype)), np.zeros((), g.dtype), g)
+    return pool.op(x, top, masked, return_list=True)
+
+
+# After the canonical form, and before that of normalization.py, which would mask the array's gradient.
+optdb.register("mask_before_pooling", in2out(_mask_before_pooling, name="mask_before_pooling"), "jax", position=48.1)
+
+
 def _get_lowest_value(dtype: Any) -> Any:
     return np.iinfo(dtype).min if np.dtype(dtype).kind in "iub" else -np.inf  # of JAX's bfloat16 the kind is V
 
@@ -275,13 +305,44 @@ def _max_pool_with_xla(op: _PoolingOp, x: Any) -> Any:
     return _reduce_windows(op, x, np.asarray(_get_lowest_value(x.dtype), x.dtype), lax.max)
 
 
+def _uses_bits(op: _PoolingOp) -> bool:
+    """Whether maxima are found by `_find_maxima`, on GPUs: XLA's CPU kernels would take longer."""
+    import jax
+
+    return jax.default_backend() == "gpu" and math.prod(op.window) <= MAX_BITS
+
+
+def _find_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
+    """Return each window's maximum, and integers whose bits mark the elements of the window that equal it.
+
+    One kernel computes both, and may compute the array itself.  The gradient reads the bits instead of the array.
+    """
+    import jax.numpy as jnp
+    from jax import lax
+
+    lead, lowest = x.ndim - op.n_spatial, _get_lowest_value(x.dtype)
+    padded = jnp.pad(x, [(0, 0)] * lead + op.compute_padding(x.shape[lead:]), constant_values=lowest)
+    top = bits = None
+    for i, window in enumerate(op.iterate_windows(x.shape[lead:])):
+        values, bit = padded[window], np.array(1 << i, np.min_scalar_type((1 << math.prod(op.window)) - 1))
+        if top is None:
+            top, bits = values, jnp.full(values.shape, bit)
+        else:
+            bits = jnp.where(values > top, bit, jnp.where(values == top, bits | bit, bits))
+            top = jnp.maximum(top, values)
+    bits = jnp.where(top == top, bits, 0)  # a maximum that is NaN equals no element
+    # The barrier keeps XLA from fusing parts of this with what reads it, and the rest into another kernel.
+    top, bits = lax.optimization_barrier((top, bits))
+    return top, bits
+
+
 @register_lowering(Pool)
 def _lower_pool(op: Pool, x: Any) -> Any:
     from jax import lax
 
     if op.mode == "max":
         # With this barrier the maxima are those of `_recompute_maxima`, and computed once.
-        return _max_pool_with_xla(op, lax.optimization_barrier(x))
+        return _find_maxima(op, x)[0] if _uses_bits(op) else _max_pool_with_xla(op, lax.optimization_barrier(x))
     sums = _reduce_windows(op, x, np.zeros((), x.dtype), lax.add)
     return sums / op.count_window_elements(x.shape[-op.n_spatial :], x.dtype) if op.mode.startswith("average") else sums
 
@@ -313,60 +374,52 @@ def _recompute_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
 
 @register_lowering(MaxPoolGrad)
 def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
-    import jax
     import jax.numpy as jnp
 
-    spatial = x.shape[-op.n_spatial :]
     lead = x.ndim - op.n_spatial
-    x, top = _recompute_maxima(op, x)
+    spatial = x.shape[lead:]
+    uses_bits = _uses_bits(op)
+    if uses_bits:
+        _, top = _find_maxima(op, x)
+    else:
+        x, top = _recompute_maxima(op, x)
     g = g.astype(jnp.promote_types(g.dtype, jnp.float32))  # an element's sum is rounded once
-    # The array is divided into blocks as long as a stride.  All elements at one position of their blocks are in equally
-    # many windows, which begin in the same block or in an earlier one.
-    blocks = [(pad + n - 1) // s + 1 for n, s, pad in zip(spatial, op.stride, op.pad, strict=True)]
-    before = [(w - 1) // s for w, s in zip(op.window, op.stride, strict=True)]
-    top, g = (pad_zeros(v, before, [n + b for n, b in zip(blocks, before, strict=True)]) for v in (top, g))
-    crop = (Ellipsis, *(slice(p, p + n) for p, n in zip(op.pad, spatial, strict=True)))
-
-    def get_windows(offset: Sequence[int]) -> tuple[Any, ...]:
-        """Return the slices that select, for each block, the window that begins ``offset`` blocks earlier."""
-        return (Ellipsis, *(slice(b - k, b - k + n) for b, k, n in zip(before, offset, blocks, strict=True)))
-
-    def read_windows(v: Any, offset: Sequence[int]) -> Any:
-        """Return the value of a window for each element."""
-        v = v[get_windows(offset)]
-        for axis, stride in enumerate(op.stride, start=lead):
-            v = jnp.repeat(v, stride, axis)
-        return v[crop]
-
-    if jax.default_backend() == "gpu":
-        # One kernel, which is faster than one for each position in a block.
-        total = jnp.zeros(x.shape, g.dtype)
-        for offset in itertools.product(*(range(b + 1) for b in before)):
-            is_maximal = x == read_windows(top, offset)
-            for axis, (k, w, s, n) in enumerate(zip(offset, op.window, op.stride, spatial, strict=True)):
-                is_in_window = (np.arange(n) + op.pad[axis]) % s < w - k * s
-                if not is_in_window.all():
-                    is_maximal &= is_in_window.reshape(-1, *[1] * (op.n_spatial - axis - 1))
-            total += jnp.where(is_maximal, read_windows(g, offset), 0)
-        return total
-
-    # XLA ignores the barrier on the CPU, where it would compute the array again in that kernel.
-    x = pad_zeros(x, op.pad, [n * s for n, s in zip(blocks, op.stride, strict=True)])
+    # The array is divided into blocks as long as a stride.  The elements at one position of their blocks are in equally
+    # many windows, whose numbers differ from the block's by the same offsets.
+    geometry = list(zip(op.window, op.stride, op.pad, strict=True))
+    blocks = [-(-n // s) for n, s in zip(spatial, op.stride, strict=True)]
+    before = [(w - 1 - p) // s for w, s, p in geometry]
+    lengths = [b + n + (s - 1 + p) // s for b, n, (_, s, p) in zip(before, blocks, geometry, strict=True)]
+    # In a GPU's memory channels are the last axis.  If they were not the last one here, XLA would need several kernels.
+    tail = 1 if uses_bits and lead else 0
+    if tail:
+        top, g = (jnp.moveaxis(v, lead - 1, -1) for v in (top, g))
+        before, blocks, lengths = [*before, 0], [*blocks, g.shape[-1]], [*lengths, g.shape[-1]]
+    top, g = (pad_zeros(v, before, lengths) for v in (top, g))
+    if not uses_bits:
+        x = pad_zeros(x, [0] * op.n_spatial, [n * s for n, s in zip(blocks, op.stride, strict=True)])
 
     def gather_position(position: tuple[int, ...]) -> Any:
         """Return the gradient at one position of all blocks, and at all positions on further axes."""
-        axis = len(position)
-        if axis < op.n_spatial:
-            parts = jnp.stack([gather_position((*position, i)) for i in range(op.stride[axis])], lead + axis + 1)
-            return parts.reshape(*parts.shape[: lead + axis], -1, *parts.shape[lead + axis + 2 :])
-        values = x[(Ellipsis, *(slice(i, None, s) for i, s in zip(position, op.stride, strict=True)))]
-        total = jnp.zeros(values.shape, g.dtype)
-        offsets = [range(-(-(w - i) // s)) for i, w, s in zip(position, op.window, op.stride, strict=True)]
-        for windows in map(get_windows, itertools.product(*offsets)):
-            total = total + jnp.where(values == top[windows], g[windows], 0)
+        if len(position) < op.n_spatial:
+            parts = [gather_position((*position, i)) for i in range(op.stride[len(position)])]
+            axis = lead - tail + len(position)
+            return jnp.stack(parts, axis + 1).reshape(*parts[0].shape[:axis], -1, *parts[0].shape[axis + 1 :])
+        total = jnp.zeros((*x.shape[: lead - tail], *blocks), g.dtype)
+        offsets = [range((i + p) // s, (i + p - w) // s, -1) for i, (w, s, p) in zip(position, geometry, strict=True)]
+        for offset in itertools.product(*offsets, *[(0,)] * tail):
+            windows = (Ellipsis, *(slice(b + k, b + k + n) for b, k, n in zip(before, offset, blocks, strict=True)))
+            if uses_bits:
+                in_window = [i + p - k * s for i, k, (_, s, p) in zip(position, offset, geometry, strict=False)]
+                is_maximal = top[windows] & top.dtype.type(1 << int(np.ravel_multi_index(in_window, op.window))) != 0
+            else:
+                values = x[(Ellipsis, *(slice(i, None, s) for i, s in zip(position, op.stride, strict=True)))]
+                is_maximal = values == top[windows]
+            total = total + jnp.where(is_maximal, g[windows], 0)
         return total
 
-    return gather_position(())[crop]
+    total = gather_position(())
+    return (jnp.moveaxis(total, -1, lead - 1) if tail else total)[(Ellipsis, *map(slice, spatial))]
 
 
 @register_lowering(MaxPoolGradGrad)

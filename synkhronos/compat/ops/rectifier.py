@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytensor.scalar as ps
 import pytensor.tensor as pt
+from pytensor.graph.basic import Constant
+from pytensor.scalar import LE, Switch
 from pytensor.scalar.basic import Maximum, upcast_out
 from pytensor.tensor.elemwise import Elemwise
 
-__all__ = ["is_rectifier", "rectifier"]
+__all__ = ["is_rectifier", "rectifier", "split_masked_gradient"]
 
 
 def rectifier(x: Any) -> Any:
@@ -44,3 +46,23 @@ _rectifier = Elemwise(_Maximum(upcast_out, name="rectifier"))
 def is_rectifier(node: Any) -> bool:
     """Whether an Apply node, or None, computes `rectifier`."""
     return node is not None and node.op == _rectifier
+
+
+def split_masked_gradient(node: Any) -> tuple[Any, Any] | None:
+    """Return y and g, if an Apply node computes a rectifier's gradient: g, or 0 where its output y is not positive."""
+    if not _is_elementwise(node, Switch):
+        return None
+    is_negative, zeros, g = node.inputs
+    if not _is_elementwise(is_negative.owner, LE) or not (_is_zero(zeros) and _is_zero(is_negative.owner.inputs[1])):
+        return None
+    if g.dtype != node.outputs[0].dtype or g.type.broadcastable != node.outputs[0].type.broadcastable:
+        return None
+    return is_negative.owner.inputs[0], g
+
+
+def _is_elementwise(node: Any, scalar_op: type) -> bool:
+    return node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op)
+
+
+def _is_zero(variable: Any) -> bool:
+    return isinstance(variable, Constant) and not np.any(variable.data)
