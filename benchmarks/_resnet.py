@@ -29,6 +29,9 @@ from benchmarks._training import time_steps
 from synkhronos.loading import CropMirror, Loader, npy
 from synkhronos.training import make_train_function, updates
 
+#: The rule of the other sides: weights decay by an addend of the gradient, and the loss has no penalty.
+WEIGHT_DECAY_MOMENTUM = updates.chain(updates.add_decayed_weights(1e-4), updates.momentum)
+
 _DEMOS = Path(__file__).resolve().parents[1] / "demos"
 sys.path[1:1] = [str(_DEMOS), str(_DEMOS / "resnet"), str(_DEMOS / "zoo")]
 
@@ -48,7 +51,8 @@ def build_network(settings: dict[str, Any]) -> Network:
     if "network" not in settings:
         from network import build_network as build_resnet
 
-        net = build_resnet(settings["blocks"], settings["width"], settings["size"], settings["classes"])
+        shape = [settings[name] for name in ("blocks", "width", "size", "classes")]
+        net = build_resnet(*shape, weight_decay=0.0)
         return Network(net.loss, net.params, net.x, net.y, net.average_updates)
     config = {"side": settings["size"], "stored": settings["size"], "classes": settings["classes"], "images": 1}
     kind = getattr(importlib.import_module(settings["network"].lower()), settings["network"])
@@ -91,7 +95,7 @@ class SynkhronosTrainer:
             net.params,
             net.x,
             net.y,
-            updates.momentum,
+            updates.momentum if "network" in self._settings else WEIGHT_DECAY_MOMENTUM,
             sliceable_shareds=device_arrays,
             extra_updates=net.average_updates,
             exchange=self._settings["exchange"],

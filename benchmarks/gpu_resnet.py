@@ -174,7 +174,7 @@ class SpeedTable:
             self._goals.append((f"{label}: scaling", 100 * scaling[0], " %", None, 97))
         if is_cold:
             self._goals.append((f"{label}: first step, compiled anew", first, " s", 120, None))
-        losses = f"{loss:.3f}, the penalty of large weights included, DDP {ddp_loss:.3f} without"
+        losses = f"{loss:.3f}, DDP {ddp_loss:.3f}"
         self.remarks.append(f"{label}: first step {format_duration(first)}; losses at the end {losses}")
 
     def add_loading(self, precision: str, n: int, images: int, result: Any) -> None:

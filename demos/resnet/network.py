@@ -80,7 +80,7 @@ def build_network(
         y,
         _layers.get_all_params(output, trainable=True),
         get_running_averages(output),
-        loss + weight_decay * penalty,
+        loss + weight_decay * penalty if weight_decay else loss,
         average_updates,
         lasagne.objectives.categorical_crossentropy(test_output, y).mean(),
         T.neq(T.argmax(test_output, axis=1), y).mean(dtype=theano.config.floatX),
