@@ -53,6 +53,7 @@ def assert_all_ranks_hold(params, expected, tolerance=2e-5):
 
 def make_parser(scripts):
     parser = common.make_parser("", [], "script.py")
+    common.add_device_arguments(parser)
     scripts.add_arguments(parser)
     return parser
 
