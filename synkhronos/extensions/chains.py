@@ -42,8 +42,10 @@ from synkhronos.startup import close, fork
 #: Modules of PyMC that start a process for each chain.
 _SAMPLER_MODULES = ("pymc.sampling.parallel", "pymc.sampling.population", "pymc.smc.parallel")
 
-#: Seconds for which `measure_evaluation_rate` measures, and those in which all chains have to be ready.
-_MEASURE_SECONDS, _READY_SECONDS = 0.3, 120.0
+#: Seconds for which `measure_evaluation_rate` measures.
+_MEASURE_SECONDS = 0.3
+#: Maximal seconds until all chains are ready to be measured.
+_READY_SECONDS = 120.0
 
 #: Maximal number of slices in a `SliceQueue`: a number is one byte.
 MAX_QUEUED_SLICES = 256

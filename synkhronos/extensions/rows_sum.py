@@ -72,7 +72,9 @@ warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows
 #: Maximal number of elements of an array that an evaluation compares with the scattered ones.  Of a larger array it
 #: compares a sample: rows and elements at equal distances.  Reading more would delay each evaluation, as nearly each
 #: element is in another cache line.
-_MAX_COMPARED_SIZE, _SAMPLE_SIZE = 1 << 15, 1 << 12
+_MAX_COMPARED_SIZE = 1 << 15
+#: Approximate number of elements of such a sample.
+_SAMPLE_SIZE = 1 << 12
 
 _counter = itertools.count()
 #: The sums of this process by process id and number: unpickling in this process returns the original.

@@ -127,7 +127,7 @@ class _ModelCheck:
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
             self.problems.append("it has no n_epochs: give --set epochs=N")
         recorder = ModelRecorder(0, rows_per_step=get_batch_size(instance), folder=self.folder)
-        before = hash_values(FlatVariables(list(instance.params)))
+        initial_hash = hash_values(FlatVariables(list(instance.params)))
         self.stage = "train_iter() runs"
         for i in range(min(_N_ITERATIONS, int(instance.data.n_batch_train))):
             instance.train_iter(i, recorder)
@@ -142,7 +142,7 @@ class _ModelCheck:
             )
         elif not np.isfinite(loss := meter.weighted_loss_sum / meter.weight_sum):
             self.problems.append(f"the cost is {loss} after {meter.total_steps} iterations")
-        if hash_values(FlatVariables(list(instance.params))) == before:
+        if hash_values(FlatVariables(list(instance.params))) == initial_hash:
             self.problems.append("train_iter() changes none of params")
         self.call_optional(instance, "reset_iter", "train")
         self.stage = "val_iter() runs"
@@ -167,13 +167,13 @@ class _ModelCheck:
         self.stage = "cleanup() runs"
         instance.cleanup()
 
-    def call_optional(self, instance: Any, name: str, *arguments: Any, **named: Any) -> Any:
+    def call_optional(self, instance: Any, name: str, *arguments: Any, **keywords: Any) -> Any:
         """Call an optional method if the class has it, and return its result."""
         method = getattr(instance, name, None)
         if not callable(method):
             return None
         self.stage = f"{name}() runs"
-        return call_by_signature(method, *arguments, **named)
+        return call_by_signature(method, *arguments, **keywords)
 
     def apply_gradients(
         self, instances: list[Any], sources: list[FlatVariables], targets: list[FlatVariables], total: Any
@@ -207,7 +207,7 @@ class _ModelCheck:
             self.problems.append(f"with size 2 params are of shapes {shapes}")
             return
         params[1].set(params[0].get())
-        before = hash_values(params[0])
+        initial_hash = hash_values(params[0])
         sources, targets = params, params
         if exchanged_quantity == "gradient":
             sources = [FlatVariables(instance.vels) for instance in instances]
@@ -229,7 +229,7 @@ class _ModelCheck:
         self.stage = "cleanup() runs with size 2"
         for instance in instances:
             instance.cleanup()
-        if n_steps > 1 and hash_values(params[0]) == before:
+        if n_steps > 1 and hash_values(params[0]) == initial_hash:
             self.problems.append("with size 2 train_iter() changes none of params")
         elif equal_ranks := find_ranks_with_equal_steps(step_hashes):
             self.problems.append(f"with size 2 {EQUAL_STEPS_MESSAGE.format(*equal_ranks)}")

@@ -78,10 +78,10 @@ class LaunchedRun:
         RuntimeError
             If the run has failed; the message has the traceback of the first failure.
         """
-        received: list[int] = []
+        received_signals: list[int] = []
 
         def forward(number: int, frame: FrameType | None) -> None:
-            received.append(number)
+            received_signals.append(number)
             self._process.send_signal(number)
 
         # A scheduler ends the job when this process exits, so it exits after the ranks have written their checkpoint.
@@ -101,8 +101,8 @@ class LaunchedRun:
         finally:
             for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
-        for caught in received:
-            signal.raise_signal(caught)  # the default action: it ends this process
+        for received in received_signals:
+            signal.raise_signal(received)  # the default action: it ends this process
         if status:
             failure = self.folder / FAILURE_FILE
             text = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""

@@ -133,7 +133,7 @@ class Worker:
             If shape, dtype or op differ between ranks.
         """
         check_dense(array, "array")
-        device = _choose_transport(self._rank, array, check_op_name(op))
+        device = _choose_transfer_device(self._rank, array, check_op_name(op))
         value = array
         if device is NUMPY:
             numpy_array = get_array_device(array).to_numpy(array)
@@ -184,7 +184,7 @@ class Worker:
             If all ranks wait for each other.
         """
         self._check_peer(dest, "dest")
-        device = _choose_transport(self._rank, value)
+        device = _choose_transfer_device(self._rank, value)
         if device is not NUMPY and value.size * value.dtype.itemsize > self.send_buffer:
             pair_communicator = device.get_group_communicator(self._rank, (self.number, dest))
             if pair_communicator is not None:
@@ -328,7 +328,7 @@ class Group:
     def all_reduce(self, array: Any, op: str = "avg") -> Any:
         """Return the reduction of all members' arrays on each member; see `Worker.all_reduce`."""
         check_dense(array, "array")
-        device = _choose_transport(self._rank, array, check_op_name(op))
+        device = _choose_transfer_device(self._rank, array, check_op_name(op))
         communicator = device.get_group_communicator(self._rank, self.ranks)
         result = np.array(array, order="C") if communicator is None else _copy_array(device, array)
         reduction = _describe_reduction(result, op, NUMPY if communicator is None else device)
@@ -399,7 +399,7 @@ def get_rank(worker: Worker) -> Rank:
     return worker._rank
 
 
-def _choose_transport(rank: Rank, value: Any, op: str | None = None) -> Device:
+def _choose_transfer_device(rank: Rank, value: Any, op: str | None = None) -> Device:
     """Return the device whose communicator transfers and reduces an array: the rank's GPU if it can, else the host."""
     device: Device = rank.device
     return device if device.owns(value) and device.can_communicate(value.dtype, op) else NUMPY

@@ -28,8 +28,10 @@ Span = tuple[str, str, int, int, int]
 
 #: Category of the spans in which a rank waits.
 WAIT = "wait"
-#: Names of the spans of a call in the master, and of a worker's wait between two commands.
-CALL, IDLE = "call", "wait for a command"
+#: Name of the spans of a call in the master.
+CALL = "call"
+#: Name of the spans of a worker's wait between two commands.
+IDLE = "wait for a command"
 
 #: Function that maps a method's arguments to the name of a span.
 SpanNamer = Callable[..., str]

@@ -59,8 +59,11 @@ class RankTimeline:
     calls: list[Activity] = field(default_factory=list)
 
 
-#: An activity on the critical path, and its rank.
-CriticalPathStep = tuple[int, Activity]
+class CriticalPathStep(NamedTuple):
+    """An activity on the critical path."""
+
+    rank: int
+    activity: Activity
 
 
 def read_timelines(path: str) -> dict[int, RankTimeline]:
@@ -143,13 +146,13 @@ def find_critical_path(timelines: dict[int, RankTimeline]) -> list[CriticalPathS
             last_peer = max(peers, key=find_last_work_end, default=rank)
             work_end = max(find_last_work_end(last_peer), activity.start, start_of_run)
             if work_end < time:
-                path.append((rank, Activity(work_end, time, "wake up", "call")))
+                path.append(CriticalPathStep(rank, Activity(work_end, time, "wake up", "call")))
                 time = work_end
             if time > activity.start:
                 rank = last_peer
             continue
         start = max(start_of_run, activity.start)
-        path.append((rank, activity._replace(start=start, end=time)))
+        path.append(CriticalPathStep(rank, activity._replace(start=start, end=time)))
         time = start
     return path[::-1]
 
@@ -184,8 +187,8 @@ def format_report(path: str, timelines: dict[int, RankTimeline], critical_path: 
         cells = (100 * _measure_union(timeline.xla_operations) / total for timeline in timelines.values())
         lines.append(f"{'XLA computes':<{width}}" + "".join(f"{cell:9.1f}" for cell in cells))
     path_times: dict[tuple[str, int], float] = defaultdict(float)
-    for rank, step in critical_path:
-        path_times[step.name, rank] += step.end - step.start
+    for rank, activity in critical_path:
+        path_times[activity.name, rank] += activity.end - activity.start
     lines += ["", "critical path: the activities that determine the duration"]
     for (name, rank), time in sorted(path_times.items(), key=lambda item: -item[1])[:_MAX_LINES]:
         lines.append(f"{100 * time / total:5.1f} %  {_format_time(time / len(calls)):>9} a call  {name}, rank {rank}")
@@ -232,7 +235,7 @@ def draw_timelines(
         rows.append((f"rank {rank}", timeline.activities))
         if timeline.xla_operations:
             rows.append((f"rank {rank}, XLA", timeline.xla_operations))
-    rows.append(("critical path", [step for _, step in critical_path]))
+    rows.append(("critical path", [step.activity for step in critical_path]))
     figure, axis = pyplot.subplots(figsize=(11, 1.2 + 0.55 * len(rows)), layout="constrained")
     drawn_categories: set[str] = set()
     for y, (_, activities) in enumerate(rows):

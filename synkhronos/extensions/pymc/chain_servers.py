@@ -109,8 +109,8 @@ def _run_server(pipe: Connection, inherited_pipes: list[Connection], chain_numbe
 
 
 @contextlib.contextmanager
-def _evaluate_on_servers(sums: Sequence[Any], n_servers: int) -> Iterator[None]:
-    """Context in which threads of a sampler evaluate these sums on servers."""
+def _serve_sums(sums: Sequence[Any], n_servers: int) -> Iterator[None]:
+    """Return a context manager: within it, threads of a sampler evaluate these sums on servers."""
     servers = ChainServers(n_servers)
     for distributed_sum in sums:
         distributed_sum.remote_evaluator = servers
@@ -140,7 +140,7 @@ def wrap_nutpie() -> None:
         n_servers = min(kwargs["chains"], cores)
         if n_servers < 2 or not chains.can_chains_start_ranks(session):
             return original(*args, **kwargs)
-        with _evaluate_on_servers(sums, n_servers):
+        with _serve_sums(sums, n_servers):
             return original(*args, **kwargs)
 
     mcmc._sample_external_nuts = sample

@@ -66,23 +66,23 @@ class DataParallelModel(pm.Model):
     def __init__(self, model: pm.Model):
         chain_servers.wrap_nutpie()
         self.__dict__.update(model.__dict__)
-        self._sums: dict[Any, Any] = {}
+        self._distributed_logps: dict[Any, Any] = {}
         self.reasons: dict[str, str] = {}
         for variable in [*model.observed_RVs, *filter(_reads_data, model.potentials)]:
             try:
-                self._sums[variable] = _make_distributed_logp(model, variable)
+                self._distributed_logps[variable] = _make_distributed_logp(model, variable)
             except NotRowwiseError as error:
                 self.reasons[variable.name] = str(error)
         self.distributed_sums: list[DistributedSum] = [
             variable.owner.op.sum
-            for variable in ancestors(self._sums.values())
+            for variable in ancestors(self._distributed_logps.values())
             if variable.owner is not None and isinstance(variable.owner.op, SumOverRows)
         ]
 
     @property
     def split_RVs(self) -> list[Any]:
         """The observed variables and potentials that are split."""
-        return list(self._sums)
+        return list(self._distributed_logps)
 
     @property
     def unobserved_value_vars(self) -> list[Any]:
@@ -111,14 +111,14 @@ class DataParallelModel(pm.Model):
             vars = [*self.basic_RVs, *self.potentials]
         vars = vars if isinstance(vars, list | tuple) else [vars]
         variables = [self.values_to_rvs.get(variable, variable) for variable in vars]
-        sums = [self._sums[variable] for variable in variables if variable in self._sums]
+        sums = [self._distributed_logps[variable] for variable in variables if variable in self._distributed_logps]
         if not sum or not sums:
             return super().logp(vars, jacobian, sum)
         _check_pathfinder()
         wrap_samplers()
         for distributed_sum in self.distributed_sums:
             distributed_sum.ensure_session()
-        unsplit = [variable for variable in variables if variable not in self._sums]
+        unsplit = [variable for variable in variables if variable not in self._distributed_logps]
         return reduce(operator.add, sums if not unsplit else [super().logp(unsplit, jacobian), *sums])
 
     def copy(self) -> DataParallelModel:
@@ -140,20 +140,22 @@ class DataParallelModel(pm.Model):
         evaluate_alone, evaluate_parallel = _make_evaluator(model), _make_evaluator(self)
         evaluate_alone(), evaluate_parallel()  # compiled here once, and not by each chain
         rates = {"PyMC alone": measure_evaluation_rate(evaluate_alone, chains)}
-        chosen, best = "PyMC alone", rates["PyMC alone"] * _MIN_GAIN
+        fastest, min_rate = "PyMC alone", rates["PyMC alone"] * _MIN_GAIN
         for count in rank_counts:
             self._limit_chain_ranks(count)
             name = f"{count} rank{'s' if count > 1 else ''}"
             rates[name] = measure_evaluation_rate(evaluate_parallel, chains)
-            if rates[name] > best:
-                chosen, best = name, rates[name]
+            if rates[name] > min_rate:
+                fastest, min_rate = name, rates[name]
         times = ", ".join(f"{name} {1e3 * chains / rate:.3g} ms" for name, rate in rates.items())
-        _log.info("Each of %s chains is computed by %s. Times of a gradient: %s", chains, chosen, times)
-        if chosen == "PyMC alone":
-            self.reasons.update((variable.name, f"PyMC alone is as quick: {times}") for variable in self._sums)
-            self._sums, self.distributed_sums = {}, []
+        _log.info("Each of %s chains is computed by %s. Times of a gradient: %s", chains, fastest, times)
+        if fastest == "PyMC alone":
+            self.reasons.update(
+                (variable.name, f"PyMC alone is as quick: {times}") for variable in self._distributed_logps
+            )
+            self._distributed_logps, self.distributed_sums = {}, []
         else:  # the largest number is a share, and chains may divide the remainder
-            count = int(chosen.split()[0])
+            count = int(fastest.split()[0])
             self._limit_chain_ranks(None if count == rank_counts[-1] else count)
 
     def _limit_chain_ranks(self, count: int | None) -> None:

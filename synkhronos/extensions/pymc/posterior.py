@@ -33,8 +33,10 @@ from synkhronos.patching import replace_attribute
 
 __all__ = ["compute_log_likelihood", "sample_posterior_predictive"]
 
-#: Bytes of the results of a block, and the least number of blocks of a chain with as many draws.
-_BLOCK_BYTES, _MIN_BLOCKS = 32 << 20, 16
+#: Maximal number of bytes of the results of a block.
+_BLOCK_NBYTES = 32 << 20
+#: Minimal number of blocks of a chain with as many draws.
+_MIN_BLOCKS = 16
 
 #: Elements of a row of results, beyond the draws, in one chunk of a Zarr store.
 _CHUNK_SIZE = 1 << 17
@@ -259,8 +261,8 @@ def sample_posterior_predictive(
             replace_attribute(forward._log, "disabled", True),  # messages and warnings of the first draw are enough
             warnings.catch_warnings(action="ignore"),
         ):
-            drawn: Mapping[Any, Any] = pm.sample_posterior_predictive(part, return_inferencedata=False, **arguments)
-        return drawn
+            draws: Mapping[Any, Any] = pm.sample_posterior_predictive(part, return_inferencedata=False, **arguments)
+        return draws
 
     results = _compute_draws(
         group, template, posterior, compute, _count_processes(function), progressbar, store, seeds=seeds
@@ -349,7 +351,7 @@ def _compute_draws(
     template = template.to_dataset() if hasattr(template, "to_dataset") else template
     num_chains, num_draws = (posterior.sizes[name] for name in ("chain", "draw"))
     nbytes = sum(array.nbytes for array in template.values())
-    length = max(1, min(_BLOCK_BYTES // max(1, nbytes), math.ceil(num_draws / _MIN_BLOCKS)))
+    length = max(1, min(_BLOCK_NBYTES // max(1, nbytes), math.ceil(num_draws / _MIN_BLOCKS)))
     ranges = [
         (chain, start, min(start + length, num_draws))
         for chain in range(num_chains)

@@ -52,10 +52,10 @@ __all__ = ["NotRowwiseError", "make_rowwise"]
 #: It returns the restricted output.
 RowwiseRule = Callable[["RowSearch", Any, int], Any]
 
-
-#: Most elements of padded sparse rows, as a multiple of the rows and their elements; most blocks of joined rows, since
-#: all rows are computed once for each block.
-_MAX_PADDING, _MAX_BLOCKS = 4, 4
+#: Maximal number of elements of padded sparse rows, as a multiple of the number of rows and of their elements.
+_MAX_PADDING = 4
+#: Maximal number of blocks of joined rows: all rows are computed once for each block.
+_MAX_BLOCKS = 4
 
 
 class NotRowwiseError(ValueError):
@@ -91,8 +91,12 @@ def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None 
     search = RowSearch(length, {**_RULES, **(rules or {})})
     restricted = search.restrict(terms, 0)
     nodes = get_library(restricted).sort_nodes([restricted])
-    read = {restricted, *(variable for node in nodes for variable in node.inputs)}
-    rows = {placeholder: values for placeholder, values in search.rows_by_placeholder.items() if placeholder in read}
+    used_variables = {restricted, *(variable for node in nodes for variable in node.inputs)}
+    rows = {
+        placeholder: values
+        for placeholder, values in search.rows_by_placeholder.items()
+        if placeholder in used_variables
+    }
     if not rows:
         raise NotRowwiseError("no data run along its rows")
     for values in rows.values():
@@ -251,10 +255,10 @@ class RowSearch:
                 from_rows.update(node.outputs)
         params = {v for node in nodes if not from_rows.isdisjoint(node.outputs) for v in node.inputs} - from_rows
         for variable in params:
-            read = [leaf for leaf in walk([variable], _list_value_inputs) if leaf.owner is None]
+            leaves = [leaf for leaf in walk([variable], _list_value_inputs) if leaf.owner is None]
             # Other inputs are random variables and generators.
-            data = [leaf for leaf in read if isinstance(leaf, Constant) or _is_shared_array(leaf)]
-            if len(data) < len(read) and any(self.length in _get_shape(leaf) for leaf in data):
+            data = [leaf for leaf in leaves if isinstance(leaf, Constant) or _is_shared_array(leaf)]
+            if len(data) < len(leaves) and any(self.length in _get_shape(leaf) for leaf in data):
                 raise NotRowwiseError(f"{_describe(variable)} needs all rows at once")
 
     def fold_constants(self, variable: Any) -> Any:

@@ -223,10 +223,10 @@ class Model:
         library = get_library(self.loss)
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
         outputs = [self.loss] if self.error is None else [self.loss, self.error]
-        tested, is_sliced = list(self.val_outputs or outputs), self.num_slices > 1
+        validation_outputs, is_sliced = list(self.val_outputs or outputs), self.num_slices > 1
         if self.weight is not None:
             outputs.append(self.weight)
-            tested.append(self.weight)
+            validation_outputs.append(self.weight)
         elif not self.rank:
             means = dict(zip(("loss", "error"), outputs, strict=False))
             means |= {f"val_outputs[{i}]": output for i, output in enumerate(self.val_outputs or ())}
@@ -256,8 +256,8 @@ class Model:
             zeros = [(shared, library.tensor.zeros_like(shared)) for shared in sums]
             self._clear_fn = library.function([], [], updates=zeros)
         if self.validate_ema:
-            tested = replace_params(tested, self.trainable_params, self.ema_params)
-        self.val_fn = library.function(list(self.inputs), tested)
+            validation_outputs = replace_params(validation_outputs, self.trainable_params, self.ema_params)
+        self.val_fn = library.function(list(self.inputs), validation_outputs)
 
     def _compile_update(self, library: Any) -> dict[Any, Any]:
         """Compile the update of the parameters from the gradient's vector; return the updates of the gradient."""

@@ -57,7 +57,7 @@ class ModelRecorder:
         self.rank, self.every, self.rows_per_step = rank, every, rows_per_step
         self.verbose = rank == 0
         self._folder = folder
-        self._plots: dict[str, int] = {}
+        self._picture_counts: dict[str, int] = {}
         self._latest_validation: list[Any] | None = None
         self.unit = "rows" if rows_per_step > 1 else "batches"
         self._recorder = recorder
@@ -112,12 +112,12 @@ class ModelRecorder:
 
         ``rows`` is the weight of the batch.  A batch of weight 0 is ignored.
         """
-        self._val_rows += rows
+        self._validation_weight += rows
         if not rows:
             return
         for name, value in (("cost", cost), ("error", error), ("top5", error_top_5)):
             if value is not None:
-                self._val[name] = self._val.get(name, 0.0) + rows * _to_float(value)
+                self._validation_sums[name] = self._validation_sums.get(name, 0.0) + rows * _to_float(value)
 
     def get_latest_val_info(self) -> list[Any] | None:
         """Return ``[count, cost, error, top5]`` of the last validation over all ranks; None before the first one."""
@@ -125,7 +125,7 @@ class ModelRecorder:
 
     def plot_init(self, name: str, fig_specs: Any = None, save: bool = False) -> None:
         """Declare the name of a picture for `plot`.  The other arguments, of Theano-MPI, have no effect."""
-        self._plots.setdefault(name, 0)
+        self._picture_counts.setdefault(name, 0)
 
     def plot(self, name: str, lines: Any = None, image: Any = None, save: bool = False, **style: Any) -> None:
         """Draw lists of numbers as lines, or an array as an image, and save a new picture in the run's folder.
@@ -137,15 +137,15 @@ class ModelRecorder:
         Raise ValueError if both or neither of ``lines`` and ``image`` are given, or `plot_init` was not called with
         this name.
         """
-        if name not in self._plots:
+        if name not in self._picture_counts:
             raise ValueError(f"plot(): expected a name given to plot_init(), got {name!r}")
         if (lines is None) == (image is None):
             raise ValueError("plot(): expected either lines or an image")
-        self._plots[name] += 1
+        self._picture_counts[name] += 1
         if self._folder is None:
             return
         if find_spec("matplotlib") is None:
-            if sum(self._plots.values()) == 1:
+            if sum(self._picture_counts.values()) == 1:
                 sys.stdout.write("plot() draws nothing: matplotlib is not installed\n")
             return
         from matplotlib.figure import Figure
@@ -160,7 +160,7 @@ class ModelRecorder:
         folder = self._folder / "plots"
         folder.mkdir(parents=True, exist_ok=True)
         safe = re.sub(r"[^\w-]", "_", name)
-        figure.savefig(folder / f"{safe}-rank-{self.rank}-{self._plots[name]}.png")
+        figure.savefig(folder / f"{safe}-rank-{self.rank}-{self._picture_counts[name]}.png")
 
     def save(self, *_: Any, **__: Any) -> None:
         """Do nothing: the run does this itself.
@@ -221,13 +221,13 @@ class ModelRecorder:
         They are the sum of the batches' weights, and the sums of ``cost``, ``error`` and ``top5``, each times its
         weight.
         """
-        sums = self._val_rows, self._val
+        sums = self._validation_weight, self._validation_sums
         self._reset_validation()
         return sums
 
     def _reset_validation(self) -> None:
-        self._val: dict[str, float] = {}
-        self._val_rows: float = 0
+        self._validation_sums: dict[str, float] = {}
+        self._validation_weight: float = 0
 
 
 def _weigh_costs(costs: Sequence[Any], weights: Sequence[Any]) -> list[tuple[float, float]]:

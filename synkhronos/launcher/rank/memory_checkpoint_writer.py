@@ -24,7 +24,7 @@ class MemoryCheckpointWriter:
     def __init__(self, folder: str, state: ModelState):
         self._folder, self._state, self._checkpoint = folder, state, None  # type: str, ModelState, Checkpoint | None
         self._interval_batches = self.due_batch = 1
-        self._ended_at = time.monotonic()
+        self._last_write_end = time.monotonic()
 
     def schedule_after(self, batch: int) -> None:
         """Schedule the next memory checkpoint; ``batch`` batches of the epoch are trained on."""
@@ -37,7 +37,7 @@ class MemoryCheckpointWriter:
         ranks is pending.  Within an epoch, the ranks have the consensus parameters while the state is written, and
         their own ones before and afterwards.
         """
-        state, began = self._state, time.monotonic()
+        state, write_start = self._state, time.monotonic()
         state.worker.barrier("the memory checkpoint is due")
         if state.worker.number == 0 and self._checkpoint is None:
             self._checkpoint = Checkpoint(self._folder, keep=1)
@@ -52,16 +52,16 @@ class MemoryCheckpointWriter:
         finally:
             if metrics is None:
                 state.restore_own_params()
-        self._schedule_next(began, state.position["batch"])
+        self._schedule_next(write_start, state.position["batch"])
 
-    def _schedule_next(self, began: float, batch: int) -> None:
-        """Schedule the next memory checkpoint; the last one was begun at time ``began``, after batch ``batch``.
+    def _schedule_next(self, write_start: float, batch: int) -> None:
+        """Schedule the next memory checkpoint; the last one was begun at ``write_start``, after batch ``batch``.
 
         A collective.
         """
         now = time.monotonic()
-        interval = max(_INTERVAL_SECONDS, _MIN_INTERVAL_RATIO * (now - began))
-        batches = choose_interval_steps(self._interval_batches, began - self._ended_at, interval)
+        interval = max(_INTERVAL_SECONDS, _MIN_INTERVAL_RATIO * (now - write_start))
+        batches = choose_interval_steps(self._interval_batches, write_start - self._last_write_end, interval)
         self._interval_batches = self._state.worker.broadcast(batches)
         self.schedule_after(batch)
-        self._ended_at = time.monotonic()
+        self._last_write_end = time.monotonic()

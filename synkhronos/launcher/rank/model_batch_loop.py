@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.launcher.model_class.model_interface import get_steps_per_batch, use_model_precision
@@ -16,6 +16,13 @@ from synkhronos.launcher.rank.model_state import ModelState
 from synkhronos.programs import LocalRows
 from synkhronos.training.loops.batch_loop import BatchLoop, Exchanger
 from synkhronos.training.loops.stop_signals import StopAgreement, StopPoll, get_requested_stop
+
+
+class SubBatch(NamedTuple):
+    """Step of a batch: a class may take several steps in each batch."""
+
+    batch: int
+    is_last: bool
 
 
 class ModelBatchLoop(BatchLoop):
@@ -46,24 +53,24 @@ class ModelBatchLoop(BatchLoop):
         self._min_n_batches, self._stops_at_memory_checkpoint = 0, False
         super().run()
 
-    def iterate_batches(self) -> Iterator[tuple[int, bool]]:
-        """Yield, for each step, the number of its batch, and whether it is the last step of the batch."""
+    def iterate_batches(self) -> Iterator[SubBatch]:
+        """Yield a sub-batch for each step.  A collective at the first step of an epoch, under synchronous rules."""
         batch, n_steps = self.state.position["batch"], get_steps_per_batch(self.model)
         # The number of batches is read after the first step, in which a class may divide its data.
         batches = self.agree_on_n_batches(int(self.model.data.n_batch_train)) if batch else None
         while batches is None or batch < batches:
             for step in range(n_steps):
-                yield batch, step == n_steps - 1
+                yield SubBatch(batch, step == n_steps - 1)
                 if batches is None:
                     batches = self.agree_on_n_batches(int(self.model.data.n_batch_train))
             batch += 1
 
-    def step(self, batches: tuple[int, bool]) -> int:
+    def step(self, batches: SubBatch) -> int:
         """Call ``train_iter`` once; return the number of steps to count for the exchange.
 
         Asynchronous rules count only the last step of a batch.
         """
-        batch, self.is_last_step = batches
+        self.is_last_step = batches.is_last
         recorder = self.recorder
         self.worker.progress()
         began, before = time.perf_counter(), dict(recorder.meter.seconds)
@@ -71,7 +78,7 @@ class ModelBatchLoop(BatchLoop):
         is_bsp = self.state.settings.rule == "BSP"
         rank_means = RankMeanContext(self.worker.all_gather).activate() if is_bsp else nullcontext()
         with use_model_precision(), rank_means:
-            self.model.train_iter(batch, recorder)
+            self.model.train_iter(batches.batch, recorder)
         recorder.count_iteration(time.perf_counter() - began)
         self.record_compute_time(began, before)
         return int(self.is_last_step or not self.rule.asynchronous)
@@ -101,13 +108,12 @@ class ModelBatchLoop(BatchLoop):
         with use_model_precision():
             return self.model.apply_gradients()
 
-    def record(self, batches: tuple[int, bool]) -> None:
+    def record(self, batches: SubBatch) -> None:
         """After the last step of a batch, count it, and write the line and the memory checkpoint that are due."""
-        batch, is_last_step = batches
-        if is_last_step:
-            self.state.position["batch"] = batch + 1
-            self.recorder.print_train_info((batch + 1) * self.worker.size)
-            if self.memory_checkpoints and self.memory_checkpoints.due_batch <= batch + 1 < self._min_n_batches:
+        if batches.is_last:
+            n_batches = self.state.position["batch"] = batches.batch + 1
+            self.recorder.print_train_info(n_batches * self.worker.size)
+            if self.memory_checkpoints and self.memory_checkpoints.due_batch <= n_batches < self._min_n_batches:
                 self.memory_checkpoints.write(None)
                 if self.rule.asynchronous and self.state.settings.saves_on_signal:
                     self._stops_at_memory_checkpoint = any(self.worker.all_gather(bool(get_requested_stop())))

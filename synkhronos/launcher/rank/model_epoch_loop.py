@@ -165,11 +165,11 @@ class ModelEpochLoop(EpochLoop):
         self.batch_loop.run()
         self._n_trained_batches = self.state.position["batch"] * self.worker.size
         self.recorder.write_line()
-        total = self.recorder.meter.get_totals(self.recorder.learning_rate)
-        ended = self.worker.all_gather((total, self.batch_loop.is_stopped_by_signal))
-        self.totals = [total for total, _ in ended]
+        own_totals = self.recorder.meter.get_totals(self.recorder.learning_rate)
+        by_rank = self.worker.all_gather((own_totals, self.batch_loop.is_stopped_by_signal))
+        self.totals = [totals for totals, _ in by_rank]
         self._training_ended_at = time.perf_counter()
-        self.batch_loop.is_stopped_by_signal = any(is_stopped for _, is_stopped in ended)
+        self.batch_loop.is_stopped_by_signal = any(is_stopped for _, is_stopped in by_rank)
         if not self.batch_loop.is_stopped_by_signal:
             self.recorder.clear_train_info()
             call_optional(self.model, "reset_iter", "train")
@@ -191,44 +191,47 @@ class ModelEpochLoop(EpochLoop):
         if any(total.weight_sum for total in self.totals) and not math.isfinite(report.loss):
             data = getattr(self.model, "train_data", None)  # an attribute of `Model`
             arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []
-            row = describe_nonfinite({f"load()'s training array {i}": array for i, array in enumerate(arrays)})
-            why = f"{row}; nothing of it was saved" if row else "nothing of it was saved"
-            raise FloatingPointError(f"the cost is {report.loss} in epoch {epoch}: {why}")
+            row_description = describe_nonfinite(
+                {f"load()'s training array {i}": array for i, array in enumerate(arrays)}
+            )
+            hint = f"{row_description}; nothing of it was saved" if row_description else "nothing of it was saved"
+            raise FloatingPointError(f"the cost is {report.loss} in epoch {epoch}: {hint}")
         return report
 
     def validate(self, report: Report) -> bool:
         """Validate the rule's consensus parameters; a validation that a signal stops has no results."""
         recorder = self.recorder
         generator_states = self.state.get_generator_states()
-        batch, should_stop, is_ended = 0, False, False
+        batch, ends_run, is_stopped = 0, False, False
         per_batch = get_steps_per_batch(self.model)
-        while batch < int(self.model.data.n_batch_val) and not should_stop and not is_ended:
+        while batch < int(self.model.data.n_batch_val) and not ends_run and not is_stopped:
             next_batch = batch + 1
             for _ in range(per_batch):
                 self.worker.progress()
                 with use_model_precision():
                     returned = self.model.val_iter(self._n_trained_batches, recorder)
-                next_batch, should_stop = parse_val_iter_result(returned, batch, next_batch)
-                if should_stop:
+                next_batch, ends_run = parse_val_iter_result(returned, batch, next_batch)
+                if ends_run:
                     break
             batch = next_batch
-            is_ended = self.batch_loop.is_stop_requested(is_collective=False)
+            is_stopped = self.batch_loop.is_stop_requested(is_collective=False)
         call_optional(self.model, "reset_iter", "val")
-        by_rank = self.worker.all_gather((*recorder.take_validation_sums(), should_stop, is_ended))
-        self.batch_loop.is_stopped_by_signal = any(ended for *_, ended in by_rank)
+        by_rank = self.worker.all_gather((*recorder.take_validation_sums(), ends_run, is_stopped))
+        self.batch_loop.is_stopped_by_signal = any(is_stopped for *_, is_stopped in by_rank)
         if self.batch_loop.is_stopped_by_signal:
             self.state.set_generator_states(*generator_states)  # a resumed run repeats the validation
             return False
         sums: dict[str, float] = {}
-        total = sum(rows for rows, *_ in by_rank)
+        total_weight = sum(weight for weight, *_ in by_rank)
         for _, rank_sums, *_ in by_rank:
             for name, value in rank_sums.items():
                 sums[name] = sums.get(name, 0.0) + value
-        report.validation = means = {name: value / total for name, value in sums.items()}  # no sums without weight
+        # Without weight there are no sums.
+        report.validation = means = {name: value / total_weight for name, value in sums.items()}
         recorder.set_validation_means(self._n_trained_batches, means)
         if means:
             self.model.current_info = recorder.get_latest_val_info()
-        self.is_stopped_by_model = any(stopped for _, _, stopped, _ in by_rank)
+        self.is_stopped_by_model = any(ends_run for _, _, ends_run, _ in by_rank)
         return True
 
     def save_at_signal(self) -> None:

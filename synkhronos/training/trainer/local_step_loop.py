@@ -14,9 +14,9 @@ from synkhronos.rules import State
 from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, set_params_to_consensus
 from synkhronos.training.loops.batch_loop import Exchanger
 from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop
-from synkhronos.training.monitoring.meter import Meter, RankTotals
+from synkhronos.training.monitoring.meter import Meter
 from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
-from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, make_loss_reader
+from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, LoopResult, make_loss_reader
 
 #: Maximal number of bytes of a launch's rows.
 _MAX_LAUNCH_NBYTES = 1 << 30
@@ -192,11 +192,11 @@ def take_local_steps(
     spec: RankStateSpec,
     source: RowSource,
     batch_counts: LocalRows,
-) -> tuple[int, RankTotals]:
+) -> LoopResult:
     """Train this rank on its rows of an interval, then set the parameters to the rule's consensus.
 
-    The parameters are those of `LocalStepLoop`.  Return the position up to which the ranks have trained (before
-    ``plan.stop`` if a signal has stopped them), and the totals.
+    The parameters are those of `LocalStepLoop`.  The position reached is before ``plan.stop`` if a signal has stopped
+    the ranks.
     """
     storage, rule = worker.get_storage(spec.name), spec.rule
     state: State | None = storage.get("state")
@@ -217,4 +217,4 @@ def take_local_steps(
     with loop.meter.time_activity("exchange"):
         set_params_to_consensus(worker, spec.name, rule)
     loop.write_lines(flush=True)
-    return loop.end, loop.meter.get_totals(loop.rate)
+    return LoopResult(loop.end, loop.meter.get_totals(loop.rate))

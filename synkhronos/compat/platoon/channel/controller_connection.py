@@ -33,7 +33,7 @@ class ControllerConnection:
 
     def __init__(self, worker: RankWorker, address: str, log_path: str, on_poll: Callable[[], None]):
         self.worker, self.address, self._log_path = worker, address, log_path
-        local_ranks = get_rank(worker).local_ranks  # those of this host
+        local_ranks = get_rank(worker).local_ranks
         self.local_rank, self.local_size = worker.number - local_ranks.start, len(local_ranks)
         self._send_lock = threading.Lock()
         connection = sockets.connect(address, on_poll, _CONNECT_SECONDS)
@@ -84,12 +84,12 @@ class ControllerConnection:
             os.close(file)
 
     def report_failure(self, failure: Failure) -> None:
-        """Send a failure to the controller, if that has not ended."""
+        """Send a failure to the controller; do nothing if the controller has ended."""
         with contextlib.suppress(PlatoonError):
             self._send({"failure": dataclasses.asdict(failure)})
 
     def report_end(self) -> None:
-        """Send the end of this worker to the controller."""
+        """Tell the controller that this worker ends; do nothing if the controller has ended."""
         with contextlib.suppress(PlatoonError):
             self._send({"end": True})
 

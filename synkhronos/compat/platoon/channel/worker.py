@@ -33,7 +33,7 @@ _OP_NAMES = {
 
 @contextlib.contextmanager
 def restore_precision() -> Iterator[None]:
-    """Restore JAX's precision after library code: that enables 64 bits, programs depend on ``floatX``."""
+    """Return a context manager that restores JAX's precision: the library enables float64, programs use ``floatX``."""
     jax = sys.modules.get("jax")
     old_value = None if jax is None else jax.config.jax_enable_x64
     try:
