@@ -236,6 +236,7 @@ def _start_ranks(
     host_timeout: float = HOST_TIMEOUT,
     output: IO[str] | None = None,
 ) -> int:
+    """Start the agents of other hosts and the ranks, and return the number of ranks; see `fork`."""
     with contextlib.ExitStack() as stack:
         link: MpiLink | None = None
         gpu_numbers: tuple[int, ...] = ()

@@ -123,6 +123,7 @@ def _parse_updates(
 
 
 def _check_sliceable(library: GraphLibrary, sliceable: list[Any]) -> None:
+    """Raise TypeError or ValueError for a variable that ``sliceable_shareds`` may not contain."""
     for shared in sliceable:
         if not library.is_shared(shared):
             raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
@@ -238,6 +239,7 @@ def _check_free_variables(library: GraphLibrary, specs: Any, outputs: Any, updat
 
 
 def _parse_input(library: GraphLibrary, value: Any, name: str, allow_downcast: bool | None) -> InputSpec:
+    """Return the specification of an input; raise TypeError or ValueError for a variable that can't be one."""
     spec = library.make_input_spec(value)
     if library.is_variable(value):  # an `In` has an ``allow_downcast`` of its own
         spec = replace(spec, allow_downcast=allow_downcast)
@@ -258,6 +260,7 @@ def _parse_input(library: GraphLibrary, value: Any, name: str, allow_downcast: b
 
 
 def _parse_output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> OutputOp:
+    """Return the op of an output; raise TypeError or ValueError if the output can't be reduced by it."""
     parsed = OutputOp.parse(op, f"outputs: the op of output {position}")
     variable = library.get_output_variable(output)
     if parsed.name is None:

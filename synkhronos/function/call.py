@@ -112,6 +112,7 @@ class Call(_CallFields, Command):
         return RankCall(self, computation, self._compile(computation, rank), rank)
 
     def _compile(self, computation: Computation, rank: Rank) -> CompiledVariant:
+        """Return the compiled variant; on a first call, ranks compile in the order that the library requires."""
         if not self.needs_compile:
             return computation.compile(self.variant)
         if rank.is_master:
@@ -187,6 +188,7 @@ class RankCall:
         return engine.collect_outputs(rank, outputs)
 
     def _check_rank_means(self) -> None:
+        """Raise ValueError on all ranks for a call whose means over ranks are not defined."""
         call = self.call
         if call.variant.returns_updates:
             self._rank.raise_common_error(
@@ -311,6 +313,7 @@ class RankCall:
         return self._runner(*inputs)
 
     def _stage_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
+        """Return the compiled function's inputs: the given rows of each, on the device that it takes them from."""
         rank, computation, buffers = self._rank, self.computation, self.computation.buffers
         arrays = [value.array if isinstance(value, ScatteredInput) else value for value in self.call.inputs]
         devices = computation.choose_input_devices(self._runner)

@@ -188,6 +188,7 @@ class Computation(DeviceResident):
         return compiled
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:
+        """Return the function that the graph library compiles for a variant."""
         library = self.library
         inputs = [spec.library_input for spec in self.inputs]
         outputs = self.outputs if variant.output_subset is None else [self.outputs[i] for i in variant.output_subset]

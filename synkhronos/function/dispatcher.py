@@ -94,6 +94,7 @@ class Dispatcher:
     # -- variants --------------------------------------------------------------------------------------------
 
     def _choose_variant(self, batch_s: Any, num_slices: Any, output_subset: Any) -> Variant:
+        """Return the variant for the options of a call; raise TypeError or ValueError for invalid ones."""
         if batch_s is None and output_subset is None and type(num_slices) is int and num_slices == 1:
             return DEFAULT_VARIANT
         computation = self.computation
@@ -133,6 +134,7 @@ class Dispatcher:
         return Variant(row_selector, bool(num_slices > 1), self._parse_output_subset(output_subset))
 
     def _parse_output_subset(self, output_subset: Any) -> tuple[int, ...] | None:
+        """Return the indexes of the selected outputs; None if all are."""
         if output_subset is None:
             return None
         if not isinstance(output_subset, list | tuple | np.ndarray | range):

@@ -47,6 +47,7 @@ class DependenceAnalysis:
             self._add_node(node)
 
     def _add_node(self, node: Any) -> None:
+        """Record whether a node's outputs depend on values of sources, and whether their lengths do."""
         name, inputs = type(node.op).__name__, node.inputs
         if name in _SHAPE_OPS:
             depends = id(inputs[0]) in self._length_dependents

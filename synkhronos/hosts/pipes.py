@@ -81,13 +81,13 @@ class Pipe:
         self._rank, self._layout, self._pipe = rank, layout, pipe
         self._local_rank = rank.number - rank.local_ranks.start
         self._n_processed = layout.n_processed[pipe]
-        self._command_number = self._command_start_count = self._frame_number = 0
+        self._command_number = self._start_count = self._frame_number = 0
 
     def _get_frame_number(self) -> int:
         """Return the number of the current frame; 0 at the start of a command."""
         if self._command_number != self._rank.command_number:
             self._command_number = self._rank.command_number
-            self._command_start_count = self._command_number << COUNT_BITS
+            self._start_count = self._command_number << COUNT_BITS
             self._frame_number = 0
         return self._frame_number
 
@@ -105,7 +105,7 @@ class Pipe:
         return self._view_frame_bytes(frame_number)
 
     def _wait_transferred(self, n_frames: int) -> None:
-        transferred, pipe, target_count = self._layout.n_transferred, self._pipe, self._command_start_count + n_frames
+        transferred, pipe, target_count = self._layout.n_transferred, self._pipe, self._start_count + n_frames
         if transferred[pipe] < target_count:
             self._rank.wait(lambda: transferred[pipe] >= target_count)
 
@@ -120,12 +120,12 @@ class Pipe:
         if nbytes:
             # All ranks of the host write the same number.
             self._layout.frame_nbytes[self._pipe * N_FRAMES + frame_number % N_FRAMES] = nbytes
-        self._n_processed[self._local_rank] = self._command_start_count + frame_number + 1
+        self._n_processed[self._local_rank] = self._start_count + frame_number + 1
         self._rank.control.wake_local_ranks(AWAITS_BARRIER)
 
     def wait_all_processed(self, n_newer: int = 0) -> None:
         """Wait until all ranks of the host have processed this rank's frames, except the ``n_newer`` newest."""
-        processed, target_count = self._n_processed, self._command_start_count + self._get_frame_number() - n_newer
+        processed, target_count = self._n_processed, self._start_count + self._get_frame_number() - n_newer
         self._rank.wait(lambda: min(processed) >= target_count)
 
     def _view_frame_bytes(self, frame_number: int) -> np.ndarray:
@@ -151,18 +151,18 @@ class FrameTransport:
             *([(DOWN_OUT, UP_IN, host - 1)] if host > 0 else []),
         ]
         pipes = UP_OUT, DOWN_OUT, UP_IN, DOWN_IN
-        self._next_counts = dict.fromkeys(pipes, 0)
+        self._next_frame_numbers = dict.fromkeys(pipes, 0)
         #: Frames in transit by pipe: the value of `n_transferred` after the transfer, and its request.
         self._in_transit: dict[int, deque[tuple[int, Any]]] = {pipe: deque() for pipe in pipes}
-        self._command_number = self._first_count = 0
+        self._command_number = self._start_count = 0
         self._status = mpi.Status()
 
     def advance(self) -> bool:
         """Start and complete transfers without blocking; return True if ranks have to be woken."""
         command_number = self._control.words[ControlMemory.POSTED]
         if command_number != self._command_number:
-            self._command_number, self._first_count = command_number, command_number << COUNT_BITS
-            self._next_counts = dict.fromkeys(self._next_counts, 0)
+            self._command_number, self._start_count = command_number, command_number << COUNT_BITS
+            self._next_frame_numbers = dict.fromkeys(self._next_frame_numbers, 0)
         has_events = False
         for outgoing, incoming, peer in self._neighbours:
             has_events |= self._complete_transfers(outgoing) | self._complete_transfers(incoming)
@@ -180,40 +180,46 @@ class FrameTransport:
         in_transit, has_events = self._in_transit[pipe], False
         while in_transit and in_transit[0][1].Test():
             transferred = in_transit.popleft()[0]
-            if transferred > self._first_count:
+            if transferred > self._start_count:
                 self._layout.n_transferred[pipe] = transferred
                 has_events = True
         return has_events
 
     def _send_frames(self, pipe: int, peer: int) -> None:
-        layout, first_count = self._layout, self._first_count
+        """Start sending the frames that all ranks of this host have filled."""
+        layout, start_count = self._layout, self._start_count
         filled = min(layout.n_processed[pipe])
-        while first_count + self._next_counts[pipe] < filled:
-            count = self._next_counts[pipe]
-            frame = layout.view_frame(pipe, count)[: layout.frame_nbytes[pipe * N_FRAMES + count % N_FRAMES]]
+        while start_count + self._next_frame_numbers[pipe] < filled:
+            frame_number = self._next_frame_numbers[pipe]
+            nbytes = layout.frame_nbytes[pipe * N_FRAMES + frame_number % N_FRAMES]
+            frame = layout.view_frame(pipe, frame_number)[:nbytes]
             tag = self._command_number % self._TAGS
             self._in_transit[pipe].append(
-                (first_count + count + 1, self._comm.Isend([frame, self._mpi.BYTE], peer, tag))
+                (start_count + frame_number + 1, self._comm.Isend([frame, self._mpi.BYTE], peer, tag))
             )
-            self._next_counts[pipe] = count + 1
+            self._next_frame_numbers[pipe] = frame_number + 1
 
     def _receive_frames(self, pipe: int, peer: int) -> None:
-        layout, in_transit, first_count = self._layout, self._in_transit[pipe], self._first_count
+        """Start receiving frames into free memory; discard those of failed commands."""
+        layout, in_transit, start_count = self._layout, self._in_transit[pipe], self._start_count
         # A frame of a failed command may still be in transit into memory that the new command needs.
         while (
             len(in_transit) < N_FRAMES
-            and (not in_transit or in_transit[0][0] > first_count)
+            and (not in_transit or in_transit[0][0] > start_count)
             and self._comm.Iprobe(peer, self._mpi.ANY_TAG, self._status)
         ):
             tag, nbytes = self._status.tag, self._status.Get_count(self._mpi.BYTE)
             commands_ahead = (tag - self._command_number) % self._TAGS
             if commands_ahead == 0:
-                count = self._next_counts[pipe]
-                if count >= N_FRAMES and min(layout.n_processed[pipe]) < first_count + count - N_FRAMES + 1:
+                frame_number = self._next_frame_numbers[pipe]
+                if (
+                    frame_number >= N_FRAMES
+                    and min(layout.n_processed[pipe]) < start_count + frame_number - N_FRAMES + 1
+                ):
                     break  # ranks still use its memory
-                buffer: Any = layout.view_frame(pipe, count)[:nbytes]
-                self._next_counts[pipe] = count + 1
-                transferred = first_count + count + 1
+                buffer: Any = layout.view_frame(pipe, frame_number)[:nbytes]
+                self._next_frame_numbers[pipe] = frame_number + 1
+                transferred = start_count + frame_number + 1
             elif commands_ahead < self._TAGS // 2:
                 break  # it belongs to a command that this host has not received yet
             else:  # it belongs to a failed command: received, and discarded

@@ -169,6 +169,7 @@ class TaskAgent:
     def _forward_request(
         self, bridge: TaskBridge, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
+        """Send a request of this host's rank to the lock's host, preceded by the rows that it writes back."""
         home, command_number = find_host(self._ranks_by_host, bridge.memory.get_home_rank(lock)), self._command_number
         if operation == WRITE:
             self._transfers.append(

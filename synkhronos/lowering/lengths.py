@@ -249,6 +249,7 @@ class KnownVariables:
         return length
 
     def _classify(self, node: Any) -> None:
+        """Record by which time the outputs of a node are known, from that of its inputs."""
         if isinstance(node.op, Shape | Shape_i):
             if node.inputs[0] in self._inputs:
                 self._varies_with_inputs[node.outputs[0]] = False

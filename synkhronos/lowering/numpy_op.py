@@ -90,6 +90,7 @@ def _register_all_with_jax() -> None:
 
 
 def _register_op_with_jax(op_class: type[Op], lowering: Callable[..., Any]) -> None:
+    """Register the lowering of a class of Ops."""
     from pytensor.link.jax.dispatch import jax_funcify
 
     def funcify(op: Any, node: Any = None, **kwargs: Any) -> Callable[..., Any]:
@@ -103,6 +104,7 @@ def _register_op_with_jax(op_class: type[Op], lowering: Callable[..., Any]) -> N
 
 
 def _register_all_with_numba() -> None:
+    """Register `NumpyOp` with Numba, which calls `perform` in object mode."""
     from pytensor.link.numba.dispatch.basic import generate_fallback_impl, numba_funcify
 
     # By Op and types, so that Numba compiles the call once for all layers of a network.

@@ -44,6 +44,7 @@ class TaskMemory:
 
     @cached_property
     def _word_counts(self) -> tuple[int, ...]:
+        """Number of words of each array that the memory starts with."""
         return (
             # for each rank: condition of its wait, number of the channel or lock, count that ends the wait, and number
             # of times that it has begun or ended a wait

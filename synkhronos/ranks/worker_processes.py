@@ -43,6 +43,7 @@ class WorkerProcesses:
                 self._start_worker(rank, profile, master, newest_key)
 
     def _start_worker(self, rank: int, profile: bool, master: Rank | None, newest_key: int) -> None:
+        """Fork a worker, or start it as a new process, and record its process id and channel."""
         own_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Descriptors of standard streams that the user has closed are free, but a worker uses them for its streams.
         own_end, worker_end = _move_above_standard_streams(own_end), _move_above_standard_streams(worker_end)

@@ -82,7 +82,7 @@ class NcclCommunicator(Communicator):
         self._stream = staging.stream_handle if staging.arrays.stream is None else staging.arrays.stream
         valid_flag = np.zeros(1, np.int32) if watchdog else staging.host_flags
         self._connection = NcclConnection(rank, staging, self._stream, valid_flag)
-        self._nccl, self._call_lock = self._connection.nccl, self._connection.call_lock
+        self._nccl, self._nccl_lock = self._connection.nccl, self._connection.nccl_lock
         if watchdog is None:
             watchdog = CollectiveWatchdog(rank, staging, self._connection, self._stream)
             # A collective that waits for a missing rank occupies the GPU, and calls that free GPU memory would block.
@@ -143,7 +143,7 @@ class NcclCommunicator(Communicator):
         self._launched_nbytes += nbytes
         self._watchdog.writes_in_place = True
         self._watchdog.mark_started(self._connection)
-        with self._call_lock:
+        with self._nccl_lock:
             handle = self._connection.get_handle()
             self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
         if self._arrays.stream is None:
@@ -184,7 +184,7 @@ class NcclCommunicator(Communicator):
             state.side_stream, state.event = self._staging.side_stream, int(self._staging.event)
         self._mark_started()
         connection.is_recordable = connection.is_recordable or is_recordable
-        with self._call_lock:
+        with self._nccl_lock:
             state.reset()
             try:
                 yield state
@@ -233,9 +233,10 @@ class NcclCommunicator(Communicator):
     def _launch_collectives(
         self, spans: Sequence[BufferSpan], op: str, stream: int | None, collective: Collective
     ) -> None:
+        """Launch a collective on each span, on a stream; the parameters are those of `launch_on_side_stream`."""
         self._mark_started()
         nccl = self._nccl
-        with self._call_lock:
+        with self._nccl_lock:
             handle = self._connection.get_handle()  # XLA has made the GPU current in this thread
             for source, target, count, dtype in spans:
                 nccl_dtype = NCCL_DTYPES[dtype]
@@ -349,7 +350,7 @@ class NcclCommunicator(Communicator):
         self._wait_for_earlier_work()
         try:
             self._watchdog.mark_started(self._connection)
-            with self._call_lock:
+            with self._nccl_lock:
                 launch(self._connection.get_handle())
             self._wait_until_idle()
             self._connection.check_connected()  # an abort leaves the result undefined

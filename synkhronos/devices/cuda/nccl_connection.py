@@ -53,7 +53,7 @@ class NcclConnection:
         Number of the connection, equal on all ranks that share it; 0 without a connection.
     members : tuple of int
         Ranks of the last connection, in NCCL's order.
-    call_lock : threading.RLock
+    nccl_lock : threading.RLock
         Held during calls of NCCL, so that `abort` does not free the communicator meanwhile.
     valid_flag : ndarray of int32, shape (1,)
         1 while the connection is valid, else 0.  The GPU copies it after a reduction within a launch.
@@ -70,7 +70,7 @@ class NcclConnection:
 
         self.nccl = nccl
         self.generation = 0
-        self.call_lock = threading.RLock()
+        self.nccl_lock = threading.RLock()
         self.valid_flag = valid_flag
         self.members: tuple[int, ...] = ()
         self.launch_state = LaunchState(valid_flag=valid_flag.ctypes.data)
@@ -125,6 +125,7 @@ class NcclConnection:
         return f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
 
     def _init_nccl(self, attempt: int, unique_id: bytes, errors: list[BaseException]) -> None:
+        """Run NCCL's init and a first collective, and append an exception to ``errors``; the target of a thread."""
         from nccl.core import Communicator, UniqueId
 
         nccl, stream, size, nccl_rank = (
@@ -138,7 +139,7 @@ class NcclConnection:
             comm = Communicator.init(size, nccl_rank, UniqueId.from_bytes(unique_id))
             handle = comm._comm  # used with the bindings: methods of the class inspect their arrays at each call
             scratch = self._staging.allocate_scratch(size)
-            with self.call_lock:
+            with self.nccl_lock:
                 if not self._set_current_comm(attempt, comm):
                     comm.abort()
                     return
@@ -182,14 +183,15 @@ class NcclConnection:
                 self.launch_state.comm = 0
             if comm is not None:
                 self._staging.set_current_gpu()
-                is_locked = self.call_lock.acquire(timeout=STUCK_TIMEOUT)
+                is_locked = self.nccl_lock.acquire(timeout=STUCK_TIMEOUT)
                 try:
                     self._abort(comm)
                 finally:
                     if is_locked:
-                        self.call_lock.release()
+                        self.nccl_lock.release()
 
     def _abort(self, comm: Any) -> None:
+        """Abort a communicator."""
         if not self.is_recordable:
             comm.abort()
             return
@@ -211,7 +213,7 @@ class NcclConnection:
 
     def get_async_error(self) -> int | None:
         """Return NCCL's asynchronous error (an ncclResult_t); None if there is none."""
-        with self.call_lock:
+        with self.nccl_lock:
             if self._comm is None:
                 return None
             state: int = self.nccl.comm_get_async_error(self._handle)

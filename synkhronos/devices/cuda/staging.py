@@ -314,6 +314,7 @@ class Staging:
     def _get_double_buffer(
         self, buffers: Buffers, buffer_key: Any, shape: tuple[int, ...], dtype: str
     ) -> _DoubleBuffer:
+        """Return the buffers of an input for a shape, newly allocated if there are none."""
         buffers_by_shape: dict[Any, _DoubleBuffer] = buffers.setdefault(buffer_key, {})
         double_buffer = buffers_by_shape.get((shape, dtype))
         if double_buffer is None:

@@ -196,6 +196,7 @@ class JaxDevice(CudaDevice):
         return [value.read() if isinstance(value, LogEntry) else value for value in fetched]
 
     def _copy_to_numpy(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        """Copy JAX arrays to NumPy, in one transfer if they are small."""
         if arrays and self.is_on_gpu and self.stream is not None:
             # JAX's own copy of a scalar takes ten times as long.
             copies = self.staging.to_numpy_if_small(arrays)

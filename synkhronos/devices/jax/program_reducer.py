@@ -143,6 +143,7 @@ class SharedMemoryReducer(ProgramReducer):
         ctypes.c_int32.from_address(valid_flag_address).value = 1
 
     def _sum(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Sum an array over the ranks, chunk by chunk."""
         rank, n_items = self._rank, (SCRATCH_NBYTES - _HEADER_NBYTES) // source.itemsize
         for offset in range(0, source.size, n_items):
             chunk = source[offset : offset + n_items]

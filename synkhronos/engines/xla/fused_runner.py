@@ -43,6 +43,7 @@ class FusedRunner(Runner):
     def _launch_python(
         self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
     ) -> list[Any]:
+        """Launch the program, whose collectives call NCCL through a reducer in Python."""
         op, collectives = self._ffi_collectives.op, self._executable.collectives
         reducer = GradientReducer(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
         with self._ffi_collectives.use_reducer(reducer, self.n_repeats * len(collectives)):
@@ -53,6 +54,7 @@ class FusedRunner(Runner):
     def _launch_native(
         self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
     ) -> list[Any]:
+        """Launch the program, whose collectives call NCCL through handlers in C++."""
         if self._ffi_collectives.nccl_caller == "graph":
             self._executable.drop_outdated_recordings(communicator.communicator_number)
         with self._ffi_collectives.use_communicator(communicator, shape, self.n_repeats):

@@ -143,6 +143,7 @@ def map_sequentially(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_reducer(rank: Rank, detector: InterruptDetector) -> ProgramReducer:
+    """Return the reducer of a program, for the device with which the rank computes."""
     if rank.device is NUMPY:
         if rank.spans_hosts:
             raise NotImplementedError(
