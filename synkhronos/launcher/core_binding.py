@@ -74,9 +74,9 @@ def get_nvml_handle(cuda_index: int) -> Any:
 
 def find_pci_device_cores(address: str, pci_folder: Path = _PCI_FOLDER) -> list[int]:
     """Find the cores next to a PCI device; none if Linux does not list them."""
-    domain, _, rest = address.lower().partition(":")
+    domain, _, bus_address = address.lower().partition(":")
     try:
-        return parse_cores((pci_folder / f"{domain[-4:]}:{rest}" / "local_cpulist").read_text())
+        return parse_cores((pci_folder / f"{domain[-4:]}:{bus_address}" / "local_cpulist").read_text())
     except (OSError, ValueError):
         return []
 

@@ -59,15 +59,15 @@ def prepare_rank(worker: Worker, arguments: MasterArguments, devices: list[str],
         for pipe in arguments.output_pipes:
             os.close(pipe)
         cores = arguments.rank_cores[worker.number] if arguments.rank_cores else None
-        where = f"on {devices[worker.number]}, {core_binding.describe_binding(cores)}"
+        placement = f"on {devices[worker.number]}, {core_binding.describe_binding(cores)}"
     else:
         worker.get_storage(STORAGE_KEY)["recorder"] = redirect_output(worker.number)
         host_ranks = next(ranks for ranks in ranks_by_host if worker.number in ranks)
         device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(worker.number)}"
-        where = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
+        placement = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    sys.stdout.write(f"process {os.getpid()} {where}\n")
+    sys.stdout.write(f"process {os.getpid()} {placement}\n")
     return os.getpid()
 
 
@@ -99,9 +99,9 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
     vector = FlatVariables(list(model.params))
     shapes = [list(shape) for shape in vector.shapes]
     all_shapes = worker.all_gather(shapes)
-    for r, other in enumerate(all_shapes):
-        if other != all_shapes[0]:
-            raise ModelInterfaceError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
+    for r, rank_shapes in enumerate(all_shapes):
+        if rank_shapes != all_shapes[0]:
+            raise ModelInterfaceError(f"params: of shapes {all_shapes[0]} on rank 0, and of {rank_shapes} on rank {r}")
     vector.set(worker.broadcast(np.asarray(vector.get()) if worker.number == 0 else None))
     groups = group_variables(model, exclude_normalization=exchanged_quantity == "params")
     for variable in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
@@ -124,15 +124,15 @@ def train_model(
     stop_flag: LocalRows,
 ) -> bool:
     """Train the instance from `build_model`, and call its ``cleanup``; return False after a checkpoint at a signal."""
-    stored = worker.get_storage(STORAGE_KEY)
-    model = stored["model"]
-    if stored["exchanged_quantity"] == "gradient":
+    storage = worker.get_storage(STORAGE_KEY)
+    model = storage["model"]
+    if storage["exchanged_quantity"] == "gradient":
         rule = GradientSumRule(model, rule.precision)
     is_on_first_host = worker.number < len(settings.devices)
-    writer = Recorder(settings.folder) if is_on_first_host else stored["recorder"]
+    writer = Recorder(settings.folder) if is_on_first_host else storage["recorder"]
     folder = Path(settings.folder) if is_on_first_host else None
     recorder = ModelRecorder(worker.number, writer, settings.every, get_batch_size(model), folder)
-    state = ModelState(worker, settings, rule, model, stored["groups"], shared, recorder)
+    state = ModelState(worker, settings, rule, model, storage["groups"], shared, recorder)
     try:
         return ModelEpochLoop(state, arguments, stop_flag).train_all_epochs()
     finally:

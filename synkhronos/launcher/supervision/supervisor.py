@@ -132,10 +132,10 @@ class Supervisor:
                 settings.devices, allowed, core_binding.find_gpu_cores(settings.devices)
             )
         n_here = len(settings.devices)
-        where = f"{n_here} {'rank' if n_here == 1 else 'ranks'} on {', '.join(settings.devices)}"
+        placement = f"{n_here} {'rank' if n_here == 1 else 'ranks'} on {', '.join(settings.devices)}"
         if settings.hosts:
-            where = f"ranks on hosts {', '.join(settings.hosts)}"
-        self._console.write(f"{where}; {core_assignment}; in {self.folder}\n")
+            placement = f"ranks on hosts {', '.join(settings.hosts)}"
+        self._console.write(f"{placement}; {core_assignment}; in {self.folder}\n")
         arguments = MasterArguments(
             supervisor_pid=os.getpid(),
             output_pipes=pipes[:n_here],
@@ -284,38 +284,38 @@ class Supervisor:
         self._checkpoint = newest
         (self.folder / FAILURE_FILE).unlink(missing_ok=True)
         self._remove_records_without_checkpoint()
-        where = "the beginning, as there is no checkpoint" if newest is None else f"the checkpoint {Path(newest).name}"
-        self._error_console.write(f"death {limit.n_deaths} of at most {limit.max_deaths}: from {where}\n")
+        source = "the beginning, as there is no checkpoint" if newest is None else f"the checkpoint {Path(newest).name}"
+        self._error_console.write(f"death {limit.n_deaths} of at most {limit.max_deaths}: from {source}\n")
         return True
 
     def _remove_device(self, rank: int) -> bool:
         """Remove the device of a rank that can't start from the settings; return False if the run can't continue."""
         settings = self.settings
         devices = tuple(device for r, device in enumerate(settings.devices) if r != rank)
-        where = f"rank {rank} can't start on {settings.devices[rank]}"
+        cause = f"rank {rank} can't start on {settings.devices[rank]}"
         if not devices:
-            self._error_console.write(f"{where}: on_death = 'continue' has no device left\n")
+            self._error_console.write(f"{cause}: on_death = 'continue' has no device left\n")
             return False
-        self._error_console.write(f"{where}, which is left out: the run continues with {', '.join(devices)}\n")
+        self._error_console.write(f"{cause}, which is left out: the run continues with {', '.join(devices)}\n")
         self.settings = dataclasses.replace(settings, devices=devices)
         self.settings.save()
         return True
 
     def _remove_lost_host(self, deaths: list[dict[str, Any]]) -> bool:
         """Remove the host that was lost before failed starts from the settings; return False if there is none."""
-        first, *others = self.settings.hosts
-        names = [host.partition(":")[0] for host in others]
-        lost = [death["host"] for death in deaths if "step" not in death and death["host"] in names]
-        if not lost:
+        first_host, *other_hosts = self.settings.hosts
+        names = [host.partition(":")[0] for host in other_hosts]
+        lost_names = [death["host"] for death in deaths if "step" not in death and death["host"] in names]
+        if not lost_names:
             self._error_console.write(
                 f"the run can't start again on {', '.join(self.settings.hosts)}, and no host but the first was lost; "
                 "if the run has checkpoints, go on with --resume and other --hosts\n"
             )
             return False
-        left = [first, *(host for host, name in zip(others, names, strict=True) if name != lost[-1])]
-        where = f"host {lost[-1]} can't be reached"
-        self._error_console.write(f"{where}, and is left out: the run continues on {', '.join(left)}\n")
-        self.settings = dataclasses.replace(self.settings, hosts=tuple(left) if len(left) > 1 else ())
+        hosts = [first_host, *(host for host, name in zip(other_hosts, names, strict=True) if name != lost_names[-1])]
+        cause = f"host {lost_names[-1]} can't be reached"
+        self._error_console.write(f"{cause}, and is left out: the run continues on {', '.join(hosts)}\n")
+        self.settings = dataclasses.replace(self.settings, hosts=tuple(hosts) if len(hosts) > 1 else ())
         self.settings.save()
         return True
 
@@ -333,8 +333,8 @@ class Supervisor:
         if new_paths := [path for path in list_checkpoints(self.folder / "checkpoints") if path in written_paths]:
             self._checkpoint = str(new_paths[-1])
         self._remove_records_without_checkpoint()
-        where = self._checkpoint or "the beginning, as it has no checkpoint"
-        self._error_console.write(f"restart {self._n_restarts} of {self.settings.restarts} from {where}\n")
+        source = self._checkpoint or "the beginning, as it has no checkpoint"
+        self._error_console.write(f"restart {self._n_restarts} of {self.settings.restarts} from {source}\n")
 
     def _remove_records_without_checkpoint(self) -> None:
         """Remove the records if the run starts from its beginning."""

@@ -376,13 +376,13 @@ class TrainFunction:
                 matrix, row, number, *state = distribute_variables(session, [self.grad_shared, *sharding.variables])
                 keys = matrix, row, number, tuple(state)  # a tuple: a command is hashable, so that its pickle is cached
                 command = ShardedStepCommand(gradient, calls[0], calls[1], *keys, sharding.gathers_gradient, n_steps)
-            returned = session.run(command)
-            if returned is None:
+            results = session.run(command)
+            if results is None:
                 return None
-            loss, updated = returned
+            gradient_outputs, update_outputs = results
             for update, call in zip(updates, calls, strict=True):
-                update.read_result(session, call, updated)
-            outputs = dispatcher.read_result(session, gradient, loss)
+                update.read_result(session, call, update_outputs)
+            outputs = dispatcher.read_result(session, gradient, gradient_outputs)
         weights = outputs[n_steps:] or [None] * n_steps
         return list(zip(outputs[:n_steps], weights, strict=True))
 

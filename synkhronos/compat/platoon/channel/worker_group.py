@@ -111,8 +111,8 @@ class WorkerGroup:
         if self._is_first_host:
             self._start_master()
         while not all(self._processes):
-            ready = wait([self._listener, *self._exit_fds])
-            if self._listener not in ready:
+            readable = wait([self._listener, *self._exit_fds])
+            if self._listener not in readable:
                 log = Path(f"{self._settings.logs[0]}.err").read_text()
                 raise PlatoonError(f"the workers did not start:\n{log}")
             connection = sockets.accept(self._listener)
@@ -136,19 +136,19 @@ class WorkerGroup:
         """Answer requests by ``answer(request, process, info)`` until all workers end; return the first failure."""
         while self._is_first_host or self._connections:
             timeout = max(POLL_SECONDS, min(1.0, self._deadline - time.monotonic()))
-            ready = wait([*self._connections, *self._exit_fds], timeout)
-            if set(self._exit_fds) & set(ready):
+            readable = wait([*self._connections, *self._exit_fds], timeout)
+            if set(self._exit_fds) & set(readable):
                 break
             if time.monotonic() >= self._deadline:
                 self.kill_workers()
-            for connection in self._connections.keys() & set(ready):
-                query = self._receive_request(connection)
+            for connection in self._connections.keys() & set(readable):
+                query = self._receive_message(connection)
                 if query is not None and not self._failures:
-                    self._process_request(connection, query, answer)
+                    self._answer_request(connection, query, answer)
         return self._wait_for_first_failure()
 
-    def _receive_request(self, connection: Connection) -> Any:
-        """Return a worker's next request; None for a report or the end of the worker."""
+    def _receive_message(self, connection: Connection) -> Any:
+        """Receive a worker's message and return it if it is a request; else record the failure or the worker's end."""
         try:
             query = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
@@ -163,7 +163,7 @@ class WorkerGroup:
         self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
         return None
 
-    def _process_request(self, connection: Connection, query: Any, answer: Callable[[Any, int, Any], Any]) -> None:
+    def _answer_request(self, connection: Connection, query: Any, answer: Callable[[Any, int, Any], Any]) -> None:
         if "memory" in query:
             self._send_memory(connection, **query["memory"])
             return
@@ -193,7 +193,7 @@ class WorkerGroup:
         for connection in list(self._connections):
             # Not to the end of the stream: a process forked by a worker may hold its socket open.
             while connection in self._connections and connection.poll():
-                self._receive_request(connection)
+                self._receive_message(connection)
         status = 0 if self._master is None else self._master.wait()
         own_failures = [failure for failure in self._failures if failure.is_self_reported]
         if own_failures:
