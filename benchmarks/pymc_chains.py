@@ -63,7 +63,7 @@ def sample(
         if perf_counter() - min(chain[0][0] for chain in timed_draws.values() if chain) > limit:
             raise KeyboardInterrupt
 
-    samples = None
+    samples: Any = None
     with model, threadpool_limits(1), contextlib.suppress(ValueError):  # PyMC 5 raises it if all draws are for tuning
         samples = pm.sample(
             draws,
