@@ -178,10 +178,7 @@ class GraphLibrary:
         return True
 
     def compile_now(self, function: Any) -> None:
-        """Compile a function without inputs before its first call, by a call on copies of its shared variables' values.
-
-        No shared variable is updated.
-        """
+        """Compile a function without inputs for the values of its shared variables, before its first call."""
 
     def check_mode(self, mode: Any) -> None:
         """Raise ValueError for the name of an unknown mode, and TypeError for a value that is not a mode."""

@@ -5,7 +5,6 @@ Overrides are for JAX mode (keys of random generators, lengths as inputs) and Nu
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,8 +100,11 @@ class PyTensor(GraphLibrary):
         return function.vm.jit_fn.stats.cache_path is not None
 
     def compile_now(self, function: Any) -> None:
-        """Call Numba's function on copies of the values, and discard the results."""
-        function.vm.jit_fn(*[copy.deepcopy(storage[0]) for storage in function.vm.inputs])
+        """Have Numba compile the function for the types of the values."""
+        from numba import typeof
+
+        arguments = tuple([storage[0] for storage in function.vm.inputs])
+        function.vm.jit_fn.compile((typeof(arguments),))  # it takes all arguments as one tuple
 
     def get_static_shape(self, variable: Any) -> tuple[int | None, ...]:
         """Return the static shape of a variable's type."""
