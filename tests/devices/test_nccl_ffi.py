@@ -95,6 +95,7 @@ def test_without_a_compiler_xla_calls_through_python(tmp_path, compiler, words):
     assert message.startswith("XLA calls NCCL through Python") and words in message
     assert calls == "['python', 'python']"
     assert not list(tmp_path.glob("*/*.so"))
+    assert run_code(code, timeout=LIMIT + 60, SYNKHRONOS_NCCL_CALLS="", **environment).strip() == calls
 
 
 def test_nccl_calls_refuses_unknown_values(monkeypatch):

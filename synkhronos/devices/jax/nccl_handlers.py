@@ -30,7 +30,7 @@ RECORDABLE_FINISH_TARGET = "synkhronos_recordable_finish"
 
 #: Values of the environment variable ``SYNKHRONOS_NCCL_CALLS``.
 NCCL_CALLERS = ("python", "native", "graph")
-_DEFAULT_CALLER = "python"
+_DEFAULT_CALLER = "native"
 
 
 def read_nccl_caller() -> str:
@@ -52,7 +52,8 @@ def load_handlers() -> Any:
         library.synkhronos_set_launch_state.restype = None
     except Exception as error:
         detail = error.stderr.strip()[-500:] if isinstance(error, subprocess.CalledProcessError) else error
-        _log.warning("XLA calls NCCL through Python, as its handler in C++ can't be compiled: %s", detail)
+        level = logging.WARNING if os.environ.get("SYNKHRONOS_NCCL_CALLS") else logging.INFO  # whether it was asked for
+        _log.log(level, "XLA calls NCCL through Python, as its handler in C++ can't be compiled: %s", detail)
         return None
     return library
 

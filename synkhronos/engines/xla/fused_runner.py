@@ -35,10 +35,10 @@ class FusedRunner(Runner):
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch; the results are valid on all ranks once all have launched, and else on none."""
         communicator, shape = self._exchange.prepare_exchange(self._rank)
-        if self._ffi_collectives.nccl_caller != "python":
-            return self._launch_native(inputs, communicator, shape)
-        with defer_signals():  # no signal handler may raise within XLA's callbacks
-            return self._launch_python(inputs, communicator, shape)
+        launch = self._launch_python if self._ffi_collectives.nccl_caller == "python" else self._launch_native
+        # No signal handler may raise within XLA's callbacks, nor while the state of native calls is in use.
+        with defer_signals():
+            return launch(inputs, communicator, shape)
 
     def _launch_python(
         self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
