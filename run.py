@@ -456,13 +456,13 @@ LONGEST_JOBS = [
 #: Tests of the environment `pymc`.
 WITH_PYMC = [
     *list_test_files(
-        "by_rows",
         "posterior",
         "pymc",
         "pymc_chains",
         "pymc_demos",
         "pymc_fuzz",
         "row_slices",
+        "rowwise",
         "rows_sum",
         "xla_samplers",
     ),

@@ -309,16 +309,16 @@ def test_platoon_launcher_refuses_wrong_arguments(tmp_path, arguments, message):
 
 
 def test_platoon_launcher_reads_devices_from_the_environment(tmp_path):
-    """A controller without ``handle_control`` refuses requests."""
-    for file in ("fails_worker.py",):
-        shutil.copy(PROGRAMS / file, tmp_path)
     (tmp_path / "alone_worker.py").write_text(
-        "from platoon.channel import Worker\nworker = Worker(5567)\nprint('rank', worker.local_rank)\n"
-        "import sys\nif len(sys.argv) > 1:\n    worker.send_req('next')\n"
+        "from platoon.channel import Worker\nprint('rank', Worker(5567).local_rank)\n"
     )
     _, _, logs = run_experiment(tmp_path, "alone", PLATOON_DEVICES="cpu,cpu,cpu")
     assert [logs[f"worker_cpu-{rank}.out"] for rank in range(3)] == ["rank 0\n", "rank 1\n", "rank 2\n"]
-    _, err, _ = run_experiment(tmp_path, "alone", "-D", "cpu", "-w=ask", status=1, PLATOON_DEVICES="cpu,cpu,cpu")
+
+
+def test_platoon_controller_without_handle_control_refuses_requests(tmp_path):
+    (tmp_path / "alone_worker.py").write_text("from platoon.channel import Worker\nWorker(5567).send_req('next')\n")
+    _, err, _ = run_experiment(tmp_path, "alone", "-D", "cpu", status=1, PLATOON_DEVICES="cpu,cpu,cpu")
     assert "Controller has no handle_control(), to answer the request 'next'" in err
 
 

@@ -123,10 +123,13 @@ def test_random_size_from_another_shape(mode):
     assert 0.4 < np.asarray(dropped).mean() < 0.6
 
 
-def test_ranks_can_move_the_generators():
+def test_generators_of_random_streams_can_jump():
     streams = RandomStreams(1)
     variable = streams.uniform((2,))
     library = get_library(variable)
     (generator,) = library.find_shareds([variable])
     assert library.is_generator(generator)
-    library.check_generator(generator, library.copy_generator(generator), must_jump=True)
+    copies = [library.copy_generator(generator) for _ in range(2)]
+    library.check_generator(generator, copies[0], must_jump=True)
+    jumped = library.jump_generator(copies[0], 1)
+    assert jumped.random() != copies[1].random()

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 from gpu_commands import (
+    FAULT_LIMIT,
     FAULTS,
     ON_GPUS,
-    PROMPT,
     FailBeforeCollectives,
     FailInAllReduce,
     check_ranks_work,
@@ -83,7 +83,7 @@ class FailInBlocking(FailInAllReduce):
 def test_death_inside_a_collective_is_noticed(fork, action, words):
     fork(2)
     check_ranks_work()
-    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match=words):
+    with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match=words):
         ranks.get_session().run(FailInAllReduce(action, 1))
     with pytest.raises(RuntimeError, match="fork"):
         synk.distribute()
@@ -97,7 +97,7 @@ def test_death_is_noticed_while_the_master_waits_for_its_gpu(fork):
     fork(2)
     check_ranks_work()
     array = ranks.get_session().run(ExitWithPending("SIGKILL", 1))
-    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+    with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         np.asarray(array)
     del array
     fork(2)
@@ -121,7 +121,7 @@ def test_collectives_reconnect_after_an_exception(fork, failing_rank):
     fork(2)
     check_ranks_work()
     for _ in range(2):
-        with time_limit(PROMPT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+        with time_limit(FAULT_LIMIT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
             ranks.get_session().run(FailInAllReduce("raise", failing_rank))
         check_ranks_work()
 
@@ -131,7 +131,7 @@ def test_collectives_reconnect_after_an_exception(fork, failing_rank):
 def test_exception_aborts_a_pending_collective(fork, collective, action):
     fork(2)
     check_ranks_work()
-    with time_limit(PROMPT), pytest.raises(KeyboardInterrupt if action == "wait" else synk.WorkerError):
+    with time_limit(FAULT_LIMIT), pytest.raises(KeyboardInterrupt if action == "wait" else synk.WorkerError):
         ranks.get_session().run(FailInBlocking(collective, action))
     check_ranks_work()
 
@@ -150,7 +150,7 @@ def test_failed_collective_leaves_no_messages_for_later_ones(fork, collective):
 def test_death_in_a_pending_collective_is_noticed(fork, collective):
     fork(2)
     check_ranks_work()
-    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+    with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         ranks.get_session().run(FailInBlocking(collective, "SIGKILL"))
 
 
@@ -173,7 +173,7 @@ def test_fork_timeout_ends_a_hanging_rank(fork):
     check_ranks_work()
     session = ranks.get_session()
     session.timeout = 1.0
-    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="did not finish within the 1 seconds"):
+    with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="did not finish within the 1 seconds"):
         session.run(StartLate())
     fork(2)
     check_ranks_work()

@@ -6,7 +6,15 @@ import time
 
 import numpy as np
 import pytest
-from gpu_commands import FAULTS, ON_GPUS, PROMPT, FailBeforeCollectives, check_ranks_work, is_on_gpu, needs_jax
+from gpu_commands import (
+    FAULT_LIMIT,
+    FAULTS,
+    ON_GPUS,
+    FailBeforeCollectives,
+    check_ranks_work,
+    is_equal_on_gpu,
+    needs_jax,
+)
 from library import ARRAYS
 from system import time_limit
 
@@ -26,9 +34,9 @@ def all_reduce_in_groups(worker, members, dtype):
         result, expected = group.all_reduce(array, op), combine.reduce(list(values.values()), dtype=dtype)
         if not ARRAYS.can_communicate(np.dtype(dtype), op):  # through host memory
             errors += [] if isinstance(result, np.ndarray) and np.array_equal(result, expected) else [op]
-        elif not is_on_gpu(result, expected):
+        elif not is_equal_on_gpu(result, expected):
             errors.append(op)
-    if not is_on_gpu(array, values[worker.number]):
+    if not is_equal_on_gpu(array, values[worker.number]):
         errors.append("the argument has changed")
     return errors
 
@@ -50,12 +58,12 @@ def send_around(worker, n, dtype):
         worker.send(turn, target)
         if worker.number == 0:
             worker.send(array, target)
-        if worker.receive(source) != turn or not is_on_gpu(worker.receive(source), source_values):
+        if worker.receive(source) != turn or not is_equal_on_gpu(worker.receive(source), source_values):
             errors.append(turn)
         if worker.number:
             worker.send(array, target)
         worker.all_reduce(array, "sum")
-    if not is_on_gpu(array, values):
+    if not is_equal_on_gpu(array, values):
         errors.append("the sent array has changed")
     return errors
 
@@ -77,7 +85,7 @@ def send_every_dtype(worker):
         worker.send(array, 1 - worker.number)
         if worker.number == 0:
             back = worker.receive(1)
-            received.append((str(back.dtype), back.shape, is_on_gpu(back, np.asarray(array))))
+            received.append((str(back.dtype), back.shape, is_equal_on_gpu(back, np.asarray(array))))
     return received
 
 
@@ -150,7 +158,7 @@ PLACES = ["group", "send", "receive"]
 def test_groups_reconnect_after_an_exception(fork, place, failing_rank):
     fork(2)
     check_groups_work()
-    with time_limit(PROMPT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+    with time_limit(FAULT_LIMIT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
         synk.run(fail_in_group_or_pair, "raise", place, failing_rank)
     check_groups_work()
 
@@ -159,7 +167,7 @@ def test_groups_reconnect_after_an_exception(fork, place, failing_rank):
 def test_interrupt_ends_group_collectives(fork, place):
     fork(2)
     check_groups_work()
-    with time_limit(PROMPT), pytest.raises(KeyboardInterrupt):
+    with time_limit(FAULT_LIMIT), pytest.raises(KeyboardInterrupt):
         synk.run(fail_in_group_or_pair, "wait", place, 1)
     check_groups_work()
 
@@ -169,7 +177,7 @@ def test_interrupt_ends_group_collectives(fork, place):
 def test_death_in_a_group_is_noticed(fork, place):
     fork(2)
     check_groups_work()
-    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+    with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         synk.run(fail_in_group_or_pair, "SIGKILL", place, 1)
     fork(2)
     check_groups_work()
@@ -190,7 +198,7 @@ def all_reduce_in_a_group(worker, action):
 def test_group_notices_failures_of_other_ranks(fork, action):
     fork(3)
     assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 3
-    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="the sum is odd|killed by SIGKILL"):
+    with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="the sum is odd|killed by SIGKILL"):
         synk.run(all_reduce_in_a_group, action)
     if action == "raise":
         assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 3
@@ -204,7 +212,7 @@ def abort_pair(worker, aborting_rank):
     if worker.number == 0:
         worker.send(array, 1)
     else:
-        return is_on_gpu(worker.receive(0), np.ones(1 << 20))
+        return is_equal_on_gpu(worker.receive(0), np.ones(1 << 20))
 
 
 def test_pair_reconnects_after_one_rank_failed(fork):

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from gpu_commands import FAULTS, ON_GPUS, PROMPT, RNG, needs_jax
+from gpu_commands import FAULT_LIMIT, FAULTS, ON_GPUS, RNG, needs_jax
 from library import shared
 from library import tensor as T
 from system import time_limit
@@ -160,7 +160,7 @@ def test_chunked_step_accepts_ranks_without_rows(fork, set_chunk_size):
         made += [make(((x.dot(w) + b - y) ** 2).mean(), [w, b], x, y, updates.momentum, learning_rate=0.1), w]
     train, w, alone, w_alone = made
     for batch in (8, 1, 8):
-        with time_limit(PROMPT):
+        with time_limit(FAULT_LIMIT):
             np.testing.assert_allclose(train(*data, batch), alone(*data, batch))
         np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2)
 
@@ -175,7 +175,7 @@ def test_failed_training_step_updates_nothing(fork, failing_rank, times):
     for _ in range(2):
         before = np.asarray(w.get_value()).copy()
         ranks.get_session().run(FailNextLaunch("raise", failing_rank))
-        with time_limit(PROMPT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+        with time_limit(FAULT_LIMIT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
             step()
         np.testing.assert_array_equal(synk.gather(w), [before] * 2)
         loss, loss_alone = step()
@@ -201,7 +201,7 @@ def test_later_steps_do_not_compare_plans(fork, monkeypatch):
     step()
     assert not digests
     ranks.get_session().run(DisconnectWorker())
-    with time_limit(PROMPT), pytest.raises(synk.WorkerError):
+    with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError):
         step()
     assert not digests
     step()
@@ -217,7 +217,7 @@ def test_step_is_taken_on_no_rank_if_a_worker_has_lost_its_connection(fork):
     before = np.asarray(w.get_value()).copy()
     ranks.get_session().run(DisconnectWorker())
     expected = "rank 1 has another gradient or connection than in the last step"
-    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match=expected) as caught:
+    with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match=expected) as caught:
         step()
     assert "The function's updates were applied on no rank." in str(caught.value)
     np.testing.assert_array_equal(synk.gather(w), [before] * 2)
@@ -283,7 +283,7 @@ def test_failed_steps_report_how_many_were_taken(fork, failing_rank):
         before = np.asarray(w.get_value()).copy()
         ranks.get_session().run(FailNthAllReduce(count, failing_rank))
         with (
-            time_limit(PROMPT),
+            time_limit(FAULT_LIMIT),
             pytest.raises(
                 (synk.WorkerError, ArithmeticError, RuntimeError), match="the sum is odd|ncclResult_t 3"
             ) as caught,
@@ -333,7 +333,7 @@ def test_death_in_a_training_step_keeps_parameters(fork, times):
     step()
     before = np.asarray(w.get_value()).copy()
     ranks.get_session().run(FailNextLaunch("SIGKILL", 1))
-    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+    with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         step()
     np.testing.assert_array_equal(w.get_value(), before)
     fork(2)

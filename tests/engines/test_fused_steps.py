@@ -12,6 +12,7 @@ from synkhronos.engines.xla import XlaEngine
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.graph_libraries import get_library
 from synkhronos.training import make_train_function, make_train_function_serial
+from synkhronos.training.train_function.train_function import TrainFunction
 from synkhronos.training.updates import adam, momentum, sgd
 
 pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
@@ -111,8 +112,17 @@ def test_training_step_of_one_rank_is_one_launch(fork, launches):
     np.testing.assert_allclose(np.asarray(w.get_value()), 1 - (1 - 2 * 0.1 / 3) ** 3, rtol=1e-6)
 
 
-def test_steps_that_cannot_be_fused_run_one_by_one(fork, many_steps_a_launch):
+def test_steps_that_cannot_be_fused_run_one_by_one(fork, many_steps_a_launch, monkeypatch):
     fork(2)
+    attempts = []  # for each attempted launch: its number of steps, and whether these were taken
+    run_launch = TrainFunction._run_launch
+
+    def record_attempt(self, arrays, batch, batch_s, num_slices, n_steps=1):
+        losses = run_launch(self, arrays, batch, batch_s, num_slices, n_steps)
+        attempts.append((n_steps, losses is not None))
+        return losses
+
+    monkeypatch.setattr(TrainFunction, "_run_launch", record_attempt)
 
     def make_model(make):
         x, y, w, k = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w"), shared(np.int64(3), "k")
@@ -127,9 +137,10 @@ def test_steps_that_cannot_be_fused_run_one_by_one(fork, many_steps_a_launch):
         expected = [train_serial(*arguments[:2], batch) for batch in arguments[2]]
         np.testing.assert_allclose(np.array(train.steps(*arguments), float), expected)
         np.testing.assert_allclose(synk.gather(w), [serial_w.get_value()] * 2)
+    assert attempts == [(3, False), (1, True), (1, True), (1, True)] * 2
 
 
-def test_repeated_launch_keeps_shapes(fork, many_steps_a_launch):
+def test_steps_in_one_launch_refuse_updates_of_another_shape(fork, many_steps_a_launch):
     fork(1)
     x, y, w, last = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w"), shared(np.zeros((1, 3)), "last")
     loss = ((x @ w - y) ** 2).mean()
@@ -191,7 +202,8 @@ def test_shorter_step_is_a_separate_launch(models, launches):
 def test_launches_that_need_too_much_memory_are_split(models, launches, monkeypatch):
     models.take_steps()
     launches.clear()
-    monkeypatch.setattr("synkhronos.training.train_function.train_function._MAX_LAUNCH_NBYTES", 2 * 2 * 4 * 8)
+    two_steps_nbytes = 2 * 2 * (3 + 1) * 8  # steps, rows, columns of x and y, bytes of a float64
+    monkeypatch.setattr("synkhronos.training.train_function.train_function._MAX_LAUNCH_NBYTES", two_steps_nbytes)
     models.take_steps()
     assert launches == [1] * (1 if models.argument == "batches_s" else 2)  # an array on the device needs no copy
 

@@ -25,7 +25,7 @@ needs_jax = pytest.mark.skipif(NAME != "pytensor", reason="about JAX arrays")
 
 RNG = np.random.default_rng(11)
 #: Maximal seconds from a fault to its error: a process that has used a GPU takes one or two to exit.
-PROMPT = 5
+FAULT_LIMIT = 5
 
 
 def raise_error():
@@ -76,7 +76,7 @@ def check_ranks_work():
     np.testing.assert_array_equal(synk.gather(w), np.full((2, 3), 5.0))
 
 
-def is_on_gpu(value, expected):
+def is_equal_on_gpu(value, expected):
     """Return whether a value is an array on the GPU with these elements."""
     return bool(ARRAYS.owns(value)) and np.array_equal(np.asarray(value), expected)
 

@@ -49,8 +49,8 @@ def hmc_updates(positions, stepsize, avg_acceptance_rate, final_pos, accept):
     # A variable that has as many dimensions as the positions, for one decision a row.
     accept_matrix = accept.dimshuffle(0, *(("x",) * (final_pos.ndim - 1)))
     new_positions = T.switch(accept_matrix, final_pos, positions)
-    moved = T.switch(avg_acceptance_rate > 0.9, stepsize * 1.02, stepsize * 0.98)
-    new_stepsize = T.clip(moved, 0.01, 0.5)
+    adapted_stepsize = T.switch(avg_acceptance_rate > 0.9, stepsize * 1.02, stepsize * 0.98)
+    new_stepsize = T.clip(adapted_stepsize, 0.01, 0.5)
     new_rate = T.add(0.9 * avg_acceptance_rate, (1.0 - 0.9) * accept.mean(dtype=theano.config.floatX))
     return [(positions, new_positions), (stepsize, new_stepsize), (avg_acceptance_rate, new_rate)]
 

@@ -29,19 +29,19 @@ from synkhronos.hosts.pipes import Pipe
 from synkhronos.ranks import Command
 from synkhronos.ranks.segments import ArrayLocation
 
-#: Length of a float64 array of several chunks.
-LARGE = 1_000_000
+#: Length of a float64 array that hosts send in several chunks.
+N_ELEMENTS = 1_000_000
 #: Function that this process calls at its next chunk.
-AT_CHUNK: Callable[[], None] | None = None
+chunk_fault: Callable[[], None] | None = None
 
 _real_advance = Pipe.advance
 
 
 def _advance_pipe(self: Pipe, nbytes: int = 0) -> None:
-    global AT_CHUNK
+    global chunk_fault
     _real_advance(self, nbytes)
-    if AT_CHUNK is not None and self._frame_number > 1:
-        action, AT_CHUNK = AT_CHUNK, None
+    if chunk_fault is not None and self._frame_number > 1:
+        action, chunk_fault = chunk_fault, None
         action()
 
 
@@ -78,7 +78,11 @@ def block(folder: str, rank: int) -> None:
 
 @dataclass(frozen=True)
 class FaultyCommand(Command):
-    """Command in which some ranks block or raise at a place, while the others wait for them."""
+    """Command in which some ranks block or raise at a place, while the others wait for them.
+
+    The place is ``"computing"``, before an all-reduce; ``"barrier"``, before a barrier of all ranks; or
+    ``"collective"``, in the middle of the all-reduce.  The action is ``"hold"`` or ``"raise"``.
+    """
 
     folder: str
     place: str
@@ -87,18 +91,18 @@ class FaultyCommand(Command):
 
     def run(self, rank: ranks.Rank) -> bool:
         """Return whether an all-reduce over all ranks is correct."""
-        global AT_CHUNK
+        global chunk_fault
 
         rank.barrier()
-        AT_CHUNK = None
+        chunk_fault = None
         if rank.number in self.fault_ranks:
             if self.place == "collective":
-                AT_CHUNK = partial(block_or_raise, self.folder, rank.number, self.action)
+                chunk_fault = partial(block_or_raise, self.folder, rank.number, self.action)
             else:
                 block_or_raise(self.folder, rank.number, self.action)
         if self.place == "barrier":
             rank.all_gather(rank.number)
-        array = np.full(LARGE, 1.0 + rank.number)
+        array = np.full(N_ELEMENTS, 1.0 + rank.number)
         NUMPY.get_communicator(rank).all_reduce(array, "sum")
         rank.barrier()
         return bool((array == sum(range(1, rank.size + 1))).all())
@@ -107,7 +111,10 @@ class FaultyCommand(Command):
 def hold_lock(
     worker: synk.Worker, folder: str, place: str, fault_ranks: tuple[int, ...], action: str, rows: Any
 ) -> bool:
-    """Block or raise on some ranks that hold a lock, or are exchanging; the others wait for the lock."""
+    """Block or raise on some ranks at a place: ``"lock"`` or ``"exchange"``; the others wait for the lock.
+
+    At ``"exchange"`` with the action ``"hold"``, no rank blocks: all ranks exchange rows until a host fails.
+    """
     worker.barrier("begin")
     deadline = time.monotonic() + (60 if action == "hold" and place == "exchange" else 0)
     if worker.number not in fault_ranks:
@@ -126,7 +133,7 @@ def hold_lock(
 
 
 def block_or_raise(folder: str, rank: int, action: str) -> None:
-    """Raise, or block."""
+    """Raise if the action is ``"raise"``, else block."""
     if action == "raise":
         report_event(folder, "inside", rank=rank)
         raise KeyError("a fault")
@@ -134,8 +141,8 @@ def block_or_raise(folder: str, rank: int, action: str) -> None:
 
 
 @dataclass(frozen=True)
-class GatherPids(Command):
-    """Return the process ID of each rank."""
+class GatherProcessIds(Command):
+    """Command that gathers the process ID of each rank."""
 
     def run(self, rank: ranks.Rank) -> list[tuple[str, int]]:
         """Return the namespace and the process ID of each rank."""
@@ -174,15 +181,15 @@ class Orders:
     def list_ranks(self) -> Any:
         """Return each rank's namespace and process ID, and mpirun's process ID."""
         session = ranks.get_session()
-        return {"ranks": session.run(GatherPids()), "mpirun": session._group.link._mpirun.pid}
+        return {"ranks": session.run(GatherProcessIds()), "mpirun": session._group.link._mpirun.pid}
 
     def run_faulty_command(self, place: str, fault_ranks: list[int], action: str) -> bool:
-        """Run a command; for "idle" block before it, outside of the library."""
+        """Run a command with a fault at one of `test_hosts_faults.PLACES`; "idle" is outside of the library."""
         if place == "idle":
             block(self.folder, 0)
             fault_ranks = []
         if place in ("lock", "exchange"):
-            rows = create_unpublished((LARGE,), "float64")  # otherwise hosts would first transfer its rows
+            rows = create_unpublished((N_ELEMENTS,), "float64")  # otherwise hosts would first transfer its rows
             return all(synk.run(hold_lock, self.folder, place, tuple(fault_ranks), action, rows))
         with ranks.get_session().call_lock:
             ranks.get_session().wait_until_idle()

@@ -62,7 +62,7 @@ def install():
     from synkhronos.devices.pygpu import PygpuDevice
 
     def start(self, place):
-        cuda.core.PLACE = place
+        cuda.core.PCI_ADDRESS = place
         self._import_jax().devices()
 
     def start_pygpu(self, place):
@@ -70,7 +70,7 @@ def install():
         import theano.gpuarray.type
         from pygpu.gpuarray import GpuContext
 
-        cuda.core.PLACE = place
+        cuda.core.PCI_ADDRESS = place
         theano.config.cxx = ""  # transfers between GPU and host have a version in Python
         theano.gpuarray.type.reg_context(None, GpuContext())
         theano.compile.shared_constructor(theano.gpuarray.type.gpuarray_shared_constructor)

@@ -7,8 +7,8 @@ import numpy as np
 
 #: XLA's stream.
 COMPUTE = 7
-#: The GPU to which this process was bound.
-PLACE = ""
+#: PCI address of the GPU to which this process was bound.
+PCI_ADDRESS = ""
 _ITEMS = {"uint4": 16, "unsigned long long": 8, "unsigned int": 4, "unsigned short": 2, "unsigned char": 1}
 
 
@@ -38,7 +38,7 @@ class Device:
 
     def __init__(self, number):
         assert number == 0, "each process sees one GPU"
-        self.pci_bus_id = f"0000:{PLACE}"
+        self.pci_bus_id = f"0000:{PCI_ADDRESS}"
 
     def set_current(self):
         Device.is_started = True
