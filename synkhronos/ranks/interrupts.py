@@ -8,11 +8,15 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # typeshed has no stubs of it
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any, Self
 
 # The functions of `signal` convert arguments and results to enums, which takes ten times as long.
 _getsignal, _setsignal = _signal.getsignal, _signal.signal
+
+#: Seconds after which `defer_signals.stop_deferring_if_late` delivers a deferred signal.
+MAX_DEFERRAL_SECONDS = 2.0
 
 
 _SIGNALS = [int(member) for member in signal.valid_signals()]
@@ -29,9 +33,11 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
     """
 
     def __enter__(self) -> Self:
+        #: Signals that have been deferred, and the time of the first.
         self._deferred: list[int] = []
+        self._deferred_since = 0.0
         self._handlers: dict[int, Any] = {}
-        self._is_entering, self._is_deferring = True, False
+        self._is_entering, self._is_deferring, self._has_stopped = True, False, False
         if threading.current_thread() is threading.main_thread():
             try:
                 self._replace_handlers()
@@ -49,15 +55,30 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
                 _setsignal(signal_number, self._handle_signal)
 
     def __exit__(self, *_: object) -> None:
+        if not self._has_stopped:
+            self._stop_deferring()
+
+    def _stop_deferring(self) -> None:
         try:
             self._restore_handlers(list(self._handlers.items()))
         finally:
-            self._is_deferring = False
-            self._deliver_signals(self._deferred)
+            self._is_deferring, self._has_stopped = False, True
+            deferred, self._deferred = self._deferred, []
+            self._deliver_signals(deferred)
 
     def has_deferred(self, excluded: int) -> bool:
         """Whether a signal other than ``excluded`` is deferred."""
         return any(signal_number != excluded for signal_number in self._deferred)
+
+    def restart_time_limit(self) -> None:
+        """Restart the time limit of `stop_deferring_if_late`; called when long work is followed by a wait."""
+        if self._deferred:
+            self._deferred_since = time.monotonic()
+
+    def stop_deferring_if_late(self) -> None:
+        """Stop deferring if a signal has been deferred for `MAX_DEFERRAL_SECONDS`; polled in waits within the block."""
+        if self._deferred and time.monotonic() > self._deferred_since + MAX_DEFERRAL_SECONDS:
+            self._stop_deferring()
 
     def _restore_handlers(self, handlers: list[tuple[int, Any]]) -> None:
         for i, (signal_number, handler) in enumerate(handlers):
@@ -81,6 +102,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
         """Record a signal, or call the replaced handler while handlers are being replaced or restored."""
         if self._is_deferring:
             if signal_number not in self._deferred:
+                self._deferred_since = self._deferred_since or time.monotonic()
                 self._deferred.append(signal_number)
             return
         handler = self._handlers[signal_number]

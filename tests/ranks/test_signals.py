@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from rank_commands import GatherMessages, Hold, Sleep
@@ -14,7 +15,7 @@ from system import time_limit
 from synkhronos import ranks
 from synkhronos.ranks import Command
 from synkhronos.ranks.control_memory import Semaphore
-from synkhronos.ranks.interrupts import defer_signals, restore_handler
+from synkhronos.ranks.interrupts import MAX_DEFERRAL_SECONDS, defer_signals, restore_handler
 
 
 def test_wait_ignores_wall_clock_changes(monkeypatch):
@@ -120,6 +121,26 @@ def test_defer_signals_holds_to_the_end_of_the_outer_block():
             done.append(2)
         done.append(3)
     assert done == [1, 2]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_defer_signals_can_deliver_late_signals(monkeypatch):
+    seconds = 1.0
+    monkeypatch.setattr("synkhronos.ranks.interrupts.time", SimpleNamespace(monotonic=lambda: seconds))
+    with pytest.raises(KeyboardInterrupt):
+        with defer_signals() as held:
+            held.stop_deferring_if_late()
+            signal.raise_signal(signal.SIGINT)
+            held.stop_deferring_if_late()
+            seconds += 2 * MAX_DEFERRAL_SECONDS
+            held.restart_time_limit()  # the next call has its own timeout
+            held.stop_deferring_if_late()
+            seconds += 2 * MAX_DEFERRAL_SECONDS
+            with pytest.raises(KeyboardInterrupt):
+                held.stop_deferring_if_late()
+            held.stop_deferring_if_late()
+            signal.raise_signal(signal.SIGINT)  # not deferred any more
+            pytest.fail()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -121,9 +121,9 @@ class NcclCommunicator(Communicator):
         self._wait_until_idle()  # earlier work must not count against the timeout of the connection
         self._connection.connect(max(generations) + 1, members, all_gather)
 
-    def wait_until_started(self) -> None:
-        """Wait until all ranks have started their pending collectives."""
-        self._watchdog.wait_until_started()
+    def wait_until_started(self, on_poll: Callable[[], None] | None = None) -> None:
+        """Wait until all ranks have started their pending collectives; call ``on_poll``, which may raise, meanwhile."""
+        self._watchdog.wait_until_started(on_poll)
 
     def notify_started(self) -> None:
         """Notify the other ranks, without waiting, that this rank has started its collectives."""

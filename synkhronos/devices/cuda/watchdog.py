@@ -31,6 +31,7 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Callable
 from time import perf_counter
 
 from synkhronos.devices.cuda.nccl_connection import CONNECT_TIMEOUT, PEER_POLL_SECONDS, STUCK_TIMEOUT, NcclConnection
@@ -99,12 +100,15 @@ class CollectiveWatchdog(PendingOperation):
         if connection is self.connections[0]:
             self._completed_command_number = self._rank.command_number
 
-    def wait_until_started(self) -> None:
-        """Wait until all ranks have started the pending collectives, which then complete unless a peer exits."""
+    def wait_until_started(self, on_poll: Callable[[], None] | None = None) -> None:
+        """Wait until all ranks have started the pending collectives, which then complete unless a peer exits.
+
+        ``on_poll`` is called meanwhile, and may raise.
+        """
         if self._started_barrier_number == math.inf:
             barrier_number = self._started_barrier_number = self._rank.next_barrier_number
             try:
-                self._rank.barrier()
+                self._rank.barrier(on_poll)
             except Cancelled:
                 # If all ranks had arrived before the failure, the collectives complete.
                 if not self._rank.wait_and_check_reached(barrier_number):
