@@ -171,8 +171,7 @@ class RankCall:
                 self._compute_first_time()
             else:
                 self.compute()
-            if fused_runner is None:  # else it has committed
-                rank.commit()
+            rank.commit()
         elif n_rank_means:
             RankMeanContext(rank.all_gather_bytes, n_rank_means).contribute_no_rows()
         elif call.needs_compile and self._writes_disk_cache():

@@ -87,8 +87,8 @@ class ControlMemory:
         `FAILURE_NBYTES` is the length of an agent's failure message.  `BYTES_SENT` counts bytes sent to other hosts.
         `COMMON_BARRIER` and the next word belong to `agreement`.
     done, arrived, committed : memoryview of uint64
-        Last command that each rank has finished, number of the last barrier that it has arrived at, and of the barrier
-        after which the effect of its last command with one is applied; see `Rank.commit`.
+        Last command that each rank has finished, number of the last barrier that it has arrived at, last command
+        whose effect it has applied.
     sleep_reason, report_nbytes : memoryview of uint64
         Reason for which each rank sleeps (`AWAKE` if it does not), and number of bytes of its failure report.
     last_core, last_progress : memoryview of uint64

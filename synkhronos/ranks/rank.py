@@ -208,19 +208,10 @@ class Rank:
         """Whether a command has failed on some rank, and no later command has."""
         return bool(self.control.words[ControlMemory.FAILED] == command_number)
 
-    def commit(self, barrier_number: int = 0) -> None:
-        """Record that this rank has applied the command's effect, for the message of an error.
-
-        With ``barrier_number``, the effect is undone unless all ranks reach this barrier of the command.
-        """
+    def commit(self) -> None:
+        """Record that this rank has applied the command's effect, for the message of an error."""
         if self._is_commit_enabled:
-            self.control.committed[self.number] = max(barrier_number, self.command_number << BARRIER_BITS)
-
-    def has_committed(self, number: int, command_number: int) -> bool:
-        """Whether a rank has applied the effect of a command, which has failed on some rank and is decided."""
-        committed = self.control.committed[number]
-        last_common_barrier = self.read_last_common_barrier(command_number) or command_number << BARRIER_BITS
-        return committed >> BARRIER_BITS == command_number and committed <= last_common_barrier
+            self.control.committed[self.number] = self.command_number
 
     @contextlib.contextmanager
     def suspend_commits(self) -> Iterator[None]:

@@ -344,7 +344,7 @@ def test_peer_failure_frees_a_rank_waiting_for_its_gpu(connected, is_master):
 def test_failure_after_the_last_barrier_aborts_nothing(connected):
     communicator, gpu = connected()
     barriers = []
-    gpu.barrier = lambda: (barriers.append(1), setattr(gpu, "arrived", 3))
+    gpu.barrier = lambda on_poll=None: (barriers.append(1), setattr(gpu, "arrived", 3))
     communicator.wait_until_started()
     assert barriers == []  # nothing has been started
     start_all_reduce(communicator, gpu, command=5)

@@ -124,6 +124,7 @@ class NcclCommunicator(Communicator):
     def wait_until_started(self, on_poll: Callable[[], None] | None = None) -> None:
         """Wait until all ranks have started their pending collectives; call ``on_poll``, which may raise, meanwhile."""
         self._watchdog.wait_until_started(on_poll)
+        self._connection.check_connected()
 
     def notify_started(self) -> None:
         """Notify the other ranks, without waiting, that this rank has started its collectives."""

@@ -33,12 +33,17 @@ class FusedRunner(Runner):
         return self._executable.record_signature(inputs)
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        """Launch; the results are valid on all ranks once all have launched, and else on none."""
+        """Launch, and wait until all ranks have launched."""
         communicator, shape = self._exchange.prepare_exchange(self._rank)
         launch = self._launch_python if self._ffi_collectives.nccl_caller == "python" else self._launch_native
-        # No signal handler may raise within XLA's callbacks, nor while the state of native calls is in use.
-        with defer_signals():
-            return launch(inputs, communicator, shape)
+        # No signal handler may raise within XLA's callbacks, nor before the other ranks have launched: the updates have
+        # to be valid on all ranks, or, if one fails, on none.
+        with defer_signals() as signals:
+            results = launch(inputs, communicator, shape)
+            signals.restart_time_limit()
+            communicator.wait_until_started(signals.stop_deferring_if_late)
+            self._rank.commit()
+        return results
 
     def _launch_python(
         self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
@@ -47,9 +52,7 @@ class FusedRunner(Runner):
         op, collectives = self._ffi_collectives.op, self._executable.collectives
         reducer = GradientReducer(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
         with self._ffi_collectives.use_reducer(reducer, self.n_repeats * len(collectives)):
-            results = self._executable(*inputs)
-        self._finish_launch(communicator)
-        return results
+            return self._executable(*inputs)
 
     def _launch_native(
         self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
@@ -59,17 +62,10 @@ class FusedRunner(Runner):
             self._executable.drop_outdated_recordings(communicator.communicator_number)
         with self._ffi_collectives.use_communicator(communicator, shape, self.n_repeats):
             try:
-                results = self._executable(*inputs)
+                return self._executable(*inputs)
             finally:
                 if self.n_repeats > 1:
                     self._rank.commit()  # an earlier step may be valid even if a later one fails
-        self._finish_launch(communicator)
-        return results
-
-    def _finish_launch(self, communicator: NcclCommunicator) -> None:
-        barrier_number = self._rank.next_barrier_number
-        communicator.notify_started()
-        self._rank.commit(barrier_number)
 
 
 class GradientReducer(Reducer):
