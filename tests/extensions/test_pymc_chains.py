@@ -1,8 +1,10 @@
 """Concurrent chains of PyMC, each with its own ranks, equal PyMC's own chains."""
 
 import _thread
+import functools
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import subprocess
@@ -259,7 +261,7 @@ class Threads:
     def __init__(self, sums, monkeypatch):
         self.sums, self.monkeypatch = sums, monkeypatch
         monkeypatch.setattr(mcmc, "_sample_external_nuts", self.sample)
-        chain_servers.wrap_nutpie()
+        chain_servers.patch_external_sampler()
 
     def sample(self, *, chains, **kwargs):
         def refuse(*args):
@@ -322,7 +324,7 @@ def test_evaluate_after_an_interrupt_reads_no_late_result():
         """Pipe whose first result arrives after an interrupt."""
 
         is_first = True
-        send, close = pipe.send, pipe.close
+        send_bytes = pipe.send_bytes
 
         def recv(self):
             if self.is_first:
@@ -330,15 +332,67 @@ def test_evaluate_after_an_interrupt_reads_no_late_result():
                 raise KeyboardInterrupt
             return pipe.recv()
 
-    servers = object.__new__(chain_servers.ChainServers)
-    servers._idle = queue.SimpleQueue()
+    servers = chain_servers.ChainServers(0)
     servers._idle.put(InterruptedPipe())
     server_pipe.send([np.float64(1)])
     with pytest.raises(KeyboardInterrupt):
         servers.evaluate(None, [], False)
-    with pytest.raises(synk.WorkerError):
-        servers.evaluate(None, [], False)
+    for _ in range(2):
+        with pytest.raises(synk.WorkerError, match=r"^another chain stopped: KeyboardInterrupt\(\)$"):
+            servers.evaluate(None, [], False)
     server_pipe.close()
+
+
+class FailingSum:
+    """Sum whose evaluation raises an error."""
+
+    def __init__(self, error_class):
+        self.error_class = error_class
+
+    def evaluate(self, params, with_gradients):
+        raise self.error_class(lambda: None)
+
+
+class ErrorOfTwoArguments(Exception):
+    """Can be pickled, but not unpickled: pickle calls the class with the message alone."""
+
+    def __init__(self, first, second="second"):
+        super().__init__()
+
+    def __reduce__(self):
+        return type(self), ()
+
+
+@pytest.mark.parametrize("error_class", [ValueError, ErrorOfTwoArguments])
+def test_errors_that_cannot_be_pickled_leave_a_server_usable(fork, error_class):
+    """An evaluation that can't be sent does too."""
+    fork(1)
+    (rows,) = data_parallel(build_small_model()).distributed_sums
+    servers = chain_servers.ChainServers(1)
+    try:
+        with pytest.raises(RuntimeError, match=rf"^{error_class.__name__}\("):
+            servers.evaluate(FailingSum(error_class), [], False)
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            servers.evaluate(lambda: None, [], False)
+        value = servers.evaluate(rows, [np.zeros(3)], False)
+        np.testing.assert_allclose(value[0], rows.compute_value([np.zeros(3)]))
+    finally:
+        servers.close()
+
+
+def test_patch_external_sampler_wraps_a_function_that_another_library_wrapped(monkeypatch):
+    original = mcmc._sample_external_nuts
+
+    @functools.wraps(getattr(original, "__wrapped__", original))
+    def wrapper(*args, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr(mcmc, "_sample_external_nuts", wrapper)
+    chain_servers.patch_external_sampler()
+    patched = mcmc._sample_external_nuts
+    assert patched is not wrapper
+    chain_servers.patch_external_sampler()
+    assert mcmc._sample_external_nuts is patched
 
 
 # -- ranks="auto" ------------------------------------------------------------------------------------------------

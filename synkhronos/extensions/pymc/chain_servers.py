@@ -16,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import pickle
 import queue
 import signal
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from synkhronos import ranks
 from synkhronos.extensions import chains
 from synkhronos.ranks import WorkerError, count_available_cores
 
-__all__ = ["ChainServers", "wrap_nutpie"]
+__all__ = ["ChainServers", "patch_external_sampler"]
 
 #: Seconds that a server gets to end its ranks.
 _CLOSE_SECONDS = 10.0
@@ -48,6 +50,8 @@ class ChainServers:
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        #: Error of later evaluations, once one has not read its result.
+        self._failure: WorkerError | None = None
         for number in range(n_servers):
             parent_end, server_end = context.Pipe()
             self._pipes.append(parent_end)
@@ -62,17 +66,24 @@ class ChainServers:
     def evaluate(self, distributed_sum: Any, params: Sequence[np.ndarray], with_gradients: bool) -> list[np.ndarray]:
         """Return the value of a sum and, optionally, its gradients, computed by an idle server.
 
-        Raise its error, or WorkerError if the server or one of its ranks has exited.
+        Raise its error, or WorkerError if the server or one of its ranks has exited.  After an evaluation that could
+        not read its result, all later ones raise WorkerError with the cause of the first.
         """
+        request = ForkingPickler.dumps((distributed_sum, list(params), with_gradients))
         pipe = self._idle.get()
         try:
-            pipe.send((distributed_sum, list(params), with_gradients))
+            if self._failure is not None:
+                raise self._failure
+            pipe.send_bytes(request)
             results = pipe.recv()
         except BaseException as error:
-            # After an interrupt, the result would be read as that of the next evaluation.
-            pipe.close()
-            if isinstance(error, EOFError | OSError):
-                raise WorkerError("a process that computes a chain's log-density has exited", 0) from error
+            # The next evaluation on this pipe would read the result of this one.
+            has_exited = isinstance(error, EOFError | OSError)
+            if self._failure is None:
+                cause = "a process that computes a chain's log-density has exited"
+                self._failure = WorkerError(cause if has_exited else f"another chain stopped: {error!r}", 0)
+            if has_exited:
+                raise self._failure from error
             raise
         finally:
             self._idle.put(pipe)
@@ -90,12 +101,12 @@ class ChainServers:
             process.join()
 
 
-def _run_server(pipe: Connection, inherited_pipes: list[Connection], chain_number: int, n_chains: int) -> None:
+def _run_server(pipe: Connection, inherited_pipes: list[Connection], number: int, n_servers: int) -> None:
     """Run a server: evaluate the sums that the master sends, until it closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the sampler, which stops its threads
     for connection in inherited_pipes:
         connection.close()
-    chains.set_chain(chain_number, n_chains)
+    chains.set_chain(number, n_servers)
     while True:
         try:
             distributed_sum, params, with_gradients = pipe.recv()
@@ -104,8 +115,16 @@ def _run_server(pipe: Connection, inherited_pipes: list[Connection], chain_numbe
         try:
             results: Any = distributed_sum.evaluate(params, with_gradients)
         except Exception as error:
-            results = error
+            results = _make_picklable(error)
         pipe.send(results)
+
+
+def _make_picklable(error: Exception) -> Exception:
+    """Return the error, or a RuntimeError that names it if it can't be sent to another process."""
+    try:
+        return pickle.loads(ForkingPickler.dumps(error))
+    except Exception:
+        return RuntimeError(repr(error))
 
 
 @contextlib.contextmanager
@@ -122,12 +141,12 @@ def _serve_sums(sums: Sequence[Any], n_servers: int) -> Iterator[None]:
         servers.close()
 
 
-def wrap_nutpie() -> None:
-    """Wrap PyMC's function that calls other samplers, so that nutpie's chains have servers."""
+def patch_external_sampler() -> None:
+    """Replace PyMC's function that calls other samplers by one that starts servers for nutpie's chains."""
     from pymc.sampling import mcmc
 
     original = mcmc._sample_external_nuts
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, "starts_chain_servers"):
         return
 
     @functools.wraps(original)
@@ -143,4 +162,5 @@ def wrap_nutpie() -> None:
         with _serve_sums(sums, n_servers):
             return original(*args, **kwargs)
 
+    sample.starts_chain_servers = True  # type: ignore[attr-defined]
     mcmc._sample_external_nuts = sample

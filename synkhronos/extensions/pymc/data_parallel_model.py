@@ -64,7 +64,7 @@ class DataParallelModel(pm.Model):
     """
 
     def __init__(self, model: pm.Model):
-        chain_servers.wrap_nutpie()
+        chain_servers.patch_external_sampler()
         self.__dict__.update(model.__dict__)
         self._distributed_logps: dict[Any, Any] = {}
         self.reasons: dict[str, str] = {}
