@@ -171,7 +171,7 @@ class RankCall:
                 self._compute_first_time()
             else:
                 self.compute()
-            rank.commit()
+            rank.record_applied()
         elif n_rank_means:
             RankMeanContext(rank.all_gather_bytes, n_rank_means).contribute_no_rows()
         elif call.needs_compile and self._writes_disk_cache():

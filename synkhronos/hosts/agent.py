@@ -293,7 +293,7 @@ class Agent:
             for r in local_ranks
             if done[r - local_ranks.start] == posted and control.report_nbytes[r]
         }
-        self._messenger.send(0, Message.DONE, done, tuple(control.committed[self._local_slice]), reports)
+        self._messenger.send(0, Message.DONE, done, tuple(control.applied[self._local_slice]), reports)
         return True
 
     def _run_periodic_work(self, now: float) -> None:
@@ -396,12 +396,12 @@ class Agent:
             self._control.wake_local_ranks(AWAITS_BARRIER)
 
     def _on_done(
-        self, source: int, done: tuple[int, ...], committed: tuple[int, ...], reports: dict[int, bytes]
+        self, source: int, done: tuple[int, ...], applied: tuple[int, ...], reports: dict[int, bytes]
     ) -> None:
         control = self._control
         for i, r in enumerate(self._ranks_by_host[source]):
             control.write_report(r, reports.get(r, b""))
-            control.committed[r] = committed[i]
+            control.applied[r] = applied[i]
             control.done[r] = done[i]
         self._control.wake_local_ranks(AWAITS_COMPLETION)
 

@@ -265,7 +265,7 @@ class CommandRunner(ABC):
     ) -> BaseException:
         """Return the exception of a failed command: one made of the workers' reports, or that of the master's part."""
         control, size = self._control, self._control.size
-        applied_ranks = [r for r in range(size) if control.committed[r] == command_number]
+        applied_ranks = [r for r in range(size) if control.applied[r] == command_number]
         is_posted = control.words[ControlMemory.POSTED] == command_number
         # An interrupted master does not wait for ranks that have not finished.
         busy_ranks = [r for r in range(size) if control.done[r] < command_number] if is_posted else []

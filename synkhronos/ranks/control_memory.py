@@ -86,9 +86,9 @@ class ControlMemory:
         sent.  `END_REQUEST` is `END_WORKERS` or `KILL_WORKERS` once agents have to do so, and 0 before.
         `FAILURE_NBYTES` is the length of an agent's failure message.  `BYTES_SENT` counts bytes sent to other hosts.
         `COMMON_BARRIER` and the next word belong to `agreement`.
-    done, arrived, committed : memoryview of uint64
-        Last command that each rank has finished, number of the last barrier that it has arrived at, last command
-        whose effect it has applied.
+    done, arrived, applied : memoryview of uint64
+        For each rank: the last command that it has finished; the number of the last barrier that it has arrived at;
+        the last command whose effect it has applied.
     sleep_reason, report_nbytes : memoryview of uint64
         Reason for which each rank sleeps (`AWAKE` if it does not), and number of bytes of its failure report.
     last_core, last_progress : memoryview of uint64
@@ -129,7 +129,7 @@ class ControlMemory:
             self.sleep_reason,
             self.report_nbytes,
             self.last_core,
-            self.committed,
+            self.applied,
             self.last_progress,
         ) = (self.words[_N_WORDS + i * size : _N_WORDS + (i + 1) * size] for i in range(7))
         self.mailbox = memory[mailbox : mailbox + MAILBOX_NBYTES]

@@ -124,7 +124,7 @@ class Rank:
         self.command_number = 0
         self._barrier_number = 0
         self._pickles: BoundedCache[Any, tuple[bytes, bytes]] = BoundedCache(_MAX_CACHED_PICKLES)
-        self._is_commit_enabled = True
+        self._is_recording_enabled = True
         self.finish_callbacks: list[Callable[[], None]] = []
         self.pending_operations: list[PendingOperation] = []
         self.join_group(number, master_rank, control, check_peers, has_peer_died)
@@ -159,7 +159,10 @@ class Rank:
         self._pickles.clear()
 
     def leave_group(self) -> None:
-        """Mark the command as failed, to end all waits of this process for the other ranks, which have exited."""
+        """Leave the group, whose other ranks have exited.
+
+        The command is marked as failed, which ends all waits of this process for them.
+        """
         self.control.mark_all_done()
         self.spans_hosts = False  # the agents have exited
         self.fail_command()
@@ -182,7 +185,7 @@ class Rank:
         """
         self.cancel_failed_operations()
         self.command_number = command_number
-        self._is_commit_enabled = True
+        self._is_recording_enabled = True
         self._barrier_number = command_number << BARRIER_BITS
 
     def cancel_failed_operations(self) -> None:
@@ -204,23 +207,23 @@ class Rank:
         """Number of the last command that has failed on some rank; 0 if none has."""
         return int(self.control.words[ControlMemory.FAILED])
 
-    def has_failed(self, command_number: int) -> bool:
-        """Whether a command has failed on some rank, and no later command has."""
+    def is_last_failed_command(self, command_number: int) -> bool:
+        """Whether a command is the last one that has failed on some rank; False once a later command fails."""
         return bool(self.control.words[ControlMemory.FAILED] == command_number)
 
-    def commit(self) -> None:
+    def record_applied(self) -> None:
         """Record that this rank has applied the command's effect, for the message of an error."""
-        if self._is_commit_enabled:
-            self.control.committed[self.number] = self.command_number
+        if self._is_recording_enabled:
+            self.control.applied[self.number] = self.command_number
 
     @contextlib.contextmanager
-    def suspend_commits(self) -> Iterator[None]:
-        """Make `commit` do nothing within the ``with`` block."""
-        self._is_commit_enabled = False
+    def suspend_recording(self) -> Iterator[None]:
+        """Make `record_applied` do nothing within the ``with`` block."""
+        self._is_recording_enabled = False
         try:
             yield
         finally:
-            self._is_commit_enabled = True
+            self._is_recording_enabled = True
 
     def finish_command(self) -> None:
         """Call and remove the functions in `finish_callbacks`.  Called at the end of every command, failed or not."""
@@ -249,7 +252,7 @@ class Rank:
         """
         if not self.arrive():
             self._wait_for_barrier(self._barrier_number, on_poll=on_poll)
-        elif self.has_failed(self.command_number):
+        elif self.is_last_failed_command(self.command_number):
             raise Cancelled
 
     def raise_common_error(self, error: Exception) -> NoReturn:

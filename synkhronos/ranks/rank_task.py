@@ -173,7 +173,7 @@ class RankTask:
     def _acquire(self, lock: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
         """Acquire a lock of this host and return its turn; None if it was not free within ``timeout`` seconds."""
         # Without this check, a rank that finds all its locks free would not notice a failure until its program ends.
-        if self.rank.has_failed(self.rank.command_number):
+        if self.rank.is_last_failed_command(self.rank.command_number):
             raise Cancelled
         if not semaphore.acquire(0):
             deadline = float("inf") if timeout is None else time.monotonic() + timeout

@@ -127,7 +127,7 @@ class Gpu:
     def set_current_gpu(self):
         self.entered += 1
 
-    def has_failed(self, command):
+    def is_last_failed_command(self, command):
         return command == self.failed
 
     def has_peer_died(self):

@@ -48,7 +48,7 @@ def raise_after_other_updates():
     while "control" not in frame.f_locals:  # frames of the loop that serves commands
         frame = frame.f_back
     control = frame.f_locals["control"]
-    while min(control.committed[0], control.committed[2]) < control.words[control.POSTED]:
+    while min(control.applied[0], control.applied[2]) < control.words[control.POSTED]:
         time.sleep(0.001)
     raise_error()
 

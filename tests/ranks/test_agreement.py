@@ -284,7 +284,7 @@ class World:
     def run_watchdog(self, r):
         """Run the watchdog thread of a rank's collective."""
         rank, watchdog = self.ranks[r], self.watchdogs[r]
-        if not (watchdog._pending_command_number and rank.has_failed(watchdog._pending_command_number)):
+        if not (watchdog._pending_command_number and rank.is_last_failed_command(watchdog._pending_command_number)):
             raise Blocked
         before = watchdog._pending_command_number, watchdog.active_connection.generation
         watchdog.cancel(watchdog._pending_command_number)

@@ -215,7 +215,7 @@ class Commit(Command):
     def run(self, rank):
         if rank.number == self.fails:
             raise ValueError("no")
-        rank.commit()
+        rank.record_applied()
         rank.barrier()
 
 
@@ -264,7 +264,7 @@ def test_error_lists_only_the_commands_own_effect(two):
     assert first == [*started, *(f"{note} finished" for note in reversed(started))]
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
         two.run(RunBoth(RecordRun("one"), RecordRun("two", failing_rank=1, early=True)))
-    # After a failure, later commands commit as before.
+    # After a failure, later commands record their effects as before.
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
         two.run(RecordRun("three", failing_rank=1, early=True))
 

@@ -74,7 +74,7 @@ def connect():
         pending_operations=[],
         command_number=5,
         has_peer_died=lambda: False,
-        has_failed=lambda command: False,
+        is_last_failed_command=lambda command: False,
         check_cancelled=lambda: None,
     )
     sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")

@@ -79,7 +79,7 @@ class Hold(Command):
 class RecordRun(Command):
     """Command that records its run and its end on each rank, and fails on the rank `failing_rank`.
 
-    With `early` the other ranks commit before the barrier, and so before the failure.
+    With `early` the other ranks record the effect before the barrier, and so before the failure.
     """
 
     label: str
@@ -92,11 +92,11 @@ class RecordRun(Command):
         notes.append(self.label)
         rank.finish_callbacks.append(lambda: notes.append(f"{self.label} finished"))
         if self.early and rank.number != self.failing_rank:
-            rank.commit()
+            rank.record_applied()
         rank.barrier()
         if rank.number == self.failing_rank:
             raise ArithmeticError("no")
-        rank.commit()
+        rank.record_applied()
         return self.label, rank.number
 
 
@@ -115,6 +115,6 @@ class RunBoth(Command):
     effect: str = "It was noted"
 
     def run(self, rank):
-        with rank.suspend_commits():
+        with rank.suspend_recording():
             first = self.first.run(rank)
         return [first, self.second.run(rank)]

@@ -79,7 +79,7 @@ def _watch_other_hosts() -> Iterator[None]:
                 if controller_connection.current_connection is None
                 else get_rank(controller_connection.current_connection.worker)
             )
-            if rank is not None and rank.has_failed(rank.command_number):
+            if rank is not None and rank.is_last_failed_command(rank.command_number):
                 _report_failure(0, "a worker of another host has failed; see the logs of all workers")
                 return
 

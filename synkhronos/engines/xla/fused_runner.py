@@ -42,7 +42,7 @@ class FusedRunner(Runner):
             results = launch(inputs, communicator, shape)
             signals.restart_time_limit()
             communicator.wait_until_started(signals.stop_deferring_if_late)
-            self._rank.commit()
+            self._rank.record_applied()
         return results
 
     def _launch_python(
@@ -65,7 +65,7 @@ class FusedRunner(Runner):
                 return self._executable(*inputs)
             finally:
                 if self.n_repeats > 1:
-                    self._rank.commit()  # an earlier step may be valid even if a later one fails
+                    self._rank.record_applied()  # an earlier step may be valid even if a later one fails
 
 
 class GradientReducer(Reducer):
@@ -97,7 +97,7 @@ class GradientReducer(Reducer):
         ValueError is raised if the number of items does not match the shape that the ranks have compared.
         """
         if self._is_repeated:
-            self._rank.commit()  # an earlier step may be valid even if a later one fails
+            self._rank.record_applied()  # an earlier step may be valid even if a later one fails
         n_items, self._n_started_items = self._n_started_items + sum(span.n_items for span in spans), 0
         if self._collective == "all_gather":
             n_items *= self._rank.size

@@ -85,7 +85,7 @@ class StepCommand(_StepCommandFields, Command):
         if self.update.needs_compile and is_second and update.computation.compile_order == AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
             update.computation.library.compile_now(update.compiled.function)
-        with rank.suspend_commits():
+        with rank.suspend_recording():
             loss = gradient.run()
             self.reduce.run(rank)
         return loss, update.run()
@@ -206,7 +206,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         variables = rank.get_object(self.matrix_key), rank.get_object(self.row_key)
 
         def take_step(compute_gradient: Callable[[], Any]) -> Any:
-            with rank.suspend_commits():
+            with rank.suspend_recording():
                 outputs = compute_gradient()
                 reduce_scatter_rows(rank, *variables, self.op)
                 if self.gathers_gradient:
