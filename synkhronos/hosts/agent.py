@@ -395,9 +395,7 @@ class Agent:
             record_last_common_barrier(self._control.words, command_number, barrier_number)
             self._control.wake_local_ranks(AWAITS_BARRIER)
 
-    def _on_done(
-        self, source: int, done: tuple[int, ...], applied: tuple[int, ...], reports: dict[int, bytes]
-    ) -> None:
+    def _on_done(self, source: int, done: tuple[int, ...], applied: tuple[int, ...], reports: dict[int, bytes]) -> None:
         control = self._control
         for i, r in enumerate(self._ranks_by_host[source]):
             control.write_report(r, reports.get(r, b""))

@@ -44,8 +44,8 @@ class Command(ABC):
     def effect(self) -> str | None:
         """Effect of the command, as a sentence for errors ("The function's updates were applied"); None if it has none.
 
-        A command with an effect calls `Rank.record_applied` after it has applied it.  The error of a failed command names the
-        ranks that have.
+        A command with an effect calls `Rank.record_applied` after it has applied it.  The error of a failed command
+        names the ranks that have.
         """
         return None
 

@@ -20,7 +20,7 @@ from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
 from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
-from synkhronos.engines.xla.fused_runner import GradientReducer
+from synkhronos.engines.xla.fused_runner import NcclCollectiveLauncher
 from synkhronos.patching import set_environment
 from synkhronos.ranks import Cancelled
 
@@ -421,14 +421,14 @@ def test_launch_all_reduce_of_chunks_overlaps_and_is_joined(streams):
 
 def test_launch_all_reduce_needs_agreement_of_all_ranks(streams):
     communicator, events = streams
-    reducer = GradientReducer(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
-    reducer.start([BufferSpan(64, 64, 3, "float32")], 7)
+    launcher = NcclCollectiveLauncher(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
+    launcher.start([BufferSpan(64, 64, 3, "float32")], 7)
     events.clear()
     with pytest.raises(ValueError, match=r"expected shape \(5,\), as before the launch, got 4 items"):
-        reducer.finish([BufferSpan(96, 96, 1, "float32")], 128, 7)
+        launcher.finish([BufferSpan(96, 96, 1, "float32")], 128, 7)
     assert events == ["record 8", "7 waits"]  # the written memory may be reused next
-    reducer.start([BufferSpan(64, 64, 3, "float32")], 7)
-    reducer.finish([BufferSpan(96, 96, 2, "float32")], 128, 7)
+    launcher.start([BufferSpan(64, 64, 3, "float32")], 7)
+    launcher.finish([BufferSpan(96, 96, 2, "float32")], 128, 7)
     assert events[-1] == "flag 7"
 
 

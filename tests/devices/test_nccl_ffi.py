@@ -31,7 +31,7 @@ def test_nccl_handler_failure_keeps_donated_arrays(calls):
     reduced = "['3 of 7 by 4 in 1234 on None', 'flag on None']"
     assert good == after == f"[[1.0, 3.0, 5.0], 1]; {reduced}"
     # The number of handler calls is unspecified where XLA replays a graph.
-    expected = f"[[1.0, 3.0, 5.0], 1]; RuntimeError: the launch made 1 all-reduces, expected 2; {reduced}"
+    expected = f"[[1.0, 3.0, 5.0], 1]; RuntimeError: the launch made 1 collectives, expected 2; {reduced}"
     assert twice == (expected if calls == "native" else good)
     before = "[[1.0, 1.0, 1.0], 0]; RuntimeError"
     assert failed == f"{before}: NCCL failed within a launch (ncclResult_t 3); ['3 of 7 by 4 in 1234 on None']"
@@ -48,7 +48,7 @@ def test_chunks_are_reduced_on_the_side_stream_and_waited_for():
     assert good == f"[[2.0, 2.0, 2.0], [[2.0, 2.0], [2.0, 2.0]], 1]; {start + join + finish_calls}"
     # After an error the launch still waits for the side stream.
     assert failed.endswith(f", 0]; RuntimeError: NCCL failed within a launch (ncclResult_t 3); {start + join}")
-    assert other == "[]; ValueError: all_reduce: expected shape (8,), as before the launch, got 4 items; []"
+    assert other == "[]; ValueError: collective: expected shape (8,), as before the launch, got 4 items; []"
 
 
 @needs_compiler

@@ -159,7 +159,7 @@ def reduce_in_loop():
     def program(array):
         def body(state, _):
             array, i, n = state
-            (total,), is_valid = collectives.trace_finish([array], others=[i])
+            (total,), is_valid = collectives.trace_finish([array], extra_operands=[i])
             return (jax.numpy.where(is_valid != 0, total, array), i + 1, n + is_valid), None
 
         return jax.lax.scan(body, (array, 0, 0), None, length=10)[0]

@@ -50,9 +50,9 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 
 class BufferSpan(NamedTuple):
-    """Consecutive items on the GPU to be reduced over the ranks.
+    """Consecutive items on the GPU, an operand of a collective.
 
-    ``source`` and ``target`` are the addresses of the items and of the memory for their reduction; they may be equal.
+    ``source`` and ``target`` are the addresses of the items and of the memory for the result; they may be equal.
     """
 
     source: int
@@ -326,18 +326,18 @@ class NcclCommunicator(Communicator):
         """Copy rank r's array into ``out[r]`` on the receivers."""
         number = self._rank.number
         address, count, _ = self._prepare_buffer(array)
-        size = count * array.dtype.itemsize
+        nbytes = count * array.dtype.itemsize
         targets: list[ItemRange | None] = list(out) if out is not None else [None] * self._rank.size
         own_target = targets[number]
 
         def send_and_receive(handle: Any) -> None:
-            if own_target is not None and size:
-                check_result(self._staging.driver.cuMemcpyAsync(own_target.pointer, address, size, self._stream))
+            if own_target is not None and nbytes:
+                check_result(self._staging.driver.cuMemcpyAsync(own_target.pointer, address, nbytes, self._stream))
             self._nccl.group_start()
             try:
                 for r in receivers:
-                    if r != number and size:
-                        self._nccl.send(address, size, NCCL_UINT8, r, handle, self._stream)
+                    if r != number and nbytes:
+                        self._nccl.send(address, nbytes, NCCL_UINT8, r, handle, self._stream)
                 for r, target in enumerate(targets):
                     if target is not None and r != number and target.nbytes:
                         self._nccl.recv(target.pointer, target.nbytes, NCCL_UINT8, r, handle, self._stream)

@@ -6,7 +6,7 @@ The calls of a collective on an array in chunks::
                       |                       |                       |
     launched    _start_callback         _start_callback         _finish_callback        called by XLA
                       |                       |                       |
-                GradientReducer.start   GradientReducer.start   GradientReducer.finish  given to `use_reducer`
+                  launcher.start          launcher.start         launcher.finish        a `CollectiveLauncher`
                       |                       |                       |
     NCCL        launch_on_side_stream   launch_on_side_stream   launch_on_xla_stream    `NcclCommunicator`
 
@@ -38,7 +38,7 @@ from synkhronos.devices.jax.xla_ffi import (
 
 _log = logging.getLogger("synkhronos")
 
-_START_TARGET, _FINISH_TARGET = "synkhronos_start", "synkhronos_all_reduce"
+_START_TARGET, _FINISH_TARGET = "synkhronos_start", "synkhronos_finish"
 
 #: Dtypes that NCCL can reduce, by XLA's numbers (XLA_FFI_DataType).
 _DTYPES = {
@@ -55,7 +55,7 @@ _DTYPES = {
 }
 
 
-class Reducer:
+class CollectiveLauncher:
     """Launches the collectives of one launch of a program; called by XLA."""
 
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
@@ -74,7 +74,7 @@ class Reducer:
 
 
 class FfiCollectives:
-    """The collectives of one XLA program, which gets a reducer for each launch.
+    """The collectives of one XLA program, which gets a `CollectiveLauncher` for each launch.
 
     ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.
 
@@ -84,7 +84,7 @@ class FfiCollectives:
         Whether an error ends the launch.  If not, the launch continues with undefined reductions that are marked as
         invalid, so that the program can return the old values of donated arrays.
     nccl_caller : {"python", "native", "graph"}
-        Code by which XLA calls NCCL: "python" for a reducer in Python, "native" for handlers in C++, "graph" for
+        Code by which XLA calls NCCL: "python" for a `CollectiveLauncher`, "native" for handlers in C++, "graph" for
         handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`, and an error never
         ends the launch.
     op : str
@@ -94,7 +94,7 @@ class FfiCollectives:
     --------
     >>> collectives = FfiCollectives()
     >>> program = jax.jit(lambda gradient: collectives.trace_finish([gradient]))  # doctest: +SKIP
-    >>> with defer_signals(), collectives.use_reducer(reducer):  # doctest: +SKIP
+    >>> with defer_signals(), collectives.use_collective_launcher(launcher):  # doctest: +SKIP
     ...     (total,), is_valid = program(gradient)
     """
 
@@ -110,20 +110,21 @@ class FfiCollectives:
         #: the same program of another process.
         self._number = np.int64(next(self._numbers))
         self._by_number[int(self._number)] = self
-        #: State of the launch in progress: its reducer, and the first error that a callback has raised.
-        self._reducer: Reducer | None = None
+        #: State of the launch in progress: its `CollectiveLauncher`, and the first error that a callback has raised.
+        self._launcher: CollectiveLauncher | None = None
         self._error: BaseException | None = None
         self._n_started = self._n_finished = 0
 
     @contextlib.contextmanager
-    def use_reducer(self, reducer: Reducer, n_reductions: int | None = 1) -> Iterator[None]:
-        """Use a reducer for the launches in the ``with`` block, and raise its error at the end.
+    def use_collective_launcher(self, launcher: CollectiveLauncher, n_collectives: int | None = 1) -> Iterator[None]:
+        """Use a `CollectiveLauncher` for the launches in the ``with`` block, and raise its error at the end.
 
-        RuntimeError is raised if the launch has made another number of all-reduces than ``n_reductions``; None stands
-        for any number.  Signals must be deferred meanwhile (`ranks.interrupts.defer_signals`): a signal handler could
-        raise at the first instruction of a callback, where nothing can catch the exception.
+        RuntimeError is raised if the launch has made another number of collectives than ``n_collectives``, where the
+        chunks of an array count as one; None stands for any number.  Signals must be deferred meanwhile
+        (`ranks.interrupts.defer_signals`): a signal handler could raise at the first instruction of a callback, where
+        nothing can catch the exception.
         """
-        self._reducer, self._error, self._n_started, self._n_finished = reducer, None, 0, 0
+        self._launcher, self._error, self._n_started, self._n_finished = launcher, None, 0, 0
         try:
             try:
                 yield
@@ -132,26 +133,26 @@ class FfiCollectives:
                     self._raise_error()
                 raise
             self._raise_error()
-            if n_reductions is not None and self._n_finished != n_reductions:
-                raise RuntimeError(f"the launch made {self._n_finished} all-reduces, expected {n_reductions}")
+            if n_collectives is not None and self._n_finished != n_collectives:
+                raise RuntimeError(f"the launch made {self._n_finished} collectives, expected {n_collectives}")
         finally:
-            self._reducer = self._error = None
+            self._launcher = self._error = None
 
     @contextlib.contextmanager
-    def use_communicator(self, communicator: Any, shape: tuple[int, ...], n_reductions: int) -> Iterator[None]:
+    def use_communicator(self, communicator: Any, shape: tuple[int, ...], n_collectives: int) -> Iterator[None]:
         """Use a communicator for the launch in the ``with`` block, by the handlers in C++.
 
         ``shape`` is that of the reduced array on all ranks.  ValueError is raised if the program, when it is traced,
         reduces another number of items.  RuntimeError is raised if NCCL has failed, the connection was aborted, or the
-        launch has made another number of all-reduces than ``n_reductions``.
+        launch has made another number of collectives than ``n_collectives``.
         """
         self._expected_shape = shape
         library, is_recordable = nccl_handlers.load_handlers(), self.nccl_caller == "graph"
         with communicator.enable_native_calls(is_recordable) as state:
             library.synkhronos_set_launch_state(state)
             yield
-        if not is_recordable and state.n_finished != n_reductions:
-            raise RuntimeError(f"the launch made {state.n_finished} all-reduces, expected {n_reductions}")
+        if not is_recordable and state.n_finished != n_collectives:
+            raise RuntimeError(f"the launch made {state.n_finished} collectives, expected {n_collectives}")
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -187,16 +188,18 @@ class FfiCollectives:
         arrays: Sequence[Any],
         started: Sequence[Any] = (),
         token: Any = None,
-        others: Sequence[Any] = (),
+        extra_operands: Sequence[Any] = (),
         shapes: Sequence[tuple[int, ...] | None] | None = None,
     ) -> tuple[list[Any], Any]:
         """Trace a collective on arrays, and the wait for the ones that were started.
 
         Parameters
         ----------
+        arrays : list of jax.Array
+            Arrays whose collective was not started.
         started, token
             All arrays, and the last token, that `trace_start` has returned.
-        others : list of jax.Array
+        extra_operands : list of jax.Array
             Further operands of the call.  In a loop: a value that differs in each iteration, without which XLA would
             hoist the call out of the loop.  Arrays whose collectives were started with a shape: XLA would reuse their
             memory.
@@ -206,7 +209,7 @@ class FfiCollectives:
         Returns
         -------
         reduced : list of jax.Array
-            The started arrays, then the others.
+            The started arrays, then ``arrays``, both reduced (or gathered).
         is_valid : jax.Array of int32
             0 if the connection was aborted, so that the reduced arrays are undefined.
         """
@@ -220,7 +223,7 @@ class FfiCollectives:
             n_items = sum(math.prod(array.shape) for array in operands)
             if n_items != math.prod(self._expected_shape):
                 raise ValueError(
-                    f"all_reduce: expected shape {self._expected_shape}, as before the launch, got {n_items} items"
+                    f"collective: expected shape {self._expected_shape}, as before the launch, got {n_items} items"
                 )
             # A CUDA graph can't wait for the side stream, on which chunks are reduced outside of the graph.
             is_recordable = self.nccl_caller == "graph" and not started
@@ -236,8 +239,8 @@ class FfiCollectives:
         # exactly once, as its results are used.
         aliases = {i: i for i, is_same in enumerate(is_in_place) if is_same}
         call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
-        is_valid = np.int32(0) if token is None else token
-        *reduced, is_valid = call(*operands, is_valid, *others, **attributes)
+        token = np.int32(0) if token is None else token
+        *reduced, is_valid = call(*operands, token, *extra_operands, **attributes)
         return reduced, is_valid
 
     def trace_sum(self, array: Any) -> Any:
@@ -262,7 +265,9 @@ class FfiCollectives:
     # -- called by XLA ---------------------------------------------------------------------------------------
 
     @classmethod
-    def dispatch(cls, frame_address: int, handle_call: Callable[[FfiCollectives, Any, Reducer], None]) -> int | None:
+    def dispatch(
+        cls, frame_address: int, handle_call: Callable[[FfiCollectives, Any, CollectiveLauncher], None]
+    ) -> int | None:
         """Pass a call by XLA to its program's object; return None, or the address of an error to end the launch."""
         collectives = None
         try:
@@ -270,12 +275,12 @@ class FfiCollectives:
             if handle_non_execution(frame):
                 return None
             collectives = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
-            if collectives._reducer is None:
+            if collectives._launcher is None:
                 _log.error("XLA called a collective outside a launch; the call is ignored")
             elif collectives._aborts_on_error and collectives._error is not None:
                 return create_error(frame)
             else:
-                handle_call(collectives, frame, collectives._reducer)
+                handle_call(collectives, frame, collectives._launcher)
         # An exception can't pass through XLA.  Only the first error is stored, as it may be the cause of later ones.
         except BaseException as error:
             if collectives is None:
@@ -286,14 +291,14 @@ class FfiCollectives:
                     return create_error(frame)
         return None
 
-    def handle_start(self, frame: Any, reducer: Reducer) -> None:
+    def handle_start(self, frame: Any, launcher: CollectiveLauncher) -> None:
         """Start the collective on the arrays of a call of `trace_start`."""
         spans = _read_spans(frame, 0, frame.results.size - 1)
         self._n_started += len(spans)
         if self._error is None:
-            reducer.start(spans, get_stream(frame))
+            launcher.start(spans, get_stream(frame))
 
-    def handle_finish(self, frame: Any, reducer: Reducer) -> None:
+    def handle_finish(self, frame: Any, launcher: CollectiveLauncher) -> None:
         """Launch the collective on the arrays of a call of `trace_finish`, and order the stream after started ones."""
         self._n_finished += 1
         n_started, self._n_started = self._n_started, 0
@@ -302,9 +307,9 @@ class FfiCollectives:
         spans = _read_spans(frame, n_started, n_arrays)
         valid_flag_address = frame.results.buffers[n_arrays].contents.data
         if self._error is None:
-            reducer.finish(spans, valid_flag_address, get_stream(frame))
+            launcher.finish(spans, valid_flag_address, get_stream(frame))
         else:
-            reducer.order_after_started(get_stream(frame))
+            launcher.order_after_started(get_stream(frame))
 
 
 @Callback

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.cuda.nccl import BufferSpan
-from synkhronos.devices.jax.ffi_collectives import Reducer
+from synkhronos.devices.jax.ffi_collectives import CollectiveLauncher
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import AWAITS_BARRIER, SCRATCH_NBYTES
 
@@ -80,7 +80,7 @@ class InterruptDetector:
             raise KeyboardInterrupt
 
 
-class ProgramReducer(Reducer):
+class ProgramReducer(CollectiveLauncher):
     """Base class of the reducers of one program.  They start no chunks, and an error ends the launch.
 
     ``n_sums`` is the number of sums so far.

@@ -49,7 +49,8 @@ class Executable(Runner):
     Attributes
     ----------
     ffi_collectives : FfiCollectives or None
-        Collectives in the program, which need a reducer in each call; None without ``spec``.
+        Collectives in the program, which need a `CollectiveLauncher` or a communicator in each call; None without
+        ``spec``.
     """
 
     def __init__(

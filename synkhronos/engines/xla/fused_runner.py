@@ -1,7 +1,7 @@
 """Launches of executables that contain collectives.
 
-XLA calls the collectives during the launch (`devices.jax.ffi_collectives`).  `FusedRunner` passes a `GradientReducer`,
-or the NCCL communicator itself, to the program's `FfiCollectives`.
+XLA calls the collectives during the launch (`devices.jax.ffi_collectives`).  `FusedRunner` passes a
+`NcclCollectiveLauncher`, or the NCCL communicator itself, to the program's `FfiCollectives`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from synkhronos.devices.cuda.nccl import BufferSpan, Collective, NcclCommunicator
-from synkhronos.devices.jax.ffi_collectives import Reducer
+from synkhronos.devices.jax.ffi_collectives import CollectiveLauncher
 from synkhronos.engines.engine import GradientExchange, Runner
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Rank
@@ -48,10 +48,10 @@ class FusedRunner(Runner):
     def _launch_python(
         self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
     ) -> list[Any]:
-        """Launch the program, whose collectives call NCCL through a reducer in Python."""
+        """Launch the program, whose collectives call NCCL through a `NcclCollectiveLauncher`."""
         op, collectives = self._ffi_collectives.op, self._executable.collectives
-        reducer = GradientReducer(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
-        with self._ffi_collectives.use_reducer(reducer, self.n_repeats * len(collectives)):
+        launcher = NcclCollectiveLauncher(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
+        with self._ffi_collectives.use_collective_launcher(launcher, self.n_repeats * len(collectives)):
             return self._executable(*inputs)
 
     def _launch_native(
@@ -68,8 +68,8 @@ class FusedRunner(Runner):
                     self._rank.record_applied()  # an earlier step may be valid even if a later one fails
 
 
-class GradientReducer(Reducer):
-    """The reducer of the ranks' gradients, of one shape on all ranks, in a launch of one or several steps."""
+class NcclCollectiveLauncher(CollectiveLauncher):
+    """Launches the collectives on the ranks' gradients, of one shape on all ranks, in one or several steps."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class GradientReducer(Reducer):
             n_items *= self._rank.size
         if n_items != math.prod(self._shape):
             self.order_after_started(stream)
-            raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {n_items} items")
+            raise ValueError(f"collective: expected shape {self._shape}, as before the launch, got {n_items} items")
         self._communicator.launch_on_xla_stream(spans, self._op, valid_flag_address, stream, self._collective)
         self._collective = next(self._collectives)
 

@@ -74,7 +74,7 @@ class SpmdProgram:
             reducer = _make_reducer(rank, detector)
             SpmdProgram.current = self
             try:
-                with self._ffi_collectives.use_reducer(reducer, n_reductions=None):
+                with self._ffi_collectives.use_collective_launcher(reducer, n_collectives=None):
                     results = function()
             finally:
                 SpmdProgram.current = None

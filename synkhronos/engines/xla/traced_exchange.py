@@ -78,7 +78,7 @@ class ExchangeSpec(NamedTuple):
 class TracedExchange:
     """The exchange of one computation by an all-reduce, while it is traced.
 
-    ``iterations`` are, in a loop, the ``others`` of `FfiCollectives.trace_finish`; else empty.
+    ``iterations`` are, in a loop, the ``extra_operands`` of `FfiCollectives.trace_finish`; else empty.
     """
 
     def __init__(self, spec: ExchangeSpec, ffi_collectives: FfiCollectives, iterations: Sequence[Any]):
