@@ -43,6 +43,31 @@ def make_negative_binomial(rows: int, columns: int) -> Any:
     return model
 
 
+def make_student(rows: int, columns: int) -> Any:
+    """Return a robust regression on saturating effects; a row takes a hyperbolic tangent of each column."""
+    import pymc as pm
+
+    rng = np.random.default_rng(0)
+    x, group = rng.normal(size=(rows, columns)), rng.integers(0, N_GROUPS, rows)
+    saturating = np.tanh(x * np.linspace(0.5, 2, columns)) @ np.linspace(0.5, 1.5, columns)
+    observed = saturating + rng.normal(size=N_GROUPS)[group] + 0.5 * rng.standard_t(4, rows)
+    with pm.Model() as model:
+        overall, spread = pm.Normal("overall"), pm.HalfNormal("spread")
+        effects = pm.Normal("effects", overall, spread, shape=N_GROUPS)
+        slopes, scales = pm.Normal("slopes", shape=columns), pm.LogNormal("scales", shape=columns)
+        mean = effects[group] + pm.math.tanh(pm.Data("x", x) * scales) @ slopes
+        pm.StudentT("y", nu=pm.Gamma("nu", 2, 0.1), mu=mean, sigma=pm.HalfNormal("sigma"), observed=observed)
+    return model
+
+
+#: Name and constructor of each model, by its name on the command line.
+MODELS = {
+    "logistic": ("hierarchical logistic regression", make_logistic),
+    "counts": ("negative binomial", make_negative_binomial),
+    "student": ("Student-t with a costly mean", make_student),
+}
+
+
 def sample(
     model: Any, chains: int, cores: int, draws: int, limit: float
 ) -> tuple[float, float | None, float, float | None]:
@@ -172,16 +197,14 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=240, help="seconds of each model's samplers; 0 for none (default: %(default)s)"
     )
-    parser.add_argument("--only", choices=["logistic", "counts"], help="measure one of the models")
+    parser.add_argument("--only", choices=list(MODELS), help="measure one of the models")
     options = parser.parse_args()
     if not prepare_pymc():
         return
     print_heading("PyMC: chains side by side")
     with fork_ranks(options.ranks):
-        if options.only != "counts":
-            compare("hierarchical logistic regression", make_logistic, options)
-        if options.only != "logistic":
-            compare("negative binomial", make_negative_binomial, options)
+        for name in [options.only] if options.only else MODELS:
+            compare(*MODELS[name], options)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+#: Folders of tests that must run in processes of their own; run.py starts these.
+OWN_PROCESS_FOLDERS = {"compat_theano", "lasagne_demos"}
 DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
 assert DEVICE in ("host", "jax", "gpu"), DEVICE
 
@@ -142,6 +144,13 @@ settings.register_profile(
     max_examples=40 if DEVICE == "host" else 6,
 )
 settings.load_profile("synkhronos")
+
+
+def pytest_collection_modifyitems(items):
+    """Refuse tests that change what ``import theano`` finds, and may start XLA, beside other tests."""
+    folders = {item.path.parent.name for item in items}
+    if folders & OWN_PROCESS_FOLDERS and folders - OWN_PROCESS_FOLDERS:
+        raise pytest.UsageError(f"run {', '.join(sorted(folders & OWN_PROCESS_FOLDERS))} in a process of their own")
 
 
 def pytest_collection_finish():
@@ -305,11 +314,7 @@ def check_xla_not_started(request):
     Folders that run in processes of their own are exempt.
     """
     yield
-    assert (
-        DEVICE != "host"
-        or request.path.parent.name in ("compat_theano", "lasagne_demos")
-        or not JAX.has_unforkable_runtime()
-    )
+    assert DEVICE != "host" or request.path.parent.name in OWN_PROCESS_FOLDERS or not JAX.has_unforkable_runtime()
 
 
 @pytest.fixture(autouse=True, scope="session")

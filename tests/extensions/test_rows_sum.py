@@ -114,7 +114,7 @@ def test_rows_sum_moves_other_terms_outside(two_ranks_per_test):
     # What is computed from small parameters is computed by the ranks: rewrites, as of log(exp(scale)), need its formula.
     total = sum_over_rows(y * pt.log(pt.exp(scale)), {y: Y})
     assert total.owner.inputs == [scale]
-    f = pytensor.function([scale], [total, pytensor.grad(total, scale)])
+    f = function([scale], [total, pytensor.grad(total, scale)])
     np.testing.assert_allclose(f(-800.0), [-800 * Y.sum(), Y.sum()])
     # Results that depend on scalars only are not sent if other terms need these.
     total = sum_over_rows(y * pt.exp(scale * 2 + pt.log(3.0)) + scale, {y: Y})
