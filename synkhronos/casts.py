@@ -6,8 +6,6 @@ exception is rounding from float64 to float32, also of real and imaginary parts,
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -17,7 +15,7 @@ NUMBER_KINDS = "biufc"
 _BLOCK_SIZE = 1 << 16
 
 
-def check_dense(value: Any, argument: str) -> None:
+def check_dense(value: object, argument: str) -> None:
     """Raise TypeError for a sparse matrix or an array with masked items, also within lists.
 
     Shared memory has no masks, so a masked item would become a number.
@@ -44,7 +42,7 @@ def check_dense(value: Any, argument: str) -> None:
         raise TypeError(f"{argument}: expected an array, got a sparse matrix: pass .toarray()")
 
 
-def as_numbers(value: Any, argument: str) -> np.ndarray:
+def as_numbers(value: object, argument: str) -> np.ndarray:
     """Return an argument, called ``argument`` in errors, as a NumPy array of numbers; an array is not copied.
 
     Raises
@@ -64,7 +62,7 @@ def as_numbers(value: Any, argument: str) -> np.ndarray:
     return array
 
 
-def cast(value: Any, dtype: npt.DTypeLike, argument: str) -> np.ndarray:
+def cast(value: object, dtype: npt.DTypeLike, argument: str) -> np.ndarray:
     """Return an argument as a NumPy array of a dtype; raise TypeError unless the cast is safe.
 
     The argument, called ``argument`` in errors, is returned itself if it is an array of this dtype.  The cast is unsafe

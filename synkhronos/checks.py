@@ -51,7 +51,7 @@ def check_integer(value: Any, name: str, expected: str = "an integer") -> int:
     raise TypeError(f"{name}: expected {expected}, got {value!r}")
 
 
-def check_at_least(value: Any, name: str, least: int, expected: str = "an integer") -> int:
+def check_at_least(value: object, name: str, least: int, expected: str = "an integer") -> int:
     """Return an integer of at least ``least``; raise TypeError or ValueError."""
     number = check_integer(value, name, expected)
     if number < least:
@@ -59,7 +59,7 @@ def check_at_least(value: Any, name: str, least: int, expected: str = "an intege
     return number
 
 
-def check_index(value: Any, name: str, size: int, error: type[Exception] = IndexError) -> int:
+def check_index(value: object, name: str, size: int, error: type[Exception] = IndexError) -> int:
     """Return an integer from 0 to ``size - 1``, such as a rank; raise TypeError or ``error``."""
     number = check_integer(value, name)
     if not 0 <= number < size:
@@ -67,7 +67,7 @@ def check_index(value: Any, name: str, size: int, error: type[Exception] = Index
     return number
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether the value is a real number: no boolean, complex number, array, string, or integer beyond 64 bits."""
     return type(value) is float or (  # fast path: a training step calls this
         isinstance(value, int | float | np.number | np.ndarray)
@@ -84,7 +84,7 @@ def check_number(value: Any, name: str, expected: str = "a number") -> float:
     return float(value)
 
 
-def check_positive(value: Any, name: str) -> float:
+def check_positive(value: object, name: str) -> float:
     """Return a finite real number above 0; raise TypeError or ValueError."""
     checked = check_number(value, name, "a positive number")
     if not 0 < checked < math.inf:
@@ -92,7 +92,7 @@ def check_positive(value: Any, name: str) -> float:
     return checked
 
 
-def check_flag(value: Any, name: str) -> bool:
+def check_flag(value: object, name: str) -> bool:
     """Return a boolean; raise TypeError for anything but True and False."""
     if value is True or value is False:
         return value
@@ -101,7 +101,7 @@ def check_flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
-def check_choice(value: Any, name: str, choices: Iterable[str]) -> str:
+def check_choice(value: object, name: str, choices: Iterable[str]) -> str:
     """Return a string that is one of ``choices``; raise TypeError or ValueError."""
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
@@ -110,7 +110,7 @@ def check_choice(value: Any, name: str, choices: Iterable[str]) -> str:
     return value
 
 
-def check_list(value: Any, name: str, length: int, items: str) -> list[Any]:
+def check_list(value: object, name: str, length: int, items: str) -> list[Any]:
     """Return a list or tuple of ``length`` items as a list; raise TypeError or ValueError.
 
     ``items`` is the description of the items in errors, in the plural.
@@ -129,7 +129,7 @@ def check_distinct(variables: Sequence[Any], name: str) -> None:
         raise ValueError(f"{name}: a shared variable is given twice")
 
 
-def check_name(value: Any) -> None:
+def check_name(value: object) -> None:
     """Raise TypeError if the argument ``name`` is neither a string nor None."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"name: expected a string, got {value!r}")

@@ -21,9 +21,12 @@ from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import ArrayLocation, Session
 from synkhronos.replication.replicator import Replicator, is_registered
+from synkhronos.variable_types import SharedVariable, SharedVariables
 
 
-def parse_variables(session: Session, shared_vars: Any, allow_generators: bool = False) -> tuple[list[Any], bool]:
+def parse_variables(
+    session: Session, shared_vars: SharedVariables, allow_generators: bool = False
+) -> tuple[list[Any], bool]:
     """Check the shared variables of a collective; return a list of them, and whether the argument was a single one.
 
     Raise TypeError or ValueError if one is not a shared variable of arrays, or of an allowed random generator, if no
@@ -40,7 +43,7 @@ def parse_variables(session: Session, shared_vars: Any, allow_generators: bool =
     return variables, is_single
 
 
-def _check_variable(replicator: Replicator, variable: Any, allow_generators: bool) -> None:
+def _check_variable(replicator: Replicator, variable: SharedVariable, allow_generators: bool) -> None:
     """Raise TypeError or ValueError if a collective can't use a variable."""
     try:
         library = get_library(variable)
@@ -75,13 +78,13 @@ def distribute_variables(session: Session, variables: Sequence[Any]) -> tuple[An
     return tuple(replicator.get_key(variable) for variable in variables)
 
 
-def is_generator_object(variable: Any) -> bool:
+def is_generator_object(variable: SharedVariable) -> bool:
     """Whether a shared variable is a random generator whose value is an object rather than an array."""
     library = get_library(variable)
     return library.is_generator(variable) and not library.is_array(variable)
 
 
-def check_generator_state(session: Session, variable: Any, value: Any, must_jump: bool) -> None:
+def check_generator_state(session: Session, variable: SharedVariable, value: object, must_jump: bool) -> None:
     """Raise TypeError or ValueError if a value is not a valid state of a random generator.
 
     With ``must_jump``, ranks will jump to different positions in the generator's stream.
@@ -99,7 +102,7 @@ def match_values(values: Any, variables: Sequence[Any], is_single: bool) -> list
     )
 
 
-def to_data(session: Session, variable: Any, value: Any) -> Data:
+def to_data(session: Session, variable: SharedVariable, value: object) -> Data:
     """Return a value as Data with the variable's dtype and number of dimensions.  Other arrays are copied."""
     if isinstance(value, Data):
         check_session(value, session, "values")
@@ -112,7 +115,7 @@ def to_data(session: Session, variable: Any, value: Any) -> Data:
     return copy_to_shared(_to_array(variable, value))
 
 
-def _to_array(variable: Any, value: Any) -> np.ndarray:
+def _to_array(variable: SharedVariable, value: object) -> np.ndarray:
     """Return a value as an array of any shape that the variable's ``set_value`` accepts.
 
     `check_shape` checks the shape later, since a rank may get a part of the rows.
@@ -126,13 +129,13 @@ def _to_array(variable: Any, value: Any) -> np.ndarray:
         raise error_class(f"values: {describe(variable)} can't take {type(value).__name__}: {error}") from None
 
 
-def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
+def check_shape(variable: SharedVariable, shape: tuple[int, ...]) -> None:
     """Raise ValueError if the variable's type doesn't allow a shape."""
     if not get_library(variable).accepts_shape(variable, shape):
         raise ValueError(f"values: {describe(variable)} of type {variable.type} can't take shape {shape}")
 
 
-def check_op(op: Any, variables: Sequence[Any]) -> str:
+def check_op(op: object, variables: Sequence[Any]) -> str:
     """Return the name of a reduction; raise TypeError or ValueError if it is not defined for a variable's dtype."""
     op = check_op_name(op)
     for variable in variables:
@@ -147,7 +150,7 @@ def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:
         raise ValueError(f"op: {op!r} of {name} is not defined for dtype {dtype}; choose {', '.join(others)} or {last}")
 
 
-def check_op_name(op: Any) -> str:
+def check_op_name(op: object) -> str:
     """Return the name of a reduction; raise TypeError or ValueError if collectives don't have it."""
     return check_choice(op, "op", list_collective_ops())
 

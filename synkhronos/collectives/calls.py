@@ -40,14 +40,15 @@ from synkhronos.collectives.commands import (
 )
 from synkhronos.containers import WeakKeyDict
 from synkhronos.data import Data
-from synkhronos.data.rows import get_share, select_rows
+from synkhronos.data.rows import BatchArgument, get_share, select_rows
 from synkhronos.data.shared_memory import get_array_location
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Session
 from synkhronos.replication.random_streams import record_new_seeds
+from synkhronos.variable_types import SharedVariables
 
 
-def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
+def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = True) -> None:
     """Set shared variables on all ranks to the master's value, or to a given one.
 
     Parameters
@@ -107,7 +108,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
         _assign(session, arrays, shared_values, [rows] * session.size)
 
 
-def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
+def scatter(shared_vars: SharedVariables, values: Any, batch: BatchArgument = None) -> None:
     """Divide the rows of values among the ranks: each rank's variable is set to its share.
 
     Parameters
@@ -164,7 +165,7 @@ def _assign(session: Session, variables: list[Any], values: list[Data], rows_by_
     session.run(Assign(distribute_variables(session, variables), locations, tuple(map(tuple, rows_by_rank))))
 
 
-def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
+def gather(shared_vars: SharedVariables, nd_up: int = 1, nccl: bool = True) -> Any:
     """Return all ranks' values of shared variables.
 
     Parameters
@@ -203,7 +204,7 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
         return _get_values(session, shared_vars, lambda keys: Gather(keys, nd_up, nccl), list)
 
 
-def all_gather(shared_vars: Any, nccl: bool = True) -> None:
+def all_gather(shared_vars: SharedVariables, nccl: bool = True) -> None:
     """Set shared variables on every rank to all ranks' values, concatenated along axis 0 in rank order.
 
     Parameters
@@ -238,7 +239,7 @@ def all_gather(shared_vars: Any, nccl: bool = True) -> None:
         session.run(AllGather(distribute_variables(session, variables), nccl))
 
 
-def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool = True) -> Any:
+def reduce(shared_vars: SharedVariables, op: str = "avg", in_place: bool = True, nccl: bool = True) -> Any:
     """Reduce all ranks' values into the master's variable, or return the reduction.
 
     Parameters
@@ -283,7 +284,7 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     return results[0] if is_single else results
 
 
-def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
+def all_reduce(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True) -> None:
     """Reduce all ranks' values into every rank's variable.
 
     Parameters
@@ -321,7 +322,7 @@ class _AllReduceCommands(WeakKeyDict[Any, dict[Any, AllReduceValues]]):
     """Commands of `all_reduce` with checked arguments, by variable, op and ``nccl``."""
 
 
-def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> AllReduceValues:
+def get_all_reduce_command(session: Session, shared_vars: SharedVariables, op: object, nccl: bool) -> AllReduceValues:
     """Return the command of `all_reduce`, cached for a single variable: a training loop runs it in each step."""
     commands = session.registry.get_or_create(_AllReduceCommands)
     try:
@@ -338,7 +339,7 @@ def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bo
     return command
 
 
-def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
+def reduce_scatter(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True) -> None:
     """Reduce all ranks' values, and set each rank's variable to its share of the rows.
 
     Followed by `all_gather` it equals `all_reduce`.
@@ -382,7 +383,7 @@ def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None
         session.run(ReduceScatter(distribute_variables(session, variables), op, nccl))
 
 
-def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
+def set_value(rank: int, shared_vars: SharedVariables, values: Any, batch: BatchArgument = None) -> None:
     """Set one rank's copy of shared variables.
 
     Parameters
@@ -440,7 +441,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
             _assign(session, variables, shared_values, [rows if r == rank else no_rows for r in range(session.size)])
 
 
-def get_value(rank: int, shared_vars: Any) -> Any:
+def get_value(rank: int, shared_vars: SharedVariables) -> Any:
     """Return one rank's copy of shared variables.
 
     Parameters
@@ -471,7 +472,10 @@ def get_value(rank: int, shared_vars: Any) -> Any:
 
 
 def _get_values(
-    session: Session, shared_vars: Any, make_command: Callable[[tuple[Any, ...]], Command], select: Callable[[Any], Any]
+    session: Session,
+    shared_vars: SharedVariables,
+    make_command: Callable[[tuple[Any, ...]], Command],
+    select: Callable[[Any], Any],
 ) -> Any:
     """Return the values of variables: of arrays by a command, of generators by ``select`` from the states by rank."""
     variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
@@ -486,7 +490,7 @@ def _get_values(
     return ordered[0] if is_single else ordered
 
 
-def get_shapes(shared_vars: Any) -> list[Any]:
+def get_shapes(shared_vars: SharedVariables) -> list[Any]:
     """Return the shape of each rank's copy of shared variables.
 
     Parameters
@@ -517,7 +521,7 @@ def get_shapes(shared_vars: Any) -> list[Any]:
     return shapes[0] if is_single else shapes
 
 
-def get_lengths(shared_vars: Any) -> list[Any]:
+def get_lengths(shared_vars: SharedVariables) -> list[Any]:
     """Return the length along axis 0 of each rank's copy of shared variables.
 
     Parameters

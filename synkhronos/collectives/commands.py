@@ -25,6 +25,7 @@ from synkhronos.devices import NUMPY, ArrayLayout, Communicator, Device, get_arr
 from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
 from synkhronos.replication.random_streams import jump_to_rank
+from synkhronos.variable_types import Array, SharedVariable
 
 
 class _Transfer(NamedTuple):
@@ -91,7 +92,7 @@ class VariableCopy:
 
     __slots__ = ("_rank", "device", "layouts", "library", "shared", "transport", "value")
 
-    def __init__(self, rank: Rank, shared: Any, transfer: _Transfer):
+    def __init__(self, rank: Rank, shared: SharedVariable, transfer: _Transfer):
         self._rank, self.shared, self.library = rank, shared, get_library(shared)
         self.layouts, self.device, self.transport = transfer
         self.value = self.library.borrow_value(shared)
@@ -115,7 +116,7 @@ class VariableCopy:
             self.set_value(array)
         return array
 
-    def store(self, array: Any) -> None:
+    def store(self, array: Array) -> None:
         """Set the variable to an array that a communicator has written."""
         new = self.device.rewrap(array) if self.transport is self.device else self.device.from_numpy(array)
         if new is not self.value:
@@ -126,7 +127,7 @@ class VariableCopy:
         transport = transport or self.transport
         return transport.as_contiguous(self.value if transport is self.device else self.device.to_numpy(self.value))
 
-    def set_value(self, array: Any) -> None:
+    def set_value(self, array: Array) -> None:
         """Set the variable's value on this rank."""
         self.library.store_value(self.shared, array)
         self.value = self.library.borrow_value(self.shared)

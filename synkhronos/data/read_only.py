@@ -27,7 +27,7 @@ class ReadOnlyData(Data):
             raise ValueError(f"{self._source}: this Data object's memory was freed: make a new one")
         return self._segment.key
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: Any) -> None:
         self._raise_read_only()
 
     def _lock_and_reshape(self, *arguments: Any, **options: Any) -> NoReturn:

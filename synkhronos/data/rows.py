@@ -6,16 +6,20 @@ divides a selection does not depend on its type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from synkhronos.casts import check_dense
 from synkhronos.devices import Selection
 
+#: Argument ``batch``: all rows, the first ones, a slice, indexes, or a mask.
+BatchArgument = int | slice | Sequence[int] | npt.NDArray[Any] | None
 
-def select_rows(batch: Any, length: int, name: str = "batch") -> Selection:
+
+def select_rows(batch: BatchArgument, length: int, name: str = "batch") -> Selection:
     """Return the rows that ``batch`` selects from ``length`` rows.
 
     Parameters
@@ -81,7 +85,7 @@ def check_slice_bounds(selection: slice, name: str) -> None:
     select_rows(selection, 0, name)
 
 
-def select_rows_unbounded(batch: Any) -> Selection:
+def select_rows_unbounded(batch: BatchArgument) -> Selection:
     """Return the rows that ``batch`` selects from an unknown number of rows.
 
     Indexes can't count from the end.
@@ -110,7 +114,7 @@ _INT64 = np.dtype(np.int64)
 _VALID_BATCHES = "None, an int, a slice, a list or array of indexes, or a boolean mask"
 
 
-def as_index_array(batch: Any, name: str, expected: str = _VALID_BATCHES) -> np.ndarray:
+def as_index_array(batch: BatchArgument, name: str, expected: str = _VALID_BATCHES) -> np.ndarray:
     """Return a list of indexes as an array of int64, or a mask as an array of bool, without a check of bounds.
 
     ``name`` and ``expected`` are the argument and the description of its valid values in errors.

@@ -16,7 +16,6 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
-from typing import Any
 
 from synkhronos.devices import cuda, jax, numpy_device, pygpu
 from synkhronos.devices.communicator import ArrayLayout, Communicator
@@ -25,6 +24,7 @@ from synkhronos.devices.device import Device
 from synkhronos.devices.selection import Selection, take_rows
 from synkhronos.gpus import get_n_gpu
 from synkhronos.ranks import count_available_cores
+from synkhronos.variable_types import Array
 
 __all__ = [
     "NUMPY",
@@ -76,7 +76,7 @@ def get_device(name: str) -> Device:
 _device_by_class: dict[type, Device] = {}
 
 
-def find_device(value: Any) -> Device:
+def find_device(value: object) -> Device:
     """Return the device that owns a value; `NUMPY` for any value that no other device owns."""
     device = _device_by_class.get(type(value))
     if device is None:
@@ -85,7 +85,7 @@ def find_device(value: Any) -> Device:
     return device
 
 
-def get_array_device(array: Any) -> Device:
+def get_array_device(array: Array) -> Device:
     """Return the device that owns an array; raise TypeError for a value that no device owns."""
     device = find_device(array)
     if device is NUMPY and not NUMPY.owns(array):

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.variable_types import Array
+
 #: Shape and dtype of an array.
 ArrayLayout = tuple[tuple[int, ...], np.dtype]
 
@@ -38,11 +40,11 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, array: Any, root: int) -> None:
+    def broadcast(self, array: Array, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
 
     @abstractmethod
-    def all_reduce(self, array: Any, op: str) -> None:
+    def all_reduce(self, array: Array, op: str) -> None:
         """Replace every rank's array by the reduction over all ranks, in place.
 
         The result may not be complete yet.  ``Device.rewrap`` returns the array to use from then on.
@@ -57,7 +59,13 @@ class Communicator(ABC):
 
     @abstractmethod
     def reduce(
-        self, array: Any | None, op: str, root: int, out: Any | None, layout: ArrayLayout, contributors: Sequence[int]
+        self,
+        array: Array | None,
+        op: str,
+        root: int,
+        out: Array | None,
+        layout: ArrayLayout,
+        contributors: Sequence[int],
     ) -> None:
         """Write the reduction of the contributors' arrays into the root's ``out``.
 
@@ -79,7 +87,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def reduce_scatter(self, array: Any, op: str, bounds: Sequence[int], out: Any) -> None:
+    def reduce_scatter(self, array: Array, op: str, bounds: Sequence[int], out: Array) -> None:
         """Write this rank's items of the reduction over all ranks into ``out``.
 
         Parameters
@@ -95,7 +103,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def gather(
-        self, array: Any | None, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
+        self, array: Array | None, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
     ) -> None:
         """Copy rank r's array into the root's ``out[r]``.
 
@@ -112,7 +120,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, array: Any, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
+    def all_gather(self, array: Array, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
         """Copy rank r's array into ``out[r]`` on every rank.
 
         Parameters

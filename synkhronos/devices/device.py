@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +21,7 @@ from synkhronos.devices.multi_host_communicator import get_numpy_communicator
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Buffers, Selection, take_rows
 from synkhronos.ranks import ArrayLocation, Rank
+from synkhronos.variable_types import Array, Variable
 
 
 class Device(ABC):
@@ -73,32 +74,32 @@ class Device(ABC):
         """Whether functions take inputs of this dtype and ndim as arrays of this kind; else they take NumPy arrays."""
         return True
 
-    def make_input_variable(self, variable: Any) -> Any | None:
+    def make_input_variable(self, variable: Variable) -> Any | None:
         """Return a symbolic variable whose values are arrays of this kind, to replace an input variable of a function.
 
         None, the default, keeps the variable: functions accept arrays of this kind for the graph library's types.
         """
         return None
 
-    def to_shared_value(self, value: Any) -> Any:
+    def to_shared_value(self, value: Array) -> Any:
         """Convert an array to the class that the graph library requires in a shared variable."""
         return value
 
     # -- arrays ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def owns(self, value: Any) -> bool:
+    def owns(self, value: object) -> bool:
         """Whether a value is an array of this kind; ``NumpyDevice`` also owns values that NumPy can read."""
 
     @abstractmethod
-    def to_numpy(self, value: Any) -> np.ndarray:
+    def to_numpy(self, value: Array) -> np.ndarray:
         """Convert an array of this kind to NumPy, without a copy if possible."""
 
     @abstractmethod
     def from_numpy(self, array: np.ndarray) -> Any:
         """Copy a NumPy array into a new array of this kind."""
 
-    def as_array(self, value: Any) -> Any:
+    def as_array(self, value: Array) -> Any:
         """Convert a value to an array of this kind."""
         return value if self.owns(value) else self.from_numpy(np.asarray(value))
 
@@ -110,7 +111,7 @@ class Device(ABC):
         """Convert several arrays to NumPy at once; values of other types are returned unchanged."""
         return [self.to_numpy(value) if self.owns(value) else value for value in values]
 
-    def snapshot(self, value: Any) -> Any:
+    def snapshot(self, value: Array) -> Any:
         """Return a shared variable's value as an array that later updates of the variable do not change."""
         return self.to_numpy(value).copy()
 
@@ -124,7 +125,7 @@ class Device(ABC):
         view = location.view(rank.segments)
         return self.from_numpy(view if rows is None else take_rows(view, rows))
 
-    def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Any) -> None:
+    def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Array) -> None:
         """Copy an array into a segment of shared memory, from byte ``offset`` on."""
         rank.segments[segment_key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_numpy(value)
 
@@ -132,7 +133,7 @@ class Device(ABC):
         self,
         rank: Rank,
         buffers: Buffers,
-        buffer_key: Any,
+        buffer_key: Hashable,
         location: ArrayLocation,
         rows: Selection | None,
         must_copy: bool,
@@ -144,7 +145,7 @@ class Device(ABC):
         """
         return self.read_segment(rank, location, rows)
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Any:
         """Return a vector of indexes as an input of the next launch.
 
         The result may be a buffer, which the next call with the same ``buffer_key`` overwrites.
@@ -153,7 +154,7 @@ class Device(ABC):
 
     # -- arithmetic, for reductions over slices and for exchange rules ---------------------------------------
 
-    def reduce_pair(self, op: ReduceOp, left: Any, right: Any) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Any:
         """Return ``op`` applied to two arrays of one shape; the result may be written into the first."""
         assert op.ufunc is not None
         return self.from_numpy(op.ufunc(self.to_numpy(left), self.to_numpy(right)))
@@ -166,7 +167,7 @@ class Device(ABC):
         """Return a new vector of the items of all arrays, in a dtype."""
         return self.concatenate([value.reshape(-1).astype(dtype) for value in values])
 
-    def split(self, vector: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
+    def split(self, vector: Array, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
         """Split a vector made by `flatten` into the original arrays."""
         ends = list(accumulate(map(math.prod, shapes)))
         starts = [0, *ends[:-1]]
@@ -189,15 +190,15 @@ class Device(ABC):
         """Return the communicator of a group of ranks, as `NcclGroupCommunicator`; None if groups use host memory."""
         return None
 
-    def as_contiguous(self, value: Any) -> Any:
+    def as_contiguous(self, value: Array) -> Any:
         """Return an array if it is contiguous, else a contiguous copy."""
         return value
 
-    def as_writable(self, value: Any, has_other_references: bool) -> Any:
+    def as_writable(self, value: Array, has_other_references: bool) -> Any:
         """Return a container's value if it is contiguous and may be written in place, else a copy."""
         return self.from_numpy(self.to_numpy(value))
 
-    def rewrap(self, value: Any, is_complete: bool = False) -> Any:
+    def rewrap(self, value: Array, is_complete: bool = False) -> Any:
         """Return a new array object for the memory of an array that a communicator writes in place.
 
         The old object must not be used afterwards.  ``is_complete`` is the result of `Communicator.wait_briefly`: True
@@ -205,6 +206,6 @@ class Device(ABC):
         """
         return value
 
-    def slice_items(self, array: Any, start: int, shape: tuple[int, ...]) -> Any:
+    def slice_items(self, array: Array, start: int, shape: tuple[int, ...]) -> Any:
         """Return consecutive items of an array, from flat index ``start``, for `Communicator.gather`."""
         return array.reshape(-1)[start : start + math.prod(shape)].reshape(shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from synkhronos.devices.device import Device
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Buffers, Selection, take_rows
 from synkhronos.ranks import ArrayLocation, Rank
+from synkhronos.variable_types import Array
 
 
 class NumpyDevice(Device):
@@ -21,11 +22,11 @@ class NumpyDevice(Device):
     must_move_shared_values = False
     has_arithmetic = True
 
-    def owns(self, value: Any) -> bool:
+    def owns(self, value: object) -> bool:
         """Whether a value is a NumPy array or scalar, or has ``__array__``, by which NumPy can read it."""
         return isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__")
 
-    def to_numpy(self, value: Any) -> np.ndarray:
+    def to_numpy(self, value: Array) -> np.ndarray:
         """Convert an array to NumPy, without a copy if possible."""
         return np.asarray(value)
 
@@ -33,7 +34,7 @@ class NumpyDevice(Device):
         """Return a copy of an array."""
         return np.array(array, order="C")
 
-    def as_array(self, value: Any) -> Any:
+    def as_array(self, value: Array) -> Any:
         """Convert a value to a NumPy array."""
         return np.asarray(value)
 
@@ -45,7 +46,7 @@ class NumpyDevice(Device):
         """Return the values unchanged, since arrays in host memory are fetched already."""
         return list(values)
 
-    def reduce_pair(self, op: ReduceOp, left: Any, right: Any) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Any:
         """Write ``op`` applied to two arrays into the first, and return it."""
         assert op.ufunc is not None
         return op.ufunc(left, right, out=left)
@@ -58,11 +59,11 @@ class NumpyDevice(Device):
         """Return True: the communicators of NumPy arrays handle all dtypes and reductions."""
         return True
 
-    def as_contiguous(self, value: Any) -> Any:
+    def as_contiguous(self, value: Array) -> Any:
         """Return an array if it is contiguous, else a contiguous copy."""
         return np.ascontiguousarray(value)
 
-    def as_writable(self, value: Any, has_other_references: bool) -> Any:
+    def as_writable(self, value: Array, has_other_references: bool) -> Any:
         """Return an array if it is contiguous and writable, else a copy; writes are visible to other references."""
         if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable:
             return value
@@ -72,7 +73,7 @@ class NumpyDevice(Device):
         self,
         rank: Rank,
         buffers: Buffers,
-        buffer_key: Any,
+        buffer_key: Hashable,
         location: ArrayLocation,
         rows: Selection | None,
         must_copy: bool,
@@ -97,7 +98,7 @@ class NumpyDevice(Device):
             buffer = buffers[buffer_key] = np.empty(size, array.dtype)
         return take_rows(array, rows, buffer[:size].reshape(shape))
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Any:
         """Return the vector of indexes itself, as functions take NumPy arrays."""
         return values
 

@@ -13,7 +13,7 @@ import ctypes
 import io
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Buffers, Selection
 from synkhronos.ranks import ArrayLocation, Rank
+from synkhronos.variable_types import Array, Variable
 
 _log = logging.getLogger("synkhronos")
 
@@ -81,7 +82,7 @@ class PygpuDevice(CudaDevice):
         """Whether to copy inputs to the GPU: no labels, indices and complex arrays, which Theano would copy back."""
         return not (dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c")
 
-    def make_input_variable(self, variable: Any) -> Any | None:
+    def make_input_variable(self, variable: Variable) -> Any | None:
         """Return a variable of Theano's GpuArrayType; None on the CPU, and for inputs that stay in host memory."""
         if not self.is_on_gpu:
             return None
@@ -94,28 +95,28 @@ class PygpuDevice(CudaDevice):
             return None
         return GpuArrayType(variable_type.dtype, variable_type.broadcastable, None)(variable.name)
 
-    def to_shared_value(self, value: Any) -> Any:
+    def to_shared_value(self, value: Array) -> Any:
         """Convert an array to the base class of GpuArrays, without NumPy's operators."""
         return value.view()
 
     # -- arrays ----------------------------------------------------------------------------------------------
 
-    def owns(self, value: Any) -> bool:
+    def owns(self, value: object) -> bool:
         """Whether a value is a GpuArray."""
         return type(value).__module__.startswith("pygpu")
 
-    def as_array(self, value: Any) -> Any:
+    def as_array(self, value: Array) -> Any:
         """Convert a value to a GpuArray with NumPy's operators."""
         from pygpu._array import ndgpuarray
 
         array = value if self.owns(value) else self.from_numpy(np.asarray(value))
         return array if isinstance(array, ndgpuarray) else array.view(ndgpuarray)
 
-    def as_contiguous(self, value: Any) -> Any:
+    def as_contiguous(self, value: Array) -> Any:
         """Return an array if it is contiguous, else a contiguous copy."""
         return value if value.flags.c_contiguous else value.copy()
 
-    def as_writable(self, value: Any, has_other_references: bool) -> Any:
+    def as_writable(self, value: Array, has_other_references: bool) -> Any:
         """Return an array if it is contiguous, else a contiguous copy."""
         return self.as_contiguous(value)
 
@@ -125,15 +126,15 @@ class PygpuDevice(CudaDevice):
 
         return pygpu.empty(shape, dtype, context=self._context)
 
-    def get_pointer(self, array: Any) -> int:
+    def get_pointer(self, array: Array) -> int:
         """Return an array's address on the GPU."""
         return int(array.gpudata)
 
-    def sync(self, array: Any) -> None:
+    def sync(self, array: Array) -> None:
         """Wait until an array has been computed."""
         array.sync()
 
-    def reduce_pair(self, op: ReduceOp, left: Any, right: Any) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Any:
         """Return ``op`` applied to two arrays of one shape."""
         if op.gpuarray_expression is None:
             name = getattr(op.ufunc, "__name__", "")
@@ -150,7 +151,7 @@ class PygpuDevice(CudaDevice):
 
     # -- host memory -----------------------------------------------------------------------------------------
 
-    def to_numpy(self, value: Any) -> np.ndarray:
+    def to_numpy(self, value: Array) -> np.ndarray:
         """Copy an array to NumPy, after it has been computed."""
         return np.asarray(value)
 
@@ -164,7 +165,7 @@ class PygpuDevice(CudaDevice):
         self,
         rank: Rank,
         buffers: Buffers,
-        buffer_key: Any,
+        buffer_key: Hashable,
         location: ArrayLocation,
         rows: Selection | None,
         must_copy: bool,

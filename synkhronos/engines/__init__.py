@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
 
 from synkhronos.engines import numpy_engine
 from synkhronos.engines.engine import Engine, GradientExchange, Runner, StepShards
 from synkhronos.graph_libraries import GraphLibrary
+from synkhronos.variable_types import Mode
 
 __all__ = ["Engine", "GradientExchange", "StepShards", "Runner", "choose_engine", "list_engines"]
 
@@ -26,6 +26,6 @@ def list_engines() -> tuple[Engine, ...]:
     return (*(engine for engine in engines if engine is not numpy_engine.ENGINE), numpy_engine.ENGINE)
 
 
-def choose_engine(library: GraphLibrary, mode: Any) -> Engine:
+def choose_engine(library: GraphLibrary, mode: Mode) -> Engine:
     """Return the engine for a library's functions of this mode, in this process."""
     return next(engine for engine in list_engines() if engine.can_run(library, mode))

@@ -18,6 +18,7 @@ import numpy as np
 from synkhronos.devices import NUMPY, Device
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.ranks import Command, Rank, Session
+from synkhronos.variable_types import CompiledFunction, Mode
 
 
 class Runner:
@@ -137,7 +138,7 @@ class Engine:
 
     requires_static_shapes = False
 
-    def can_run(self, library: GraphLibrary, mode: Any) -> bool:
+    def can_run(self, library: GraphLibrary, mode: Mode) -> bool:
         """Whether this engine launches a library's functions of this mode."""
         raise NotImplementedError
 
@@ -148,7 +149,9 @@ class Engine:
 
     # -- on each rank ----------------------------------------------------------------------------------------
 
-    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
+    def make_runner(
+        self, library: GraphLibrary, function: CompiledFunction, n_inputs: int, allows_opaque_outputs: bool
+    ) -> Runner:
         """Wrap a compiled function in a runner.
 
         Parameters

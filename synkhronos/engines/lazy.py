@@ -250,7 +250,7 @@ class Result(_Mixin):
     def __getitem__(self, key: Any) -> Any:
         return self._read()[key]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: Any, value: object) -> None:
         self._get_writable()[key] = value
 
     def __len__(self) -> int:
@@ -274,7 +274,7 @@ class Result(_Mixin):
     def __bool__(self) -> bool:
         return bool(self._read())
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return value in self._read()
 
     def __format__(self, spec: str) -> str:

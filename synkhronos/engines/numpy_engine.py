@@ -11,12 +11,13 @@ from typing import Any
 from synkhronos.devices import NUMPY, Device, read_environment_device
 from synkhronos.engines.engine import Engine, Runner
 from synkhronos.graph_libraries import GraphLibrary
+from synkhronos.variable_types import CompiledFunction, Mode
 
 
 class NumpyEngine(Engine):
     """Launches functions that no other engine can run."""
 
-    def can_run(self, library: GraphLibrary, mode: Any) -> bool:
+    def can_run(self, library: GraphLibrary, mode: Mode) -> bool:
         """Return True: this engine is tried last."""
         return True
 
@@ -25,7 +26,9 @@ class NumpyEngine(Engine):
         """`NUMPY`, or the device that SYNKHRONOS_DEVICE names."""
         return read_environment_device() or NUMPY
 
-    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
+    def make_runner(
+        self, library: GraphLibrary, function: CompiledFunction, n_inputs: int, allows_opaque_outputs: bool
+    ) -> Runner:
         """Wrap a compiled function, with copies to host memory and back for another device."""
         device = self.device
         if device is NUMPY:

@@ -8,12 +8,19 @@ import numpy as np
 import pytensor.tensor as pt
 
 from synkhronos.lowering.attention_ops import Attention
+from synkhronos.variable_types import Variable
 
 __all__ = ["dot_product_attention"]
 
 
 def dot_product_attention(
-    query: Any, key: Any, value: Any, mask: Any = None, *, scale: float | None = None, is_causal: bool = False
+    query: Variable,
+    key: Variable,
+    value: Variable,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
 ) -> Any:
     """Return ``softmax(query @ key.T * scale) @ value`` for each head.
 

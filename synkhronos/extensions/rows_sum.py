@@ -63,6 +63,7 @@ from synkhronos.extensions.rows_sum_graph import (
 from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sampler, warn_of_swallowed_errors
 from synkhronos.function import Function, function, get_dispatcher
 from synkhronos.graph_libraries import get_library
+from synkhronos.variable_types import Array, FunctionGraph, Node
 
 __all__ = ["PickedRows", "get_rows", "sum_over_rows"]
 
@@ -81,7 +82,7 @@ _counter = itertools.count()
 _sums: weakref.WeakValueDictionary[tuple[int, int], DistributedSum] = weakref.WeakValueDictionary()
 
 
-def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) -> Any:
+def sum_over_rows(terms: Variable, rows: Mapping[Any, Any], name: str | None = None) -> Any:
     """Return an expression for the sum of terms over all rows, which the ranks compute.
 
     Parameters
@@ -187,7 +188,7 @@ class DistributedSum:
         Evaluates for threads that a sampler started, in other processes.
     """
 
-    def __init__(self, terms: Any, rows: Mapping[Any, Any], name: str | None, variables: Sequence[Any] = ()):
+    def __init__(self, terms: Variable, rows: Mapping[Any, Any], name: str | None, variables: Sequence[Any] = ()):
         self._key = os.getpid(), next(_counter)
         self.name = name or f"sum_over_rows_{self._key[1]}"
         terms = _check_terms(terms)
@@ -493,15 +494,17 @@ class _DistributedSumOp(Op):
     def __str__(self) -> str:
         return f"SumOverRows{{{type(self).__name__}, {self.sum.name}}}"
 
-    def do_constant_folding(self, fgraph: Any, node: Any) -> bool:
+    def do_constant_folding(self, fgraph: FunctionGraph, node: Node) -> bool:
         """Return False: there may be no ranks when a function is compiled."""
         return False
 
-    def connection_pattern(self, node: Any) -> list[list[bool]]:
+    def connection_pattern(self, node: Node) -> list[list[bool]]:
         """Return, for each input, whether the outputs are differentiable with respect to it."""
         return [[variable.dtype in float_dtypes] * len(node.outputs) for variable in node.inputs]
 
-    def L_op(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:  # noqa: N802 - PyTensor's name
+    def L_op(
+        self, inputs: Sequence[Variable], outputs: Sequence[Variable], output_grads: Sequence[Variable]
+    ) -> list[Any]:  # noqa: N802 - PyTensor's name
         """Return the gradients; the name before PyTensor 3.0 of `pullback`."""
         return self.pullback(inputs, outputs, output_grads)
 
@@ -509,7 +512,9 @@ class _DistributedSumOp(Op):
         """Return the outputs' shapes, which are the parameters' shapes."""
         return [arguments[-1][i] for i in self.sum.float_positions]
 
-    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+    def pullback(
+        self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
+    ) -> list[Any]:
         """Return the gradients with respect to the inputs."""
         raise NotImplementedError
 
@@ -531,7 +536,7 @@ class SumOverRows(_DistributedSumOp):
         """Return a node for these parameters."""
         return self._make_apply(params, [p.type for p in self.sum.params], [self.sum.total.type])
 
-    def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
+    def perform(self, node: Node, inputs: Sequence[Array], output_storage: list[list[Any]]) -> None:
         """Compute the value on the ranks."""
         output_storage[0][0] = self.sum.compute_value(inputs)
 
@@ -539,7 +544,9 @@ class SumOverRows(_DistributedSumOp):
         """Return the outputs' shapes."""
         return [()]
 
-    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+    def pullback(
+        self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
+    ) -> list[Any]:
         """Return the gradients with respect to the parameters."""
         if not self.sum.float_positions:
             return self._align_with_params([])
@@ -555,7 +562,7 @@ class ValueAndGradients(_DistributedSumOp):
         types = [p.type for p in self.sum.params]
         return self._make_apply(params, types, [self.sum.total.type, *[types[i] for i in self.sum.float_positions]])
 
-    def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
+    def perform(self, node: Node, inputs: Sequence[Array], output_storage: list[list[Any]]) -> None:
         """Compute value and gradients on the ranks."""
         for storage, result in zip(output_storage, self.sum.compute_value_and_gradients(inputs), strict=True):
             storage[0] = result
@@ -564,7 +571,9 @@ class ValueAndGradients(_DistributedSumOp):
         """Return the outputs' shapes."""
         return [(), *super().infer_shape(*arguments)]
 
-    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+    def pullback(
+        self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
+    ) -> list[Any]:
         """Return the products of the Hessian with the gradients' cotangents; the value's cotangent adds gradients."""
         value_cotangent, *directions = [
             output.zeros_like() if isinstance(cotangent.type, DisconnectedType) else cotangent
@@ -587,14 +596,16 @@ class HessianProduct(_DistributedSumOp):
         outputs = [types[i] for i in self.sum.float_positions]
         return self._make_apply(inputs, types + outputs, outputs)
 
-    def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
+    def perform(self, node: Node, inputs: Sequence[Array], output_storage: list[list[Any]]) -> None:
         """Compute the products on the ranks."""
         n = len(self.sum.params)
         products = self.sum.compute_hessian_product(inputs[:n], inputs[n:])
         for storage, product in zip(output_storage, products, strict=True):
             storage[0] = product
 
-    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+    def pullback(
+        self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
+    ) -> list[Any]:
         """Raise when evaluated: third derivatives are not implemented."""
         reason = "third derivatives of a sum over rows are not implemented"
         return [grad_not_implemented(self, i, variable, reason) for i, variable in enumerate(inputs)]
@@ -602,7 +613,7 @@ class HessianProduct(_DistributedSumOp):
 
 @register_canonicalize
 @node_rewriter([SumOverRows])
-def _merge_value_with_gradients(fgraph: Any, node: Any) -> list[Any] | None:
+def _merge_value_with_gradients(fgraph: FunctionGraph, node: Node) -> list[Any] | None:
     """Replace a sum by the value output of a `ValueAndGradients` node with equal parameters, which computes both."""
     for variable in node.inputs[:1]:
         for client, _ in fgraph.clients[variable]:
@@ -615,7 +626,7 @@ def _merge_value_with_gradients(fgraph: Any, node: Any) -> list[Any] | None:
 # -- checks ------------------------------------------------------------------------------------------------------
 
 
-def _check_terms(terms: Any) -> Any:
+def _check_terms(terms: Variable) -> Any:
     if not isinstance(terms, Variable) or not isinstance(terms.type, TensorType):
         raise TypeError(f"terms: expected a variable of PyTensor, got {terms!r}")
     if terms.dtype not in float_dtypes:
@@ -640,7 +651,7 @@ def _check_rows(rows: Any) -> tuple[list[Any], list[Any]]:
     return list(rows), sources
 
 
-def _check_row_values(variable: Any, value: Any) -> Any:
+def _check_row_values(variable: Variable, value: Any) -> Any:
     if isinstance(value, SharedVariable | PickedRows | Data):
         source = value.source if isinstance(value, PickedRows) else value
         kind = source.type if isinstance(source, SharedVariable) else source
@@ -699,7 +710,7 @@ def _take_sample(values: Any) -> Any:
     return array.shape, array[::step].tobytes(), flat[::step].tobytes()
 
 
-def _make_shared(variable: Any) -> Any:
+def _make_shared(variable: Variable) -> Any:
     """Return the shared variable that holds each rank's rows."""
     shape = [0, *(length or 0 for length in variable.type.shape[1:])]
     return pytensor.shared(np.zeros(shape, variable.dtype), variable.name, shape=variable.type.shape)

@@ -15,13 +15,14 @@ from pytensor.tensor.elemwise import DimShuffle
 
 from synkhronos.checks import describe
 from synkhronos.graph_libraries import get_library
+from synkhronos.variable_types import Variable
 
 #: Maximal number of elements of constants that are sent with the graph, and of arrays that ranks compute from them or
 #: from parameters at each call.
 _MAX_CONSTANT_SIZE = 1000
 
 
-def select_rank_nodes(terms: Any, rows: Sequence[Any]) -> list[Apply]:
+def select_rank_nodes(terms: Variable, rows: Sequence[Any]) -> list[Apply]:
     """Return the nodes that the ranks compute, in topological order.
 
     These are the nodes that depend on rows, and nodes of small arrays before them.  Rewrites need the latter: from
@@ -73,7 +74,7 @@ def sort_params(params: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     return sorted(params, key=lambda param: min(position.get(v, len(position)) for v in ancestors([param])))
 
 
-def replace_variables(variable: Any, nodes: Sequence[Apply], replaced: Mapping[Any, Any]) -> Any:
+def replace_variables(variable: Variable, nodes: Sequence[Apply], replaced: Mapping[Any, Any]) -> Any:
     """Return `variable` recomputed with the variables in ``replaced``; ``nodes`` is its graph in topological order."""
     new_variables = dict(replaced)
     for node in nodes:
@@ -97,7 +98,7 @@ def replace_checks(variables: Sequence[Any], replace: Callable[..., Any]) -> lis
     return [new_variables.get(variable, variable) for variable in variables]
 
 
-def _is_array(variable: Any) -> bool:
+def _is_array(variable: Variable) -> bool:
     return isinstance(variable.type, TensorType)
 
 

@@ -22,12 +22,12 @@ _name_numbers = itertools.count()
 
 
 def build_computation(
-    inputs: Any,
-    outputs: Any,
-    bcast_inputs: Any,
-    updates: Any,
-    givens: Any,
-    sliceable_shareds: Any,
+    inputs: object,
+    outputs: object,
+    bcast_inputs: object,
+    updates: object,
+    givens: object,
+    sliceable_shareds: object,
     kwargs: dict[str, Any],
     device: Device,
 ) -> Computation:
@@ -132,7 +132,7 @@ def _check_sliceable(library: GraphLibrary, sliceable: list[Any]) -> None:
     check_distinct(sliceable, "sliceable_shareds")
 
 
-def _as_list(values: Any, name: str) -> list[Any]:
+def _as_list(values: object, name: str) -> list[Any]:
     if values is None:
         return []
     if not isinstance(values, list | tuple):
@@ -140,7 +140,7 @@ def _as_list(values: Any, name: str) -> list[Any]:
     return list(values)
 
 
-def _as_tuples(values: Any, name: str, lengths: tuple[int, ...], expected: str, expected_item: str) -> list[Any]:
+def _as_tuples(values: object, name: str, lengths: tuple[int, ...], expected: str, expected_item: str) -> list[Any]:
     """Return a dict, or a list of tuples of some lengths, as a list of tuples."""
     if values is None:
         return []
@@ -177,11 +177,11 @@ def _split_outputs_from_ops(outputs: Any) -> tuple[list[Any], list[Any]]:
     return variables, ops
 
 
-def _is_output_with_op(output: Any) -> bool:
+def _is_output_with_op(output: object) -> bool:
     return isinstance(output, tuple) and len(output) == 2 and (output[1] is None or isinstance(output[1], str))
 
 
-def is_single_output(outputs: Any) -> bool:
+def is_single_output(outputs: object) -> bool:
     """Whether the argument ``outputs`` is a single output rather than a list."""
     return outputs is not None and (not isinstance(outputs, list | tuple) or _is_output_with_op(outputs))
 
@@ -209,7 +209,7 @@ def _find_library(**arguments: list[Any]) -> GraphLibrary:
     return library
 
 
-def _convert_replacement(library: GraphLibrary, target: Any, value: Any, name: str) -> Any:
+def _convert_replacement(library: GraphLibrary, target: Any, value: object, name: str) -> Any:
     """Return an expression or a constant as a variable of the type of ``target``, which it replaces."""
     try:
         return library.convert_to_type_of(target, value)
@@ -238,7 +238,7 @@ def _check_free_variables(library: GraphLibrary, specs: Any, outputs: Any, updat
                 raise ValueError(f"{name}: {describe(variable)} is no input, but {expression} is computed from it")
 
 
-def _parse_input(library: GraphLibrary, value: Any, name: str, allow_downcast: bool | None) -> InputSpec:
+def _parse_input(library: GraphLibrary, value: object, name: str, allow_downcast: bool | None) -> InputSpec:
     """Return the specification of an input; raise TypeError or ValueError for a variable that can't be one."""
     spec = library.make_input_spec(value)
     if library.is_variable(value):  # an `In` has an ``allow_downcast`` of its own
@@ -259,7 +259,7 @@ def _parse_input(library: GraphLibrary, value: Any, name: str, allow_downcast: b
     return spec
 
 
-def _parse_output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> OutputOp:
+def _parse_output_op(library: GraphLibrary, output: object, op: object, position: int) -> OutputOp:
     """Return the op of an output; raise TypeError or ValueError if the output can't be reduced by it."""
     parsed = OutputOp.parse(op, f"outputs: the op of output {position}")
     variable = library.get_output_variable(output)

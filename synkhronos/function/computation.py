@@ -30,6 +30,7 @@ from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.graph_libraries.library import InputSpec
 from synkhronos.replication.replicator import DeviceResident
 from synkhronos.replication.user_code import UserCode
+from synkhronos.variable_types import SharedVariable
 
 
 class Variant(NamedTuple):
@@ -258,7 +259,7 @@ class Computation(DeviceResident):
         return [index], lambda shared: shared[index]
 
 
-def _choose_default_update_op(shared: Any) -> OutputOp:
+def _choose_default_update_op(shared: SharedVariable) -> OutputOp:
     """Return the op of a default update: "avg", or None for integers, whose average is no integer."""
     is_integer = getattr(shared.type, "dtype", "") and np.dtype(shared.type.dtype).kind in "biu"
     return OutputOp(None if is_integer else "avg")

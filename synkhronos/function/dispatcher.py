@@ -20,6 +20,7 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_integer
 from synkhronos.containers import WeakKeyDict
+from synkhronos.data.rows import BatchArgument
 from synkhronos.function.call import Call
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation, Variant
 from synkhronos.function.inputs import CallInputWriter, has_only_contiguous_slices
@@ -56,7 +57,7 @@ class Dispatcher:
         session: Session,
         inputs: Sequence[Any] = (),
         named_inputs: dict[str, Any] | None = None,
-        batch: Any = None,
+        batch: BatchArgument = None,
         batch_s: Any = None,
         num_slices: int = 1,
         output_subset: Sequence[int] | None = None,

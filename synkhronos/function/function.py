@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from synkhronos import ranks
 from synkhronos.data import Data, data
+from synkhronos.data.rows import BatchArgument
 from synkhronos.devices import find_device
 from synkhronos.function.arguments import build_computation, is_single_output
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation
@@ -88,7 +89,7 @@ class Function:
     def __call__(
         self,
         *inputs: Any,
-        batch: Any = None,
+        batch: BatchArgument = None,
         batch_s: Any = None,
         num_slices: int = 1,
         output_subset: Sequence[int] | None = None,

@@ -14,6 +14,7 @@ import numpy as np
 from synkhronos.casts import check_dense
 from synkhronos.data import Data
 from synkhronos.data.rows import (
+    BatchArgument,
     as_index_array,
     check_slice_bounds,
     find_max_row,
@@ -70,7 +71,7 @@ class CallInputWriter:
         return values
 
     def write_inputs(
-        self, session: Session, args: Sequence[Any], named: dict[str, Any] | None, batch: Any
+        self, session: Session, args: Sequence[Any], named: dict[str, Any] | None, batch: BatchArgument
     ) -> tuple[tuple[ScatteredInput | ArrayLocation, ...], int | None]:
         """Check the inputs of a call, select their rows, and write arrays into shared memory.
 
@@ -133,7 +134,7 @@ class CallInputWriter:
             raise ValueError(f"{name}: expected shape {fixed} (None is any length), got {checked.shape}")
         return checked
 
-    def _select_batch(self, values: Sequence[Data | np.ndarray], batch: Any) -> tuple[Selection, int]:
+    def _select_batch(self, values: Sequence[Data | np.ndarray], batch: BatchArgument) -> tuple[Selection, int]:
         """Return the rows that ``batch`` selects for all ranks together, and the number of a minibatch's first row."""
         lengths = [len(v) for v in values if not (isinstance(v, Data) and v.minibatch)]
         if not lengths and batch is None:
@@ -174,12 +175,12 @@ class CallInputWriter:
         return tuple(shared * session.size if by_rank is None else shared)
 
 
-def _is_list_or_mask(batch: Any) -> bool:
+def _is_list_or_mask(batch: BatchArgument) -> bool:
     """Whether ``batch`` is a list of indexes or a mask, rather than a number of rows or a slice."""
     return batch is not None and not isinstance(batch, int | np.integer | slice)
 
 
-def _describe_value(value: Any) -> str:
+def _describe_value(value: object) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} and shape {value.shape}"
     text = repr(value)

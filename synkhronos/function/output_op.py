@@ -9,6 +9,7 @@ import numpy as np
 
 from synkhronos.devices import NUMPY, Device, get_array_device
 from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
+from synkhronos.variable_types import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class OutputOp:
     on_host: bool = False
 
     @classmethod
-    def parse(cls, op: Any, argument: str) -> OutputOp:
+    def parse(cls, op: object, argument: str) -> OutputOp:
         """Return the op of a name such as "sum" or "c_sum", or of None; errors name the argument."""
         if op is None:
             return cls(None)
@@ -74,7 +75,7 @@ class Accumulator:
         self._arrays: list[Any] = []
         self._dtype: np.dtype | None = None
 
-    def add(self, value: Any, n_rows: int) -> None:
+    def add(self, value: Array, n_rows: int) -> None:
         """Add a value that was computed from ``n_rows`` rows, its weight in a mean."""
         self._n_rows += n_rows
         self._n_values += 1
@@ -97,7 +98,7 @@ class Accumulator:
         else:
             self._value = self._device.reduce_pair(reduce_op, self._value, weighted)
 
-    def _to_summand(self, reduce_op: ReduceOp, value: Any, n_rows: int) -> Any:
+    def _to_summand(self, reduce_op: ReduceOp, value: Array, n_rows: int) -> Any:
         """Convert a value to its term in the sum of a mean: multiplied by its rows, if these are the weights."""
         self._dtype = value.dtype
         if value.dtype == np.float16:  # its range is too small for a sum over rows

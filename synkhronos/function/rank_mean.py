@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
+from synkhronos.variable_types import Array, CompiledFunction, Node, Op, Variable
 
 
 class RankMeanContext:
@@ -84,7 +85,7 @@ class RankMeanContext:
             cls.is_forbidden = was_forbidden
 
 
-def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:
+def average_over_ranks(values: np.ndarray, weight: float) -> np.ndarray:
     """Return the mean of a vector over the ranks; outside a call on all ranks, return the vector itself."""
     launch = RankMeanContext.current
     if launch is not None:
@@ -110,11 +111,11 @@ class RankMeanOp:
 
     __props__ = ()
 
-    def make_node(self, values: Any, rows: Any) -> Any:
+    def make_node(self, values: Variable, rows: Variable) -> Any:
         """Return the node for a vector of values and the scalar number of rows."""
         return self.apply_class(self, [values, rows], [values.type()])  # type: ignore[attr-defined]
 
-    def perform(self, node: Any, inputs: Any, outputs: Any, params: Any = None) -> None:
+    def perform(self, node: Node, inputs: Sequence[Array], outputs: list[list[Any]], params: Any = None) -> None:
         """Compute the mean over the ranks."""
         outputs[0][0] = np.array(average_over_ranks(*inputs))
 
@@ -122,28 +123,30 @@ class RankMeanOp:
         """Return the shape of the vector."""
         return [arguments[-1][0]]
 
-    def do_constant_folding(self, *_: Any) -> bool:
+    def do_constant_folding(self, *_: object) -> bool:
         """Return False: folding would wait for the other ranks while this one compiles."""
         return False
 
-    def connection_pattern(self, node: Any) -> list[list[bool]]:
+    def connection_pattern(self, node: Node) -> list[list[bool]]:
         """Return the inputs with a derivative: the vector, but not the number of rows."""
         return [[True], [False]]
 
-    def _compute_gradients(self, inputs: Any, gradients: Any) -> list[Any]:
+    def _compute_gradients(self, inputs: Sequence[Variable], gradients: Sequence[Variable]) -> list[Any]:
         disconnected = self.disconnected_type()  # type: ignore[attr-defined]
         return [self(gradients[0], inputs[1]), disconnected()]  # type: ignore[operator]
 
-    def grad(self, inputs: Any, gradients: Any) -> list[Any]:
+    def grad(self, inputs: Sequence[Variable], gradients: Sequence[Variable]) -> list[Any]:
         """Return the gradients with respect to the inputs (Theano)."""
         return self._compute_gradients(inputs, gradients)
 
-    def pullback(self, inputs: Any, outputs: Any, gradients: Any) -> list[Any]:
+    def pullback(
+        self, inputs: Sequence[Variable], outputs: Sequence[Variable], gradients: Sequence[Variable]
+    ) -> list[Any]:
         """Return the gradients with respect to the inputs (PyTensor)."""
         return self._compute_gradients(inputs, gradients)
 
 
-def count_rank_means(function: Any) -> int:
+def count_rank_means(function: CompiledFunction) -> int:
     """Return the number of means over ranks in a compiled function.
 
     Within an inner graph, such as a loop's, which ranks may run different numbers of times, they are an error.
@@ -159,7 +162,7 @@ def count_rank_means(function: Any) -> int:
     return count
 
 
-def _list_inner_nodes(op: Any) -> list[Any]:
+def _list_inner_nodes(op: Op) -> list[Any]:
     """Return the nodes of an Op's inner graph: ``fgraph`` in PyTensor, ``outputs`` of Theano's loops."""
     graph, outputs = getattr(op, "fgraph", None), getattr(op, "outputs", None)
     if graph is not None:

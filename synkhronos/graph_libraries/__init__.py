@@ -11,14 +11,9 @@ import sys
 from typing import Any
 
 from synkhronos.graph_libraries.library import GraphLibrary
-from synkhronos.graph_libraries.variable_types import Array, Scalar, SharedVariable, Variable
 
 __all__ = [
-    "Array",
     "GraphLibrary",
-    "Scalar",
-    "SharedVariable",
-    "Variable",
     "is_variable",
     "get_library",
     "list_loaded_libraries",
@@ -48,7 +43,7 @@ def register_loaded_libraries() -> None:
             _libraries[name] = importlib.import_module(module).LIBRARY
 
 
-def is_variable(value: Any) -> bool:
+def is_variable(value: object) -> bool:
     """Whether a value is a variable of a graph library."""
     return any(library.is_variable(value) for library in list_loaded_libraries())
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from synkhronos.graph_libraries.library import GraphLibrary
+from synkhronos.variable_types import Node, Variable
 
 _SHAPE_OPS = ("Shape", "Shape_i")
 #: Ops whose outputs have lengths that depend on values.
@@ -46,7 +47,7 @@ class DependenceAnalysis:
         for node in library.sort_nodes(expressions):
             self._add_node(node)
 
-    def _add_node(self, node: Any) -> None:
+    def _add_node(self, node: Node) -> None:
         """Record whether a node's outputs depend on values of sources, and whether their lengths do."""
         name, inputs = type(node.op).__name__, node.inputs
         if name in _SHAPE_OPS:
@@ -68,11 +69,11 @@ class DependenceAnalysis:
             if has_value_lengths and getattr(output.type, "ndim", None) != 0 and name not in _SHAPE_OPS:
                 self._length_dependents.add(id(output))
 
-    def depends_on_values(self, variable: Any) -> bool:
+    def depends_on_values(self, variable: Variable) -> bool:
         """Whether the variable's values depend on the values of a source, rather than on its shape alone."""
         return id(variable) in self._value_dependents
 
-    def list_source_names(self, variable: Any) -> list[str]:
+    def list_source_names(self, variable: Variable) -> list[str]:
         """Return the names of the sources on which a variable depends."""
         above = {
             id(variable),
@@ -80,7 +81,7 @@ class DependenceAnalysis:
         }
         return [source.name or str(source) for key, source in self._sources.items() if key in above]
 
-    def find_denominators(self, expression: Any) -> list[Any]:
+    def find_denominators(self, expression: Variable) -> list[Any]:
         """Return the denominators of means in an expression that depend on values of sources.
 
         Only scalar denominators are returned; an array, such as a softmax's sums, does not count rows.  Either the
@@ -102,20 +103,20 @@ class DependenceAnalysis:
                 denominators.append(denominator)
         return denominators
 
-    def _has_parameters(self, variable: Any) -> bool:
+    def _has_parameters(self, variable: Variable) -> bool:
         return any(id(shared) not in self._sources for shared in self._library.find_shareds([variable]))
 
 
-def _get_scalar_name(node: Any) -> str:
+def _get_scalar_name(node: Node) -> str:
     """Return the class name of an Elemwise node's scalar op; "" for any other node."""
     return type(node.op.scalar_op).__name__ if type(node.op).__name__ == "Elemwise" else ""
 
 
-def _is_scalar(variable: Any) -> bool:
+def _is_scalar(variable: Variable) -> bool:
     return all(getattr(variable.type, "broadcastable", (False,)))
 
 
-def _is_sum(variable: Any) -> bool:
+def _is_sum(variable: Variable) -> bool:
     """Whether a scalar is a sum over all elements, up to factors, terms, bounds and casts."""
     node = variable.owner
     if node is None or not _is_scalar(variable):

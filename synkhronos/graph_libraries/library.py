@@ -16,6 +16,7 @@ import numpy as np
 
 from synkhronos.casts import NUMBER_KINDS, check_cast, check_dense
 from synkhronos.devices import Device
+from synkhronos.variable_types import CompiledFunction, Mode, SharedVariable, Variable
 
 #: Orders of compilation on the ranks; see `GraphLibrary.choose_compile_order`.
 MASTER_FIRST, IN_PARALLEL, AT_FIRST_CALL = "master first", "in parallel", "at the first call"
@@ -97,28 +98,28 @@ class GraphLibrary:
 
     # -- variables -------------------------------------------------------------------------------------------
 
-    def is_variable(self, value: Any) -> bool:
+    def is_variable(self, value: object) -> bool:
         """Whether the value is a variable of this library."""
         return isinstance(value, self.variable_class)
 
-    def is_shared(self, value: Any) -> bool:
+    def is_shared(self, value: object) -> bool:
         """Whether the value is a shared variable of this library."""
         return isinstance(value, self.shared_class)
 
-    def is_constant(self, value: Any) -> bool:
+    def is_constant(self, value: object) -> bool:
         """Whether the value is a constant of this library."""
         return isinstance(value, self.constant_class)
 
-    def is_array(self, variable: Any) -> bool:
+    def is_array(self, variable: Variable) -> bool:
         """Whether the variable's values are arrays with a dtype and a number of dimensions."""
         variable_type = variable.type
         return hasattr(variable_type, "ndim") and hasattr(variable_type, "dtype") and not self.is_sparse(variable)
 
-    def is_sparse(self, variable: Any) -> bool:
+    def is_sparse(self, variable: Variable) -> bool:
         """Whether the variable's values are SciPy sparse matrices."""
         return hasattr(variable.type, "format")
 
-    def is_generator(self, shared: Any) -> bool:
+    def is_generator(self, shared: SharedVariable) -> bool:
         """Whether a shared variable holds the state of a random number generator."""
         raise NotImplementedError
 
@@ -137,7 +138,7 @@ class GraphLibrary:
         """Return the variable of an output, which is a variable or an ``Out``."""
         return value.variable if isinstance(value, self.output_class) else value
 
-    def replace_output_variable(self, output: Any, variable: Any) -> Any:
+    def replace_output_variable(self, output: Any, variable: Variable) -> Any:
         """Return a copy of an output with another variable."""
         if not isinstance(output, self.output_class):
             return variable
@@ -153,7 +154,7 @@ class GraphLibrary:
         """Create a shared variable."""
         return self.package.shared(value, name=name, **kwargs)
 
-    def grad(self, cost: Any, wrt: Any) -> Any:
+    def grad(self, cost: Variable, wrt: Variable) -> Any:
         """Return the gradients of a scalar with respect to variables."""
         return self.package.grad(cost, wrt)
 
@@ -161,11 +162,11 @@ class GraphLibrary:
         """Return copies of the outputs' graphs with variables replaced."""
         raise NotImplementedError
 
-    def is_xla_mode(self, mode: Any) -> bool:
+    def is_xla_mode(self, mode: Mode) -> bool:
         """Whether XLA compiles functions of this mode."""
         return False
 
-    def choose_compile_order(self, mode: Any) -> str:
+    def choose_compile_order(self, mode: Mode) -> str:
         """Return the order in which ranks compile functions of this mode.
 
         It is `MASTER_FIRST` if ``function`` writes a cache on disk under a lock, `IN_PARALLEL` if it does not, and
@@ -173,14 +174,14 @@ class GraphLibrary:
         """
         return MASTER_FIRST
 
-    def has_disk_cache(self, function: Any) -> bool:
+    def has_disk_cache(self, function: CompiledFunction) -> bool:
         """Whether the first call of a function writes the compiled code to a cache on disk."""
         return True
 
-    def compile_now(self, function: Any) -> None:
+    def compile_now(self, function: CompiledFunction) -> None:
         """Compile a function without inputs for the values of its shared variables, before its first call."""
 
-    def check_mode(self, mode: Any) -> None:
+    def check_mode(self, mode: Mode) -> None:
         """Raise ValueError for the name of an unknown mode, and TypeError for a value that is not a mode."""
         modes = self.package.compile.mode
         try:
@@ -217,7 +218,7 @@ class GraphLibrary:
             stack.extend((source, False) for source in map(self._get_source_node, node.inputs) if source is not None)
         return order
 
-    def _get_source_node(self, variable: Any) -> Any:
+    def _get_source_node(self, variable: Variable) -> Any:
         """Return the node that computes a variable, or a shared variable's default update; None if there is none.
 
         A default update may itself be a shared variable with a default update.
@@ -260,45 +261,45 @@ class GraphLibrary:
                 check_cast(given, array.dtype, "value")
         return array
 
-    def convert_to_type_of(self, variable: Any, expression: Any) -> Any:
+    def convert_to_type_of(self, variable: Variable, expression: Variable) -> Any:
         """Return an expression or a value, such as an update's, as a variable of the type of ``variable``."""
         return variable.type.filter_variable(expression, allow_convert=True)
 
-    def borrow_value(self, shared: Any) -> Any:
+    def borrow_value(self, shared: SharedVariable) -> Any:
         """Return a shared variable's value without a copy: an array, or a random generator."""
         return shared.container.storage[0]
 
-    def has_other_references(self, shared: Any) -> bool:
+    def has_other_references(self, shared: SharedVariable) -> bool:
         """Whether a shared variable's value has references other than the variable's container."""
         return has_other_references(shared.container.storage)
 
-    def store_value(self, shared: Any, value: Any) -> None:
+    def store_value(self, shared: SharedVariable, value: Any) -> None:
         """Set a shared variable's value, without a copy where the type allows it."""
         if isinstance(value, np.ndarray):
             shared.container.value = value
         else:  # the type's filter might copy an array of a device to host memory
             shared.container.storage[0] = value
 
-    def accepts_shape(self, shared: Any, shape: tuple[int, ...]) -> bool:
+    def accepts_shape(self, shared: SharedVariable, shape: tuple[int, ...]) -> bool:
         """Whether a shared variable's type allows values of this shape."""
         fixed = self.get_static_shape(shared)
         return len(fixed) == len(shape) and all(f is None or f == s for f, s in zip(fixed, shape, strict=True))
 
-    def get_static_shape(self, variable: Any) -> tuple[int | None, ...]:
+    def get_static_shape(self, variable: Variable) -> tuple[int | None, ...]:
         """Return the static shape of a variable's type, with None for each unknown length."""
         return tuple(1 if b else None for b in variable.type.broadcastable)
 
-    def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
+    def check_generator(self, shared: SharedVariable, generator: Any, must_jump: bool) -> None:
         """Raise TypeError or ValueError if a variable can't hold a generator, or if it has to jump and can't."""
 
-    def copy_generator(self, shared: Any) -> Any:
+    def copy_generator(self, shared: SharedVariable) -> Any:
         """Return a copy of a random generator at its current position in the stream."""
         return copy.deepcopy(self.borrow_value(shared))
 
-    def track_generators(self, function: Any) -> None:
+    def track_generators(self, function: CompiledFunction) -> None:
         """Record the generators in a function that the user compiled, for `copy_generator` and `set_generator`."""
 
-    def set_generator(self, shared: Any, generator: Any) -> None:
+    def set_generator(self, shared: SharedVariable, generator: Any) -> None:
         """Set a random generator's state."""
         self.store_value(shared, generator)
 

@@ -30,6 +30,7 @@ from synkhronos.graph_libraries.library import (
 )
 from synkhronos.lowering import bounded_canonizer, random_keys  # noqa: F401 - the first changes a rewrite
 from synkhronos.lowering.linker import with_static_length_linker
+from synkhronos.variable_types import CompiledFunction, Mode
 
 
 class PyTensor(GraphLibrary):
@@ -42,11 +43,11 @@ class PyTensor(GraphLibrary):
     input_class = In
     output_class = Out
 
-    def is_generator(self, shared: Any) -> bool:
+    def is_generator(self, shared: SharedVariable) -> bool:
         """Whether the variable holds a NumPy Generator."""
         return isinstance(self.borrow_value(shared), np.random.Generator)
 
-    def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
+    def check_generator(self, shared: SharedVariable, generator: Any, must_jump: bool) -> None:
         """Raise TypeError if the value is not a Generator, or has to jump and can't."""
         if not isinstance(generator, np.random.Generator):
             raise TypeError(f"expected a numpy.random.Generator, such as default_rng(seed), got {generator!r}")
@@ -54,16 +55,16 @@ class PyTensor(GraphLibrary):
             check_can_jump(generator.bit_generator)
         random_keys.check_generator(shared.container, generator)
 
-    def copy_generator(self, shared: Any) -> Any:
+    def copy_generator(self, shared: SharedVariable) -> Any:
         """Return a copy of a Generator; in JAX mode at the position of its key."""
         return random_keys.move_to_key_position(shared.container, super().copy_generator(shared))
 
-    def track_generators(self, function: Any) -> None:
+    def track_generators(self, function: CompiledFunction) -> None:
         """Track the keys in a function of JAX mode, for which PyTensor has copied each generator."""
         if isinstance(function.maker.linker, JAXLinker):
             random_keys.track_user_function(function)
 
-    def set_generator(self, shared: Any, generator: Any) -> None:
+    def set_generator(self, shared: SharedVariable, generator: Any) -> None:
         """Put a Generator into the container, and in JAX mode update the key that functions draw from."""
         super().set_generator(shared, generator)
         random_keys.update_key(shared.container)
@@ -80,7 +81,7 @@ class PyTensor(GraphLibrary):
         """Return copies of the outputs' graphs with variables replaced."""
         return list(clone_replace(list(outputs), replace, rebuild_strict=False))
 
-    def is_xla_mode(self, mode: Any) -> bool:
+    def is_xla_mode(self, mode: Mode) -> bool:
         """Whether the mode is JAX mode."""
         return isinstance(get_mode(mode).linker, JAXLinker)
 
@@ -88,25 +89,25 @@ class PyTensor(GraphLibrary):
         """Compile a function; in JAX mode, lengths may depend on integer inputs."""
         return super().function(inputs, outputs, **{**kwargs, "mode": with_static_length_linker(kwargs.get("mode"))})
 
-    def choose_compile_order(self, mode: Any) -> str:
+    def choose_compile_order(self, mode: Mode) -> str:
         """Return the order.  Python's linkers and JAX have no cache on disk; Numba writes one at the first call."""
         linker = get_mode(mode).linker
         if isinstance(linker, NumbaLinker):
             return AT_FIRST_CALL if pytensor.config.numba__cache else IN_PARALLEL
         return IN_PARALLEL if isinstance(linker, JAXLinker | PerformLinker) else MASTER_FIRST
 
-    def has_disk_cache(self, function: Any) -> bool:
+    def has_disk_cache(self, function: CompiledFunction) -> bool:
         """Whether Numba caches a function.  It does not if an Op, such as a Python callback, has no cache key."""
         return function.vm.jit_fn.stats.cache_path is not None
 
-    def compile_now(self, function: Any) -> None:
+    def compile_now(self, function: CompiledFunction) -> None:
         """Have Numba compile the function for the types of the values."""
         from numba import typeof
 
         arguments = tuple([storage[0] for storage in function.vm.inputs])
         function.vm.jit_fn.compile((typeof(arguments),))  # it takes all arguments as one tuple
 
-    def get_static_shape(self, variable: Any) -> tuple[int | None, ...]:
+    def get_static_shape(self, variable: Variable) -> tuple[int | None, ...]:
         """Return the static shape of a variable's type."""
         return tuple(variable.type.shape)
 

@@ -41,11 +41,11 @@ class Theano(GraphLibrary):
     input_class = SymbolicInput
     output_class = SymbolicOutput
 
-    def is_generator(self, shared: Any) -> bool:
+    def is_generator(self, shared: SharedVariable) -> bool:
         """Whether the variable holds a RandomState, or the state of an MRG stream."""
         return isinstance(self.borrow_value(shared), np.random.RandomState) or _is_mrg_state(shared)
 
-    def check_generator(self, shared: Any, generator: Any, must_jump: bool) -> None:
+    def check_generator(self, shared: SharedVariable, generator: Any, must_jump: bool) -> None:
         """Raise an error unless the value is a RandomState, or the state of the same number of MRG streams."""
         current_state = self.borrow_value(shared)
         if isinstance(current_state, np.random.RandomState):
@@ -59,12 +59,12 @@ class Theano(GraphLibrary):
             raise ValueError(f"expected the state of MRG streams of shape {current_state.shape}, got {new_state.shape}")
         check_cast(new_state, current_state.dtype, "the state")
 
-    def copy_generator(self, shared: Any) -> Any:
+    def copy_generator(self, shared: SharedVariable) -> Any:
         """Return a copy of a RandomState, or the states of MRG streams as an array."""
         state = self.borrow_value(shared)
         return super().copy_generator(shared) if isinstance(state, np.random.RandomState) else np.array(state)
 
-    def set_generator(self, shared: Any, generator: Any) -> None:
+    def set_generator(self, shared: SharedVariable, generator: Any) -> None:
         """Set a RandomState, or states of MRG streams, cast to the variable's dtype."""
         is_state = isinstance(generator, np.random.RandomState)
         super().set_generator(shared, generator if is_state else np.array(generator, shared.type.dtype))
@@ -114,7 +114,7 @@ class Theano(GraphLibrary):
             replaced.append((spec.variable, variable.transfer("cpu")))
         return placed, replaced
 
-    def store_value(self, shared: Any, value: Any) -> None:
+    def store_value(self, shared: SharedVariable, value: Any) -> None:
         """Set a shared variable's value, as an array of the class that Theano expects."""
         super().store_value(shared, find_device(value).to_shared_value(value))
 
@@ -128,7 +128,7 @@ class Theano(GraphLibrary):
         return list(theano.clone(list(outputs), converted, strict=False))
 
 
-def _is_mrg_state(shared: Any) -> bool:
+def _is_mrg_state(shared: SharedVariable) -> bool:
     update = getattr(shared, "default_update", None)
     return update is not None and update.owner is not None and type(update.owner.op).__name__.startswith("mrg_uniform")
 

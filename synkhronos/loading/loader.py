@@ -107,7 +107,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Any,
+        source: object,
         *,
         augment: Callable[[tuple[Any, ...], np.random.Generator], tuple[Any, ...]] | None = None,
         processes: int = 1,

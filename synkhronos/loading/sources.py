@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ def hdf5(paths: Paths, name: str) -> FileArray:
     return FileArray(_as_paths(paths), partial(_open_hdf5, name=name), name)
 
 
-def _as_paths(paths: Any) -> list[str]:
+def _as_paths(paths: object) -> list[str]:
     if isinstance(paths, str | os.PathLike):
         paths = [paths]
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str | os.PathLike) for path in paths):
@@ -454,7 +454,7 @@ def _as_array(array: Any, name: str) -> Any:
 class IterableSource:
     """Source whose rows an iterable yields, in its own order and number."""
 
-    def __init__(self, source: Any):
+    def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]]):
         self._source = source
 
     def __iter__(self) -> Iterator[Any]:
@@ -488,7 +488,7 @@ def as_source(value: Any) -> Any:
     )
 
 
-def describe_row(source: Any, row: int) -> str:
+def describe_row(source: object, row: int) -> str:
     """Return a name of a row for errors: its file, if the source has a method ``describe_row``."""
     describe = getattr(source, "describe_row", None)
     return str(describe(row)) if callable(describe) else f"row {row}"

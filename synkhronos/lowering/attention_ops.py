@@ -15,6 +15,7 @@ softmax.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from pytensor.graph.rewriting.basic import in2out, node_rewriter
 
 from synkhronos.lowering.linker import DECOMPOSE_ATTENTION
 from synkhronos.lowering.numpy_op import register_lowering
+from synkhronos.variable_types import Array, FunctionGraph, Node, Variable
 
 
 class _AttentionOp(Op):
@@ -44,14 +46,16 @@ class _AttentionOp(Op):
         """Return the outputs, computed by products and softmax."""
         raise NotImplementedError
 
-    def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
+    def perform(self, node: Node, inputs: Sequence[Array], output_storage: list[list[Any]], params: Any = None) -> None:
         """Compute by the decomposition, in modes without rewrites and for constants."""
         copies = [variable.type() for variable in node.inputs]
         outputs = pytensor.function(copies, self.decompose(*copies), on_unused_input="ignore")(*inputs)
         for storage, output in zip(output_storage, outputs, strict=True):
             storage[0] = output
 
-    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+    def pullback(
+        self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
+    ) -> list[Any]:
         """Return the gradients of the decomposition."""
         copies = [variable.copy() for variable in inputs]  # one variable may be two inputs
         wanted = [copy for copy in copies if copy.dtype != "bool"]
@@ -61,11 +65,13 @@ class _AttentionOp(Op):
         # PyTensor's gradient of a cast from float16 has another dtype.
         return [found[copy].astype(copy.dtype) if copy in found else disconnected_type() for copy in copies]
 
-    def L_op(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:  # noqa: N802 - PyTensor's name
+    def L_op(
+        self, inputs: Sequence[Variable], outputs: Sequence[Variable], output_grads: Sequence[Variable]
+    ) -> list[Any]:  # noqa: N802 - PyTensor's name
         """Return the gradients; the name before PyTensor 3.0 of `pullback`."""
         return self.pullback(inputs, outputs, output_grads)
 
-    def connection_pattern(self, node: Any) -> list[list[bool]]:
+    def connection_pattern(self, node: Node) -> list[list[bool]]:
         """Return the inputs with a derivative: all but the mask."""
         return [[variable.dtype != "bool"] * len(node.outputs) for variable in node.inputs]
 
@@ -81,7 +87,7 @@ class Attention(_AttentionOp):
         """Return the shape of the query."""
         return [arguments[-1][0]]
 
-    def decompose(self, query: Any, key: Any, value: Any, *masks: Any) -> list[Any]:
+    def decompose(self, query: Array, key: Array, value: Array, *masks: Any) -> list[Any]:
         """Return the output, computed by products and softmax."""
         dtype = "float64" if query.dtype == "float64" else "float32"
         by_head = [tensor.astype(dtype).transpose(0, 2, 1, 3) for tensor in (query, key, value)]
@@ -94,7 +100,9 @@ class Attention(_AttentionOp):
         attended = pt.special.softmax(scores, axis=-1) @ by_head[2]
         return [attended.transpose(0, 2, 1, 3).astype(query.dtype)]
 
-    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+    def pullback(
+        self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
+    ) -> list[Any]:
         """Return the gradients: outputs of `AttentionGradient`."""
         gradients = AttentionGradient(self.scale, self.is_causal)(*inputs, *cotangents)
         return [*gradients, *[disconnected_type() for _ in inputs[3:]]]
@@ -121,12 +129,12 @@ class AttentionGradient(_AttentionOp):
 
 
 @node_rewriter([_AttentionOp])
-def _decompose(fgraph: Any, node: Any) -> list[Any]:
+def _decompose(fgraph: FunctionGraph, node: Node) -> list[Any]:
     return node.op.decompose(*node.inputs)
 
 
 @node_rewriter([_AttentionOp])
-def _decompose_float64(fgraph: Any, node: Any) -> list[Any] | bool:
+def _decompose_float64(fgraph: FunctionGraph, node: Node) -> list[Any] | bool:
     """Decompose attention in float64, whose softmax JAX would compute in float32."""
     return node.op.decompose(*node.inputs) if node.inputs[0].dtype == "float64" else False
 
@@ -154,7 +162,7 @@ def _lower_attention_gradient(op: AttentionGradient, *inputs: Any) -> Any:
     return pull_back(inputs[-1].astype(attended.dtype))
 
 
-def _compute_attention_vjp(op: Any, query: Any, key: Any, value: Any, *masks: Any) -> Any:
+def _compute_attention_vjp(op: Op, query: Array, key: Array, value: Array, *masks: Any) -> Any:
     """Return attention and the function that computes its gradients from a cotangent, as ``jax.vjp`` does.
 
     Both Ops call this function, so that their forward passes are equal and XLA computes only one.
@@ -180,7 +188,7 @@ def _compute_attention_vjp(op: Any, query: Any, key: Any, value: Any, *masks: An
     return jax.vjp(attend, query, key, value)
 
 
-def _is_cudnn_supported(query: Any, lengths: tuple[int, int], has_mask: bool, capability: str | None) -> bool:
+def _is_cudnn_supported(query: Array, lengths: tuple[int, int], has_mask: bool, capability: str | None) -> bool:
     """Whether cuDNN's fused kernel supports these inputs on a device of this compute capability."""
     width = query.shape[3]
     if query.dtype.itemsize != 2 or width % 8 or width > 128 or (has_mask and any(n % 2 for n in lengths)):

@@ -12,6 +12,8 @@ from typing import Any
 
 from pytensor.tensor.rewriting.math import AlgebraicCanonizer, local_add_canonizer, local_mul_canonizer
 
+from synkhronos.variable_types import Variable
+
 #: Maximal number of terms of a sum that is always expanded.
 MAX_ALWAYS_EXPANDED = 8
 
@@ -23,7 +25,7 @@ class _BoundedCanonizer:
         self._canonizer = canonizer
         self._operations = {canonizer.main, canonizer.inverse, canonizer.reciprocal}
 
-    def get_num_denum(self, variable: Any) -> tuple[list[Any], list[Any]]:
+    def get_num_denum(self, variable: Variable) -> tuple[list[Any], list[Any]]:
         """Return the positive and the negative terms of a sum, or the factors and divisors of a product.
 
         The variable itself is returned if there are more terms than inputs of the nodes that they replace, so that the
@@ -35,7 +37,7 @@ class _BoundedCanonizer:
             return [variable], []
         return self._canonizer.get_num_denum(variable)
 
-    def _count_terms(self, variable: Any, counts: dict[Any, int]) -> int:
+    def _count_terms(self, variable: Variable, counts: dict[Any, int]) -> int:
         """Return the number of terms of a variable; ``counts`` collects the numbers of the nodes in its expression."""
         node = variable.owner
         if node is None or node.op not in self._operations:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.variable_types import Variable
+
 #: Function of parameters that returns a scalar, or a scalar and its gradients.
 SumFunction = Callable[..., Any]
 
@@ -116,7 +118,7 @@ def make_callback_sum(
     return lambda *params: compute(*map(jnp.asarray, params))
 
 
-def _make_zero_cotangent(param: Any) -> Any:
+def _make_zero_cotangent(param: Variable) -> Any:
     """Return the zero cotangent of a parameter that is not differentiable."""
     import jax
 

@@ -15,6 +15,7 @@ from synkhronos.devices import Device
 from synkhronos.lowering.precision import is_bfloat16_requested, round_product_factors
 from synkhronos.lowering.random_keys import JAX_KEY, share_key_storage
 from synkhronos.lowering.scatter import wrap_scatter_add
+from synkhronos.variable_types import FunctionGraph, Node, Op
 
 if TYPE_CHECKING:  # it imports PyTensor, and the engines import this module with Theano too
     from synkhronos.lowering.lengths import StaticLengthGraph
@@ -96,7 +97,7 @@ def _pass_keys_instead_of_dicts(
     return run_with_keys
 
 
-def _convert_graph(graph: Any) -> Callable[..., Any]:
+def _convert_graph(graph: FunctionGraph) -> Callable[..., Any]:
     """Convert a graph to a function of JAX arrays in which each value has its variable's dtype.
 
     PyTensor's conversion follows JAX's type promotion, by which a float32 divided by a length is a float64.  Then all
@@ -110,7 +111,7 @@ def _convert_graph(graph: Any) -> Callable[..., Any]:
 
     in_bfloat16 = is_bfloat16_requested()
 
-    def convert(op: Any, node: Any = None, **kwargs: Any) -> Any:
+    def convert(op: Op, node: Node = None, **kwargs: Any) -> Any:
         run = jax_funcify(op, node=node, **kwargs)
         if node is None or not callable(run):
             return run

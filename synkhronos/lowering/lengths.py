@@ -52,6 +52,7 @@ from pytensor.tensor.subtensor import (
 from pytensor.tensor.type import lscalar
 
 from synkhronos.lowering.polynomial import find_constant_extent
+from synkhronos.variable_types import Array, Node, Variable
 
 #: Ops by which Python may compute lengths before a call.
 _LENGTH_OPS = (
@@ -77,7 +78,7 @@ class FixedLengthSubtensor(Op):
     def __init__(self, op: Op, positions: tuple[int, ...]):
         self.op, self.positions = op, positions
 
-    def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
+    def perform(self, node: Node, inputs: Sequence[Array], output_storage: list[list[Any]], params: Any = None) -> None:
         """Raise NotImplementedError: only JAX mode uses this Op."""
         raise NotImplementedError
 
@@ -113,7 +114,7 @@ class StaticLengthGraph:
             self._add_node(node, slots)
         self._length_slots = [self._get_slot(length, slots) for length in lengths]
 
-    def _add_node(self, node: Any, slots: dict[Any, int]) -> None:
+    def _add_node(self, node: Node, slots: dict[Any, int]) -> None:
         """Add the steps of a node; ``slots`` maps the variables of its graph to their slots."""
         op = _get_scalar_op(node)
         if isinstance(op, Shape | Shape_i):
@@ -134,7 +135,7 @@ class StaticLengthGraph:
             first = self._add_step(_make_python_function(node), sources, len(node.outputs))
             slots |= {variable: first + i for i, variable in enumerate(node.outputs)}
 
-    def _get_slot(self, value: Any, slots: dict[Any, int]) -> int:
+    def _get_slot(self, value: object, slots: dict[Any, int]) -> int:
         """Return the slot of a variable, a slice's length or a number.  A new slot is added if necessary."""
         if isinstance(value, _SliceLength):
             return self._add_step(_compute_slice_length, [self._get_slot(part, slots) for part in value])
@@ -222,19 +223,19 @@ class KnownVariables:
         for node in graph.toposort():
             self._classify(node)
 
-    def is_known_before_call(self, variable: Any) -> bool:
+    def is_known_before_call(self, variable: Variable) -> bool:
         """Whether the value is known before a call."""
         return not hasattr(variable, "type") or isinstance(variable, Constant) or variable in self._varies_with_inputs
 
-    def is_varying(self, variable: Any) -> bool:
+    def is_varying(self, variable: Variable) -> bool:
         """Whether the value is known before a call, and depends on the value of an input."""
         return self.is_known_before_call(variable) and self._varies_with_inputs.get(variable, False)
 
-    def is_known_in_trace(self, variable: Any) -> bool:
+    def is_known_in_trace(self, variable: Variable) -> bool:
         """Whether the value is known while JAX traces the graph, such as a value that is known before a call."""
         return self.is_known_before_call(variable) or variable in self._known_in_trace
 
-    def express_length(self, variable: Any, axis: int) -> Any:
+    def express_length(self, variable: Variable, axis: int) -> Any:
         """Return the length of an axis: an int, or an expression in the graph's inputs."""
         fixed = variable.type.shape[axis]
         if fixed is not None:
@@ -248,7 +249,7 @@ class KnownVariables:
             self._classify(node)
         return length
 
-    def _classify(self, node: Any) -> None:
+    def _classify(self, node: Node) -> None:
         """Record by which time the outputs of a node are known, from that of its inputs."""
         if isinstance(node.op, Shape | Shape_i):
             if node.inputs[0] in self._inputs:
@@ -264,15 +265,15 @@ class KnownVariables:
             self._known_in_trace.update(node.outputs)
 
 
-def _is_array(variable: Any) -> bool:
+def _is_array(variable: Variable) -> bool:
     return hasattr(variable.type, "ndim") and hasattr(variable.type, "shape")
 
 
-def _is_scalar_or_vector(variable: Any) -> bool:
+def _is_scalar_or_vector(variable: Variable) -> bool:
     return getattr(variable.type, "ndim", 2) <= 1
 
 
-def _is_integer_scalar(variable: Any) -> bool:
+def _is_integer_scalar(variable: Variable) -> bool:
     dtype = getattr(variable.type, "dtype", "")
     return getattr(variable.type, "ndim", None) == 0 and (dtype == "bool" or "int" in dtype)
 
@@ -280,7 +281,7 @@ def _is_integer_scalar(variable: Any) -> bool:
 # -- variables that have to be known -----------------------------------------------------------------------------------
 
 
-def select_shape_inputs(node: Any) -> Sequence[Any]:
+def select_shape_inputs(node: Node) -> Sequence[Any]:
     """Return the inputs of a node whose values determine its outputs' shapes."""
     op = node.op
     if isinstance(op, ARange | AllocEmpty | Eye):
@@ -296,7 +297,7 @@ def select_shape_inputs(node: Any) -> Sequence[Any]:
     return []
 
 
-def _find_varying_scalars(variable: Any, known_variables: KnownVariables) -> Iterator[Any]:
+def _find_varying_scalars(variable: Variable, known_variables: KnownVariables) -> Iterator[Any]:
     """Yield the scalars that determine a length or shape, and that are known before a call and vary with inputs."""
     if known_variables.is_varying(variable) and getattr(variable.type, "ndim", 0) == 0:
         yield variable
@@ -307,7 +308,7 @@ def _find_varying_scalars(variable: Any, known_variables: KnownVariables) -> Ite
             yield from _find_varying_scalars(source, known_variables)
 
 
-def _find_varying_slices(node: Any, known_variables: KnownVariables) -> Iterator[tuple[int, _SliceLength]]:
+def _find_varying_slices(node: Node, known_variables: KnownVariables) -> Iterator[tuple[int, _SliceLength]]:
     """Yield (position among the indices, length) of each slice whose length varies with the values of inputs."""
     x = node.inputs[0]
     if known_variables.is_known_before_call(x):
@@ -380,12 +381,12 @@ def to_python_function(op: ScalarOp) -> Callable[..., Any]:
     return compute
 
 
-def _get_scalar_op(node: Any) -> Any:
+def _get_scalar_op(node: Node) -> Any:
     """Return the scalar Op of an Elemwise node with scalar outputs, and any other node's Op."""
     return node.op.scalar_op if isinstance(node.op, Elemwise) and node.outputs[0].type.ndim == 0 else node.op
 
 
-def _make_python_function(node: Any) -> Callable[..., Any]:
+def _make_python_function(node: Node) -> Callable[..., Any]:
     """Return a function of a node's input values that returns its output, or a list of its outputs."""
     op = _get_scalar_op(node)
     if isinstance(op, ScalarOp):
@@ -424,7 +425,7 @@ class SliceLengthRewriter(GraphRewriter):
                 fgraph.replace(out, specify_shape(node.op(*node.inputs), lengths), reason="slice_lengths")
 
 
-def _find_lengths(node: Any, known_variables: Any) -> list[int | None]:
+def _find_lengths(node: Node, known_variables: Any) -> list[int | None]:
     """Return the length of each axis of a node's output, if it is a slice by data with constant length; else None."""
     lengths: list[int | None] = []
     for index in split_indexing(node.op, node.inputs)[1]:

@@ -14,6 +14,7 @@ from pytensor.link.jax.linker import JAXLinker
 import synkhronos.lowering.sum_rewrites  # noqa: F401 - registers rewrites
 from synkhronos.lowering.lengths import extract_lengths
 from synkhronos.lowering.shapes import register_lowerings
+from synkhronos.variable_types import FunctionGraph
 
 #: Name of the rewrite that decomposes the Ops of attention, for all modes but JAX mode.
 DECOMPOSE_ATTENTION = "decompose_attention"
@@ -28,7 +29,7 @@ class StaticLengthLinker(JAXLinker):
     # XLA fuses as well.  PyTensor would fuse a length with data that are divided by it; then it can't be extracted.
     incompatible_rewrites = (*JAXLinker.incompatible_rewrites, "fusion", DECOMPOSE_ATTENTION)
 
-    def fgraph_convert(self, fgraph: Any, input_storage: Any, storage_map: Any, **kwargs: Any) -> Any:
+    def fgraph_convert(self, fgraph: FunctionGraph, input_storage: Any, storage_map: Any, **kwargs: Any) -> Any:
         """Convert the graph, or its `StaticLengthGraph` if it has one, to a JAX function."""
         from pytensor.link.jax.dispatch import jax_funcify
 
@@ -95,7 +96,7 @@ def _to_graph_dtype(value: Any, dtype: str | None) -> Any:
     return array if dtype is None else array.astype(jax.dtypes.canonicalize_dtype(dtype))
 
 
-def with_static_length_linker(mode: Any) -> Any:
+def with_static_length_linker(mode: Mode) -> Any:
     """Return a mode with `StaticLengthLinker` in place of PyTensor's JAX linker; return any other mode unchanged."""
     resolved = get_mode(mode)
     return Mode(StaticLengthLinker(), resolved.provided_optimizer) if type(resolved.linker) is JAXLinker else mode

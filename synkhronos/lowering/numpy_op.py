@@ -10,7 +10,7 @@ with PyTensor's dispatcher for JAX or Numba when the first graph is compiled for
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from pytensor.graph.op import Op
 from pytensor.graph.rewriting.basic import GraphRewriter
 
 from synkhronos.lowering import shapes
+from synkhronos.variable_types import Array, FunctionGraph, Node
 
 _lowerings: dict[type[Op], Callable[..., Any]] = {}
 #: Functions of `_RegistrationRewriter` that have been called in this process.
@@ -33,7 +34,7 @@ class NumpyOp(Op):
     #: Function that maps the inputs' shapes to the output's shape.  Lengths are numbers or variables.
     compute_output_shape: Callable[..., tuple[Any, ...]]
 
-    def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
+    def perform(self, node: Node, inputs: Sequence[Array], output_storage: list[list[Any]], params: Any = None) -> None:
         """Compute with NumPy.  The output is contiguous, as Numba requires."""
         output = self.compute(*inputs)
         output_storage[0][0] = np.ascontiguousarray(output, dtype=node.outputs[0].type.dtype)
@@ -93,7 +94,7 @@ def _register_op_with_jax(op_class: type[Op], lowering: Callable[..., Any]) -> N
     """Register the lowering of a class of Ops."""
     from pytensor.link.jax.dispatch import jax_funcify
 
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> Callable[..., Any]:
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
             return lowering(op, *inputs)
 
@@ -111,7 +112,7 @@ def _register_all_with_numba() -> None:
     functions: dict[Any, Any] = {}
 
     @numba_funcify.register(NumpyOp)
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> Any:
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> Any:
         types = [(v.type.dtype, v.type.ndim) for v in (*node.inputs, *node.outputs)]
         key = (op, len(node.inputs), *types)
         if key not in functions:
@@ -131,7 +132,7 @@ class _RegistrationRewriter(GraphRewriter):
         super().__init__()
         self._register = register
 
-    def apply(self, fgraph: Any) -> None:
+    def apply(self, fgraph: FunctionGraph) -> None:
         """Register the Ops, once in each process.  The graph is not changed."""
         if self._register not in _completed_registrations:
             self._register()

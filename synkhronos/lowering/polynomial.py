@@ -17,6 +17,8 @@ from pytensor.tensor.basic import ScalarFromTensor, TensorFromScalar
 from pytensor.tensor.elemwise import DimShuffle
 from pytensor.tensor.subtensor import Subtensor
 
+from synkhronos.variable_types import Op, Variable
+
 #: A polynomial in unknown integers: maps each product of unknowns to its coefficient, and () to the constant term.
 Polynomial = Counter[tuple[Any, ...]]
 
@@ -40,7 +42,7 @@ def find_constant_extent(index: slice, polynomials: Mapping[Any, Polynomial]) ->
     return None
 
 
-def to_polynomial(variable: Any, polynomials: Mapping[Any, Polynomial]) -> Polynomial:
+def to_polynomial(variable: Variable, polynomials: Mapping[Any, Polynomial]) -> Polynomial:
     """Return an integer expression as a polynomial.
 
     The polynomial of an array is that of each element.  A subexpression other than a sum, difference or product is an
@@ -74,7 +76,7 @@ def to_polynomial(variable: Any, polynomials: Mapping[Any, Polynomial]) -> Polyn
     return Counter({(variable,): 1})
 
 
-def _apply_op(op: Any, operands: list[Polynomial]) -> Polynomial:
+def _apply_op(op: Op, operands: list[Polynomial]) -> Polynomial:
     """Return the sum, difference, product or negative of polynomials; for any other Op, the first operand."""
     result = Counter(operands[0])
     for operand in operands[1:]:

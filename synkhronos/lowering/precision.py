@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from synkhronos.variable_types import Array, FunctionGraph, Node, Op, Variable
+
 #: Compiler options for graphs with rounded values.  Otherwise XLA would use the unrounded number where it is available,
 #: and write both to memory.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
@@ -30,7 +32,7 @@ def is_bfloat16_requested() -> bool:
     return bool(jax.config.jax_default_matmul_precision == "bfloat16")
 
 
-def round_product_factors(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
+def round_product_factors(run: Callable[..., Any], node: Node, graph: FunctionGraph) -> Callable[..., Any]:
     """Wrap the JAX function of a node so that it rounds factors of products to bfloat16.
 
     Products accumulate in float32.  Results of products may be bfloat16, so outputs may have another dtype than in the
@@ -51,7 +53,7 @@ def round_product_factors(run: Callable[..., Any], node: Any, graph: Any) -> Cal
     return run
 
 
-def _is_product(op: Any) -> bool:
+def _is_product(op: Op) -> bool:
     """Whether an Op computes sums of products of its first two inputs."""
     from pytensor.tensor.blas import BatchedDot
     from pytensor.tensor.blockwise import Blockwise
@@ -61,19 +63,19 @@ def _is_product(op: Any) -> bool:
     return isinstance(core, Dot | BatchedDot) or getattr(op, "is_product", False)
 
 
-def _is_elementwise(op: Any) -> bool:
+def _is_elementwise(op: Op) -> bool:
     """Whether one elementwise kernel writes an Op's output."""
     from pytensor.tensor.elemwise import Elemwise
 
     return isinstance(op, Elemwise) or getattr(op, "is_elementwise", False)
 
 
-def _list_rounded_positions(op: Any) -> Sequence[int]:
+def _list_rounded_positions(op: Op) -> Sequence[int]:
     """Return the positions of an Op's inputs that may be rounded to bfloat16."""
     return (0, 1) if _is_product(op) else getattr(op, "bfloat16_inputs", ())
 
 
-def _is_rounded(variable: Any, graph: Any) -> bool:
+def _is_rounded(variable: Variable, graph: FunctionGraph) -> bool:
     """Whether the elementwise node that computes a variable rounds it: a float32 that is a factor of a product."""
     if getattr(variable.type, "dtype", None) != "float32" or variable in graph.outputs:
         return False
@@ -82,7 +84,7 @@ def _is_rounded(variable: Any, graph: Any) -> bool:
     return any(i in _list_rounded_positions(client.op) for client, i in graph.clients[variable])
 
 
-def _rounds_result(variable: Any, graph: Any) -> bool:
+def _rounds_result(variable: Variable, graph: FunctionGraph) -> bool:
     """Whether the result of a product is rounded.
 
     It is not if an output of the graph has its elements, or elementwise functions of them: such outputs are gradients
@@ -118,7 +120,7 @@ def _pass_in_bfloat16(run: Callable[..., Any], positions: Sequence[int]) -> Call
     return lambda *inputs: run(*[x.astype(jnp.bfloat16) if i in positions else x for i, x in enumerate(inputs)])
 
 
-def _multiply_in_bfloat16(run: Callable[..., Any], node: Any, rounds: bool) -> Callable[..., Any]:
+def _multiply_in_bfloat16(run: Callable[..., Any], node: Node, rounds: bool) -> Callable[..., Any]:
     """Wrap the function of a product so that it rounds the factors, and the result if it ``rounds``, to bfloat16."""
     import jax.numpy as jnp
     from pytensor.tensor.blas import BatchedDot
@@ -141,7 +143,7 @@ def _multiply_in_bfloat16(run: Callable[..., Any], node: Any, rounds: bool) -> C
     return multiply
 
 
-def _round(x: Any) -> Any:
+def _round(x: Array) -> Any:
     """Return an array with values rounded to bfloat16, in its own dtype."""
     import jax.numpy as jnp
 

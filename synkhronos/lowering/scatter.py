@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import JAX
+from synkhronos.variable_types import Array, Node
 
 #: Maximal number of copies.
 _MAX_COPIES = 1024
@@ -22,7 +23,7 @@ _MAX_ELEMENTS = 1 << 20
 _ROWS_PER_COPY = 256
 
 
-def wrap_scatter_add(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
+def wrap_scatter_add(run: Callable[..., Any], node: Node) -> Callable[..., Any]:
     """Wrap the JAX function of a scatter-addition of rows to use copies on a GPU; return any other node's unchanged."""
     from pytensor.tensor import subtensor
 
@@ -37,7 +38,7 @@ def wrap_scatter_add(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
     if len(node.inputs) != 3 or node.inputs[2].type.ndim != 1 or "int" not in node.inputs[2].type.dtype:
         return run
 
-    def add(x: Any, y: Any, index: Any) -> Any:
+    def add(x: Array, y: Array, index: Array) -> Any:
         n_copies = choose_n_copies(np.shape(x), np.shape(y), np.shape(index)) if JAX.is_on_gpu else 1
         return scatter_add_rows(x, y, index, n_copies) if n_copies > 1 else run(x, y, index)
 
@@ -51,7 +52,7 @@ def choose_n_copies(x_shape: tuple[int, ...], y_shape: tuple[int, ...], index_sh
     return min(_MAX_COPIES, _MAX_ELEMENTS // math.prod(x_shape), index_shape[0] // (_ROWS_PER_COPY * x_shape[0]))
 
 
-def scatter_add_rows(x: Any, y: Any, index: Any, n_copies: int) -> Any:
+def scatter_add_rows(x: Array, y: Array, index: Array, n_copies: int) -> Any:
     """Return ``x.at[index].add(y)``, computed in ``n_copies`` copies.  Consecutive rows use different copies."""
     import jax.numpy as jnp
 

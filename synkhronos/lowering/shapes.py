@@ -41,6 +41,7 @@ from pytensor.tensor.subtensor import AdvancedIncSubtensor, AdvancedSubtensor, I
 
 from synkhronos.lowering.lengths import FixedLengthSubtensor, select_shape_inputs, split_indexing, to_python_function
 from synkhronos.lowering.polynomial import Polynomial, find_constant_extent, to_polynomial
+from synkhronos.variable_types import Array, Node, Op, Variable
 
 #: Maximal number of elements of a shape; larger arrays are data.
 _MAX_SHAPE_SIZE = 64
@@ -93,7 +94,7 @@ def _prefer_numpy(
 ) -> Callable[..., Any]:
     """Wrap a lowering: compute with NumPy if all inputs are known and the outputs may be shapes."""
 
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         default = lowering(op, node=node, **kwargs)
         if node is None or not _may_be_shapes(node.outputs):
             return default
@@ -121,7 +122,7 @@ def _may_be_shapes(variables: Sequence[Any]) -> bool:
     return small and any(dtype == "bool" or "int" in dtype for dtype in dtypes)
 
 
-def _is_known(value: Any) -> bool:
+def _is_known(value: object) -> bool:
     """Whether a value consists of few integers, none of them traced."""
     import jax
 
@@ -134,14 +135,14 @@ def _is_known(value: Any) -> bool:
     return isinstance(value, np.ndarray | jax.Array) and value.dtype.kind in "biu" and value.size <= _MAX_SHAPE_SIZE
 
 
-def _to_result(value: Any, variable: Any) -> Any:
+def _to_result(value: object, variable: Variable) -> Any:
     """Convert a NumPy result to the variable's dtype, and an integer scalar to a Python number."""
     array = np.asarray(value, variable.type.dtype)
     # A Python float would be cast to the dtype of the arrays that it is combined with.
     return array if array.dtype.kind == "f" else _to_number_or_array(array)
 
 
-def _to_number_or_array(value: Any) -> Any:
+def _to_number_or_array(value: object) -> Any:
     """Convert a scalar to a Python number, and any other value to an array."""
     array = np.asarray(value)
     return array if array.ndim else array.item()
@@ -150,14 +151,14 @@ def _to_number_or_array(value: Any) -> Any:
 # -- Ops on integers, as NumPy functions ----------------------------------------------------------------------------
 
 
-def _elemwise_to_numpy(op: Any, node: Any) -> ArrayFunction:
+def _elemwise_to_numpy(op: Op, node: Node) -> ArrayFunction:
     if not any(v.type.ndim for v in node.inputs):
         # A fused expression of lengths may have more operands than a NumPy ufunc accepts.
         return to_python_function(op.scalar_op)
     return np.vectorize(to_python_function(op.scalar_op), otypes=[v.type.dtype for v in node.outputs])
 
 
-def _reduction_to_numpy(op: Any, node: Any) -> ArrayFunction | None:
+def _reduction_to_numpy(op: Op, node: Node) -> ArrayFunction | None:
     functions: dict[type, ArrayFunction] = {
         Add: np.sum,
         Mul: np.prod,
@@ -169,7 +170,7 @@ def _reduction_to_numpy(op: Any, node: Any) -> ArrayFunction | None:
     return functions.get(type(op.scalar_op))
 
 
-def _join_to_numpy(op: Any, node: Any) -> ArrayFunction:
+def _join_to_numpy(op: Op, node: Node) -> ArrayFunction:
     # The first input is the axis; in newer PyTensor it is an attribute.  A shape has only one.
     first = 0 if hasattr(op, "axis") else 1
     return lambda *x: np.concatenate([np.atleast_1d(part) for part in x[first:]])
@@ -181,7 +182,7 @@ def _join_to_numpy(op: Any, node: Any) -> ArrayFunction:
 def _require_known_shape(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a lowering: require that inputs which determine shapes are known, and pass them as numbers."""
 
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         compute: ArrayFunction = lowering(op, node=node, **kwargs)
         deciding_positions = [i for i, variable in enumerate(node.inputs) if variable in select_shape_inputs(node)]
 
@@ -198,18 +199,18 @@ def _require_known_shape(lowering: Callable[..., Any]) -> Callable[..., Any]:
     return funcify
 
 
-def _lower_reshape(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
+def _lower_reshape(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
     """Lower Reshape to any shape that is known during tracing."""
     import jax.numpy as jnp
 
-    def reshape(x: Any, shape: Any) -> Any:
+    def reshape(x: Array, shape: Any) -> Any:
         _require_known(shape, node.inputs[1])
         return jnp.reshape(x, tuple(int(n) for n in np.ravel(shape)))
 
     return reshape
 
 
-def _lower_arange(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
+def _lower_arange(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
     """Lower ARange to any length that is known during tracing."""
     import jax.numpy as jnp
 
@@ -221,11 +222,11 @@ def _lower_arange(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
     return arange
 
 
-def _lower_split(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
+def _lower_split(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
     """Lower Split to chunks of any lengths that are known during tracing."""
     import jax.numpy as jnp
 
-    def split(x: Any, *arguments: Any) -> Any:
+    def split(x: Array, *arguments: Any) -> Any:
         # The axis is an input, or in newer PyTensor an attribute.
         axis, lengths = arguments if len(arguments) == 2 else (op.axis, *arguments)
         _require_known((axis, lengths), node.inputs[-1])
@@ -238,7 +239,7 @@ def _lower_split(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
 def _allow_computed_size(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a RandomVariable's lowering: allow any size that is known during tracing."""
 
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         rng, size, *parameters = node.inputs
         # PyTensor's lowering rejects some sizes because of their Op, so it gets a size without an owner.
         free = size if isinstance(size, Constant) else size.type()
@@ -255,7 +256,7 @@ def _allow_computed_size(lowering: Callable[..., Any]) -> Callable[..., Any]:
     return funcify
 
 
-def _require_known(value: Any, variable: Any) -> None:
+def _require_known(value: object, variable: Variable) -> None:
     """Raise NotImplementedError if a value that determines a shape is traced."""
     if not _is_known(value):
         raise NotImplementedError(
@@ -270,7 +271,7 @@ def _require_known(value: Any, variable: Any) -> None:
 def _allow_traced_bounds(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an indexing lowering: allow slices with traced bounds whose difference is constant."""
 
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         default = lowering(op, node=node, **kwargs)
         if node is None:
             return default
@@ -293,7 +294,7 @@ def _allow_traced_bounds(lowering: Callable[..., Any]) -> Callable[..., Any]:
     return funcify
 
 
-def _lower_fixed_length(op: FixedLengthSubtensor, node: Any = None, **kwargs: Any) -> ArrayFunction:
+def _lower_fixed_length(op: FixedLengthSubtensor, node: Node = None, **kwargs: Any) -> ArrayFunction:
     """Lower indexing by slices whose lengths are inputs."""
     n = len(op.positions)
 
@@ -305,7 +306,7 @@ def _lower_fixed_length(op: FixedLengthSubtensor, node: Any = None, **kwargs: An
 
 
 def _index_with_lengths(
-    op: Any, operands: Sequence[Any], indices: Sequence[Any], positions: Sequence[int], lengths: Any, is_exact: bool
+    op: Op, operands: Sequence[Any], indices: Sequence[Any], positions: Sequence[int], lengths: Any, is_exact: bool
 ) -> Any:
     """Index an array, or update it by index, with given lengths of the slices at ``positions``.
 
@@ -323,7 +324,7 @@ def _index_with_lengths(
         slices.append((axis, indices[position], int(length)))
     rest = tuple(slice(None) if i in positions else index for i, index in enumerate(indices))
 
-    def index_slices(x: Any, slices: Sequence[Any]) -> Any:
+    def index_slices(x: Array, slices: Sequence[Any]) -> Any:
         if not slices:
             if len(operands) == 1:
                 return x[rest]
@@ -359,7 +360,7 @@ def _find_element_positions(index: slice, axis_length: int, length: int) -> tupl
     return (start if _is_known(step) and int(step) == 1 else start + step * jnp.arange(length)), matches_length
 
 
-def _take_elements(x: Any, element_positions: Any, length: int, axis: int) -> Any:
+def _take_elements(x: Array, element_positions: Any, length: int, axis: int) -> Any:
     import jax.numpy as jnp
     from jax import lax
 
@@ -368,7 +369,7 @@ def _take_elements(x: Any, element_positions: Any, length: int, axis: int) -> An
     return lax.dynamic_slice_in_dim(x, element_positions, length, axis)
 
 
-def _put_elements(x: Any, chunk: Any, element_positions: Any, axis: int) -> Any:
+def _put_elements(x: Array, chunk: Any, element_positions: Any, axis: int) -> Any:
     from jax import lax
 
     if np.ndim(element_positions):
@@ -411,7 +412,7 @@ def _expand_sequences(lowering: Callable[..., Any]) -> Callable[..., Any]:
     PyTensor computes bounds of slices outside the loop, and passes them to it as sequences.
     """
 
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         outer_sequences, inner_sequences = op.outer_seqs(node.inputs), op.inner_seqs(op.fgraph.inputs)
         saved = dict(_sequence_polynomials)
         _sequence_polynomials.update(

@@ -23,6 +23,8 @@ from pytensor.scalar.basic import Add, Mul, Sub, TrueDiv
 from pytensor.tensor.elemwise import DimShuffle, Elemwise
 from pytensor.tensor.math import Sum
 
+from synkhronos.variable_types import Node, Variable
+
 
 class PartialSumSharer(GraphRewriter):
     """Rewrite that replaces terms of a sum by another sum of them, ``a + b + c`` by ``(a + b) + c``."""
@@ -37,7 +39,7 @@ class PartialSumSharer(GraphRewriter):
                 node = total.owner
 
 
-def _find_partial_sum(fgraph: FunctionGraph, node: Any) -> Any:
+def _find_partial_sum(fgraph: FunctionGraph, node: Node) -> Any:
     """Return the node of the largest sum of some of the node's terms that is also computed; None if there is none."""
     terms = Counter(node.inputs)
     clients = {client for term in terms for client, _ in fgraph.clients[term] if client is not node}
@@ -46,7 +48,7 @@ def _find_partial_sum(fgraph: FunctionGraph, node: Any) -> Any:
 
 
 @node_rewriter([Sum])
-def _split_centered_sum(fgraph: FunctionGraph, node: Any) -> list[Any] | None:
+def _split_centered_sum(fgraph: FunctionGraph, node: Node) -> list[Any] | None:
     """Replace ``sum(a + c * (x - mean(x)))`` by ``sum(a) + c * sum(x - mean(x))``, where c has no summed axis."""
     (total,) = node.inputs
     axes = node.op.axis
@@ -72,7 +74,7 @@ def _split_centered_sum(fgraph: FunctionGraph, node: Any) -> list[Any] | None:
     return [pt.add(*sums)]
 
 
-def _split_factors(term: Any, axes: tuple[int, ...]) -> tuple[Any, list[tuple[Any, bool]]]:
+def _split_factors(term: Variable, axes: tuple[int, ...]) -> tuple[Any, list[tuple[Any, bool]]]:
     """Split a term into a rest and factors that are constant along the axes, each with True if it is a divisor."""
     factors: list[tuple[Any, bool]] = []
     while term.owner is not None:
@@ -90,7 +92,7 @@ def _split_factors(term: Any, axes: tuple[int, ...]) -> tuple[Any, list[tuple[An
     return term, factors
 
 
-def _is_centered(variable: Any, axes: tuple[int, ...]) -> bool:
+def _is_centered(variable: Variable, axes: tuple[int, ...]) -> bool:
     """Whether a variable is a difference between another one and a multiple of its sum over the axes."""
     node = variable.owner
     if node is None or not _is_elementwise(node, Sub) or not _is_constant_along(node.inputs[1], axes):
@@ -107,7 +109,7 @@ def _is_centered(variable: Any, axes: tuple[int, ...]) -> bool:
     return False
 
 
-def separate_statistics(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
+def separate_statistics(run: Callable[..., Any], node: Node, graph: FunctionGraph) -> Callable[..., Any]:
     """Wrap the JAX function of a node that sums values, or squares, to normalize by their mean and variance.
 
     XLA would compute normalizations by kernels that each have one output and compute the statistics again.  As separate
@@ -125,11 +127,11 @@ def separate_statistics(run: Callable[..., Any], node: Any, graph: Any) -> Calla
     return run
 
 
-def _is_constant_along(variable: Any, axes: tuple[int, ...]) -> bool:
+def _is_constant_along(variable: Variable, axes: tuple[int, ...]) -> bool:
     return all(variable.type.broadcastable[axis] for axis in axes)
 
 
-def _is_elementwise(node: Any, scalar_op: type) -> bool:
+def _is_elementwise(node: Node, scalar_op: type) -> bool:
     return isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op)
 
 

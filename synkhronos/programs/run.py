@@ -145,7 +145,7 @@ class RunProgram(_RunProgramFields, Command):
         rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
 
 
-def _pickle_program(session: Session, value: Any, functions: list[Any], arrays: list[ArrayLocation]) -> bytes:
+def _pickle_program(session: Session, value: object, functions: list[Any], arrays: list[ArrayLocation]) -> bytes:
     """Pickle the program and its arguments, and append the functions and Data objects among them to the lists."""
     stream = io.BytesIO()
     pickler_class = _ProgramPickler if session.has_forked_workers else _ByValuePickler
@@ -168,7 +168,7 @@ class _ProgramPickler(pickle.Pickler):
     functions: list[Any]
     arrays: list[ArrayLocation]
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> Any:
         if isinstance(value, Function):
             dispatcher = get_dispatcher(value)
             dispatcher.ensure_distributed(self.session)

@@ -33,6 +33,7 @@ from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.shared_memory_communicator import reduce_arrays
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.rank_task import Lock, RankTask
+from synkhronos.variable_types import Array
 
 #: Size in bytes up to which an array is pickled.  A larger array is sent as a body.
 _MAX_PICKLED_NBYTES = 2048
@@ -101,17 +102,17 @@ class Worker:
         """
         self._task.barrier(f"barrier {name!r}")
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, in rank order.  Each rank passes a picklable value."""
         return self._task.all_gather("all_gather()", value)
 
-    def broadcast(self, value: Any, root: int = 0) -> Any:
+    def broadcast(self, value: object, root: int = 0) -> Any:
         """Return the value of rank ``root`` on all ranks, such as a common decision to stop."""
         root = check_index(root, "root", self.size)
         values = self._task.all_gather("broadcast()", value if self.number == root else None)
         return values[root]
 
-    def all_reduce(self, array: Any, op: str = "avg", overwrite: bool = False) -> Any:
+    def all_reduce(self, array: Array, op: str = "avg", overwrite: bool = False) -> Any:
         """Return the reduction of all ranks' arrays, the same on every rank.
 
         Parameters
@@ -213,7 +214,7 @@ class Worker:
             self._task.receive(source, "a message", view[start : start + self._task.max_chunk_nbytes])
         return pickle.loads(body.data) if message_type == "pickle" else body
 
-    def _send_between_gpus(self, pair_communicator: Any, array: Any, dest: int) -> None:
+    def _send_between_gpus(self, pair_communicator: Any, array: Array, dest: int) -> None:
         """Send an array by NCCL, after the other rank has received the head of the message.
 
         NCCL's send blocks until the receiver has called its counterpart.
@@ -321,11 +322,11 @@ class Group:
         """Wait until all members have arrived at the barrier with this name."""
         self._gather_at_barrier(f"barrier {name!r}", None)
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: object) -> list[Any]:
         """Return the values of all members, in the order of the group.  Each passes a small picklable value."""
         return self._gather_at_barrier("all_gather()", value)
 
-    def all_reduce(self, array: Any, op: str = "avg") -> Any:
+    def all_reduce(self, array: Array, op: str = "avg") -> Any:
         """Return the reduction of all members' arrays on each member; see `Worker.all_reduce`."""
         check_dense(array, "array")
         device = _choose_transfer_device(self._rank, array, check_op_name(op))
@@ -372,7 +373,7 @@ class Group:
             if i != self.number:
                 self._task.receive(r, "a result", _as_bytes(flat[bounds[i] : bounds[i + 1]]))
 
-    def _gather_at_barrier(self, description: str, value: Any) -> list[Any]:
+    def _gather_at_barrier(self, description: str, value: object) -> list[Any]:
         """Wait until all members have arrived at this barrier, and return each member's value."""
         description = f"{description} of group {self.ranks}"
         payload = pickle.dumps(((description, value), "barrier"), pickle.HIGHEST_PROTOCOL)
@@ -405,7 +406,7 @@ def _choose_transfer_device(rank: Rank, value: Any, op: str | None = None) -> De
     return device if device.owns(value) and device.can_communicate(value.dtype, op) else NUMPY
 
 
-def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:
+def _describe_reduction(array: Array, op: str, device: Device) -> tuple[Any, ...]:
     """Return shape, dtype, op and device, which have to be equal on all ranks.
 
     Raise TypeError or ValueError if the reduction is not defined for the dtype.
@@ -417,7 +418,7 @@ def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:
     return tuple(array.shape), str(dtype), op, device.name
 
 
-def _copy_array(device: Device, array: Any) -> Any:
+def _copy_array(device: Device, array: Array) -> Any:
     """Return a copy of an array on a GPU."""
     copy = device.as_writable(array, has_other_references=True)
     return array.copy() if copy is array else copy
@@ -427,7 +428,7 @@ def _as_bytes(array: np.ndarray) -> memoryview:
     return array.view(np.uint8).data
 
 
-def _pack_message(value: Any, max_chunk_nbytes: int) -> tuple[bytes, memoryview]:
+def _pack_message(value: object, max_chunk_nbytes: int) -> tuple[bytes, memoryview]:
     """Return the head and the body of a message."""
     if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.nbytes > _MAX_PICKLED_NBYTES:
         head = pickle.dumps(((value.shape, value.dtype), "array"), pickle.HIGHEST_PROTOCOL)

@@ -88,7 +88,7 @@ class LongCommand(Command):
         return command.run(rank)
 
 
-def find_row_accesses(value: Any, size: int, ranks: range) -> Iterator[RowAccess]:
+def find_row_accesses(value: object, size: int, ranks: range) -> Iterator[RowAccess]:
     """Yield the accesses of a value in a command; for the parameters see `Command.find_row_accesses`."""
     if isinstance(value, ArrayLocation):
         yield RowAccess(value)
@@ -99,7 +99,7 @@ def find_row_accesses(value: Any, size: int, ranks: range) -> Iterator[RowAccess
             yield from find_row_accesses(nested, size, ranks)
 
 
-def _get_nested_values(value: Any) -> list[Any]:
+def _get_nested_values(value: object) -> list[Any]:
     """Return the items of a sequence, or the values of the fields of a dataclass or a class with slots."""
     if isinstance(value, tuple | list):
         return list(value)

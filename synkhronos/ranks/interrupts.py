@@ -9,8 +9,9 @@ import _signal  # type: ignore[import-not-found]  # typeshed has no stubs of it
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Self, TypeAlias
 
 # The functions of `signal` convert arguments and results to enums, which takes ten times as long.
 _getsignal, _setsignal = _signal.getsignal, _signal.signal
@@ -18,6 +19,9 @@ _getsignal, _setsignal = _signal.getsignal, _signal.signal
 #: Seconds after which `defer_signals.stop_deferring_if_late` delivers a deferred signal.
 MAX_DEFERRAL_SECONDS = 2.0
 
+
+#: Handler of a signal, as `signal.signal` takes it.
+SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 _SIGNALS = [int(member) for member in signal.valid_signals()]
 
@@ -36,7 +40,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
         #: Signals that have been deferred, and the time of the first.
         self._deferred: list[int] = []
         self._deferred_since = 0.0
-        self._handlers: dict[int, Any] = {}
+        self._handlers: dict[int, SignalHandler] = {}
         self._is_entering, self._is_deferring, self._has_stopped = True, False, False
         if threading.current_thread() is threading.main_thread():
             try:
@@ -80,7 +84,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
         if self._deferred and time.monotonic() > self._deferred_since + MAX_DEFERRAL_SECONDS:
             self._stop_deferring()
 
-    def _restore_handlers(self, handlers: list[tuple[int, Any]]) -> None:
+    def _restore_handlers(self, handlers: list[tuple[int, SignalHandler]]) -> None:
         for i, (signal_number, handler) in enumerate(handlers):
             try:
                 (_setsignal if callable(handler) else signal.signal)(signal_number, handler)
@@ -112,7 +116,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
             handler(signal_number, frame)
 
 
-def get_handler(signal_number: int) -> Any:
+def get_handler(signal_number: int) -> SignalHandler:
     """Return a signal's handler outside of all `defer_signals` blocks."""
     handler = _getsignal(signal_number)
     while isinstance(block := getattr(handler, "__self__", None), defer_signals):
@@ -120,7 +124,7 @@ def get_handler(signal_number: int) -> Any:
     return handler
 
 
-def set_handler(signal_number: int, handler: Any) -> None:
+def set_handler(signal_number: int, handler: SignalHandler) -> None:
     """Set a signal's handler; within `defer_signals`, it is installed at the end of the outermost block."""
     block = getattr(_getsignal(signal_number), "__self__", None)
     if not isinstance(block, defer_signals):
@@ -131,7 +135,7 @@ def set_handler(signal_number: int, handler: Any) -> None:
     block._handlers[signal_number] = handler
 
 
-def restore_handler(signal_number: int, handler: Any, previous: Any) -> None:
+def restore_handler(signal_number: int, handler: SignalHandler, previous: SignalHandler) -> None:
     """Restore a signal's previous handler if ``handler`` is still installed."""
     if get_handler(signal_number) == handler:
         set_handler(signal_number, previous)

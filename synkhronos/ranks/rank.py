@@ -129,11 +129,11 @@ class Rank:
         self.pending_operations: list[PendingOperation] = []
         self.join_group(number, master_rank, control, check_peers, has_peer_died)
 
-    def add_object(self, key: Any, value: Any, is_weak: bool = False) -> None:
+    def add_object(self, key: Hashable, value: object, is_weak: bool = False) -> None:
         """Add this rank's copy of a replicated object; ``is_weak`` if the user's references alone keep it alive."""
         self.objects[key] = weakref.ref(value) if is_weak else lambda: value
 
-    def get_object(self, key: Any) -> Any:
+    def get_object(self, key: Hashable) -> Any:
         """Return this rank's copy of a replicated object: in the master, the object itself."""
         return self.objects[key]()
 
@@ -300,7 +300,7 @@ class Rank:
 
         self.control.wait(self.number, is_decided, AWAITS_BARRIER, self.check_peers, POLL_SECONDS)
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: object) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         return [pickle.loads(pickled) for pickled in self.all_gather_bytes(payload)]

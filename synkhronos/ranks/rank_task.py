@@ -106,7 +106,7 @@ class RankTask:
             )
         return [rank_value for _, rank_value in by_rank]
 
-    def all_gather(self, description: str, value: Any) -> list[Any]:
+    def all_gather(self, description: str, value: object) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.barrier(description)

@@ -13,6 +13,7 @@ from typing import Any
 from synkhronos.containers import WeakKeyDict
 from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.ranks import Command, Rank, Session
+from synkhronos.variable_types import SharedVariable
 
 #: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start
 #: after it, since workers may have drawn more numbers than the master.
@@ -31,7 +32,7 @@ class JumpStreams(Command):
             jump_shared_to_rank(rank.get_object(key), rank, offset)
 
 
-def reserve_streams(session: Session, shared: Any) -> int:
+def reserve_streams(session: Session, shared: SharedVariable) -> int:
     """Reserve one stream of a random generator for each worker; return their offset, as in `JumpStreams`.
 
     For a shared variable that is no random generator, return 0 and reserve nothing.  Raise TypeError or ValueError for
@@ -55,7 +56,7 @@ def jump_to_rank(library: GraphLibrary, generator: Any, rank: Rank, offset: int 
     return library.jump_generator(generator, offset + n_jumps) if n_jumps else generator
 
 
-def jump_shared_to_rank(shared: Any, rank: Rank, offset: int) -> None:
+def jump_shared_to_rank(shared: SharedVariable, rank: Rank, offset: int) -> None:
     """Make the random generator of a shared variable jump to a rank's stream; see `jump_to_rank`."""
     library = get_library(shared)
     library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, offset))

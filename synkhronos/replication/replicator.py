@@ -45,6 +45,7 @@ from synkhronos.replication.user_code import (
     is_importable,
     is_user_module,
 )
+from synkhronos.variable_types import SharedVariable
 
 #: Shared variables that functions of any session use.
 _registered_shareds: WeakKeyDict[Any, bool] = WeakKeyDict()
@@ -58,7 +59,7 @@ def register_shareds(shareds: Iterable[Any]) -> None:
         _registered_shareds[shared] = True
 
 
-def is_registered(shared: Any) -> bool:
+def is_registered(shared: SharedVariable) -> bool:
     """Whether a function uses the shared variable."""
     return shared in _registered_shareds
 
@@ -99,7 +100,7 @@ class Replicator:
         if generators:
             session.run(JumpStreams(tuple(zip(keys, offsets, strict=True))))
 
-    def get_key(self, shared: Any) -> tuple[str, int] | None:
+    def get_key(self, shared: SharedVariable) -> tuple[str, int] | None:
         """Return a shared variable's key; None if the workers don't have the variable."""
         return self._keys.get(shared)
 
@@ -146,7 +147,7 @@ class Replicator:
             self._modules_by_value |= outdated
         return code
 
-    def _pickle_into_shared_memory(self, value: Any) -> tuple[UserCode, ArrayLocation]:
+    def _pickle_into_shared_memory(self, value: object) -> tuple[UserCode, ArrayLocation]:
         """Pickle a value, with keys in place of shared variables that the workers have; return the user code in it.
 
         Raise TypeError if the value can't be pickled.
@@ -253,7 +254,7 @@ class _Pickler(cloudpickle.Pickler):
         super().__init__(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
         self._keys, self._modules_by_value, self._code = keys, by_value, code
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if isinstance(value, type | FunctionType) and is_user_module(value.__module__):
             by_name = value.__module__ not in self._modules_by_value and is_importable(value)
             self._code.add(value, by_name)
@@ -263,7 +264,7 @@ class _Pickler(cloudpickle.Pickler):
             return device.to_numpy(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> Any:
         if getattr(value, "container", None) is None:  # fast path: pickle calls this for every object
             return None
         try:

@@ -121,7 +121,7 @@ def is_user_module(module: str | None) -> bool:
     return package[0] not in ("pytensor", "theano") and not any(folder.glob("*.dist-info"))
 
 
-def compute_digest(value: Any) -> bytes:
+def compute_digest(value: object) -> bytes:
     """Return a digest of a user's class or function, including all user code that it uses."""
     return _CodeHasher(value).digest()
 
@@ -132,7 +132,7 @@ class _CodeHasher:
     ``used_names`` has the namespace, name and value of each name that this code uses.
     """
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self._hash = hashlib.sha256()
         self._seen: set[int] = set()
         self.used_names: list[tuple[Mapping[str, Any], str, Any]] = []
@@ -142,7 +142,7 @@ class _CodeHasher:
         """Return the hash."""
         return self._hash.digest()
 
-    def _add(self, value: Any) -> None:
+    def _add(self, value: object) -> None:
         """Add a value: a number, string, array, or code.
 
         Other objects, such as caches and connections, are ignored, since their state is not code.

@@ -8,10 +8,10 @@ from typing import Literal
 import numpy as np
 
 from synkhronos.checks import check_choice
-from synkhronos.graph_libraries import SharedVariable
 from synkhronos.programs import Worker
 from synkhronos.rules.rule import Rule, check_period
 from synkhronos.rules.state import State
+from synkhronos.variable_types import SharedVariable
 
 
 class BSP(Rule):

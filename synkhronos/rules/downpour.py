@@ -10,11 +10,11 @@ import numpy as np
 
 from synkhronos.checks import check_flag
 from synkhronos.devices import get_array_device
-from synkhronos.graph_libraries import Array, SharedVariable
 from synkhronos.programs import Worker
 from synkhronos.rules.elastic import CENTRE_LOCK, CentreRule, read_centre
 from synkhronos.rules.rule import check_period, reduce_by_rows
 from synkhronos.rules.state import State
+from synkhronos.variable_types import Array, SharedVariable
 
 
 class Downpour(CentreRule):

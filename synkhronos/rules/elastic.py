@@ -9,10 +9,10 @@ import numpy as np
 
 from synkhronos.checks import check_flag
 from synkhronos.devices import NUMPY, get_array_device
-from synkhronos.graph_libraries import Array, SharedVariable
 from synkhronos.programs import Worker
 from synkhronos.rules.rule import Rule, SharedArrays, check_fraction, check_momentum
 from synkhronos.rules.state import State
+from synkhronos.variable_types import Array, SharedVariable
 
 #: Number of the lock of the centre.
 CENTRE_LOCK = 0

@@ -9,10 +9,10 @@ import numpy as np
 
 from synkhronos.checks import check_at_least
 from synkhronos.devices import get_array_device
-from synkhronos.graph_libraries import Array, SharedVariable
 from synkhronos.programs import Worker
 from synkhronos.rules.rule import Rule, SharedArrays, check_fraction, get_rank_lock
 from synkhronos.rules.state import State
+from synkhronos.variable_types import Array, SharedVariable
 
 
 class GoSGD(Rule):

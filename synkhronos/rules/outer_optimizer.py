@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from synkhronos.checks import check_flag, check_positive
-from synkhronos.graph_libraries import Array, SharedVariable
 from synkhronos.programs import Worker
 from synkhronos.rules.rule import Rule, check_momentum
 from synkhronos.rules.state import State
+from synkhronos.variable_types import Array, SharedVariable
 
 
 class _OuterOptimizerRule(Rule):

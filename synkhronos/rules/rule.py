@@ -12,9 +12,9 @@ from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.devices import NUMPY, find_device
-from synkhronos.graph_libraries import Array, SharedVariable
 from synkhronos.programs import Lock, Worker
 from synkhronos.rules.state import State, concatenate
+from synkhronos.variable_types import Array, SharedVariable
 
 #: Shapes and dtypes of a rule's arrays in shared memory, by name.
 SharedArrays = dict[str, tuple[tuple[int, ...], Any]]
@@ -259,7 +259,7 @@ def as_bfloat16(vector: np.ndarray) -> np.ndarray:
     return rounded.view(np.float32)
 
 
-def check_fraction(value: Any, name: str) -> float:
+def check_fraction(value: object, name: str) -> float:
     """Check that a value is a number in (0, 1], and return it; raise TypeError or ValueError."""
     checked = check_number(value, name)
     if not 0 < checked <= 1:
@@ -267,7 +267,7 @@ def check_fraction(value: Any, name: str) -> float:
     return checked
 
 
-def check_momentum(value: Any) -> float:
+def check_momentum(value: object) -> float:
     """Check that a value is a number in [0, 1), and return it; raise TypeError or ValueError."""
     checked = check_number(value, "momentum")
     if not 0 <= checked < 1:
@@ -275,6 +275,6 @@ def check_momentum(value: Any) -> float:
     return checked
 
 
-def check_period(value: Any, name: str) -> int:
+def check_period(value: object, name: str) -> int:
     """Check that a value is a number of steps, at least 1, and return it; raise TypeError or ValueError."""
     return check_at_least(value, name, 1, "a number of steps")

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import NUMPY, Device, find_device, get_array_device
-from synkhronos.graph_libraries import Array, SharedVariable, get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.programs import LocalRows
+from synkhronos.variable_types import Array, SharedVariable
 
 #: Size of a block in bytes; a few blocks fit into the processor's caches.
 BLOCK_NBYTES = 1 << 20

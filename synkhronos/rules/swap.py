@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, check_flag
-from synkhronos.graph_libraries import Array, SharedVariable
 from synkhronos.programs import Worker
 from synkhronos.rules.rule import Rule, SharedArrays, get_rank_lock
 from synkhronos.rules.state import State
+from synkhronos.variable_types import Array, SharedVariable
 
 
 class Swap(Rule):

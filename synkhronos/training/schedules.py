@@ -16,7 +16,7 @@ from synkhronos.checks import check_at_least, check_number, check_positive, is_n
 Schedule = Callable[[float], float]
 
 
-def get_state(schedule: Any) -> dict[str, Any]:
+def get_state(schedule: Schedule) -> dict[str, Any]:
     """Return the state of `plateau` for a checkpoint, also if other schedules wrap it; empty for other schedules."""
     base = _find_plateau(schedule)
     if base is None:
@@ -25,7 +25,7 @@ def get_state(schedule: Any) -> dict[str, Any]:
     return {"made": base._identity, "rate": base.rate, "since": base.n_reports_since_best, **best}
 
 
-def set_state(schedule: Any, state: Mapping[str, Any]) -> None:
+def set_state(schedule: Schedule, state: Mapping[str, Any]) -> None:
     """Restore a state from `get_state`, if its schedule had the same class and initial rate; else do nothing."""
     base = _find_plateau(schedule)
     if base is not None and state.get("made") == base._identity:
@@ -33,7 +33,7 @@ def set_state(schedule: Any, state: Mapping[str, Any]) -> None:
         base.best = state.get("best", base.best)
 
 
-def reset_best(schedule: Any) -> None:
+def reset_best(schedule: Schedule) -> None:
     """Reset the best value of `plateau`, before it observes another quantity; its rate is unchanged."""
     base = _find_plateau(schedule)
     if base is not None:

@@ -19,7 +19,7 @@ PACKAGE = Path(synkhronos.__file__).resolve().parent
 DOCS = PACKAGE.parent / "docs"
 #: Layers, the lowest first.  Packages of one layer do not import each other.
 LAYERS = [
-    {"casts", "checks", "containers", "gpus", "patching"},
+    {"casts", "checks", "containers", "gpus", "patching", "variable_types"},
     {"ranks"},
     {"hosts"},
     {"devices"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.selection import Buffers, Selection
 from synkhronos.patching import set_environment
 from synkhronos.ranks import ArrayLocation, Rank
+from synkhronos.variable_types import Array
 
 
 class _GroupCommunicatorCache(dict[frozenset[int], NcclGroupCommunicator]):
@@ -102,7 +103,7 @@ class CudaDevice(Device, GpuArrayLibrary):
         reduce_op = REDUCE_OPS[op]
         return reduce_op.nccl_op is not None and not (reduce_op.nccl_drops_nan and dtype.kind not in "biu")
 
-    def slice_items(self, array: Any, start: int, shape: tuple[int, ...]) -> ItemRange:
+    def slice_items(self, array: Array, start: int, shape: tuple[int, ...]) -> ItemRange:
         """Return consecutive items of an array, from flat index ``start``, for `Communicator.gather`."""
         itemsize = array.dtype.itemsize
         return ItemRange(array, self.get_pointer(array) + start * itemsize, math.prod(shape) * itemsize)
@@ -120,7 +121,7 @@ class CudaDevice(Device, GpuArrayLibrary):
             return self.staging.read_segment(rank, location, rows)
         return super().read_segment(rank, location, rows)
 
-    def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Any) -> None:
+    def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Array) -> None:
         """Copy an array into shared memory, directly from the GPU."""
         if self.is_on_gpu:
             self.staging.write_segment(rank, segment_key, offset, self.as_contiguous(value))
@@ -131,7 +132,7 @@ class CudaDevice(Device, GpuArrayLibrary):
         self,
         rank: Rank,
         buffers: Buffers,
-        buffer_key: Any,
+        buffer_key: Hashable,
         location: ArrayLocation,
         rows: Selection | None,
         must_copy: bool,
@@ -141,7 +142,7 @@ class CudaDevice(Device, GpuArrayLibrary):
             return super().stage_input(rank, buffers, buffer_key, location, rows, must_copy)
         return self.staging.stage_input(rank, buffers, buffer_key, location, rows)
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Any:
         """Start a copy of a vector of indexes to a reused buffer, and return the buffer's array."""
         return self.staging.stage_indexes(rank, buffers, buffer_key, values) if self.is_on_gpu else values
 

@@ -34,6 +34,7 @@ from synkhronos.devices.cuda.staging import ItemRange, Staging, check_result
 from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.ranks import Rank
+from synkhronos.variable_types import Array
 
 #: NCCL's numbers of dtypes (ncclDataType_t, from 0), by their names in NumPy and JAX.
 _DTYPE_NAMES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
@@ -132,7 +133,7 @@ class NcclCommunicator(Communicator):
 
     # -- all_reduce, which does not wait for completion ------------------------------------------------------
 
-    def all_reduce(self, array: Any, op: str) -> None:
+    def all_reduce(self, array: Array, op: str) -> None:
         """Launch an all-reduce of every rank's array, in place."""
         address, count, dtype = self._prepare_buffer(array)
         if not count:
@@ -266,7 +267,7 @@ class NcclCommunicator(Communicator):
 
     # -- blocking operations ---------------------------------------------------------------------------------
 
-    def broadcast(self, array: Any, root: int) -> None:
+    def broadcast(self, array: Array, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
         address, count, dtype = self._prepare_buffer(array)
         if count:
@@ -275,7 +276,7 @@ class NcclCommunicator(Communicator):
             )
 
     def reduce(
-        self, array: Any, op: str, root: int, out: Any | None, layout: ArrayLayout, contributors: Sequence[int]
+        self, array: Array, op: str, root: int, out: Array | None, layout: ArrayLayout, contributors: Sequence[int]
     ) -> None:
         """Write the reduction of all ranks' arrays into the root's ``out``; the contributors are all ranks."""
         assert len(contributors) == self._rank.size
@@ -288,7 +289,7 @@ class NcclCommunicator(Communicator):
                 )
             )
 
-    def reduce_scatter(self, array: Any, op: str, bounds: Sequence[int], out: Any) -> None:
+    def reduce_scatter(self, array: Array, op: str, bounds: Sequence[int], out: Array) -> None:
         """Write this rank's items of the reduction over all ranks into ``out``."""
         address, count, dtype = self._prepare_buffer(array)
         nccl_op, itemsize = NCCL_OPS[op], array.dtype.itemsize
@@ -313,16 +314,16 @@ class NcclCommunicator(Communicator):
             self._run_blocking(launch)
 
     def gather(
-        self, array: Any, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
+        self, array: Array, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
     ) -> None:
         """Copy rank r's array into the root's ``out[r]``."""
         self._gather_on([root], array, out)
 
-    def all_gather(self, array: Any, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
+    def all_gather(self, array: Array, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
         """Copy rank r's array into ``out[r]`` on every rank."""
         self._gather_on(range(self._rank.size), array, out)
 
-    def _gather_on(self, receivers: Sequence[int], array: Any, out: Sequence[Any | None] | None) -> None:
+    def _gather_on(self, receivers: Sequence[int], array: Array, out: Sequence[Any | None] | None) -> None:
         """Copy rank r's array into ``out[r]`` on the receivers."""
         number = self._rank.number
         address, count, _ = self._prepare_buffer(array)
@@ -365,7 +366,7 @@ class NcclCommunicator(Communicator):
         self._staging.set_current_gpu()
         self._wait_until_idle(self._rank.check_cancelled)
 
-    def _prepare_buffer(self, array: Any) -> tuple[int, int, int | None]:
+    def _prepare_buffer(self, array: Array) -> tuple[int, int, int | None]:
         """Wait for an array unless NCCL uses the library's stream; return its address, length, and NCCL dtype."""
         if self._arrays.stream is None:
             self._arrays.sync(array)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from synkhronos.devices.cuda.nccl import NCCL_OPS, NcclCommunicator
+from synkhronos.variable_types import Array
 
 
 class NcclGroupCommunicator(NcclCommunicator):
@@ -36,7 +37,7 @@ class NcclGroupCommunicator(NcclCommunicator):
         self._wait_for_earlier_work()
         self._connect_ranks(generations, members, all_gather)
 
-    def all_reduce(self, array: Any, op: str) -> None:
+    def all_reduce(self, array: Array, op: str) -> None:
         """Replace every member's array by the reduction over all members, in place, and wait for completion."""
         address, count, dtype = self._prepare_buffer(array)
         if count:
@@ -44,13 +45,13 @@ class NcclGroupCommunicator(NcclCommunicator):
                 lambda handle: self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
             )
 
-    def send(self, array: Any, dest: int) -> None:
+    def send(self, array: Array, dest: int) -> None:
         """Send an array to a rank, and wait until the rank has received it."""
         address, count, dtype = self._prepare_buffer(array)
         nccl_rank = self._connection.members.index(dest)
         self._run_blocking(lambda handle: self._nccl.send(address, count, dtype, nccl_rank, handle, self._stream))
 
-    def receive(self, array: Any, source: int) -> None:
+    def receive(self, array: Array, source: int) -> None:
         """Receive an array from a rank, in place, and wait for completion."""
         address, count, dtype = self._prepare_buffer(array)
         nccl_rank = self._connection.members.index(source)

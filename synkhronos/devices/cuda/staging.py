@@ -20,7 +20,7 @@ import logging
 import math
 import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +29,7 @@ import numpy as np
 
 from synkhronos.devices.selection import Buffers, Selection
 from synkhronos.ranks import ArrayLocation, Rank, Segment
+from synkhronos.variable_types import Array
 
 _log = logging.getLogger("synkhronos")
 
@@ -83,10 +84,10 @@ class GpuArrayLibrary(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array of undefined content."""
 
-    def get_pointer(self, array: Any) -> int:
+    def get_pointer(self, array: Array) -> int:
         """Return an array's address on the GPU."""
 
-    def sync(self, array: Any) -> None:
+    def sync(self, array: Array) -> None:
         """Wait until an array has been computed."""
 
 
@@ -203,7 +204,7 @@ class Staging:
     # -- to the GPU ------------------------------------------------------------------------------------------
 
     def stage_input(
-        self, rank: Rank, buffers: Buffers, buffer_key: Any, location: ArrayLocation, rows: Selection | None
+        self, rank: Rank, buffers: Buffers, buffer_key: Hashable, location: ArrayLocation, rows: Selection | None
     ) -> Any:
         """Start a copy of rows (None: all) to a reused buffer; return the buffer's array."""
         self._rank = rank
@@ -213,7 +214,7 @@ class Staging:
         self._filled.append(buffer)
         return buffer.array
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Any:
         """Start a copy of a vector of indexes to a reused buffer; return the buffer's array."""
         self._rank = rank
         self.set_current_gpu()
@@ -238,7 +239,7 @@ class Staging:
 
     # -- to host memory --------------------------------------------------------------------------------------
 
-    def write_segment(self, rank: Rank, segment_key: int, offset: int, array: Any) -> None:
+    def write_segment(self, rank: Rank, segment_key: int, offset: int, array: Array) -> None:
         """Copy an array into a segment of shared memory, at a byte offset, and wait for the copy."""
         self.arrays.sync(array)
         self.set_current_gpu()
@@ -312,7 +313,7 @@ class Staging:
     # -- buffers ---------------------------------------------------------------------------------------------
 
     def _get_double_buffer(
-        self, buffers: Buffers, buffer_key: Any, shape: tuple[int, ...], dtype: str
+        self, buffers: Buffers, buffer_key: Hashable, shape: tuple[int, ...], dtype: str
     ) -> _DoubleBuffer:
         """Return the buffers of an input for a shape, newly allocated if there are none."""
         buffers_by_shape: dict[Any, _DoubleBuffer] = buffers.setdefault(buffer_key, {})

@@ -19,6 +19,7 @@ from synkhronos.devices.jax.compute_stream import ComputeStream, find_compute_st
 from synkhronos.devices.jax.scalar_log import LogEntry
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.patching import set_environment
+from synkhronos.variable_types import Array
 
 
 class JaxDevice(CudaDevice):
@@ -91,19 +92,19 @@ class JaxDevice(CudaDevice):
 
     # -- arrays ----------------------------------------------------------------------------------------------
 
-    def owns(self, value: Any) -> bool:
+    def owns(self, value: object) -> bool:
         """Whether a value is a JAX array."""
         return type(value).__module__.startswith("jaxlib") and hasattr(value, "__array__")
 
-    def snapshot(self, value: Any) -> Any:
+    def snapshot(self, value: Array) -> Any:
         """Return the value itself: an update copies arrays with other references before it donates their memory."""
         return value
 
-    def as_writable(self, value: Any, has_other_references: bool) -> Any:
+    def as_writable(self, value: Array, has_other_references: bool) -> Any:
         """Return a container's value if only the container references it, else a copy."""
         return self._copy(value) if has_other_references else value
 
-    def rewrap(self, value: Any, is_complete: bool = False) -> Any:
+    def rewrap(self, value: Array, is_complete: bool = False) -> Any:
         """Return a new array object for memory that is written in place; the old object becomes invalid.
 
         A JAX array caches whether it is computed, and its copy in host memory.  Both are outdated once the memory is
@@ -134,15 +135,15 @@ class JaxDevice(CudaDevice):
         # Much faster than the call of jax.numpy.zeros, most of which is Python.
         return self._import_jax().jit(self._numpy.zeros, static_argnums=(0, 1))
 
-    def get_pointer(self, array: Any) -> int:
+    def get_pointer(self, array: Array) -> int:
         """Return an array's address on the GPU."""
         return int(array.unsafe_buffer_pointer())
 
-    def sync(self, array: Any) -> None:
+    def sync(self, array: Array) -> None:
         """Wait until an array has been computed."""
         array.block_until_ready()
 
-    def reduce_pair(self, op: ReduceOp, left: Any, right: Any) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Any:
         """Return ``op`` applied to two arrays of one shape."""
         name = getattr(op.ufunc, "__name__", "")
         function = getattr(self._numpy, name, None)
@@ -158,7 +159,7 @@ class JaxDevice(CudaDevice):
         """Return a new vector of the items of all arrays, in a dtype, by one launch."""
         return self._compiled_flatten(list(values), dtype)
 
-    def split(self, vector: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
+    def split(self, vector: Array, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
         """Split a vector made by `flatten` into the original arrays, by one launch."""
         arrays: Sequence[Any] = self._compiled_split(vector, tuple(shapes), tuple(dtypes))
         return arrays
@@ -173,7 +174,7 @@ class JaxDevice(CudaDevice):
 
     # -- host memory -----------------------------------------------------------------------------------------
 
-    def to_numpy(self, value: Any) -> np.ndarray:
+    def to_numpy(self, value: Array) -> np.ndarray:
         """Convert an array to NumPy, after it has been computed."""
         return np.asarray(value)
 

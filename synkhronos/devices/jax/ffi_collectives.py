@@ -35,6 +35,7 @@ from synkhronos.devices.jax.xla_ffi import (
     handle_non_execution,
     register_target,
 )
+from synkhronos.variable_types import Array
 
 _log = logging.getLogger("synkhronos")
 
@@ -160,7 +161,7 @@ class FfiCollectives:
 
     # -- traced ----------------------------------------------------------------------------------------------
 
-    def trace_start(self, array: Any, token: Any, shape: tuple[int, ...] | None = None) -> tuple[Any, Any]:
+    def trace_start(self, array: Array, token: Array, shape: tuple[int, ...] | None = None) -> tuple[Any, Any]:
         """Trace the start of a collective on an array; return its result and a token.
 
         XLA may order independent operations differently on different ranks.  The token makes each start depend on the
@@ -187,7 +188,7 @@ class FfiCollectives:
         self,
         arrays: Sequence[Any],
         started: Sequence[Any] = (),
-        token: Any = None,
+        token: Array | None = None,
         extra_operands: Sequence[Any] = (),
         shapes: Sequence[tuple[int, ...] | None] | None = None,
     ) -> tuple[list[Any], Any]:
@@ -243,7 +244,7 @@ class FfiCollectives:
         *reduced, is_valid = call(*operands, token, *extra_operands, **attributes)
         return reduced, is_valid
 
-    def trace_sum(self, array: Any) -> Any:
+    def trace_sum(self, array: Array) -> Any:
         """Trace the sum of an array of floats over the ranks; it is NaN if the connection was aborted.
 
         Under `jax.vmap`, the whole batch is reduced at once.
@@ -252,7 +253,7 @@ class FfiCollectives:
         import jax.numpy as jnp
 
         @jax.custom_batching.custom_vmap
-        def total(array: Any) -> Any:
+        def total(array: Array) -> Any:
             (reduced,), is_valid = self.trace_finish([array])
             return jnp.where(is_valid != 0, reduced, jnp.nan)
 
@@ -334,7 +335,7 @@ def _read_spans(frame: Any, start: int, stop: int) -> list[BufferSpan]:
     return spans
 
 
-def _to_shape_struct(array: Any, shape: tuple[int, ...] | None = None) -> Any:
+def _to_shape_struct(array: Array, shape: tuple[int, ...] | None = None) -> Any:
     import jax
 
     return jax.ShapeDtypeStruct(array.shape if shape is None else shape, array.dtype)

@@ -16,7 +16,6 @@ another library, such as a sampler, that all ranks run at the same time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from synkhronos.engines.xla.traced_exchange import ExchangeSpec
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
+from synkhronos.variable_types import CompiledFunction, Mode
 
 
 class XlaEngine(LazyEngine):
@@ -37,7 +37,7 @@ class XlaEngine(LazyEngine):
 
     requires_static_shapes = True
 
-    def can_run(self, library: GraphLibrary, mode: Any) -> bool:
+    def can_run(self, library: GraphLibrary, mode: Mode) -> bool:
         """Whether the mode is JAX mode."""
         return library.is_xla_mode(mode)
 
@@ -46,7 +46,9 @@ class XlaEngine(LazyEngine):
         """JAX arrays."""
         return JAX
 
-    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
+    def make_runner(
+        self, library: GraphLibrary, function: CompiledFunction, n_inputs: int, allows_opaque_outputs: bool
+    ) -> Runner:
         """Make an executable, which returns scalars as log entries if outputs may be any objects."""
         return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=allows_opaque_outputs)
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from synkhronos.variable_types import Array, Variable
+
 
 class JaxprEvaluator:
     """Evaluates the equations of a function's jaxpr on request; the function returns a sequence of arrays.
@@ -71,7 +73,7 @@ class JaxprEvaluator:
         self._computed.update(untraced_equations)
         return [v.val if isinstance(v, core.Literal) else self._values[v] for v in variables]
 
-    def delay_until(self, token: Any) -> Any:
+    def delay_until(self, token: Array) -> Any:
         """Make the rest of the computation wait for a token; return a token of the same value."""
         import jax
 
@@ -87,7 +89,7 @@ class JaxprEvaluator:
         self._values.update(zip(flows, delayed, strict=True))
         return token
 
-    def finish(self, vector: Any) -> list[Any]:
+    def finish(self, vector: Array) -> list[Any]:
         """Trace the remaining equations, and return the function's results, with ``vector`` for the one in parts."""
         position = self._results.index(None)
         other_results = self.compute([v for v in self._results if v is not None])
@@ -107,7 +109,7 @@ class JaxprEvaluator:
                 remaining += self._jaxpr.eqns[i].invars
         return untraced_equations
 
-    def _find_parts(self, variable: Any) -> list[Any]:
+    def _find_parts(self, variable: Variable) -> list[Any]:
         """Return the arrays whose concatenation along the last axis a variable is."""
         from jax.extend import core
 

@@ -28,6 +28,7 @@ from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.patching import replace_attribute, set_environment
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
+from synkhronos.variable_types import Array
 
 #: JAX's settings that change numbers, which all ranks take from the master.
 _JAX_FLAGS = (
@@ -51,7 +52,7 @@ class SpmdProgram:
         self._is_vectorized = is_vectorized
         self._ffi_collectives = FfiCollectives(aborts_on_error=True)
 
-    def all_reduce(self, vector: Any) -> Any:
+    def all_reduce(self, vector: Array) -> Any:
         """Return the sum of the ranks' vectors; traced by JAX."""
         return vector if self.rank.size == 1 else self._ffi_collectives.trace_sum(vector)
 

@@ -16,6 +16,7 @@ from synkhronos.engines.engine import StepShards
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.engines.xla.vector_parts import can_hold_parts, run_in_place, write_parts
 from synkhronos.lowering.jax_function import JaxFunction
+from synkhronos.variable_types import Array
 
 #: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass.  XLA
 #: fuses no operations across the start of a chunk.  Between GPUs of one machine this costs more than the overlap
@@ -170,7 +171,7 @@ class TracedExchange:
         evaluator: JaxprEvaluator,
         chunks: Sequence[list[Any]],
         compute_chunk: Callable[[list[Any]], Any],
-        token: Any,
+        token: Array,
         get_shape: Callable[[tuple[int, ...]], tuple[int, ...] | None],
         compute_tail: Callable[[], list[Any]] = list,
     ) -> tuple[list[Any], Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.lowering.jax_function import JaxFunction
+from synkhronos.variable_types import Array
 
 #: Minimal number of bytes of a vector whose parts are written into its memory one after another.
 MIN_NBYTES_IN_PLACE = 1 << 20
@@ -33,18 +34,18 @@ def run_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any
     return function.run(*operands)
 
 
-def can_hold_parts(vector: Any, parts: Sequence[Any]) -> bool:
+def can_hold_parts(vector: Array, parts: Sequence[Any]) -> bool:
     """Whether several vectors are to be written into the memory of ``vector``: it is long, and of their joint type."""
     if not _is_long_vector(vector) or len(parts) == 1:
         return False
     return bool(parts[0].dtype == vector.dtype and sum(part.size for part in parts) == vector.size)
 
 
-def _is_long_vector(array: Any) -> bool:
+def _is_long_vector(array: Array) -> bool:
     return bool(array.ndim == 1 and array.nbytes >= MIN_NBYTES_IN_PLACE)
 
 
-def write_parts(vector: Any, parts: Sequence[Any]) -> Any:
+def write_parts(vector: Array, parts: Sequence[Any]) -> Any:
     """Return the concatenation of vectors, in the memory of ``vector``.  Short neighbours are copied together."""
     import jax.numpy as jnp
     from jax import lax

@@ -39,6 +39,7 @@ from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
 from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
 from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graph_libraries import get_library
+from synkhronos.variable_types import Node, Variable
 
 #: PyMC prints the messages of its own logger and of those below it.
 _log = logging.getLogger("pymc.synkhronos")
@@ -191,7 +192,7 @@ def _make_evaluator(model: pm.Model) -> Callable[[], Any]:
     return lambda: function(center + generator.normal(scale=1e-3, size=center.shape))
 
 
-def _make_distributed_logp(model: pm.Model, variable: Any) -> Any:
+def _make_distributed_logp(model: pm.Model, variable: Variable) -> Any:
     """Return the log-density of an observed variable or a potential as an expression that the ranks compute.
 
     Raises
@@ -229,17 +230,17 @@ def _find_full_sums(scalar: Any) -> list[Any]:
     return list(dict.fromkeys(total for variable in node.inputs for total in _find_full_sums(variable)))
 
 
-def _evaluate_shape(model: pm.Model, terms: Any) -> Any:
+def _evaluate_shape(model: pm.Model, terms: Variable) -> Any:
     function = pytensor.function(model.value_vars, terms.shape, mode="FAST_COMPILE", on_unused_input="ignore")
     return function(**model.initial_point())
 
 
-def _sum_terms_on_ranks(model: pm.Model, terms: Any, shape: Any, name: str) -> Any:
+def _sum_terms_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) -> Any:
     """Return the sum of all terms, whose axis 0 runs along the rows, as an expression that the ranks compute."""
     if not len(shape) or shape[0] < 2:
         raise NotRowwiseError(f"it has shape {tuple(map(int, shape))}, and so no rows to share out")
 
-    def restrict_check(search: RowSearch, node: Any, axis: int) -> Any:
+    def restrict_check(search: RowSearch, node: Node, axis: int) -> Any:
         value, *conditions = node.inputs
         value = search.restrict(value, axis)
         if not model.check_bounds:
@@ -268,7 +269,7 @@ def _reads_data(potential: Any) -> bool:
     )
 
 
-def _reject_minibatch(search: RowSearch, node: Any, axis: int) -> Any:
+def _reject_minibatch(search: RowSearch, node: Node, axis: int) -> Any:
     raise NotRowwiseError(
         "pm.Minibatch draws other rows at each evaluation; give all rows to a model that is to be split"
     )

@@ -45,6 +45,7 @@ from pytensor.tensor.type_other import MakeSlice
 from synkhronos.extensions.rows_sum import PickedRows, get_rows
 from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graph_libraries import get_library
+from synkhronos.variable_types import Node, Variable
 
 __all__ = ["NotRowwiseError", "make_rowwise"]
 
@@ -62,7 +63,9 @@ class NotRowwiseError(ValueError):
     """An expression cannot be computed row by row; the message names the reason."""
 
 
-def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None = None) -> tuple[Any, dict[Any, Any]]:
+def make_rowwise(
+    terms: Variable, length: int, rules: dict[type, RowwiseRule] | None = None
+) -> tuple[Any, dict[Any, Any]]:
     """Return an expression for the terms of any number of rows, and the data that it needs.
 
     Parameters
@@ -144,7 +147,7 @@ class RowSearch:
         self._placeholders: dict[Any, Any] = {}
         self._values: dict[Any, Any] = {}
 
-    def restrict(self, variable: Any, axis: int) -> Any:
+    def restrict(self, variable: Variable, axis: int) -> Any:
         """Return the expression of `variable` for the computed rows, which run along `axis`."""
         restricted = self._restricted.get((variable, axis))
         if restricted is None:
@@ -153,11 +156,11 @@ class RowSearch:
             restricted = self._restricted[variable, axis] = find(folded, axis)
         return restricted
 
-    def restrict_or_broadcast(self, variable: Any, axis: int) -> Any:
+    def restrict_or_broadcast(self, variable: Variable, axis: int) -> Any:
         """Restrict `variable` unless it has length 1 along `axis`, and so is broadcast over the rows."""
         return variable if variable.type.shape[axis] == 1 else self.restrict(variable, axis)
 
-    def merge_equal_rows(self, variable: Any, axis: int) -> Any:
+    def merge_equal_rows(self, variable: Variable, axis: int) -> Any:
         """Replace a constant with equal rows, such as a condition that holds everywhere, by one row; else restrict."""
         folded = self.fold_constants(variable)
         if isinstance(folded, Constant):
@@ -210,7 +213,7 @@ class RowSearch:
             subsearch.n_rows_variable = self.n_rows_variable
         return subsearch
 
-    def find_row_axis(self, variable: Any) -> int | None:
+    def find_row_axis(self, variable: Variable) -> int | None:
         """Return the axis of `variable` that runs along the rows; None if the search has not found one so far."""
         for axis in range(getattr(variable.type, "ndim", 0)):
             if (variable, axis) in self._restricted:
@@ -224,7 +227,7 @@ class RowSearch:
         axes = node.op.new_order if isinstance(node.op, DimShuffle) else _list_kept_axes(node)
         return None if row_axis is None or row_axis not in axes else axes.index(row_axis)
 
-    def restrict_condition(self, variable: Any) -> Any:
+    def restrict_condition(self, variable: Variable) -> Any:
         """Return a condition ``all(...)`` over the computed rows only."""
         if isinstance(variable.type, TensorType):
             variable = self.fold_constants(variable)
@@ -242,7 +245,7 @@ class RowSearch:
                 return pt.all(self.restrict(inner, axis))
         return variable
 
-    def check_parameters(self, terms: Any) -> None:
+    def check_parameters(self, terms: Variable) -> None:
         """Raise NotRowwiseError if a parameter of `terms` is itself computed from the data.
 
         The master would compute all rows at each evaluation.
@@ -261,7 +264,7 @@ class RowSearch:
             if len(data) < len(leaves) and any(self.length in _get_shape(leaf) for leaf in data):
                 raise NotRowwiseError(f"{_describe(variable)} needs all rows at once")
 
-    def fold_constants(self, variable: Any) -> Any:
+    def fold_constants(self, variable: Variable) -> Any:
         """Return the value, as a constant, of a variable that is computed from constants; else the variable.
 
         PyTensor would fold it while compiling; the ranks would compute it at each evaluation.
@@ -277,18 +280,18 @@ class RowSearch:
         return self._values[variable]
 
     @staticmethod
-    def _list_leaves(variable: Any) -> list[Any]:
+    def _list_leaves(variable: Variable) -> list[Any]:
         """Return the inputs and constants from which `variable` is computed."""
         return [leaf for leaf in walk([variable], lambda v: v.owner.inputs if v.owner else []) if leaf.owner is None]
 
-    def _is_foldable(self, variable: Any) -> bool:
+    def _is_foldable(self, variable: Variable) -> bool:
         """Whether a variable depends on constants only, one of which has an axis as long as there are rows."""
         leaves = self._list_leaves(variable)
         return all(isinstance(v, Constant) for v in leaves) and any(
             isinstance(v.type, TensorType) and self.length in np.shape(v.data) for v in leaves
         )
 
-    def _restrict_data(self, variable: Any, axis: int) -> Any:
+    def _restrict_data(self, variable: Variable, axis: int) -> Any:
         """Replace a constant or shared variable by an input for its rows."""
         if not isinstance(variable, Constant | SharedVariable):
             raise NotRowwiseError(f"{_describe(variable)} has an element for each row, but is not data")
@@ -311,7 +314,7 @@ class RowSearch:
         self._placeholders[key] = pt.moveaxis(placeholder, 0, axis) if axis else placeholder
         return self._placeholders[key]
 
-    def _restrict_computed(self, variable: Any, axis: int) -> Any:
+    def _restrict_computed(self, variable: Variable, axis: int) -> Any:
         """Apply the rule of the operation that computes `variable`."""
         node = variable.owner
         for kind in type(node.op).__mro__:
@@ -331,15 +334,15 @@ def _list_lengths(values: Any, axis: int) -> list[int]:
     return sorted({length for shared in data for length in _get_shape(shared)[:1]})
 
 
-def _describe(variable: Any) -> str:
+def _describe(variable: Variable) -> str:
     return repr(variable.name) if variable.name else str(variable)
 
 
-def _is_shared_array(variable: Any) -> bool:
+def _is_shared_array(variable: Variable) -> bool:
     return isinstance(variable, SharedVariable) and isinstance(variable.type, TensorType)
 
 
-def _list_value_inputs(variable: Any) -> list[Any]:
+def _list_value_inputs(variable: Variable) -> list[Any]:
     """Return the inputs of the node that computes a variable; none for a shape, which needs no elements."""
     node = variable.owner
     return [] if node is None or isinstance(node.op, Shape | Shape_i) else node.inputs
@@ -350,35 +353,35 @@ def _get_shape(data: Any) -> tuple[int, ...]:
     return np.shape(data.data if isinstance(data, Constant) else data.get_value(borrow=True))
 
 
-def _make_mixes_rows_error(node: Any) -> NotRowwiseError:
+def _make_mixes_rows_error(node: Node) -> NotRowwiseError:
     return NotRowwiseError(f"{node.op} mixes rows")
 
 
 # -- one rule for each operation -------------------------------------------------------------------------------
 
 
-def _restrict_elemwise(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_elemwise(search: RowSearch, node: Node, axis: int) -> Any:
     operands = [search.merge_equal_rows(variable, axis) for variable in node.inputs]
     if all(operand.type.shape[axis] == 1 for operand in operands):  # at least one operand has to have the rows
         operands = [search.restrict_or_broadcast(variable, axis) for variable in node.inputs]
     return node.op(*operands)
 
 
-def _restrict_dimshuffle(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_dimshuffle(search: RowSearch, node: Node, axis: int) -> Any:
     source = node.op.new_order[axis]
     if source == "x":
         raise _make_mixes_rows_error(node)
     return node.op(search.restrict(node.inputs[0], source))
 
 
-def _restrict_dot(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_dot(search: RowSearch, node: Node, axis: int) -> Any:
     a, b = node.inputs
     if axis < a.type.ndim - 1:
         return node.op(search.restrict(a, axis), b)
     return node.op(a, search.restrict(b, 1))
 
 
-def _restrict_blockwise(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_blockwise(search: RowSearch, node: Node, axis: int) -> Any:
     n_batch = node.op.batch_ndim(node)
     if axis < n_batch:
         return node.op(*[search.restrict_or_broadcast(variable, axis) for variable in node.inputs], return_list=True)
@@ -398,13 +401,13 @@ def _restrict_blockwise(search: RowSearch, node: Any, axis: int) -> Any:
     return node.op(*operands)
 
 
-def _inline_all_batches(node: Any) -> Any:
+def _inline_all_batches(node: Node) -> Any:
     """Return the graph of an `OpFromGraph` with one output, of all batches."""
     core = node.op.core_op.fgraph
     return vectorize_graph(core.outputs[0], dict(zip(core.inputs, node.inputs, strict=True)))
 
 
-def _index_all_batches(node: Any, n_batch: int) -> Any:
+def _index_all_batches(node: Node, n_batch: int) -> Any:
     """Return an indexing of each batch, such as ``values[batch][index[batch]]``, as one indexing of all batches."""
     values, *index = node.inputs
     idx_list = getattr(node.op.core_op, "idx_list", None)
@@ -422,7 +425,7 @@ def _index_all_batches(node: Any, n_batch: int) -> Any:
     return values.dimshuffle(*batched, *range(n_batch, values.type.ndim))[(*picks, *arrays)]
 
 
-def _allocate_all_batches(node: Any, n_batch: int) -> Any:
+def _allocate_all_batches(node: Node, n_batch: int) -> Any:
     """Return an allocation of each batch, which all have the same shape, as one allocation of all batches."""
     value, *_ = node.inputs
     shape = node.outputs[0].type.shape
@@ -432,7 +435,7 @@ def _allocate_all_batches(node: Any, n_batch: int) -> Any:
     return pt.alloc(value.dimshuffle(*range(n_batch), *gap, *range(n_batch, value.type.ndim)), *shape)
 
 
-def _restrict_take(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_take(search: RowSearch, node: Node, axis: int) -> Any:
     values, index = node.inputs
     if axis:
         return node.op(search.restrict(values, axis), index)
@@ -440,7 +443,7 @@ def _restrict_take(search: RowSearch, node: Any, axis: int) -> Any:
     return node.op(values, search.restrict(index, 0)) if picked is None else picked
 
 
-def _restrict_advanced_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_advanced_subtensor(search: RowSearch, node: Node, axis: int) -> Any:
     """Restrict ``values[:, a, b]``: full slices, adjacent index arrays, then possibly full slices."""
     values, *operands = node.inputs
     idx_list = getattr(node.op, "idx_list", None)
@@ -501,7 +504,7 @@ def _is_arange(index: Any, axis: int, length: int) -> bool:
     return all(isinstance(bound, Constant) and bound.data == n for bound, n in ((start, 0), (step, 1)))
 
 
-def _restrict_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_subtensor(search: RowSearch, node: Node, axis: int) -> Any:
     values, *operands = node.inputs
     index = list(indices_from_subtensor(operands, node.op.idx_list))
     index += [slice(None)] * (values.type.ndim - len(index))
@@ -524,7 +527,7 @@ def _get_fixed_slice(selection: slice) -> slice | None:
     return slice(*[None if end is None else int(end.data) for end in ends])
 
 
-def _restrict_inc_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_inc_subtensor(search: RowSearch, node: Node, axis: int) -> Any:
     """Restrict ``set_subtensor(values[:, k], new_values)``."""
     values, new_values, *operands = node.inputs
     index = list(indices_from_subtensor(operands, node.op.idx_list))
@@ -540,7 +543,7 @@ def _restrict_inc_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
     )
 
 
-def _restrict_advanced_inc_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_advanced_inc_subtensor(search: RowSearch, node: Node, axis: int) -> Any:
     """Restrict ``set_subtensor(values[index], new_values)`` for a constant index: predictors with missing values."""
     values, new_values, *operands = node.inputs
     idx_list = getattr(node.op, "idx_list", None)
@@ -575,12 +578,12 @@ def _scatter_constant_values(values: Any, picked_rows: np.ndarray, length: int) 
     return pt.constant(full)
 
 
-def _restrict_alloc_empty(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_alloc_empty(search: RowSearch, node: Node, axis: int) -> Any:
     shape = node.inputs
     return node.op(*shape[:axis], search.n_rows_variable, *shape[axis + 1 :])
 
 
-def _restrict_sparse_dot(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_sparse_dot(search: RowSearch, node: Node, axis: int) -> Any:
     """Restrict a product of a constant sparse matrix and a dense one.
 
     Each row has as many indexes and values as the row with most elements.
@@ -601,18 +604,18 @@ def _restrict_sparse_dot(search: RowSearch, node: Any, axis: int) -> Any:
     return product.astype(node.outputs[0].type.dtype)
 
 
-def _restrict_reduction(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_reduction(search: RowSearch, node: Node, axis: int) -> Any:
     return node.op(search.restrict(node.inputs[0], _list_kept_axes(node)[axis]))
 
 
-def _list_kept_axes(node: Any) -> list[int]:
+def _list_kept_axes(node: Node) -> list[int]:
     """Return the axes that a reduction keeps."""
     ndim = node.inputs[0].type.ndim
     reduced = range(ndim) if node.op.axis is None else node.op.axis
     return [i for i in range(ndim) if i not in reduced]
 
 
-def _restrict_unary(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_unary(search: RowSearch, node: Node, axis: int) -> Any:
     """Restrict an operation on one array along some axes, such as a softmax, or along all if its axis is None."""
     (values,) = node.inputs
     axes = getattr(node.op, "axis", ())  # a view has none
@@ -621,7 +624,7 @@ def _restrict_unary(search: RowSearch, node: Any, axis: int) -> Any:
     return node.op(search.restrict(values, axis))
 
 
-def _restrict_join(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_join(search: RowSearch, node: Node, axis: int) -> Any:
     join_axis = getattr(node.op, "axis", None)
     axis_inputs = [] if join_axis is not None else node.inputs[:1]
     if join_axis is None:
@@ -634,7 +637,7 @@ def _restrict_join(search: RowSearch, node: Any, axis: int) -> Any:
     return node.op(*axis_inputs, *[search.restrict(array, axis) for array in arrays])
 
 
-def _restrict_joined_blocks(search: RowSearch, node: Any, blocks: list[Any], axis: int) -> Any:
+def _restrict_joined_blocks(search: RowSearch, node: Node, blocks: list[Any], axis: int) -> Any:
     """Restrict blocks of rows of fixed lengths, one below the other: each row is computed in each block."""
     lengths = [block.type.shape[axis] for block in blocks]
     if None in lengths or sum(lengths) != search.length or len(blocks) > _MAX_BLOCKS:
@@ -648,7 +651,7 @@ def _restrict_joined_blocks(search: RowSearch, node: Any, blocks: list[Any], axi
     return joined.astype(node.outputs[0].type.dtype)
 
 
-def _restrict_alloc(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_alloc(search: RowSearch, node: Node, axis: int) -> Any:
     value, *shape = node.inputs
     value_axis = axis - (len(shape) - value.type.ndim)
     if value_axis >= 0:
@@ -656,13 +659,13 @@ def _restrict_alloc(search: RowSearch, node: Any, axis: int) -> Any:
     return node.op(value, *shape[:axis], search.n_rows_variable, *shape[axis + 1 :])
 
 
-def _restrict_specify_shape(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_specify_shape(search: RowSearch, node: Node, axis: int) -> Any:
     values, *shape = node.inputs
     lengths = [None if i == axis or length.type.ndim != 0 else length for i, length in enumerate(shape)]
     return pt.specify_shape(search.restrict(values, axis), lengths)
 
 
-def _restrict_reshape(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_reshape(search: RowSearch, node: Node, axis: int) -> Any:
     values, shape = node.inputs
     length = values.type.shape[0] if values.type.ndim else None
     if axis or not length == node.outputs[0].type.shape[0] == search.length:
@@ -671,7 +674,7 @@ def _restrict_reshape(search: RowSearch, node: Any, axis: int) -> Any:
     return pt.reshape(search.restrict(values, 0), [search.n_rows_variable, *other_lengths])
 
 
-def _restrict_op_from_graph(search: RowSearch, node: Any, axis: int) -> Any:
+def _restrict_op_from_graph(search: RowSearch, node: Node, axis: int) -> Any:
     graph = node.op.fgraph
     if hasattr(graph, "unfreeze"):  # since 3.1
         graph = graph.unfreeze()

@@ -19,6 +19,7 @@ from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
 from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graph_libraries import get_library
 from synkhronos.lowering.differentiable_sums import fuse_sums, make_callback_sum
+from synkhronos.variable_types import Array, FunctionGraph, Node
 
 __all__ = ["RankSumGraph", "SpmdSums", "register_conversions", "replace_sums"]
 
@@ -59,16 +60,16 @@ class SpmdSums(Op):
         """Return a node for these parameters."""
         return Apply(self, list(params), [graph.total.type() for graph in self.graphs])
 
-    def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
+    def perform(self, node: Node, inputs: Sequence[Array], output_storage: list[list[Any]]) -> None:
         """Raise NotImplementedError: the Op has a conversion to JAX only."""
         raise NotImplementedError("SpmdSums is computed by XLA only")
 
-    def do_constant_folding(self, fgraph: Any, node: Any) -> bool:
+    def do_constant_folding(self, fgraph: FunctionGraph, node: Node) -> bool:
         """Return False: only the ranks' programs can compute it."""
         return False
 
 
-def replace_sums(variable: Any, make_graph: Callable[[DistributedSum], RankSumGraph]) -> Any:
+def replace_sums(variable: Variable, make_graph: Callable[[DistributedSum], RankSumGraph]) -> Any:
     """Replace each `SumOverRows` in a graph by a `SpmdSums`.
 
     Sums that do not depend on each other are one node, so that they make one all-reduce, and the order of several

@@ -147,7 +147,7 @@ def _parse_table(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _parse_keep_best(value: Any) -> list[str] | None:
+def _parse_keep_best(value: object) -> list[str] | None:
     if value is None:
         return None
     with convert_to_settings_error():
@@ -172,7 +172,7 @@ def _parse_model_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _parse_integer(value: Any, key: str, minimum: int, maximum: int | None = None) -> int:
+def _parse_integer(value: object, key: str, minimum: int, maximum: int | None = None) -> int:
     with convert_to_settings_error():
         checked = check_at_least(value, key, minimum)
     if maximum is not None and checked > maximum:
@@ -186,14 +186,14 @@ def _parse_seconds(value: Any, key: str) -> float:
     return float(value)
 
 
-def _parse_flag(value: Any, key: str) -> bool:
+def _parse_flag(value: object, key: str) -> bool:
     word = str(value).lower()
     if word not in _TRUE_WORDS | _FALSE_WORDS:
         raise SettingsError(f"{key}: expected true or false, got {value!r}")
     return word in _TRUE_WORDS
 
 
-def _parse_on_death(value: Any, key: str) -> str:
+def _parse_on_death(value: object, key: str) -> str:
     with convert_to_settings_error():
         return check_choice(value, key, ("stop", "continue"))
 

@@ -28,6 +28,7 @@ from synkhronos.training.train_function.training_graph import (
 from synkhronos.training.train_function.weighted_mean import warn_of_varying_denominators
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates
 from synkhronos.training.updates.sharded_updates import ShardedUpdates, ShardedVariable
+from synkhronos.variable_types import SharedVariable
 
 
 def _count_rows(data: Any) -> int:
@@ -45,7 +46,7 @@ def _to_update_dict(updates: Any) -> dict[Any, Any]:
     return build_local_updates(updates) if isinstance(updates, RuleUpdates) else dict(updates)
 
 
-def _snapshot_value(shared: Any) -> Any:
+def _snapshot_value(shared: SharedVariable) -> Any:
     """Return a snapshot of a variable's value; on a GPU it may not be computed yet."""
     value = get_library(shared).borrow_value(shared)
     return get_array_device(value).snapshot(value)

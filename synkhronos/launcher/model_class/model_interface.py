@@ -76,7 +76,7 @@ def check_interface(model: Any, name: str) -> None:
         raise ModelInterfaceError(f"{name}: missing or invalid:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def shorten_repr(value: Any) -> str:
+def shorten_repr(value: object) -> str:
     """Return the ``repr`` of a value, cut to 60 characters, for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -235,6 +235,6 @@ def _weigh_costs(costs: Sequence[Any], weights: Sequence[Any]) -> list[tuple[flo
     return [(w * _to_float(cost) if w else 0.0, w) for cost, w in zip(costs, map(_to_float, weights), strict=True)]
 
 
-def _to_float(value: Any) -> float:
+def _to_float(value: object) -> float:
     """Convert a scalar of any array type to a float; for an array, its mean."""
     return float(value) if isinstance(value, int | float) else float(np.mean(np.asarray(value, np.float64)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from synkhronos.rules import Rule
 from synkhronos.training.checkpoints.checkpoint import CheckpointError
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.updates.flat_gradient import get_shape
+from synkhronos.variable_types import SharedVariable
 
 #: Options that may change when a training is resumed: learning rates, and periods of exchanges.
 CHANGEABLE_OPTIONS = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
@@ -51,7 +53,9 @@ def describe_training(
     }
 
 
-def check_same_training(path: Any, meta: Mapping[str, Any], expected_meta: Mapping[str, Any]) -> None:
+def check_same_training(
+    path: str | os.PathLike[str], meta: Mapping[str, Any], expected_meta: Mapping[str, Any]
+) -> None:
     """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``, that of this training."""
     if meta["kind"] != expected_meta["kind"]:
         raise CheckpointError(f"{path} is a checkpoint of a {meta['kind']}, got a {expected_meta['kind']}")
@@ -77,7 +81,9 @@ def check_same_training(path: Any, meta: Mapping[str, Any], expected_meta: Mappi
         )
 
 
-def _check_variables(path: Any, role: str, meta: Mapping[str, Any], expected_meta: Mapping[str, Any]) -> None:
+def _check_variables(
+    path: str | os.PathLike[str], role: str, meta: Mapping[str, Any], expected_meta: Mapping[str, Any]
+) -> None:
     saved, expected = meta["variables"][role], expected_meta["variables"][role]
     if saved != expected:
         raise CheckpointError(
@@ -86,7 +92,9 @@ def _check_variables(path: Any, role: str, meta: Mapping[str, Any], expected_met
         )
 
 
-def _check_options(path: Any, rule_name: str | None, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _check_options(
+    path: str | os.PathLike[str], rule_name: str | None, saved: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
     for option in sorted({*saved, *expected} - CHANGEABLE_OPTIONS):
         saved_value, value = saved.get(option), expected.get(option)
         if saved_value != value and _SYMBOLIC not in (saved_value, value):
@@ -99,7 +107,7 @@ def _to_json_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v if isinstance(v, str | int | float | bool | None) else _SYMBOLIC for name, v in plain.items()}
 
 
-def _describe_variable(shared: Any, role: str) -> list[Any]:
+def _describe_variable(shared: SharedVariable, role: str) -> list[Any]:
     """Return the name, shape and dtype of a shared variable.
 
     For ``others`` the shape is replaced by the number of dimensions: an extra update may change the shape.
@@ -108,7 +116,7 @@ def _describe_variable(shared: Any, role: str) -> list[Any]:
     return [shared.name or "", f"{len(shape)}-d" if role == "others" else shape, str(shared.type.dtype)]
 
 
-def _describe_generator(shared: Any) -> list[Any]:
+def _describe_generator(shared: SharedVariable) -> list[Any]:
     """Return the type of a generator, and the shape of its state if that is an array."""
     value = get_library(shared).copy_generator(shared)
     state = value.bit_generator if isinstance(value, np.random.Generator) else value

@@ -23,6 +23,7 @@ from synkhronos.programs import Worker
 from synkhronos.rules import Rule, State
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointContent, CheckpointError, read_checkpoint
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
+from synkhronos.variable_types import SharedVariable
 
 
 @dataclass
@@ -231,7 +232,7 @@ def restore_generator_states(worker: Worker, generators: Sequence[Any], states_b
         set_generator_state(shared, state)
 
 
-def get_generator_state(shared: Any) -> Any:
+def get_generator_state(shared: SharedVariable) -> Any:
     """Return the state of a generator in types that JSON can represent."""
     value = get_library(shared).copy_generator(shared)
     if isinstance(value, np.random.Generator):
@@ -241,7 +242,7 @@ def get_generator_state(shared: Any) -> Any:
     return to_json_types(np.asarray(value))
 
 
-def set_generator_state(shared: Any, state: Any) -> None:
+def set_generator_state(shared: SharedVariable, state: Any) -> None:
     """Set the state of a generator to a result of `get_generator_state`."""
     library, state = get_library(shared), from_json_types(state)
     value = library.copy_generator(shared)
@@ -254,7 +255,7 @@ def set_generator_state(shared: Any, state: Any) -> None:
     library.set_generator(shared, value)
 
 
-def to_json_types(value: Any) -> Any:
+def to_json_types(value: object) -> Any:
     """Convert NumPy arrays and scalars in a generator's state to types that JSON can represent."""
     if isinstance(value, dict):
         return {key: to_json_types(item) for key, item in value.items()}
@@ -263,7 +264,7 @@ def to_json_types(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def from_json_types(value: Any) -> Any:
+def from_json_types(value: object) -> Any:
     """Convert a result of `to_json_types` back."""
     if isinstance(value, dict) and set(value) == {"dtype", "values"}:
         return np.array(value["values"], value["dtype"])

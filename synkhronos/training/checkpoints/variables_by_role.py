@@ -13,6 +13,7 @@ from synkhronos.graph_libraries import get_library
 from synkhronos.rules import Rule
 from synkhronos.rules.state import FlatVariables
 from synkhronos.training.train_function.training_graph import TrainingGraph
+from synkhronos.variable_types import SharedVariable
 
 
 @dataclass
@@ -101,6 +102,6 @@ class VariablesByRole:
             get_library(shared).store_value(shared, device.from_numpy(np.array(value)))
 
 
-def _borrow_value(shared: Any) -> Any:
+def _borrow_value(shared: SharedVariable) -> Any:
     """Return the value of a shared variable, an array of any device, without a copy."""
     return get_library(shared).borrow_value(shared)

@@ -11,7 +11,7 @@ from typing import Any
 _SIGNS = {"min": 1.0, "max": -1.0}
 
 
-def parse_monitored_metric(value: Any, name: str) -> tuple[str, str]:
+def parse_monitored_metric(value: object, name: str) -> tuple[str, str]:
     """Check the argument ``name``, which names a metric; return the metric, and "min" or "max" for the best value.
 
     Examples

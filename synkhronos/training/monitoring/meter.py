@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from synkhronos.variable_types import Array
+
 #: Takes losses and weights on the device; returns pairs of numbers, each a loss times its weight, and the weight.
 LossReader = Callable[[Sequence[Any], Sequence[Any]], Iterable[tuple[float, float]]]
 
@@ -92,7 +94,7 @@ class ActivityTimer:
     def _read_wait_seconds(self) -> float:
         return 0.0 if self._get_wait_seconds is None else self._get_wait_seconds()
 
-    def __exit__(self, error: Any, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         if error is None:
             wait = self._read_wait_seconds() - self._waited_before
             self.seconds_without_wait = time.perf_counter() - self._began - wait
@@ -176,7 +178,7 @@ class Meter:
             first_rows, first_seconds = self.first_launches
             self.first_launches = FirstLaunches(first_rows + steps * rows, first_seconds + seconds)
 
-    def add_loss(self, loss: Any, weight: Any) -> None:
+    def add_loss(self, loss: Array, weight: Array | None) -> None:
         """Append a loss and its weight, which may be on the device, to the unread losses."""
         self._losses.append(loss)
         self._weights.append(weight)

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.graph_libraries import SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import get_shape
+from synkhronos.variable_types import SharedVariable, Variable
 
 #: Argument for extra updates: shared variables and their new values, each with or without an op.
 UpdatesArgument = (
@@ -113,7 +114,7 @@ def _choose_ops(entries: list[Any], inputs: list[Variable]) -> list[ExtraUpdate]
         differing_variables += new_differing_variables
 
 
-def _is_float(shared: Any) -> bool:
+def _is_float(shared: SharedVariable) -> bool:
     """Whether a variable is an array of real floats."""
     return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind == "f"
 

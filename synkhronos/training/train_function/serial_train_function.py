@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from synkhronos.casts import as_numbers
-from synkhronos.data.rows import select_rows
+from synkhronos.data.rows import BatchArgument, select_rows
 from synkhronos.devices import take_rows
-from synkhronos.graph_libraries import SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument
 from synkhronos.training.train_function.step_options import StepOptions
-from synkhronos.training.train_function.training_graph import BatchArgument, DataArgument, TrainingGraph
+from synkhronos.training.train_function.training_graph import DataArgument, TrainingGraph
 from synkhronos.training.updates.update_rule import UpdateRule
+from synkhronos.variable_types import SharedVariable, Variable, Variables
 
 
 class SerialTrainFunction:
@@ -76,8 +77,8 @@ class SerialTrainFunction:
 def make_train_function_serial(
     loss: Variable,
     params: Sequence[SharedVariable],
-    x: Variable | Sequence[Variable],
-    y: Variable | Sequence[Variable],
+    x: Variables,
+    y: Variables,
     update_rule: UpdateRule,
     extra_updates: UpdatesArgument | None = None,
     weight: Variable | None = None,

@@ -20,9 +20,10 @@ from synkhronos.containers import BoundedCache
 from synkhronos.devices import NUMPY, get_array_device
 from synkhronos.engines import GradientExchange, Runner, StepShards
 from synkhronos.function.call import Call, RankCall
-from synkhronos.graph_libraries import SharedVariable, get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.library import AT_FIRST_CALL
 from synkhronos.ranks import Command, Rank
+from synkhronos.variable_types import Array, SharedVariable
 
 
 class _StepCommandFields(NamedTuple):
@@ -297,7 +298,7 @@ class _StepRunner(Runner):
         super().__init__(function)
         self.n_repeats, self.numpy_inputs = n_repeats, numpy_inputs
 
-    def __call__(self, *inputs: Any) -> list[Any]:
+    def __call__(self, *inputs: Array) -> list[Any]:
         """Return the outputs of all steps, ordered as by every `Runner` of several computations."""
         lengths = [len(value) // self.n_repeats for value in inputs]
         by_step = []

@@ -27,21 +27,23 @@ from synkhronos.checks import check_list
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetLayouts
+from synkhronos.data.rows import BatchArgument
 from synkhronos.devices import NUMPY
 from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
-from synkhronos.graph_libraries import SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
 from synkhronos.training.train_function.launch_groups import StepRows, assign_rows, collect_sliceable_rows, group_steps
 from synkhronos.training.train_function.optimizer_state import OptimizerState
 from synkhronos.training.train_function.step_command import ShardedStepCommand, StepCommand, is_agreed
 from synkhronos.training.train_function.step_options import StepOptions
-from synkhronos.training.train_function.training_graph import BatchArgument, DataArgument, TrainingGraph
+from synkhronos.training.train_function.training_graph import DataArgument, TrainingGraph
 from synkhronos.training.train_function.weighted_mean import divide_by_weight
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.sharded_updates import ShardedUpdates
 from synkhronos.training.updates.update_rule import UpdateRule, get_rule_name
+from synkhronos.variable_types import Array, SharedVariable, Variable, Variables
 
 #: Maximal number of steps with a sharded optimizer in one command.
 _MAX_SHARDED_STEPS = 256
@@ -220,7 +222,7 @@ class TrainFunction:
         arrays = self._graph.parse_data(x_data, y_data, batch, batch_s)
         return self._to_loss(*self._run_launch(arrays, batch, batch_s, num_slices)[0])
 
-    def _to_loss(self, value: Any, weight: Any) -> Any:
+    def _to_loss(self, value: Array, weight: Array | None) -> Array:
         """Return the loss of a step as an array, from a pair of `take_weighted_steps`."""
         return value if weight is None else divide_by_weight(value, weight, self._graph.loss.dtype)
 
@@ -288,7 +290,12 @@ class TrainFunction:
         ]
 
     def take_weighted_steps(
-        self, x_data: Any, y_data: Any, batches: Any, num_slices: int | None = None, batches_s: Any = None
+        self,
+        x_data: DataArgument | None,
+        y_data: DataArgument | None,
+        batches: Any,
+        num_slices: int | None = None,
+        batches_s: Any = None,
     ) -> list[tuple[Any, Any]]:
         """Take several steps, as `steps` does, and return their losses as terms of a weighted mean.
 
@@ -346,7 +353,9 @@ class TrainFunction:
         nbytes = row * longest
         return 1 if nbytes >= _LONG_STEP_NBYTES else max(1, min(max_repeats, _MAX_LAUNCH_NBYTES // max(1, nbytes)))
 
-    def _run_launch(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, n_steps: int = 1) -> Any:
+    def _run_launch(
+        self, arrays: list[Any], batch: BatchArgument, batch_s: Any, num_slices: int, n_steps: int = 1
+    ) -> Any:
         """Take a step, or ``n_steps`` steps in one launch, with the rows of each rank ordered by steps.
 
         Return the losses as `take_weighted_steps` does.  If some rank cannot take the steps in one launch, take none,
@@ -386,7 +395,7 @@ class TrainFunction:
         weights = outputs[n_steps:] or [None] * n_steps
         return list(zip(outputs[:n_steps], weights, strict=True))
 
-    def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: Any) -> bool:
+    def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: BatchArgument) -> bool:
         """Whether some rank, but not all, has no rows to compute; raise ValueError if no rank has any."""
         n_ranks = session.size
         if gradient.n_rows is not None:
@@ -412,8 +421,8 @@ class TrainFunction:
 def make_train_function(
     loss: Variable,
     params: Sequence[SharedVariable],
-    x: Variable | Sequence[Variable],
-    y: Variable | Sequence[Variable],
+    x: Variables,
+    y: Variables,
     update_rule: UpdateRule,
     sliceable_shareds: Sequence[SharedVariable] | None = None,
     extra_updates: UpdatesArgument | None = None,

@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from synkhronos.checks import check_list, format_similar
 from synkhronos.data import Data
+from synkhronos.data.rows import BatchArgument
 from synkhronos.function.rank_mean import RankMeanOp
-from synkhronos.graph_libraries import SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, parse_extra_updates
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.weighted_mean import (
@@ -34,12 +35,10 @@ from synkhronos.training.updates.rule_extensions import (
     skip_overflows,
 )
 from synkhronos.training.updates.update_rule import UpdateRule, get_rule_name, to_rule_updates
+from synkhronos.variable_types import SharedVariable, Variable, Variables
 
 #: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
 DataArgument = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]
-
-#: Argument that selects the rows of a step.
-BatchArgument = int | slice | Sequence[int] | npt.NDArray[Any] | None
 
 
 class TrainingGraph:
@@ -63,8 +62,8 @@ class TrainingGraph:
         self,
         loss: Variable,
         params: Sequence[SharedVariable],
-        x: Variable | Sequence[Variable],
-        y: Variable | Sequence[Variable],
+        x: Variables,
+        y: Variables,
         update_rule: UpdateRule,
         rule_kwargs: dict[str, Any],
         options: StepOptions,
@@ -128,7 +127,7 @@ class TrainingGraph:
         self,
         x_data: DataArgument | None,
         y_data: DataArgument | None,
-        batch: Any,
+        batch: BatchArgument,
         batch_s: Any,
         names: tuple[str, str] = ("batch", "batch_s"),
     ) -> list[Any]:
@@ -244,6 +243,6 @@ def describe_update_rule(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]
     return get_rule_name(update_rule), {**defaults, **rule_kwargs}
 
 
-def _to_list(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:
+def _to_list(argument: str, value: object, variables: list[Any], is_list: bool) -> list[Any]:
     """Return data as a list with one entry per variable."""
     return check_list(value, argument, len(variables), "arrays") if is_list else [value]

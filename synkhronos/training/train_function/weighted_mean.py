@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from synkhronos.graph_libraries import Variable, get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates.flat_gradient import find_library
+from synkhronos.variable_types import Array, SharedVariable, Variable
 
 
-def make_weighted_outputs(expression: Any, weight: Any) -> list[tuple[Any, str]]:
+def make_weighted_outputs(expression: Variable, weight: Variable) -> list[tuple[Any, str]]:
     """Return two outputs whose sums over ranks give a weighted mean: the mean times its weight, and the weight.
 
     A mean of weight 0 counts as 0, even if it is NaN.  Both outputs have the dtype of the mean, at least float32.
@@ -30,7 +32,7 @@ def make_weighted_outputs(expression: Any, weight: Any) -> list[tuple[Any, str]]
     return [(product, "sum"), (weight, "sum")]
 
 
-def divide_by_weight(total: Any, weight: Any, dtype: Any) -> np.ndarray:
+def divide_by_weight(total: Array, weight: Array, dtype: npt.DTypeLike) -> np.ndarray:
     """Return a sum divided by a weight in a dtype; NaN where the weight is 0."""
     total, weight = np.float64(total), np.float64(weight)
     return np.asarray(total / weight if weight else np.nan, dtype)
@@ -59,7 +61,7 @@ def warn_of_varying_denominators(means: Mapping[str, Any], inputs: Sequence[Vari
             )
 
 
-def check_weight(weight: Any, loss: Any, params: Sequence[Any]) -> None:
+def check_weight(weight: Variable, loss: Variable, params: Sequence[SharedVariable]) -> None:
     """Check that a weight is a real scalar variable that does not depend on parameters.
 
     The gradient of a weighted mean is the weighted mean of gradients only if the weights do not depend on parameters.

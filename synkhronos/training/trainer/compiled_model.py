@@ -20,6 +20,7 @@ from synkhronos.training.train_function.training_graph import (
 )
 from synkhronos.training.trainer.death_recovery import RecoveringRunner
 from synkhronos.training.trainer.trainer_state import TrainerState
+from synkhronos.variable_types import SharedVariable
 
 _trainer_numbers = itertools.count()
 
@@ -32,7 +33,12 @@ class CompiledModel:
     """
 
     def __init__(
-        self, graph: TrainingGraph, rule: Rule, learning_rate: Any, schedule: Schedule, metrics: dict[str, Metric]
+        self,
+        graph: TrainingGraph,
+        rule: Rule,
+        learning_rate: SharedVariable,
+        schedule: Schedule,
+        metrics: dict[str, Metric],
     ):
         self.graph, self.rule, self.learning_rate, self.schedule = graph, rule, learning_rate, schedule
         self.metrics = metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ class InMemoryRows:
     def __init__(self, data: list[Any], order: Any):
         self.data, self._order = data, order
 
-    def wait_for_row_indexes(self, start: int, stop: int, on_poll: Any = None) -> np.ndarray:
+    def wait_for_row_indexes(self, start: int, stop: int, on_poll: Callable[[], object] | None = None) -> np.ndarray:
         """Return the row indexes at positions ``start`` to ``stop``; the rows are in memory, so there is no wait."""
         return np.asarray(self._order)[start:stop]
 

@@ -17,6 +17,7 @@ from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_
 from synkhronos.training.monitoring.meter import Meter
 from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
 from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, LoopResult, make_loss_reader
+from synkhronos.variable_types import SharedVariable
 
 #: Maximal number of bytes of a launch's rows.
 _MAX_LAUNCH_NBYTES = 1 << 30
@@ -62,7 +63,7 @@ class LocalStepLoop(LaunchLoop):
         worker: Worker,
         plan: IntervalPlan,
         step: LocalFunction,
-        learning_rate: Any,
+        learning_rate: SharedVariable,
         spec: RankStateSpec,
         source: RowSource,
         batch_counts: LocalRows,
@@ -188,7 +189,7 @@ def take_local_steps(
     worker: Worker,
     plan: IntervalPlan,
     step: LocalFunction,
-    learning_rate: Any,
+    learning_rate: SharedVariable,
     spec: RankStateSpec,
     source: RowSource,
     batch_counts: LocalRows,

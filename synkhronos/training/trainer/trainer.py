@@ -20,7 +20,6 @@ from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_choice, check_flag, check_number, describe
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
-from synkhronos.graph_libraries import SharedVariable, Variable
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import set_row_dtypes
 from synkhronos.rules import BSP, EAMSGD, Rule
@@ -39,6 +38,7 @@ from synkhronos.training.trainer.trainer_epoch_loop import TrainerEpochLoop
 from synkhronos.training.updates import nesterov_momentum
 from synkhronos.training.updates.flat_gradient import find_library
 from synkhronos.training.updates.update_rule import UpdateRule
+from synkhronos.variable_types import SharedVariable, Variable, Variables
 
 
 class Trainer:
@@ -235,7 +235,7 @@ class Trainer:
         if keep_best is not None and keep_best[0] not in names:
             raise ValueError(f"checkpoint: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
 
-    def _iterate_reports(self, loop: TrainerEpochLoop, resume: Any, grace: float) -> Iterator[Report]:
+    def _iterate_reports(self, loop: TrainerEpochLoop, resume: object, grace: float) -> Iterator[Report]:
         checkpoint = loop.checkpoint
         with contextlib.ExitStack() as stack:
             if checkpoint is not None:
@@ -278,7 +278,7 @@ class Trainer:
 
     # -- data ------------------------------------------------------------------------------------------------
 
-    def _find_loader(self, x_data: Any, y_data: Any) -> Loader | None:
+    def _find_loader(self, x_data: object, y_data: object) -> Loader | None:
         """Return the loader that the data are from; None if they are arrays."""
         if not isinstance(x_data, Loader):
             if isinstance(y_data, Loader):
@@ -314,8 +314,8 @@ class Trainer:
 def make_trainer(
     loss: Variable,
     params: Sequence[SharedVariable],
-    x: Variable | Sequence[Variable],
-    y: Variable | Sequence[Variable],
+    x: Variables,
+    y: Variables,
     update_rule: UpdateRule,
     rule: Rule | None = None,
     learning_rate: Schedule | float = 0.01,

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from synkhronos.graph_libraries import Scalar, SharedVariable, Variable
 from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.optimizers import one_minus_power, update_moments
 from synkhronos.training.updates.update_rule import FormulaContext, NewValues, update_rule
+from synkhronos.variable_types import Scalar, SharedVariable, Variable
 
 Mask = Callable[[SharedVariable], bool] | None
 

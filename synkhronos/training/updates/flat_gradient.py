@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.graph_libraries import GraphLibrary, Scalar, SharedVariable, Variable, get_library, is_variable
+from synkhronos.graph_libraries import GraphLibrary, get_library, is_variable
 from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
+from synkhronos.variable_types import Scalar, SharedVariable, Variable, Variables
 
 
 class RuleUpdates(NamedTuple):
@@ -44,7 +45,7 @@ class FlatGradient:
 
     def __init__(
         self,
-        loss_or_grads: Variable | Sequence[Variable],
+        loss_or_grads: Variables,
         params: Iterable[SharedVariable],
         weight: Scalar | None = None,
         **scalars: Scalar,
@@ -152,7 +153,7 @@ def get_shape(param: SharedVariable) -> tuple[int, ...]:
 # -- checks of arguments: each error names the argument, the value, and the expected kind --------------------------
 
 
-def find_library(expected: str, *variables: Any) -> GraphLibrary:
+def find_library(expected: str, *variables: Variable) -> GraphLibrary:
     """Return the graph library of the variables; raise TypeError, with a message that begins with `expected`."""
     try:
         return get_library(*variables)
@@ -190,7 +191,7 @@ def check_scalars(params: Sequence[Any], **scalars: Any) -> None:
             raise ValueError(f"{expected}, got {_describe_value(value)}")
 
 
-def as_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
+def as_gradients(loss_or_grads: Variables, params: Sequence[Any]) -> list[Any]:
     """Convert a loss to its gradients; return a list of gradients, one for each parameter, unchanged."""
     if not isinstance(loss_or_grads, list | tuple):
         expected = "loss_or_grads: expected a symbolic scalar or a list of gradients"
@@ -213,6 +214,6 @@ def as_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
     return list(loss_or_grads)
 
 
-def _describe_value(value: Any) -> str:
+def _describe_value(value: object) -> str:
     """Return a text with the value and its type, which is the symbolic type of a variable."""
     return f"{value!r} of type {getattr(value, 'type', type(value).__name__)}"

@@ -11,9 +11,11 @@ import numpy as np
 
 from synkhronos.graph_libraries import get_library
 from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, make_zero_state, parse_params
+from synkhronos.training.updates.update_rule import UpdateRule
+from synkhronos.variable_types import Scalar, SharedVariable, Variables
 
 
-def master_weights(rule: Any) -> Any:
+def master_weights(rule: UpdateRule) -> Any:
     r"""Let an update rule compute in float32 for float16 parameters, like the mixed precision of PyTorch and Apex.
 
     Each float16 parameter has a master copy in float32 among the variables of the rule.  The rule updates the copy, and
@@ -46,7 +48,13 @@ def master_weights(rule: Any) -> Any:
     if not callable(rule):
         raise TypeError(f"master_weights: expected an update rule, got {rule!r}")
 
-    def update_masters(loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any) -> Any:
+    def update_masters(
+        loss_or_grads: Variables,
+        params: Iterable[Any],
+        *args: Any,
+        weight: Scalar | None = None,
+        **kwargs: Any,
+    ) -> Any:
         params = parse_params(params)
         grads = as_gradients(loss_or_grads, params)
         library = get_library(*params)
@@ -81,7 +89,7 @@ def master_weights(rule: Any) -> Any:
     return update_masters
 
 
-def _make_master(param: Any) -> Any:
+def _make_master(param: SharedVariable) -> Any:
     """Make a float32 copy of a shared variable."""
     master_type = param.type.clone(dtype="float32")
     return type(param)(type=master_type, value=np.asarray(param.get_value(), "float32"), strict=False, name=param.name)

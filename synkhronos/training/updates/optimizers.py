@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from synkhronos.checks import is_number
-from synkhronos.graph_libraries import Scalar, SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.training.updates.flat_gradient import (
     RuleUpdates,
     as_scalar,
@@ -24,6 +24,7 @@ from synkhronos.training.updates.update_rule import (
     format_hyperparameter,
     update_rule,
 )
+from synkhronos.variable_types import Scalar, SharedVariable, Variable
 
 #: Updates of a rule, or its `param_updates`; functions return the type of their argument.
 Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[SharedVariable, Variable]")

@@ -10,12 +10,14 @@ skip the step and halve the scale; all of them read the same vector::
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
 from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, as_scalar, parse_params
+from synkhronos.variable_types import SharedVariable, Variable
 
 #: Initial scale: the largest power of two in float16.
 _INITIAL_SCALE = 2.0**15
@@ -25,7 +27,7 @@ _GROWTH_STEPS = 2000
 _MAX_SCALE = 2.0**24
 
 
-def compute_gradients_with_loss_scale(loss: Any, params: Any) -> tuple[Any, list[Any]]:
+def compute_gradients_with_loss_scale(loss: Variable, params: Sequence[SharedVariable]) -> tuple[Any, list[Any]]:
     """Return a scale, a shared float32 scalar, and the gradients of the scaled loss divided by it.
 
     The gradients have at least float32, and are infinite or NaN where the scaled gradient overflows.
@@ -38,7 +40,7 @@ def compute_gradients_with_loss_scale(loss: Any, params: Any) -> tuple[Any, list
     return scale, [library.tensor.cast(g, str(np.result_type(g.dtype, np.float32))) / scale for g in grads]
 
 
-def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
+def skip_overflows(updates: RuleUpdates, scale: SharedVariable) -> RuleUpdates:
     """Return updates that change nothing but the scale and its counter, unless the reduced gradient is finite."""
     library, vector = get_library(scale), updates.grad_shared
     tensor = library.tensor

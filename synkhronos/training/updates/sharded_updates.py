@@ -33,6 +33,7 @@ import numpy as np
 
 from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.training.updates.flat_gradient import RuleUpdates, get_shape
+from synkhronos.variable_types import Node, SharedVariable, Variable
 
 #: Operations that change shapes or types, but neither the elements nor their order.
 _RESHAPING_OPS = frozenset({"Reshape", "Flatten", "Rebroadcast", "SpecifyShape", "Unbroadcast"})
@@ -73,7 +74,7 @@ class _ShardedValue:
     is_unchanged: bool = False
 
     @classmethod
-    def from_whole(cls, variable: Any, whole: Any, is_unchanged: bool = False) -> _ShardedValue:
+    def from_whole(cls, variable: Variable, whole: Variable, is_unchanged: bool = False) -> _ShardedValue:
         """Make the value of a variable whose whole value is known."""
         return cls(variable, lambda: whole, is_unchanged=is_unchanged)
 
@@ -148,7 +149,7 @@ class ShardedUpdates:
 
     # -- layout ----------------------------------------------------------------------------------------------
 
-    def _stack_shards(self, vector: Any) -> Any:
+    def _stack_shards(self, vector: Variable) -> Any:
         """Return the matrix with a row for each rank: its shards of a vector of gradients, and the tail."""
         columns, start = [], 0
         for shape, length, is_sharded in zip(self._shapes, self._lengths, self._is_sharded, strict=True):
@@ -158,7 +159,7 @@ class ShardedUpdates:
         columns.append(self._repeat_rows(vector[start:] if self._n_tail else self._tensor.zeros((1,), vector.dtype)))
         return self._library.convert_to_type_of(self.grad_shared, self._tensor.concatenate(columns, axis=1))
 
-    def _to_rows(self, flat: Any, size: int, length: int, is_sharded: bool) -> Any:
+    def _to_rows(self, flat: Variable, size: int, length: int, is_sharded: bool) -> Any:
         """Return a matrix whose rows are the ranks' shards of a vector."""
         if not is_sharded:
             return self._repeat_rows(flat)
@@ -168,7 +169,7 @@ class ShardedUpdates:
         last = self._tensor.zeros((self._n_ranks - n_full, 1), flat.dtype) + flat[size - length :].dimshuffle("x", 0)
         return self._tensor.concatenate([flat[: n_full * length].reshape((n_full, length)), last], axis=0)
 
-    def _repeat_rows(self, flat: Any) -> Any:
+    def _repeat_rows(self, flat: Variable) -> Any:
         return self._tensor.zeros((self._n_ranks, 1), flat.dtype) + flat.dimshuffle("x", 0)
 
     def _join_rows(self, i: int) -> Any:
@@ -182,7 +183,7 @@ class ShardedUpdates:
         rest = size - n_full * length
         return self._tensor.concatenate([vector, rows[n_full, length - rest :]]) if rest else vector
 
-    def _take_shard(self, i: int, variable: Any) -> Any:
+    def _take_shard(self, i: int, variable: Variable) -> Any:
         """Return this rank's elements of an array with as many elements as parameter ``i``."""
         # An index of a row instead of the bounds of a slice, so that XLA knows the shape.
         size = _get_size(self._shapes[i])
@@ -211,7 +212,7 @@ class ShardedUpdates:
                 "so that no part of its state can be divided among the ranks"
             )
 
-    def _make_sharded_variable(self, state: Any, length: int) -> ShardedVariable:
+    def _make_sharded_variable(self, state: SharedVariable, length: int) -> ShardedVariable:
         value = np.asarray(state.get_value())
         is_uniform = bool((value == value.flat[0]).all())
         first = value.flat[:1].copy() if is_uniform else value
@@ -220,7 +221,7 @@ class ShardedUpdates:
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
-    def _set_update(self, updates: OrderedDict[Any, Any], shared: Any, new: Any) -> None:
+    def _set_update(self, updates: OrderedDict[Any, Any], shared: SharedVariable, new: Variable) -> None:
         updates[shared] = self._library.convert_to_type_of(shared, new)
 
     def _rewrite_updates(self, updates: OrderedDict[Any, Any]) -> None:
@@ -254,7 +255,7 @@ class ShardedUpdates:
                     self._set_update(self.local_updates, s, value.whole)
 
     @contextmanager
-    def _explain_errors(self, shared: Any) -> Iterator[None]:
+    def _explain_errors(self, shared: SharedVariable) -> Iterator[None]:
         """Convert `_NotWholeError` to a ValueError that names the rule and the variable."""
         try:
             yield
@@ -264,10 +265,10 @@ class ShardedUpdates:
                 f"{error}, of which each rank has a part"
             ) from None
 
-    def _get_value(self, values: dict[Any, _ShardedValue], variable: Any) -> _ShardedValue:
+    def _get_value(self, values: dict[Any, _ShardedValue], variable: Variable) -> _ShardedValue:
         return values[variable] if variable in values else self._make_leaf_value(variable)
 
-    def _make_leaf_value(self, variable: Any) -> _ShardedValue:
+    def _make_leaf_value(self, variable: Variable) -> _ShardedValue:
         """Make the value of a variable that no node computes."""
         for i, p in enumerate(self._params):
             if variable is p and self._is_sharded[i]:
@@ -295,12 +296,12 @@ class ShardedUpdates:
             pieces.append((self._n_tail, _ShardedValue.from_whole(tail, tail)))
         return self._join_pieces(self._vector, pieces)
 
-    def _join_pieces(self, variable: Any, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
+    def _join_pieces(self, variable: Variable, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
         if len(pieces) == 1:
             return pieces[0][1]
         return _ShardedValue(variable, lambda: self._tensor.concatenate([v.whole for _, v in pieces]), pieces=pieces)
 
-    def _rewrite_concatenation(self, variable: Any, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
+    def _rewrite_concatenation(self, variable: Variable, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
         """Make the value of a vector that the rule's graph concatenates.
 
         The shards are concatenated, and then sliced again.  A graph library simplifies arithmetic up to a
@@ -337,7 +338,7 @@ class ShardedUpdates:
                     values[out] = _ShardedValue(out, partial(_raise_error, error))
         return values
 
-    def _rewrite_node(self, node: Any, number: int, inputs: list[_ShardedValue]) -> _ShardedValue:
+    def _rewrite_node(self, node: Node, number: int, inputs: list[_ShardedValue]) -> _ShardedValue:
         """Make the value of output ``number`` of a node."""
         kind, out = type(node.op).__name__, node.outputs[number]
 
@@ -363,7 +364,7 @@ class ShardedUpdates:
         return _ShardedValue(out, make_whole)
 
     def _rewrite_elementwise(
-        self, node: Any, inputs: list[_ShardedValue], make_whole: Callable[[], Any]
+        self, node: Node, inputs: list[_ShardedValue], make_whole: Callable[[], Any]
     ) -> _ShardedValue:
         (out,) = node.outputs
         arrays = [value for value in inputs if not all(value.variable.type.broadcastable) or not value.is_replicated]
@@ -396,10 +397,10 @@ class ShardedUpdates:
             for v in variables
         )
 
-    def _rewrite_piece(self, node: Any, inputs: list[_ShardedValue], piece: _ShardedValue) -> _ShardedValue:
+    def _rewrite_piece(self, node: Node, inputs: list[_ShardedValue], piece: _ShardedValue) -> _ShardedValue:
         """Make the value of an elementwise operation on a piece of a vector, and scalars."""
 
-        def apply(operand: Any) -> Any:
+        def apply(operand: Variable) -> Any:
             return node.op(*[operand if value is piece else _as_number(value) for value in inputs])
 
         if piece.param_index is None:
@@ -412,7 +413,7 @@ class ShardedUpdates:
         """Return this rank's elements of a value with as many elements as parameter ``i``."""
         return value.shard if value.param_index == i else self._take_shard(i, value.whole)
 
-    def _rewrite_slice(self, node: Any, vector: _ShardedValue) -> _ShardedValue | None:
+    def _rewrite_slice(self, node: Node, vector: _ShardedValue) -> _ShardedValue | None:
         """Make the value of a slice of whole pieces, or of elements of a replicated piece; None for other slices."""
         total = sum(length for length, _ in vector.pieces)
         bounds = _find_constant_bounds(self._library, node, total)
@@ -465,7 +466,7 @@ def _get_size(shape: Sequence[int]) -> int:
     return int(np.prod(shape))
 
 
-def _can_shard(param: Any, shape: tuple[int, ...]) -> bool:
+def _can_shard(param: SharedVariable, shape: tuple[int, ...]) -> bool:
     """Whether a parameter is sharded: it is no scalar, and has elements and an axis that is not broadcastable."""
     return bool(_get_size(shape)) and not all(param.type.broadcastable)
 
@@ -513,7 +514,7 @@ def _find_whole_leaves(variables: Sequence[Any]) -> set[int]:
     return leaves
 
 
-def _find_constant_bounds(library: GraphLibrary, node: Any, total: int) -> tuple[int, int] | None:
+def _find_constant_bounds(library: GraphLibrary, node: Node, total: int) -> tuple[int, int] | None:
     """Find the bounds of a slice or an index of a vector of ``total`` elements; None if they are not constant."""
     if len(node.op.idx_list) != 1:
         return None

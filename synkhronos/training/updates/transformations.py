@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_positive, is_number
-from synkhronos.graph_libraries import Scalar, SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.training.updates.flat_gradient import (
     FlatGradient,
     RuleUpdates,
@@ -36,6 +36,7 @@ from synkhronos.training.updates.flat_gradient import (
     split_gradient,
 )
 from synkhronos.training.updates.update_rule import UpdateRule, to_rule_updates
+from synkhronos.variable_types import Scalar, SharedVariable, Variable, Variables
 
 #: Takes gradients, or steps, and parameters; returns new gradients or steps.
 Transformation = Callable[[list[Variable], list[SharedVariable]], list[Variable]]
@@ -72,7 +73,11 @@ def chain(*parts: Any) -> UpdateRule:
     rule, gradient_transforms, step_transforms = parts[index], parts[:index], parts[index + 1 :]
 
     def chained(
-        loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
+        loss_or_grads: Variables,
+        params: Iterable[Any],
+        *args: Any,
+        weight: Scalar | None = None,
+        **kwargs: Any,
     ) -> RuleUpdates:
         params = parse_params(params)
         updates = to_rule_updates(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
@@ -121,7 +126,11 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
         pairs.append(pair)
 
     def partitioned(
-        loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
+        loss_or_grads: Variables,
+        params: Iterable[Any],
+        *args: Any,
+        weight: Scalar | None = None,
+        **kwargs: Any,
     ) -> RuleUpdates:
         params = parse_params(params)
         grads = as_gradients(loss_or_grads, params)
@@ -391,13 +400,13 @@ def _apply_transformations(transforms: Sequence[Transformation], values: list[An
 # -- arguments -------------------------------------------------------------------------------------------------
 
 
-def _is_rule(part: Any) -> bool:
+def _is_rule(part: Callable[..., Any]) -> bool:
     """Whether a part of a chain is an update rule: these have an argument ``weight``."""
     parameters = inspect.signature(part).parameters
     return "weight" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _check_positive_scalar(name: str, value: Any) -> None:
+def _check_positive_scalar(name: str, value: object) -> None:
     """Raise TypeError or ValueError unless a value is a positive number or a symbolic variable."""
     if is_number(value):
         check_positive(value, name)
@@ -405,13 +414,13 @@ def _check_positive_scalar(name: str, value: Any) -> None:
         find_library(f"{name}: expected a positive number or a symbolic scalar, got {value!r}", value)
 
 
-def _to_scalar(name: str, value: Any, like: Any) -> Any:
+def _to_scalar(name: str, value: Scalar, like: Variable) -> Any:
     """Return an option as a scalar in the dtype of `like`; raise ValueError for an array."""
     check_scalars([like], **{name: value})
     return as_scalar(value, like)
 
 
-def _get_name(part: Any) -> str:
+def _get_name(part: object) -> str:
     """Return the name of a part, with the options of a `functools.partial`."""
     if isinstance(part, functools.partial):
         options = ", ".join(f"{name}={_format_option(value)}" for name, value in part.keywords.items())

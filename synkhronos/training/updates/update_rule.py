@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from synkhronos.graph_libraries import Scalar, SharedVariable, Variable, get_library
+from synkhronos.graph_libraries import get_library
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, make_zero_state
+from synkhronos.variable_types import Scalar, SharedVariable, Variable, Variables
 
 #: Takes a loss, parameters and hyperparameters, ``weight`` among them.
 UpdateRule: TypeAlias = Callable[..., RuleUpdates]
@@ -137,7 +138,7 @@ def get_rule_name(rule: UpdateRule) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def to_rule_updates(rule: UpdateRule, result: Any) -> RuleUpdates:
+def to_rule_updates(rule: UpdateRule, result: object) -> RuleUpdates:
     """Convert a rule's result to `RuleUpdates`; raise TypeError for anything but a triple."""
     if not isinstance(result, tuple) or len(result) != 3:
         raise TypeError(
@@ -148,7 +149,7 @@ def to_rule_updates(rule: UpdateRule, result: Any) -> RuleUpdates:
 
 
 def _common_arguments(
-    loss_or_grads: Variable | Sequence[Variable], params: Iterable[SharedVariable], *, weight: Scalar | None = None
+    loss_or_grads: Variables, params: Iterable[SharedVariable], *, weight: Scalar | None = None
 ) -> RuleUpdates:
     """Declare the arguments that all rules have in common; only the signature is used."""
     raise NotImplementedError
