@@ -339,7 +339,9 @@ def test_find_unnamed_finds_files():
 
 @functools.cache
 def list_defined_names(path):
-    """Return the names that a file defines: functions, classes, and ``Class.method``."""
+    """Return the names that a file defines: functions, classes, and ``Class.method``; in C++, functions."""
+    if path.suffix == ".cc":
+        return set(re.findall(r"^[\w:]+ (\w+)\(", path.read_text(), re.MULTILINE))
     names = set()
     for node in parse(path).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -352,10 +354,10 @@ def list_defined_names(path):
 def find_missing_names(text):
     """Return the missing files that a line of a walk names, and the functions that its files do not define."""
     literals = re.findall("``(.+?)``", text)
-    paths = [PACKAGE / literal for literal in literals if literal.endswith(".py")]
+    paths = [PACKAGE / literal for literal in literals if literal.endswith((".py", ".cc"))]
     missing = [str(path.relative_to(PACKAGE)) for path in paths if not path.exists()]
     defined = set().union(*(list_defined_names(path) for path in paths if path.exists()))
-    names = [literal for literal in literals if re.fullmatch(r"\w+(\.(?!py$)\w+)?", literal)]
+    names = [literal for literal in literals if re.fullmatch(r"\w+(\.(?!(?:py|cc)$)\w+)?", literal)]
     return missing + [name for name in names if name not in defined]
 
 
@@ -369,7 +371,7 @@ def test_source_walks_name_existing_functions():
 
 @pytest.mark.parametrize(("page", "min_names"), [("internals", 40), ("glossary", 5)])
 def test_pages_name_existing_classes_and_methods(page, min_names):
-    defined = set().union(*map(list_defined_names, FILES)) | set(dir(builtins))
+    defined = set().union(*map(list_defined_names, [*FILES, *PACKAGE.rglob("*.cc")])) | set(dir(builtins))
     text = (DOCS / f"{page}.rst").read_text()
     names = set(re.findall(r"``(?:[a-z_/]+\.)?([A-Z]\w*[a-z]\w*(?:\.\w+)?)(?:\(\))?``", text))
     assert len(names) > min_names and sorted(names - defined) == []
@@ -379,6 +381,7 @@ def test_find_missing_names_finds_them():
     assert find_missing_names("``casts.py``: ``check_cast`` of ``f(x)``, ``lost``") == ["lost"]
     assert find_missing_names("``ranks/lost.py``: ``Rank.fail_command`` of ``ranks/rank.py``") == ["ranks/lost.py"]
     assert find_missing_names("``ranks/rank.py``: ``Rank.lost``, ``fail``") == ["Rank.lost", "fail"]
+    assert find_missing_names("``devices/jax/nccl_ffi.cc``: ``Start``, ``Lost``") == ["Lost"]
 
 
 def split_source(path):

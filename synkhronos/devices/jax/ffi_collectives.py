@@ -4,13 +4,13 @@ The calls of a collective on an array in chunks::
 
     traced      trace_start(chunk 0)    trace_start(chunk 1)    trace_finish(rest)      `FfiCollectives`
                       |                       |                       |
-    launched    _start_callback         _start_callback         _finish_callback        called by XLA
+    launched        Start                   Start                   Finish              nccl_ffi.cc, called by XLA
                       |                       |                       |
-                  launcher.start          launcher.start         launcher.finish        a `CollectiveLauncher`
-                      |                       |                       |
-    NCCL        launch_on_side_stream   launch_on_side_stream   launch_on_xla_stream    `NcclCommunicator`
+    NCCL         side stream             side stream             XLA's stream, which waits for the side stream
 
-Each call has an attribute, the number of its program's `FfiCollectives`, by which the callbacks find the object.
+The handlers in C++ get the NCCL connection by `FfiCollectives.use_communicator`.  With the caller "python", XLA calls
+`_start_callback` and `_finish_callback` instead.  They find the `FfiCollectives` by an attribute of the call, its
+number, and pass the arrays to the launch's `CollectiveLauncher`.
 """
 
 from __future__ import annotations
