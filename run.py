@@ -453,6 +453,8 @@ LONGEST_JOBS = [
     "theano, lasagne demos",
     "theano, programs",
 ]
+#: Tests that compare update rules with optax's, in a process of their own, since XLA starts in it.
+OPTAX_TESTS = "tests/update_rules_optax"
 #: Tests of the environment `pymc`.
 WITH_PYMC = [
     *list_test_files(
@@ -587,6 +589,8 @@ def list_jobs(
     for environment in environments:
         if environment not in (PYTENSOR, THEANO):
             jobs.append(Job(environment, "", {PYMC: WITH_PYMC, BAMBI: WITH_BAMBI}.get(environment, NEWER)))
+            if environment is PYMC:  # BlackJAX has installed optax
+                jobs.append(Job(environment, "optax", [OPTAX_TESTS]))
             continue
         is_second = environment is THEANO and PYTENSOR in environments
         jobs += (list_second_library_jobs if is_second else list_library_jobs)(environment, options.all)
