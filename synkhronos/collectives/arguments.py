@@ -66,7 +66,7 @@ def _check_variable(replicator: Replicator, variable: SharedVariable, allow_gene
         )
 
 
-def distribute_variables(session: Session, variables: Sequence[Any]) -> tuple[Any, ...]:
+def distribute_variables(session: Session, variables: Sequence[SharedVariable]) -> tuple[Any, ...]:
     """Send variables to the workers that don't have them, and return the variables' keys.
 
     It is called after all arguments have been checked, since a call that raises must not send copies to the workers.
@@ -95,7 +95,7 @@ def check_generator_state(session: Session, variable: SharedVariable, value: obj
         raise type(error)(f"values: {describe(variable)}: {error}") from None
 
 
-def match_values(values: Any, variables: Sequence[Any], is_single: bool) -> list[Any]:
+def match_values(values: Any, variables: Sequence[SharedVariable], is_single: bool) -> list[Any]:
     """Return a list with one value for each variable; raise TypeError or ValueError for another number of values."""
     return (
         [values] if is_single else check_list(values, "values", len(variables), "values, one for each shared variable")
@@ -135,7 +135,7 @@ def check_shape(variable: SharedVariable, shape: tuple[int, ...]) -> None:
         raise ValueError(f"values: {describe(variable)} of type {variable.type} can't take shape {shape}")
 
 
-def check_op(op: object, variables: Sequence[Any]) -> str:
+def check_op(op: object, variables: Sequence[SharedVariable]) -> str:
     """Return the name of a reduction; raise TypeError or ValueError if it is not defined for a variable's dtype."""
     op = check_op_name(op)
     for variable in variables:

@@ -45,7 +45,7 @@ from synkhronos.data.shared_memory import get_array_location
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Session
 from synkhronos.replication.random_streams import record_new_seeds
-from synkhronos.variable_types import SharedVariables
+from synkhronos.variable_types import SharedVariable, SharedVariables
 
 
 def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = True) -> None:
@@ -159,7 +159,9 @@ def scatter(shared_vars: SharedVariables, values: Any, batch: BatchArgument = No
         _assign(session, variables, shared_values, zip(*by_variable, strict=True))
 
 
-def _assign(session: Session, variables: list[Any], values: list[Data], rows_by_rank: Iterable[Iterable[Any]]) -> None:
+def _assign(
+    session: Session, variables: list[SharedVariable], values: list[Data], rows_by_rank: Iterable[Iterable[Any]]
+) -> None:
     """Set each rank's copies of variables to its rows of each value; see `Assign`."""
     locations = tuple(map(get_array_location, values))
     session.run(Assign(distribute_variables(session, variables), locations, tuple(map(tuple, rows_by_rank))))

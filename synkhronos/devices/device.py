@@ -81,7 +81,7 @@ class Device(ABC):
         """
         return None
 
-    def to_shared_value(self, value: Array) -> Any:
+    def to_shared_value(self, value: Array) -> Array:
         """Convert an array to the class that the graph library requires in a shared variable."""
         return value
 
@@ -96,14 +96,14 @@ class Device(ABC):
         """Convert an array of this kind to NumPy, without a copy if possible."""
 
     @abstractmethod
-    def from_numpy(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> Array:
         """Copy a NumPy array into a new array of this kind."""
 
-    def as_array(self, value: Array) -> Any:
+    def as_array(self, value: Array) -> Array:
         """Convert a value to an array of this kind."""
         return value if self.owns(value) else self.from_numpy(np.asarray(value))
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return a new array of undefined content."""
         return self.from_numpy(np.empty(shape, dtype))
 
@@ -111,7 +111,7 @@ class Device(ABC):
         """Convert several arrays to NumPy at once; values of other types are returned unchanged."""
         return [self.to_numpy(value) if self.owns(value) else value for value in values]
 
-    def snapshot(self, value: Array) -> Any:
+    def snapshot(self, value: Array) -> Array:
         """Return a shared variable's value as an array that later updates of the variable do not change."""
         return self.to_numpy(value).copy()
 
@@ -120,7 +120,7 @@ class Device(ABC):
 
     # -- shared memory ---------------------------------------------------------------------------------------
 
-    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
+    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
         """Copy rows of an array in shared memory (None: all) into a new array of this kind."""
         view = location.view(rank.segments)
         return self.from_numpy(view if rows is None else take_rows(view, rows))
@@ -145,7 +145,7 @@ class Device(ABC):
         """
         return self.read_segment(rank, location, rows)
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Array:
         """Return a vector of indexes as an input of the next launch.
 
         The result may be a buffer, which the next call with the same ``buffer_key`` overwrites.
@@ -154,16 +154,16 @@ class Device(ABC):
 
     # -- arithmetic, for reductions over slices and for exchange rules ---------------------------------------
 
-    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
         """Return ``op`` applied to two arrays of one shape; the result may be written into the first."""
         assert op.ufunc is not None
         return self.from_numpy(op.ufunc(self.to_numpy(left), self.to_numpy(right)))
 
-    def concatenate(self, arrays: Sequence[Any]) -> Any:
+    def concatenate(self, arrays: Sequence[Array]) -> Array:
         """Return arrays concatenated along axis 0."""
         return self.from_numpy(np.concatenate([self.to_numpy(array) for array in arrays]))
 
-    def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Any:
+    def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Array:
         """Return a new vector of the items of all arrays, in a dtype."""
         return self.concatenate([value.reshape(-1).astype(dtype) for value in values])
 
@@ -190,15 +190,15 @@ class Device(ABC):
         """Return the communicator of a group of ranks, as `NcclGroupCommunicator`; None if groups use host memory."""
         return None
 
-    def as_contiguous(self, value: Array) -> Any:
+    def as_contiguous(self, value: Array) -> Array:
         """Return an array if it is contiguous, else a contiguous copy."""
         return value
 
-    def as_writable(self, value: Array, has_other_references: bool) -> Any:
+    def as_writable(self, value: Array, has_other_references: bool) -> Array:
         """Return a container's value if it is contiguous and may be written in place, else a copy."""
         return self.from_numpy(self.to_numpy(value))
 
-    def rewrap(self, value: Array, is_complete: bool = False) -> Any:
+    def rewrap(self, value: Array, is_complete: bool = False) -> Array:
         """Return a new array object for the memory of an array that a communicator writes in place.
 
         The old object must not be used afterwards.  ``is_complete`` is the result of `Communicator.wait_briefly`: True
@@ -206,6 +206,6 @@ class Device(ABC):
         """
         return value
 
-    def slice_items(self, array: Array, start: int, shape: tuple[int, ...]) -> Any:
+    def slice_items(self, array: Array, start: int, shape: tuple[int, ...]) -> Array:
         """Return consecutive items of an array, from flat index ``start``, for `Communicator.gather`."""
         return array.reshape(-1)[start : start + math.prod(shape)].reshape(shape)

@@ -30,15 +30,15 @@ class NumpyDevice(Device):
         """Convert an array to NumPy, without a copy if possible."""
         return np.asarray(value)
 
-    def from_numpy(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> Array:
         """Return a copy of an array."""
         return np.array(array, order="C")
 
-    def as_array(self, value: Array) -> Any:
+    def as_array(self, value: Array) -> Array:
         """Convert a value to a NumPy array."""
         return np.asarray(value)
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return a new array of undefined content."""
         return np.empty(shape, dtype)
 
@@ -46,12 +46,12 @@ class NumpyDevice(Device):
         """Return the values unchanged, since arrays in host memory are fetched already."""
         return list(values)
 
-    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
         """Write ``op`` applied to two arrays into the first, and return it."""
         assert op.ufunc is not None
         return op.ufunc(left, right, out=left)
 
-    def concatenate(self, arrays: Sequence[Any]) -> Any:
+    def concatenate(self, arrays: Sequence[Array]) -> Array:
         """Return arrays concatenated along axis 0."""
         return np.concatenate(arrays)
 
@@ -59,11 +59,11 @@ class NumpyDevice(Device):
         """Return True: the communicators of NumPy arrays handle all dtypes and reductions."""
         return True
 
-    def as_contiguous(self, value: Array) -> Any:
+    def as_contiguous(self, value: Array) -> Array:
         """Return an array if it is contiguous, else a contiguous copy."""
         return np.ascontiguousarray(value)
 
-    def as_writable(self, value: Array, has_other_references: bool) -> Any:
+    def as_writable(self, value: Array, has_other_references: bool) -> Array:
         """Return an array if it is contiguous and writable, else a copy; writes are visible to other references."""
         if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable:
             return value
@@ -98,7 +98,7 @@ class NumpyDevice(Device):
             buffer = buffers[buffer_key] = np.empty(size, array.dtype)
         return take_rows(array, rows, buffer[:size].reshape(shape))
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Array:
         """Return the vector of indexes itself, as functions take NumPy arrays."""
         return values
 

@@ -95,7 +95,7 @@ class PygpuDevice(CudaDevice):
             return None
         return GpuArrayType(variable_type.dtype, variable_type.broadcastable, None)(variable.name)
 
-    def to_shared_value(self, value: Array) -> Any:
+    def to_shared_value(self, value: Array) -> Array:
         """Convert an array to the base class of GpuArrays, without NumPy's operators."""
         return value.view()
 
@@ -105,22 +105,22 @@ class PygpuDevice(CudaDevice):
         """Whether a value is a GpuArray."""
         return type(value).__module__.startswith("pygpu")
 
-    def as_array(self, value: Array) -> Any:
+    def as_array(self, value: Array) -> Array:
         """Convert a value to a GpuArray with NumPy's operators."""
         from pygpu._array import ndgpuarray
 
         array = value if self.owns(value) else self.from_numpy(np.asarray(value))
         return array if isinstance(array, ndgpuarray) else array.view(ndgpuarray)
 
-    def as_contiguous(self, value: Array) -> Any:
+    def as_contiguous(self, value: Array) -> Array:
         """Return an array if it is contiguous, else a contiguous copy."""
         return value if value.flags.c_contiguous else value.copy()
 
-    def as_writable(self, value: Array, has_other_references: bool) -> Any:
+    def as_writable(self, value: Array, has_other_references: bool) -> Array:
         """Return an array if it is contiguous, else a contiguous copy."""
         return self.as_contiguous(value)
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return a new array of undefined content."""
         import pygpu
 
@@ -134,7 +134,7 @@ class PygpuDevice(CudaDevice):
         """Wait until an array has been computed."""
         array.sync()
 
-    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
         """Return ``op`` applied to two arrays of one shape."""
         if op.gpuarray_expression is None:
             name = getattr(op.ufunc, "__name__", "")
@@ -143,7 +143,7 @@ class PygpuDevice(CudaDevice):
 
         return elemwise2(left, None, right, left, odtype=left.dtype, oper=op.gpuarray_expression)
 
-    def concatenate(self, arrays: Sequence[Any]) -> Any:
+    def concatenate(self, arrays: Sequence[Array]) -> Array:
         """Return arrays concatenated along axis 0."""
         import pygpu
 
@@ -155,7 +155,7 @@ class PygpuDevice(CudaDevice):
         """Copy an array to NumPy, after it has been computed."""
         return np.asarray(value)
 
-    def from_numpy(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> Array:
         """Copy a NumPy array into a new GpuArray."""
         import pygpu
 

@@ -38,6 +38,7 @@ from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Rank, Session, WorkerError
 from synkhronos.ranks.errors import describe_exit
 from synkhronos.startup import close, fork
+from synkhronos.variable_types import Variable
 
 #: Modules of PyMC that start a process for each chain.
 _SAMPLER_MODULES = ("pymc.sampling.parallel", "pymc.sampling.population", "pymc.smc.parallel")
@@ -210,7 +211,7 @@ def _send_results(compute: Callable[[int], Iterator[Any]], number: int, pipe: Co
         pipe.send(error)
 
 
-def load_inherited_rows(session: Session, variables: list[Any], owner: Any) -> None:
+def load_inherited_rows(session: Session, variables: list[Variable], owner: Any) -> None:
     """Set each rank's variables to the rank's rows of the arrays in ``owner.inherited_rows``, one for each variable.
 
     The pickle of ``owner`` is a reference: the workers, which are forks of this process, have inherited the object.

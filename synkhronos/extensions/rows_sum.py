@@ -188,7 +188,7 @@ class DistributedSum:
         Evaluates for threads that a sampler started, in other processes.
     """
 
-    def __init__(self, terms: Variable, rows: Mapping[Any, Any], name: str | None, variables: Sequence[Any] = ()):
+    def __init__(self, terms: Variable, rows: Mapping[Any, Any], name: str | None, variables: Sequence[Variable] = ()):
         self._key = os.getpid(), next(_counter)
         self.name = name or f"sum_over_rows_{self._key[1]}"
         terms = _check_terms(terms)
@@ -670,7 +670,7 @@ def _check_row_values(variable: Variable, value: Any) -> Any:
         ) from None
 
 
-def _check_lengths(variables: Iterable[Any], values: Sequence[Any]) -> int:
+def _check_lengths(variables: Iterable[Variable], values: Sequence[Any]) -> int:
     """Return the number of rows; raise ValueError if it differs between the values."""
     lengths = {describe(variable): len(array) for variable, array in zip(variables, values, strict=True)}
     if len(set(lengths.values())) > 1:

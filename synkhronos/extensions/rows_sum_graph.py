@@ -15,7 +15,7 @@ from pytensor.tensor.elemwise import DimShuffle
 
 from synkhronos.checks import describe
 from synkhronos.graph_libraries import get_library
-from synkhronos.variable_types import Variable
+from synkhronos.variable_types import SharedVariable, Variable
 
 #: Maximal number of elements of constants that are sent with the graph, and of arrays that ranks compute from them or
 #: from parameters at each call.
@@ -68,7 +68,7 @@ def find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
     return list(params)
 
 
-def sort_params(params: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def sort_params(params: Sequence[SharedVariable], variables: Sequence[Variable]) -> list[Any]:
     """Return the parameters in the order of the first of some variables that each is computed from."""
     position = {variable: i for i, variable in enumerate(variables)}
     return sorted(params, key=lambda param: min(position.get(v, len(position)) for v in ancestors([param])))
@@ -85,7 +85,7 @@ def replace_variables(variable: Variable, nodes: Sequence[Apply], replaced: Mapp
     return new_variables.get(variable, variable)
 
 
-def replace_checks(variables: Sequence[Any], replace: Callable[..., Any]) -> list[Any]:
+def replace_checks(variables: Sequence[Variable], replace: Callable[..., Any]) -> list[Any]:
     """Return `variables` with ``replace(op, value, *conditions)`` in place of each check of parameters by PyMC."""
     new_variables: dict[Any, Any] = {}
     for node in get_library(variables[0]).sort_nodes(variables):

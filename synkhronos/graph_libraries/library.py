@@ -198,7 +198,7 @@ class GraphLibrary:
         """
         return device.default_mode or self.package.config.mode
 
-    def sort_nodes(self, variables: Sequence[Any]) -> list[Any]:
+    def sort_nodes(self, variables: Sequence[Variable]) -> list[Any]:
         """Return the Apply nodes from which variables are computed, in topological order.
 
         A shared variable depends on its default update.
@@ -229,7 +229,7 @@ class GraphLibrary:
             variable = getattr(variable, "default_update", None) if self.is_shared(variable) else None
         return None if variable is None else variable.owner
 
-    def find_shareds(self, variables: Sequence[Any]) -> list[Any]:
+    def find_shareds(self, variables: Sequence[Variable]) -> list[Any]:
         """Return the shared variables on which variables depend, each once, in the graph's order."""
         shareds: dict[int, Any] = {}
         leaves = list(variables)

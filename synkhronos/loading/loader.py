@@ -37,6 +37,7 @@ from synkhronos.loading.ring import RESUME_HINT, LoadError, ReadPlan, Ring, Ring
 from synkhronos.loading.sources import IterableSource, as_source, describe_row
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import Segment, check_free_memory, create_unlinked_file
+from synkhronos.variable_types import Variable
 
 #: Maximal number of rows to try, with on_error="skip", until one can be read.
 _MAX_SAMPLE_ATTEMPTS = 100
@@ -178,7 +179,7 @@ class Loader:
         """Number of rows skipped in the batches so far."""
         return self._n_skipped_before + (0 if self._pool is None else self._pool.ring.n_skipped)
 
-    def _set_dtypes(self, variables: Sequence[Any]) -> None:
+    def _set_dtypes(self, variables: Sequence[Variable]) -> None:
         """Set the dtypes of the arrays of rows to those of variables; raise TypeError or ValueError for an unsafe cast.
 
         Loader processes with other dtypes are ended.
@@ -412,7 +413,7 @@ class Feed:
             self._ring.free(unit)
 
 
-def set_row_dtypes(loader: Loader, variables: Sequence[Any]) -> None:
+def set_row_dtypes(loader: Loader, variables: Sequence[Variable]) -> None:
     """Set the dtypes of a loader's rows to those of variables; raise TypeError or ValueError for an unsafe cast."""
     loader._set_dtypes(variables)
 

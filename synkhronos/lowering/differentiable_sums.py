@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.variable_types import Variable
+from synkhronos.variable_types import SharedVariable, Variable
 
 #: Function of parameters that returns a scalar, or a scalar and its gradients.
 SumFunction = Callable[..., Any]
@@ -33,7 +33,7 @@ def fuse_sums(
 
     starts = np.cumsum([0, *n_params])
 
-    def split(params: Sequence[Any]) -> list[Sequence[Any]]:
+    def split(params: Sequence[SharedVariable]) -> list[Sequence[Any]]:
         return [params[start : start + count] for start, count in zip(starts, n_params, strict=False)]
 
     def reduce_all(values: Sequence[Any]) -> list[Any]:
@@ -93,7 +93,7 @@ def make_callback_sum(
     total = jax.ShapeDtypeStruct((), dtype)
 
     # NumPy arrays, so that callbacks compute on the CPU: a GPU is blocked until the callback has returned.
-    def to_numpy(params: Sequence[Any]) -> list[np.ndarray]:
+    def to_numpy(params: Sequence[SharedVariable]) -> list[np.ndarray]:
         return [np.asarray(param) for param in params]
 
     @jax.custom_vjp

@@ -115,7 +115,7 @@ def _prefer_numpy(
     return funcify
 
 
-def _may_be_shapes(variables: Sequence[Any]) -> bool:
+def _may_be_shapes(variables: Sequence[Variable]) -> bool:
     """Whether all variables are scalars or vectors, and some of them integers."""
     dtypes = [getattr(v.type, "dtype", "") for v in variables]
     small = all(getattr(v.type, "ndim", 0) <= 1 for v in variables)

@@ -62,7 +62,7 @@ def jump_shared_to_rank(shared: SharedVariable, rank: Rank, offset: int) -> None
     library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, offset))
 
 
-def record_new_seeds(session: Session, generators: Iterable[Any]) -> None:
+def record_new_seeds(session: Session, generators: Iterable[SharedVariable]) -> None:
     """Record that the user has set the generators' states: only this session's workers have streams from them."""
     for shared in generators:
         _max_jumps[shared] = session.size - 1

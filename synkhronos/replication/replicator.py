@@ -45,7 +45,7 @@ from synkhronos.replication.user_code import (
     is_importable,
     is_user_module,
 )
-from synkhronos.variable_types import SharedVariable
+from synkhronos.variable_types import SharedVariable, Variable
 
 #: Shared variables that functions of any session use.
 _registered_shareds: WeakKeyDict[Any, bool] = WeakKeyDict()
@@ -53,7 +53,7 @@ _registered_shareds: WeakKeyDict[Any, bool] = WeakKeyDict()
 _key_numbers = itertools.count(1)
 
 
-def register_shareds(shareds: Iterable[Any]) -> None:
+def register_shareds(shareds: Iterable[SharedVariable]) -> None:
     """Register shared variables of a function, so that collectives accept them and may send them to the workers."""
     for shared in shareds:
         _registered_shareds[shared] = True
@@ -104,7 +104,7 @@ class Replicator:
         """Return a shared variable's key; None if the workers don't have the variable."""
         return self._keys.get(shared)
 
-    def send(self, objects: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> UserCode | None:
+    def send(self, objects: Sequence[tuple[Any, Any]], variables: Sequence[Variable]) -> UserCode | None:
         """Copy objects with their keys to the workers, and the shared variables in them that the workers don't have.
 
         ``variables`` are all variables in the objects.  Return the user code in the pickle; None without

@@ -115,7 +115,7 @@ class CudaDevice(Device, GpuArrayLibrary):
         """Copies between shared memory and this process's GPU."""
         return Staging(self)
 
-    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
+    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
         """Copy rows of an array in shared memory (None: all) into a new array."""
         if self.is_on_gpu:
             return self.staging.read_segment(rank, location, rows)
@@ -142,7 +142,7 @@ class CudaDevice(Device, GpuArrayLibrary):
             return super().stage_input(rank, buffers, buffer_key, location, rows, must_copy)
         return self.staging.stage_input(rank, buffers, buffer_key, location, rows)
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Array:
         """Start a copy of a vector of indexes to a reused buffer, and return the buffer's array."""
         return self.staging.stage_indexes(rank, buffers, buffer_key, values) if self.is_on_gpu else values
 

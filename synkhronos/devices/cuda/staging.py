@@ -81,7 +81,7 @@ class GpuArrayLibrary(Protocol):
     def stream(self) -> int | None:
         """Handle of the stream on which the library computes; None if it is unknown."""
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return a new array of undefined content."""
 
     def get_pointer(self, array: Array) -> int:
@@ -214,7 +214,7 @@ class Staging:
         self._filled.append(buffer)
         return buffer.array
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Array:
         """Start a copy of a vector of indexes to a reused buffer; return the buffer's array."""
         self._rank = rank
         self.set_current_gpu()
@@ -229,7 +229,7 @@ class Staging:
         self._filled.append(buffer)
         return buffer.array
 
-    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Any:
+    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
         """Copy rows (None: all) into a new array, and wait for the copy."""
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
@@ -248,7 +248,7 @@ class Staging:
         check_result(self.driver.cuMemcpyAsync(target, self.arrays.get_pointer(array), nbytes, self.stream_handle))
         self.stream.sync()
 
-    def to_numpy_if_small(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
+    def to_numpy_if_small(self, arrays: Sequence[Array]) -> list[np.ndarray] | None:
         """Copy small arrays to host memory once they are computed, and wait for the copies.
 
         None is returned if the arrays are not small.  The compute stream must be known.
@@ -330,7 +330,7 @@ class Staging:
             double_buffer = buffers_by_shape[shape, dtype] = _DoubleBuffer(allocate)
         return double_buffer
 
-    def _allocate(self, shape: tuple[int, ...], dtype: str) -> Any:
+    def _allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Return a new array; copies into it wait for earlier launches, which may still read memory that it reuses."""
         self.set_current_gpu()
         array = self.arrays.empty(shape, np.dtype(dtype))

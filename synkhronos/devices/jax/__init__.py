@@ -96,15 +96,15 @@ class JaxDevice(CudaDevice):
         """Whether a value is a JAX array."""
         return type(value).__module__.startswith("jaxlib") and hasattr(value, "__array__")
 
-    def snapshot(self, value: Array) -> Any:
+    def snapshot(self, value: Array) -> Array:
         """Return the value itself: an update copies arrays with other references before it donates their memory."""
         return value
 
-    def as_writable(self, value: Array, has_other_references: bool) -> Any:
+    def as_writable(self, value: Array, has_other_references: bool) -> Array:
         """Return a container's value if only the container references it, else a copy."""
         return self._copy(value) if has_other_references else value
 
-    def rewrap(self, value: Array, is_complete: bool = False) -> Any:
+    def rewrap(self, value: Array, is_complete: bool = False) -> Array:
         """Return a new array object for memory that is written in place; the old object becomes invalid.
 
         A JAX array caches whether it is computed, and its copy in host memory.  Both are outdated once the memory is
@@ -126,7 +126,7 @@ class JaxDevice(CudaDevice):
         jax = self._import_jax()
         return jax.jit(jax.lax.optimization_barrier, donate_argnums=0)
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return a new array of zeros: XLA has no uninitialized arrays."""
         return self._zeros(tuple(shape), dtype).block_until_ready()
 
@@ -143,7 +143,7 @@ class JaxDevice(CudaDevice):
         """Wait until an array has been computed."""
         array.block_until_ready()
 
-    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
         """Return ``op`` applied to two arrays of one shape."""
         name = getattr(op.ufunc, "__name__", "")
         function = getattr(self._numpy, name, None)
@@ -151,11 +151,11 @@ class JaxDevice(CudaDevice):
             raise NotImplementedError(f"jax.numpy has no {name!r}: this op can't reduce JAX arrays")
         return function(left, right)
 
-    def concatenate(self, arrays: Sequence[Any]) -> Any:
+    def concatenate(self, arrays: Sequence[Array]) -> Array:
         """Return arrays concatenated along axis 0."""
         return self._numpy.concatenate(list(arrays))
 
-    def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Any:
+    def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Array:
         """Return a new vector of the items of all arrays, in a dtype, by one launch."""
         return self._compiled_flatten(list(values), dtype)
 
@@ -178,7 +178,7 @@ class JaxDevice(CudaDevice):
         """Convert an array to NumPy, after it has been computed."""
         return np.asarray(value)
 
-    def from_numpy(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> Array:
         """Copy a NumPy array into a new JAX array."""
         # A copy, since JAX on the CPU may alias the argument's memory.  The wait is for the GPU, where the transfer has
         # a stream of its own, with which NCCL's work is not ordered.
@@ -196,7 +196,7 @@ class JaxDevice(CudaDevice):
                 log.store_copies([next(copies) for _ in unread])
         return [value.read() if isinstance(value, LogEntry) else value for value in fetched]
 
-    def _copy_to_numpy(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+    def _copy_to_numpy(self, arrays: Sequence[Array]) -> list[np.ndarray]:
         """Copy JAX arrays to NumPy, in one transfer if they are small."""
         if arrays and self.is_on_gpu and self.stream is not None:
             # JAX's own copy of a scalar takes ten times as long.

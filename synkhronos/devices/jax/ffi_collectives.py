@@ -186,10 +186,10 @@ class FfiCollectives:
 
     def trace_finish(
         self,
-        arrays: Sequence[Any],
-        started: Sequence[Any] = (),
+        arrays: Sequence[Array],
+        started: Sequence[Array] = (),
         token: Array | None = None,
-        extra_operands: Sequence[Any] = (),
+        extra_operands: Sequence[Array] = (),
         shapes: Sequence[tuple[int, ...] | None] | None = None,
     ) -> tuple[list[Any], Any]:
         """Trace a collective on arrays, and the wait for the ones that were started.

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.ranks.interrupts import defer_signals
+from synkhronos.variable_types import Array
 
 #: Maximal number of entries; a launch that computes n times appends n.
 LOG_CAPACITY = 256
@@ -40,7 +41,7 @@ class ScalarLog:
         return self._n_entries + n_repeats <= LOG_CAPACITY
 
     @staticmethod
-    def trace_append(arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+    def trace_append(arrays: Sequence[Array], scalars: Sequence[Any]) -> list[Any]:
         """Return the arrays of `storages` with a scalar of each output appended; traced by JAX."""
         from jax import lax
 

@@ -58,7 +58,7 @@ class JaxprEvaluator:
         self.parts = self._find_parts(jaxpr.outvars[position])
         self._results = [*jaxpr.outvars[:position], None, *jaxpr.outvars[position + 1 :]]
 
-    def compute(self, variables: Sequence[Any]) -> list[Any]:
+    def compute(self, variables: Sequence[Variable]) -> list[Any]:
         """Return the values of variables; trace the equations that were not traced before."""
         from jax.extend import core
 
@@ -95,7 +95,7 @@ class JaxprEvaluator:
         other_results = self.compute([v for v in self._results if v is not None])
         return [*other_results[:position], vector, *other_results[position:]]
 
-    def _find_untraced_equations(self, variables: Sequence[Any]) -> set[int]:
+    def _find_untraced_equations(self, variables: Sequence[Variable]) -> set[int]:
         """Return the indexes of the equations that must still be traced for variables."""
         from jax.extend import core
 

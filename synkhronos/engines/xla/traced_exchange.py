@@ -285,7 +285,7 @@ def _find_operand_position(function: JaxFunction, storage: list[Any]) -> int:
     return function.n_inputs + _find_position(function.storages, storage)
 
 
-def _concatenate(arrays: Sequence[Any]) -> Any:
+def _concatenate(arrays: Sequence[Array]) -> Any:
     """Return arrays concatenated along the last axis; a single one, which may be a scalar, as it is."""
     import jax.numpy as jnp
 

@@ -185,7 +185,7 @@ class Model:
         """Preprocess or augment a batch, such as by random crops; by default it is unchanged."""
         return arrays
 
-    def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
+    def updates(self, loss: Any, params: list[SharedVariable], learning_rate: Any) -> Any:
         """Return the updates of the parameters; by default by Nesterov's momentum.
 
         If BSP reduces gradients, ``loss`` is a list of the reduced gradients, and `weight` is None during this call.
@@ -303,7 +303,7 @@ class Model:
         return RuleUpdates(shards.grad_updates, updates, shards.grad_shared), shards.row
 
     def _update_by_gradients(
-        self, loss_or_grads: Any, params: list[Any], weight: Any = None, learning_rate: Any = None
+        self, loss_or_grads: Any, params: list[SharedVariable], weight: Any = None, learning_rate: Any = None
     ) -> RuleUpdates:
         """Apply `updates`, which may be a rule of Lasagne's, to the reduced gradients."""
         flat = FlatGradient(loss_or_grads, params, weight)

@@ -19,6 +19,7 @@ import numpy as np
 from synkhronos.devices import get_array_device
 from synkhronos.programs import Worker
 from synkhronos.rules.state import FlatVariables
+from synkhronos.variable_types import SharedVariable
 
 #: Number of steps after which a parameter must have changed.
 _MAX_UNCHANGED_STEPS = 50
@@ -41,7 +42,7 @@ class SanityCheck:
     gradients.
     """
 
-    def __init__(self, params: list[Any], step_variables: list[Any]):
+    def __init__(self, params: list[SharedVariable], step_variables: list[Any]):
         self._params, self._step_values = FlatVariables(params), FlatVariables(step_variables)
         self._initial_params_hash, self._initial_step_hash = hash_values(self._params), hash_values(self._step_values)
         self._step_hashes: list[str] = []

@@ -221,12 +221,14 @@ def resize_states(saved_states: list[dict[str, Any]], spec: RankStateSpec, n_ran
 # -- states of random generators in shared variables, in types that JSON can represent -------------------------
 
 
-def collect_generator_states(worker: Worker, generators: Sequence[Any]) -> list[Any]:
+def collect_generator_states(worker: Worker, generators: Sequence[SharedVariable]) -> list[Any]:
     """Return the states of this rank's generators."""
     return [get_generator_state(shared) for shared in generators]
 
 
-def restore_generator_states(worker: Worker, generators: Sequence[Any], states_by_rank: Sequence[list[Any]]) -> None:
+def restore_generator_states(
+    worker: Worker, generators: Sequence[SharedVariable], states_by_rank: Sequence[list[Any]]
+) -> None:
     """Set this rank's generators to their states in ``states_by_rank``, the results of `collect_generator_states`."""
     for shared, state in zip(generators, states_by_rank[worker.number], strict=True):
         set_generator_state(shared, state)

@@ -34,7 +34,7 @@ class VariablesByRole:
     n_averages: int = 0
 
     @classmethod
-    def from_graph(cls, graph: TrainingGraph, params: Sequence[Any], rule: Rule) -> VariablesByRole:
+    def from_graph(cls, graph: TrainingGraph, params: Sequence[SharedVariable], rule: Rule) -> VariablesByRole:
         """Group the variables of a training by their role under an exchange rule."""
         excluded_flags = [rule.exclude is not None and bool(rule.exclude(p)) for p in params]
         exchanged_params = [p for p, is_excluded in zip(params, excluded_flags, strict=True) if not is_excluded]

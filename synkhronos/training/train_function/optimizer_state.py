@@ -12,6 +12,7 @@ from synkhronos.collectives.calls import broadcast, gather, scatter
 from synkhronos.replication.replicator import Replicator
 from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.sharded_updates import ShardedVariable, get_shard_bounds
+from synkhronos.variable_types import SharedVariable
 
 
 class OptimizerState:
@@ -21,7 +22,9 @@ class OptimizerState:
     all are equal on all ranks.  ``variables`` are those that ranks update: for a sharded variable, the rank's shard.
     """
 
-    def __init__(self, shareds: Sequence[Any], sharded_variables: Mapping[Any, ShardedVariable], n_ranks: int | None):
+    def __init__(
+        self, shareds: Sequence[SharedVariable], sharded_variables: Mapping[Any, ShardedVariable], n_ranks: int | None
+    ):
         self._shareds, self._sharded_variables, self.n_ranks = list(shareds), dict(sharded_variables), n_ranks
         self.variables = [
             sharded_variables[shared].shared if shared in sharded_variables else shared for shared in shareds
@@ -61,7 +64,7 @@ class OptimizerState:
             )
         return self.__dict__
 
-    def get(self, shareds: Sequence[Any] | None = None) -> list[np.ndarray]:
+    def get(self, shareds: Sequence[SharedVariable] | None = None) -> list[np.ndarray]:
         """Return the whole values of variables of the unsharded optimizer; default: of all."""
         self.ensure_scattered()
         return [
@@ -71,7 +74,7 @@ class OptimizerState:
             for shared in (self._shareds if shareds is None else shareds)
         ]
 
-    def set(self, values: Sequence[np.ndarray], shareds: Sequence[Any] | None = None) -> None:
+    def set(self, values: Sequence[np.ndarray], shareds: Sequence[SharedVariable] | None = None) -> None:
         """Set variables of the unsharded optimizer; default: all.  ``shareds`` has to include all sharded variables."""
         self.ensure_scattered(caller_sets_all=True)
         for shared, value in zip(self._shareds if shareds is None else shareds, values, strict=True):
@@ -80,13 +83,13 @@ class OptimizerState:
             else:
                 broadcast(shared, value)
 
-    def get_vector(self, shareds: Sequence[Any]) -> np.ndarray:
+    def get_vector(self, shareds: Sequence[SharedVariable]) -> np.ndarray:
         """Return the concatenated values of variables, in the widest of their dtypes."""
         values = self.get(shareds)
         dtype = np.result_type(*(value.dtype for value in values)) if values else np.dtype(np.float32)
         return np.concatenate([np.zeros(0, dtype), *(np.ravel(value).astype(dtype, copy=False) for value in values)])
 
-    def set_vector(self, shareds: Sequence[Any], vector: np.ndarray) -> None:
+    def set_vector(self, shareds: Sequence[SharedVariable], vector: np.ndarray) -> None:
         """Set variables from a result of `get_vector`.  ``shareds`` has to include all sharded variables."""
         shapes = [get_shape(shared) for shared in shareds]
         pieces = np.split(vector, np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]) if shapes else []
@@ -96,7 +99,7 @@ class OptimizerState:
         ]
         self.set(values, shareds)
 
-    def gather_whole_values(self, shareds: Sequence[Any]) -> None:
+    def gather_whole_values(self, shareds: Sequence[SharedVariable]) -> None:
         """Set the sharded variables among ``shareds`` to their whole values, on each rank that has a copy."""
         for shared in shareds:
             if shared in self._sharded_variables:

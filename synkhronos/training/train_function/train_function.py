@@ -125,11 +125,11 @@ class TrainFunction:
             state_shards = [variable.shared for variable in sharded_variables.values()]
             self._sharding = _Sharding([shards.row, shards.rank, *state_shards], shards.gathers_gradient)
 
-    def get_state_vector(self, shareds: Sequence[Any]) -> np.ndarray:
+    def get_state_vector(self, shareds: Sequence[SharedVariable]) -> np.ndarray:
         """Return whole values of variables of the rule: see `OptimizerState.get_vector`."""
         return self._optimizer.get_vector(shareds)
 
-    def set_state_vector(self, shareds: Sequence[Any], vector: np.ndarray) -> None:
+    def set_state_vector(self, shareds: Sequence[SharedVariable], vector: np.ndarray) -> None:
         """Set variables of the rule from `get_state_vector`; compile anew if the number of ranks has changed since."""
         if self._optimizer.n_ranks not in (None, ranks.get_session().size):
             self._compile(self._graph)
@@ -327,7 +327,7 @@ class TrainFunction:
             raise
         return losses
 
-    def _take_in_one_launch(self, arrays: list[Any], rows: Sequence[StepRows]) -> list[tuple[Any, Any]] | None:
+    def _take_in_one_launch(self, arrays: list[Array], rows: Sequence[StepRows]) -> list[tuple[Any, Any]] | None:
         """Take steps in one launch; return their losses, or None if they have to be taken one by one."""
         if len(rows) == 1:
             return None
@@ -336,7 +336,7 @@ class TrainFunction:
         losses: list[tuple[Any, Any]] | None = self._run_launch(arrays, batch, batch_s, 1, len(rows))
         return losses
 
-    def _find_max_steps_per_launch(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
+    def _find_max_steps_per_launch(self, arrays: list[Array], rows: Sequence[StepRows], num_slices: int) -> int:
         """Return the maximal number of steps in a launch; 1 if steps cannot share a launch."""
         if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:
             return 1  # a single step also raises the error for an invalid number
@@ -354,7 +354,7 @@ class TrainFunction:
         return 1 if nbytes >= _LONG_STEP_NBYTES else max(1, min(max_repeats, _MAX_LAUNCH_NBYTES // max(1, nbytes)))
 
     def _run_launch(
-        self, arrays: list[Any], batch: BatchArgument, batch_s: Any, num_slices: int, n_steps: int = 1
+        self, arrays: list[Array], batch: BatchArgument, batch_s: Any, num_slices: int, n_steps: int = 1
     ) -> Any:
         """Take a step, or ``n_steps`` steps in one launch, with the rows of each rank ordered by steps.
 
@@ -525,7 +525,7 @@ def make_train_function(
     return TrainFunction(graph, exchange)
 
 
-def _find_common_length(arrays: list[Any]) -> int | None:
+def _find_common_length(arrays: list[Array]) -> int | None:
     """Return the number of rows of the data; None if their lengths differ, or some are minibatches of more rows."""
     try:
         if any(np.ndim(array) == 0 or getattr(array, "minibatch", False) for array in arrays):

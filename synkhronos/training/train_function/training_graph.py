@@ -190,7 +190,7 @@ def _parse_variables(argument: str, value: Any) -> list[Any]:
     return variables
 
 
-def _parse_sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
+def _parse_sliceable(shareds: Sequence[SharedVariable] | None, variables: list[Variable]) -> list[Any]:
     """Return the shared variables with the rows of each input; raise TypeError or ValueError if they do not fit."""
     if shareds is None:
         return []
@@ -223,7 +223,7 @@ def build_local_updates(rule: RuleUpdates) -> dict[Any, Any]:
     }
 
 
-def replace_params(expressions: Sequence[Any], params: Sequence[Any], averages: Any) -> list[Any]:
+def replace_params(expressions: Sequence[Any], params: Sequence[SharedVariable], averages: Any) -> list[Any]:
     """Return expressions that read moving averages instead of parameters."""
     library = get_library(*params)
     replacements = {
@@ -243,6 +243,6 @@ def describe_update_rule(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]
     return get_rule_name(update_rule), {**defaults, **rule_kwargs}
 
 
-def _to_list(argument: str, value: object, variables: list[Any], is_list: bool) -> list[Any]:
+def _to_list(argument: str, value: object, variables: list[Variable], is_list: bool) -> list[Any]:
     """Return data as a list with one entry per variable."""
     return check_list(value, argument, len(variables), "arrays") if is_list else [value]

@@ -161,7 +161,7 @@ def find_library(expected: str, *variables: Variable) -> GraphLibrary:
         raise TypeError(f"{expected}; {error}") from None
 
 
-def parse_params(params: Iterable[Any]) -> list[Any]:
+def parse_params(params: Iterable[SharedVariable]) -> list[Any]:
     """Return parameters as a list; raise TypeError or ValueError if they are not distinct shared float variables."""
     expected = "params: expected a list of shared variables of floats"
     # A variable could be iterated over too, and would give its rows.
@@ -180,7 +180,7 @@ def parse_params(params: Iterable[Any]) -> list[Any]:
     return listed
 
 
-def check_scalars(params: Sequence[Any], **scalars: Any) -> None:
+def check_scalars(params: Sequence[SharedVariable], **scalars: Any) -> None:
     """Check that each hyperparameter is a number, or a symbolic scalar of the parameters' graph library."""
     for argument, value in scalars.items():
         if is_number(value):
@@ -191,7 +191,7 @@ def check_scalars(params: Sequence[Any], **scalars: Any) -> None:
             raise ValueError(f"{expected}, got {_describe_value(value)}")
 
 
-def as_gradients(loss_or_grads: Variables, params: Sequence[Any]) -> list[Any]:
+def as_gradients(loss_or_grads: Variables, params: Sequence[SharedVariable]) -> list[Any]:
     """Convert a loss to its gradients; return a list of gradients, one for each parameter, unchanged."""
     if not isinstance(loss_or_grads, list | tuple):
         expected = "loss_or_grads: expected a symbolic scalar or a list of gradients"

@@ -50,7 +50,7 @@ def master_weights(rule: UpdateRule) -> Any:
 
     def update_masters(
         loss_or_grads: Variables,
-        params: Iterable[Any],
+        params: Iterable[SharedVariable],
         *args: Any,
         weight: Scalar | None = None,
         **kwargs: Any,

@@ -57,7 +57,9 @@ def skip_overflows(updates: RuleUpdates, scale: SharedVariable) -> RuleUpdates:
     return updates._replace(param_updates=new_values)
 
 
-def add_moving_averages(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[RuleUpdates, list[Any]]:
+def add_moving_averages(
+    updates: RuleUpdates, params: list[SharedVariable], decay: float
+) -> tuple[RuleUpdates, list[Any]]:
     """Add updates that compute moving averages of the parameters; return them, and the averages, in at least float32.
 
     They are e_t = d e_{t-1} + (1 - d) p_t, from the parameters before the first step, even if they have changed since

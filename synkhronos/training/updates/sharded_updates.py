@@ -117,7 +117,7 @@ class ShardedUpdates:
         If operations of the rule read all of its state whole; the message names a variable.
     """
 
-    def __init__(self, updates: RuleUpdates, params: Sequence[Any], n_ranks: int, rule_name: str):
+    def __init__(self, updates: RuleUpdates, params: Sequence[SharedVariable], n_ranks: int, rule_name: str):
         self._library = get_library(*params)
         self._tensor = self._library.tensor
         self._params, self._n_ranks, self._rule_name = list(params), n_ranks, rule_name
@@ -322,7 +322,7 @@ class ShardedUpdates:
             start, column = start + length, column + width
         return self._join_pieces(variable, new_pieces)
 
-    def _rewrite_nodes(self, variables: list[Any]) -> dict[Any, _ShardedValue]:
+    def _rewrite_nodes(self, variables: list[Variable]) -> dict[Any, _ShardedValue]:
         """Rewrite the nodes that compute variables; return the value of each of their outputs."""
         values: dict[Any, _ShardedValue] = {}
         for node in self._library.sort_nodes(variables):
@@ -387,7 +387,7 @@ class ShardedUpdates:
             return _ShardedValue(out, make_whole, pieces=pieces)
         return _ShardedValue(out, make_whole)
 
-    def _have_param_shape(self, i: int, variables: list[Any]) -> bool:
+    def _have_param_shape(self, i: int, variables: list[Variable]) -> bool:
         """Whether all variables have the shape of parameter ``i``, or are flat, according to their types."""
         ndim, shape = variables[0].ndim, self._shapes[i]
         if ndim != len(shape):
@@ -482,7 +482,7 @@ def _as_number(value: _ShardedValue) -> Any:
     return whole.dimshuffle() if whole.ndim else whole
 
 
-def _iterate_elementwise_leaves(variables: Sequence[Any]) -> Iterator[Any]:
+def _iterate_elementwise_leaves(variables: Sequence[Variable]) -> Iterator[Any]:
     """Yield the leaves of a graph that are connected to its outputs by elementwise operations only."""
     stack, seen = list(variables), set()
     while stack:
@@ -497,7 +497,7 @@ def _iterate_elementwise_leaves(variables: Sequence[Any]) -> Iterator[Any]:
             stack.extend(node.inputs)
 
 
-def _find_whole_leaves(variables: Sequence[Any]) -> set[int]:
+def _find_whole_leaves(variables: Sequence[Variable]) -> set[int]:
     """Return the ids of the leaves of a graph that some operation other than an elementwise one reads."""
     stack, seen, leaves = [(variable, False) for variable in variables], set(), set()
     while stack:

@@ -74,7 +74,7 @@ def chain(*parts: Any) -> UpdateRule:
 
     def chained(
         loss_or_grads: Variables,
-        params: Iterable[Any],
+        params: Iterable[SharedVariable],
         *args: Any,
         weight: Scalar | None = None,
         **kwargs: Any,
@@ -127,7 +127,7 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
 
     def partitioned(
         loss_or_grads: Variables,
-        params: Iterable[Any],
+        params: Iterable[SharedVariable],
         *args: Any,
         weight: Scalar | None = None,
         **kwargs: Any,
@@ -360,7 +360,7 @@ def global_norm(variables: Sequence[Variable]) -> Variable:
 # -- graphs ----------------------------------------------------------------------------------------------------
 
 
-def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any]) -> RuleUpdates:
+def _replace_gradient(updates: RuleUpdates, params: list[SharedVariable], grads: list[Variable]) -> RuleUpdates:
     """Return updates that read these gradients instead of those in `grad_shared`."""
     vector = updates.grad_shared
     library = get_library(vector)
@@ -375,7 +375,9 @@ def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any])
     return updates._replace(param_updates=OrderedDict(zip(updates.param_updates, new_values, strict=True)))
 
 
-def _transform_step(updates: RuleUpdates, params: list[Any], transforms: Sequence[Transformation]) -> RuleUpdates:
+def _transform_step(
+    updates: RuleUpdates, params: list[SharedVariable], transforms: Sequence[Transformation]
+) -> RuleUpdates:
     """Return updates whose steps are transformed."""
     steps = _apply_transformations(transforms, [p - updates.param_updates[p] for p in params], params)
     library = get_library(*params)
@@ -385,7 +387,9 @@ def _transform_step(updates: RuleUpdates, params: list[Any], transforms: Sequenc
     return updates._replace(param_updates=new_values)
 
 
-def _apply_transformations(transforms: Sequence[Transformation], values: list[Any], params: list[Any]) -> list[Any]:
+def _apply_transformations(
+    transforms: Sequence[Transformation], values: list[Any], params: list[SharedVariable]
+) -> list[Any]:
     """Apply transformations one after another."""
     for transform in transforms:
         values = list(transform(values, params))
