@@ -34,7 +34,7 @@ from synkhronos.graph_libraries import get_library
 from synkhronos.loading.augment import make_row_generator
 from synkhronos.loading.loader_process import LoaderConfig, pack_config, start_loader_process
 from synkhronos.loading.ring import RESUME_HINT, LoadError, ReadPlan, Ring, RingLayout
-from synkhronos.loading.sources import IterableSource, as_source, describe_row
+from synkhronos.loading.sources import IterableSource, SourceArgument, as_source, describe_row
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import Segment, check_free_memory, create_unlinked_file
 from synkhronos.variable_types import Variable
@@ -108,7 +108,7 @@ class Loader:
 
     def __init__(
         self,
-        source: object,
+        source: SourceArgument,
         *,
         augment: Callable[[tuple[Any, ...], np.random.Generator], tuple[Any, ...]] | None = None,
         processes: int = 1,

@@ -1,9 +1,8 @@
 """Sources of rows.
 
-A source has ``len()`` and ``[row]``, which returns a tuple of arrays, or is an `IterableSource`, whose length and order
-are its own.  It is pickled for the loader processes.  So a source of files holds their paths, and each process opens
-the files itself when it reads from them.  A source may have a method ``describe_row(row)``, whose result names a row
-in errors.
+A `Source` reads rows by number; the length and order of an `IterableSource` are its own.  Both are pickled for the
+loader processes.  So a source of files holds their paths, and each process opens the files itself when it reads from
+them.  A source may have a method ``describe_row(row)``, whose result names a row in errors.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from synkhronos.casts import cast, check_dense
 from synkhronos.checks import check_at_least, check_choice, import_package
@@ -30,6 +30,20 @@ _PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".
 
 #: One file, or several whose rows are concatenated.
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class Source(Protocol):
+    """Rows that are read by number; it is pickled for the loader processes."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def __getitem__(self, row: int, /) -> Any:
+        """Return a row: an array, or a tuple of arrays."""
+
+
+#: Argument for a source: arrays, rows by number, rows in their own order, or a function that returns an iterable.
+SourceArgument = npt.ArrayLike | Sequence[npt.ArrayLike] | Source | Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 class FileArray:
