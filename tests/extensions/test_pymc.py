@@ -33,7 +33,7 @@ from pytensor.graph.replace import vectorize_graph  # noqa: E402
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions import sampler_threads  # noqa: E402
 from synkhronos.extensions.pymc import data_parallel, data_parallel_model  # noqa: E402
-from synkhronos.extensions.rows_sum import SumOverRows  # noqa: E402
+from synkhronos.extensions.rows_sum import SumOverRows, sum_over_rows  # noqa: E402
 
 N = 60
 RNG = np.random.default_rng(3)
@@ -621,12 +621,13 @@ def scan_along_rows(rho):
     )
 
 
-def scan_of_each_row(rho):
-    return scan(lambda row, rho: (rho * row).sum(), [pt.as_tensor(X)], rho)
+def scan_of_each_row(rho, x=X):
+    return scan(lambda row, rho: (rho * row).sum(), [pt.as_tensor(x)], rho)
 
 
-def scan_along_columns(rho):
-    return scan(lambda column, h, rho: rho * h + column, [pt.as_tensor(X.T)], rho, outputs_info=[pt.zeros(N)])[-1]
+def scan_along_columns(rho, x=X):
+    x = pt.as_tensor(x)
+    return scan(lambda column, h, rho: rho * h + column, [x.T], rho, outputs_info=[pt.zeros_like(x[:, 0])])[-1]
 
 
 def test_data_parallel_splits_joined_blocks_of_rows(two_ranks_per_test):
@@ -656,6 +657,18 @@ def test_data_parallel_refuses_scans(build):
         pm.Normal("y", build(pm.Normal("rho")), 1, observed=X[:, 0])
     with pytest.raises(ValueError, match=r"split by rows: y: .*Scan\{"):
         data_parallel(model)
+
+
+@pytest.mark.parametrize("build", [scan_of_each_row, scan_along_columns], ids=lambda f: f.__name__)
+def test_sum_over_rows_accepts_scans_of_each_rows_sequence(two_ranks_per_test, build):
+    """The user states that rows are independent, which `data_parallel` cannot know of a loop."""
+    with pm.Model() as model:
+        pm.Normal("y", build(pm.Normal("rho")), 1, observed=X[:, 0])
+    x, y = pt.dmatrix("x"), pt.dvector("y")
+    with pm.Model() as summed:
+        terms = pm.logp(pm.Normal.dist(build(pm.Normal("rho"), x), 1), y)
+        pm.Potential("y", sum_over_rows(terms, {x: X, y: X[:, 0]}))
+    check_equal(summed, model)
 
 
 def test_data_parallel_refuses_random_rows():
