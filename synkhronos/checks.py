@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.variable_types import Variable
-
 
 def format_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the names that are similar to an unknown one, for its error; "" if none is.
@@ -125,7 +123,7 @@ def check_list(value: object, name: str, length: int, items: str) -> list[Any]:
     return list(value)
 
 
-def check_distinct(variables: Sequence[Variable], name: str) -> None:
+def check_distinct(variables: Sequence[Any], name: str) -> None:
     """Raise ValueError if a shared variable is given twice."""
     if len({id(variable) for variable in variables}) != len(variables):
         raise ValueError(f"{name}: a shared variable is given twice")
