@@ -54,8 +54,8 @@ def run_training(settings: Settings, command: list[str]) -> int:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m synkhronos train",
-        description="Train a class with the interface of Theano-MPI's models on all ranks. Settings are read from the "
-        "session file, the environment and the command line. The last one wins.",
+        description="Train a class with the interface of Theano-MPI's models on all ranks. Settings on the "
+        "command line override the environment, and these the session file.",
         epilog="Examples: python -m synkhronos train session.toml --resume; python -m synkhronos train --set "
         "model=models/mlp.py:MLP --ranks 2. The page docs/launcher.rst lists all settings.",
         allow_abbrev=False,
