@@ -23,7 +23,11 @@ from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
 from synkhronos.launcher.configuration.sources import parse_set_options
-from synkhronos.launcher.model_class.model_compilation import compile_model, set_model_options
+from synkhronos.launcher.model_class.model_compilation import (
+    compile_model,
+    requires_gradient_exchange,
+    set_model_options,
+)
 from synkhronos.launcher.model_class.model_interface import (
     ModelInterfaceError,
     call_by_signature,
@@ -111,18 +115,18 @@ class _ModelCheck:
         instance.epoch = 0
         return instance
 
-    def apply_options(self, instance: Any) -> bool:
-        """Set the options of a model's step; return True if they need the gradient of all ranks."""
+    def apply_options(self, instance: Any) -> None:
+        """Set the options of a model's step."""
         self.stage = "options of the model are set"
-        return set_model_options(instance, self.settings.model_options, self.rule, self.settings.modelclass)
+        set_model_options(instance, self.settings.model_options, self.rule, self.settings.modelclass)
 
     def check_one_rank(self) -> None:
         """Call every method of an instance as the only rank."""
         self.stage = "an instance is made"
         instance = self.make_instance(0, 1)
-        needs_gradients = self.apply_options(instance)
+        self.apply_options(instance)
         self.stage = "compile_iter_fns() runs"
-        compile_model(instance, self.settings, self.rule, 1, needs_gradients)
+        compile_model(instance, self.settings, self.rule, 1)
         check_interface(instance, self.settings.modelclass)
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
             self.problems.append("it has no n_epochs: give --set epochs=N")
@@ -131,7 +135,7 @@ class _ModelCheck:
         self.stage = "train_iter() runs"
         for i in range(min(_N_ITERATIONS, int(instance.data.n_batch_train))):
             instance.train_iter(i, recorder)
-            if needs_gradients:
+            if requires_gradient_exchange(instance):
                 instance.apply_gradients()
             recorder.count_iteration()
         recorder.write_line()
@@ -194,10 +198,10 @@ class _ModelCheck:
         self.stage = "two instances are made, with size 2"
         instances = [self.make_instance(rank, 2) for rank in range(2)]
         for instance in instances:
-            needs_gradients = self.apply_options(instance)
+            self.apply_options(instance)
         self.stage = "compile_iter_fns() runs with size 2"
         for instance in instances:
-            exchanged_quantity = compile_model(instance, self.settings, self.rule, 2, needs_gradients)
+            exchanged_quantity = compile_model(instance, self.settings, self.rule, 2)
             check_interface(instance, self.settings.modelclass)
         params = [
             FlatVariables(group_variables(instance, exchanged_quantity == "params").exchanged) for instance in instances

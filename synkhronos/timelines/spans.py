@@ -27,11 +27,11 @@ from synkhronos.ranks.mailbox import Mailbox
 Span = tuple[str, str, int, int, int]
 
 #: Category of the spans in which a rank waits.
-WAIT = "wait"
+WAIT_CATEGORY = "wait"
 #: Name of the spans of a call in the master.
-CALL = "call"
+CALL_NAME = "call"
 #: Name of the spans of a worker's wait between two commands.
-IDLE = "wait for a command"
+IDLE_NAME = "wait for a command"
 
 #: Function that maps a method's arguments to the name of a span.
 SpanNamer = Callable[..., str]
@@ -55,30 +55,30 @@ def _name_command(command: Command, rank: Rank) -> str:
 
 
 def _name_wait(control: ControlMemory, rank: int, is_ready: Any, reason: int, *_: Any) -> str:
-    return {AWAITS_COMMAND: IDLE, AWAITS_COMPLETION: "wait for the ranks"}.get(reason, "wait for a peer")
+    return {AWAITS_COMMAND: IDLE_NAME, AWAITS_COMPLETION: "wait for the ranks"}.get(reason, "wait for a peer")
 
 
 _traced_methods: list[TracedMethod] = []
 
 
-def trace_method(owner: type, method: str, category: str, name: str | SpanNamer) -> None:
+def register_traced_method(owner: type, method: str, category: str, name: str | SpanNamer) -> None:
     """Register a method of a class itself, whose calls become spans of a timeline; see `TracedMethod`."""
     if method not in vars(owner):
         raise AttributeError(f"{owner.__qualname__} has no method {method!r} to trace")
     _traced_methods.append(TracedMethod(owner, method, category, name))
 
 
-trace_method(CommandRunner, "_execute", "call", CALL)
-trace_method(Mailbox, "post", "post", "post")
-trace_method(ControlMemory, "wait", WAIT, _name_wait)
-trace_method(Command, "run", "command", _name_command)
-trace_method(Computation, "_compile", "compile", "compile")
-trace_method(Device, "stage_input", "copy", "copy rows")
-trace_method(Runner, "__call__", "launch", "launch")
-trace_method(Engine, "fetch_outputs", "copy", "fetch outputs")
-trace_method(Feed, "wait_for_row_indexes", "load", "wait for the loader")
+register_traced_method(CommandRunner, "_execute", "call", CALL_NAME)
+register_traced_method(Mailbox, "post", "post", "post")
+register_traced_method(ControlMemory, "wait", WAIT_CATEGORY, _name_wait)
+register_traced_method(Command, "run", "command", _name_command)
+register_traced_method(Computation, "_compile", "compile", "compile")
+register_traced_method(Device, "stage_input", "copy", "copy rows")
+register_traced_method(Runner, "__call__", "launch", "launch")
+register_traced_method(Engine, "fetch_outputs", "copy", "fetch outputs")
+register_traced_method(Feed, "wait_for_row_indexes", "load", "wait for the loader")
 for collective in sorted(Communicator.__abstractmethods__):
-    trace_method(Communicator, collective, "exchange", collective)
+    register_traced_method(Communicator, collective, "exchange", collective)
 
 
 def _find_overrides(owner: type, method: str) -> Iterator[type]:
@@ -88,6 +88,14 @@ def _find_overrides(owner: type, method: str) -> Iterator[type]:
     subclasses: list[type] = owner.__subclasses__()
     for subclass in subclasses:
         yield from _find_overrides(subclass, method)
+
+
+def _call_namer(namer: SpanNamer, function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Return the name of a call's span; the function's name if the namer fails, as it may for a call that failed."""
+    try:
+        return namer(*args)
+    except Exception:
+        return function.__qualname__
 
 
 def _time_calls(function: Callable[..., Any], category: str, name: str | SpanNamer, spans: deque[Span]) -> Any:
@@ -101,7 +109,8 @@ def _time_calls(function: Callable[..., Any], category: str, name: str | SpanNam
             return function(*args, **kwargs)
         finally:
             end = clock()
-            spans.append((name if isinstance(name, str) else name(*args), category, start, end, thread()))
+            span_name = name if isinstance(name, str) else _call_namer(name, function, args)
+            spans.append((span_name, category, start, end, thread()))
 
     return timed
 

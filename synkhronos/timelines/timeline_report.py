@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from synkhronos.timelines.chrome_trace import read_trace
-from synkhronos.timelines.spans import CALL, IDLE, WAIT
+from synkhronos.timelines.spans import CALL_NAME, IDLE_NAME, WAIT_CATEGORY
 
 #: Name of the master's activity between its calls.
 SCRIPT = "the script itself"
@@ -41,8 +41,8 @@ _MAX_LINES = 12
 _MAX_DRAWN_ACTIVITIES = 4000
 
 
-class Activity(NamedTuple):
-    """An interval in which a rank was in one span and in no inner span.  Times are in microseconds."""
+class Interval(NamedTuple):
+    """A span of a rank, or a part of it.  Times are in microseconds."""
 
     start: float
     end: float
@@ -52,44 +52,44 @@ class Activity(NamedTuple):
 
 @dataclass
 class RankTimeline:
-    """Activities of a rank's main thread, in order and without overlap; XLA's operations; and the master's calls."""
+    """Parts of the spans of a rank's main thread, without overlap; XLA's operations; and the master's calls."""
 
-    activities: list[Activity] = field(default_factory=list)
-    xla_operations: list[Activity] = field(default_factory=list)
-    calls: list[Activity] = field(default_factory=list)
+    activities: list[Interval] = field(default_factory=list)
+    xla_operations: list[Interval] = field(default_factory=list)
+    calls: list[Interval] = field(default_factory=list)
 
 
 class CriticalPathStep(NamedTuple):
     """An activity on the critical path."""
 
     rank: int
-    activity: Activity
+    activity: Interval
 
 
 def read_timelines(path: str) -> dict[int, RankTimeline]:
     """Return the timelines of a trace, by rank; raise ValueError if the file is no trace of `synkhronos.timeline`."""
-    spans: dict[int, list[Activity]] = defaultdict(list)
+    spans: dict[int, list[Interval]] = defaultdict(list)
     timelines: dict[int, RankTimeline] = defaultdict(RankTimeline)
     for event in read_trace(path):
         if event.get("ph") != "X":
             continue
-        span = Activity(event["ts"], event["ts"] + event["dur"], event["name"], event["cat"])
+        span = Interval(event["ts"], event["ts"] + event["dur"], event["name"], event["cat"])
         if span.category == "compute":
             timelines[event["pid"]].xla_operations.append(span)
         elif event["tid"] == 0:
             spans[event["pid"]].append(span)
     for rank, rank_spans in spans.items():
         timelines[rank].activities = flatten_spans(rank_spans)
-        timelines[rank].calls = sorted(span for span in rank_spans if span.name == CALL)
+        timelines[rank].calls = sorted(span for span in rank_spans if span.name == CALL_NAME)
     if not any(timeline.calls for timeline in timelines.values()):
         raise ValueError(f"{path} has no call of a function, a collective or a task")
     return dict(sorted(timelines.items()))
 
 
-def flatten_spans(spans: Iterable[Activity]) -> list[Activity]:
-    """Return the activities in nested spans.  Each moment belongs to the innermost span that contains it."""
-    activities: list[Activity] = []
-    open_spans: list[Activity] = []
+def flatten_spans(spans: Iterable[Interval]) -> list[Interval]:
+    """Return the parts of nested spans.  Each moment belongs to the innermost span that contains it."""
+    activities: list[Interval] = []
+    open_spans: list[Interval] = []
     position = 0.0
 
     def advance(until: float) -> None:
@@ -110,7 +110,7 @@ def flatten_spans(spans: Iterable[Activity]) -> list[Activity]:
     return activities
 
 
-def sum_by_name(activities: Iterable[Activity]) -> dict[str, float]:
+def sum_by_name(activities: Iterable[Interval]) -> dict[str, float]:
     """Return the total time of each name in microseconds, the longest first."""
     totals: dict[str, float] = defaultdict(float)
     for activity in activities:
@@ -121,32 +121,35 @@ def sum_by_name(activities: Iterable[Activity]) -> dict[str, float]:
 def find_critical_path(timelines: dict[int, RankTimeline]) -> list[CriticalPathStep]:
     """Return the critical path from the start of the first call to the end of the last, in order."""
     master = next(rank for rank, timeline in timelines.items() if timeline.calls)
-    work = {rank: [s for s in timeline.activities if s.category != WAIT] for rank, timeline in timelines.items()}
+    work = {
+        rank: [s for s in timeline.activities if s.category != WAIT_CATEGORY] for rank, timeline in timelines.items()
+    }
     ends = {rank: [s.end for s in activities] for rank, activities in work.items()}
     starts = {rank: [s.start for s in timeline.activities] for rank, timeline in timelines.items()}
     start_of_run, time = timelines[master].calls[0].start, timelines[master].calls[-1].end
-    rank, path = master, []  # type: int, list[CriticalPathStep]
+    rank = master
+    path: list[CriticalPathStep] = []
 
-    def find_last_work_end(rank: int) -> float:
+    def find_last_work_end(peer: int) -> float:
         """Return the end of a rank's last work before ``time``; ``time`` itself if the rank works then."""
-        i = bisect.bisect_left(ends[rank], time)
-        if i < len(work[rank]) and work[rank][i].start < time:
+        i = bisect.bisect_left(ends[peer], time)
+        if i < len(work[peer]) and work[peer][i].start < time:
             return time
-        return ends[rank][i - 1] if i else float("-inf")
+        return ends[peer][i - 1] if i else float("-inf")
 
     while time > start_of_run:
         i = bisect.bisect_left(starts[rank], time) - 1
         activity = timelines[rank].activities[i] if i >= 0 else None
         if activity is None or activity.end < time:  # between two spans
             name = SCRIPT if rank == master else "other"
-            activity = Activity(start_of_run if activity is None else activity.end, time, name, "call")
-        elif activity.category == WAIT:
+            activity = Interval(start_of_run if activity is None else activity.end, time, name, "call")
+        elif activity.category == WAIT_CATEGORY:
             # A wait for a command ends with the master's work, any other wait with the last peer's work.
-            peers = [master] if activity.name == IDLE else [peer for peer in timelines if peer != rank]
+            peers = [master] if activity.name == IDLE_NAME else [peer for peer in timelines if peer != rank]
             last_peer = max(peers, key=find_last_work_end, default=rank)
             work_end = max(find_last_work_end(last_peer), activity.start, start_of_run)
             if work_end < time:
-                path.append(CriticalPathStep(rank, Activity(work_end, time, "wake up", "call")))
+                path.append(CriticalPathStep(rank, Interval(work_end, time, "wake up", "call")))
                 time = work_end
             if time > activity.start:
                 rank = last_peer
@@ -157,7 +160,7 @@ def find_critical_path(timelines: dict[int, RankTimeline]) -> list[CriticalPathS
     return path[::-1]
 
 
-def _get_calls(timelines: dict[int, RankTimeline]) -> list[Activity]:
+def _get_calls(timelines: dict[int, RankTimeline]) -> list[Interval]:
     """Return the master's calls."""
     return next(timeline.calls for timeline in timelines.values() if timeline.calls)
 
@@ -169,19 +172,19 @@ def format_report(path: str, timelines: dict[int, RankTimeline], critical_path: 
     total = end - start
     lines = [f"{path}: {len(calls)} calls on {len(timelines)} ranks in {_format_time(total)}"]
     totals: dict[str, float] = defaultdict(float)
-    shares: dict[int, dict[str, float]] = {}
+    times_by_rank: dict[int, dict[str, float]] = {}
     for rank, timeline in timelines.items():
         clipped = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in timeline.activities]
-        shares[rank] = sum_by_name(s for s in clipped if s.end > s.start)
-        unnamed = total - sum(shares[rank].values())
-        shares[rank][SCRIPT if timeline.calls else "other"] = max(unnamed, 0.0)
-        for name, time in shares[rank].items():
+        times_by_rank[rank] = sum_by_name(s for s in clipped if s.end > s.start)
+        unnamed = total - sum(times_by_rank[rank].values())
+        times_by_rank[rank][SCRIPT if timeline.calls else "other"] = max(unnamed, 0.0)
+        for name, time in times_by_rank[rank].items():
             totals[name] += time
     names_shown = sorted(totals, key=lambda name: -totals[name])[:_MAX_LINES]
     width = max(len(name) for name in names_shown)
     lines += ["", "time of each rank, % of the whole", " " * width + "".join(f"{f'rank {r}':>9}" for r in timelines)]
     for name in names_shown:
-        cells = (100 * shares[rank].get(name, 0.0) / total for rank in timelines)
+        cells = (100 * times_by_rank[rank].get(name, 0.0) / total for rank in timelines)
         lines.append(f"{name:<{width}}" + "".join(f"{cell:9.1f}" for cell in cells))
     if any(timeline.xla_operations for timeline in timelines.values()):
         cells = (100 * _measure_union(timeline.xla_operations) / total for timeline in timelines.values())
@@ -195,7 +198,7 @@ def format_report(path: str, timelines: dict[int, RankTimeline], critical_path: 
     return "\n".join(lines) + "\n"
 
 
-def _measure_union(activities: Sequence[Activity]) -> float:
+def _measure_union(activities: Sequence[Interval]) -> float:
     """Return the total length of the union of activities."""
     length, position = 0.0, float("-inf")
     for activity in sorted(activities):
@@ -230,7 +233,7 @@ def draw_timelines(
     drawn_calls = calls[max(0, len(calls) // 2 - n_calls // 2) :][:n_calls]
     start, end = drawn_calls[0].start, drawn_calls[-1].end
     scale, unit = (1e-3, "ms") if end - start > 2e3 else (1.0, "us")
-    rows: list[tuple[str, list[Activity]]] = []
+    rows: list[tuple[str, list[Interval]]] = []
     for rank, timeline in timelines.items():
         rows.append((f"rank {rank}", timeline.activities))
         if timeline.xla_operations:
@@ -254,13 +257,13 @@ def draw_timelines(
     pyplot.close(figure)
 
 
-def _draw_row(axis: Any, y: int, activities: Sequence[Activity], start: float, end: float, scale: float) -> set[str]:
+def _draw_row(axis: Any, y: int, activities: Sequence[Interval], start: float, end: float, scale: float) -> set[str]:
     """Draw the activities between ``start`` and ``end`` as bars at height ``y``, and return their categories."""
     visible = [s for s in activities if s.end > start and s.start < end][:_MAX_DRAWN_ACTIVITIES]
     bars = [((max(s.start, start) - start) * scale, (min(s.end, end) - max(s.start, start)) * scale) for s in visible]
     axis.broken_barh(bars, (y - 0.38, 0.76), color=[_COLOURS.get(s.category, _OTHER_COLOUR) for s in visible])
     for (left, length), activity in zip(bars, visible, strict=True):
-        if length > 0.012 * len(activity.name) * (end - start) * scale and activity.category != WAIT:
+        if length > 0.012 * len(activity.name) * (end - start) * scale and activity.category != WAIT_CATEGORY:
             colour = "white" if activity.category in _DARK_CATEGORIES else "black"
             axis.text(left + length / 2, y, activity.name, ha="center", va="center", fontsize=8, color=colour)
     return {s.category for s in visible}

@@ -110,7 +110,7 @@ def test_checkpoint_names_update_rule_variables():
     }
     for before, after in itertools.product(names, repeat=2):
         if before == after:
-            compatibility.check_same_training(
+            compatibility.check_can_resume(
                 "rows",
                 names[before],
                 compatibility.describe_training(
@@ -119,7 +119,7 @@ def test_checkpoint_names_update_rule_variables():
             )
         else:
             with pytest.raises(CheckpointError, match="is of another model: its variables of the update rule are"):
-                compatibility.check_same_training("rows", names[before], names[after])
+                compatibility.check_can_resume("rows", names[before], names[after])
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Timelines: records of each rank, the format of the file, and the report."""
 
+import collections
 import gzip
 import json
 import os
@@ -17,9 +18,9 @@ from synkhronos import __main__ as command_line
 from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.timelines import timeline_report
-from synkhronos.timelines.spans import trace_method
+from synkhronos.timelines.spans import _time_calls, register_traced_method
 from synkhronos.timelines.timeline_report import (
-    Activity,
+    Interval,
     RankTimeline,
     find_critical_path,
     flatten_spans,
@@ -79,12 +80,26 @@ def test_timeline_records_every_collective(step, tmp_path):
         assert names == {"broadcast", "all_reduce", "reduce", "gather", "reduce_scatter", "all_gather"}
 
 
-def test_trace_method_refuses_names_that_do_not_exist():
+def test_register_traced_method_refuses_names_that_do_not_exist():
     with pytest.raises(AttributeError, match="CommandRunner has no method '_perform' to trace"):
-        trace_method(CommandRunner, "_perform", "call", "call")
+        register_traced_method(CommandRunner, "_perform", "call", "call")
 
 
-def test_timeline_leaves_nothing(step, tmp_path):
+def test_an_error_in_a_namer_keeps_the_error_of_the_call():
+    def fail(divisor):
+        return 1 / divisor
+
+    def name_call(divisor):
+        raise KeyError(divisor)
+
+    spans = collections.deque()
+    with pytest.raises(ZeroDivisionError):
+        _time_calls(fail, "call", name_call, spans)(0)
+    ((name, *_),) = spans
+    assert name == fail.__qualname__
+
+
+def test_timeline_restores_the_methods(step, tmp_path):
     before = [vars(CommandRunner)["_execute"], vars(ControlMemory)["wait"]]
     with synk.timeline(tmp_path / "run.json.gz"):
         assert vars(CommandRunner)["_execute"] is not before[0]
@@ -115,7 +130,7 @@ def test_timeline_keeps_the_newest_spans(step, tmp_path):
     assert [sum(event["ph"] == "X" and event["pid"] == rank for event in events) for rank in (0, 1)] == [5, 5]
 
 
-def test_timeline_refuses_wrong_use(step, tmp_path):
+def test_timeline_refuses_wrong_arguments_and_a_second_one(step, tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         synk.timeline(tmp_path / "nowhere" / "run.json")
     with pytest.raises(ValueError, match="max_spans"):
@@ -161,8 +176,8 @@ def test_timeline_records_xla_computations(fork, tmp_path):
 # -- the report ----------------------------------------------------------------------------------------------
 
 
-def test_timeline_splits_nested_spans():
-    spans = [Activity(0, 10, "a", "x"), Activity(2, 5, "b", "x"), Activity(3, 4, "c", "x"), Activity(12, 13, "d", "x")]
+def test_flatten_spans_splits_nested_spans():
+    spans = [Interval(0, 10, "a", "x"), Interval(2, 5, "b", "x"), Interval(3, 4, "c", "x"), Interval(12, 13, "d", "x")]
     assert [(s.start, s.end, s.name) for s in flatten_spans(spans)] == [
         (0, 2, "a"),
         (2, 3, "b"),
@@ -174,7 +189,7 @@ def test_timeline_splits_nested_spans():
 
 
 @given(st.data())
-def test_timeline_nested_spans_cover_equal_time(data):
+def test_flatten_spans_assigns_each_moment_to_the_innermost_span(data):
     def draw(start, end, depth):
         """Draw spans within an interval, one after another, each with spans within it."""
         spans, position = [], start
@@ -183,7 +198,7 @@ def test_timeline_nested_spans_cover_equal_time(data):
                 break
             first = data.draw(st.integers(position, end - 2))
             last = data.draw(st.integers(first + 1, end))
-            spans += [Activity(first, last, f"{depth}", "x"), *draw(first, last, depth - 1)]
+            spans += [Interval(first, last, f"{depth}", "x"), *draw(first, last, depth - 1)]
             position = last
         return spans
 
@@ -198,33 +213,33 @@ def test_timeline_nested_spans_cover_equal_time(data):
             assert segments_at_t[0].name == min(s.name for s in covering)
 
 
-def make_ranks(*ranks):
+def make_timelines(*ranks):
     """Return timelines from tuples (start, end, name, category); the first rank is the master, with one call."""
-    timelines = {number: RankTimeline([Activity(*s) for s in rank]) for number, rank in enumerate(ranks)}
-    timelines[0].calls = [Activity(ranks[0][0][0], ranks[0][-1][1], "call", "call")]
+    timelines = {number: RankTimeline([Interval(*s) for s in rank]) for number, rank in enumerate(ranks)}
+    timelines[0].calls = [Interval(ranks[0][0][0], ranks[0][-1][1], "call", "call")]
     return timelines
 
 
 def test_critical_path_goes_through_the_slowest_rank():
-    ranks = make_ranks(
+    ranks = make_timelines(
         [(0, 1, "post", "post"), (1, 4, "launch", "launch"), (4, 9, "wait for the ranks", "wait")],
         [(0, 1, "wait for a command", "wait"), (1, 8, "launch", "launch"), (8, 9, "wait for a command", "wait")],
     )
     assert find_critical_path(ranks) == [
-        (0, Activity(0, 1, "post", "post")),
-        (1, Activity(1, 8, "launch", "launch")),
-        (0, Activity(8, 9, "wake up", "call")),
+        (0, Interval(0, 1, "post", "post")),
+        (1, Interval(1, 8, "launch", "launch")),
+        (0, Interval(8, 9, "wake up", "call")),
     ]
 
 
 def test_critical_path_changes_ranks_at_a_barrier():
-    ranks = make_ranks(
+    ranks = make_timelines(
         [(0, 6, "launch", "launch"), (6, 7, "all_reduce", "exchange"), (7, 12, "wait for the ranks", "wait")],
         [(0, 2, "launch", "launch"), (2, 6, "wait for a peer", "wait"), (6, 12, "all_reduce", "exchange")],
     )
     assert find_critical_path(ranks) == [
-        (0, Activity(0, 6, "launch", "launch")),
-        (1, Activity(6, 12, "all_reduce", "exchange")),
+        (0, Interval(0, 6, "launch", "launch")),
+        (1, Interval(6, 12, "all_reduce", "exchange")),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,8 +29,8 @@ def _compile_functions(model: Any, sync_type: str) -> None:
             model.size = size
 
 
-def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -> bool:
-    """Set the options of a `synkhronos.launcher.Model`'s step; return True if they need the gradient of all ranks.
+def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -> None:
+    """Set the options of a `synkhronos.launcher.Model`'s step.
 
     They override attributes of the class, whose ``name`` is for errors.  Raise ModelInterfaceError if the class is not
     a `Model`, or the rule does not exchange gradients in their own precision.
@@ -38,37 +38,43 @@ def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: 
     if not isinstance(model, Model):
         if options:
             raise ModelInterfaceError(f"model_options: {name} lacks:\n  the base class synkhronos.launcher.Model")
-        return False
+        return
     model.set_options(options)
     for option in model.step_options:
         if not isinstance(rule, BSP):
             raise ModelInterfaceError(f"{option}: needs the exchange rule BSP, got {rule!r}")
         if rule.precision is not None:
             raise ModelInterfaceError(f"{option}: BSP has to exchange gradients in their own precision, got {rule!r}")
-    return bool(model.step_options)
 
 
-def compile_model(model: Any, settings: Settings, rule: Rule, size: int, needs_gradients: bool) -> str | None:
+def requires_gradient_exchange(model: Any) -> bool:
+    """Return True if the step of a `synkhronos.launcher.Model` has options that need the gradient of all ranks."""
+    return isinstance(model, Model) and bool(model.step_options)
+
+
+def compile_model(model: Any, settings: Settings, rule: Rule, size: int) -> Literal["gradient", "params"] | None:
     """Compile an instance's functions; return "gradient" or "params", which ranks exchange after each step under BSP.
 
-    The option ``average`` of the rule decides; by default they exchange gradients if the class has ``vels`` and
-    ``vels2``. ``needs_gradients`` is the result of `set_model_options`.  Return None if ranks do not exchange after
-    each step.  Raise ModelInterfaceError if they would exchange gradients, but ``vels`` and ``vels2`` are not lists of
-    variables of equal shapes.
+    The option ``average`` of the rule decides.  By default ranks exchange parameters if the class is a `Model` whose
+    step has no options, and gradients if another class has ``vels`` and ``vels2``.  Return None if ranks do not
+    exchange after each step.  Raise ModelInterfaceError if they would exchange gradients, but ``vels`` and ``vels2``
+    are not lists of variables of equal shapes.
     """
-    if not needs_gradients and (not isinstance(rule, BSP) or size == 1):
+    if not requires_gradient_exchange(model) and (not isinstance(rule, BSP) or size == 1):
         _compile_functions(model, "avg")
         return None
-    requested_quantity, name = settings.rule_options.get("average"), settings.modelclass
-    options = model.step_options if isinstance(model, Model) else None
-    if requested_quantity == "params" or (requested_quantity is None and options == {}):
-        if options:
-            raise ModelInterfaceError(f"{next(iter(options))}: needs rule_options.average = 'gradient', got 'params'")
+    exchange_setting, name = settings.rule_options.get("average"), settings.modelclass
+    exchanges_params_by_default = isinstance(model, Model) and not model.step_options
+    if exchange_setting == "params" or (exchange_setting is None and exchanges_params_by_default):
+        if requires_gradient_exchange(model):
+            raise ModelInterfaceError(
+                f"{next(iter(model.step_options))}: needs rule_options.average = 'gradient', got 'params'"
+            )
         _compile_functions(model, "avg")
         return "params"
     _compile_functions(model, "cdd")
     lists = [getattr(model, variables, None) for variables in ("vels", "vels2")]
-    if requested_quantity is None and not any(lists):
+    if exchange_setting is None and not any(lists):
         return "params"
     specs = [[(p.type.dtype, np.shape(p.get_value())) for p in variables] if variables else [] for variables in lists]
     if not specs[0] or specs[0] != specs[1] and not getattr(model, "sharded_variables", None):

@@ -30,7 +30,7 @@ class GradientSumRule(Rule):
     """
 
     def __init__(self, model: Any, precision: str | None = None):
-        super().__init__(1, precision=precision)
+        super().__init__(period=1, precision=precision)
         self.vels, self.vels2 = FlatVariables(model.vels), FlatVariables(model.vels2)
         self._sharded_model = model if getattr(model, "sharded_variables", None) else None
 

@@ -18,8 +18,8 @@ from synkhronos.training.loops.batch_loop import BatchLoop, Exchanger
 from synkhronos.training.loops.stop_signals import StopAgreement, StopPoll, get_requested_stop
 
 
-class SubBatch(NamedTuple):
-    """Step of a batch: a class may take several steps in each batch."""
+class BatchStep(NamedTuple):
+    """Step of a batch; a class may take several."""
 
     batch: int
     is_last: bool
@@ -53,24 +53,24 @@ class ModelBatchLoop(BatchLoop):
         self._min_n_batches, self._stops_at_memory_checkpoint = 0, False
         super().run()
 
-    def iterate_batches(self) -> Iterator[SubBatch]:
-        """Yield a sub-batch for each step.  A collective at the first step of an epoch, under synchronous rules."""
+    def iterate_batches(self) -> Iterator[BatchStep]:
+        """Yield the steps of all batches.  A collective at the first step of an epoch, under synchronous rules."""
         batch, n_steps = self.state.position["batch"], get_steps_per_batch(self.model)
         # The number of batches is read after the first step, in which a class may divide its data.
-        batches = self.agree_on_n_batches(int(self.model.data.n_batch_train)) if batch else None
-        while batches is None or batch < batches:
+        n_batches = self.agree_on_n_batches(int(self.model.data.n_batch_train)) if batch else None
+        while n_batches is None or batch < n_batches:
             for step in range(n_steps):
-                yield SubBatch(batch, step == n_steps - 1)
-                if batches is None:
-                    batches = self.agree_on_n_batches(int(self.model.data.n_batch_train))
+                yield BatchStep(batch, step == n_steps - 1)
+                if n_batches is None:
+                    n_batches = self.agree_on_n_batches(int(self.model.data.n_batch_train))
             batch += 1
 
-    def step(self, batches: SubBatch) -> int:
+    def step(self, batch_step: BatchStep) -> int:
         """Call ``train_iter`` once; return the number of steps to count for the exchange.
 
         Asynchronous rules count only the last step of a batch.
         """
-        self.is_last_step = batches.is_last
+        self.is_last_step = batch_step.is_last
         recorder = self.recorder
         self.worker.progress()
         began, before = time.perf_counter(), dict(recorder.meter.seconds)
@@ -78,7 +78,7 @@ class ModelBatchLoop(BatchLoop):
         is_bsp = self.state.settings.rule == "BSP"
         rank_means = RankMeanContext(self.worker.all_gather).activate() if is_bsp else nullcontext()
         with use_model_precision(), rank_means:
-            self.model.train_iter(batches.batch, recorder)
+            self.model.train_iter(batch_step.batch, recorder)
         recorder.count_iteration(time.perf_counter() - began)
         self.record_compute_time(began, before)
         return int(self.is_last_step or not self.rule.asynchronous)
@@ -108,10 +108,10 @@ class ModelBatchLoop(BatchLoop):
         with use_model_precision():
             return self.model.apply_gradients()
 
-    def record(self, batches: SubBatch) -> None:
+    def record(self, batch_step: BatchStep) -> None:
         """After the last step of a batch, count it, and write the line and the memory checkpoint that are due."""
-        if batches.is_last:
-            n_batches = self.state.position["batch"] = batches.batch + 1
+        if batch_step.is_last:
+            n_batches = self.state.position["batch"] = batch_step.batch + 1
             self.recorder.print_train_info(n_batches * self.worker.size)
             if self.memory_checkpoints and self.memory_checkpoints.due_batch <= n_batches < self._min_n_batches:
                 self.memory_checkpoints.write(None)

@@ -25,7 +25,7 @@ from synkhronos.programs import LocalRows, Worker
 from synkhronos.rules import Rule, State
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, read_metadata
-from synkhronos.training.checkpoints.compatibility import check_same_training, describe_training
+from synkhronos.training.checkpoints.compatibility import check_can_resume, describe_training
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.recorder import filter_lines
@@ -159,7 +159,7 @@ class ModelState:
         """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
         worker = self.worker
         meta = worker.broadcast(read_metadata(path) if worker.number == 0 else None)
-        check_same_training(path, meta, describe_training("run", self.rule, self.variables, None))
+        check_can_resume(path, meta, describe_training("run", self.rule, self.variables, None))
         self.early_stopping = EarlyStopping.from_json(meta["stop"])
         if self.settings.keep_best:
             self.early_stopping.set_metric(" ".join(self.settings.keep_best))

@@ -87,8 +87,8 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
         if not hasattr(model, name) and not hasattr(model_class, "__slots__"):
             setattr(model, name, config[name])
     worker.progress()
-    needs_gradients = set_model_options(model, settings.model_options, rule, settings.modelclass)
-    exchanged_quantity = compile_model(model, settings, rule, worker.size, needs_gradients)
+    set_model_options(model, settings.model_options, rule, settings.modelclass)
+    exchanged_quantity = compile_model(model, settings, rule, worker.size)
     if exchanged_quantity is not None and worker.number == 0:
         sys.stdout.write(f"{_EXCHANGE_DESCRIPTIONS[exchanged_quantity]}\n")
     check_interface(model, settings.modelclass)

@@ -19,7 +19,7 @@ from synkhronos.variable_types import SharedVariable
 #: Options that may change when a training is resumed: learning rates, and periods of exchanges.
 CHANGEABLE_OPTIONS = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
 #: Placeholder of options that are not numbers, booleans or strings, such as shared variables; it equals any value.
-_SYMBOLIC = "symbolic"
+_ANY_VALUE = "symbolic"
 #: Names of the roles of variables in error messages.
 _ROLE_DESCRIPTIONS = {
     "params": "exchanged parameters",
@@ -31,16 +31,16 @@ _ROLE_DESCRIPTIONS = {
 
 
 def describe_training(
-    program: str, rule: Rule, variables: VariablesByRole, update_rule: tuple[str, dict[str, Any]] | None
+    kind: str, rule: Rule, variables: VariablesByRole, update_rule: tuple[str, dict[str, Any]] | None
 ) -> dict[str, Any]:
     """Describe the model, the rules and their options, for a checkpoint's ``meta``.
 
-    ``program`` is the kind of program that trains: "trainer" or "run".  A training can resume from a checkpoint if both
+    ``kind`` is the program that trains: "trainer" or "run".  A training can resume from a checkpoint if both
     descriptions are equal, except for `CHANGEABLE_OPTIONS`.
     """
     name, options = update_rule or (None, {})
     return {
-        "kind": program,
+        "kind": kind,
         "rule": type(rule).__name__,
         "asynchronous": rule.asynchronous,
         "rule_options": _to_json_options(rule.get_options()),
@@ -53,7 +53,7 @@ def describe_training(
     }
 
 
-def check_same_training(
+def check_can_resume(
     path: str | os.PathLike[str], meta: Mapping[str, Any], expected_meta: Mapping[str, Any]
 ) -> None:
     """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``, that of this training."""
@@ -97,14 +97,14 @@ def _check_options(
 ) -> None:
     for option in sorted({*saved, *expected} - CHANGEABLE_OPTIONS):
         saved_value, value = saved.get(option), expected.get(option)
-        if saved_value != value and _SYMBOLIC not in (saved_value, value):
+        if saved_value != value and _ANY_VALUE not in (saved_value, value):
             raise CheckpointError(f"{path} is of {rule_name} with {option}={saved_value!r}, got {option}={value!r}")
 
 
 def _to_json_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options in types that JSON can represent; other values become `_SYMBOLIC`."""
+    """Return options in types that JSON can represent; other values become `_ANY_VALUE`."""
     plain = {name: np.asarray(value).item() if is_number(value) else value for name, value in options.items()}
-    return {name: v if isinstance(v, str | int | float | bool | None) else _SYMBOLIC for name, v in plain.items()}
+    return {name: v if isinstance(v, str | int | float | bool | None) else _ANY_VALUE for name, v in plain.items()}
 
 
 def _describe_variable(shared: SharedVariable, role: str) -> list[Any]:

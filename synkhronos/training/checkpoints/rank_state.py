@@ -3,7 +3,7 @@
 Trainers and the launcher save and resume::
 
     all ranks: collect_state --> one rank: write_states        --> Checkpoint
-    all ranks: restore_state <-- one rank: check_same_training <-- Checkpoint
+    all ranks: restore_state <-- one rank: check_can_resume <-- Checkpoint
 
 While a report is made, all ranks have the rule's consensus parameters (`set_params_to_consensus`).  Each rank stores
 its own parameters under ``"own"`` until the next step.  A checkpoint has each rank's own parameters.

@@ -25,7 +25,7 @@ from typing import Any
 
 from synkhronos.programs import Worker
 from synkhronos.rules import Rule, State
-from synkhronos.timelines.spans import trace_method
+from synkhronos.timelines.spans import register_traced_method
 from synkhronos.training.monitoring.meter import ActivityTimer
 
 
@@ -62,7 +62,7 @@ class BatchLoop(ABC):
 
 
 for activity in ("step", "exchange", "record"):
-    trace_method(BatchLoop, activity, activity, activity)
+    register_traced_method(BatchLoop, activity, activity, activity)
 
 
 class Exchanger:

@@ -16,7 +16,7 @@ from synkhronos.rules.state import FlatVariables
 from synkhronos.training import schedules
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError, read_checkpoint, read_metadata
-from synkhronos.training.checkpoints.compatibility import check_same_training, describe_training
+from synkhronos.training.checkpoints.compatibility import check_can_resume, describe_training
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.meter import FirstLaunches, RankTotals, resize_totals
 from synkhronos.training.schedules import Schedule
@@ -130,7 +130,7 @@ class TrainerState:
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
         """Restore all ranks and the position from a checkpoint; return the number of rows trained on so far."""
         meta = read_metadata(path)
-        check_same_training(path, meta, self._describe())
+        check_can_resume(path, meta, self._describe())
         is_grown = not meta["row"] and meta["count"] < data.n_data_rows  # rows were appended after an epoch
         if meta["count"] != data.n_data_rows and not is_grown or meta["seed"] != data.seed:
             raise CheckpointError(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from synkhronos.training.updates.flat_gradient import get_shape
-from synkhronos.training.updates.optimizers import one_minus_power, update_moments
+from synkhronos.training.updates.optimizers import make_moments, one_minus_power
 from synkhronos.training.updates.update_rule import FormulaContext, NewValues, update_rule
 from synkhronos.variable_types import Scalar, SharedVariable, Variable
 
@@ -175,7 +175,7 @@ def _adam_step(
     p: SharedVariable, g: Variable, c: FormulaContext, beta1: Scalar, beta2: Scalar, epsilon: Scalar
 ) -> tuple[NewValues, Variable]:
     """Return new moments, and Adam's step of learning rate 1."""
-    new, new_m, new_v = update_moments(g, c, beta1, beta2)
+    new, new_m, new_v = make_moments(g, c, beta1, beta2)
     mean = new_m / c(one_minus_power(beta1, c.t, "beta1"))
     root = c.tensor.sqrt(new_v / c(one_minus_power(beta2, c.t, "beta2")))
     return new, mean / (root + c(epsilon))

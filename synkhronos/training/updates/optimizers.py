@@ -29,7 +29,7 @@ from synkhronos.variable_types import Scalar, SharedVariable, Variable
 #: Updates of a rule, or its `param_updates`; functions return the type of their argument.
 Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[SharedVariable, Variable]")
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+DecoratedFunction = TypeVar("DecoratedFunction", bound=Callable[..., Any])
 
 _UPDATES_DOC = """updates : RuleUpdates or OrderedDict
     Result of a rule, or its `param_updates`.  It is not modified.
@@ -139,10 +139,10 @@ def _add_velocity(
     return changed
 
 
-def _document_velocity(example: str, result: float) -> Callable[[Function], Function]:
+def _document_velocity(example: str, result: float) -> Callable[[DecoratedFunction], DecoratedFunction]:
     """Return a decorator that adds the sections shared by `apply_momentum` and `apply_nesterov_momentum`."""
 
-    def decorate(function: Function) -> Function:
+    def decorate(function: DecoratedFunction) -> DecoratedFunction:
         lines = [_UPDATES_DOC, format_hyperparameter(inspect.signature(function).parameters["momentum"], {})]
         call = f"{function.__name__}(sgd(w**2, [w], learning_rate=0.25), {example})"
         add_shared_sections(function, lines, _UPDATES_RETURNS_DOC, call, result)
@@ -287,9 +287,9 @@ def adam(
 
     Kingma, D. P. and Ba, J. (2015): Adam: A method for stochastic optimization. ICLR, arXiv:1412.6980.
     """
-    new, m, v = update_moments(g, c, beta1, beta2)
-    rate = _correct_bias(c, learning_rate, beta1, beta2)
-    return {**new, p: p - rate * m / (c.tensor.sqrt(v) + c(epsilon))}
+    new, m_new, v_new = make_moments(g, c, beta1, beta2)
+    rate = _correct_learning_rate(c, learning_rate, beta1, beta2)
+    return {**new, p: p - rate * m_new / (c.tensor.sqrt(v_new) + c(epsilon))}
 
 
 @update_rule(
@@ -318,7 +318,7 @@ def adamax(
     m, u = c.zeros("m"), c.zeros("u")
     m_new = c(beta1) * m + c(1 - beta1) * g
     u_new = c.tensor.maximum(c(beta2) * u, abs(g))
-    return {m: m_new, u: u_new, p: p - _correct_bias(c, learning_rate, beta1) * m_new / (u_new + c(epsilon))}
+    return {m: m_new, u: u_new, p: p - _correct_learning_rate(c, learning_rate, beta1) * m_new / (u_new + c(epsilon))}
 
 
 @update_rule("learning_rate=0.25", 2.75)
@@ -347,24 +347,24 @@ def amsgrad(
     Reddi, S. J., Kale, S. and Kumar, S. (2018): On the convergence of Adam and beyond. ICLR,
     arXiv:1904.09237.
     """
-    new, m, v = update_moments(g, c, beta1, beta2)
+    new, m_new, v_new = make_moments(g, c, beta1, beta2)
     v_hat = c.zeros("v_hat")
-    v_hat_new = c.tensor.maximum(v_hat, v)
-    rate = _correct_bias(c, learning_rate, beta1, beta2)
-    return {**new, v_hat: v_hat_new, p: p - rate * m / (c.tensor.sqrt(v_hat_new) + c(epsilon))}
+    v_hat_new = c.tensor.maximum(v_hat, v_new)
+    rate = _correct_learning_rate(c, learning_rate, beta1, beta2)
+    return {**new, v_hat: v_hat_new, p: p - rate * m_new / (c.tensor.sqrt(v_hat_new) + c(epsilon))}
 
 
-def update_moments(
-    g: Variable, c: FormulaContext, beta1: Scalar, beta2: Scalar
-) -> tuple[NewValues, Variable, Variable]:
-    """Return the new running means of gradients and of their squares: by shared variable, and both."""
+def make_moments(g: Variable, c: FormulaContext, beta1: Scalar, beta2: Scalar) -> tuple[NewValues, Variable, Variable]:
+    """Return the updates of the running means, the new mean of gradients, and that of their squares."""
     m, v = c.zeros("m"), c.zeros("v")
-    new_m = c(beta1) * m + c(1 - beta1) * g
-    new_v = c(beta2) * v + c(1 - beta2) * g**2
-    return {m: new_m, v: new_v}, new_m, new_v
+    m_new = c(beta1) * m + c(1 - beta1) * g
+    v_new = c(beta2) * v + c(1 - beta2) * g**2
+    return {m: m_new, v: v_new}, m_new, v_new
 
 
-def _correct_bias(c: FormulaContext, learning_rate: Scalar, beta1: Scalar, beta2: Scalar | None = None) -> Variable:
+def _correct_learning_rate(
+    c: FormulaContext, learning_rate: Scalar, beta1: Scalar, beta2: Scalar | None = None
+) -> Variable:
     """Return the learning rate, corrected for moving averages that start at zero."""
     rate = as_scalar(learning_rate, c.t)
     if beta2 is not None:
