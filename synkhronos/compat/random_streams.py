@@ -132,8 +132,8 @@ class RandomStreams:
         low, high = 0.022750131948179212, 0.9772498680518208  # the distribution function at -2 and 2
         dtype = dtype or pytensor.config.floatX
 
-        def to_truncated_normal(position: Any) -> Any:
-            return avg + std * np.sqrt(2.0) * pt.erfinv(2 * position - 1)
+        def to_truncated_normal(probability: Any) -> Any:
+            return avg + std * np.sqrt(2.0) * pt.erfinv(2 * probability - 1)
 
         return self._draw(
             pt.random.uniform, low, high, size=size, dtype=dtype, transform=to_truncated_normal, cast_to=dtype
@@ -148,7 +148,9 @@ class RandomStreams:
         if isinstance(n, int | np.integer) and n == 1:
             # A comparison is much cheaper than the general algorithm; dropout draws so.
             p = pt.as_tensor_variable(p)
-            return self._draw_uniform(p.shape if size is None else size, lambda keys: pt.lt(keys, p).astype(dtype))
+            return self._draw_uniform(
+                p.shape if size is None else size, lambda uniforms: pt.lt(uniforms, p).astype(dtype)
+            )
         return self._draw(pt.random.binomial, n, p, size=size, cast_to=dtype)
 
     def random_integers(

@@ -21,14 +21,14 @@ from pytensor.compile.mode import Mode, get_mode
 from pytensor.gradient import verify_grad
 
 from synkhronos.compat.ops import convolution
-from synkhronos.compat.ops.classification import OneHotCrossentropy, Softmax
+from synkhronos.compat.ops.classification import ClassCrossentropy, Softmax
 from synkhronos.compat.ops.convolution import Conv, ConvGradInputs, ConvGradWeights
 from synkhronos.compat.ops.normalization import BatchNormTrain, BatchNormTrainGrad, RectifiedBatchNormTrainGrad
 from synkhronos.compat.ops.pooling import MODES, MaxPoolGrad, MaxPoolGradGrad, Pool, SumPoolGrad
 from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.compat.ops.windows import fold, unfold
 
-crossentropy = OneHotCrossentropy()
+crossentropy = ClassCrossentropy()
 
 RNG = np.random.default_rng(0)
 #: The modes that have a compiler of their own. FAST_RUN and the default are NUMBA.
@@ -570,7 +570,7 @@ def test_crossentropy_refuses_wrong_classes():
     with pytest.raises(TypeError, match="a matrix and a vector"):
         crossentropy(pt.matrix(), pt.lmatrix())
     with pytest.raises(ValueError, match="row of probabilities"):
-        OneHotCrossentropy().compute(np.ones((2, 2)), np.zeros(3, int))
+        ClassCrossentropy().compute(np.ones((2, 2)), np.zeros(3, int))
 
 
 def test_softmax_is_pytensors_too():

@@ -20,14 +20,14 @@ from pytensor.tensor.type import TensorType
 
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = ["OneHot", "OneHotCrossentropy", "OneHotCrossentropyGrad", "Softmax"]
+__all__ = ["OneHot", "ClassCrossentropy", "ClassCrossentropyGrad", "Softmax"]
 
 
 class Softmax(special.Softmax):
     """PyTensor's softmax, with a gradient that cancels divisions by its probabilities."""
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient by the scores."""
+        """Return the gradient with respect to the scores."""
         (probabilities,), (g,) = outputs, output_grads
         product = _multiply_and_cancel(g, probabilities)
         return [product - probabilities * product.sum(axis=self.axis, keepdims=True)]
@@ -37,8 +37,8 @@ def _multiply_and_cancel(g: Any, p: Any) -> Any:
     """Return ``g * p``; divisions by ``p`` within ``g`` are cancelled."""
     if g.owner is not None and g.type.ndim == p.type.ndim:
         op, inputs = g.owner.op, g.owner.inputs
-        if isinstance(op, OneHotCrossentropyGrad) and inputs[1] is p:
-            return _compute_log_crossentropy_grad(*inputs)
+        if isinstance(op, ClassCrossentropyGrad) and inputs[1] is p:
+            return _compute_grad_by_log_probabilities(*inputs)
         if isinstance(op, Elemwise):
             if op == pt.true_div and inputs[1] is p:
                 return inputs[0] + pt.zeros_like(p) if inputs[0].type.ndim != p.type.ndim else inputs[0]
@@ -79,24 +79,24 @@ class OneHot(NumpyOp):
 _one_hot = OneHot()
 
 
-def _compute_log_crossentropy_grad(g: Any, p: Any, classes: Any) -> Any:
-    """Return ``-g`` at each row's class, else 0: the gradient of the crossentropy by logarithms of probabilities."""
+def _compute_grad_by_log_probabilities(g: Any, p: Any, classes: Any) -> Any:
+    """Return ``-g`` at each row's class, else 0: the gradient with respect to log-probabilities."""
     return pt.switch(_one_hot(classes, p), -g[:, None], np.zeros((), p.dtype))
 
 
-class OneHotCrossentropy(NumpyOp):
+class ClassCrossentropy(NumpyOp):
     """Minus the logarithm of the probability of each row's class.
 
     Parameters
     ----------
-    takes_logarithms : bool
-        Whether the input has logarithms of probabilities.
+    takes_log_probabilities : bool
+        Whether the input has log-probabilities.
     """
 
-    __props__ = ("takes_logarithms",)
+    __props__ = ("takes_log_probabilities",)
 
-    def __init__(self, takes_logarithms: bool = False):
-        self.takes_logarithms = takes_logarithms
+    def __init__(self, takes_log_probabilities: bool = False):
+        self.takes_log_probabilities = takes_log_probabilities
 
     def make_node(self, p: Any, classes: Any) -> Apply:
         """Return the node of a matrix and a vector of integers."""
@@ -117,22 +117,22 @@ class OneHotCrossentropy(NumpyOp):
             raise ValueError(f"classes: expected {len(p)}, one for each row of probabilities, got {len(classes)}")
         picked = p[np.arange(len(p)), classes]
         with np.errstate(divide="ignore"):
-            return -picked if self.takes_logarithms else -np.log(picked)
+            return -picked if self.takes_log_probabilities else -np.log(picked)
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Mark classes as disconnected."""
         return [[True], [False]]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient by the probabilities."""
+        """Return the gradient with respect to the probabilities."""
         p, classes = inputs
         (g,) = output_grads
-        gradient = _compute_log_crossentropy_grad if self.takes_logarithms else OneHotCrossentropyGrad()
+        gradient = _compute_grad_by_log_probabilities if self.takes_log_probabilities else ClassCrossentropyGrad()
         return [gradient(g, p, classes), disconnected_type()]
 
 
-class OneHotCrossentropyGrad(NumpyOp):
-    """The gradient of `OneHotCrossentropy` by the probabilities: one nonzero element in each row."""
+class ClassCrossentropyGrad(NumpyOp):
+    """The gradient of `ClassCrossentropy` with respect to the probabilities: one nonzero element in each row."""
 
     __props__ = ()
 
@@ -158,7 +158,7 @@ class OneHotCrossentropyGrad(NumpyOp):
         return [[True], [True], [False]]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradients by the output's gradient and by the probabilities."""
+        """Return the gradients with respect to the output's gradient and the probabilities."""
         g, p, classes = inputs
         (d,) = output_grads
         is_class = _one_hot(classes, p)
@@ -168,25 +168,25 @@ class OneHotCrossentropyGrad(NumpyOp):
 
 
 @register_stabilize("fast_compile")
-@node_rewriter([OneHotCrossentropy])
-def crossentropy_of_softmax(fgraph: Any, node: Any) -> Any:
+@node_rewriter([ClassCrossentropy])
+def rewrite_crossentropy_of_softmax(fgraph: Any, node: Any) -> Any:
     """Compute the crossentropy of softmax from the scores."""
     p, classes = node.inputs
     op = p.owner and p.owner.op
-    if node.op.takes_logarithms or not isinstance(op, special.Softmax) or op.axis not in ((1,), (-1,)):
+    if node.op.takes_log_probabilities or not isinstance(op, special.Softmax) or op.axis not in ((1,), (-1,)):
         return None
-    return [OneHotCrossentropy(takes_logarithms=True)(special.log_softmax(p.owner.inputs[0], axis=-1), classes)]
+    return [ClassCrossentropy(takes_log_probabilities=True)(special.log_softmax(p.owner.inputs[0], axis=-1), classes)]
 
 
 # -- XLA -----------------------------------------------------------------------------------------------------------
 
 
-@register_lowering(OneHotCrossentropy)
-def _lower_one_hot_crossentropy(op: OneHotCrossentropy, p: Any, classes: Any) -> Any:
+@register_lowering(ClassCrossentropy)
+def _lower_class_crossentropy(op: ClassCrossentropy, p: Any, classes: Any) -> Any:
     import jax.numpy as jnp
 
     picked = jnp.take_along_axis(p, classes[:, None], axis=1)[:, 0]
-    return -picked if op.takes_logarithms else -jnp.log(picked)
+    return -picked if op.takes_log_probabilities else -jnp.log(picked)
 
 
 @register_lowering(OneHot)
@@ -196,8 +196,8 @@ def _lower_one_hot(op: OneHot, classes: Any, like: Any) -> Any:
     return jnp.arange(like.shape[1]) == classes[:, None]
 
 
-@register_lowering(OneHotCrossentropyGrad)
-def _lower_one_hot_crossentropy_grad(op: OneHotCrossentropyGrad, g: Any, p: Any, classes: Any) -> Any:
+@register_lowering(ClassCrossentropyGrad)
+def _lower_class_crossentropy_grad(op: ClassCrossentropyGrad, g: Any, p: Any, classes: Any) -> Any:
     import jax.numpy as jnp
 
     is_class = jnp.arange(p.shape[1]) == classes[:, None]

@@ -25,7 +25,7 @@ __all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding"]
 Padding = str | tuple[tuple[int, int], ...]
 
 #: Maximal bytes of columns in memory at a time.
-_COLUMN_BYTES = 2**25
+_MAX_COLUMN_NBYTES = 2**25
 #: Maximal number of input channels for which `_convolve_with_space_to_depth` combines positions to channels.
 _MAX_SPACE_TO_DEPTH_CHANNELS = 4
 
@@ -91,52 +91,59 @@ class _ConvolutionOp(NumpyOp):
     def _make_output_variable(self, tensor: Any, *shape: Any) -> Any:
         return TensorType(tensor.dtype, shape=tuple(s if isinstance(s, int) else None for s in shape))()
 
-    def get_padding(self, kernel: Sequence[int]) -> list[tuple[Any, Any]]:
+    def get_padding(self, kernel_lengths: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return the padding before and after each axis."""
         if not isinstance(self.padding, str):
             return list(self.padding)
-        reach = [(k - 1) * d for k, d in zip(kernel, self.dilation, strict=True)]
+        reach = [(k - 1) * d for k, d in zip(kernel_lengths, self.dilation, strict=True)]
         pads = {"valid": [0] * len(reach), "full": reach, "half": [(r + 1) // 2 for r in reach]}[self.padding]
         return [(p, p) for p in pads]
 
-    def compute_output_lengths(self, image: Sequence[Any], kernel: Sequence[Any]) -> list[Any]:
+    def compute_output_lengths(self, image_lengths: Sequence[Any], kernel_lengths: Sequence[Any]) -> list[Any]:
         """Return the output's spatial lengths, of numbers or variables; None if a length is None."""
-        around = self.get_padding([1 if k is None else k for k in kernel])
-        sizes = zip(image, kernel, around, self.stride, self.dilation, strict=True)
+        padding = self.get_padding([1 if k is None else k for k in kernel_lengths])
+        sizes = zip(image_lengths, kernel_lengths, padding, self.stride, self.dilation, strict=True)
         return [
             None if length is None or k is None else (length + sum(pads) - (k - 1) * gap - 1) // stride + 1
             for length, k, pads, stride, gap in sizes
         ]
 
-    def _to_columns(self, padded: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> np.ndarray:
-        """Return (batch, groups, channels of a group * kernel, *out)."""
-        columns = unfold(padded, kernel, out, self.stride, self.dilation)
+    def _to_columns(
+        self, padded: np.ndarray, kernel_lengths: Sequence[int], output_lengths: Sequence[int]
+    ) -> np.ndarray:
+        """Return (batch, groups, channels of a group * positions of the kernel, positions of the output)."""
+        columns = unfold(padded, kernel_lengths, output_lengths, self.stride, self.dilation)
         batch, channels = columns.shape[:2]
-        return columns.reshape(batch, self.groups, channels // self.groups * int(np.prod(kernel)), int(np.prod(out)))
+        return columns.reshape(
+            batch, self.groups, channels // self.groups * int(np.prod(kernel_lengths)), int(np.prod(output_lengths))
+        )
 
     def _flip_filters(self, weights: np.ndarray) -> np.ndarray:
         """Return filters flipped if the Op flips them: from Theano's order to that of the product, or back."""
         return np.flip(weights, tuple(range(2, self.n_spatial + 2))) if self.flip else weights
 
     def _to_matrix(self, weights: np.ndarray) -> np.ndarray:
-        """Return the filters as (groups, outputs of a group, channels of a group * kernel)."""
+        """Return the filters as (groups, outputs of a group, channels of a group * positions of the kernel)."""
         weights = self._flip_filters(weights)
         return weights.reshape(self.groups, weights.shape[0] // self.groups, -1)
 
-    def _split_batch(self, images: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> list[slice]:
-        """Return slices of the batch whose columns take at most `_COLUMN_BYTES`."""
-        row = images.shape[1] * int(np.prod(kernel)) * int(np.prod(out)) * images.itemsize
-        step = max(1, _COLUMN_BYTES // max(1, row))
+    def _split_batch(
+        self, images: np.ndarray, kernel_lengths: Sequence[int], output_lengths: Sequence[int]
+    ) -> list[slice]:
+        """Return slices of the batch whose columns take at most `_MAX_COLUMN_NBYTES`."""
+        row = images.shape[1] * int(np.prod(kernel_lengths)) * int(np.prod(output_lengths)) * images.itemsize
+        step = max(1, _MAX_COLUMN_NBYTES // max(1, row))
         return [slice(i, i + step) for i in range(0, images.shape[0], step)]
 
-    def _pad_images(self, images: np.ndarray, kernel: Sequence[int]) -> np.ndarray:
-        around = self.get_padding(kernel)
-        return np.pad(images, [(0, 0), (0, 0), *around]) if any(map(any, around)) else images
+    def _pad_images(self, images: np.ndarray, kernel_lengths: Sequence[int]) -> np.ndarray:
+        padding = self.get_padding(kernel_lengths)
+        return np.pad(images, [(0, 0), (0, 0), *padding]) if any(map(any, padding)) else images
 
-    def _check_channels(self, images: Sequence[int], weights: Sequence[int]) -> None:
-        if images[1] != weights[1] * self.groups or weights[0] % self.groups:
+    def _check_channels(self, image_shape: Sequence[int], filter_shape: Sequence[int]) -> None:
+        if image_shape[1] != filter_shape[1] * self.groups or filter_shape[0] % self.groups:
             raise ValueError(
-                f"filters of shape {tuple(weights)} in {self.groups} groups do not fit images of shape {tuple(images)}"
+                f"filters of shape {tuple(filter_shape)} in {self.groups} groups do not fit images of shape "
+                f"{tuple(image_shape)}"
             )
 
 
@@ -156,26 +163,27 @@ class Conv(_ConvolutionOp):
         spatial = self.compute_output_lengths(x.type.shape[2:], w.type.shape[2:])
         return Apply(self, [x, w], [self._make_output_variable(x, x.type.shape[0], w.type.shape[0], *spatial)])
 
-    def compute_output_shape(self, x: Any, w: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, image_shape: Any, filter_shape: Any) -> tuple[Any, ...]:
         """Return the output's shape."""
-        return (x[0], w[0], *self.compute_output_lengths(x[2:], w[2:]))
+        lengths = self.compute_output_lengths(image_shape[2:], filter_shape[2:])
+        return (image_shape[0], filter_shape[0], *lengths)
 
     def compute(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
         """Multiply the filters by the columns of all windows."""
         self._check_channels(x.shape, w.shape)
-        kernel = w.shape[2:]
-        out = self.compute_output_lengths(x.shape[2:], kernel)
-        if min(out) < 1:
+        kernel_lengths = w.shape[2:]
+        output_lengths = self.compute_output_lengths(x.shape[2:], kernel_lengths)
+        if min(output_lengths) < 1:
             raise ValueError(f"filters of shape {w.shape} are larger than images of shape {x.shape}")
-        result = np.empty((x.shape[0], w.shape[0], *out), x.dtype)
+        result = np.empty((x.shape[0], w.shape[0], *output_lengths), x.dtype)
         matrix = self._to_matrix(w)
-        for part in self._split_batch(x, kernel, out):
-            columns = self._to_columns(self._pad_images(x[part], kernel), kernel, out)
+        for part in self._split_batch(x, kernel_lengths, output_lengths):
+            columns = self._to_columns(self._pad_images(x[part], kernel_lengths), kernel_lengths, output_lengths)
             result[part] = np.matmul(matrix, columns).reshape(result[part].shape)
         return result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradients by images and by filters."""
+        """Return the gradients with respect to images and filters."""
         x, w = inputs
         (g,) = output_grads
         return [self._convert_to(ConvGradInputs)(w, g, x), self._convert_to(ConvGradWeights)(x, g, w)]
@@ -199,51 +207,51 @@ class _ConvGrad(_ConvolutionOp):
 
 
 class ConvGradWeights(_ConvGrad):
-    """The gradient by the filters; inputs: images, the output's gradient, an array of the filters' shape."""
+    """Gradient with respect to the filters; inputs: images, the output's gradient, an array of the filters' shape."""
 
     def compute(self, x: np.ndarray, g: np.ndarray, like: np.ndarray) -> np.ndarray:
         """Multiply the gradient by the columns, and sum over the batch."""
         self._check_channels(x.shape, like.shape)
-        kernel, out = like.shape[2:], g.shape[2:]
+        kernel_lengths, output_lengths = like.shape[2:], g.shape[2:]
         matrix = np.zeros((self.groups, like.shape[0] // self.groups, like[0].size), x.dtype)
-        for part in self._split_batch(x, kernel, out):
-            columns = self._to_columns(self._pad_images(x[part], kernel), kernel, out)
-            rows = g[part].reshape(-1, self.groups, g.shape[1] // self.groups, int(np.prod(out)))
+        for part in self._split_batch(x, kernel_lengths, output_lengths):
+            columns = self._to_columns(self._pad_images(x[part], kernel_lengths), kernel_lengths, output_lengths)
+            gradients = g[part].reshape(-1, self.groups, g.shape[1] // self.groups, int(np.prod(output_lengths)))
             # One product for each group, over batch and positions, instead of a sum of many small ones.
-            by_filter = rows.transpose(1, 2, 0, 3).reshape(*matrix.shape[:2], -1)
+            by_filter = gradients.transpose(1, 2, 0, 3).reshape(*matrix.shape[:2], -1)
             by_weight = columns.transpose(1, 2, 0, 3).reshape(self.groups, matrix.shape[2], -1)
             matrix += np.matmul(by_filter, by_weight.swapaxes(-1, -2))
         return self._flip_filters(matrix.reshape(like.shape))
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradients by images and by the output's gradient."""
+        """Return the gradients with respect to images and the output's gradient."""
         x, g, _ = inputs
         (d,) = output_grads
         return [self._convert_to(ConvGradInputs)(d, g, x), self._convert_to(Conv)(x, d), disconnected_type()]
 
 
 class ConvGradInputs(_ConvGrad):
-    """The gradient by the images, a transposed convolution; inputs: filters, the output's gradient, any images."""
+    """Transposed convolution: gradient with respect to images; inputs: filters, the output's gradient, any images."""
 
     def compute(self, w: np.ndarray, g: np.ndarray, like: np.ndarray) -> np.ndarray:
         """Multiply the filters, transposed, by the gradient, and add up the windows."""
         self._check_channels(like.shape, w.shape)
-        kernel, out = w.shape[2:], g.shape[2:]
-        if tuple(out) != tuple(self.compute_output_lengths(like.shape[2:], kernel)):
+        kernel_lengths, output_lengths = w.shape[2:], g.shape[2:]
+        if tuple(output_lengths) != tuple(self.compute_output_lengths(like.shape[2:], kernel_lengths)):
             raise ValueError(f"images of shape {like.shape} have no output of shape {g.shape}")
-        around = self.get_padding(kernel)
-        padded = [s + a + b for s, (a, b) in zip(like.shape[2:], around, strict=True)]
-        inside = tuple(slice(a, a + s) for s, (a, _) in zip(like.shape[2:], around, strict=True))
+        padding = self.get_padding(kernel_lengths)
+        padded = [s + a + b for s, (a, b) in zip(like.shape[2:], padding, strict=True)]
+        inside = tuple(slice(a, a + s) for s, (a, _) in zip(like.shape[2:], padding, strict=True))
         matrix = self._to_matrix(w).swapaxes(-1, -2)
         result = np.empty(like.shape, w.dtype)
-        for part in self._split_batch(like, kernel, out):
-            rows = g[part].reshape(-1, self.groups, g.shape[1] // self.groups, int(np.prod(out)))
-            columns = np.matmul(matrix, rows).reshape(-1, like.shape[1], *kernel, *out)
+        for part in self._split_batch(like, kernel_lengths, output_lengths):
+            gradients = g[part].reshape(-1, self.groups, g.shape[1] // self.groups, int(np.prod(output_lengths)))
+            columns = np.matmul(matrix, gradients).reshape(-1, like.shape[1], *kernel_lengths, *output_lengths)
             result[part] = fold(columns, padded, self.stride, self.dilation)[(slice(None), slice(None), *inside)]
         return result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradients by filters and by the output's gradient."""
+        """Return the gradients with respect to filters and the output's gradient."""
         w, g, _ = inputs
         (d,) = output_grads
         return [self._convert_to(ConvGradWeights)(d, g, w), self._convert_to(Conv)(d, w), disconnected_type()]
@@ -276,16 +284,22 @@ def _convolve_with_space_to_depth(op: _ConvolutionOp, x: Any, w: Any) -> Any:
     """
     import jax
 
-    kernel = w.shape[2:]
-    by_strides = min(op.stride) > 1 and all(k >= s for k, s in zip(kernel, op.stride, strict=True))
-    is_other = not by_strides or w.shape[1] > _MAX_SPACE_TO_DEPTH_CHANNELS or op.groups > 1 or max(op.dilation) > 1
-    if is_other or jax.default_backend() != "gpu":
+    kernel_lengths = w.shape[2:]
+    by_strides = min(op.stride) > 1 and all(k >= s for k, s in zip(kernel_lengths, op.stride, strict=True))
+    cannot_use_blocks = (
+        not by_strides or w.shape[1] > _MAX_SPACE_TO_DEPTH_CHANNELS or op.groups > 1 or max(op.dilation) > 1
+    )
+    if cannot_use_blocks or jax.default_backend() != "gpu":
         return _convolve_with_xla(op, x, w)
-    places = [-(-k // s) for k, s in zip(kernel, op.stride, strict=True)]
-    out = op.compute_output_lengths(x.shape[2:], kernel)
-    before = [a for a, _ in op.get_padding(kernel)]
-    images = _space_to_depth(x, before, [n + p - 1 for n, p in zip(out, places, strict=True)], op.stride)
-    return _convolve_with_xla(Conv(op.n_spatial), images, _space_to_depth(w, [0] * op.n_spatial, places, op.stride))
+    kernel_blocks = [-(-k // s) for k, s in zip(kernel_lengths, op.stride, strict=True)]
+    output_lengths = op.compute_output_lengths(x.shape[2:], kernel_lengths)
+    before = [a for a, _ in op.get_padding(kernel_lengths)]
+    images = _space_to_depth(
+        x, before, [n + p - 1 for n, p in zip(output_lengths, kernel_blocks, strict=True)], op.stride
+    )
+    return _convolve_with_xla(
+        Conv(op.n_spatial), images, _space_to_depth(w, [0] * op.n_spatial, kernel_blocks, op.stride)
+    )
 
 
 def _space_to_depth(array: Any, before: Sequence[int], counts: Sequence[int], block: Sequence[int]) -> Any:

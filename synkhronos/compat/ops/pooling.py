@@ -207,7 +207,7 @@ class SumPoolGrad(_PoolingGrad):
         return result[self.get_crop(spatial)]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient by the output's gradient: pooling."""
+        """Return the gradient with respect to the output's gradient: pooling."""
         return [self._convert_to(Pool)(output_grads[0]), disconnected_type()]
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytensor.tensor as pt
 from pytensor.tensor import sigmoid, softplus, special
 
-from synkhronos.compat.ops.classification import OneHotCrossentropy as CrossentropyCategorical1Hot
-from synkhronos.compat.ops.classification import OneHotCrossentropyGrad as CrossentropyCategorical1HotGrad
+from synkhronos.compat.ops.classification import ClassCrossentropy as CrossentropyCategorical1Hot
+from synkhronos.compat.ops.classification import ClassCrossentropyGrad as CrossentropyCategorical1HotGrad
 from synkhronos.compat.ops.classification import Softmax
 from synkhronos.compat.ops.rectifier import rectifier
 
