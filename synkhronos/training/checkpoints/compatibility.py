@@ -53,9 +53,7 @@ def describe_training(
     }
 
 
-def check_can_resume(
-    path: str | os.PathLike[str], meta: Mapping[str, Any], expected_meta: Mapping[str, Any]
-) -> None:
+def check_can_resume(path: str | os.PathLike[str], meta: Mapping[str, Any], expected_meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``, that of this training."""
     if meta["kind"] != expected_meta["kind"]:
         raise CheckpointError(f"{path} is a checkpoint of a {meta['kind']}, got a {expected_meta['kind']}")
