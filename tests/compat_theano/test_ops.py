@@ -31,8 +31,15 @@ from synkhronos.compat.ops.windows import fold, unfold
 crossentropy = ClassCrossentropy()
 
 RNG = np.random.default_rng(0)
+INITIAL_STATE = RNG.bit_generator.state
 #: The modes that have a compiler of their own. FAST_RUN and the default are NUMBA.
 COMPILED = ["NUMBA", "JAX"]
+
+
+@pytest.fixture(autouse=True)
+def reset_generator():
+    """Have each test draw the same numbers, whichever tests ran before."""
+    RNG.bit_generator.state = INITIAL_STATE
 
 
 def softmax(x):
@@ -49,7 +56,7 @@ def make_distinct(*shape):
 
 
 def verify_gradient(function, *points):
-    # By its name, the mode would be taken as too slow, and Numba compile what only a few numbers go through.
+    # Given by name, `verify_grad` would replace the mode by a compiled one, and compile for a few evaluations.
     mode = get_mode("FAST_COMPILE")
     verify_grad(function, list(points), rng=np.random.default_rng(1), mode=mode, eps=1e-6, n_tests=1)
 
@@ -129,7 +136,7 @@ def test_convolutions_are_their_definition(data):
 def test_conv_of_a_long_batch_in_parts(monkeypatch):
     op, x, w = Conv(2), draw_normal(5, 2, 6, 6), draw_normal(3, 2, 3, 3)
     whole = [op.compute(x, w), op._convert_to(ConvGradWeights).compute(x, draw_normal(5, 3, 4, 4) * 0 + 1, w)]
-    monkeypatch.setattr("synkhronos.compat.ops.convolution._COLUMN_BYTES", 1)
+    monkeypatch.setattr("synkhronos.compat.ops.convolution._MAX_COLUMN_NBYTES", 1)
     parts = [op.compute(x, w), op._convert_to(ConvGradWeights).compute(x, np.ones((5, 3, 4, 4)), w)]
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a, b)
@@ -213,7 +220,7 @@ def test_windows_that_make_no_sense_are_refused():
 
 @pytest.mark.parametrize("max_bits", [64, 5])
 @pytest.mark.parametrize("settings", [*POOLS, ((3, 3), (2, 2), (1, 1), True)])
-def test_maximum_and_its_gradient_on_a_gpu(settings, max_bits, monkeypatch):
+def test_maximum_and_its_gradient_by_the_graph_for_gpus(settings, max_bits, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("synkhronos.compat.ops.pooling.MAX_BITS", max_bits)
     window, stride, pad, ignore = settings
@@ -337,7 +344,7 @@ def test_batch_normalization_in_all_modes(mode, axes, dtype):
         np.testing.assert_allclose(value, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 
 
-def test_batch_normalization_on_a_gpu(monkeypatch):
+def test_batch_normalization_by_the_graph_for_gpus(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     test_batch_normalization_in_all_modes("JAX", AXES[1], "float64")
 
@@ -529,7 +536,7 @@ REWRITTEN = Mode(linker="py", optimizer=get_mode("NUMBA").provided_optimizer)
         *((name, "JAX") for name in ("crossentropy", "indexed log", "one-hot", "log_softmax")),
     ],
 )
-def test_losses_far_from_zero_are_right(name, mode):
+def test_losses_far_from_zero_equal_exact_values(name, mode):
     x = pt.dmatrix("x")
     loss = make_losses(x)[name]
     value, gradient = compute_in_mode(mode, [x], [loss, pytensor.grad(loss.sum(), x)], FAR)
@@ -560,7 +567,7 @@ def test_softmax_replaced_in_a_loss():
     np.testing.assert_allclose(f(draw_normal(2, 3), np.full((2, 3), 0.5)), np.log(2) * np.ones(2))
 
 
-def test_second_derivatives_through_softmax_are_right():
+def test_second_derivatives_through_softmax_equal_finite_differences():
     verify_gradient(lambda x: pytensor.grad((crossentropy(softmax(x), CLASSES) ** 2).sum(), x), draw_normal(2, 3))
 
 
@@ -578,7 +585,7 @@ def test_softmax_is_pytensors_too():
     assert isinstance(softmax(pt.matrix()).owner.op, Softmax)
 
 
-def test_binary_crossentropy_of_a_sigmoid_far_from_zero_is_right():
+def test_binary_crossentropy_of_a_sigmoid_far_from_zero_is_exact():
     import theano.tensor.nnet as nnet
 
     x = pt.dvector("x")
@@ -633,7 +640,7 @@ STRIDES = [
 
 
 @pytest.mark.parametrize("op, x, w", STRIDES)
-def test_conv_of_few_channels_with_strides_on_gpus(op, x, w, monkeypatch):
+def test_conv_of_few_channels_with_strides_by_the_graph_for_gpus(op, x, w, monkeypatch):
     import jax
 
     kinds = [pt.TensorType("float64", (None,) * len(shape))() for shape in (x, w)]

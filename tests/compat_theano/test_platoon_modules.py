@@ -49,7 +49,7 @@ def make_values(seed):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1])
-def test_easgd(alpha):
+def test_easgd_moves_params_and_master_towards_each_other(alpha):
     params, master = [theano.shared(value) for value in make_values(0)], [np.array(value) for value in make_values(1)]
     local, central = make_values(0), make_values(1)
     rule = EASGD(0.5)
@@ -85,7 +85,7 @@ def test_asgd_of_two_workers():
         np.testing.assert_allclose(shared, expected, rtol=1e-5)
 
 
-def test_rules_of_ones_own():
+def test_param_sync_rules_may_be_compiled_or_not():
     class Compiled(ParamSyncRule):
         def theano_update(self, local_params):
             master = [param.type() for param in local_params]
@@ -123,7 +123,7 @@ def test_global_dynamics_before_there_is_a_worker():
 # -- configuration -----------------------------------------------------------------------------------------------
 
 
-def test_sources_of_devices_and_hosts(tmp_path, monkeypatch):
+def test_environment_precedes_platoonrc_files(tmp_path, monkeypatch):
     def write(name, host, devices):
         (tmp_path / name).write_text(f"[platoon]\nhosts : {host}\n[devices]\nlisa : {devices}\n")
         return str(tmp_path / name)
@@ -150,7 +150,7 @@ def test_sources_of_devices_and_hosts(tmp_path, monkeypatch):
     assert Controller.get_workers_devices(["cpu"]) == ["cpu"]
 
 
-def test_arguments():
+def test_default_arguments_are_parsed():
     words = ["lstm", "logs", "--single", "-D", "cpu", "cpu", "-w=--rate 3", "--data-port", "7", "--more", "1"]
     parser = Controller.default_parser()
     parser.add_argument("--more")
@@ -173,7 +173,7 @@ def test_arguments():
         Controller(multi=True)
 
 
-def test_this_host_alone_may_be_named(tmp_path, monkeypatch, capsys):
+def test_launcher_refuses_a_first_host_that_is_not_this_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x_worker.py").touch()
     monkeypatch.setenv("PLATOON_HOSTS", "lisa0")
@@ -337,7 +337,7 @@ class GroupOfPipes:
 
 
 def test_worker_report_counts_when_late(tmp_path):
-    """A peer's word of its end may arrive first, and blames whom it has seen end."""
+    """The report of a peer, which names the worker that it has seen exit, may arrive first."""
     group = GroupOfPipes(tmp_path, 3)
     send_failure(group.workers[0], Failure(2, 2, "rank 2 has ended", is_self_reported=False))
     threading.Timer(0.1, send_failure, (group.workers[1], Failure(1, 3, "worker 1 exited with status 3", True))).start()

@@ -12,7 +12,7 @@ from gpu_commands import (
     ON_GPUS,
     FailBeforeCollectives,
     check_ranks_work,
-    is_equal_on_gpu,
+    is_gpu_array_equal,
     needs_jax,
 )
 from library import ARRAYS
@@ -34,9 +34,9 @@ def all_reduce_in_groups(worker, members, dtype):
         result, expected = group.all_reduce(array, op), combine.reduce(list(values.values()), dtype=dtype)
         if not ARRAYS.can_communicate(np.dtype(dtype), op):  # through host memory
             errors += [] if isinstance(result, np.ndarray) and np.array_equal(result, expected) else [op]
-        elif not is_equal_on_gpu(result, expected):
+        elif not is_gpu_array_equal(result, expected):
             errors.append(op)
-    if not is_equal_on_gpu(array, values[worker.number]):
+    if not is_gpu_array_equal(array, values[worker.number]):
         errors.append("the argument has changed")
     return errors
 
@@ -58,12 +58,12 @@ def send_around(worker, n, dtype):
         worker.send(turn, target)
         if worker.number == 0:
             worker.send(array, target)
-        if worker.receive(source) != turn or not is_equal_on_gpu(worker.receive(source), source_values):
+        if worker.receive(source) != turn or not is_gpu_array_equal(worker.receive(source), source_values):
             errors.append(turn)
         if worker.number:
             worker.send(array, target)
         worker.all_reduce(array, "sum")
-    if not is_equal_on_gpu(array, values):
+    if not is_gpu_array_equal(array, values):
         errors.append("the sent array has changed")
     return errors
 
@@ -85,7 +85,7 @@ def send_every_dtype(worker):
         worker.send(array, 1 - worker.number)
         if worker.number == 0:
             back = worker.receive(1)
-            received.append((str(back.dtype), back.shape, is_equal_on_gpu(back, np.asarray(array))))
+            received.append((str(back.dtype), back.shape, is_gpu_array_equal(back, np.asarray(array))))
     return received
 
 
@@ -212,7 +212,7 @@ def abort_pair(worker, aborting_rank):
     if worker.number == 0:
         worker.send(array, 1)
     else:
-        return is_equal_on_gpu(worker.receive(0), np.ones(1 << 20))
+        return is_gpu_array_equal(worker.receive(0), np.ones(1 << 20))
 
 
 def test_pair_reconnects_after_one_rank_failed(fork):

@@ -3,7 +3,7 @@
 import os
 import subprocess
 
-import hosts as made
+import hosts as host_programs
 import numpy as np
 import pytest
 from hosts import GPUS, are_simulated, make_command
@@ -19,7 +19,7 @@ TWO = ["a:1", "b:1"]
 
 def run(hosts, program):
     """Run a program on hosts with GPUs; return the lines that it prints."""
-    return made.run(hosts, program, gpus=True).splitlines()
+    return host_programs.run(hosts, program, gpus=True).splitlines()
 
 
 @pytest.mark.hosts

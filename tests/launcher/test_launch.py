@@ -175,7 +175,7 @@ def test_data_that_grow_between_epochs_do_not_block(tmp_path, rule, steps):
 
 @pytest.mark.slow
 def test_random_streams_differ_by_rank(tmp_path):
-    train(tmp_path, "Noisy", epochs=1)
+    train(tmp_path, "EqualSeeds", epochs=1)
     drawn = [re.search("drawn .*", (tmp_path / f"rank-{r}.log").read_text())[0] for r in range(2)]
     assert drawn[0] != drawn[1]
     # Rows per second exclude the first step, which may compile: 90 rows in these 2 s would be 45 per second.

@@ -111,7 +111,9 @@ def test_first_failure_of_another_host_is_printed_last(tmp_path):
 def test_restart_works_on_two_hosts(tmp_path, victim):
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": victim, "config.epochs": "[1]"}
-    run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesOnce", checkpoint=1, restarts=1, **config)
+    run = start_run(
+        ["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesInEpochs", checkpoint=1, restarts=1, **config
+    )
     _, errors = wait_for_end(run, 0)
     assert "restart 1 of 1 from " in errors and "rows-000000000009" in errors
     assert [line["epoch"] for line in read_json_lines(tmp_path / "run", "reports")] == [1, 2]
@@ -126,7 +128,7 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": 1, "config.epochs": "[1]"}
     config["config.parent"] = str(has_lost_host).lower()
-    run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesOnce", on_death="continue", **config)
+    run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesInEpochs", on_death="continue", **config)
     _, errors = wait_for_end(run, 0)
     assert "death 1 of at most 100: from the checkpoint " in errors
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=2", epochs=2)

@@ -123,7 +123,7 @@ CLASSES = {
     "Silent": r"Silent: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\nSilent: train_iter\(\) changes none of params\nSilent: val_iter\(\) has not called recorder.val_error",
     "Diverges": r"Diverges: the cost is nan after 3 iterations",
     "NoEpochs": r"NoEpochs: it has no n_epochs: give --set epochs=N",
-    "a_number": r"modelclass: 'a_number' of launch_models.mlp_variants: expected a class, got 3",
+    "not_a_class": r"modelclass: 'not_a_class' of launch_models.mlp_variants: expected a class, got 3",
 }  # fmt: skip
 #: Classes that are run, as their errors occur only on several ranks or with a setting.
 RUN = {

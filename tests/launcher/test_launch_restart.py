@@ -23,7 +23,7 @@ def train_with_deaths(folder, victim, epochs, *arguments, status=0, checkpoint=1
     marks = folder / "marks"
     marks.mkdir(parents=True)
     config = {"config__marks": f"'{marks}'", "config__victim": victim, "config__epochs": epochs}
-    return train(folder / "run", "DiesOnce", *arguments, status=status, checkpoint=checkpoint, **config, **settings)
+    return train(folder / "run", "DiesInEpochs", *arguments, status=status, checkpoint=checkpoint, **config, **settings)
 
 
 @pytest.mark.faults

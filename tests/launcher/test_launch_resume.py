@@ -37,14 +37,14 @@ def test_resume_from_a_checkpoint_equals_an_undisturbed_run(tmp_path, rule):
     options = {"rule": rule, "checkpoint": 1} | (
         {"rule_options__period": 3, "rule_options__asynchronous": "false"} if rule == "EASGD" else {}
     )
-    train(tmp_path / "whole", "Shaky", epochs=4, **options)
-    train(tmp_path / "parts", "Shaky", epochs=2, **options)
-    train(tmp_path / "parts", "Shaky", "--resume", epochs=4, **options)
+    train(tmp_path / "whole", "RandomLearningRate", epochs=4, **options)
+    train(tmp_path / "parts", "RandomLearningRate", epochs=2, **options)
+    train(tmp_path / "parts", "RandomLearningRate", "--resume", epochs=4, **options)
     whole, parts = (np.load(tmp_path / name / "params.npz") for name in ("whole", "parts"))
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])
     (tmp_path / "parts" / "params.npz").unlink()  # as if killed after its last checkpoint
-    train(tmp_path / "parts", "Shaky", "--resume", epochs=4, **options)
+    train(tmp_path / "parts", "RandomLearningRate", "--resume", epochs=4, **options)
     with np.load(tmp_path / "parts" / "params.npz") as parts:
         for name in whole:
             np.testing.assert_array_equal(whole[name], parts[name])

@@ -76,7 +76,7 @@ def check_ranks_work():
     np.testing.assert_array_equal(synk.gather(w), np.full((2, 3), 5.0))
 
 
-def is_equal_on_gpu(value, expected):
+def is_gpu_array_equal(value, expected):
     """Return whether a value is an array on the GPU with these elements."""
     return bool(ARRAYS.owns(value)) and np.array_equal(np.asarray(value), expected)
 
@@ -84,9 +84,9 @@ def is_equal_on_gpu(value, expected):
 class FailInAllReduce(Command):
     """Command of an all-reduce in which one rank fails by one of `FAULTS`: before its launch, or after it if late."""
 
-    def __init__(self, action, failing_rank, is_late=False, waits_started=False):
+    def __init__(self, action, failing_rank, is_late=False, waits_until_started=False):
         self.action, self.failing_rank = action, failing_rank
-        self.is_late, self.waits_started = is_late, waits_started
+        self.is_late, self.waits_until_started = is_late, waits_until_started
 
     def run(self, rank):
         communicator = rank.device.get_communicator(rank)
@@ -96,7 +96,7 @@ class FailInAllReduce(Command):
             time.sleep(0.1)  # the other ranks have started it
             FAULTS[self.action]()
         communicator.all_reduce(array, "sum")
-        if self.waits_started:
+        if self.waits_until_started:
             communicator.wait_until_started()
         else:
             communicator.notify_started()

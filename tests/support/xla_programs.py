@@ -13,7 +13,7 @@ from synkhronos.engines.xla.spmd_program import SpmdProgram, get_jax_settings
 from synkhronos.ranks import Command
 
 #: Number of the all-reduce at which an event happens.
-EVENT = 20
+EVENT_SUM = 20
 
 
 def overwrite(span, byte, stream):
@@ -109,7 +109,7 @@ class Multiply(Command):
 
         def finish(reducer, spans, is_valid, stream, original=kind.finish):
             original(reducer, spans, is_valid, stream)
-            if self.event and reducer.n_sums == EVENT and rank.number == self.victim:
+            if self.event and reducer.n_sums == EVENT_SUM and rank.number == self.victim:
                 globals()[self.event](spans, stream)
 
         return mock.patch.object(kind, "finish", finish)

@@ -1,4 +1,4 @@
-"""Training functions: wrong arguments, and calls after a new fork."""
+"""Training functions: wrong arguments, rows by batch_s, and calls after a new fork."""
 
 import numpy as np
 import pytest
@@ -180,6 +180,14 @@ def test_train_steps_error_reports_completed_steps(two_ranks_per_test):
         train.steps(batches_s=[[[0, 1], [2, 3]], [[0, 1], [2]], [[0], [N_ROWS]]])
     assert "2 of the 3 steps had been taken before." in caught.value.__notes__
     assert not np.array_equal(model.w.get_value(), W)
+
+
+def test_train_steps_refuses_wrong_batches_s(two_ranks_per_test):
+    model = Model()
+    sliceables = [library.shared(X), library.shared(Y)]
+    train = make_train_function(
+        model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=sliceables, learning_rate=0.1
+    )
     for wrong in ({"x_data": X}, {"batches": [[0]]}):
         with pytest.raises(TypeError, match="the data are in sliceable_shareds: expected batches_s alone"):
             train.steps(**wrong)
@@ -193,7 +201,19 @@ def test_train_names_data_that_are_no_array(two_ranks_per_test):
         train.steps([[1.0], [1.0, 2.0]], Y[:2], [[0], [1]])
 
 
-def test_train_selects_sliceable_shareds_by_batch_s(two_ranks_per_test):
+def test_train_by_batch_s_equals_a_serial_step_on_the_selected_rows(two_ranks_per_test):
+    model, serial_model = Model(), Model()
+    sliceables = [library.shared(X), library.shared(Y)]
+    train = make_train_function(
+        model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=sliceables, learning_rate=0.1
+    )
+    train_serial = serial_model.train_by(make_train_function_serial)
+    for rows in ([0, 3, 4, 6], [5, 2, 2]):
+        np.testing.assert_allclose(train(batch_s=rows), train_serial(X, Y, batch=rows), rtol=1e-9)
+    np.testing.assert_allclose(model.w.get_value(), serial_model.w.get_value(), rtol=1e-9)
+
+
+def test_train_refuses_wrong_batch_s(two_ranks_per_test):
     model = Model()
     sliceables = [library.shared(X), library.shared(Y)]
     train = make_train_function(

@@ -29,7 +29,7 @@ from paths import ROOT, SUPPORT
 from system import LIMIT, list_session_members
 
 #: Maximal median of the seconds from a fault to its error; on a busy machine, single errors are late.
-PROMPT = 2
+MAX_ERROR_SECONDS = 2
 #: Seconds from each fault of a test file to its error.
 _delays: list[float] = []
 _HERE = pathlib.Path(__file__).parent
@@ -46,7 +46,7 @@ def check_delays() -> None:
     """Check that the errors of a test file were prompt: the median of their delays."""
     delays = sorted(_delays)
     _delays.clear()
-    assert not delays or delays[len(delays) // 2] < PROMPT, delays
+    assert not delays or delays[len(delays) // 2] < MAX_ERROR_SECONDS, delays
 
 
 def _start(words: list[str], events: int, release: int, **settings: Any) -> subprocess.Popen[bytes]:

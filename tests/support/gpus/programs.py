@@ -101,10 +101,10 @@ def faults():
     synk.function([], (s.sum(), None))()
     for failing_rank in range(n):
         for is_late in (False, True):
-            for waits_started in (True, False):
+            for waits_until_started in (True, False):
                 start = time.monotonic()
                 try:
-                    ranks.get_session().run(FailInAllReduce("raise", failing_rank, is_late, waits_started))
+                    ranks.get_session().run(FailInAllReduce("raise", failing_rank, is_late, waits_until_started))
                     print("nothing was raised")
                 except (ArithmeticError, synk.WorkerError) as error:
                     assert "the sum is odd" in str(error), error
@@ -112,7 +112,7 @@ def faults():
                 synk.all_reduce(s, "sum")
                 assert synk.get_value(n - 1, s)[0] == n
                 s.set_value(np.ones(5, "float32"))
-                assert time.monotonic() - start < 3 * LIMIT, (failing_rank, is_late, waits_started)
+                assert time.monotonic() - start < 3 * LIMIT, (failing_rank, is_late, waits_until_started)
     start = time.monotonic()
     try:
         ranks.get_session().run(FailInAllReduce("SIGKILL", n - 1))

@@ -44,22 +44,22 @@ class Strict(MLP):
 
 
 class Wider(MLP):
-    """Rank 1 has other shapes."""
+    """Parameters have another shape on rank 1."""
 
     def compile_iter_fns(self, sync_type="avg"):
         if self.rank == 1:
             self.w1.set_value(np.zeros((5, 9), "float32"))
 
 
-class Noisy(MLP):
-    """All ranks have one seed."""
+class EqualSeeds(MLP):
+    """Prints random numbers of a generator with the same seed on all ranks; the first step takes two seconds."""
 
     def compile_iter_fns(self, sync_type="avg"):
         super().compile_iter_fns(sync_type)
         self.draw = theano.function([], MRG_RandomStreams(7).uniform((2,)))
 
     def train_iter(self, count, recorder):
-        if count == 0:  # as a function that is compiled late
+        if count == 0:  # as long as a compilation
             time.sleep(2)
         super().train_iter(count, recorder)
 
@@ -67,7 +67,7 @@ class Noisy(MLP):
         print("drawn", self.draw().tolist())
 
 
-class Shaky(MLP):
+class RandomLearningRate(MLP):
     """Draws a learning rate for each step."""
 
     def train_iter(self, count, recorder):
@@ -85,7 +85,7 @@ class Overfits(MLP):
 
 
 class Stuck(MLP):
-    """Computes for long, and prints nothing meanwhile."""
+    """Does not return from the fourth step."""
 
     def train_iter(self, count, recorder):
         if count == 3:
@@ -94,9 +94,7 @@ class Stuck(MLP):
 
 
 class Other(MLP):
-    """A model of another name."""
-
-    pass
+    """The same model under another name."""
 
 
 class Speaks(MLP):
@@ -146,8 +144,8 @@ class UsesMpi(MLP):
         self.finalize()
 
 
-class DiesOnce(MLP):
-    """One rank ends in the third step of some epochs, once in each; rank 2 is no rank: then nothing happens."""
+class DiesInEpochs(MLP):
+    """One rank exits in the third step of some epochs, once in each; none if the victim is 2."""
 
     def train_iter(self, count, recorder):
         mark = os.path.join(self.folder, f"died-{self.epoch}")
@@ -178,7 +176,7 @@ class LosesHost(MLP):
 
 
 class Exits(MLP):
-    """A model of which rank 1 exits in the third iteration."""
+    """Rank 1 exits in the fourth iteration."""
 
     def train_iter(self, count, recorder):
         if self.rank == 1 and count == 3:
@@ -188,7 +186,7 @@ class Exits(MLP):
 
 
 class Diverges(MLP):
-    """A model whose cost is nan."""
+    """The cost is NaN."""
 
     def train_iter(self, count, recorder):
         super().train_iter(count, recorder)
@@ -252,10 +250,10 @@ class StrangeCall(MLP):
         recorder.celebrate()
 
 
-a_number = 3
+not_a_class = 3
 
 
-class Signalled(Shaky):
+class Signalled(RandomLearningRate):
     """Gets a scheduler's signal in the middle of an epoch, or of its validation, which draws random numbers, too."""
 
     def __init__(self, config):
@@ -284,7 +282,7 @@ class Signalled(Shaky):
 
 
 class Slow(MLP):
-    """A model whose iterations last 20 ms longer."""
+    """Iterations take 20 ms longer."""
 
     def train_iter(self, count, recorder):
         time.sleep(0.02)
