@@ -14,8 +14,8 @@ import numpy as np
 from synkhronos.casts import check_dense
 from synkhronos.checks import check_choice, check_distinct, check_list, describe
 from synkhronos.data import Data
+from synkhronos.data.data_access import check_session, copy_to_shared, get_array_location
 from synkhronos.data.rows import get_share
-from synkhronos.data.shared_memory import check_session, copy_to_shared, get_array_location
 from synkhronos.devices import Selection
 from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
 from synkhronos.graph_libraries import get_library

@@ -40,8 +40,8 @@ from synkhronos.collectives.commands import (
 )
 from synkhronos.containers import WeakKeyDict
 from synkhronos.data import Data
+from synkhronos.data.data_access import get_array_location
 from synkhronos.data.rows import BatchArgument, get_share, select_rows
-from synkhronos.data.shared_memory import get_array_location
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Session
 from synkhronos.replication.random_streams import record_new_seeds

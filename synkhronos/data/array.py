@@ -240,7 +240,7 @@ class Data:
         if memory is not None and memory() is not None:
             gc.collect()  # compilers leave reference cycles that refer to inputs
 
-    # -- internal: the call lock is held; other packages use `shared_memory` -------------------------------------
+    # -- internal: the call lock is held; other packages use `data_access` ---------------------------------------
 
     def _get_array_location(self) -> ArrayLocation:
         """Return the location by which ranks find the array: segment, dtype and shape."""

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synkhronos.data.data_access import copy_to_shared, get_array_location
 from synkhronos.data.rows import get_share
-from synkhronos.data.shared_memory import copy_to_shared, get_array_location
 from synkhronos.extensions.chains import MAX_QUEUED_SLICES, get_slice_queue
 from synkhronos.function.call import Call
 from synkhronos.function.dispatcher import Dispatcher

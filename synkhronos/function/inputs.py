@@ -13,6 +13,7 @@ import numpy as np
 
 from synkhronos.casts import check_dense
 from synkhronos.data import Data
+from synkhronos.data.data_access import SharedBuffers, check_session, get_array_location
 from synkhronos.data.rows import (
     BatchArgument,
     as_index_array,
@@ -22,7 +23,6 @@ from synkhronos.data.rows import (
     select_rows,
     select_rows_unbounded,
 )
-from synkhronos.data.shared_memory import SharedBuffers, check_session, get_array_location
 from synkhronos.devices import Selection
 from synkhronos.function.call import ScatteredInput
 from synkhronos.function.computation import Computation

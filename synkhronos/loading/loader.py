@@ -28,7 +28,7 @@ from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_choice, check_flag, check_index, describe
 from synkhronos.data import Data
-from synkhronos.data.shared_memory import create_with_file
+from synkhronos.data.data_access import create_with_file
 from synkhronos.devices import Selection
 from synkhronos.graph_libraries import get_library
 from synkhronos.loading.augment import make_row_generator

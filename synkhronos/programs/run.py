@@ -18,7 +18,7 @@ from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.commands import gather_pickles
 from synkhronos.data import Data
-from synkhronos.data.shared_memory import check_session, get_array_location, is_published
+from synkhronos.data.data_access import check_session, get_array_location, is_published
 from synkhronos.function import Function, get_dispatcher
 from synkhronos.function.computation import DEFAULT_VARIANT
 from synkhronos.function.rank_mean import RankMeanContext

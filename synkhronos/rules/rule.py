@@ -10,7 +10,7 @@ import numpy as np
 
 from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
-from synkhronos.data.shared_memory import create_unpublished
+from synkhronos.data.data_access import create_unpublished
 from synkhronos.devices import NUMPY, find_device
 from synkhronos.programs import Lock, Worker
 from synkhronos.rules.state import State, concatenate

@@ -15,7 +15,7 @@ from system import LIMIT, run_on_pretended_gpus
 
 import synkhronos as synk
 from synkhronos import devices, ranks
-from synkhronos.data.shared_memory import get_array_location
+from synkhronos.data.data_access import get_array_location
 from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
 from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from synkhronos.compat.startup import import_theano_before_fork
-from synkhronos.data.shared_memory import create_unpublished
+from synkhronos.data.data_access import create_unpublished
 from synkhronos.launcher import core_binding
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError

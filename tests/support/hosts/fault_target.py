@@ -23,7 +23,7 @@ import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.shared_memory import create_unpublished
+from synkhronos.data.data_access import create_unpublished
 from synkhronos.devices import NUMPY
 from synkhronos.hosts.pipes import Pipe
 from synkhronos.ranks import Command

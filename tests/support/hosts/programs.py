@@ -25,8 +25,8 @@ from library import shared, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.data.data_access import create_unpublished
 from synkhronos.data.rows import get_share
-from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.hosts import mpirun
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import make_train_function, make_train_function_serial, updates
