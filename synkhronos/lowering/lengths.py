@@ -96,13 +96,13 @@ class StaticLengthGraph:
     """A graph with lengths as additional inputs, and a list of steps in which Python computes these lengths.
 
     A slot contains one value.  A step computes the value of one slot, or of several consecutive ones, from other slots.
-    The inputs of ``graph`` are those of the original graph, then the lengths.  ``deciding_inputs`` are the positions of
-    the scalar inputs whose values determine lengths.
+    The inputs of ``graph`` are those of the original graph, then the lengths.  ``length_input_positions`` are the
+    positions of the scalar inputs whose values determine lengths.
     """
 
     def __init__(self, graph: FunctionGraph, inputs: Sequence[Any], lengths: Sequence[Any]):
         self.graph, self.n_lengths = graph, len(lengths)
-        self.deciding_inputs: list[int] = []
+        self.length_input_positions: list[int] = []
         self._input_positions = {variable: position for position, variable in enumerate(inputs)}
         #: Values of the slots at the start of a call.  Slot 0 is for the sequence of all inputs' values.
         self._initial_slots: list[Any] = [None]
@@ -143,7 +143,7 @@ class StaticLengthGraph:
             return slots[value]
         if value in self._input_positions:
             position = self._input_positions[value]
-            self.deciding_inputs.append(position)
+            self.length_input_positions.append(position)
             slots[value] = self._add_step(lambda values: np.asarray(values[position]).item(), [0])
             return slots[value]
         self._initial_slots.append(_to_python_number(value.data) if isinstance(value, Constant) else value)

@@ -184,14 +184,12 @@ def _require_known_shape(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
     def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         compute: ArrayFunction = lowering(op, node=node, **kwargs)
-        deciding_positions = [i for i, variable in enumerate(node.inputs) if variable in select_shape_inputs(node)]
+        shape_positions = [i for i, variable in enumerate(node.inputs) if variable in select_shape_inputs(node)]
 
         def run(*inputs: Any) -> Any:
-            for i in deciding_positions:
+            for i in shape_positions:
                 _require_known(inputs[i], node.inputs[i])
-            values = [
-                _to_number_or_array(value) if i in deciding_positions else value for i, value in enumerate(inputs)
-            ]
+            values = [_to_number_or_array(value) if i in shape_positions else value for i, value in enumerate(inputs)]
             return compute(*values)
 
         return run

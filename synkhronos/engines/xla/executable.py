@@ -87,7 +87,7 @@ class Executable(Runner):
             position
             for function in functions[:1]
             if function.length_graph is not None
-            for position in function.length_graph.deciding_inputs
+            for position in function.length_graph.length_input_positions
         )
         self._has_lengths = any(function.length_graph is not None for function in functions)
         assert len(functions) == 1 or not self._has_lengths
