@@ -393,13 +393,13 @@ JAX_TESTS_OF_ALL = [
 ]
 #: Tests of `test --quick`, with PyTensor alone: a minute of those that most changes break.
 QUICK_TESTS = list_test_files(
-    *("layers", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
+    *("layers", "rows", "reduce", "graphs", "data", "collectives", "rank_programs", "threads", "update_rule"),
     *("user_code", "seed_example"),
 )
 #: Tests that `test --all` runs with a newer Python, in a minute: processes, signals, threads, pickles, data, training.
 NEWER = list_test_files(
     *("commands", "processes", "signals", "threads", "unpicklable", "replacement", "inherited_settings"),
-    *("data", "copies", "graphs", "tasks", "seed_example", "checkpoint", "trainer_resume"),
+    *("data", "copies", "graphs", "rank_programs", "seed_example", "checkpoint", "trainer_resume"),
 )
 #: Tests that start programs of their own and wait for them; a job of their own.
 PROGRAM_TESTS = list_test_files("demos", "docs")

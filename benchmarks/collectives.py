@@ -94,9 +94,9 @@ class RankCollectives:
             "get_shapes": lambda: synk.get_shapes(s),
         }
 
-    def time_task(self, name: str, calls: int) -> list[float]:
-        """Return the seconds of a collective that ranks call within a task."""
-        return synk.run(time_in_task, name, self._s, calls)[0]
+    def time_program(self, name: str, calls: int) -> list[float]:
+        """Return the seconds of a collective that ranks call within a program."""
+        return synk.run(time_in_program, name, self._s, calls)[0]
 
     def _wait_until_computed(self, value: Any) -> None:
         get_array_device(value).wait([value])
@@ -109,7 +109,7 @@ class RankCollectives:
         return list(self._inner_times) if name == "all_gather" else times
 
 
-def time_in_task(worker: Worker, name: str, shared: Any, calls: int) -> list[float]:
+def time_in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[float]:
     """Send or reduce a shared variable's value; return the seconds of each call except the first."""
     array, last = get_library(shared).borrow_value(shared), worker.size - 1
     group = worker.group(range(worker.size))
@@ -224,7 +224,7 @@ def main() -> None:
             reference_times: list[float] = []
             for _ in range(options.rounds):
                 rank_times += (
-                    ranks.time_calls(name, calls[name], n_calls) if name in calls else ranks.time_task(name, n_calls)
+                    ranks.time_calls(name, calls[name], n_calls) if name in calls else ranks.time_program(name, n_calls)
                 )
                 if nccl is not None and name in NCCL_NAMES:
                     reference_times.append(nccl.measure(name, n_values))

@@ -51,7 +51,7 @@ class Data:
     >>> synk.close()
     """
 
-    #: Whether commands send rows to the other hosts that read them.  If not, tasks transfer rows under a lock.
+    #: Whether commands send rows to the other hosts that read them.  If not, programs transfer rows under a lock.
     _is_published = True
 
     def __init__(self, dtype: npt.DTypeLike, ndim: int, minibatch: bool = False, name: str | None = None):

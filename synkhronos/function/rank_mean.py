@@ -99,7 +99,7 @@ def make_own_pace_error() -> RuntimeError:
     """Return the error of a mean over ranks that call functions at their own pace."""
     return RuntimeError(
         "rank_mean, sync=True: ranks call this function at their own pace (exchange rules other than BSP(), a class's "
-        "validation, tasks); use make_train_function, BSP() in make_trainer or the launcher, or synkhronos.function"
+        "validation, programs); use make_train_function, BSP() in make_trainer or the launcher, or synkhronos.function"
     )
 
 

@@ -10,7 +10,7 @@ An agent polls its host's control memory and MPI in turns, and blocks on neither
     a worker has exited, or memory is lacking     ->           PEER_FAILURE, to the master's host
     a frame of a pipe is full, or free            <->          frames, to and from the neighbours
     a rank has sent to a rank of another host     ->           CHANNEL_UPDATE, to that host
-    a rank uses a lock of another host            <->          LOCK_REQUEST, LOCK_REPLY, LOCK_ROWS (`TaskAgent`)
+    a rank uses a lock of another host            <->          LOCK_REQUEST, LOCK_REPLY, LOCK_ROWS (`ProgramAgent`)
     the master ends the ranks                     ->           END; answered by ENDED
 
 The agent of the master's host and every other agent send each other HEARTBEAT a few times a second.  A host from which
@@ -45,7 +45,7 @@ from synkhronos.hosts.host_list import compute_ranks_by_host, describe_host
 from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, Message, Messenger
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages, view_pages
 from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, FrameTransport, PipeLayout
-from synkhronos.hosts.task_agent import TaskAgent
+from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks.agreement import BarrierTally, record_last_common_barrier
 from synkhronos.ranks.child_process import ignore_job_signals
 from synkhronos.ranks.control_memory import (
@@ -57,6 +57,7 @@ from synkhronos.ranks.control_memory import (
     ControlMemory,
 )
 from synkhronos.ranks.errors import Death, describe_exit
+from synkhronos.ranks.program_memory import ProgramMemoryLayout
 from synkhronos.ranks.rank import SLOT_HEADER
 from synkhronos.ranks.segments import (
     Segment,
@@ -66,7 +67,6 @@ from synkhronos.ranks.segments import (
     is_peer_closed,
     send_segment,
 )
-from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.ranks.thread_limit import count_available_cores
 from synkhronos.ranks.worker_processes import WorkerProcesses
 
@@ -124,7 +124,7 @@ class Agent:
         self._page_table = PageTable(world.size - 1, self._keep_alive)
         self._receiver = None if channel is None else SegmentReceiver(channel)
         self._segments: dict[int, Segment] = {}
-        self._task_agent = TaskAgent(self._messenger, control, self._ranks_by_host, self._segments)
+        self._program_agent = ProgramAgent(self._messenger, control, self._ranks_by_host, self._segments)
         self._last_segment_key = self._last_command_number = self._last_barrier_number = 0
         self._tally = BarrierTally(world.size, world.rank)
         self._sent_done: tuple[int, ...] = ()
@@ -147,7 +147,7 @@ class Agent:
             Message.HEARTBEAT: self._on_heartbeat,
             Message.END: self._on_end,
             Message.ENDED: self._on_ended,
-            **self._task_agent.handlers,
+            **self._program_agent.handlers,
         }
 
     @property
@@ -165,7 +165,7 @@ class Agent:
             if self._frame_transport.advance():
                 self._control.wake_local_ranks(AWAITS_BARRIER)
                 has_events = True
-            has_events |= self._task_agent.advance()
+            has_events |= self._program_agent.advance()
             now = time.monotonic()
             self._run_periodic_work(now)
             if has_events:
@@ -175,7 +175,7 @@ class Agent:
             # While frames are in transit a short sleep costs nothing: others follow, and ranks may need the core.
             if idle_seconds < _POLL_SECONDS and has_cores and not self._frame_transport.has_transfers:
                 os.sched_yield()
-            elif idle_seconds < _SHORT_SLEEP_SECONDS or self._task_agent.has_unfinished_work:
+            elif idle_seconds < _SHORT_SLEEP_SECONDS or self._program_agent.has_unfinished_work:
                 time.sleep(_MIN_SLEEP)
             else:
                 time.sleep(min(idle_seconds / 100, _MAX_SLEEP))
@@ -229,7 +229,7 @@ class Agent:
                 )
         length = words[ControlMemory.MESSAGE_NBYTES]
         message = bytes(self._control.mailbox[:length])
-        accesses, dropped, task = pickle.loads(
+        accesses, dropped, program_memory = pickle.loads(
             self._control.mailbox[length : length + words[ControlMemory.PLAN_NBYTES]]
         )
         memory = self._page_table.memory
@@ -244,13 +244,13 @@ class Agent:
                     words[ControlMemory.BYTES_SENT] += content.size
                     messenger.send(host, Message.PAGES, key, chunk, content)
                     self._keep_alive(MAX_UNSENT_MESSAGES)
-            messenger.send(host, Message.COMMAND, self._last_command_number, message, task)
+            messenger.send(host, Message.COMMAND, self._last_command_number, message, program_memory)
             if dropped:
                 messenger.send(host, Message.DROP_SEGMENTS, dropped)
         self._page_table.drop(dropped)
         for key in dropped:
             self._segments.pop(key, None)
-        self._task_agent.start_command(self._last_command_number, task)
+        self._program_agent.start_command(self._last_command_number, program_memory)
 
     def _keep_alive(self, max_unsent: int = 1 << 30) -> None:
         """Send heartbeats during long work; with ``max_unsent`` also wait until at most that many messages are unsent.
@@ -342,9 +342,11 @@ class Agent:
 
     # -- messages of other hosts ----------------------------------------------------------------------
 
-    def _on_command(self, source: int, command_number: int, message: bytes, task: TaskMemory | None) -> None:
+    def _on_command(
+        self, source: int, command_number: int, message: bytes, program_memory: ProgramMemoryLayout | None
+    ) -> None:
         control, words = self._control, self._control.words
-        self._task_agent.start_command(command_number, task)
+        self._program_agent.start_command(command_number, program_memory)
         control.mailbox[: len(message)] = message
         words[ControlMemory.MESSAGE_NBYTES] = len(message)
         words[ControlMemory.NEWEST_KEY] = self._last_segment_key

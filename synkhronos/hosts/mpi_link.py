@@ -219,7 +219,7 @@ class MpiLink(Link):
         return self._channel
 
     def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
-        """Return the pickled plan: the rows that each other host reads, the segments to drop, the memory of a task."""
+        """Return the pickled plan: the rows that each other host reads, the segments to drop, a program's memory."""
         released = command.released if isinstance(command, Release) else []
         dropped = [key for kind, key in released if kind == "segment"]
         accesses_by_host: list[list[SegmentAccess]] = []
@@ -233,8 +233,8 @@ class MpiLink(Link):
                 _check_rows_are_local(access, local_rows, segments, describe_host(name, ranks))
                 if isinstance(access.rows, ArrayLocation):
                     accesses_by_host[-1].append(_to_segment_access(RowAccess(access.rows)))
-        task = command.task_memory
-        plan = pickle.dumps((accesses_by_host[1:], dropped, task), pickle.HIGHEST_PROTOCOL)
+        program_memory = command.program_memory
+        plan = pickle.dumps((accesses_by_host[1:], dropped, program_memory), pickle.HIGHEST_PROTOCOL)
         if len(plan) > self.max_plan_nbytes:
             raise ValueError(
                 f"a call on several hosts names too many arrays: they take {len(plan):,} bytes, and there is room "

@@ -27,8 +27,8 @@ from synkhronos.graph_libraries import list_loaded_libraries
 from synkhronos.programs.local_function import LocalFunction, LocalRows
 from synkhronos.programs.worker import Worker
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
-from synkhronos.ranks.rank_task import RankTask
-from synkhronos.ranks.task_memory import TaskMemory
+from synkhronos.ranks.program_memory import ProgramMemoryLayout
+from synkhronos.ranks.rank_program import RankProgram
 
 #: Number of locks, in addition to one for each rank.
 _EXTRA_LOCKS = 8
@@ -81,7 +81,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         functions: list[Any] = []
         arrays: list[ArrayLocation] = []
         payload = _pickle_program(session, (program, args, kwargs), functions, arrays)
-        memory = TaskMemory(0, session.size, session.size + _EXTRA_LOCKS)
+        memory = ProgramMemoryLayout(0, session.size, session.size + _EXTRA_LOCKS)
         segment = session.memory.create_segment(memory.nbytes)
         memory = replace(memory, key=segment.key)
         try:
@@ -93,7 +93,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
 
 
 class _RunProgramFields(NamedTuple):
-    task_memory: TaskMemory
+    program_memory: ProgramMemoryLayout
     payload: bytes
     functions: tuple[Any, ...]
     arrays: tuple[ArrayLocation, ...]
@@ -110,10 +110,10 @@ class RunProgram(_RunProgramFields, Command):
 
     def run(self, rank: Rank) -> list[Any]:
         """Run the program on this rank; return all ranks' results in the master, an empty list in workers."""
-        task = RankTask(rank, self.task_memory)
+        rank_program = RankProgram(rank, self.program_memory)
         self._compile_functions(rank)
         unpickler = _ProgramUnpickler(io.BytesIO(self.payload))
-        unpickler.rank, unpickler.task = rank, task
+        unpickler.rank, unpickler.rank_program = rank, rank_program
         try:
             program, args, kwargs = unpickler.load()
         except (AttributeError, ImportError) as error:
@@ -121,14 +121,14 @@ class RunProgram(_RunProgramFields, Command):
                 f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a module; "
                 "in the script, before synkhronos.fork(), is enough where JAX didn't run before that"
             ) from error
-        task.report_progress()
+        rank_program.report_progress()
         with RankMeanContext.forbid():
-            result = program(Worker(rank, task), *args, **kwargs)
+            result = program(Worker(rank, rank_program), *args, **kwargs)
         try:
             payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"the result of the program can't be pickled: {error}") from error
-        task.barrier("the end of the program")
+        rank_program.barrier("the end of the program")
         return gather_pickles(rank, payload)
 
     def _compile_functions(self, rank: Rank) -> None:
@@ -196,12 +196,12 @@ class _ProgramUnpickler(pickle.Unpickler):
     """Unpickler that replaces references by this rank's local counterparts."""
 
     rank: Rank
-    task: RankTask
+    rank_program: RankProgram
 
     def persistent_load(self, reference: Any) -> Any:
         reference_type, key = reference
         if reference_type == "function":
-            return LocalFunction(self.rank, self.task, self.rank.get_object(key))
+            return LocalFunction(self.rank, self.rank_program, self.rank.get_object(key))
         if reference_type == "data":
             return LocalRows(self.rank, key)
         return self.rank.get_object(key)

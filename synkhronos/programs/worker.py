@@ -1,6 +1,6 @@
-"""A rank's view of a task, by which a program communicates with other ranks.
+"""A rank's view of a program, by which a program communicates with other ranks.
 
-All ranks together synchronize at barriers of the command (`RankTask.barrier`).  The members of a `Group` synchronize by
+All ranks together synchronize at barriers of the command (`RankProgram.barrier`).  The members of a `Group` synchronize by
 messages between two ranks.
 
 A message is a pickled head, ``(content, type)``, and for some types a body in chunks:
@@ -32,7 +32,7 @@ from synkhronos.devices import NUMPY, Device, get_array_device
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.shared_memory_communicator import reduce_arrays
 from synkhronos.ranks.rank import Rank
-from synkhronos.ranks.rank_task import Lock, RankTask
+from synkhronos.ranks.rank_program import Lock, RankProgram
 from synkhronos.variable_types import Array
 
 #: Size in bytes up to which an array is pickled.  A larger array is sent as a body.
@@ -70,10 +70,10 @@ class Worker:
         synk.run(average_of_ranks)
     """
 
-    def __init__(self, rank: Rank, task: RankTask):
-        self._rank, self._task = rank, task
+    def __init__(self, rank: Rank, rank_program: RankProgram):
+        self._rank, self._rank_program = rank, rank_program
         self.number, self.size, self.is_master = rank.number, rank.size, rank.is_master
-        self.send_buffer = task.memory.capacity
+        self.send_buffer = rank_program.memory.capacity
 
     def __repr__(self) -> str:
         return f"<synkhronos.Worker {self.number} of {self.size}>"
@@ -86,12 +86,12 @@ class Worker:
         Calls of compiled functions, and of methods that wait, do the same.  A program that computes without these for
         long should call `progress` periodically.  The time limit ``fork(timeout=...)`` restarts at each call.
         """
-        self._task.report_progress()
+        self._rank_program.report_progress()
 
     @property
     def wait_seconds(self) -> float:
         """Total number of seconds for which this rank has waited for other ranks in this program."""
-        return self._task.wait_seconds
+        return self._rank_program.wait_seconds
 
     # -- all ranks together ----------------------------------------------------------------------------------
 
@@ -100,16 +100,16 @@ class Worker:
 
         Raise RuntimeError if another rank is at a barrier with another name, or at the end of its program.
         """
-        self._task.barrier(f"barrier {name!r}")
+        self._rank_program.barrier(f"barrier {name!r}")
 
     def all_gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, in rank order.  Each rank passes a picklable value."""
-        return self._task.all_gather("all_gather()", value)
+        return self._rank_program.all_gather("all_gather()", value)
 
     def broadcast(self, value: object, root: int = 0) -> Any:
         """Return the value of rank ``root`` on all ranks, such as a common decision to stop."""
         root = check_index(root, "root", self.size)
-        values = self._task.all_gather("broadcast()", value if self.number == root else None)
+        values = self._rank_program.all_gather("broadcast()", value if self.number == root else None)
         return values[root]
 
     def all_reduce(self, array: Array, op: str = "avg", overwrite: bool = False) -> Any:
@@ -141,7 +141,7 @@ class Worker:
             can_overwrite = overwrite and NUMPY.as_writable(numpy_array, False) is numpy_array
             value = numpy_array if can_overwrite else np.array(numpy_array, order="C")
         reduction = _describe_reduction(value, op, device)
-        reductions = self._task.barrier("all_reduce()", reduction)
+        reductions = self._rank_program.barrier("all_reduce()", reduction)
         if any(other != reduction for other in reductions):
             self._rank.raise_common_error(
                 RuntimeError(f"all_reduce: expected the same shape, dtype and op on all ranks, got {reductions}")
@@ -161,7 +161,7 @@ class Worker:
 
     def group(self, ranks: Sequence[int]) -> Group:
         """Return a `Group` of some ranks, including this one.  Each member has to create it, with the same list."""
-        return Group(self, self._task, ranks)
+        return Group(self, self._rank_program, ranks)
 
     def send(self, value: Any, dest: int) -> None:
         """Send a picklable value, or an array, to another rank.  Messages between two ranks are delivered in order.
@@ -193,15 +193,15 @@ class Worker:
                 device.wait([array])
                 self._send_between_gpus(pair_communicator, array, dest)
                 return
-        head, body = _pack_message(value, self._task.max_chunk_nbytes)
-        self._task.send(dest, head, "a message")
-        for start in range(0, len(body), self._task.max_chunk_nbytes):
-            self._task.send(dest, body[start : start + self._task.max_chunk_nbytes], "a message")
+        head, body = _pack_message(value, self._rank_program.max_chunk_nbytes)
+        self._rank_program.send(dest, head, "a message")
+        for start in range(0, len(body), self._rank_program.max_chunk_nbytes):
+            self._rank_program.send(dest, body[start : start + self._rank_program.max_chunk_nbytes], "a message")
 
     def receive(self, source: int) -> Any:
         """Wait for the next value that rank ``source`` sends to this one, and return it."""
         self._check_peer(source, "source")
-        value, message_type = pickle.loads(self._task.receive(source, "a message"))
+        value, message_type = pickle.loads(self._rank_program.receive(source, "a message"))
         if message_type is None:
             return value
         if message_type == "barrier":
@@ -210,8 +210,8 @@ class Worker:
             return self._receive_between_gpus(source, *value)
         body = np.empty(value, np.uint8) if message_type == "pickle" else np.empty(*value)
         view = _as_bytes(body.reshape(-1))
-        for start in range(0, len(view), self._task.max_chunk_nbytes):
-            self._task.receive(source, "a message", view[start : start + self._task.max_chunk_nbytes])
+        for start in range(0, len(view), self._rank_program.max_chunk_nbytes):
+            self._rank_program.receive(source, "a message", view[start : start + self._rank_program.max_chunk_nbytes])
         return pickle.loads(body.data) if message_type == "pickle" else body
 
     def _send_between_gpus(self, pair_communicator: Any, array: Array, dest: int) -> None:
@@ -222,8 +222,8 @@ class Worker:
 
         def send_head(connection_id: Any = None) -> list[Any]:
             head = (array.shape, np.dtype(array.dtype), pair_communicator.generation, connection_id), "gpu"
-            self._task.send(dest, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), "a message")
-            self._task.wait_until_received(dest, "a message")
+            self._rank_program.send(dest, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), "a message")
+            self._rank_program.wait_until_received(dest, "a message")
             return [connection_id]
 
         if pair_communicator.generation:
@@ -271,7 +271,7 @@ class Worker:
                     counter.array[...] += 1
                     lock.write(counter)
         """
-        return self._task.get_lock(check_integer(number, "number"))
+        return self._rank_program.get_lock(check_integer(number, "number"))
 
     def get_storage(self, name: str) -> dict[Any, Any]:
         """Return the dict of this name, in which programs on this rank store objects for later ones, until `close`."""
@@ -307,7 +307,7 @@ class Group:
         Position of this rank among the members, and number of members.
     """
 
-    def __init__(self, worker: Worker, task: RankTask, ranks: Sequence[int]):
+    def __init__(self, worker: Worker, rank_program: RankProgram, ranks: Sequence[int]):
         members = tuple(check_integer(r, "ranks", "integers") for r in ranks)
         if len(set(members)) != len(members) or not set(members) <= set(range(worker.size)):
             raise ValueError(f"ranks: expected different ranks from 0 to {worker.size - 1}, got {list(ranks)}")
@@ -315,7 +315,7 @@ class Group:
             raise ValueError(f"ranks: expected rank {worker.number}, which makes the group, among them, got {members}")
         self.ranks = members
         self.number, self.size = members.index(worker.number), len(members)
-        self._rank, self._task = worker._rank, task
+        self._rank, self._rank_program = worker._rank, rank_program
         self._others = [r for r in members if r != worker.number]
 
     def barrier(self, name: str) -> None:
@@ -345,7 +345,9 @@ class Group:
                 return device.rewrap(result, communicator.wait_briefly())
             return result
         flat = result.reshape(-1)
-        block = self.size * max(1, self._task.max_chunk_nbytes // flat.dtype.itemsize)  # a chunk for each member
+        block = self.size * max(
+            1, self._rank_program.max_chunk_nbytes // flat.dtype.itemsize
+        )  # a chunk for each member
         for start in range(0, flat.size, block):
             self._reduce_in_place(flat[start : start + block], op)
         return result
@@ -356,37 +358,37 @@ class Group:
         low, high = bounds[self.number], bounds[self.number + 1]
         for i, r in enumerate(self.ranks):
             if i != self.number:
-                self._task.send(r, _as_bytes(flat[bounds[i] : bounds[i + 1]]), "its share")
+                self._rank_program.send(r, _as_bytes(flat[bounds[i] : bounds[i + 1]]), "its share")
         contributions = []
         for i, r in enumerate(self.ranks):
             values = flat[low:high]
             if i != self.number:
                 values = np.empty(high - low, flat.dtype)
-                self._task.receive(r, "a share", _as_bytes(values))
+                self._rank_program.receive(r, "a share", _as_bytes(values))
             contributions.append(values)
         total = np.empty(high - low, flat.dtype)
         reduce_arrays(contributions, REDUCE_OPS[op], total)
         flat[low:high] = total
         for r in self._others:
-            self._task.send(r, _as_bytes(flat[low:high]), "a result")
+            self._rank_program.send(r, _as_bytes(flat[low:high]), "a result")
         for i, r in enumerate(self.ranks):
             if i != self.number:
-                self._task.receive(r, "a result", _as_bytes(flat[bounds[i] : bounds[i + 1]]))
+                self._rank_program.receive(r, "a result", _as_bytes(flat[bounds[i] : bounds[i + 1]]))
 
     def _gather_at_barrier(self, description: str, value: object) -> list[Any]:
         """Wait until all members have arrived at this barrier, and return each member's value."""
         description = f"{description} of group {self.ranks}"
         payload = pickle.dumps(((description, value), "barrier"), pickle.HIGHEST_PROTOCOL)
-        max_nbytes = self._task.max_chunk_nbytes
+        max_nbytes = self._rank_program.max_chunk_nbytes
         if len(payload) > max_nbytes:
             raise ValueError(f"{description}: expected a value of at most {max_nbytes:,} bytes, got {len(payload):,}")
         for r in self._others:
-            self._task.send(r, payload, description)
+            self._rank_program.send(r, payload, description)
         by_member = []
         for r in self.ranks:
             content, message_type = (description, value), "barrier"
             if r in self._others:
-                content, message_type = pickle.loads(self._task.receive(r, description))
+                content, message_type = pickle.loads(self._rank_program.receive(r, description))
             by_member.append(content if message_type == "barrier" else ("send()", None))
         if any(other != description for other, _ in by_member):
             # Not `Rank.raise_common_error`, since the master may not be a member.

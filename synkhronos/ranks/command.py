@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from synkhronos.ranks.program_memory import ProgramMemoryLayout
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.segments import ArrayLocation
-from synkhronos.ranks.task_memory import TaskMemory
 
 #: Maximal number of commands that the master caches pickled, and a worker unpickled: a training loop repeats a few.
 MAX_CACHED_COMMANDS = 32
@@ -55,8 +55,8 @@ class Command(ABC):
         return None
 
     @property
-    def task_memory(self) -> TaskMemory | None:
-        """Memory of the task that the command runs; None if it runs none."""
+    def program_memory(self) -> ProgramMemoryLayout | None:
+        """Layout of the memory of the program that the command runs; None if it runs none."""
         return None
 
     def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:

@@ -66,7 +66,7 @@ class CommandRunner(ABC):
     Parameters
     ----------
     timeout : float or None
-        Seconds that the master waits for the other ranks in one command; in a task, since a rank's last sign of
+        Seconds that the master waits for the other ranks in one command; in a program, since a rank's last sign of
         progress.
 
     Attributes

@@ -43,7 +43,7 @@ SPIN_SECONDS = 500e-6
 _CHECKS_PER_YIELD = 8
 
 #: Sleep reasons: none; a command is posted; ranks reach a barrier; ranks finish a command; a peer sends or receives
-#: bytes in a task.
+#: bytes in a program.
 AWAKE, AWAITS_COMMAND, AWAITS_BARRIER, AWAITS_COMPLETION, AWAITS_PEER = range(5)
 
 _N_WORDS = 10  # words of the whole session; the words of the ranks follow

@@ -82,7 +82,7 @@ def read_timelines(path: str) -> dict[int, RankTimeline]:
         timelines[rank].activities = flatten_spans(rank_spans)
         timelines[rank].calls = sorted(span for span in rank_spans if span.name == CALL_NAME)
     if not any(timeline.calls for timeline in timelines.values()):
-        raise ValueError(f"{path} has no call of a function, a collective or a task")
+        raise ValueError(f"{path} has no call of a function, a collective or a program")
     return dict(sorted(timelines.items()))
 
 

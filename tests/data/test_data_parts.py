@@ -199,7 +199,7 @@ def test_data_parts_loads_each_hosts_rows(hosts):
 
 @pytest.mark.hosts
 def test_data_parts_work_in_spmd_programs(hosts):
-    assert run(hosts, "parts_tasks") == "right 4\n"
+    assert run(hosts, "parts_programs") == "right 4\n"
 
 
 @pytest.mark.hosts

@@ -30,7 +30,7 @@ from synkhronos.hosts.mpi_link import MpiLink
 from synkhronos.hosts.mpirun import find_lost_hosts
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, SegmentAccess, find_pages
 from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, N_FRAMES, PipeLayout
-from synkhronos.hosts.task_agent import TaskAgent
+from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import Death, StartError
 
@@ -82,7 +82,9 @@ def test_locks_on_three_hosts_are_exclusive():
 def test_run_programs_on_two_hosts_equal_one_host():
     for hosts, sums in ((["a:1", "b:2", "c:1"], [2, 4, 2, 4]), (["a:2", "b:1"], [2, 1, 2])):
         line = str([(r, float(total)) for r, total in enumerate(sums)]).replace(")", "").replace("(", "")
-        output_lines = run(hosts, "tasks").replace("np.float64(", "").replace(")", "").replace("(", "").splitlines()
+        output_lines = (
+            run(hosts, "run_programs").replace("np.float64(", "").replace(")", "").replace("(", "").splitlines()
+        )
         assert output_lines == [line] * 4
 
 
@@ -500,7 +502,7 @@ def test_agent_reads_messages_before_it_decides():
     assert len(silences) == 3 and max(silences) < 60, silences
 
 
-def test_early_messages_of_a_task_are_queued():
+def test_early_messages_of_a_program_are_queued():
     messages = []
     bridge = SimpleNamespace(
         update_channel=lambda *update: messages.append(update),
@@ -509,7 +511,7 @@ def test_early_messages_of_a_task_are_queued():
     )
     mail = SimpleNamespace(size=2, host=0, other_hosts=[1])
     control = SimpleNamespace(fence=lambda: None, wake=lambda rank, reason: None)
-    agent = TaskAgent(mail, control, [range(1), range(1, 2)], {})
+    agent = ProgramAgent(mail, control, [range(1), range(1, 2)], {})
     agent.start_command(4, None)
     agent.handlers[Message.CHANNEL_UPDATE](1, 5, 1, 0, 1, b"first")
     assert not agent.advance() and not messages

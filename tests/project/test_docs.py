@@ -161,7 +161,12 @@ PIECES = [
     ("exchange_rules", "class Halfway", "exchange_rules-0", ("rules.LocalSGD(period=10)", "Halfway()")),
     ("training", "class Wandb", "training-0", ("recorder=Recorder(folder)", "recorder=Wandb()")),
     ("loading", "def add_noise", "loading-0", ("processes=2)", "processes=2, augment=add_noise)")),
-    ("tasks", "def count", "tasks-0", ("print(synk.run(", "synk.run(count, synk.data(np.zeros(3)))\nprint(synk.run(")),
+    (
+        "programs",
+        "def count",
+        "programs-0",
+        ("print(synk.run(", "synk.run(count, synk.data(np.zeros(3)))\nprint(synk.run("),
+    ),
 ]
 #: Replaces the module that the script on Weights & Biases imports.
 WANDB = "class wandb:\n    log = lambda record, step: print(step)\n\n"

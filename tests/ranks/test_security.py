@@ -150,13 +150,13 @@ def test_unpickling_happens_only_in_known_places():
         ("loading/loader_process.py", "loads"),  # a loader's arguments, from memory that its owner filled
         ("ranks/rank.py", "loads"),  # objects of ranks, from the slots
         ("ranks/command_runner.py", "loads"),  # a worker's report of a failure, from its slot
-        ("hosts/task_agent.py", "loads"),  # requests of a rank to its agent, from a channel
-        ("ranks/rank_task.py", "loads"),  # messages between ranks, from the slots
+        ("hosts/program_agent.py", "loads"),  # requests of a rank to its agent, from a channel
+        ("ranks/rank_program.py", "loads"),  # messages between ranks, from the slots
         ("ranks/worker_main.py", "loads"),  # commands, from the mailbox
         ("ranks/command.py", "loads"),  # long commands, from a segment that the master filled
-        ("programs/run.py", "Unpickler"),  # the program of a task, from its command
+        ("programs/run.py", "Unpickler"),  # a program, from its command
         ("programs/run.py", "load"),
-        ("collectives/commands.py", "loads"),  # results of tasks and records of ranks, through NumPy's communicator
+        ("collectives/commands.py", "loads"),  # results of programs and records of ranks, through NumPy's communicator
         ("collectives/commands.py", "load"),  # a device's method, which copies rows
         ("programs/worker.py", "loads"),  # objects of ranks, from the slots
     }

@@ -1,4 +1,4 @@
-"""The process of worker 0, the master of the ranks, and the task of each rank."""
+"""The process of worker 0, the master of the ranks, and the program of each rank."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ class RecoveringRunner(OperationRunner):
             _copies_by_trainer[spec.name] = rank_state.resize_states(saved, spec, size)
         has_new_processes = self._session.replace_workers(is_fork_unsafe(), ranks_to_remove)
         if has_new_processes:
-            distribute()  # functions move their variables to the device, where a task would leave them on the host
+            distribute()  # functions move their variables to the device, where a program would leave them on the host
         if self._n_ranks != size:
             state.allocate_memory()
             self._n_ranks = size

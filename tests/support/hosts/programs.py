@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import task_programs
+import rank_programs
 from library import shared, tensor
 
 import synkhronos as synk
@@ -250,7 +250,7 @@ def use_local_rows(worker: synk.Worker, rows: Any, f: Any) -> Any:
     return local_rows, f(rows[local_rows.start : local_rows.stop][1:]), errors
 
 
-def parts_tasks() -> None:
+def parts_programs() -> None:
     """Pass rows that each host has loaded to programs of ranks."""
     n = fork()
     from hosts import programs
@@ -377,7 +377,7 @@ def all_reduce_often(worker: synk.Worker) -> bool:
     return all(worker.all_reduce(np.full(3, k), "sum")[0] == worker.size * k for k in range(100))
 
 
-def tasks() -> None:
+def run_programs() -> None:
     """Run a program on each rank."""
     n = fork()
     from hosts import programs  # other ranks import it by its name
@@ -390,7 +390,7 @@ def tasks() -> None:
     for _ in range(3):
         print(synk.run(programs.communicate))
     counter = synk.data(np.zeros(100))
-    turns = synk.run(task_programs.add_ones, counter, 50)
+    turns = synk.run(rank_programs.add_ones, counter, 50)
     assert np.asarray(counter).tolist() == [50.0 * n] * 100
     assert sorted(turn for rank_turns in turns for turn in rank_turns) == list(range(50 * n))
     print(synk.run(programs.communicate))
@@ -551,9 +551,9 @@ class KillAndRun(ranks.Command):
     kills_agent: bool = False
 
     @property
-    def task_memory(self) -> Any:
-        """Memory of the task, for the agents."""
-        return self.command.task_memory
+    def program_memory(self) -> Any:
+        """Memory of the program, for the agents."""
+        return self.command.program_memory
 
     def run(self, rank: ranks.Rank) -> Any:
         """Run the command."""

@@ -1,8 +1,8 @@
-"""Tasks: commands during which each rank proceeds at its own pace.
+"""Programs: commands during which each rank proceeds at its own pace.
 
-The ranks of a task synchronize only where the user's program asks for it::
+The ranks of a program synchronize only where the user's code asks for it::
 
-    begin ─── the program's own work ─── wait ─── ... ─── end
+    begin ─── the rank's own work ───── wait ─── ... ─── end
                       │                    │               │
                   report_progress()  barrier, send, receive,   barrier of all ranks
                                  lock
@@ -11,11 +11,11 @@ Invariant: no wait is unbounded.  A rank that waits checks its peers, and raises
 publishes the condition that it waits for in shared memory, so that a deadlock of all ranks is detected and raised as an
 error.  Deadlocks are not detected across hosts, where published conditions arrive with a delay.
 
-Each task has new shared memory, so that a lock held by a rank of a failed task does not block the next task.
+Each program has new shared memory, so that a lock held by a rank of a failed program does not block the next one.
 
 On several hosts, each host has such memory for its own ranks.  A lock belongs to one host, whose ranks acquire it as on
 one host.  A rank of another host writes a request into its channel to itself.  Its agent passes the request to the
-agent of the lock's host, which queues for the lock on behalf of the rank (see `synkhronos.hosts.task_agent`).
+agent of the lock's host, which queues for the lock on behalf of the rank (see `synkhronos.hosts.program_agent`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any
 
 from synkhronos.ranks.control_memory import AWAITS_PEER, POLL_SECONDS, Semaphore
 from synkhronos.ranks.errors import Cancelled
-from synkhronos.ranks.rank import Rank
-from synkhronos.ranks.task_memory import (
+from synkhronos.ranks.program_memory import (
     DESCRIPTION_NBYTES,
     WORD_NBYTES,
-    TaskMemory,
+    ProgramMemoryLayout,
     read_ring,
     read_with_length,
     write_ring,
     write_with_length,
 )
+from synkhronos.ranks.rank import Rank
 
 #: Seconds between two checks of a busy rank that its peers are alive.
 _CHECK_INTERVAL = 0.01
@@ -62,10 +62,10 @@ def find_byte_range(rows: Any) -> ByteRange:
     raise TypeError(f"rows: expected rows of a Data object, got {type(rows).__name__}")
 
 
-class RankTask:
-    """Synchronization of one rank with the others within a task; ``wait_seconds`` counts the seconds of its waits."""
+class RankProgram:
+    """Synchronization of one rank with the others within a program; ``wait_seconds`` counts the seconds of its waits."""
 
-    def __init__(self, rank: Rank, memory: TaskMemory):
+    def __init__(self, rank: Rank, memory: ProgramMemoryLayout):
         self.rank = rank
         self.memory = memory
         self._segment = segment = rank.segments[memory.key]
@@ -270,25 +270,25 @@ class _PublishedWait:
     of the channel or lock, and ``description`` is shown in the error message of a deadlock.
     """
 
-    def __init__(self, task: RankTask, condition: int, count: int, description: str, index: int = 0):
-        self._task, self._condition, self._index, self._count = task, condition, index, count
+    def __init__(self, rank_program: RankProgram, condition: int, count: int, description: str, index: int = 0):
+        self._rank_program, self._condition, self._index, self._count = rank_program, condition, index, count
         self._description = description.encode()[:DESCRIPTION_NBYTES]
         self._began = 0.0
 
     def __enter__(self) -> None:
         self._began = perf_counter()
-        task, me = self._task, self._task.rank.number
-        write_with_length(task._wait_descriptions[me], self._description)
-        task._waits[4 * me + 1] = self._index
-        task._waits[4 * me + 2] = self._count
-        task._waits[4 * me + 3] += 1
-        task._waits[4 * me] = self._condition
+        rank_program, me = self._rank_program, self._rank_program.rank.number
+        write_with_length(rank_program._wait_descriptions[me], self._description)
+        rank_program._waits[4 * me + 1] = self._index
+        rank_program._waits[4 * me + 2] = self._count
+        rank_program._waits[4 * me + 3] += 1
+        rank_program._waits[4 * me] = self._condition
 
     def __exit__(self, *_: object) -> None:
-        task, me = self._task, self._task.rank.number
-        task.wait_seconds += perf_counter() - self._began
-        task._waits[4 * me] = NO_CONDITION
-        task._waits[4 * me + 3] += 1
+        rank_program, me = self._rank_program, self._rank_program.rank.number
+        rank_program.wait_seconds += perf_counter() - self._began
+        rank_program._waits[4 * me] = NO_CONDITION
+        rank_program._waits[4 * me + 3] += 1
 
 
 class Lock:
@@ -303,8 +303,8 @@ class Lock:
         Number of times that ranks had acquired the lock before; no two turns are equal.
     """
 
-    def __init__(self, task: RankTask, lock_number: int, semaphore: Semaphore | None):
-        self._task, self._lock_number, self._semaphore = task, lock_number, semaphore
+    def __init__(self, rank_program: RankProgram, lock_number: int, semaphore: Semaphore | None):
+        self._rank_program, self._lock_number, self._semaphore = rank_program, lock_number, semaphore
         self.turn = -1
 
     def __enter__(self) -> Lock:
@@ -328,9 +328,9 @@ class Lock:
             If there is a time limit and the lock is on another host.
         """
         if self._semaphore is not None:
-            turn = self._task._acquire(self._lock_number, self._semaphore, timeout)
+            turn = self._rank_program._acquire(self._lock_number, self._semaphore, timeout)
         elif timeout is None:
-            turn = self._task._request(ACQUIRE, self._lock_number)
+            turn = self._rank_program._request(ACQUIRE, self._lock_number)
         else:
             raise ValueError(f"timeout: lock {self._lock_number} is on another host, where no time limit is possible")
         if turn is None:
@@ -341,9 +341,9 @@ class Lock:
     def release(self) -> None:
         """Release the lock."""
         if self._semaphore is None:
-            self._task._request(RELEASE, self._lock_number)
+            self._rank_program._request(RELEASE, self._lock_number)
         else:
-            self._task._release(self._lock_number, self._semaphore)
+            self._rank_program._release(self._lock_number, self._semaphore)
 
     def read(self, *rows: Any) -> None:
         """Copy rows from the lock's host to this rank's host; only while this rank holds the lock.
@@ -367,4 +367,4 @@ class Lock:
     def _copy(self, operation: int, rows: Sequence[Any]) -> None:
         ranges = [find_byte_range(array) for array in rows]
         if self._semaphore is None:
-            self._task._request(operation, self._lock_number, ranges)
+            self._rank_program._request(operation, self._lock_number, ranges)

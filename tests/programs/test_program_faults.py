@@ -6,16 +6,16 @@ import threading
 from collections import Counter, defaultdict, deque
 
 import pytest
-import task_programs as programs
+import rank_programs as programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import DEVICE
 from system import LIMIT, time_limit
-from test_tasks import draw_group_programs
+from test_rank_programs import draw_group_programs
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.ranks.task_memory import TaskMemory
+from synkhronos.ranks.program_memory import ProgramMemoryLayout
 
 #: Upper bound of the bytes by which a message in a channel is longer than its content: its pickle, and its length.
 MAX_MESSAGE_OVERHEAD = 200
@@ -58,7 +58,7 @@ def test_deadlock_of_message_and_barrier_is_detected(two_ranks_per_test):
         synk.run(programs.wait_at_barrier_or_message, "send")
 
 
-def test_random_task_steps_end_or_raise(fork):
+def test_random_program_steps_end_or_raise(fork):
     fork(3, timeout=LIMIT)
 
     @settings(max_examples=20)
@@ -101,7 +101,7 @@ def can_complete(steps_by_rank, capacity):
 def test_send_blocks_only_beyond_the_buffer(fork):
     """In any order of sends and receives, programs whose messages fit end, and deadlocks raise errors."""
     fork(3, timeout=LIMIT)
-    capacity = TaskMemory(key=0, size=3, n_locks=1).capacity
+    capacity = ProgramMemoryLayout(key=0, size=3, n_locks=1).capacity
     pairs = st.sampled_from([(source, target) for source in range(3) for target in range(3) if source != target])
     sizes = st.sampled_from([0, 10, 1000, 30_000, 60_000, 100_000, 300_000])
 

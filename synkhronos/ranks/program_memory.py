@@ -1,4 +1,4 @@
-"""Layout of the shared memory through which the ranks of a task synchronize (see `synkhronos.ranks.rank_task`)."""
+"""Layout of the shared memory through which the ranks of a program synchronize (see `synkhronos.ranks.rank_program`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _CACHE_LINE_NBYTES = 64
 
 
 @dataclass(frozen=True)
-class TaskMemory:
-    """Layout of a task's shared memory: words, descriptions of waits, locks, and a channel from each rank to each."""
+class ProgramMemoryLayout:
+    """Layout of a program's shared memory: words, descriptions of waits, locks, and a channel from each rank to each."""
 
     key: int
     size: int

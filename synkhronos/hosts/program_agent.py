@@ -1,4 +1,4 @@
-"""Tasks on several hosts: messages between ranks, and locks with the rows that they guard.
+"""Programs on several hosts: messages between ranks, and locks with the rows that they guard.
 
 CHANNEL_UPDATE carries the bytes that a rank has sent to a rank of another host, or the number of bytes that the other
 rank has received.
@@ -35,9 +35,9 @@ import numpy as np
 from synkhronos.hosts.host_list import find_host
 from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, Message, Messenger
 from synkhronos.ranks.control_memory import AWAITS_PEER, ControlMemory
-from synkhronos.ranks.rank_task import ACQUIRE, READ, RELEASE, WRITE, ByteRange
+from synkhronos.ranks.program_memory import WORD_NBYTES, ProgramMemoryLayout, read_ring, read_with_length, write_ring
+from synkhronos.ranks.rank_program import ACQUIRE, READ, RELEASE, WRITE, ByteRange
 from synkhronos.ranks.segments import Segment
-from synkhronos.ranks.task_memory import WORD_NBYTES, TaskMemory, read_ring, read_with_length, write_ring
 
 
 class _ScheduledAction(NamedTuple):
@@ -48,15 +48,15 @@ class _ScheduledAction(NamedTuple):
 
     receive_request: Any
     command_number: int
-    action: Callable[[TaskBridge], object]
+    action: Callable[[ProgramBridge], object]
 
     def has_received_bytes(self) -> bool:
         """Whether the bytes have arrived."""
         return self.receive_request is None or bool(self.receive_request.Test())
 
 
-class TaskAgent:
-    """The part of an agent that serves tasks: ranks of its host, and ranks of other hosts that use its host's locks.
+class ProgramAgent:
+    """The part of an agent that serves programs: ranks of its host, and ranks of other hosts that use its host's locks.
 
     ``handlers`` has the functions that process messages, by their types.
     """
@@ -75,7 +75,7 @@ class TaskAgent:
             segments,
         )
         self._command_number = 0
-        self._bridge: TaskBridge | None = None
+        self._bridge: ProgramBridge | None = None
         #: Hosts and ranks that wait for each lock, in order.
         self._queues: dict[int, deque[tuple[int, int]]] = {}
         #: Transfers in progress: generators that send a chunk at each step.
@@ -89,16 +89,16 @@ class TaskAgent:
             Message.LOCK_ROWS: self._on_lock_rows,
         }
 
-    def start_command(self, command_number: int, task: TaskMemory | None) -> None:
-        """Start serving a command, which may be a task, and discard the state of the previous one."""
+    def start_command(self, command_number: int, program_memory: ProgramMemoryLayout | None) -> None:
+        """Start serving a command, which may run a program, and discard the state of the previous one."""
         self._command_number, self._bridge = command_number, None
         self._queues.clear()
         self._transfers.clear()
-        if task is not None and task.key in self._segments:  # else its memory could not be mapped
-            segment = self._segments[task.key]
+        if program_memory is not None and program_memory.key in self._segments:  # else its memory could not be mapped
+            segment = self._segments[program_memory.key]
             if self._messenger.host > 0:  # on the first host the master initializes them
-                task.initialize_locks(segment)
-            self._bridge = TaskBridge(task, segment, self._control.local_ranks)
+                program_memory.initialize_locks(segment)
+            self._bridge = ProgramBridge(program_memory, segment, self._control.local_ranks)
 
     @property
     def has_unfinished_work(self) -> bool:
@@ -132,7 +132,7 @@ class TaskAgent:
         self,
         source: int,
         command_number: int,
-        action: Callable[[TaskBridge], object],
+        action: Callable[[ProgramBridge], object],
         receive_request: Any = None,
     ) -> None:
         """Schedule an action after the earlier ones of its host, and after the bytes of ``receive_request`` arrive."""
@@ -144,7 +144,7 @@ class TaskAgent:
 
     # -- messages between ranks ----------------------------------------------------------------------------------
 
-    def _forward_messages(self, bridge: TaskBridge) -> bool:
+    def _forward_messages(self, bridge: ProgramBridge) -> bool:
         """Forward the messages and receipts of this host's ranks."""
         has_events = False
         for source, target, count, content in bridge.poll_channels():
@@ -167,7 +167,7 @@ class TaskAgent:
     # -- ranks of this host that use locks of another -------------------------------------------------
 
     def _forward_request(
-        self, bridge: TaskBridge, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
+        self, bridge: ProgramBridge, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
         """Send a request of this host's rank to the lock's host, preceded by the rows that it writes back."""
         home, command_number = find_host(self._ranks_by_host, bridge.memory.get_home_rank(lock)), self._command_number
@@ -183,7 +183,7 @@ class TaskAgent:
     def _on_lock_reply(self, source: int, command_number: int, rank: int, answer: int) -> None:
         self._schedule(source, command_number, lambda bridge: self._deliver_reply(bridge, rank, answer))
 
-    def _deliver_reply(self, bridge: TaskBridge, rank: int, answer: int) -> None:
+    def _deliver_reply(self, bridge: ProgramBridge, rank: int, answer: int) -> None:
         """Pass the answer of a lock's host to the rank that waits for it."""
         bridge.write_reply(rank, answer)
         self._wake(rank)
@@ -198,7 +198,7 @@ class TaskAgent:
         )
 
     def _process_request(
-        self, bridge: TaskBridge, source: int, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
+        self, bridge: ProgramBridge, source: int, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
         """Process a request of a rank of another host for a lock of this host."""
         command_number = self._command_number
@@ -212,7 +212,7 @@ class TaskAgent:
         else:
             bridge.release(lock)
 
-    def _grant(self, bridge: TaskBridge, lock: int, queue: deque[tuple[int, int]]) -> bool:
+    def _grant(self, bridge: ProgramBridge, lock: int, queue: deque[tuple[int, int]]) -> bool:
         """Acquire a lock for the first rank in its queue if the lock is free; return True if it was."""
         source, rank = queue[0]
         n_earlier_acquisitions = bridge.try_acquire(lock, rank)
@@ -246,14 +246,14 @@ class TaskAgent:
         self._schedule(source, command_number, lambda bridge: None, self._messenger.receive_bytes(source, buffer))
 
 
-class TaskBridge:
-    """An agent's access to a task's memory: channels from and to ranks of other hosts, and its host's locks.
+class ProgramBridge:
+    """An agent's access to a program's memory: channels from and to ranks of other hosts, and its host's locks.
 
     The ranks of the host write their own words and channels in the memory; the agent writes those of ranks of other
     hosts.
     """
 
-    def __init__(self, memory: TaskMemory, segment: Segment, local_ranks: range):
+    def __init__(self, memory: ProgramMemoryLayout, segment: Segment, local_ranks: range):
         self.memory, self._segment, self._local_ranks = memory, segment, local_ranks
         n = memory.size
         _, self._owners, self._acquisitions, self._agent_waits, *channels = memory.view_words(segment)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import task_programs as programs
+import rank_programs as programs
 from hypothesis import given
 from hypothesis import strategies as st
 from library import XLA, assert_same, shared, tensor
@@ -14,9 +14,9 @@ from library import XLA, assert_same, shared, tensor
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices.reduce_op import list_collective_ops
-from synkhronos.hosts.task_agent import TaskBridge
-from synkhronos.ranks.rank_task import RankTask, find_byte_range
-from synkhronos.ranks.task_memory import TaskMemory
+from synkhronos.hosts.program_agent import ProgramBridge
+from synkhronos.ranks.program_memory import ProgramMemoryLayout
+from synkhronos.ranks.rank_program import RankProgram, find_byte_range
 
 
 def test_run_passes_rank_and_arguments(n_ranks):
@@ -24,7 +24,7 @@ def test_run_passes_rank_and_arguments(n_ranks):
     assert results == [(r, n_ranks, r == 0, (1,), {"two": "2"}) for r in range(n_ranks)]
 
 
-def test_task_all_reduce_accepts_all_ops(n_ranks):
+def test_program_all_reduce_accepts_all_ops(n_ranks):
     values = np.random.default_rng(0).normal(size=(n_ranks, 300_000))
     expected = {
         "sum": values.sum(0),
@@ -39,12 +39,12 @@ def test_task_all_reduce_accepts_all_ops(n_ranks):
             np.testing.assert_allclose(result, expected[op], rtol=1e-12, atol=1e-12, err_msg=op)
 
 
-def test_task_avg_of_float16_does_not_overflow(n_ranks):
+def test_program_avg_of_float16_does_not_overflow(n_ranks):
     assert synk.run(programs.average_float16, 40_000.0) == [[40_000.0] * 3] * n_ranks
 
 
 @pytest.mark.parametrize("n", [1, 30_000])
-def test_task_collectives_accept_any_size(n_ranks, n):
+def test_program_collectives_accept_any_size(n_ranks, n):
     for gathered, broadcast in synk.run(programs.gather_and_broadcast, n):
         assert gathered == [[r] * n for r in range(n_ranks)]
         assert broadcast == f"rank {n_ranks - 1}"
@@ -67,7 +67,7 @@ def test_send_within_the_buffer_does_not_block(n_ranks, sizes):
 
 @pytest.mark.parametrize(("size", "capacity"), [(1, 131_072), (11, 131_072), (16, 65_536), (45, 8192), (1000, 8192)])
 def test_send_buffers_are_bounded(size, capacity):
-    memory = TaskMemory(0, size, size)
+    memory = ProgramMemoryLayout(0, size, size)
     assert memory.capacity == capacity
     assert memory.capacity * size**2 <= max(1 << 24, 8192 * size**2)
 
@@ -80,12 +80,12 @@ def test_send_buffers_are_bounded(size, capacity):
 )
 def test_send_bytes_between_hosts(steps):
     """Chunks that rank 0 of a host sends reach rank 1 of another whole and in order, whenever the agents poll."""
-    memory = TaskMemory(0, 2, 2)
+    memory = ProgramMemoryLayout(0, 2, 2)
     segments = [SimpleNamespace(buffer=bytearray(memory.nbytes)) for _ in range(2)]
-    agents = [TaskBridge(memory, segment, range(r, r + 1)) for r, segment in enumerate(segments)]
+    agents = [ProgramBridge(memory, segment, range(r, r + 1)) for r, segment in enumerate(segments)]
     control = SimpleNamespace(fence=lambda: None, wake=lambda peer, reason: None)
     stand_ins = [SimpleNamespace(number=r, segments={0: segments[r]}, control=control) for r in range(2)]
-    sender, receiver = (RankTask(rank, memory) for rank in stand_ins)
+    sender, receiver = (RankProgram(rank, memory) for rank in stand_ins)
     in_flight = deque()
     for number, (kind, n) in enumerate(steps * 5):  # more than the ring buffer
         if kind == "send" and sender._sent[1] - sender._received[1] + 8 + n <= memory.capacity:
@@ -102,7 +102,7 @@ def test_send_bytes_between_hosts(steps):
 
 
 @pytest.mark.parametrize("n", [1, 100_003])
-def test_task_groups_communicate_among_their_members(n_ranks, n):
+def test_program_groups_communicate_among_their_members(n_ranks, n):
     for r, (total, largest, numbers, total_of_all) in enumerate(synk.run(programs.reduce_in_groups, n)):
         members = [m for m in range(n_ranks) if m % 2 == r % 2]
         assert total == sum(m + 1 for m in members)
@@ -130,7 +130,7 @@ def compute_values(step):
 
 
 @given(st.data())
-def test_overlapping_task_groups_equal_numpy(n_ranks, draw):
+def test_overlapping_program_groups_equal_numpy(n_ranks, draw):
     steps = draw.draw(draw_group_programs(n_ranks))
     results = synk.run(programs.take_group_steps, [[step for step in steps if r in step[2]] for r in range(n_ranks)])
     for r in range(n_ranks):
@@ -143,7 +143,7 @@ def test_send_keeps_large_masked_arrays(n_ranks):
 
 
 @pytest.mark.parametrize("in_group", [False, True])
-def test_task_all_reduce_accepts_other_byte_orders(n_ranks, in_group):
+def test_program_all_reduce_accepts_other_byte_orders(n_ranks, in_group):
     total = synk.run(programs.add_byte_orders, ">" * n_ranks, in_group)
     assert total == [(n_ranks * np.arange(5.0)).tolist()] * n_ranks
     if n_ranks > 1:
@@ -151,13 +151,13 @@ def test_task_all_reduce_accepts_other_byte_orders(n_ranks, in_group):
             synk.run(programs.add_byte_orders, "<>" + "<" * (n_ranks - 2), in_group)
 
 
-def test_task_rows_are_cast_like_data(n_ranks):
+def test_program_rows_are_cast_like_data(n_ranks):
     """Rows are copied where NumPy requests a copy or another dtype."""
     dtypes = synk.run(programs.convert_rows, synk.data([1.0, 2.0]), synk.data(3.0))
     assert dtypes == [[True, True, False, ValueError, TypeError, [2.0, 1.0]]] * n_ranks
 
 
-def test_task_rows_of_a_file_are_read_only(n_ranks, tmp_path):
+def test_program_rows_of_a_file_are_read_only(n_ranks, tmp_path):
     np.save(tmp_path / "x.npy", np.ones((4, 2)))
     with pytest.raises((ValueError, synk.WorkerError), match="got rows of a file"):
         synk.run(programs.write_zeros, synk.data_file(tmp_path / "x.npy"))
@@ -206,7 +206,7 @@ def test_run_takes_many_steps_per_launch(n_ranks):
 
 
 @pytest.mark.parametrize("count", [0, 1, 10, 101])
-def test_task_shares_cover_all_rows_in_a_fixed_order(n_ranks, count):
+def test_program_shares_cover_all_rows_in_a_fixed_order(n_ranks, count):
     shares = synk.run(programs.get_share_of_rows, count, 3, 7)
     order = np.concatenate(shares)
     assert sorted(order) == list(range(count))
@@ -215,18 +215,18 @@ def test_task_shares_cover_all_rows_in_a_fixed_order(n_ranks, count):
 
 def test_lock_release_notifies_a_remote_waiter(n_ranks):
     session = ranks.get_session()
-    memory = TaskMemory(0, n_ranks, n_ranks + 1)
+    memory = ProgramMemoryLayout(0, n_ranks, n_ranks + 1)
     segment = session.memory.create_segment(memory.nbytes)
     memory = replace(memory, key=segment.key)
     memory.initialize_locks(segment)
-    task, bridge = RankTask(session.rank, memory), TaskBridge(memory, segment, range(n_ranks))
-    with task.get_lock(0):
+    rank_program, bridge = RankProgram(session.rank, memory), ProgramBridge(memory, segment, range(n_ranks))
+    with rank_program.get_lock(0):
         bridge.set_agent_waiting(0, True)
         assert bridge.try_acquire(0, 7) is None
     assert not memory.get_semaphore(segment, 0).acquire(0)  # a rank of this host holds it
     assert bridge.try_acquire(0, 7) == 1
     bridge.set_agent_waiting(0, False)
     bridge.release(0)
-    with task.get_lock(0) as lock:
+    with rank_program.get_lock(0) as lock:
         assert lock.turn == 2
     session.memory.release("segment", memory.key)
