@@ -273,7 +273,7 @@ def _start_ranks(
 def bytes_sent() -> int:
     """Return the number of bytes of Data objects and functions that were sent to other hosts since `fork`.
 
-    Unchanged pages of memory are not sent again.  Rows that `Lock.read` and `Lock.write` copy are counted if the first
+    Unchanged pages of memory are not sent again.  Rows that `Lock.pull` and `Lock.push` copy are counted if the first
     host sends them.  Values that collectives exchange are not counted.
 
     Raises

@@ -4,16 +4,16 @@ CHANNEL_UPDATE carries the bytes that a rank has sent to a rank of another host,
 rank has received.
 
 A lock belongs to one host, which has the only valid copy of the rows that the lock guards.  A rank of another host
-reads the rows after it has acquired the lock, and writes them back before it releases the lock.  Agents transfer
+pulls the rows after it has acquired the lock, and pushes them before it releases the lock.  Agents transfer
 requests and bytes, and do not compute::
 
     rank          its agent                              agent of the lock's host
     acquire       LOCK_REQUEST(ACQUIRE)           ->     queues; acquires the lock for the rank
                                                   <-     LOCK_REPLY: number of earlier acquisitions
-    read          LOCK_REQUEST(READ, rows)        ->
+    pull          LOCK_REQUEST(PULL, rows)        ->
                   into memory                     <-     LOCK_ROWS, chunk by chunk, from memory; LOCK_REPLY
-    write         LOCK_ROWS, chunk by chunk       ->     into memory
-                  LOCK_REQUEST(WRITE)             ->
+    push          LOCK_ROWS, chunk by chunk       ->     into memory
+                  LOCK_REQUEST(PUSH)             ->
                                                   <-     LOCK_REPLY: all bytes have arrived
     release       LOCK_REQUEST(RELEASE)           ->     releases it
 
@@ -36,7 +36,7 @@ from synkhronos.hosts.host_list import find_host
 from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, Message, Messenger
 from synkhronos.ranks.control_memory import AWAITS_PEER, ControlMemory
 from synkhronos.ranks.program_memory import WORD_NBYTES, ProgramMemoryLayout, read_ring, read_with_length, write_ring
-from synkhronos.ranks.rank_program import ACQUIRE, READ, RELEASE, WRITE, ByteRange
+from synkhronos.ranks.rank_program import ACQUIRE, PULL, PUSH, RELEASE, ByteRange
 from synkhronos.ranks.segments import Segment
 
 
@@ -171,7 +171,7 @@ class ProgramAgent:
     ) -> None:
         """Send a request of this host's rank to the lock's host, preceded by the rows that it writes back."""
         home, command_number = find_host(self._ranks_by_host, bridge.memory.get_home_rank(lock)), self._command_number
-        if operation == WRITE:
+        if operation == PUSH:
             self._transfers.append(
                 self._send_rows(home, ranges, Message.LOCK_REQUEST, command_number, rank, operation, lock, ())
             )
@@ -205,9 +205,9 @@ class ProgramAgent:
         if operation == ACQUIRE:
             self._queues.setdefault(lock, deque()).append((source, rank))
             bridge.set_agent_waiting(lock, True)
-        elif operation == READ:
+        elif operation == PULL:
             self._transfers.append(self._send_rows(source, ranges, Message.LOCK_REPLY, command_number, rank, 0))
-        elif operation == WRITE:  # the bytes announced before it have arrived
+        elif operation == PUSH:  # the bytes announced before it have arrived
             self._messenger.send(source, Message.LOCK_REPLY, command_number, rank, 0)
         else:
             bridge.release(lock)

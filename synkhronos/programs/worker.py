@@ -1,7 +1,7 @@
-"""A rank's view of a program, by which a program communicates with other ranks.
+"""A rank's view of a program, by which it communicates with other ranks.
 
-All ranks together synchronize at barriers of the command (`RankProgram.barrier`).  The members of a `Group` synchronize by
-messages between two ranks.
+All ranks together synchronize at barriers of the command (`RankProgram.barrier`).  The members of a `Group` synchronize
+by messages between two ranks.
 
 A message is a pickled head, ``(content, type)``, and for some types a body in chunks:
 
@@ -262,14 +262,14 @@ class Worker:
         Returns
         -------
         Lock
-            Its methods `read` and `write` copy rows from and to the lock's host, if that is another host:
+            Its methods `pull` and `push` copy rows from and to the lock's host, if that is another host:
 
             .. code-block:: python
 
                 with worker.lock() as lock:
-                    lock.read(counter)
+                    lock.pull(counter)
                     counter.array[...] += 1
-                    lock.write(counter)
+                    lock.push(counter)
         """
         return self._rank_program.get_lock(check_integer(number, "number"))
 

@@ -1,4 +1,4 @@
-"""Layout of the shared memory through which the ranks of a program synchronize (see `synkhronos.ranks.rank_program`)."""
+"""Layout of the shared memory through which ranks of a program synchronize (see `synkhronos.ranks.rank_program`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CACHE_LINE_NBYTES = 64
 
 @dataclass(frozen=True)
 class ProgramMemoryLayout:
-    """Layout of a program's shared memory: words, descriptions of waits, locks, and a channel from each rank to each."""
+    """Layout of a program's shared memory: words, descriptions of waits, locks, a channel from each rank to each."""
 
     key: int
     size: int

@@ -47,7 +47,7 @@ _CHECK_INTERVAL = 0.01
 #: a free lock.
 NO_CONDITION, BARRIER_REACHED, BYTES_SENT, BYTES_RECEIVED, LOCK_FREE = range(5)
 #: Requests of a rank to the agent of a lock's host.
-ACQUIRE, READ, WRITE, RELEASE = range(4)
+ACQUIRE, PULL, PUSH, RELEASE = range(4)
 
 #: Contiguous bytes in shared memory: key of the segment, offset, number of bytes.
 ByteRange = tuple[int, int, int]
@@ -63,7 +63,7 @@ def find_byte_range(rows: Any) -> ByteRange:
 
 
 class RankProgram:
-    """Synchronization of one rank with the others within a program; ``wait_seconds`` counts the seconds of its waits."""
+    """Synchronization of one rank with the others within a program; ``wait_seconds`` is the total of its waits."""
 
     def __init__(self, rank: Rank, memory: ProgramMemoryLayout):
         self.rank = rank
@@ -295,7 +295,7 @@ class Lock:
     """A lock that all ranks share, made by `Worker.lock`.
 
     Ranks of several hosts share no memory.  While a rank holds the lock, it copies the rows that it needs from the
-    lock's host by `read`, and the rows that it has changed back by `write`.  Between ranks of one host both do nothing.
+    lock's host by `pull`, and the rows that it has changed back by `push`.  Between ranks of one host both do nothing.
 
     Attributes
     ----------
@@ -345,7 +345,7 @@ class Lock:
         else:
             self._rank_program._release(self._lock_number, self._semaphore)
 
-    def read(self, *rows: Any) -> None:
+    def pull(self, *rows: Any) -> None:
         """Copy rows from the lock's host to this rank's host; only while this rank holds the lock.
 
         Parameters
@@ -358,11 +358,11 @@ class Lock:
         ValueError
             If rows are not contiguous, or belong to a file.
         """
-        self._copy(READ, rows)
+        self._copy(PULL, rows)
 
-    def write(self, *rows: Any) -> None:
-        """Copy rows from this rank's host to the lock's host; see `read`."""
-        self._copy(WRITE, rows)
+    def push(self, *rows: Any) -> None:
+        """Copy rows from this rank's host to the lock's host; see `pull`."""
+        self._copy(PUSH, rows)
 
     def _copy(self, operation: int, rows: Sequence[Any]) -> None:
         ranges = [find_byte_range(array) for array in rows]

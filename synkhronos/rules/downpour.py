@@ -84,7 +84,7 @@ class Downpour(CentreRule):
         views, vector = state.get_writable_params()
         rows, own = state.shared_rows, state.own
         with worker.lock(CENTRE_LOCK) as lock:
-            lock.read(rows["sequence"], rows["centre"])
+            lock.pull(rows["sequence"], rows["centre"])
             sequence = int(state.shared["sequence"][0])
             is_base_current = sequence == own["seen"]  # no other rank has pushed since this rank fetched
             if views is None:
@@ -93,7 +93,7 @@ class Downpour(CentreRule):
                 self._exchange_blocks(state, views, is_push, is_fetch, is_base_current)
             if is_push:
                 state.shared["sequence"][0] = sequence + 1
-                lock.write(rows["sequence"], rows["centre"])
+                lock.push(rows["sequence"], rows["centre"])
             # Invariant: while sequence == own["seen"], this rank's base is the centre.
             own["seen"] = sequence + 1 if is_push and (is_fetch or is_base_current) else -1
         if vector is not None and is_fetch:

@@ -96,11 +96,11 @@ class EASGD(CentreRule):
             return None
         rows = state.shared_rows
         with worker.lock(CENTRE_LOCK) as lock:
-            lock.read(rows["sequence"], rows["centre"])
+            lock.pull(rows["sequence"], rows["centre"])
             sequence = int(state.shared["sequence"][0])
             self._exchange_with_centre(state, alpha)
             state.shared["sequence"][0] = sequence + 1
-            lock.write(rows["sequence"], rows["centre"])
+            lock.push(rows["sequence"], rows["centre"])
         return sequence
 
     def _exchange_with_centre(self, state: State, alpha: float) -> None:
@@ -182,7 +182,7 @@ class EAMSGD(EASGD):
 def read_centre(worker: Worker, state: State) -> Any:
     """Return a copy of the centre, on the device of the parameters."""
     with worker.lock(CENTRE_LOCK) as lock:
-        lock.read(state.shared_rows["centre"])
+        lock.pull(state.shared_rows["centre"])
         return state.shared_rows["centre"].to_device(state.params.device)
 
 

@@ -76,9 +76,9 @@ class GoSGD(Rule):
         weight = state.own["weight"] / 2
         target_mail, target_weight = (state.shared_rows[name][dest : dest + 1] for name in ("mail", "weights"))
         with get_rank_lock(worker, dest) as lock:
-            lock.read(target_weight)
+            lock.pull(target_weight)
             if weights[dest]:
-                lock.read(target_mail)
+                lock.pull(target_mail)
             fraction = weight / (float(weights[dest]) + weight)
             if views is None:
                 if fraction < 1:
@@ -89,7 +89,7 @@ class GoSGD(Rule):
                     _interpolate_in_place(mail[bounds], x, fraction, state.scratch)
             state.own["weight"] = weight
             weights[dest] += weight
-            lock.write(target_mail, target_weight)
+            lock.push(target_mail, target_weight)
 
     def _receive(self, worker: Worker, state: State) -> None:
         """Merge the contents of this rank's mailbox into its parameters, and empty the mailbox."""

@@ -59,7 +59,7 @@ class Swap(Rule):
         worker.barrier("all vectors are written")
         if source != worker.number:
             with get_rank_lock(worker, source) as lock:
-                lock.read(state.shared_rows["all"][source : source + 1])
+                lock.pull(state.shared_rows["all"][source : source + 1])
                 state.vector = vectors[source].copy()
         worker.barrier("all vectors are read")
         return source

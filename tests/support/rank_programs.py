@@ -154,9 +154,9 @@ def add_ones(worker, counter, times, slow=False):
     lock_turns = []
     for _ in range(times):
         with worker.lock() as lock:
-            lock.read(counter)
+            lock.pull(counter)
             counter.array[...] = counter.array + 1
-            lock.write(counter)
+            lock.push(counter)
             lock_turns.append(lock.turn)
         worker.progress()
     return lock_turns

@@ -133,5 +133,5 @@ class StopPoll:
             return bool(self._flag.array[0])
         self._next_read_at = now + CHECK_INTERVAL_SECONDS
         with self._worker.lock(self._worker.size + 7) as lock:  # the last lock: the flag is in the first host's memory
-            lock.read(self._flag)
+            lock.pull(self._flag)
         return bool(self._flag.array[0])

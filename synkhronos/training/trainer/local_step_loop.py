@@ -110,7 +110,7 @@ class LocalStepLoop(LaunchLoop):
         while True:
             n_batches = min(self.exchanger.update_steps_left(), self.max_steps_per_launch)
             with self.meter.time_activity("load"), self.worker.lock(lock_number) as lock:
-                lock.read(counts.rows)
+                lock.pull(counts.rows)
                 first = counts.get_count(group)
                 if plan.can_stop and get_requested_stop() and not counts.n_rounds:
                     counts.stop_after_started_rounds(plan.rank_groups)
@@ -124,7 +124,7 @@ class LocalStepLoop(LaunchLoop):
                 ]
                 starts = [start for start in starts if start + plan.batch_size <= plan.stop] or starts[:1]
                 counts.add(group, len(starts))
-                lock.write(counts.rows)
+                lock.push(counts.rows)
             if not starts or starts[0] >= plan.stop:
                 self.end = min(plan.stop, plan.start + n_rounds * n * plan.batch_size) if n_rounds else plan.stop
                 return

@@ -123,11 +123,11 @@ def hold_lock(
         report_event(folder, "inside", rank=worker.number)
     while True:
         with worker.lock() as lock:
-            lock.read(rows)
+            lock.pull(rows)
             if worker.number in fault_ranks and (action == "raise" or place == "lock"):
                 block_or_raise(folder, worker.number, action)
             rows.array[...] += 1
-            lock.write(rows)
+            lock.push(rows)
         if time.monotonic() > deadline:
             return True
 

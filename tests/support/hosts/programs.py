@@ -402,17 +402,17 @@ def add_at_random(worker: synk.Worker, rows: Any, seed: int, failing_rank: int, 
     for i in range(times):
         k = int(rng.integers(len(rows)))
         with worker.lock(k) as lock:
-            lock.read(rows[k : k + 1])
+            lock.pull(rows[k : k + 1])
             assert rows.array[k].min() == rows.array[k].max(), "others have written meanwhile"
             if worker.number == failing_rank and i == times // 2:
                 raise KeyError("a fault")
             rows.array[k] += 1
-            lock.write(rows[k : k + 1])
+            lock.push(rows[k : k + 1])
     worker.barrier("end")
     values = []
     for k in range(len(rows)):
         with worker.lock(k) as lock:
-            lock.read(rows[k : k + 1])
+            lock.pull(rows[k : k + 1])
             values.append(float(rows.array[k, -1]))
     return values
 
