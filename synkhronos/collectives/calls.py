@@ -28,7 +28,6 @@ from synkhronos.collectives.arguments import (
 from synkhronos.collectives.commands import (
     AllGather,
     AllReduceValues,
-    Assign,
     Broadcast,
     Gather,
     GetGenerators,
@@ -36,6 +35,7 @@ from synkhronos.collectives.commands import (
     GetValue,
     Reduce,
     ReduceScatter,
+    Scatter,
     SetGenerators,
 )
 from synkhronos.containers import WeakKeyDict
@@ -162,9 +162,9 @@ def scatter(shared_vars: SharedVariables, values: Any, batch: BatchArgument = No
 def _assign(
     session: Session, variables: list[SharedVariable], values: list[Data], rows_by_rank: Iterable[Iterable[Any]]
 ) -> None:
-    """Set each rank's copies of variables to its rows of each value; see `Assign`."""
+    """Set each rank's replicas of variables to its rows of each value; see `Scatter`."""
     locations = tuple(map(get_array_location, values))
-    session.run(Assign(distribute_variables(session, variables), locations, tuple(map(tuple, rows_by_rank))))
+    session.run(Scatter(distribute_variables(session, variables), locations, tuple(map(tuple, rows_by_rank))))
 
 
 def gather(shared_vars: SharedVariables, nd_up: int = 1, nccl: bool = True) -> Any:

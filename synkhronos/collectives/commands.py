@@ -1,6 +1,6 @@
 """The commands that the collectives send to the ranks.
 
-A command that transfers arrays of several ranks begins with `prepare_copies`, an all-gather of layouts.  Then all
+A command that transfers arrays of several ranks begins with `prepare_replicas`, an all-gather of layouts.  Then all
 ranks derive from the same data whether the collective is possible, and which communicator transfers the arrays: that of
 their device, or that of `NUMPY`.  So nothing is changed before all checks have passed on every rank.
 
@@ -29,7 +29,7 @@ from synkhronos.variable_types import Array, SharedVariable
 
 
 class _Transfer(NamedTuple):
-    """Layouts of all ranks' copies of a variable, its device, and the device whose communicator transfers it."""
+    """Layouts of all ranks' replicas of a variable, its device, and the device whose communicator transfers it."""
 
     layouts: list[ArrayLayout]
     device: Device
@@ -37,35 +37,45 @@ class _Transfer(NamedTuple):
 
 
 class _TransferCache(BoundedCache[Any, list[_Transfer]]):
-    """A rank's transfers, by the layouts of all ranks, and the arguments ``nccl`` and ``op``."""
+    """A rank's transfers, by the layouts of all ranks, and the arguments ``uses_device_communicator`` and ``op``."""
 
 
-def _choose_transfers(by_rank: Sequence[Any], nccl: bool, op: str | None) -> list[_Transfer]:
+def _choose_transfers(by_rank: Sequence[Any], uses_device_communicator: bool, op: str | None) -> list[_Transfer]:
     """Return the transfer of each variable, from each rank's (shape, dtype, device name) of all variables."""
     transfers = []
     for layouts in zip(*by_rank, strict=True):
         names = {name for _, _, name in layouts} - {NUMPY.name}
         device = get_device(names.pop()) if names else NUMPY
-        is_direct = nccl and all(device.can_communicate(dtype, op) for _, dtype, _ in layouts)
+        is_direct = uses_device_communicator and all(device.can_communicate(dtype, op) for _, dtype, _ in layouts)
         transfers.append(_Transfer([layout[:2] for layout in layouts], device, device if is_direct else NUMPY))
     return transfers
 
 
-def prepare_copies(
-    rank: Rank, keys: Sequence[Any], nccl: bool = False, op: str | None = None, has_new_layouts: bool = False
-) -> list[VariableCopy]:
-    """Return this rank's copies of replicated variables; see `prepare_shared_copies`."""
-    return prepare_shared_copies(rank, [rank.get_object(key) for key in keys], nccl, op, has_new_layouts)
+def prepare_replicas(
+    rank: Rank,
+    keys: Sequence[Any],
+    uses_device_communicator: bool = False,
+    op: str | None = None,
+    has_new_layouts: bool = False,
+) -> list[VariableReplica]:
+    """Return this rank's replicas of replicated variables; see `prepare_variable_replicas`."""
+    return prepare_variable_replicas(
+        rank, [rank.get_object(key) for key in keys], uses_device_communicator, op, has_new_layouts
+    )
 
 
-def prepare_shared_copies(
-    rank: Rank, shared_vars: Sequence[Any], nccl: bool = False, op: str | None = None, has_new_layouts: bool = False
-) -> list[VariableCopy]:
-    """Return this rank's copies of variables, with the layouts of all ranks' copies; a collective operation.
+def prepare_variable_replicas(
+    rank: Rank,
+    shared_vars: Sequence[Any],
+    uses_device_communicator: bool = False,
+    op: str | None = None,
+    has_new_layouts: bool = False,
+) -> list[VariableReplica]:
+    """Return this rank's replicas of variables, with the layouts of all ranks' replicas; a collective operation.
 
-    With ``nccl``, the ranks are connected if their devices transfer arrays directly, and reduce them by ``op``.
-    ``has_new_layouts`` means that the layouts certainly differ from those of the last call, so that a cached gather
-    would fail.
+    With ``uses_device_communicator`` (``nccl`` of the public functions), the ranks are connected if their devices
+    transfer arrays directly, and reduce them by ``op``.  ``has_new_layouts`` means that the layouts certainly differ
+    from those of the last call, so that a cached gather would fail.
     """
     values = [get_library(shared).borrow_value(shared) for shared in shared_vars]
     own_layouts = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
@@ -74,17 +84,20 @@ def prepare_shared_copies(
     all_gather = rank.all_gather if has_new_layouts else rank.all_gather_cached
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
     cache = rank.registry.get_or_create(_TransferCache)
-    transfers = cache.get((by_rank, nccl, op))
+    key = by_rank, uses_device_communicator, op
+    transfers = cache.get(key)
     if transfers is None:
-        transfers = cache[by_rank, nccl, op] = _choose_transfers(by_rank, nccl, op)
-    copies = [VariableCopy(rank, shared, transfer) for shared, transfer in zip(shared_vars, transfers, strict=True)]
+        transfers = cache[key] = _choose_transfers(by_rank, uses_device_communicator, op)
+    replicas = [
+        VariableReplica(rank, shared, transfer) for shared, transfer in zip(shared_vars, transfers, strict=True)
+    ]
     if any(transfer.transport is rank.device for transfer in transfers):
         communicator.connect(generations)
-    return copies
+    return replicas
 
 
-class VariableCopy:
-    """One rank's copy of a variable in a collective, with the layouts of all ranks' copies.
+class VariableReplica:
+    """One rank's replica of a variable in a collective, with the layouts of all ranks' replicas.
 
     ``device`` is that of the value: a GPU if any rank's value is on its GPU, as users may have assigned NumPy arrays.
     ``transport`` is the device whose communicator transfers the value: ``device``, or `NUMPY`.
@@ -161,11 +174,11 @@ class Broadcast(Command):
     """Copy the master's values to every rank."""
 
     keys: tuple[Any, ...]
-    nccl: bool
+    uses_device_communicator: bool
 
     def run(self, rank: Rank) -> None:
         """Send or receive each variable's value."""
-        for variable in prepare_copies(rank, self.keys, self.nccl):
+        for variable in prepare_replicas(rank, self.keys, self.uses_device_communicator):
             if rank.is_master:
                 variable.communicator.broadcast(variable.get_contiguous(), rank.master_rank)
                 continue
@@ -179,8 +192,8 @@ class Broadcast(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class Assign(Command):
-    """Set each rank's copies of variables to the rank's rows of values in shared memory.
+class Scatter(Command):
+    """Set each rank's replicas of variables to the rank's rows of values in shared memory.
 
     ``rows`` has for each rank its rows of each value, or None for a variable that is not changed.
     """
@@ -217,12 +230,12 @@ class Gather(Command):
 
     keys: tuple[Any, ...]
     nd_up: int
-    nccl: bool
+    uses_device_communicator: bool
 
     def run(self, rank: Rank) -> Any:
         """Return a list with the gathered values of each variable in the master, a list of None in workers."""
         results = []
-        for variable in prepare_copies(rank, self.keys, self.nccl):
+        for variable in prepare_replicas(rank, self.keys, self.uses_device_communicator):
             result = out = None
             if rank.is_master:
                 result, out = _allocate_gathered(variable.transport, variable.layouts, self.nd_up)
@@ -236,11 +249,11 @@ class AllGather(Command):
     """Set each variable on every rank to all ranks' values, concatenated along axis 0."""
 
     keys: tuple[Any, ...]
-    nccl: bool
+    uses_device_communicator: bool
 
     def run(self, rank: Rank) -> None:
         """Check that all variables can be concatenated, then gather them."""
-        variables = prepare_copies(rank, self.keys, self.nccl)
+        variables = prepare_replicas(rank, self.keys, self.uses_device_communicator)
         for variable in variables:
             if not _can_concatenate(variable.layouts):
                 shapes = variable.format_shapes()
@@ -257,15 +270,15 @@ class AllGather(Command):
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(Command):
-    """Set each rank's copies of variables to the rank's rows of the reduction over all ranks."""
+    """Set each rank's replicas of variables to the rank's rows of the reduction over all ranks."""
 
     keys: tuple[Any, ...]
     op: str
-    nccl: bool
+    uses_device_communicator: bool
 
     def run(self, rank: Rank) -> None:
         """Check that all variables have equal shapes that can be divided, then reduce."""
-        variables = prepare_copies(rank, self.keys, self.nccl, self.op)
+        variables = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op)
         shares = []
         for variable in variables:
             variable.check_equal_shapes("reduce_scatter")
@@ -292,13 +305,13 @@ class Reduce(Command):
     keys: tuple[Any, ...]
     op: str
     in_place: bool
-    nccl: bool
+    uses_device_communicator: bool
 
     def run(self, rank: Rank) -> Any:
         """Check that shapes are equal, then reduce; return the results in the master."""
         if rank.size == 1 and self.in_place:
             return []  # a reduction over one rank is that rank's value
-        variables = prepare_copies(rank, self.keys, self.nccl, self.op)
+        variables = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op)
         for variable in variables:
             variable.check_equal_shapes("reduce")
         in_place, results = self.in_place and rank.is_master, []
@@ -320,7 +333,7 @@ class AllReduceValues(Command):
 
     keys: tuple[Any, ...]
     op: str
-    nccl: bool
+    uses_device_communicator: bool
 
     def run(self, rank: Rank) -> None:
         """Check that shapes are equal, then reduce."""
@@ -335,10 +348,10 @@ class AllReduceValues(Command):
             if rank.compare_digests(last.digest):
                 return last
             has_new_layouts = True
-        variables = prepare_copies(rank, self.keys, self.nccl, self.op, has_new_layouts)
+        variables = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op, has_new_layouts)
         for variable in variables:
             variable.check_equal_shapes("all_reduce")
-        plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, variables)
+        plan = plans[self] = AllReducePlan.from_replicas(rank, self.keys, variables)
         return plan
 
 
@@ -365,14 +378,19 @@ class AllReducePlan(NamedTuple):
     digest: bytes
 
     @classmethod
-    def from_copies(cls, rank: Rank, keys: Sequence[Any], copies: Sequence[VariableCopy]) -> AllReducePlan:
-        """Return the plan for copies of equal shapes."""
+    def from_replicas(cls, rank: Rank, keys: Sequence[Any], replicas: Sequence[VariableReplica]) -> AllReducePlan:
+        """Return the plan for replicas of equal shapes."""
         generation = rank.device.get_communicator(rank).generation
         variables = [
             PlannedVariable(
-                key, copied.library, copied.layouts[rank.number], copied.device, copied.transport, copied.communicator
+                key,
+                replica.library,
+                replica.layouts[rank.number],
+                replica.device,
+                replica.transport,
+                replica.communicator,
             )
-            for key, copied in zip(keys, copies, strict=True)
+            for key, replica in zip(keys, replicas, strict=True)
         ]
         layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
         return cls(variables, generation, rank.compute_digest((layouts, generation)))
@@ -422,7 +440,7 @@ class GetValue(Command):
     def run(self, rank: Rank) -> Any:
         """Return the value of each variable on rank ``source`` in the master, an empty list in workers."""
         results = []
-        for variable in prepare_copies(rank, self.keys):
+        for variable in prepare_replicas(rank, self.keys):
             layouts: list[ArrayLayout | None] = [None] * rank.size
             layouts[self.source] = variable.layouts[self.source]
             own = variable.get_contiguous(NUMPY) if rank.number == self.source else None
@@ -442,7 +460,7 @@ class GetLayouts(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return each rank's layout of each variable, by variable."""
-        return [variable.layouts for variable in prepare_copies(rank, self.keys)]
+        return [variable.layouts for variable in prepare_replicas(rank, self.keys)]
 
 
 @dataclass(frozen=True, slots=True)

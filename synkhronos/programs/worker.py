@@ -345,9 +345,7 @@ class Group:
                 return device.rewrap(result, communicator.wait_briefly())
             return result
         flat = result.reshape(-1)
-        block = self.size * max(
-            1, self._rank_program.max_chunk_nbytes // flat.dtype.itemsize
-        )  # a chunk for each member
+        block = self.size * max(1, self._rank_program.max_chunk_nbytes // flat.dtype.itemsize)  # a chunk each
         for start in range(0, flat.size, block):
             self._reduce_in_place(flat[start : start + block], op)
         return result

@@ -10,7 +10,7 @@ from messages import raises
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables, parse_variables
-from synkhronos.collectives.commands import prepare_copies
+from synkhronos.collectives.commands import prepare_replicas
 from synkhronos.devices import NUMPY
 from synkhronos.ranks import Command
 
@@ -25,7 +25,7 @@ class Rotate(Command):
     keys: tuple
 
     def run(self, rank):
-        copies = prepare_copies(rank, self.keys)
+        copies = prepare_replicas(rank, self.keys)
         for copy in copies:
             copy.check_equal_shapes("rotate")
         for copy in copies:

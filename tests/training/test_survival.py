@@ -160,7 +160,7 @@ def test_on_death_continue_works_with_a_loader(name, spawns, monkeypatch):
     counter, undisturbed = make()
     moments = {counter.count // 3: (2, True), counter.count // 2: (1, False)}
     if name == "BSP":  # a death while the learning rate is set, between two steps
-        moments[counter.commands.index("Assign", 6)] = 1, True
+        moments[counter.commands.index("Scatter", 6)] = 1, True
     killer, disturbed = make(moments)
     assert killer.killed == len(moments)
     check_same(name, disturbed, undisturbed)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.collectives.commands import AllReducePlan, AllReduceValues, VariableCopy, prepare_shared_copies
+from synkhronos.collectives.commands import AllReducePlan, AllReduceValues, VariableReplica, prepare_variable_replicas
 from synkhronos.containers import BoundedCache
 from synkhronos.devices import NUMPY, get_array_device
 from synkhronos.engines import GradientExchange, Runner, StepShards
@@ -276,19 +276,19 @@ def all_gather_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> 
     copied_matrix.store(rows)
 
 
-def _prepare_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> list[VariableCopy]:
-    """Return this rank's copies of a matrix with a row for each rank, and of its own row; a collective."""
+def _prepare_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> list[VariableReplica]:
+    """Return this rank's replicas of a matrix with a row for each rank, and of its own row; a collective."""
     library = get_library(row)
     device, value = get_array_device(library.borrow_value(matrix)), library.borrow_value(row)
     if not device.owns(value):  # no function has computed the row yet
         library.store_value(row, device.from_numpy(NUMPY.to_numpy(value)))
-    del value  # `VariableCopy.get_writable` checks whether others refer to the array
-    copies = prepare_shared_copies(rank, [matrix, row], nccl=True)
-    for copied in copies:
-        copied.check_equal_shapes("shard_optimizer")
-    if copies[0].device is not copies[1].device:
-        copies[0].raise_common_error("shard_optimizer: the gradient and its reduction are on different devices")
-    return copies
+    del value  # `VariableReplica.get_writable` checks whether others refer to the array
+    replicas = prepare_variable_replicas(rank, [matrix, row], uses_device_communicator=True)
+    for replica in replicas:
+        replica.check_equal_shapes("shard_optimizer")
+    if replicas[0].device is not replicas[1].device:
+        replicas[0].raise_common_error("shard_optimizer: the gradient and its reduction are on different devices")
+    return replicas
 
 
 class _StepRunner(Runner):
