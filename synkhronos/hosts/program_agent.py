@@ -36,7 +36,7 @@ from synkhronos.hosts.host_list import find_host
 from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, Message, Messenger
 from synkhronos.ranks.control_memory import AWAITS_PEER, ControlMemory
 from synkhronos.ranks.program_memory import WORD_NBYTES, ProgramMemoryLayout, read_ring, read_with_length, write_ring
-from synkhronos.ranks.rank_program import ACQUIRE, PULL, PUSH, RELEASE, ByteRange
+from synkhronos.ranks.rank_program import ByteRange, LockOperation
 from synkhronos.ranks.segments import Segment
 
 
@@ -94,8 +94,9 @@ class ProgramAgent:
         self._command_number, self._bridge = command_number, None
         self._queues.clear()
         self._transfers.clear()
-        if program_memory is not None and program_memory.key in self._segments:  # else its memory could not be mapped
-            segment = self._segments[program_memory.key]
+        # A segment is missing if its memory could not be mapped.
+        if program_memory is not None and program_memory.segment_key in self._segments:
+            segment = self._segments[program_memory.segment_key]
             if self._messenger.host > 0:  # on the first host the master initializes them
                 program_memory.initialize_locks(segment)
             self._bridge = ProgramBridge(program_memory, segment, self._control.local_ranks)
@@ -170,14 +171,15 @@ class ProgramAgent:
         self, bridge: ProgramBridge, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
         """Send a request of this host's rank to the lock's host, preceded by the rows that it writes back."""
-        home, command_number = find_host(self._ranks_by_host, bridge.memory.get_home_rank(lock)), self._command_number
-        if operation == PUSH:
+        home = find_host(self._ranks_by_host, bridge.memory.find_rank_on_lock_host(lock))
+        command_number = self._command_number
+        if operation == LockOperation.PUSH:
             self._transfers.append(
                 self._send_rows(home, ranges, Message.LOCK_REQUEST, command_number, rank, operation, lock, ())
             )
             return
         self._messenger.send(home, Message.LOCK_REQUEST, command_number, rank, operation, lock, ranges)
-        if operation == RELEASE:
+        if operation == LockOperation.RELEASE:
             self._deliver_reply(bridge, rank, 0)
 
     def _on_lock_reply(self, source: int, command_number: int, rank: int, answer: int) -> None:
@@ -202,12 +204,12 @@ class ProgramAgent:
     ) -> None:
         """Process a request of a rank of another host for a lock of this host."""
         command_number = self._command_number
-        if operation == ACQUIRE:
+        if operation == LockOperation.ACQUIRE:
             self._queues.setdefault(lock, deque()).append((source, rank))
             bridge.set_agent_waiting(lock, True)
-        elif operation == PULL:
+        elif operation == LockOperation.PULL:
             self._transfers.append(self._send_rows(source, ranges, Message.LOCK_REPLY, command_number, rank, 0))
-        elif operation == PUSH:  # the bytes announced before it have arrived
+        elif operation == LockOperation.PUSH:  # the bytes announced before it have arrived
             self._messenger.send(source, Message.LOCK_REPLY, command_number, rank, 0)
         else:
             bridge.release(lock)
@@ -255,9 +257,11 @@ class ProgramBridge:
 
     def __init__(self, memory: ProgramMemoryLayout, segment: Segment, local_ranks: range):
         self.memory, self._segment, self._local_ranks = memory, segment, local_ranks
-        n = memory.size
-        _, self._owners, self._acquisitions, self._agent_waits, *channels = memory.view_words(segment)
-        self._sent, self._received = (np.frombuffer(words, np.uint64).reshape(n, n) for words in channels)
+        n = memory.n_ranks
+        self._words = words = memory.view_words(segment)
+        self._sent, self._received = (
+            np.frombuffer(array, np.uint64).reshape(n, n) for array in (words.sent, words.received)
+        )
         self._n_requests = [0] * len(local_ranks)
         remote_ranks = [r for r in range(n) if r not in local_ranks]
         # Counters, sources, targets and counts at the last poll: for channels from this host, and for channels to it.
@@ -314,25 +318,24 @@ class ProgramBridge:
 
     def set_agent_waiting(self, lock: int, is_waiting: bool) -> None:
         """Publish to this host's ranks whether a rank of another host waits for one of this host's locks."""
-        self._agent_waits[lock] = is_waiting
+        self._words.agent_waits[lock] = is_waiting
 
     def try_acquire(self, lock: int, rank: int) -> int | None:
         """Acquire a lock of this host for a rank of another host; return the number of its earlier acquisitions.
 
         None if it is not free.
         """
-        if self._owners[lock] != self.memory.agent_owner and not self.memory.get_semaphore(self._segment, lock).acquire(
-            0
-        ):
-            return None
-        self._owners[lock] = rank + 1
-        n_earlier_acquisitions = self._acquisitions[lock]
-        self._acquisitions[lock] = n_earlier_acquisitions + 1
+        if self._words.owners[lock] != self.memory.agent_owner_number:
+            if not self.memory.get_semaphore(self._segment, lock).acquire(0):
+                return None
+        self._words.owners[lock] = rank + 1
+        n_earlier_acquisitions = self._words.acquisitions[lock]
+        self._words.acquisitions[lock] = n_earlier_acquisitions + 1
         return n_earlier_acquisitions
 
     def release(self, lock: int) -> None:
         """Release a lock of this host that a rank of another host held."""
-        self._owners[lock] = 0
+        self._words.owners[lock] = 0
         self.memory.get_semaphore(self._segment, lock).release()
 
     def _view_ring(self, source: int, target: int) -> memoryview:

@@ -83,12 +83,12 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         payload = _pickle_program(session, (program, args, kwargs), functions, arrays)
         memory = ProgramMemoryLayout(0, session.size, session.size + _EXTRA_LOCKS)
         segment = session.memory.create_segment(memory.nbytes)
-        memory = replace(memory, key=segment.key)
+        memory = replace(memory, segment_key=segment.key)
         try:
             memory.initialize_locks(segment)
             results: list[Any] = session.run(RunProgram(memory, payload, tuple(functions), tuple(arrays)))
         finally:
-            session.memory.release("segment", memory.key)
+            session.memory.release("segment", memory.segment_key)
         return results
 
 
@@ -121,7 +121,7 @@ class RunProgram(_RunProgramFields, Command):
                 f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a module; "
                 "in the script, before synkhronos.fork(), is enough where JAX didn't run before that"
             ) from error
-        rank_program.report_progress()
+        rank_program.check_cancelled()
         with RankMeanContext.forbid():
             result = program(Worker(rank, rank_program), *args, **kwargs)
         try:

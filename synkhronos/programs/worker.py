@@ -73,7 +73,7 @@ class Worker:
     def __init__(self, rank: Rank, rank_program: RankProgram):
         self._rank, self._rank_program = rank, rank_program
         self.number, self.size, self.is_master = rank.number, rank.size, rank.is_master
-        self.send_buffer = rank_program.memory.capacity
+        self.send_buffer = rank_program.memory.channel_nbytes
 
     def __repr__(self) -> str:
         return f"<synkhronos.Worker {self.number} of {self.size}>"
@@ -86,7 +86,7 @@ class Worker:
         Calls of compiled functions, and of methods that wait, do the same.  A program that computes without these for
         long should call `progress` periodically.  The time limit ``fork(timeout=...)`` restarts at each call.
         """
-        self._rank_program.report_progress()
+        self._rank_program.check_cancelled()
 
     @property
     def wait_seconds(self) -> float:
@@ -104,12 +104,12 @@ class Worker:
 
     def all_gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, in rank order.  Each rank passes a picklable value."""
-        return self._rank_program.all_gather("all_gather()", value)
+        return self._rank_program.all_gather(value, "all_gather()")
 
     def broadcast(self, value: object, root: int = 0) -> Any:
         """Return the value of rank ``root`` on all ranks, such as a common decision to stop."""
         root = check_index(root, "root", self.size)
-        values = self._rank_program.all_gather("broadcast()", value if self.number == root else None)
+        values = self._rank_program.all_gather(value if self.number == root else None, "broadcast()")
         return values[root]
 
     def all_reduce(self, array: Array, op: str = "avg", overwrite: bool = False) -> Any:
@@ -141,7 +141,7 @@ class Worker:
             can_overwrite = overwrite and NUMPY.as_writable(numpy_array, False) is numpy_array
             value = numpy_array if can_overwrite else np.array(numpy_array, order="C")
         reduction = _describe_reduction(value, op, device)
-        reductions = self._rank_program.barrier("all_reduce()", reduction)
+        reductions = self._rank_program.all_gather_cached(reduction, "all_reduce()")
         if any(other != reduction for other in reductions):
             self._rank.raise_common_error(
                 RuntimeError(f"all_reduce: expected the same shape, dtype and op on all ranks, got {reductions}")

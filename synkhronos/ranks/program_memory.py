@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from synkhronos.ranks.control_memory import Semaphore
 from synkhronos.ranks.segments import Segment
+
+T = TypeVar("T")
 
 #: Number of bytes of the description of a rank's wait.
 DESCRIPTION_NBYTES = 120
@@ -24,39 +26,57 @@ _PAGE_NBYTES = 4096
 _CACHE_LINE_NBYTES = 64
 
 
+class ProgramWords(NamedTuple, Generic[T]):
+    """Arrays of words that the memory of a program starts with, or a value for each array.
+
+    Attributes
+    ----------
+    conditions, indexes, counts : memoryview of uint64
+        For each rank: the condition of its wait, the number of the channel or lock, and the count that ends the wait.
+    n_changes : memoryview of uint64
+        Number of times that each rank has begun or ended a wait.
+    owners, acquisitions : memoryview of uint64
+        Owner of each lock, counted from 1 (0 if it is free), and number of times that it was acquired.
+    agent_waits : memoryview of uint64
+        Whether the agent waits for each lock on behalf of a rank of another host.
+    sent, received : memoryview of uint64
+        Bytes sent through each channel, and bytes received from it.  For a rank's channel to itself: requests to its
+        agent, and answers.
+    """
+
+    conditions: T
+    indexes: T
+    counts: T
+    n_changes: T
+    owners: T
+    acquisitions: T
+    agent_waits: T
+    sent: T
+    received: T
+
+
 @dataclass(frozen=True)
 class ProgramMemoryLayout:
     """Layout of a program's shared memory: words, descriptions of waits, locks, a channel from each rank to each."""
 
-    key: int
-    size: int
+    segment_key: int
+    n_ranks: int
     n_locks: int
 
     @cached_property
-    def capacity(self) -> int:
+    def channel_nbytes(self) -> int:
         """Number of bytes of a channel; each chunk takes 8 bytes more than its length."""
         return int(
             min(
                 _MAX_CHANNEL_NBYTES,
-                max(_MIN_CHANNEL_NBYTES, _ALL_CHANNELS_NBYTES // self.size**2 // _PAGE_NBYTES * _PAGE_NBYTES),
+                max(_MIN_CHANNEL_NBYTES, _ALL_CHANNELS_NBYTES // self.n_ranks**2 // _PAGE_NBYTES * _PAGE_NBYTES),
             )
         )
 
     @cached_property
-    def _word_counts(self) -> tuple[int, ...]:
+    def _word_counts(self) -> ProgramWords[int]:
         """Number of words of each array that the memory starts with."""
-        return (
-            # for each rank: condition of its wait, number of the channel or lock, count that ends the wait, and number
-            # of times that it has begun or ended a wait
-            4 * self.size,
-            self.n_locks,  # owner of each lock, counted from 1; 0 if it is free
-            self.n_locks,  # number of times that each lock was acquired
-            self.n_locks,  # whether the agent waits for each lock on behalf of a rank of another host
-            # bytes sent through each channel, and bytes received from it; for a rank's channel to itself: requests to
-            # its agent, and answers
-            self.size**2,
-            self.size**2,
-        )
+        return ProgramWords(*[self.n_ranks] * 4, *[self.n_locks] * 3, *[self.n_ranks**2] * 2)
 
     @cached_property
     def _descriptions_offset(self) -> int:
@@ -64,7 +84,9 @@ class ProgramMemoryLayout:
 
     @cached_property
     def _locks_offset(self) -> int:
-        return _round_up(self._descriptions_offset + (DESCRIPTION_NBYTES + WORD_NBYTES) * self.size, _CACHE_LINE_NBYTES)
+        return _round_up(
+            self._descriptions_offset + (DESCRIPTION_NBYTES + WORD_NBYTES) * self.n_ranks, _CACHE_LINE_NBYTES
+        )
 
     @cached_property
     def _channels_offset(self) -> int:
@@ -73,27 +95,27 @@ class ProgramMemoryLayout:
     @property
     def nbytes(self) -> int:
         """Number of bytes of the segment."""
-        return self._channels_offset + self.capacity * self.size**2
+        return self._channels_offset + self.channel_nbytes * self.n_ranks**2
 
     @property
-    def agent_owner(self) -> int:
+    def agent_owner_number(self) -> int:
         """Number that marks the host's agent as the owner of a lock."""
-        return self.size + 1
+        return self.n_ranks + 1
 
-    def get_home_rank(self, lock: int) -> int:
+    def find_rank_on_lock_host(self, lock: int) -> int:
         """Return a rank on the host of a lock: lock 1 + r belongs to rank r's host, other locks to the first host."""
-        return lock - 1 if 1 <= lock <= self.size else 0
+        return lock - 1 if 1 <= lock <= self.n_ranks else 0
 
     def initialize_locks(self, segment: Segment) -> None:
         """Initialize the locks as free.  Called once on each host, before its ranks use the memory."""
         for lock in range(self.n_locks):
             Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, is_initialized=False).release()
 
-    def view_words(self, segment: Segment) -> list[memoryview]:
-        """Return one view for each kind of word, in the order of `_word_counts`."""
+    def view_words(self, segment: Segment) -> ProgramWords[memoryview]:
+        """Return the arrays of words."""
         counts = self._word_counts
         words = memoryview(segment.buffer)[: sum(counts) * WORD_NBYTES].cast("Q")
-        return [words[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+        return ProgramWords(*(words[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)))
 
     def get_semaphore(self, segment: Segment, lock: int) -> Semaphore:
         """Return the semaphore of a lock."""
@@ -109,8 +131,8 @@ class ProgramMemoryLayout:
 
         The channel of a rank to itself holds a request to the rank's agent, and later the answer.
         """
-        start = self._channels_offset + self.capacity * (source * self.size + target)
-        return memoryview(segment.buffer)[start : start + self.capacity]
+        start = self._channels_offset + self.channel_nbytes * (source * self.n_ranks + target)
+        return memoryview(segment.buffer)[start : start + self.channel_nbytes]
 
 
 def _round_up(nbytes: int, multiple: int) -> int:

@@ -4,7 +4,7 @@ The ranks of a program synchronize only where the user's code asks for it::
 
     begin ─── the rank's own work ───── wait ─── ... ─── end
                       │                    │               │
-                  report_progress()  barrier, send, receive,   barrier of all ranks
+                  check_cancelled()  barrier, send, receive,   barrier of all ranks
                                  lock
 
 Invariant: no wait is unbounded.  A rank that waits checks its peers, and raises `Cancelled` if one has failed.  It also
@@ -23,6 +23,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Hashable, Sequence
+from enum import IntEnum
 from functools import singledispatch
 from time import perf_counter
 from typing import Any
@@ -41,13 +42,27 @@ from synkhronos.ranks.program_memory import (
 from synkhronos.ranks.rank import Rank
 
 #: Seconds between two checks of a busy rank that its peers are alive.
-_CHECK_INTERVAL = 0.01
+_CHECK_SECONDS = 0.01
 
-#: Conditions that a rank waits for: none, all ranks at a barrier, bytes that a peer sends, bytes that a peer receives,
-#: a free lock.
-NO_CONDITION, BARRIER_REACHED, BYTES_SENT, BYTES_RECEIVED, LOCK_FREE = range(5)
-#: Requests of a rank to the agent of a lock's host.
-ACQUIRE, PULL, PUSH, RELEASE = range(4)
+
+class WaitCondition(IntEnum):
+    """Condition that a rank waits for.  A wait without a condition ends by itself."""
+
+    NONE = 0
+    BARRIER_REACHED = 1
+    BYTES_SENT = 2
+    BYTES_RECEIVED = 3
+    LOCK_FREE = 4
+
+
+class LockOperation(IntEnum):
+    """Request of a rank to the agent of a lock's host."""
+
+    ACQUIRE = 0
+    PULL = 1
+    PUSH = 2
+    RELEASE = 3
+
 
 #: Contiguous bytes in shared memory: key of the segment, offset, number of bytes.
 ByteRange = tuple[int, int, int]
@@ -68,37 +83,39 @@ class RankProgram:
     def __init__(self, rank: Rank, memory: ProgramMemoryLayout):
         self.rank = rank
         self.memory = memory
-        self._segment = segment = rank.segments[memory.key]
-        words = memory.view_words(segment)
-        self._waits, self._owners, self._acquisitions, self._agent_waits, self._sent, self._received = words
-        self._wait_descriptions = [memory.view_description(segment, r) for r in range(memory.size)]
+        self._segment = segment = rank.segments[memory.segment_key]
+        self._words = memory.view_words(segment)
+        self._wait_descriptions = [memory.view_description(segment, r) for r in range(memory.n_ranks)]
         self.wait_seconds = 0.0
         self._next_check = 0.0
 
     # -- progress --------------------------------------------------------------------------------------------
 
-    def report_progress(self) -> None:
-        """Publish a sign of progress, and raise `Cancelled` if a peer has failed."""
+    def check_cancelled(self) -> None:
+        """Raise `Cancelled` if a peer has failed; else publish a sign of progress."""
         control = self.rank.control
         if control.words[control.FAILED] == self.rank.command_number:
             raise Cancelled
         now = perf_counter()
         if now > self._next_check:
-            self._next_check = now + _CHECK_INTERVAL
+            self._next_check = now + _CHECK_SECONDS
             control.last_progress[self.rank.number] = time.monotonic_ns()
             self.rank.check_peers()
 
     # -- all ranks together ----------------------------------------------------------------------------------
 
-    def barrier(self, description: str, value: Hashable = None) -> list[Any]:
-        """Wait until all ranks have arrived at this barrier; exchange a small value, and return every rank's.
+    def barrier(self, description: str) -> None:
+        """Wait until all ranks have arrived at this barrier.
 
-        The value is immutable and often the same.  RuntimeError is raised if another rank is at a barrier with another
-        description.
+        RuntimeError is raised if another rank is at a barrier with another description.
         """
-        with _PublishedWait(self, BARRIER_REACHED, self.rank.next_barrier_number, f"at {description}"):
+        self.all_gather_cached(None, description)
+
+    def all_gather_cached(self, value: Hashable, description: str) -> list[Any]:
+        """All-gather a small immutable value that is often the same; a barrier as in `barrier`."""
+        with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.next_barrier_number, f"at {description}"):
             by_rank = self.rank.all_gather_cached((description, value))
-        self.report_progress()
+        self.check_cancelled()
         if any(other != description for other, _ in by_rank):
             positions = ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
             self.rank.raise_common_error(
@@ -106,11 +123,11 @@ class RankProgram:
             )
         return [rank_value for _, rank_value in by_rank]
 
-    def all_gather(self, description: str, value: object) -> list[Any]:
+    def all_gather(self, value: object, description: str) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.barrier(description)
-        with _PublishedWait(self, BARRIER_REACHED, self.rank.next_barrier_number, f"at {description}"):
+        with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.next_barrier_number, f"at {description}"):
             return [pickle.loads(pickled) for pickled in self.rank.all_gather_bytes(payload)]
 
     # -- two ranks -------------------------------------------------------------------------------------------
@@ -118,16 +135,16 @@ class RankProgram:
     @property
     def max_chunk_nbytes(self) -> int:
         """Maximal number of bytes of a chunk: two fit into a channel, so one can be written while the other is read."""
-        return self.memory.capacity // 2 - WORD_NBYTES
+        return self.memory.channel_nbytes // 2 - WORD_NBYTES
 
     def send(self, dest: int, chunk: Any, description: str) -> None:
         """Send at most `max_chunk_nbytes` bytes to a rank, described in errors; wait while its channel is full."""
-        me, sent = self.rank.number, self._sent
-        channel = me * self.memory.size + dest
+        me, sent = self.rank.number, self._words.sent
+        channel = me * self.memory.n_ranks + dest
         end = sent[channel] + WORD_NBYTES + len(chunk)
-        self._wait_for_bytes(
-            BYTES_RECEIVED, channel, end - self.memory.capacity, f"until rank {dest} receives {description}"
-        )
+        n_to_receive = end - self.memory.channel_nbytes
+        wait_description = f"until rank {dest} receives {description}"
+        self._wait_for_bytes(WaitCondition.BYTES_RECEIVED, channel, n_to_receive, wait_description)
         ring = self.memory.view_channel(self._segment, me, dest)
         write_ring(ring, sent[channel], len(chunk).to_bytes(WORD_NBYTES, "little"))
         write_ring(ring, sent[channel] + WORD_NBYTES, chunk)
@@ -136,14 +153,17 @@ class RankProgram:
 
     def wait_until_received(self, dest: int, description: str) -> None:
         """Wait until a rank has received everything that this rank has sent to it."""
-        channel = self.rank.number * self.memory.size + dest
-        self._wait_for_bytes(BYTES_RECEIVED, channel, self._sent[channel], f"until rank {dest} receives {description}")
+        channel = self.rank.number * self.memory.n_ranks + dest
+        wait_description = f"until rank {dest} receives {description}"
+        self._wait_for_bytes(WaitCondition.BYTES_RECEIVED, channel, self._words.sent[channel], wait_description)
 
     def receive(self, source: int, description: str, out: memoryview | None = None) -> memoryview:
         """Receive a chunk from a rank and return it; ``out`` is memory of its length to receive it in."""
-        me, received = self.rank.number, self._received
-        channel = source * self.memory.size + me
-        self._wait_for_bytes(BYTES_SENT, channel, received[channel] + 1, f"for {description} of rank {source}")
+        me, received = self.rank.number, self._words.received
+        channel = source * self.memory.n_ranks + me
+        self._wait_for_bytes(
+            WaitCondition.BYTES_SENT, channel, received[channel] + 1, f"for {description} of rank {source}"
+        )
         ring, position = self.memory.view_channel(self._segment, source, me), received[channel]
         length = bytearray(WORD_NBYTES)
         read_ring(ring, position, memoryview(length))
@@ -167,7 +187,7 @@ class RankProgram:
         """Return a lock, to be used in a ``with`` statement; raise ValueError for a number out of range."""
         if not 0 <= lock < self.memory.n_locks:
             raise ValueError(f"expected a lock from 0 to {self.memory.n_locks - 1}, got {lock}")
-        is_local = self.memory.get_home_rank(lock) in self.rank.local_ranks
+        is_local = self.memory.find_rank_on_lock_host(lock) in self.rank.local_ranks
         return Lock(self, lock, self.memory.get_semaphore(self._segment, lock) if is_local else None)
 
     def _acquire(self, lock: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
@@ -178,16 +198,17 @@ class RankProgram:
         if not semaphore.acquire(0):
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
             # A wait with a time limit ends by itself, so it can't be part of a deadlock.
-            with _PublishedWait(self, LOCK_FREE if timeout is None else NO_CONDITION, 0, f"for lock {lock}", lock):
+            condition = WaitCondition.LOCK_FREE if timeout is None else WaitCondition.NONE
+            with _PublishedWait(self, condition, 0, f"for lock {lock}", lock):
                 while not semaphore.acquire(max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))):
                     self.rank.check_cancelled()
                     if time.monotonic() >= deadline:
                         return None
                     if timeout is None:
                         self._raise_if_deadlocked()
-        self._owners[lock] = self.rank.number + 1
-        turn = self._acquisitions[lock]
-        self._acquisitions[lock] = turn + 1
+        self._words.owners[lock] = self.rank.number + 1
+        turn = self._words.acquisitions[lock]
+        self._words.acquisitions[lock] = turn + 1
         return turn
 
     def _release(self, lock: int, semaphore: Semaphore) -> None:
@@ -195,45 +216,46 @@ class RankProgram:
 
         Otherwise ranks of this host, which are faster, could starve the others.
         """
-        if self._agent_waits[lock]:
+        if self._words.agent_waits[lock]:
             self.rank.control.fence()
-            self._owners[lock] = self.memory.agent_owner
+            self._words.owners[lock] = self.memory.agent_owner_number
         else:
-            self._owners[lock] = 0
+            self._words.owners[lock] = 0
             semaphore.release()
 
-    def _request(self, operation: int, lock: int, ranges: Sequence[ByteRange] = ()) -> int:
+    def _request(self, operation: LockOperation, lock: int, ranges: Sequence[ByteRange] = ()) -> int:
         """Send a request for a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
-        me, sent = self.rank.number, self._sent
-        to_me = me * self.memory.size + me
+        me, sent = self.rank.number, self._words.sent
+        to_me = me * self.memory.n_ranks + me
         description = f"for lock {lock}"
-        self._wait_for_bytes(BYTES_RECEIVED, to_me, sent[to_me], description)  # the agent may still process a RELEASE
+        # The agent may still process a release.
+        self._wait_for_bytes(WaitCondition.BYTES_RECEIVED, to_me, sent[to_me], description)
         memory = self.memory.view_channel(self._segment, me, me)
         write_with_length(memory, pickle.dumps((operation, lock, ranges), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[to_me] += 1
-        if operation == RELEASE:
+        if operation == LockOperation.RELEASE:
             return 0
-        self._wait_for_bytes(BYTES_RECEIVED, to_me, sent[to_me], description)
+        self._wait_for_bytes(WaitCondition.BYTES_RECEIVED, to_me, sent[to_me], description)
         return int.from_bytes(memory[:WORD_NBYTES], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _wait_for_bytes(self, condition: int, channel: int, count: int, description: str) -> None:
+    def _wait_for_bytes(self, condition: WaitCondition, channel: int, count: int, description: str) -> None:
         """Wait until ``count`` bytes were sent or received through a channel (`BYTES_SENT`, `BYTES_RECEIVED`)."""
-        counts = self._sent if condition == BYTES_SENT else self._received
+        counts = self._words.sent if condition == WaitCondition.BYTES_SENT else self._words.received
         if counts[channel] >= count:
             return
         with _PublishedWait(self, condition, count, description, channel):
             self.rank.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, AWAITS_PEER)
-        self.report_progress()
+        self.check_cancelled()
 
     def _raise_if_deadlocked(self) -> None:
         """Raise RuntimeError if all ranks wait for each other."""
         if self._is_deadlocked():
             raise RuntimeError(
                 "the ranks wait for each other: "
-                + ", ".join(f"rank {r} waits {self._read_wait_description(r)}" for r in range(self.memory.size))
+                + ", ".join(f"rank {r} waits {self._read_wait_description(r)}" for r in range(self.memory.n_ranks))
             )
 
     def _read_wait_description(self, rank: int) -> str:
@@ -246,49 +268,59 @@ class RankProgram:
         The published waits are read twice.  If no rank has begun or ended a wait in between, they all held at the same
         time.
         """
-        before = self._waits.tolist()
-        if any(self._is_condition_met(*before[4 * r : 4 * r + 3]) for r in range(self.memory.size)):
+        before = self._read_waits()
+        if any(self._is_condition_met(condition, index, count) for condition, index, count, _ in before):
             return False
-        return self._waits.tolist() == before
+        return self._read_waits() == before
+
+    def _read_waits(self) -> list[tuple[int, int, int, int]]:
+        """Return the condition, index, count and number of changes of every rank's published wait.
+
+        The numbers of changes are read last: if two readings are equal, the waits held at the time in between.
+        """
+        words = self._words
+        arrays = words.conditions, words.indexes, words.counts, words.n_changes
+        return list(zip(*[array.tolist() for array in arrays], strict=True))
 
     def _is_condition_met(self, condition: int, index: int, count: int) -> bool:
         """Whether the condition of a published wait holds."""
-        if condition == BARRIER_REACHED:
+        if condition == WaitCondition.BARRIER_REACHED:
             return min(self.rank.control.arrived) >= count
-        if condition == BYTES_SENT:
-            return self._sent[index] >= count
-        if condition == BYTES_RECEIVED:
-            return self._received[index] >= count
-        return condition != LOCK_FREE or not self._owners[index]
+        if condition == WaitCondition.BYTES_SENT:
+            return self._words.sent[index] >= count
+        if condition == WaitCondition.BYTES_RECEIVED:
+            return self._words.received[index] >= count
+        return condition != WaitCondition.LOCK_FREE or not self._words.owners[index]
 
 
 class _PublishedWait:
     """Context manager that publishes the condition for which this rank waits, and adds up the seconds of its waits.
 
-    The condition is `BARRIER_REACHED`, `BYTES_SENT`, `BYTES_RECEIVED` or `LOCK_FREE`, and `NO_CONDITION` for a wait
-    that ends by itself.  ``count`` is the number of the barrier, or of bytes, that ends the wait, ``index`` the number
-    of the channel or lock, and ``description`` is shown in the error message of a deadlock.
+    ``count`` is the number of the barrier, or of bytes, that ends the wait.  ``index`` is the number of the channel or
+    lock.  ``description`` is shown in the error message of a deadlock.
     """
 
-    def __init__(self, rank_program: RankProgram, condition: int, count: int, description: str, index: int = 0):
+    def __init__(
+        self, rank_program: RankProgram, condition: WaitCondition, count: int, description: str, index: int = 0
+    ):
         self._rank_program, self._condition, self._index, self._count = rank_program, condition, index, count
         self._description = description.encode()[:DESCRIPTION_NBYTES]
         self._began = 0.0
 
     def __enter__(self) -> None:
         self._began = perf_counter()
-        rank_program, me = self._rank_program, self._rank_program.rank.number
-        write_with_length(rank_program._wait_descriptions[me], self._description)
-        rank_program._waits[4 * me + 1] = self._index
-        rank_program._waits[4 * me + 2] = self._count
-        rank_program._waits[4 * me + 3] += 1
-        rank_program._waits[4 * me] = self._condition
+        words, me = self._rank_program._words, self._rank_program.rank.number
+        write_with_length(self._rank_program._wait_descriptions[me], self._description)
+        words.indexes[me] = self._index
+        words.counts[me] = self._count
+        words.n_changes[me] += 1
+        words.conditions[me] = self._condition
 
     def __exit__(self, *_: object) -> None:
-        rank_program, me = self._rank_program, self._rank_program.rank.number
-        rank_program.wait_seconds += perf_counter() - self._began
-        rank_program._waits[4 * me] = NO_CONDITION
-        rank_program._waits[4 * me + 3] += 1
+        words, me = self._rank_program._words, self._rank_program.rank.number
+        self._rank_program.wait_seconds += perf_counter() - self._began
+        words.conditions[me] = WaitCondition.NONE
+        words.n_changes[me] += 1
 
 
 class Lock:
@@ -330,7 +362,7 @@ class Lock:
         if self._semaphore is not None:
             turn = self._rank_program._acquire(self._lock_number, self._semaphore, timeout)
         elif timeout is None:
-            turn = self._rank_program._request(ACQUIRE, self._lock_number)
+            turn = self._rank_program._request(LockOperation.ACQUIRE, self._lock_number)
         else:
             raise ValueError(f"timeout: lock {self._lock_number} is on another host, where no time limit is possible")
         if turn is None:
@@ -341,7 +373,7 @@ class Lock:
     def release(self) -> None:
         """Release the lock."""
         if self._semaphore is None:
-            self._rank_program._request(RELEASE, self._lock_number)
+            self._rank_program._request(LockOperation.RELEASE, self._lock_number)
         else:
             self._rank_program._release(self._lock_number, self._semaphore)
 
@@ -358,13 +390,13 @@ class Lock:
         ValueError
             If rows are not contiguous, or belong to a file.
         """
-        self._copy(PULL, rows)
+        self._copy(LockOperation.PULL, rows)
 
     def push(self, *rows: Any) -> None:
         """Copy rows from this rank's host to the lock's host; see `pull`."""
-        self._copy(PUSH, rows)
+        self._copy(LockOperation.PUSH, rows)
 
-    def _copy(self, operation: int, rows: Sequence[Any]) -> None:
+    def _copy(self, operation: LockOperation, rows: Sequence[Any]) -> None:
         ranges = [find_byte_range(array) for array in rows]
         if self._semaphore is None:
             self._rank_program._request(operation, self._lock_number, ranges)

@@ -101,7 +101,7 @@ def can_complete(steps_by_rank, capacity):
 def test_send_blocks_only_beyond_the_buffer(fork):
     """In any order of sends and receives, programs whose messages fit end, and deadlocks raise errors."""
     fork(3, timeout=LIMIT)
-    capacity = ProgramMemoryLayout(key=0, size=3, n_locks=1).capacity
+    capacity = ProgramMemoryLayout(segment_key=0, n_ranks=3, n_locks=1).channel_nbytes
     pairs = st.sampled_from([(source, target) for source in range(3) for target in range(3) if source != target])
     sizes = st.sampled_from([0, 10, 1000, 30_000, 60_000, 100_000, 300_000])
 

@@ -68,8 +68,8 @@ def test_send_within_the_buffer_does_not_block(n_ranks, sizes):
 @pytest.mark.parametrize(("size", "capacity"), [(1, 131_072), (11, 131_072), (16, 65_536), (45, 8192), (1000, 8192)])
 def test_send_buffers_are_bounded(size, capacity):
     memory = ProgramMemoryLayout(0, size, size)
-    assert memory.capacity == capacity
-    assert memory.capacity * size**2 <= max(1 << 24, 8192 * size**2)
+    assert memory.channel_nbytes == capacity
+    assert memory.channel_nbytes * size**2 <= max(1 << 24, 8192 * size**2)
 
 
 @given(
@@ -88,10 +88,10 @@ def test_send_bytes_between_hosts(steps):
     sender, receiver = (RankProgram(rank, memory) for rank in stand_ins)
     in_flight = deque()
     for number, (kind, n) in enumerate(steps * 5):  # more than the ring buffer
-        if kind == "send" and sender._sent[1] - sender._received[1] + 8 + n <= memory.capacity:
+        if kind == "send" and sender._words.sent[1] - sender._words.received[1] + 8 + n <= memory.channel_nbytes:
             in_flight.append(bytes([number]) * n)
             sender.send(1, in_flight[-1], "a part")
-        elif kind == "receive" and receiver._sent[1] > receiver._received[1]:
+        elif kind == "receive" and receiver._words.sent[1] > receiver._words.received[1]:
             assert receiver.receive(0, "a part") == in_flight.popleft()
         elif kind == "poll first host":
             for update in agents[0].poll_channels():
@@ -217,7 +217,7 @@ def test_lock_release_notifies_a_remote_waiter(n_ranks):
     session = ranks.get_session()
     memory = ProgramMemoryLayout(0, n_ranks, n_ranks + 1)
     segment = session.memory.create_segment(memory.nbytes)
-    memory = replace(memory, key=segment.key)
+    memory = replace(memory, segment_key=segment.key)
     memory.initialize_locks(segment)
     rank_program, bridge = RankProgram(session.rank, memory), ProgramBridge(memory, segment, range(n_ranks))
     with rank_program.get_lock(0):
@@ -229,4 +229,4 @@ def test_lock_release_notifies_a_remote_waiter(n_ranks):
     bridge.release(0)
     with rank_program.get_lock(0) as lock:
         assert lock.turn == 2
-    session.memory.release("segment", memory.key)
+    session.memory.release("segment", memory.segment_key)
