@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,18 @@ from synkhronos import ranks
 from synkhronos.engines.engine import Engine, ReducibleOutputs
 from synkhronos.ranks import Command, PendingOperation, Rank, Session
 
-#: Number of calls above which the ranks drop their outputs without a `Result`.
+#: Number of calls without a `Result` from which the ranks drop their outputs.
 _MAX_CALLS = 256
-#: Number of bytes on a rank above which the ranks drop outputs without a `Result`.
+#: Number of bytes of such outputs on a rank from which the ranks drop them.
 _MAX_BYTES = 1 << 24
+
+
+class StoredOutputs(NamedTuple):
+    """Outputs of one call that a rank has stored: the command's number, their bytes on this rank, their number."""
+
+    command_number: int
+    nbytes: int
+    n_outputs: int
 
 
 class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):
@@ -104,12 +112,12 @@ class ResultTable(PendingOperation):
         self._session = weakref.ref(session)
         self._unread: dict[int, _CallReference] = {}
         self._deleted: list[_CallReference] = []
-        self._dropped: list[int] = []
-        self._dropped_bytes = 0
+        self._droppable: list[int] = []
+        self._droppable_nbytes = 0
         session.rank.pending_operations.append(self)
 
     @classmethod
-    def from_session(cls, session: Session) -> ResultTable:
+    def get_or_create(cls, session: Session) -> ResultTable:
         """Return the session's table."""
         return session.registry.get_or_create(cls, lambda: cls(session))
 
@@ -123,14 +131,14 @@ class ResultTable(PendingOperation):
     def drop_deleted(self, session: Session) -> None:
         """Make the ranks drop outputs whose results were deleted, if they exceed the limits."""
         while self._deleted:
-            self._mark_dropped(self._deleted[0])
+            self._mark_droppable(self._deleted[0])
             del self._deleted[0]
-        if len(self._dropped) < _MAX_CALLS and self._dropped_bytes < _MAX_BYTES:
+        if len(self._droppable) < _MAX_CALLS and self._droppable_nbytes < _MAX_BYTES:
             return
-        drop = DropOutputs(tuple(self._dropped))
+        drop = DropOutputs(tuple(self._droppable))
         session.run(drop)
-        del self._dropped[: len(drop.command_numbers)]
-        self._dropped_bytes = 0
+        del self._droppable[: len(drop.command_numbers)]
+        self._droppable_nbytes = 0
 
     def read_all(self) -> None:
         """Read all unread outputs whose results exist."""
@@ -157,17 +165,18 @@ class ResultTable(PendingOperation):
             for call, values in zip(calls, values_by_call, strict=True):
                 call.values = values
         for call in calls:
-            self._mark_dropped(self._unread[call.command_number])
+            self._mark_droppable(self._unread[call.command_number])
         self.drop_deleted(session)
 
     finish = read_all  # before the ranks end, with which the outputs would be lost
 
-    def _mark_dropped(self, reference: _CallReference) -> None:
+    def _mark_droppable(self, reference: _CallReference) -> None:
         """Move a call from the unread calls to the calls that the ranks may drop."""
         # An interrupt may come between any two lines.  The call is added first, as dropping it twice has no effect.
+        # If its bytes are counted twice, the ranks only drop earlier.
         command_number, nbytes = reference.key
-        self._dropped.append(command_number)
-        self._dropped_bytes += nbytes
+        self._droppable.append(command_number)
+        self._droppable_nbytes += nbytes
         self._unread.pop(command_number, None)
 
     def get_values(self, call: _CallOutputs) -> list[Any]:
@@ -304,17 +313,17 @@ class LazyEngine(Engine):
 
     def before_call(self, session: Session) -> None:
         """Drop outputs whose results were deleted, if there are many."""
-        ResultTable.from_session(session).drop_deleted(session)
+        ResultTable.get_or_create(session).drop_deleted(session)
 
-    def collect_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
-        """Store the outputs until they are read; return the command's number, their bytes and the number of outputs."""
+    def collect_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> StoredOutputs:
+        """Store the outputs until they are read; return a description of them."""
         outputs = outputs.freeze(rank)
         unread = _get_unread_outputs(rank)
         assert rank.command_number not in unread, "two calls with outputs in one command"
         unread[rank.command_number] = self, outputs
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in outputs.values)
-        return rank.command_number, nbytes, outputs.n_outputs
+        return StoredOutputs(rank.command_number, nbytes, outputs.n_outputs)
 
-    def to_results(self, session: Session, collected: Any) -> list[Any]:
+    def to_results(self, session: Session, collected: StoredOutputs) -> list[Any]:
         """Return a `Result` for each output."""
-        return ResultTable.from_session(session).add_call(*collected)
+        return ResultTable.get_or_create(session).add_call(*collected)

@@ -391,7 +391,8 @@ class DistributedSum:
         if self._slice_bounds:
             with session.call_lock:
                 session.wait_until_idle()
-                if dispatcher.has_compiled(session):
+                dispatcher.ensure_distributed(session)
+                if dispatcher.has_compiled_default:
                     slice_sum = self._slice_sums.get(function)
                     if slice_sum is None or not slice_sum.accepts(arguments):
                         keys = distribute_variables(session, self._shareds)

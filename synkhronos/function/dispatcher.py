@@ -50,7 +50,7 @@ class Dispatcher:
         with session.call_lock:
             session.wait_until_idle()
             call = self.make_call(session, inputs)._replace(reads_outputs=True)
-            return self.read_result(session, call, session.run(call))
+            return self.finish_call(session, call, session.run(call))
 
     def make_call(
         self,
@@ -64,7 +64,7 @@ class Dispatcher:
     ) -> Call:
         """Check the arguments of a call, put the inputs into shared memory, and return the command.
 
-        The caller holds the session's `call_lock` until it has called `read_result`.
+        The caller holds the session's `call_lock` until it has called `finish_call`.
         """
         variant = self._choose_variant(batch_s, num_slices, output_subset)
         shared_inputs, n_rows = self.input_writer.write_inputs(session, inputs, named_inputs, batch)
@@ -80,16 +80,16 @@ class Dispatcher:
         needs_compile = variant not in self._compiled_variants
         return Call(self.key, variant, needs_compile, shared_inputs, n_rows, shared_batch_s, num_slices, has_updates)
 
-    def read_result(self, session: Session, call: Call, command_result: Any) -> list[Any]:
-        """Convert the result of a call's command to its outputs; a fused launch has several values of each output."""
+    def finish_call(self, session: Session, call: Call, command_result: Any) -> list[Any]:
+        """Record the call's variant as compiled; return the outputs, each with several values after a fused launch."""
         self._compiled_variants.add(call.variant)
         if command_result and not call.reads_outputs:
             command_result = self.computation.engine.to_results(session, command_result)
         return [np.asarray(result) if isinstance(result, np.generic) else result for result in command_result]
 
-    def has_compiled(self, session: Session) -> bool:
-        """Whether the ranks have compiled the function without options."""
-        self.ensure_distributed(session)
+    @property
+    def has_compiled_default(self) -> bool:
+        """Whether the ranks have compiled the function without options, as of the last `ensure_distributed`."""
         return DEFAULT_VARIANT in self._compiled_variants
 
     # -- variants --------------------------------------------------------------------------------------------

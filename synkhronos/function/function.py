@@ -150,7 +150,7 @@ class Function:
             session.wait_until_idle()
             dispatcher = self._dispatcher
             call = dispatcher.make_call(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
-            outputs = dispatcher.read_result(session, call, session.run(call))
+            outputs = dispatcher.finish_call(session, call, session.run(call))
             return outputs[0] if self._is_single_output and outputs else outputs
 
     def as_theano(self, *args: Any, **kwargs: Any) -> Any:

@@ -185,7 +185,7 @@ def count_unread():
 
 def count_dropped():
     """Return the number of results that the next message to the ranks drops."""
-    return len(ResultTable.from_session(ranks.get_session())._dropped)
+    return len(ResultTable.get_or_create(ranks.get_session())._droppable)
 
 
 def test_results_are_read_by_one_fetch(double):

@@ -74,13 +74,13 @@ class XlaEngine(LazyEngine):
         shards = exchange.get_shards(rank)
         spec = ExchangeSpec(
             shared.container.storage,
-            exchange.wire_dtype,
-            rank.size,
-            exchange.n_tail,
-            JAX.nccl_caller if shards is None else "python",
-            op,
-            rank.spans_hosts,
-            shards,
+            wire_dtype=exchange.wire_dtype,
+            divisor=rank.size,
+            n_tail=exchange.n_tail,
+            nccl_caller=JAX.nccl_caller if shards is None else "python",
+            op=op,
+            spans_hosts=rank.spans_hosts,
+            shards=shards,
         )
         fused = gradient.fuse(spec, executables, n_repeats=n_repeats)
         return None if fused is None else FusedRunner(rank, fused, exchange)

@@ -41,8 +41,8 @@ class _StepCommandFields(NamedTuple):
     n_steps: int = 1
     #: If not, no rank fuses the step: a fused one may send the gradient in other chunks, or in another dtype.
     every_rank_has_rows: bool = True
-    #: Whether the ranks launch the fused step without a comparison of their plans; see `is_agreed`.
-    is_agreed: bool = False
+    #: Whether the ranks launch the fused step without a comparison of their plans; see `can_skip_plan_check`.
+    has_agreed_plan: bool = False
 
 
 class StepCommand(_StepCommandFields, Command):
@@ -74,7 +74,7 @@ class StepCommand(_StepCommandFields, Command):
         fused_step = None
         if self.every_rank_has_rows:
             fused_step = fuse_calls(rank, self, gradient, [update], self.n_steps)
-        if self.is_agreed and fused_step is None:
+        if self.has_agreed_plan and fused_step is None:
             raise RuntimeError(f"rank {rank.number} cannot fuse the step, although it has fused the last one")
         if self.n_steps > 1 and not all(rank.all_gather_cached(fused_step is not None)):
             return None
@@ -107,7 +107,7 @@ class StepCommand(_StepCommandFields, Command):
     def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, which is the same on all ranks."""
         plans = rank.registry.get_or_create(_AgreedPlans)
-        if self.is_agreed:
+        if self.has_agreed_plan:
             plan, _ = plans[self.reduce]
             if not plan.is_valid(rank):
                 raise RuntimeError(f"rank {rank.number} has another gradient or connection than in the last step")
@@ -122,7 +122,7 @@ class _AgreedPlans(BoundedCache[AllReduceValues, tuple[AllReducePlan, int]]):
     """Plan of the last fused step of each all-reduce, which all ranks have, and the number of the step's command."""
 
 
-def is_agreed(rank: Rank, reduce: AllReduceValues) -> bool:
+def can_skip_plan_check(rank: Rank, reduce: AllReduceValues) -> bool:
     """Whether all ranks still have the plan of the last fused step, as far as the master knows.
 
     A rank's plan changes with the master's, or after a failed command.  If it has changed on a worker alone, the
@@ -155,14 +155,14 @@ class _ShardedStepCommandFields(NamedTuple):
     #: Calls that write the gradients of all ranks' shards into a matrix, replace the gradient in this rank's row by new
     #: parameters, and set the parameters to those in the matrix.
     gradient: Call
-    local_update: Call
-    whole_update: Call
+    shard_update: Call
+    parameter_update: Call
     #: Keys of variables: the matrix, this rank's row of it, this rank's number, its shards of the optimizer's state.
     matrix_key: Any
     row_key: Any
-    number_key: Any
+    rank_number_key: Any
     state_keys: tuple[Any, ...]
-    #: Whether ``local_update`` reads the reduced gradient of all rows from the matrix.
+    #: Whether ``shard_update`` reads the reduced gradient of all rows from the matrix.
     gathers_gradient: bool
     #: Number of steps.  The rows of each rank are ordered by steps.
     n_steps: int = 1
@@ -191,8 +191,8 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
         Return None, without a step, if ``n_steps`` is above 1 and a single step has to be taken first, or every time.
         """
-        gradient, local, whole = (
-            call.make_rank_call(rank) for call in (self.gradient, self.local_update, self.whole_update)
+        gradient, shard_update, parameter_update = (
+            call.make_rank_call(rank) for call in (self.gradient, self.shard_update, self.parameter_update)
         )
         # At its first call a rank may have to wait for another one to compile, and means over ranks are exchanged
         # between the launches of a single step.
@@ -200,7 +200,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             return None
         self._set_number(rank)
         if self.n_steps == 1 and rank.device.needs_gpu:
-            fused_step = fuse_calls(rank, self, gradient, [local, whole])
+            fused_step = fuse_calls(rank, self, gradient, [shard_update, parameter_update])
             if all(rank.all_gather_cached(fused_step is not None)):
                 return gradient.run(fused_step), []
 
@@ -212,9 +212,9 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
                 reduce_scatter_rows(rank, *variables, self.op)
                 if self.gathers_gradient:
                     all_gather_rows(rank, *variables)
-            local.run()
+            shard_update.run()
             all_gather_rows(rank, *variables)
-            whole.run()
+            parameter_update.run()
             return outputs
 
         if self.n_steps == 1:
@@ -248,7 +248,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def _set_number(self, rank: Rank) -> None:
         """Set the variable of the rank's number at the first step on these ranks."""
-        numbered, key = rank.registry.get_or_create(_NumberedVariables), self.number_key
+        numbered, key = rank.registry.get_or_create(_NumberedVariables), self.rank_number_key
         if key in numbered:
             return
         shared = rank.get_object(key)
@@ -259,21 +259,21 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
 def reduce_scatter_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable, op: str) -> None:
     """Reduce the matrices of all ranks, and set ``row`` to this rank's row of the reduction; a collective."""
-    copied_matrix, copied_row = _prepare_rows(rank, matrix, row)
-    width = copied_matrix.layouts[0][0][1]
-    out = copied_row.get_writable()
+    matrix_replica, row_replica = _prepare_rows(rank, matrix, row)
+    width = matrix_replica.layouts[0][0][1]
+    out = row_replica.get_writable()
     bounds = [r * width for r in range(rank.size + 1)]
-    copied_matrix.communicator.reduce_scatter(copied_matrix.get_contiguous(), op, bounds, out)
-    copied_row.store(out)
+    matrix_replica.communicator.reduce_scatter(matrix_replica.get_contiguous(), op, bounds, out)
+    row_replica.store(out)
 
 
 def all_gather_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> None:
     """Set ``matrix`` on every rank to the rows of all ranks; a collective."""
-    copied_matrix, copied_row = _prepare_rows(rank, matrix, row)
-    rows, transport = copied_matrix.get_writable(), copied_matrix.transport
-    out = [transport.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(copied_row.layouts)]
-    copied_matrix.communicator.all_gather(copied_row.get_contiguous(), copied_row.layouts, out)
-    copied_matrix.store(rows)
+    matrix_replica, row_replica = _prepare_rows(rank, matrix, row)
+    rows, transport = matrix_replica.get_writable(), matrix_replica.transport
+    out = [transport.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(row_replica.layouts)]
+    matrix_replica.communicator.all_gather(row_replica.get_contiguous(), row_replica.layouts, out)
+    matrix_replica.store(rows)
 
 
 def _prepare_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> list[VariableReplica]:

@@ -35,7 +35,7 @@ from synkhronos.graph_libraries import get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
 from synkhronos.training.train_function.launch_groups import StepRows, assign_rows, collect_sliceable_rows, group_steps
 from synkhronos.training.train_function.optimizer_state import OptimizerState
-from synkhronos.training.train_function.step_command import ShardedStepCommand, StepCommand, is_agreed
+from synkhronos.training.train_function.step_command import ShardedStepCommand, StepCommand, can_skip_plan_check
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import DataArgument, TrainingGraph
 from synkhronos.training.train_function.weighted_mean import divide_by_weight
@@ -55,9 +55,11 @@ _LONG_STEP_NBYTES = 4 << 20
 
 
 class _Sharding(NamedTuple):
-    """Variables of a step with a sharded optimizer: its row, its rank, and the shards of the state."""
+    """Variables of a step with a sharded optimizer: this rank's row, this rank's number, its shards of the state."""
 
-    variables: list[Any]
+    row: SharedVariable
+    rank_number: SharedVariable
+    state_shards: list[SharedVariable]
     gathers_gradient: bool
 
 
@@ -123,7 +125,7 @@ class TrainFunction:
         self._sharding: _Sharding | None = None
         if shards is not None:
             state_shards = [variable.shared for variable in sharded_variables.values()]
-            self._sharding = _Sharding([shards.row, shards.rank, *state_shards], shards.gathers_gradient)
+            self._sharding = _Sharding(shards.row, shards.rank, state_shards, shards.gathers_gradient)
 
     def get_state_vector(self, shareds: Sequence[SharedVariable]) -> np.ndarray:
         """Return whole values of variables of the rule: see `OptimizerState.get_vector`."""
@@ -349,8 +351,8 @@ class TrainFunction:
         if self._sharding is None:
             max_repeats = engine.get_max_repeats(np.dtype(self.grad_shared.type.dtype))
         # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
-        row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
-        nbytes = row * longest
+        row_nbytes = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
+        nbytes = row_nbytes * longest
         return 1 if nbytes >= _LONG_STEP_NBYTES else max(1, min(max_repeats, _MAX_LAUNCH_NBYTES // max(1, nbytes)))
 
     def _run_launch(
@@ -372,26 +374,44 @@ class TrainFunction:
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
                 clear = get_dispatcher(self._clear)
                 call = clear.make_call(session)
-                clear.read_result(session, call, session.run(call))
+                clear.finish_call(session, call, session.run(call))
             calls = [update.make_call(session) for update in updates]
             command: StepCommand | ShardedStepCommand
             if sharding is None:
                 reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
                 can_fuse = not (has_rank_without_rows or gradient.variant.returns_updates)
-                agreed = can_fuse and is_agreed(session.rank, reduce)
-                options = self._wire_dtype, self._n_tail, n_steps, not has_rank_without_rows, agreed
-                command = StepCommand(gradient, reduce, calls[0], *options)
+                has_agreed_plan = can_fuse and can_skip_plan_check(session.rank, reduce)
+                command = StepCommand(
+                    gradient,
+                    reduce,
+                    calls[0],
+                    self._wire_dtype,
+                    n_tail=self._n_tail,
+                    n_steps=n_steps,
+                    every_rank_has_rows=not has_rank_without_rows,
+                    has_agreed_plan=has_agreed_plan,
+                )
             else:
-                matrix, row, number, *state = distribute_variables(session, [self.grad_shared, *sharding.variables])
-                keys = matrix, row, number, tuple(state)  # a tuple: a command is hashable, so that its pickle is cached
-                command = ShardedStepCommand(gradient, calls[0], calls[1], *keys, sharding.gathers_gradient, n_steps)
+                variables = [self.grad_shared, sharding.row, sharding.rank_number, *sharding.state_shards]
+                matrix_key, row_key, rank_number_key, *state_keys = distribute_variables(session, variables)
+                command = ShardedStepCommand(
+                    gradient,
+                    calls[0],
+                    calls[1],
+                    matrix_key,
+                    row_key,
+                    rank_number_key,
+                    tuple(state_keys),  # a command is hashable, so that its pickle is cached
+                    sharding.gathers_gradient,
+                    n_steps,
+                )
             results = session.run(command)
             if results is None:
                 return None
             gradient_outputs, update_outputs = results
             for update, call in zip(updates, calls, strict=True):
-                update.read_result(session, call, update_outputs)
-            outputs = dispatcher.read_result(session, gradient, gradient_outputs)
+                update.finish_call(session, call, update_outputs)
+            outputs = dispatcher.finish_call(session, gradient, gradient_outputs)
         weights = outputs[n_steps:] or [None] * n_steps
         return list(zip(outputs[:n_steps], weights, strict=True))
 
