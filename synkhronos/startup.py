@@ -188,7 +188,15 @@ def fork(
     host_list = parse_hosts(hosts)
     if len(host_list) != 1 and (host_list or hosts is None):
         check_started_once()
-    return _start_ranks(host_list, n_parallel, use_gpu, master_rank, profile_workers, timeout, (), host_timeout)
+    return _start_ranks(
+        host_list,
+        n_parallel,
+        use_gpu,
+        master_rank=master_rank,
+        profile_workers=profile_workers,
+        timeout=timeout,
+        host_timeout=host_timeout,
+    )
 
 
 def fork_pinned(
@@ -266,7 +274,15 @@ def _start_ranks(
         register_loaded_libraries()
         engines.list_engines()
         first_command = _SetUpRank(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
-        ranks.start_session(size, master_rank, profile_workers, timeout, first_command, is_fork_unsafe(), link)
+        ranks.start_session(
+            size,
+            master_rank,
+            profile=profile_workers,
+            timeout=timeout,
+            first_command=first_command,
+            spawn=is_fork_unsafe(),
+            link=link,
+        )
     return size
 
 

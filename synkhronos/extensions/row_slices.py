@@ -88,7 +88,7 @@ class SumSlices(_SumSlicesFields, Command):
     def run(self, rank: Rank) -> Any:
         """Compute this rank's slices; with ranks on several hosts, return the sum in the master."""
         call, bounds, table = self.call, self.bounds, self.table.view(rank.segments)
-        compiled = rank.get_object(call.computation_key).compile(call.variant)
+        compiled = rank.get_object(call.computation_key).get_or_compile(call.variant)
         compiled.function.trust_input = True  # the inputs have been checked once
         run = compiled.runner
         inputs = [location.view(rank.segments) for location in call.inputs if isinstance(location, ArrayLocation)]

@@ -114,14 +114,14 @@ class Call(_CallFields, Command):
     def _compile(self, computation: Computation, rank: Rank) -> CompiledVariant:
         """Return the compiled variant; on a first call, ranks compile in the order that the library requires."""
         if not self.needs_compile:
-            return computation.compile(self.variant)
+            return computation.get_or_compile(self.variant)
         if rank.is_master:
             work = "rewriting the graph of" if computation.compile_order == AT_FIRST_CALL else "compiling"
             with warn_if_slow(f"{work} {computation.name}"):
-                computation.compile(self.variant)
+                computation.get_or_compile(self.variant)
         if computation.compile_order == MASTER_FIRST:
             rank.barrier()
-        return computation.compile(self.variant)
+        return computation.get_or_compile(self.variant)
 
 
 class RankCall:
@@ -268,7 +268,7 @@ class RankCall:
         call, ops = self.call, self.compiled.output_spec.ops
         if not self.n_rows:
             # No rank has rows: like the serial library, compute the outputs of zero rows.  Nothing is updated.
-            self._runner = self.computation.compile(call.variant._replace(returns_updates=True)).runner
+            self._runner = self.computation.get_or_compile(call.variant._replace(returns_updates=True)).runner
             self.values = self._launch(self._shares, self._sliceable_rows)[: len(ops)]
             return
         if not call.variant.returns_updates:

@@ -171,7 +171,7 @@ class Computation(DeviceResident):
             if library.is_array(shared) and isinstance(library.borrow_value(shared), np.ndarray):
                 library.store_value(shared, self.device.from_numpy(library.borrow_value(shared)))
 
-    def compile(self, variant: Variant) -> CompiledVariant:
+    def get_or_compile(self, variant: Variant) -> CompiledVariant:
         """Return a compiled variant, which this rank compiles at the first request."""
         compiled = self.compiled.get(variant)
         if compiled is None:

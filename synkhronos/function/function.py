@@ -168,7 +168,7 @@ class Function:
         """
         plain = [np.asarray(arg) if isinstance(arg, Data) else arg for arg in args]
         named = {key: np.asarray(arg) if isinstance(arg, Data) else arg for key, arg in kwargs.items()}
-        result = self._computation.compile(DEFAULT_VARIANT).function(*plain, **named)
+        result = self._computation.get_or_compile(DEFAULT_VARIANT).function(*plain, **named)
         if isinstance(result, list | tuple):
             return result[0] if self._is_single_output else list(result)
         return [] if result is None else result if self._is_single_output else [result]

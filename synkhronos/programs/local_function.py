@@ -192,7 +192,7 @@ class LocalFunction:
 
     def _get_runner(self) -> Runner:
         """Return the function's runner; the first call compiles the function."""
-        compiled = self._computation.compile(DEFAULT_VARIANT)
+        compiled = self._computation.get_or_compile(DEFAULT_VARIANT)
         if compiled.n_rank_means:
             # Raised before the launch: after an error in a callback, JAX on a GPU fails in all later launches.
             raise make_own_pace_error()

@@ -138,10 +138,10 @@ class RunProgram(_RunProgramFields, Command):
         if rank.is_master:
             for key in self.functions:
                 with warn_if_slow(f"compiling {rank.get_object(key).name}"):
-                    rank.get_object(key).compile(DEFAULT_VARIANT)
+                    rank.get_object(key).get_or_compile(DEFAULT_VARIANT)
         rank.barrier()
         for key in self.functions:
-            rank.get_object(key).compile(DEFAULT_VARIANT)
+            rank.get_object(key).get_or_compile(DEFAULT_VARIANT)
         rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
 
 

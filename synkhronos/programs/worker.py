@@ -42,7 +42,7 @@ _MAX_PICKLED_NBYTES = 2048
 class Worker:
     """Interface of a program to its rank: messages, collectives and locks.
 
-    A program that `synkhronos.run` runs gets it as its first argument.
+    A program that `synkhronos.run` runs gets it as its first argument, on the master too: here a worker is any rank.
 
     Attributes
     ----------

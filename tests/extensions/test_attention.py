@@ -109,7 +109,7 @@ def test_attention_in_jax_mode_keeps_float32_ops(two_ranks, dtype):
     inputs = make_inputs(dtype)
     gradients = pytensor.grad(dot_product_attention(*inputs, is_causal=True).sum(), inputs)
     f = synk.function(inputs, [(gradient, "gather") for gradient in gradients])
-    nodes = f._computation.compile(DEFAULT_VARIANT).function.maker.fgraph.toposort()
+    nodes = f._computation.get_or_compile(DEFAULT_VARIANT).function.maker.fgraph.toposort()
     count = sum(isinstance(node.op, Attention | AttentionGradient) for node in nodes)
     assert count == (1 if XLA and dtype == "float32" else 0)
 

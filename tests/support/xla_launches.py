@@ -18,7 +18,7 @@ class Alarm(BaseException):
 
 def get_runner(function):
     """Return the engine's runner of a function."""
-    return function._computation.compile(DEFAULT_VARIANT).runner
+    return function._computation.get_or_compile(DEFAULT_VARIANT).runner
 
 
 def view_span(address, count, dtype):
