@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from synkhronos.ranks.agreement import MAX_COMMANDS
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import Cancelled, FailureReport, PeerFailure, WorkerError, describe_effect
@@ -224,6 +225,8 @@ class CommandRunner(ABC):
         if self.timeout is not None:
             self._command_start_time = time.monotonic()
         try:
+            if command_number > MAX_COMMANDS:
+                raise RuntimeError(f"the ranks have run {MAX_COMMANDS:,} commands, the most: close() and fork() again")
             rank.begin_command(command_number)
             if rank.size > 1:
                 self._mailbox.post(command_number, command)

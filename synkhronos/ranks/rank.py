@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from synkhronos.containers import BoundedCache
-from synkhronos.ranks.agreement import BARRIER_BITS, read_last_common_barrier, record_last_common_barrier
+from synkhronos.ranks.agreement import BARRIER_BITS, MAX_BARRIERS, read_last_common_barrier, record_last_common_barrier
 from synkhronos.ranks.control_memory import AWAITS_BARRIER, POLL_SECONDS, SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
@@ -26,9 +26,6 @@ from synkhronos.ranks.thread_limit import ThreadLimit
 
 T = TypeVar("T")
 _log = logging.getLogger("synkhronos")
-
-_BARRIER_MASK = (1 << BARRIER_BITS) - 1
-
 
 #: Maximal number of values whose pickles `Rank.all_gather_cached` caches.
 _MAX_CACHED_PICKLES = 64
@@ -233,6 +230,8 @@ class Rank:
     def arrive(self) -> bool:
         """Arrive at the next barrier without waiting for the others; return whether they have all arrived before."""
         control = self.control
+        if self._barrier_number & MAX_BARRIERS == MAX_BARRIERS:  # the next number is one of the next command
+            raise RuntimeError(f"a command, or a task of synkhronos.launch, can have at most {MAX_BARRIERS:,} barriers")
         self._barrier_number += 1
         control.arrived[self.number] = self._barrier_number
         control.fence()
@@ -251,9 +250,16 @@ class Rank:
         ``on_poll`` is called repeatedly while waiting, and may raise.
         """
         if not self.arrive():
-            self._wait_for_barrier(self._barrier_number, on_poll=on_poll)
+            self.wait_for_barrier(self._barrier_number, on_poll=on_poll)
         elif self.is_last_failed_command(self.command_number):
             raise Cancelled
+
+    def wait_for_barrier(
+        self, barrier_number: int, excluded: int | None = None, on_poll: Callable[[], None] | None = None
+    ) -> None:
+        """Wait until all ranks, or all but one, have arrived at a barrier; otherwise as `barrier`."""
+        reached = self._has_reached
+        self.wait(lambda: reached(barrier_number, excluded), on_poll)
 
     def raise_common_error(self, error: Exception) -> NoReturn:
         """Raise an error that all ranks have found at the same point: itself in the master, `Cancelled` in workers.
@@ -352,7 +358,7 @@ class Rank:
         if not self.is_master:
             self.arrive()
             return None
-        self._wait_for_barrier(barrier_number, excluded=self.number)
+        self.wait_for_barrier(barrier_number, excluded=self.number)
         payloads = [payload if r == self.number else self._read_slot(r, barrier_number) for r in range(self.size)]
         self.arrive()
         return payloads
@@ -384,12 +390,6 @@ class Rank:
             return min(arrived) >= barrier_number
         return min([barrier_number, *arrived[:excluded], *arrived[excluded + 1 :]]) >= barrier_number
 
-    def _wait_for_barrier(
-        self, barrier_number: int, excluded: int | None = None, on_poll: Callable[[], None] | None = None
-    ) -> None:
-        reached = self._has_reached
-        self.wait(lambda: reached(barrier_number, excluded), on_poll)
-
     def wait(
         self, is_ready: Callable[[], bool], on_poll: Callable[[], None] | None = None, reason: int = AWAITS_BARRIER
     ) -> None:
@@ -420,8 +420,8 @@ class Rank:
         between.  Ranks do not wait at a `gather_bytes`, so this method waits for the barrier in between.
         """
         barrier_number = self._barrier_number + 1
-        if self._barrier_number & _BARRIER_MASK and not self._has_reached(barrier_number - 1):
-            self._wait_for_barrier(barrier_number - 1)
+        if self._barrier_number & MAX_BARRIERS and not self._has_reached(barrier_number - 1):
+            self.wait_for_barrier(barrier_number - 1)
         slot = self.control.get_slot(self.number, barrier_number & 1)
         SLOT_HEADER.pack_into(slot, 0, len(payload) if message_nbytes is None else message_nbytes, barrier_number)
         slot[SLOT_HEADER.size : SLOT_HEADER.size + len(payload)] = payload

@@ -17,3 +17,10 @@ def two():
     """Fork two ranks."""
     yield ranks.start_session(2, 0, False)
     ranks.close_session()
+
+
+@pytest.fixture
+def three():
+    """Fork three ranks."""
+    yield ranks.start_session(3, 0, False)
+    ranks.close_session()

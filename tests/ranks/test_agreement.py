@@ -197,7 +197,7 @@ class World:
             if pc == WRITE_ID:
                 rank.arrive()
             elif pc == READ_ID:
-                rank._wait_for_barrier(rank._barrier_number)
+                rank.wait_for_barrier(rank._barrier_number)
             elif pc == ENTER:
                 self.inits[r] = 1
             elif pc == INIT:
@@ -215,7 +215,7 @@ class World:
                 rank.arrive()
             elif pc == WAIT:
                 if self.waits:
-                    rank._wait_for_barrier(rank._barrier_number)
+                    rank.wait_for_barrier(rank._barrier_number)
                     self.passed[r] = 1
                 self.pcs[r] = DONE - 1
             elif pc in (FAILED, ABORTED):

@@ -13,6 +13,7 @@ from system import time_limit
 
 from synkhronos import ranks
 from synkhronos.ranks import Command
+from synkhronos.ranks.agreement import MAX_BARRIERS, MAX_COMMANDS
 from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled, describe_exit
@@ -319,6 +320,68 @@ def test_failed_command_is_agreed_by_all_ranks(all_arrive):
                 session.run(FailAtBarrier(all_arrive))
             assert session.run(GatherFound()) == [all_arrive] * 3
     finally:
+        ranks.close_session()
+
+
+@dataclass(frozen=True)
+class ReachManyBarriers(Command):
+    """Command of many barriers, most of which are skipped."""
+
+    n_skipped: int
+    fails: bool = False
+
+    def run(self, rank):
+        rank.barrier()
+        rank._barrier_number += self.n_skipped - 2
+        rank.barrier()
+        for i in range(20):
+            assert rank.all_gather((rank.number, i)) == [(r, i) for r in range(rank.size)]
+        if self.fails and rank.number == 1:
+            raise BarrierError
+        rank.barrier()
+
+
+class GatherLate(Command):
+    """Command that gathers values, each after a delay of the workers; return the gathered lists of all ranks."""
+
+    def run(self, rank):
+        gathered = []
+        for i in range(10):
+            time.sleep(0 if rank.is_master else 0.002)
+            gathered.append(rank.all_gather((rank.number, i)))
+        return rank.all_gather(gathered)
+
+
+def check_gathered_late(session):
+    assert session.run(GatherLate()) == [[[(r, i) for r in range(3)] for i in range(10)]] * 3
+
+
+def test_barriers_of_a_command_are_none_of_the_next(three):
+    for n_skipped in (1 << 24, MAX_BARRIERS - 21):
+        three.run(ReachManyBarriers(n_skipped))
+        check_gathered_late(three)
+        with time_limit(), pytest.raises(ranks.WorkerError, match="BarrierError"):
+            three.run(ReachManyBarriers(n_skipped, fails=True))
+        check_gathered_late(three)
+
+
+@pytest.mark.parametrize("n_left", [0, 5, 20])
+def test_too_many_barriers_in_a_command_raise(three, n_left):
+    for _ in range(2):
+        with time_limit(), pytest.raises(RuntimeError, match="can have at most 4,294,967,295 barriers"):
+            three.run(ReachManyBarriers(MAX_BARRIERS - n_left))
+        check_gathered_late(three)
+
+
+def test_too_many_commands_raise(three):
+    three._command_number = MAX_COMMANDS - 2
+    check_gathered_late(three)
+    with time_limit(), pytest.raises(ranks.WorkerError, match="BarrierError"):
+        three.run(ReachManyBarriers(MAX_BARRIERS - 21, fails=True))
+    for _ in range(2):
+        with time_limit(), pytest.raises(RuntimeError, match="have run 4,294,967,295 commands"):
+            three.run(GatherLate())
+    with time_limit():
         ranks.close_session()
 
 
