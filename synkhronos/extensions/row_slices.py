@@ -59,13 +59,16 @@ def plan_queued_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
     """
     share, row_nbytes = -(-n_rows // n_ranks), max(1, nbytes // n_rows)
     smallest = max(1, min(share, max(share // _MIN_SLICES_IN_SHARE, _MIN_SLICE_BYTES // row_nbytes)))
-    largest = max(smallest, _MAX_SLICE_BYTES // row_nbytes, n_rows // (MAX_QUEUED_SLICES // 2))
-    bounds = [0]
-    while (remaining := n_rows - bounds[-1]) > 0:
-        # The first slices are shorter than a share by more than cores differ in speed.
-        size = min(largest, max(smallest, 2 * remaining // (3 * n_ranks)), remaining)
-        bounds.append(bounds[-1] + size)
-    return bounds
+    largest = max(_MAX_SLICE_BYTES // row_nbytes, n_rows // (MAX_QUEUED_SLICES // 2))
+    while True:
+        bounds = [0]
+        while (remaining := n_rows - bounds[-1]) > 0:
+            # The first slices are shorter than a share by more than cores differ in speed.
+            size = min(max(smallest, min(largest, 2 * remaining // (3 * n_ranks))), remaining)
+            bounds.append(bounds[-1] + size)
+        if len(bounds) <= MAX_QUEUED_SLICES + 1:
+            return bounds
+        smallest += 1 + smallest // 32  # with many ranks, the queue has no room for as many
 
 
 class _SumSlicesFields(NamedTuple):

@@ -46,6 +46,15 @@ def test_queued_slices_become_smaller(sizes):
         assert lengths[-5:].max() < n_rows / n_ranks / 10
 
 
+@pytest.mark.parametrize("n_rows", [1, 255, 257, 1000, 10**5, 10**7])
+def test_slices_for_any_number_of_ranks_fit_into_the_queue(n_rows):
+    for n_ranks in range(2, 257):
+        lengths = np.diff(row_slices.plan_queued_slices(n_rows, 168 * n_rows, n_ranks))
+        assert lengths.sum() == n_rows and lengths.min() > 0
+        assert len(lengths) <= MAX_QUEUED_SLICES
+        assert lengths.max() <= 2 * -(-n_rows // n_ranks), n_ranks
+
+
 def test_queue_gives_each_number_once_and_drops_old_ones():
     queue = SliceQueue()
     assert list(queue) == []
