@@ -24,6 +24,7 @@ from synkhronos.data.rows import get_share
 from synkhronos.devices import NUMPY, ArrayLayout, Communicator, Device, get_array_device, get_device
 from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
+from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.replication.random_streams import jump_to_rank
 from synkhronos.variable_types import Array, SharedVariable
 
@@ -418,12 +419,18 @@ class AllReducePlan(NamedTuple):
             communicator.all_reduce(array, op)
             written.append((library, shared, device, array))
         own_communicator = rank.device.get_communicator(rank)
-        own_communicator.notify_started()
-        is_complete = own_communicator.wait_briefly()
-        for library, shared, device, array in written:
-            new = device.rewrap(array, is_complete)
-            if new is not library.borrow_value(shared):
-                library.store_value(shared, new)
+        with defer_signals():  # once all ranks have started, each of them has to store the results
+            own_communicator.notify_started()
+            is_complete = own_communicator.wait_briefly()
+            for library, shared, device, array in written:
+                new = device.rewrap(array, is_complete)
+                if new is not library.borrow_value(shared):
+                    library.store_value(shared, new)
+
+    def wait_until_started(self, rank: Rank) -> None:
+        """Wait until all ranks have started `all_reduce`, so that it completes on all of them."""
+        if self.generation:
+            rank.device.get_communicator(rank).wait_until_started()
 
 
 class _AllReducePlans(BoundedCache[AllReduceValues, AllReducePlan]):

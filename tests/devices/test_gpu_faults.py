@@ -1,5 +1,6 @@
 """Failures, deaths and interrupts of ranks in collectives of arrays on GPUs."""
 
+import os
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from gpu_commands import (
     FailInAllReduce,
     check_ranks_work,
     make_filled_variable,
+    needs_jax,
     needs_real_gpus,
 )
 from library import ARRAYS, shared
@@ -21,6 +23,7 @@ from system import time_limit
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.devices.cuda.nccl import NcclCommunicator
 
 pytestmark = ON_GPUS
 
@@ -152,6 +155,29 @@ def test_death_in_a_pending_collective_is_noticed(fork, collective):
     check_ranks_work()
     with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         ranks.get_session().run(FailInBlocking(collective, "SIGKILL"))
+
+
+@needs_jax
+def test_interrupt_after_the_start_of_an_all_reduce_keeps_the_result(fork, monkeypatch):
+    fork(2)
+    variables, sums = [], []
+    for _ in range(2):
+        w, values = make_filled_variable("float32")
+        variables.append(w)
+        sums.append(values[0] + values[1])
+    arrays = [w.get_value(borrow=True, return_internal_type=True) for w in variables]
+    notify_started = NcclCommunicator.notify_started
+
+    def interrupt(communicator):
+        notify_started(communicator)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(NcclCommunicator, "notify_started", interrupt)
+        synk.all_reduce(variables, "sum")
+    for w, array, total in zip(variables, arrays, sums, strict=True):
+        assert w.get_value(borrow=True, return_internal_type=True) is not array
+        np.testing.assert_array_equal(synk.gather(w), [total] * 2)
 
 
 def test_exception_before_a_collective_keeps_connections(fork):
