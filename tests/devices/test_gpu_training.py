@@ -325,6 +325,29 @@ def test_interrupted_step_is_all_or_nothing(fork, times):
 
 
 @needs_jax
+def test_interrupt_before_the_masters_all_reduce_updates_no_rank(fork, monkeypatch):
+    n = fork(min(4, synk.get_n_gpu()))
+    x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.ones(3), "w")
+    train = make_train_function(((x.dot(w) - y) ** 2).mean(), [w], x, y, updates.sgd, learning_rate=0.1)
+    step = partial(train, RNG.normal(size=(16, 3)), RNG.normal(size=16), num_slices=2)  # of several launches
+    for _ in range(3):
+        step()
+    before = np.asarray(w.get_value()).copy()
+
+    def interrupt_late(*_):
+        time.sleep(0.1)  # the workers have started the all-reduce, and would update
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(NcclCommunicator, "all_reduce", interrupt_late)
+        step()
+    np.testing.assert_array_equal(synk.gather(w), [before] * n)
+    step()
+    assert not np.array_equal(w.get_value(), before)
+    np.testing.assert_array_equal(synk.gather(w), [w.get_value()] * n)
+
+
+@needs_jax
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("times", [1, 10, 200])
 def test_death_in_a_training_step_keeps_parameters(fork, times):

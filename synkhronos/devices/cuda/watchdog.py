@@ -105,14 +105,19 @@ class CollectiveWatchdog(PendingOperation):
 
         ``on_poll`` is called meanwhile, and may raise.
         """
-        if self._started_barrier_number == math.inf:
-            barrier_number = self._started_barrier_number = self._rank.next_barrier_number
-            try:
+        barrier_number = self._started_barrier_number
+        if not barrier_number:
+            return
+        try:
+            if barrier_number == math.inf:
+                barrier_number = self._started_barrier_number = self._rank.next_barrier_number
                 self._rank.barrier(on_poll)
-            except Cancelled:
-                # If all ranks had arrived before the failure, the collectives complete.
-                if not self._rank.wait_and_check_reached(barrier_number):
-                    raise
+            else:  # after `notify_started`
+                self._rank.wait_for_barrier(int(barrier_number), on_poll=on_poll)
+        except Cancelled:
+            # If all ranks had arrived before the failure, the collectives complete.
+            if not self._rank.wait_and_check_reached(int(barrier_number)):
+                raise
 
     def notify_started(self) -> None:
         """Notify the other ranks, without waiting, that this rank has started its collectives.

@@ -88,7 +88,10 @@ class StepCommand(_StepCommandFields, Command):
             update.computation.library.compile_now(update.compiled.function)
         with rank.suspend_recording():
             loss = gradient.run()
-            self.reduce.run(rank)
+            if rank.size > 1:
+                plan = self.reduce.get_plan(rank)
+                plan.all_reduce(rank, self.op)
+                plan.wait_until_started(rank)  # no rank may update before, as the others may never update
         return loss, update.run()
 
     @property
