@@ -32,7 +32,7 @@ class ReduceOp:
     needs_row_counts : bool
         Whether each value is weighted by its number of rows.  Collectives have no row counts, and exclude such an op.
     unsupported_kinds : str
-        Kinds (``dtype.kind``) of dtypes that the reduction would change.
+        Kinds (``dtype.kind``) of dtypes that the ufunc refuses, or that the reduction would change.
     """
 
     ufunc: np.ufunc | None

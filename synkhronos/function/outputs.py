@@ -211,7 +211,7 @@ def _reduce_records(calls: Sequence[RankOutputs], records: np.ndarray) -> list[A
     """Reduce the records of calls with the same specification, of shape (ranks, calls), in the master."""
     n_rows = np.ascontiguousarray(records["rows"])
     if np.count_nonzero(n_rows) < n_rows.size:
-        # Ranks without rows contribute nothing, to each call other ranks.
+        # Ranks without rows contribute nothing.  They may differ from call to call, so each call is reduced by itself.
         results: list[Any] = []
         for k, outputs in enumerate(calls):
             contributions = records[n_rows[:, k] > 0, k : k + 1]

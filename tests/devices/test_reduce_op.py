@@ -12,7 +12,7 @@ from synkhronos.training import make_trainer
 from synkhronos.training.updates import sgd
 
 # row begins
-ROW = {"logaddexp": ReduceOp(np.logaddexp, unsupported_kinds="biu")}
+ROW = {"logaddexp": ReduceOp(np.logaddexp, unsupported_kinds="biuc")}
 # row ends
 
 on_host = pytest.mark.skipif(DEVICE != "host", reason="where XLA was used, workers start anew and lack the row")

@@ -37,7 +37,7 @@ struct LaunchState {
   int64_t is_active;    // whether a launch is in progress
   int64_t n_finished;   // calls of `Finish`
   int64_t has_side_work;
-  int64_t failed_function;  // kNccl or kCuda; 0: no error
+  int64_t failed_function;  // kAborted, kNccl or kCuda; 0: no error
   int64_t error;            // ncclResult_t or CUresult
 };
 
