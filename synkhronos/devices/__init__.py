@@ -100,7 +100,8 @@ def read_environment_device() -> Device | None:
         return None
     devices = {device.name: device for device in list_devices() if not (device is NUMPY or device.needs_gpu)}
     if name not in devices:
-        raise ValueError(f"SYNKHRONOS_DEVICE: expected one of {[*devices]}, or nothing, got {name!r}")
+        known = f"one of {[*devices]}, or nothing" if devices else "nothing, as no device is registered"
+        raise ValueError(f"SYNKHRONOS_DEVICE: expected {known}, got {name!r}")
     return devices[name]
 
 

@@ -24,7 +24,7 @@ from synkhronos.launcher.configuration.settings import (
     get_rule_options,
     merge_tables,
 )
-from synkhronos.launcher.configuration.sources import read_environment
+from synkhronos.launcher.configuration.sources import check_setting_names, read_environment
 from synkhronos.launcher.configuration.theano_mpi_session import parse_exchange_option
 from synkhronos.launcher.supervision.process_environment import make_python_path, open_standard_streams
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, create_run_folder
@@ -44,6 +44,7 @@ class LaunchedRun:
     def __init__(
         self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **other_settings: Any
     ):
+        check_setting_names(other_settings, "init")
         rule_settings = {"rule": type(rule).__name__, "rule_options": get_rule_options(rule)}
         attributes = {name: getattr(rule, name, None) for name in ("sync_type", "exch_strategy")}  # Theano-MPI's
         with convert_to_settings_error():

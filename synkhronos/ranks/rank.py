@@ -231,7 +231,7 @@ class Rank:
         """Arrive at the next barrier without waiting for the others; return whether they have all arrived before."""
         control = self.control
         if self._barrier_number & MAX_BARRIERS == MAX_BARRIERS:  # the next number is one of the next command
-            raise RuntimeError(f"a command, or a task of synkhronos.launch, can have at most {MAX_BARRIERS:,} barriers")
+            raise RuntimeError(f"a command, or a program of synkhronos.run, can have at most {MAX_BARRIERS:,} barriers")
         self._barrier_number += 1
         control.arrived[self.number] = self._barrier_number
         control.fence()

@@ -307,6 +307,8 @@ def test_init_refuses_wrong_settings(monkeypatch, tmp_path):
         rule.init(devices=["cpu"], modelfile="launch_models.mlp", modelclass="Nobody", folder=str(tmp_path / "run"))
     with raises(SettingsError, "period"):
         rules.EASGD(period=lambda step: 3).init(["cpu"], "launch_models.mlp", "MLP", folder=str(tmp_path / "run"))
+    with raises(SettingsError, "on_deth"):
+        rule.init(["cpu"], "launch_models.mlp", "MLP", folder=str(tmp_path / "run"), on_deth="stop")
     assert not (tmp_path / "run").exists()
 
 

@@ -39,11 +39,12 @@ def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise SettingsError(f"{path}: {error}") from None
     if not isinstance(settings, dict):
         raise SettingsError(f"{path}: expected settings by name, got {settings!r}")
-    _check_keys(settings, str(path))
+    check_setting_names(settings, str(path))
     return settings
 
 
-def _check_keys(settings: Mapping[str, Any], source: str) -> None:
+def check_setting_names(settings: Mapping[str, Any], source: str) -> None:
+    """Raise SettingsError for a name that is not a setting's; ``source`` is where the names are from."""
     for key in settings:
         if key not in SETTING_KEYS:
             raise SettingsError(
@@ -69,7 +70,7 @@ def parse_set_option(text: str) -> dict[str, Any]:
     if not equals:
         raise SettingsError(f"--set: expected KEY=VALUE, got {text!r}")
     key, _, rest = key.strip().partition(".")
-    _check_keys({key: None}, "--set")
+    check_setting_names({key: None}, "--set")
     if rest:
         return {key: {rest: _parse_value(value)}}
     return {key: _parse_value(value)}
