@@ -297,7 +297,7 @@ def test_signal_stops_all_ranks_after_the_same_round():
 
     plan = SimpleNamespace(rank_groups=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
     counts = SimpleNamespace(array=np.array([7, 0, 2, 0]))
-    lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
+    lock = SimpleNamespace(pull=lambda *_: None, push=lambda *_: None)
     loop = LocalStepLoop.__new__(LocalStepLoop)
     loop.plan, loop._batch_counts, loop.max_steps_per_launch = plan, _SharedBatchCounts(counts), 2
     loop.exchanger = SimpleNamespace(update_steps_left=lambda: 64)
