@@ -51,8 +51,8 @@ def build_network(settings: dict[str, Any]) -> Network:
     if "network" not in settings:
         from network import build_network as build_resnet
 
-        shape = [settings[name] for name in ("blocks", "width", "size", "classes")]
-        net = build_resnet(*shape, weight_decay=0.0)
+        blocks, width, size, n_classes = (settings[name] for name in ("blocks", "width", "size", "classes"))
+        net = build_resnet(blocks, width, size, n_classes, weight_decay=0.0)
         return Network(net.loss, net.params, net.x, net.y, net.average_updates)
     config = {"side": settings["size"], "stored": settings["size"], "classes": settings["classes"], "images": 1}
     kind = getattr(importlib.import_module(settings["network"].lower()), settings["network"])
