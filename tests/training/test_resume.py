@@ -179,7 +179,7 @@ def test_checkpoint_folder_refuses_a_second_training(fork, tmp_path):
 
 
 def raise_rate_until_divergence(epoch):
-    return 0.05 if epoch < 3 else 0.7
+    return 0.05 if epoch < 3 else 0.9
 
 
 def compute_mse(model):
@@ -197,7 +197,7 @@ def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
     assert len(values) == best + 4 and best >= 1
     assert checkpoint.find_best() in checkpoint.list_paths() and len(checkpoint.list_paths()) <= 3
     assert checkpoint.load(checkpoint.find_best()).metrics == {"loss": reports[best].loss, "mse": values[best]}
-    assert compute_mse(model) > 1.0001 * values[best]  # by how much depends on the times of EASGD's exchanges
+    assert compute_mse(model) > 1.05 * values[best]
     assert model.trainer.restore_best() == checkpoint.find_best()
     np.testing.assert_allclose(compute_mse(model), values[best], rtol=1e-12)
     params = np.asarray(synk.gather(model.w, nd_up=1))
