@@ -32,9 +32,11 @@ __all__ = ["SliceSum", "plan_queued_slices", "plan_rank_slices"]
 #: Bytes of rows in the largest slice.  A slice and its intermediate values fit into a core's caches, so that the
 #: gradient does not read the rows from memory again.
 _MAX_SLICE_BYTES = 4 << 20
-#: Bytes of rows in the smallest slice of a queue, if each rank has more, and number of them in a rank's share.  With
-#: smaller slices ranks wait less for the last one, but start more of them.
-_MIN_SLICE_BYTES, _MIN_SLICES_IN_SHARE = 64 << 10, 25
+#: Bytes of rows in the smallest slice of a queue, if each rank has more.  With smaller slices ranks wait less for the
+#: last one, but start more of them.
+_MIN_SLICE_BYTES = 64 << 10
+#: Number of smallest slices in a rank's share, if each of them has more bytes than that.
+_MIN_SLICES_IN_SHARE = 25
 
 
 def plan_rank_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
@@ -42,13 +44,13 @@ def plan_rank_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
 
     ``nbytes`` is the size of all rows.
     """
-    shares = [get_share(n_rows, n_ranks, rank) for rank in range(min(n_ranks, n_rows))]
     count = max(1, nbytes // (n_ranks * _MAX_SLICE_BYTES))
-    starts = [
-        share.start + get_share(share.stop - share.start, min(count, share.stop - share.start), i).start
-        for share in shares
-        for i in range(min(count, share.stop - share.start))
-    ]
+    starts = []
+    for rank in range(min(n_ranks, n_rows)):
+        share = get_share(n_rows, n_ranks, rank)
+        size = share.stop - share.start
+        n_slices = min(count, size)
+        starts += [share.start + get_share(size, n_slices, i).start for i in range(n_slices)]
     return [*starts, n_rows]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from library import COMPILER, DEVICE, NAME, package
 
-import synkhronos.compat  # noqa: F401
+import synkhronos.compat  # noqa: F401 - it prepares ``import theano``
 
 package.config.cxx = COMPILER
 if DEVICE == "host" and NAME == "pytensor":

@@ -162,5 +162,6 @@ def patch_external_sampler() -> None:
         with _serve_sums(sums, n_servers):
             return original(*args, **kwargs)
 
-    sample.starts_chain_servers = True  # type: ignore[attr-defined]
+    # Another library's wrapper by functools.wraps copies the attribute, so that the function is patched once.
+    sample.starts_chain_servers = True  # type: ignore[attr-defined]  # mypy knows no attributes of functions
     mcmc._sample_external_nuts = sample
