@@ -50,6 +50,7 @@ def make_collective_call(
     return {
         "all_reduce": lambda: nccl.all_reduce(source, source, count, _FLOAT32, _SUM, comm, stream),
         "reduce": lambda: nccl.reduce(source, source, count, _FLOAT32, _SUM, 0, comm, stream),
+        "reduce_scatter": lambda: nccl.reduce_scatter(source, destination, count // size, _FLOAT32, _SUM, comm, stream),
         "broadcast": lambda: nccl.broadcast(source, source, count, _FLOAT32, 0, comm, stream),
         "all_gather": lambda: nccl.all_gather(source, destination, count, _FLOAT32, comm, stream),
         "gather": gather,

@@ -42,9 +42,9 @@ from synkhronos.programs import Worker
 
 SIZES = [4_000, 4_000_000, 100_000_000]
 #: NCCL's name of each collective.
-NCCL_NAMES = {name: name for name in ("broadcast", "gather", "all_gather", "reduce", "all_reduce", "send")} | {
-    "group": "all_reduce"
-}
+NCCL_NAMES = {
+    name: name for name in ("broadcast", "gather", "all_gather", "reduce", "all_reduce", "reduce_scatter", "send")
+} | {"group": "all_reduce"}
 
 
 class RankCollectives:
@@ -55,8 +55,10 @@ class RankCollectives:
         self._n_ranks = n_ranks
         #: Seconds measured inside a call.
         self._inner_times: list[float] = []
-        self._s, self._joined = (library.shared(np.zeros(1, np.float32), name) for name in ("s", "joined"))
-        self._f = synk.function([], [], updates=[(self._s, self._s), (self._joined, self._joined)])
+        self._s, self._joined, self._split = (
+            library.shared(np.zeros(1, np.float32), name) for name in ("s", "joined", "split")
+        )
+        self._f = synk.function([], [], updates=[(v, v) for v in (self._s, self._joined, self._split)])
         self._f()
 
     def make_calls(self, n_values: int) -> dict[str, Callable[[], Any]]:
@@ -81,6 +83,13 @@ class RankCollectives:
             synk.scatter(joined, rows)  # all_gather would lengthen it with each call
             self._inner_times.append(time_call(all_gather))
 
+        reduce_scatter = make_waiting_call(synk.reduce_scatter, self._split, "sum")
+
+        def broadcast_and_reduce_scatter() -> None:
+            synk.broadcast(self._split, data)  # reduce_scatter would shorten it with each call
+            self._wait_until_computed(get_library(self._split).borrow_value(self._split))
+            self._inner_times.append(time_call(reduce_scatter))
+
         return {
             "broadcast": make_waiting_call(synk.broadcast, s),
             "scatter": make_waiting_call(synk.scatter, joined, rows),
@@ -88,6 +97,7 @@ class RankCollectives:
             "all_gather": scatter_and_gather,
             "reduce": make_waiting_call(synk.reduce, s, "sum"),
             "all_reduce": make_waiting_call(synk.all_reduce, s, "sum"),
+            "reduce_scatter": broadcast_and_reduce_scatter,
             "set_value": lambda: synk.set_value(last, s, data),
             "get_value": lambda: synk.get_value(last, s),
             "get_lengths": lambda: synk.get_lengths(s),
@@ -106,7 +116,7 @@ class RankCollectives:
         call()
         self._inner_times.clear()
         times = [time_call(call) for _ in range(rounds)]
-        return list(self._inner_times) if name == "all_gather" else times
+        return list(self._inner_times) or times
 
 
 def time_in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[float]:
@@ -160,6 +170,7 @@ def make_numpy_sides(n_values: int, n_ranks: int) -> dict[str, Callable[[], Any]
 
     return {
         "broadcast": make_copy_call(n_ranks - 1),
+        "reduce_scatter": reduce,
         "scatter": make_copy_call(n_ranks),
         "gather": make_copy_call(n_ranks),
         "all_gather": make_copy_call(n_ranks * n_ranks),
@@ -213,7 +224,7 @@ def main() -> None:
     nccl = NcclProcesses(n_ranks) if on_gpu else None
     synk.fork(n_ranks, use_gpu=on_gpu)
     ranks = RankCollectives(n_ranks)
-    table = Table({"": 12, "a rank": 8, "ours": 9, "quartiles": 19, reference: 9, f"ours/{reference}": 10})
+    table = Table({"": 14, "a rank": 8, "ours": 9, "quartiles": 19, reference: 9, f"ours/{reference}": 10})
     for nbytes in options.sizes:
         n_values = nbytes // 4
         calls = ranks.make_calls(n_values)

@@ -1,8 +1,10 @@
 """Collectives of arrays on GPUs, over NCCL and through host memory."""
 
+from functools import reduce
+
 import numpy as np
 import pytest
-from gpu_commands import ON_GPUS, RNG, make_filled_variable, needs_jax
+from gpu_commands import N_RANKS, ON_GPUS, RNG, make_filled_variable, needs_jax
 from library import ARRAYS, INTERPRETED, NAME, function, shared
 from library import tensor as T
 
@@ -16,47 +18,46 @@ OPS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 
 
 def check_values(w, expected):
-    for rank in range(2):
+    assert len(expected) == N_RANKS
+    for rank, expected_value in enumerate(expected):
         value = synk.get_value(rank, w)
-        np.testing.assert_array_equal(value, expected[rank])
-        assert value.dtype == expected[rank].dtype
+        np.testing.assert_array_equal(value, expected_value)
+        assert value.dtype == expected_value.dtype
 
 
 @pytest.mark.parametrize("nccl", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES + LACKING)
 def test_gpu_collectives_accept_every_dtype(fork, dtype, nccl):
-    fork(2)
+    fork(N_RANKS)
     w, values = make_filled_variable(dtype)
     kind = np.dtype(dtype)
     for op, ufunc in OPS.items():
         if kind.kind == "c" and op in ("max", "min") or kind.kind == "b" and op == "sum":
             continue
-        expected = ufunc(*values).astype(dtype)
+        expected = reduce(ufunc, values).astype(dtype)
         for rank, value in enumerate(values):
             synk.set_value(rank, w, value)
         np.testing.assert_array_equal(synk.reduce(w, op, in_place=False, nccl=nccl), expected)
         check_values(w, values)
         synk.all_reduce(w, op, nccl=nccl)
-        check_values(w, [expected, expected])
+        check_values(w, [expected] * N_RANKS)
     for rank, value in enumerate(values):
         synk.set_value(rank, w, value)
     if kind.kind in "fc":
         synk.reduce(w, "avg", nccl=nccl)
-        np.testing.assert_allclose(np.asarray(w.get_value()), (values[0] + values[1]) / 2)
+        np.testing.assert_allclose(np.asarray(w.get_value()), sum(values) / N_RANKS)
         synk.set_value(0, w, values[0])
     np.testing.assert_array_equal(synk.gather(w, nccl=nccl), np.stack(values))
     np.testing.assert_array_equal(synk.gather(w, nd_up=0, nccl=nccl), np.concatenate(values))
     synk.broadcast(w, nccl=nccl)
-    check_values(w, [values[0]] * 2)
+    check_values(w, [values[0]] * N_RANKS)
     synk.all_gather(w, nccl=nccl)
-    check_values(w, [np.concatenate([values[0]] * 2)] * 2)
+    check_values(w, [np.concatenate([values[0]] * N_RANKS)] * N_RANKS)
     if kind.kind not in "b":
         for rank, value in enumerate(values):
             synk.set_value(rank, w, value)
         synk.reduce_scatter(w, "sum", nccl=nccl)
-        half = (len(values[0]) + 1) // 2
-        total = values[0] + values[1]
-        for rank, rows in enumerate((total[:half], total[half:])):
+        for rank, rows in enumerate(np.array_split(sum(values), N_RANKS)):
             np.testing.assert_allclose(synk.get_value(rank, w), rows)
     # Theano keeps complex numbers on the host.
     assert ARRAYS.owns(w.container.storage[0]) or NAME == "theano" and kind.kind == "c"
@@ -64,30 +65,30 @@ def test_gpu_collectives_accept_every_dtype(fork, dtype, nccl):
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (1 << 22,)])
 def test_gpu_collectives_accept_any_size(fork, shape):
-    fork(2)
+    fork(N_RANKS)
     w, values = make_filled_variable("float32", shape)
     np.testing.assert_array_equal(synk.gather(w), np.stack(values))
     synk.all_reduce(w, "sum")
-    check_values(w, [values[0] + values[1]] * 2)
+    check_values(w, [sum(values)] * N_RANKS)
     synk.broadcast(w)
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 4, 1 << 20, (1 << 20) + 1])
 def test_gpu_reduce_scatter_accepts_any_size(fork, n_rows):
-    fork(2)
+    fork(N_RANKS)
     w, values = make_filled_variable("float32", (n_rows,))
-    total, half = values[0] + values[1], (n_rows + 1) // 2
+    total = sum(values)
     synk.reduce_scatter(w, "sum")
-    for rank, rows in enumerate((total[:half], total[half:])):
+    for rank, rows in enumerate(np.array_split(total, N_RANKS)):
         np.testing.assert_array_equal(synk.get_value(rank, w), rows)
     synk.all_gather(w)
-    check_values(w, [total] * 2)
+    check_values(w, [total] * N_RANKS)
 
 
 def test_gpu_gather_accepts_different_shapes(fork):
-    fork(2)
+    fork(N_RANKS)
     w, _ = make_filled_variable("float32")
-    parts = [np.arange(6, dtype="float32").reshape(2, 3), np.arange(12, dtype="float32").reshape(4, 3)]
+    parts = [np.arange(6 * n, dtype="float32").reshape(2 * n, 3) for n in range(1, 1 + N_RANKS)]
     for rank, part in enumerate(parts):
         synk.set_value(rank, w, part)
     for part, expected in zip(synk.gather(w), parts, strict=True):
@@ -96,40 +97,40 @@ def test_gpu_gather_accepts_different_shapes(fork):
     with pytest.raises(ValueError, match="same shape on all ranks"):
         synk.all_reduce(w)
     synk.all_gather(w)
-    check_values(w, [np.concatenate(parts)] * 2)
+    check_values(w, [np.concatenate(parts)] * N_RANKS)
 
 
 def test_collectives_leave_results_on_the_gpu(fork):
-    fork(2)
+    fork(N_RANKS)
     w, _ = make_filled_variable("float32")
     for value in (synk.gather(w), synk.gather(w, nd_up=0), synk.reduce(w, "sum", in_place=False)):
         assert ARRAYS.owns(value) and ARRAYS.is_on_gpu
 
 
 def test_collectives_mix_host_and_gpu_variables(fork):
-    fork(2)
+    fork(N_RANKS)
     x = T.dvector("x")
     host_options = {"target": "cpu"} if NAME == "theano" else {}
     host_variable, gpu_variable = shared(np.zeros(2), "here", **host_options), shared(np.zeros(2), "there")
     f = synk.function([x], updates=[(host_variable, host_variable + x.sum())], mode=INTERPRETED)
     g = synk.function([x], updates=[(gpu_variable, gpu_variable + x.sum())])
-    value = np.array([1.0, 2.0])
+    value = np.arange(1.0, 1 + N_RANKS)
     f(value), g(value)
     assert isinstance(host_variable.container.storage[0], np.ndarray) and ARRAYS.owns(gpu_variable.container.storage[0])
     for gathered in synk.gather([host_variable, gpu_variable]):
-        np.testing.assert_array_equal(gathered, [[1, 1], [2, 2]])
+        np.testing.assert_array_equal(gathered, np.stack([value, value], 1))
     synk.all_reduce([gpu_variable, host_variable], "sum")
     f(value), g(value)
     for gathered in synk.gather([host_variable, gpu_variable], nd_up=0):
-        np.testing.assert_array_equal(gathered, [4, 4, 5, 5])
+        np.testing.assert_array_equal(gathered, np.repeat(value.sum() + value, 2))
     gpu_variable.set_value(np.full(2, 9.0))  # on the host, in the master alone
     synk.broadcast([host_variable, gpu_variable])
     np.testing.assert_array_equal(synk.get_value(1, gpu_variable), [9, 9])
-    np.testing.assert_array_equal(synk.get_value(1, host_variable), [4, 4])
+    np.testing.assert_array_equal(synk.get_value(1, host_variable), [value.sum() + 1] * 2)
 
 
 def test_collectives_wait_for_preceding_updates(fork):
-    fork(2)
+    fork(N_RANKS)
     start = RNG.normal(size=(1024, 1024))
     w, v = shared(start, "w"), shared(start, "v")
 
@@ -145,24 +146,24 @@ def test_collectives_wait_for_preceding_updates(fork):
         f()
         synk.all_reduce(w, "avg")
         serial()
-    for rank in range(2):
+    for rank in range(N_RANKS):
         np.testing.assert_allclose(synk.get_value(rank, w), v.get_value(), rtol=1e-6, atol=1e-9)
 
 
 def test_get_value_is_fresh_after_a_collective(fork):
     # JAX caches host copies of arrays, and NCCL writes into their memory without its knowledge.
-    fork(2)
+    fork(N_RANKS)
     w, values = make_filled_variable("float32")
     np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), values[0])
     synk.all_reduce(w, "sum")
-    np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), values[0] + values[1])
+    np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), sum(values))
     synk.reduce(w, "sum")
-    np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), 2 * (values[0] + values[1]))
+    np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), N_RANKS * sum(values))
 
 
 @needs_jax
 def test_collectives_reuse_gpu_memory_safely(fork):
-    fork(2)
+    fork(N_RANKS)
     w, values = make_filled_variable("float32")
     storage = w.container.storage
     for collective in (synk.all_reduce, synk.broadcast, synk.reduce):
@@ -179,7 +180,7 @@ def test_collectives_reuse_gpu_memory_safely(fork):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_gpu_collectives_keep_nan(fork, dtype, op, nccl):
     # The C functions fmax and fmin, and NCCL's kernels, return the other operand.
-    fork(2)
+    fork(N_RANKS)
     w, values = make_filled_variable(dtype, (1001,))
     values[0][[3, 500]], values[1][[7, 500]] = np.nan, np.nan
     expected = np.zeros(1001, bool)
@@ -192,20 +193,20 @@ def test_gpu_collectives_keep_nan(fork, dtype, op, nccl):
     assign()
     np.testing.assert_array_equal(np.isnan(np.asarray(synk.reduce(w, op, in_place=False, nccl=nccl))), expected)
     synk.all_reduce(w, op, nccl=nccl)
-    for rank in range(2):
+    for rank in range(N_RANKS):
         np.testing.assert_array_equal(np.isnan(synk.get_value(rank, w)), expected)
     assign()
     synk.reduce_scatter(w, op, nccl=nccl)
-    for rank, part in enumerate((expected[:501], expected[501:])):
+    for rank, part in enumerate(np.array_split(expected, N_RANKS)):
         np.testing.assert_array_equal(np.isnan(synk.get_value(rank, w)), part)
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_outputs_on_gpus_keep_nan(fork, op):
-    fork(2)
+    fork(N_RANKS)
     x = T.dvector("x")
     f = synk.function([x], [(T.sqrt(x).max(), op), (x.sum(), op)])
     for value in (np.array([-1.0, -1.0, 4.0, 9.0]), np.array([4.0, 9.0, -1.0, -1.0])):
-        outputs = f(value)
+        outputs, sums = f(value), [part.sum() for part in np.array_split(value, N_RANKS)]
         assert np.isnan(float(outputs[0]))
-        assert float(outputs[1]) == {"max": 13, "min": -2}[op]
+        assert float(outputs[1]) == {"max": max, "min": min}[op](sums)

@@ -10,6 +10,7 @@ import pytest
 from gpu_commands import (
     FAULT_LIMIT,
     FAULTS,
+    N_RANKS,
     ON_GPUS,
     FailBeforeCollectives,
     FailInAllReduce,
@@ -45,7 +46,7 @@ class ExitWithPending(FailInAllReduce):
 class FailInBlocking(FailInAllReduce):
     """Command of a blocking collective that one rank never starts, as it fails or waits.
 
-    The other rank can't finish without it; except with "sent" and "given", where the other sends, and may finish.
+    The others can't finish without it; except with "sent" and "given", where they send, and may finish.
     """
 
     def __init__(self, collective, action):
@@ -57,7 +58,7 @@ class FailInBlocking(FailInAllReduce):
         communicator.connect(rank.all_gather(communicator.generation))
         array, output = ARRAYS.from_numpy(np.ones(*layout)), ARRAYS.empty(*layout)
         if rank.number == self.failing_rank:
-            time.sleep(0.1)  # the other rank has started it
+            time.sleep(0.1)  # the other ranks have started it
             while self.action == "wait":
                 rank.check_cancelled()
                 time.sleep(0.01)
@@ -84,44 +85,44 @@ class FailInBlocking(FailInAllReduce):
     ("action", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "code 3")]
 )
 def test_death_inside_a_collective_is_noticed(fork, action, words):
-    fork(2)
+    fork(N_RANKS)
     check_ranks_work()
     with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match=words):
         ranks.get_session().run(FailInAllReduce(action, 1))
     with pytest.raises(RuntimeError, match="fork"):
         synk.distribute()
-    fork(2)
+    fork(N_RANKS)
     check_ranks_work()
 
 
 @needs_real_gpus  # pretended GPUs have no pending collectives at the end of a command
 @pytest.mark.new_ranks
 def test_death_is_noticed_while_the_master_waits_for_its_gpu(fork):
-    fork(2)
+    fork(N_RANKS)
     check_ranks_work()
     array = ranks.get_session().run(ExitWithPending("SIGKILL", 1))
     with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         np.asarray(array)
     del array
-    fork(2)
+    fork(N_RANKS)
     check_ranks_work()
 
 
 @needs_real_gpus
 @pytest.mark.new_ranks
 def test_close_completes_pending_collectives(fork):
-    fork(2)
+    fork(N_RANKS)
     w = shared(np.ones(1 << 25, "float32"), "w")
     synk.function([], updates=[(w, w * np.float32(2))])()
     for _ in range(10):
         synk.all_reduce(w, "sum")
     synk.close()
-    np.testing.assert_array_equal(np.asarray(w.get_value()), np.float32(2048))
+    np.testing.assert_array_equal(np.asarray(w.get_value()), np.float32(2) * np.float32(N_RANKS) ** 10)
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("failing_rank", [0, N_RANKS - 1])
 def test_collectives_reconnect_after_an_exception(fork, failing_rank):
-    fork(2)
+    fork(N_RANKS)
     check_ranks_work()
     for _ in range(2):
         with time_limit(FAULT_LIMIT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
@@ -132,7 +133,7 @@ def test_collectives_reconnect_after_an_exception(fork, failing_rank):
 @pytest.mark.parametrize("action", ["raise", "wait"])
 @pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather"])
 def test_exception_aborts_a_pending_collective(fork, collective, action):
-    fork(2)
+    fork(N_RANKS)
     check_ranks_work()
     with time_limit(FAULT_LIMIT), pytest.raises(KeyboardInterrupt if action == "wait" else synk.WorkerError):
         ranks.get_session().run(FailInBlocking(collective, action))
@@ -141,7 +142,7 @@ def test_exception_aborts_a_pending_collective(fork, collective, action):
 
 @pytest.mark.parametrize("collective", ["sent", "given"])
 def test_failed_collective_leaves_no_messages_for_later_ones(fork, collective):
-    fork(2)
+    fork(N_RANKS)
     check_ranks_work()
     with pytest.raises(synk.WorkerError):
         ranks.get_session().run(FailInBlocking(collective, "raise"))
@@ -151,7 +152,7 @@ def test_failed_collective_leaves_no_messages_for_later_ones(fork, collective):
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather", "sent", "given"])
 def test_death_in_a_pending_collective_is_noticed(fork, collective):
-    fork(2)
+    fork(N_RANKS)
     check_ranks_work()
     with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         ranks.get_session().run(FailInBlocking(collective, "SIGKILL"))
@@ -159,12 +160,12 @@ def test_death_in_a_pending_collective_is_noticed(fork, collective):
 
 @needs_jax
 def test_interrupt_after_the_start_of_an_all_reduce_keeps_the_result(fork, monkeypatch):
-    fork(2)
+    fork(N_RANKS)
     variables, sums = [], []
     for _ in range(2):
         w, values = make_filled_variable("float32")
         variables.append(w)
-        sums.append(values[0] + values[1])
+        sums.append(sum(values))
     arrays = [w.get_value(borrow=True, return_internal_type=True) for w in variables]
     notify_started = NcclCommunicator.notify_started
 
@@ -177,11 +178,11 @@ def test_interrupt_after_the_start_of_an_all_reduce_keeps_the_result(fork, monke
         synk.all_reduce(variables, "sum")
     for w, array, total in zip(variables, arrays, sums, strict=True):
         assert w.get_value(borrow=True, return_internal_type=True) is not array
-        np.testing.assert_array_equal(synk.gather(w), [total] * 2)
+        np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
 
 
 def test_exception_before_a_collective_keeps_connections(fork):
-    fork(2)
+    fork(N_RANKS)
     check_ranks_work()
     with pytest.raises(synk.WorkerError, match="the sum is odd"):
         ranks.get_session().run(FailBeforeCollectives())
@@ -195,13 +196,13 @@ def test_exception_before_a_collective_keeps_connections(fork):
 
 @pytest.mark.new_ranks
 def test_fork_timeout_ends_a_hanging_rank(fork):
-    fork(2, timeout=60.0)
+    fork(N_RANKS, timeout=60.0)
     check_ranks_work()
     session = ranks.get_session()
     session.timeout = 1.0
     with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="did not finish within the 1 seconds"):
         session.run(StartLate())
-    fork(2)
+    fork(N_RANKS)
     check_ranks_work()
 
 

@@ -16,6 +16,7 @@ from library import ARRAYS, DEVICE, NAME, read_results, shared
 from library import tensor as T
 
 import synkhronos as synk
+from synkhronos import ranks
 from synkhronos.ranks import ArrayLocation, Command
 
 #: Marks of a file of tests on GPUs.
@@ -24,6 +25,8 @@ needs_real_gpus = pytest.mark.skipif("PRETENDED_GPUS" in os.environ, reason="abo
 needs_jax = pytest.mark.skipif(NAME != "pytensor", reason="about JAX arrays")
 
 RNG = np.random.default_rng(11)
+#: Ranks in the tests of collectives and faults.
+N_RANKS = int(os.environ.get("SYNKHRONOS_TEST_RANKS", "2"))
 #: Maximal seconds from a fault to its error: a process that has used a GPU takes one or two to exit.
 FAULT_LIMIT = 5
 
@@ -57,8 +60,8 @@ def run_program(code, **environment):
 
 
 def make_filled_variable(dtype, shape=(3, 5)):
-    """Return a variable with different values on two ranks, and the two values."""
-    values = [np.asarray(RNG.integers(0, 5, shape)).astype(dtype) for _ in range(2)]
+    """Return a variable with a different value on each rank, and the values."""
+    values = [np.asarray(RNG.integers(0, 5, shape)).astype(dtype) for _ in range(ranks.get_session().size)]
     w = shared(values[0], "w")
     read_results(synk.function([], (w.sum(), None))())
     for rank, value in enumerate(values):
@@ -71,9 +74,10 @@ def check_ranks_work():
     x = T.dvector("x")
     w = shared(np.ones(3), "w")
     f = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x.sum())])
-    assert f(np.array([1.0, 2.0])) == 3
+    value = np.arange(1.0, 1 + ranks.get_session().size)
+    assert f(value) == value.sum()
     synk.all_reduce(w, "sum")
-    np.testing.assert_array_equal(synk.gather(w), np.full((2, 3), 5.0))
+    np.testing.assert_array_equal(synk.gather(w), np.full((len(value), 3), len(value) + value.sum()))
 
 
 def is_gpu_array_equal(value, expected):
