@@ -38,7 +38,7 @@ from benchmarks._measure import (
 )
 from synkhronos.devices import get_array_device
 from synkhronos.graph_libraries import get_library
-from synkhronos.programs import Worker
+from synkhronos.programs import RankContext
 
 SIZES = [4_000, 4_000_000, 100_000_000]
 #: NCCL's name of each collective.
@@ -119,18 +119,18 @@ class RankCollectives:
         return list(self._inner_times) or times
 
 
-def time_in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[float]:
+def time_in_program(context: RankContext, name: str, shared: Any, calls: int) -> list[float]:
     """Send or reduce a shared variable's value; return the seconds of each call except the first."""
-    array, last = get_library(shared).borrow_value(shared), worker.size - 1
-    group = worker.group(range(worker.size))
+    array, last = get_library(shared).borrow_value(shared), context.size - 1
+    group = context.group(range(context.size))
 
     def send() -> None:
-        if worker.number == 0:
-            worker.send(array, last)
-            result = worker.receive(last)
-        elif worker.number == last:
-            result = worker.receive(0)
-            worker.send(result, 0)
+        if context.number == 0:
+            context.send(array, last)
+            result = context.receive(last)
+        elif context.number == last:
+            result = context.receive(0)
+            context.send(result, 0)
         else:
             return
         get_array_device(result).wait([result])
@@ -141,7 +141,7 @@ def time_in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[
 
     call, factor = (send, 0.5) if name == "send" else (all_reduce, 1.0)
     call()
-    worker.barrier("connected")
+    context.barrier("connected")
     return [factor * time_call(call) for _ in range(calls)]
 
 

@@ -40,10 +40,10 @@ ALPHA = 0.3
 STEP = 0.01
 
 
-def time_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared_arrays: Any, rounds: int) -> Any:
+def time_exchanges(context: Any, rule: rules.Rule, params: list[Any], shared_arrays: Any, rounds: int) -> Any:
     """Return the seconds of exchanges with the centre and of the same computation in NumPy, measured in turn."""
     state = rules.State(params, [], shared_arrays)
-    rule.setup(worker, state)
+    rule.setup(context, state)
     x, centre, buffer = np.ones(SIZE, np.float32), np.ones(SIZE, np.float32), np.empty(BLOCK, np.float32)
 
     def exchange_in_numpy() -> None:
@@ -55,56 +55,56 @@ def time_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared_arra
             np.subtract(a, difference, out=a)
             np.add(c, difference, out=c)
 
-    return time_interleaved({"NumPy": exchange_in_numpy, "rule": lambda: rule.exchange(worker, state)}, rounds)
+    return time_interleaved({"NumPy": exchange_in_numpy, "rule": lambda: rule.exchange(context, state)}, rounds)
 
 
-def time_one_exchange(worker: Any, rule: rules.Rule, params: list[Any], shared_arrays: Any, rank: int) -> float:
+def time_one_exchange(context: Any, rule: rules.Rule, params: list[Any], shared_arrays: Any, rank: int) -> float:
     """Return the seconds of one rank's exchange with the centre."""
-    storage = worker.get_storage("exchange")
+    storage = context.get_storage("exchange")
     if "state" not in storage:
         storage["state"] = rules.State(params, [], shared_arrays)
-        rule.setup(worker, storage["state"])
-        rule.exchange(worker, storage["state"])
-    worker.barrier("begin")
+        rule.setup(context, storage["state"])
+        rule.exchange(context, storage["state"])
+    context.barrier("begin")
     start = time.perf_counter()
-    if worker.number == rank:
-        rule.exchange(worker, storage["state"])
+    if context.number == rank:
+        rule.exchange(context, storage["state"])
     seconds = time.perf_counter() - start
-    worker.barrier("end")
+    context.barrier("end")
     return seconds
 
 
 def measure_steps_per_second(
-    worker: Any, rule: rules.Rule | None, params: list[Any], shared_arrays: Any, steps: int, slow_rank: int
+    context: Any, rule: rules.Rule | None, params: list[Any], shared_arrays: Any, steps: int, slow_rank: int
 ) -> float:
     """Take steps that only sleep; return the steps per second of all ranks, or, without a rule, of this rank."""
     state = rules.State(params, [], shared_arrays)
-    pause = STEP * (3 if worker.number == slow_rank else 1)
+    pause = STEP * (3 if context.number == slow_rank else 1)
     if rule is None:
         start = time.perf_counter()
         for _ in range(steps):
             time.sleep(pause)
         return steps / (time.perf_counter() - start)
-    rule.setup(worker, state)
-    worker.barrier("begin")
+    rule.setup(context, state)
+    context.barrier("begin")
     start, n_taken = time.perf_counter(), 0
-    total = steps * worker.size
+    total = steps * context.size
     while n_taken < total:
         if rule.asynchronous:
-            with worker.lock(worker.size + 1) as ticket:
+            with context.lock(context.size + 1) as ticket:
                 n_taken = ticket.turn
             if n_taken >= total:
                 break
         else:
-            n_taken += worker.size
+            n_taken += context.size
         time.sleep(pause)
         steps_left = rule.count_steps_left(state)
         state.step += 1
         state.steps_since_exchange += 1
         if steps_left == 1:
-            rule.exchange(worker, state)
+            rule.exchange(context, state)
             state.steps_since_exchange = 0
-    worker.barrier("end")
+    context.barrier("end")
     return total / (time.perf_counter() - start)
 
 

@@ -158,7 +158,7 @@ def compare_torch(options: argparse.Namespace) -> None:
             print(f"{name}: {failure}")
 
 
-def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> dict[str, float]:
+def measure_exchanges(context: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> dict[str, float]:
     """Return the median seconds of an exchange with the centre, and of averages."""
     from synkhronos.devices import JAX
     from synkhronos.graph_libraries import get_library
@@ -166,11 +166,11 @@ def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: 
 
     get_library(params[0]).store_value(params[0], JAX.from_numpy(np.ones(SIZE, np.float32)))
     state = rules.State(params, [], shared)
-    rule.setup(worker, state)
+    rule.setup(context, state)
     times: dict[str, list[float]] = {}
 
     def time_and_record(name: str, function: Any) -> None:
-        worker.barrier(name)
+        context.barrier(name)
         start = time.perf_counter()
         result = function()
         if hasattr(result, "block_until_ready"):
@@ -178,7 +178,7 @@ def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: 
         times.setdefault(name, []).append(time.perf_counter() - start)
 
     def exchange() -> Any:
-        rule.exchange(worker, state)
+        rule.exchange(context, state)
         return state.vector
 
     def copy_centre() -> Any:  # lower bound of the exchange: the centre to the GPU, and back
@@ -186,16 +186,16 @@ def measure_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: 
         return state.vector
 
     for _ in range(1 + rounds):  # the first round is discarded
-        for turn in range(worker.size):  # one rank at a time, so that no exchange waits for another
-            worker.barrier("turn")
-            if turn == worker.number:
+        for turn in range(context.size):  # one rank at a time, so that no exchange waits for another
+            context.barrier("turn")
+            if turn == context.number:
                 for name, copy in (("exchange with the centre", exchange), ("the centre there and back", copy_centre)):
                     start = time.perf_counter()
                     copy().block_until_ready()
                     times.setdefault(name, []).append(time.perf_counter() - start)
         for precision in (None, "float16", "bfloat16"):
             time_and_record(
-                f"average in {precision or 'float32'}", lambda p=precision: all_reduce_mean(worker, state.vector, p)
+                f"average in {precision or 'float32'}", lambda p=precision: all_reduce_mean(context, state.vector, p)
             )
     return {name: median(values[1:]) for name, values in times.items()}
 

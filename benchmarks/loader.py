@@ -145,7 +145,7 @@ def measure_core_seconds(loader: Loader, step: Callable[[], None], count: int) -
     return (read_ranks() - start[0]) / count, (read_loaders() - start[1]) / count
 
 
-def read_process_time(worker: synk.Worker) -> float:
+def read_process_time(context: synk.RankContext) -> float:
     """Return the processor time of a rank in seconds; `synkhronos.run` calls this on all ranks."""
     return process_time()
 

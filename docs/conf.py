@@ -77,7 +77,7 @@ html_show_sourcelink = False
 
 
 def resolve_short_name(app, env, node, contnode):
-    """Resolve a name without its module, or with the module that defines it, such as `Worker.lock`.
+    """Resolve a name without its module, or with the module that defines it, such as `RankContext.lock`.
 
     Returns
     -------

@@ -32,7 +32,7 @@ from synkhronos.collectives.calls import (
 from synkhronos.data import Data, FileData, PartsData, data, data_file, data_parts
 from synkhronos.function import Function, distribute, function
 from synkhronos.gpus import get_n_gpu
-from synkhronos.programs import Worker, run
+from synkhronos.programs import RankContext, run
 from synkhronos.ranks import WorkerError
 from synkhronos.rules import Rule as _Rule
 from synkhronos.startup import bytes_sent, close, fork
@@ -45,8 +45,8 @@ __all__ = [
     "FileData",
     "Function",
     "PartsData",
+    "RankContext",
     "Timeline",
-    "Worker",
     "WorkerError",
     "all_gather",
     "all_reduce",

@@ -6,6 +6,6 @@ import time
 from typing import Any
 
 
-def get_processor_seconds(worker: Any) -> float:
+def get_processor_seconds(context: Any) -> float:
     """Return the processor seconds of all threads of this rank so far."""
     return time.process_time()

@@ -25,7 +25,7 @@ from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.function.slow_warning import warn_if_slow
 from synkhronos.graph_libraries import list_loaded_libraries
 from synkhronos.programs.local_function import LocalFunction, LocalRows
-from synkhronos.programs.worker import Worker
+from synkhronos.programs.rank_context import RankContext
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.program_memory import ProgramMemoryLayout
 from synkhronos.ranks.rank_program import RankProgram
@@ -40,8 +40,8 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     Parameters
     ----------
     program : callable
-        Function that each rank calls as ``program(worker, *args, **kwargs)`` with its `Worker`.  The other ranks have
-        to find it by name: a function of a module, or one that the script defines before `fork`.
+        Function that each rank calls as ``program(context, *args, **kwargs)`` with its `RankContext`.  The other ranks
+        have to find it by name: a function of a module, or one that the script defines before `fork`.
     *args, **kwargs
         Picklable arguments of the program.  A rank gets a `LocalFunction`, which computes on this rank alone, in place
         of a `Function`; `LocalRows` in place of a `Data` object; its own copy of a shared variable.
@@ -63,14 +63,14 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     Notes
     -----
     If one rank fails, the program ends on all ranks: the others stop at their next wait, call of a compiled function
-    or call of `Worker.progress`.  ``fork(timeout=...)`` limits the seconds between two of these.
+    or call of `RankContext.progress`.  ``fork(timeout=...)`` limits the seconds between two of these.
 
     Examples
     --------
     >>> import synkhronos as synk
     >>> n = synk.fork(3, use_gpu=False)
     >>> synk.run(repr)
-    ['<synkhronos.Worker 0 of 3>', '<synkhronos.Worker 1 of 3>', '<synkhronos.Worker 2 of 3>']
+    ['<synkhronos.RankContext 0 of 3>', '<synkhronos.RankContext 1 of 3>', '<synkhronos.RankContext 2 of 3>']
     >>> synk.close()
     """
     if not callable(program):
@@ -123,7 +123,7 @@ class RunProgram(_RunProgramFields, Command):
             ) from error
         rank_program.check_cancelled()
         with RankMeanContext.forbid():
-            result = program(Worker(rank, rank_program), *args, **kwargs)
+            result = program(RankContext(rank, rank_program), *args, **kwargs)
         try:
             payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from synkhronos.checks import check_choice
-from synkhronos.programs import Worker
+from synkhronos.programs import RankContext
 from synkhronos.rules.rule import Rule, check_period
 from synkhronos.rules.state import State
 from synkhronos.variable_types import SharedVariable
@@ -53,14 +53,14 @@ class BSP(Rule):
         if average == "gradient" and precision not in (None, "bfloat16"):
             raise ValueError(f"precision: expected None or 'bfloat16' for gradients, got {precision!r}")
 
-    def exchange(self, worker: Worker, state: State) -> None:
+    def exchange(self, context: RankContext, state: State) -> None:
         """Average parameters; if the loss has a weight, ranks are weighted by it."""
         relative_weight = 1.0
         if state.count_items is not None:
-            items = worker.all_gather(state.count_items())
+            items = context.all_gather(state.count_items())
             if sum(items):
-                relative_weight = items[worker.number] * worker.size / sum(items)
-        state.vector = self.compute_mean(worker, state, relative_weight)
+                relative_weight = items[context.number] * context.size / sum(items)
+        state.vector = self.compute_mean(context, state, relative_weight)
 
 
 class LocalSGD(Rule):
@@ -95,11 +95,11 @@ class LocalSGD(Rule):
         super().__init__(period, exclude, precision)
         self.state = check_choice(state, "state", ("keep", "average", "reset"))
 
-    def exchange(self, worker: Worker, state: State) -> None:
+    def exchange(self, context: RankContext, state: State) -> None:
         """Average parameters, and average or reset the optimizer's variables."""
-        state.vector = self.compute_mean(worker, state)
+        state.vector = self.compute_mean(context, state)
         if self.state == "average" and state.optimizer.size:
-            state.optimizer.set(worker.all_reduce(state.optimizer.get()))
+            state.optimizer.set(context.all_reduce(state.optimizer.get()))
         elif self.state == "reset":
             state.optimizer.set(np.zeros(state.optimizer.size, state.optimizer.dtype))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from synkhronos.checks import check_flag
 from synkhronos.devices import get_array_device
-from synkhronos.programs import Worker
+from synkhronos.programs import RankContext
 from synkhronos.rules.elastic import CENTRE_LOCK, CentreRule, read_centre
 from synkhronos.rules.rule import check_period, reduce_by_rows
 from synkhronos.rules.state import State
@@ -61,29 +61,29 @@ class Downpour(CentreRule):
         period = math.gcd(self.push, self.fetch)
         return period - state.step % period
 
-    def setup(self, worker: Worker, state: State) -> None:
+    def setup(self, context: RankContext, state: State) -> None:
         """Set the centre, and this rank's base, to the parameters."""
         state.own["base"] = state.vector
         state.own["seen"] = 0
-        super().setup(worker, state)
+        super().setup(context, state)
 
-    def exchange(self, worker: Worker, state: State) -> int | None:
+    def exchange(self, context: RankContext, state: State) -> int | None:
         """Push, fetch, or both; return the number of earlier pushes, or None without a push or if synchronous."""
         if not self.asynchronous:
             steps = state.vector - state.own["base"]
             state.own["base"] = state.own["base"] + reduce_by_rows(
-                state, steps, lambda vector: worker.all_reduce(vector, "sum")
+                state, steps, lambda vector: context.all_reduce(vector, "sum")
             )
             state.vector = state.own["base"]
             return None
         is_push, is_fetch = state.step % self.push == 0, state.step % self.fetch == 0
-        return self._push_and_fetch(worker, state, is_push, is_fetch) if is_push or is_fetch else None
+        return self._push_and_fetch(context, state, is_push, is_fetch) if is_push or is_fetch else None
 
-    def _push_and_fetch(self, worker: Worker, state: State, is_push: bool, is_fetch: bool) -> int | None:
+    def _push_and_fetch(self, context: RankContext, state: State, is_push: bool, is_fetch: bool) -> int | None:
         """Push, fetch, or both, under the lock; return the number of earlier pushes, or None without a push."""
         views, vector = state.get_writable_params()
         rows, own = state.shared_rows, state.own
-        with worker.lock(CENTRE_LOCK) as lock:
+        with context.lock(CENTRE_LOCK) as lock:
             lock.pull(rows["sequence"], rows["centre"])
             sequence = int(state.shared["sequence"][0])
             is_base_current = sequence == own["seen"]  # no other rank has pushed since this rank fetched
@@ -135,14 +135,14 @@ class Downpour(CentreRule):
         own["base"] = x if is_push else new_centre - steps
         return x
 
-    def compute_consensus(self, worker: Worker, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: State) -> Array:
         """Push the remaining steps, and return the centre."""
         if not self.asynchronous:
             return state.own["base"]
         if not (state.vector == state.own["base"]).all():
-            self._push_and_fetch(worker, state, is_push=True, is_fetch=False)
-        worker.barrier("all have pushed")
-        return read_centre(worker, state)
+            self._push_and_fetch(context, state, is_push=True, is_fetch=False)
+        context.barrier("all have pushed")
+        return read_centre(context, state)
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Start all ranks at the centre.  No steps are lost: a report, which pushes them, precedes a checkpoint."""

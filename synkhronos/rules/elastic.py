@@ -9,7 +9,7 @@ import numpy as np
 
 from synkhronos.checks import check_flag
 from synkhronos.devices import NUMPY, get_array_device
-from synkhronos.programs import Worker
+from synkhronos.programs import RankContext
 from synkhronos.rules.rule import Rule, SharedArrays, check_fraction, check_momentum
 from synkhronos.rules.state import State
 from synkhronos.variable_types import Array, SharedVariable
@@ -25,12 +25,12 @@ class CentreRule(Rule):
         """Return the shape and dtype of the centre, and of the counter."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
-    def setup(self, worker: Worker, state: State) -> None:
+    def setup(self, context: RankContext, state: State) -> None:
         """Set the centre in shared memory to the parameters."""
         if self.asynchronous:
-            if worker.number == 0:
+            if context.number == 0:
                 state.shared_rows["centre"].write(state.vector)
-            worker.barrier("the centre is set")
+            context.barrier("the centre is set")
 
 
 class EASGD(CentreRule):
@@ -80,22 +80,22 @@ class EASGD(CentreRule):
         """Compute α for a number of ranks."""
         return self.beta / n_ranks if self.alpha is None else self.alpha
 
-    def setup(self, worker: Worker, state: State) -> None:
+    def setup(self, context: RankContext, state: State) -> None:
         """Set the centre to the parameters."""
         if not self.asynchronous:
             state.own["centre"] = state.vector
-        super().setup(worker, state)
+        super().setup(context, state)
 
-    def exchange(self, worker: Worker, state: State) -> int | None:
+    def exchange(self, context: RankContext, state: State) -> int | None:
         """Exchange with the centre; return the number of earlier exchanges, or None if synchronous."""
-        alpha = self._compute_alpha(worker.size)
+        alpha = self._compute_alpha(context.size)
         if not self.asynchronous:
             distance = alpha * (self._get_exchanged_vector(state) - state.own["centre"])
             state.vector = state.vector - distance
-            state.own["centre"] = state.own["centre"] + worker.all_reduce(distance, "sum")
+            state.own["centre"] = state.own["centre"] + context.all_reduce(distance, "sum")
             return None
         rows = state.shared_rows
-        with worker.lock(CENTRE_LOCK) as lock:
+        with context.lock(CENTRE_LOCK) as lock:
             lock.pull(rows["sequence"], rows["centre"])
             sequence = int(state.shared["sequence"][0])
             self._exchange_with_centre(state, alpha)
@@ -120,12 +120,12 @@ class EASGD(CentreRule):
         """Return x^i, the vector that is exchanged."""
         return state.vector
 
-    def compute_consensus(self, worker: Worker, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: State) -> Array:
         """Return the centre."""
         if not self.asynchronous:
             return state.own["centre"]
-        worker.barrier("all have exchanged")
-        return read_centre(worker, state)
+        context.barrier("all have exchanged")
+        return read_centre(context, state)
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Keep the centre and the first ranks; additional ones start at the centre, with zero optimizer variables."""
@@ -179,9 +179,9 @@ class EAMSGD(EASGD):
         return state.vector - self.momentum * state.velocity
 
 
-def read_centre(worker: Worker, state: State) -> Any:
+def read_centre(context: RankContext, state: State) -> Any:
     """Return a copy of the centre, on the device of the parameters."""
-    with worker.lock(CENTRE_LOCK) as lock:
+    with context.lock(CENTRE_LOCK) as lock:
         lock.pull(state.shared_rows["centre"])
         return state.shared_rows["centre"].to_device(state.params.device)
 

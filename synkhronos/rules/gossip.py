@@ -9,7 +9,7 @@ import numpy as np
 
 from synkhronos.checks import check_at_least
 from synkhronos.devices import get_array_device
-from synkhronos.programs import Worker
+from synkhronos.programs import RankContext
 from synkhronos.rules.rule import Rule, SharedArrays, check_fraction, get_rank_lock
 from synkhronos.rules.state import State
 from synkhronos.variable_types import Array, SharedVariable
@@ -54,28 +54,28 @@ class GoSGD(Rule):
         """Return the shape and dtype of the mailboxes, and of the weights of their contents."""
         return {"mail": ((n_ranks, size), dtype), "weights": ((n_ranks,), np.float64)}
 
-    def setup(self, worker: Worker, state: State) -> None:
+    def setup(self, context: RankContext, state: State) -> None:
         """Give all ranks equal weights."""
-        state.own["weight"] = 1 / worker.size
+        state.own["weight"] = 1 / context.size
 
-    def exchange(self, worker: Worker, state: State) -> int | None:
+    def exchange(self, context: RankContext, state: State) -> int | None:
         """Receive, then send at random; return the number of the rank that receives the message, or None."""
-        self._receive(worker, state)
-        random = np.random.default_rng((self.seed, worker.number, state.step))
-        if worker.size == 1 or random.random() >= self.probability:
+        self._receive(context, state)
+        random = np.random.default_rng((self.seed, context.number, state.step))
+        if context.size == 1 or random.random() >= self.probability:
             return None
-        dest = int(random.integers(worker.size - 1))
-        dest += dest >= worker.number
-        self._send(worker, state, dest)
+        dest = int(random.integers(context.size - 1))
+        dest += dest >= context.number
+        self._send(context, state, dest)
         return dest
 
-    def _send(self, worker: Worker, state: State, dest: int) -> None:
+    def _send(self, context: RankContext, state: State, dest: int) -> None:
         """Merge this rank's parameters, with half of its weight, into the mailbox of rank ``dest``."""
         views, vector = state.get_writable_params()
         mail, weights = state.shared["mail"][dest], state.shared["weights"]
         weight = state.own["weight"] / 2
         target_mail, target_weight = (state.shared_rows[name][dest : dest + 1] for name in ("mail", "weights"))
-        with get_rank_lock(worker, dest) as lock:
+        with get_rank_lock(context, dest) as lock:
             lock.pull(target_weight)
             if weights[dest]:
                 lock.pull(target_mail)
@@ -91,13 +91,13 @@ class GoSGD(Rule):
             weights[dest] += weight
             lock.push(target_mail, target_weight)
 
-    def _receive(self, worker: Worker, state: State) -> None:
+    def _receive(self, context: RankContext, state: State) -> None:
         """Merge the contents of this rank's mailbox into its parameters, and empty the mailbox."""
-        weights, number = state.shared["weights"], worker.number
+        weights, number = state.shared["weights"], context.number
         if not weights[number]:
             return
         views, vector = state.get_writable_params()
-        with get_rank_lock(worker, number):
+        with get_rank_lock(context, number):
             weight, mail = float(weights[number]), state.shared["mail"][number]
             state.own["weight"] += weight
             fraction = weight / state.own["weight"]
@@ -113,13 +113,13 @@ class GoSGD(Rule):
         if vector is not None:
             state.vector = vector
 
-    def compute_consensus(self, worker: Worker, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: State) -> Array:
         """Empty the mailboxes, and return the weighted mean of all ranks' parameters."""
-        worker.barrier("all messages are sent")
-        self._receive(worker, state)
+        context.barrier("all messages are sent")
+        self._receive(context, state)
         # The sum of the weights is not 1 after an interrupt in the middle of a message.
-        fraction = state.own["weight"] / sum(worker.all_gather(state.own["weight"]))
-        return worker.all_reduce(fraction * state.vector, "sum")
+        fraction = state.own["weight"] / sum(context.all_gather(state.own["weight"]))
+        return context.all_reduce(fraction * state.vector, "sum")
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Merge surplus ranks into others, or split the weights of ranks with new ones.  The mean is unchanged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from synkhronos.checks import check_flag, check_positive
-from synkhronos.programs import Worker
+from synkhronos.programs import RankContext
 from synkhronos.rules.rule import Rule, check_momentum
 from synkhronos.rules.state import State
 from synkhronos.variable_types import Array, SharedVariable
@@ -14,14 +14,14 @@ from synkhronos.variable_types import Array, SharedVariable
 class _OuterOptimizerRule(Rule):
     """Base class: all ranks start from an anchor; the anchor minus the ranks' average is the outer gradient."""
 
-    def setup(self, worker: Worker, state: State) -> None:
+    def setup(self, context: RankContext, state: State) -> None:
         """Set the anchor to the parameters, and the outer velocity to zero."""
         state.own["anchor"] = state.vector
         state.own["velocity"] = 0 * state.vector
 
-    def exchange(self, worker: Worker, state: State) -> None:
+    def exchange(self, context: RankContext, state: State) -> None:
         """Average parameters, and take an outer step from the anchor."""
-        anchor, mean = state.own["anchor"], self.compute_mean(worker, state)
+        anchor, mean = state.own["anchor"], self.compute_mean(context, state)
         velocity, new_anchor = self._take_outer_step(anchor, anchor - mean, state.own["velocity"], state.learning_rate)
         # Not extrapolated: momentum could make running variances negative.
         new_anchor = state.with_averages(new_anchor, mean)
@@ -37,9 +37,9 @@ class _OuterOptimizerRule(Rule):
         """
         raise NotImplementedError
 
-    def compute_consensus(self, worker: Worker, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: State) -> Array:
         """Return the anchor right after an exchange, else the mean of the parameters."""
-        return super().compute_consensus(worker, state) if state.steps_since_exchange else state.own["anchor"]
+        return super().compute_consensus(context, state) if state.steps_since_exchange else state.own["anchor"]
 
 
 class SlowMo(_OuterOptimizerRule):

@@ -12,7 +12,7 @@ from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.data_access import create_unpublished
 from synkhronos.devices import NUMPY, find_device
-from synkhronos.programs import Lock, Worker
+from synkhronos.programs import Lock, RankContext
 from synkhronos.rules.state import State, concatenate
 from synkhronos.variable_types import Array, SharedVariable
 
@@ -87,25 +87,25 @@ class Rule:
         """Return the shapes and dtypes of the rule's arrays in shared memory, by name.
 
         The arrays are initially zero.  A rank reads and writes them in ``shared`` of its `State`, under a
-        `synkhronos.programs.Worker.lock`.  With several hosts each host has a copy, which the lock updates: its methods
-        take entries of ``shared_rows`` of the `State`.  ``size`` and ``dtype`` are those of `State.vector`.
+        `RankContext.lock`.  With several hosts each host has a copy, which the lock updates: its methods take entries
+        of ``shared_rows`` of the `State`.  ``size`` and ``dtype`` are those of `State.vector`.
         """
         return {}
 
-    def setup(self, worker: Worker, state: State) -> None:
+    def setup(self, context: RankContext, state: State) -> None:
         """Initialize ``state.own`` and shared memory before the first step; all ranks have equal parameters then."""
         if self.precision not in (None, "float32"):
             state.own["anchor"] = state.vector
 
-    def exchange(self, worker: Worker, state: State) -> Any:
+    def exchange(self, context: RankContext, state: State) -> Any:
         """Exchange parameters; called on each rank after every `period` steps."""
 
-    def compute_consensus(self, worker: Worker, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: State) -> Array:
         """Return the parameters to validate, save and use after training, as a vector; by default the mean over ranks.
 
         A collective: all ranks call this after the same exchange.
         """
-        return reduce_by_rows(state, state.vector, worker.all_reduce)
+        return reduce_by_rows(state, state.vector, context.all_reduce)
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Convert the states of a checkpoint to another number of ranks.
@@ -137,7 +137,7 @@ class Rule:
         period = self.period(state.step) if callable(self.period) else self.period
         return max(1, period - state.steps_since_exchange)
 
-    def compute_mean(self, worker: Worker, state: State, relative_weight: float = 1.0) -> Array:
+    def compute_mean(self, context: RankContext, state: State, relative_weight: float = 1.0) -> Array:
         """Return the mean of the parameters over all ranks, as a vector.  A collective.
 
         Ranks' running averages are weighted by their numbers of rows since the last exchange.  ``relative_weight`` is
@@ -145,7 +145,7 @@ class Rule:
         """
 
         def reduce(vector: Array) -> Array:
-            return all_reduce_mean(worker, vector, self.precision)
+            return all_reduce_mean(context, vector, self.precision)
 
         if self.precision in (None, "float32"):
             return reduce_by_rows(
@@ -208,9 +208,9 @@ def allocate_shared_arrays(rule: Rule, n_ranks: int, size: int, dtype: np.dtype)
     return {name: create_unpublished(shape, item_dtype) for name, (shape, item_dtype) in layout.items()}
 
 
-def get_rank_lock(worker: Worker, rank: int) -> Lock:
+def get_rank_lock(context: RankContext, rank: int) -> Lock:
     """Return the lock of a rank's rows in shared memory, such as its mailbox: the one on that rank's host."""
-    return worker.lock(1 + rank)
+    return context.lock(1 + rank)
 
 
 def reduce_by_rows(
@@ -234,7 +234,7 @@ def reduce_by_rows(
     return concatenate(reduced[: -n - 1], reduced[-n - 1 : -1] / reduced[-1])
 
 
-def all_reduce_mean(worker: Worker, vector: Array, precision: str | None) -> Array:
+def all_reduce_mean(context: RankContext, vector: Array, precision: str | None) -> Array:
     """Return the mean of a vector over all ranks, in the vector's dtype.  A collective, which may overwrite the vector.
 
     Sums cannot overflow: vectors are divided before they are added, or are added in a wider dtype.  With ``precision``
@@ -242,14 +242,14 @@ def all_reduce_mean(worker: Worker, vector: Array, precision: str | None) -> Arr
     """
     dtype = vector.dtype
     if precision is None or np.dtype(dtype).name == precision:
-        return worker.all_reduce(vector, overwrite=True)
+        return context.all_reduce(vector, overwrite=True)
     device = find_device(vector)
     if device is not NUMPY and device.can_communicate(dtype):
-        return worker.all_reduce(vector.astype(precision), overwrite=True).astype(dtype)
+        return context.all_reduce(vector.astype(precision), overwrite=True).astype(dtype)
     vector = device.to_numpy(vector)
     if precision == "bfloat16":
-        return as_bfloat16(worker.all_reduce(as_bfloat16(vector))).astype(dtype)
-    return worker.all_reduce(vector.astype(precision)).astype(dtype)
+        return as_bfloat16(context.all_reduce(as_bfloat16(vector))).astype(dtype)
+    return context.all_reduce(vector.astype(precision)).astype(dtype)
 
 
 def as_bfloat16(vector: np.ndarray) -> np.ndarray:

@@ -149,7 +149,7 @@ class State:
     shared : dict of str to ndarray
         Arrays of `Rule.describe_shared_arrays`, in shared memory.
     shared_rows : dict of str to LocalRows
-        The arrays of ``shared``, as arguments of the methods of `synkhronos.programs.Worker.lock`.
+        The arrays of ``shared``, as arguments of the methods of `synkhronos.programs.RankContext.lock`.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, check_flag
-from synkhronos.programs import Worker
+from synkhronos.programs import RankContext
 from synkhronos.rules.rule import Rule, SharedArrays, get_rank_lock
 from synkhronos.rules.state import State
 from synkhronos.variable_types import Array, SharedVariable
@@ -51,17 +51,17 @@ class Swap(Rule):
         """Return the shape and dtype of an array with the parameters of all ranks."""
         return {"all": ((n_ranks, size), dtype)}
 
-    def exchange(self, worker: Worker, state: State) -> int:
+    def exchange(self, context: RankContext, state: State) -> int:
         """Swap parameters; return the number of the rank whose parameters this rank gets."""
-        source = self._choose_sources(worker.size, state.step)[worker.number]
+        source = self._choose_sources(context.size, state.step)[context.number]
         vectors = state.shared["all"]
-        vectors[worker.number] = state.params.get_on_host()
-        worker.barrier("all vectors are written")
-        if source != worker.number:
-            with get_rank_lock(worker, source) as lock:
+        vectors[context.number] = state.params.get_on_host()
+        context.barrier("all vectors are written")
+        if source != context.number:
+            with get_rank_lock(context, source) as lock:
                 lock.pull(state.shared_rows["all"][source : source + 1])
                 state.vector = vectors[source].copy()
-        worker.barrier("all vectors are read")
+        context.barrier("all vectors are read")
         return source
 
     def _choose_sources(self, n_ranks: int, step: int) -> list[int]:
@@ -74,9 +74,9 @@ class Swap(Rule):
                 sources[first] = second
         return sources
 
-    def compute_consensus(self, worker: Worker, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: State) -> Array:
         """Return the parameters of rank 0; a mean of different models would be meaningless."""
-        return worker.broadcast(state.params.get_on_host())
+        return context.broadcast(state.params.get_on_host())
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Keep the models of the first ranks; additional ranks get copies of them."""

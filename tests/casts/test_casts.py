@@ -307,7 +307,7 @@ def test_large_integers_are_not_cast_to_floats(fork):
             take(large)
 
 
-def write(worker, rows, value):
+def write(context, rows, value):
     """Return the message of the error that a write of `value` to rows raises, or None."""
     try:
         rows.write(value)
@@ -315,7 +315,7 @@ def write(worker, rows, value):
         return str(error)
 
 
-def call(worker, function, value):
+def call(context, function, value):
     """Return the message of the error that a call with `value` raises on a rank, or None."""
     try:
         function(value)

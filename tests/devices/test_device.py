@@ -110,9 +110,9 @@ def gather_on_device(s, **kwargs):
     return synk.gather(s, **kwargs).inside
 
 
-def sum_rank_numbers(worker):
-    device = worker._rank.device
-    return device.to_numpy(worker.all_reduce(device.from_numpy(np.full(3, float(worker.number))), "sum"))
+def sum_rank_numbers(context):
+    device = context._rank.device
+    return device.to_numpy(context.all_reduce(device.from_numpy(np.full(3, float(context.number))), "sum"))
 
 
 def test_run_programs_on_a_toy_device(toy, fork):
@@ -234,26 +234,26 @@ RULES = {
 }
 
 
-def train_by_rule(worker, rule, w, v, average, memory, on_device):
+def train_by_rule(context, rule, w, v, average, memory, on_device):
     """Train; return the rank's vector, the report, and whether the rule computes on the device."""
-    device = worker._rank.device if on_device else NUMPY
+    device = context._rank.device if on_device else NUMPY
     for variable in (w, v, average):
         variable.container.storage[0] = device.from_numpy(NUMPY.as_array(variable.container.storage[0]))
     state = rules.State([w, average], [v], memory, n_averages=1)
-    rule.setup(worker, state)
+    rule.setup(context, state)
     for step in range(4):
-        state.vector = state.vector * 0.5 + (worker.number + step)
+        state.vector = state.vector * 0.5 + (context.number + step)
         state.step += 1
         state.steps_since_exchange += 1
         if state.step % 2 == 0:
-            for r in range(worker.size) if rule.asynchronous else [worker.number]:  # in a fixed order
-                if r == worker.number:
-                    rule.exchange(worker, state)
+            for r in range(context.size) if rule.asynchronous else [context.number]:  # in a fixed order
+                if r == context.number:
+                    rule.exchange(context, state)
                 if rule.asynchronous:
-                    worker.barrier("the next rank's exchange")
+                    context.barrier("the next rank's exchange")
             state.steps_since_exchange = 0
     host_values = [
-        find_device(value).to_numpy(value) for value in (state.vector, rule.compute_consensus(worker, state))
+        find_device(value).to_numpy(value) for value in (state.vector, rule.compute_consensus(context, state))
     ]
     return host_values, state.params.device is device
 
@@ -281,9 +281,9 @@ def test_rules_without_device_arithmetic_run_on_the_host(toy, fork):
         assert not is_on_toy and np.isfinite(on_host).all()
 
 
-def write_rows(worker, rows, shape):
-    value = worker._rank.device.from_numpy(np.full(shape, 5.0))
-    rows[2 * worker.number : 2 * worker.number + 2].write(value)
+def write_rows(context, rows, shape):
+    value = context._rank.device.from_numpy(np.full(shape, 5.0))
+    rows[2 * context.number : 2 * context.number + 2].write(value)
 
 
 def test_set_rows_from_device_arrays(island, fork):

@@ -24,19 +24,19 @@ from synkhronos import ranks
 pytestmark = ON_GPUS
 
 
-def all_reduce_in_groups(worker, members, dtype):
+def all_reduce_in_groups(context, members, dtype):
     """All-reduce arrays in a group, and in a group of one on each other rank; return the names of those with wrong results."""
-    own_members = members if worker.number in members else [worker.number]
-    group = worker.group(own_members)
+    own_members = members if context.number in members else [context.number]
+    group = context.group(own_members)
     values = {r: (np.arange(1000) % 5 + r).astype(dtype) for r in own_members}
-    array, errors = ARRAYS.from_numpy(values[worker.number]), []
+    array, errors = ARRAYS.from_numpy(values[context.number]), []
     for op, combine in (("sum", np.add), ("max", np.maximum), ("prod", np.multiply)):
         result, expected = group.all_reduce(array, op), combine.reduce(list(values.values()), dtype=dtype)
         if not ARRAYS.can_communicate(np.dtype(dtype), op):  # through host memory
             errors += [] if isinstance(result, np.ndarray) and np.array_equal(result, expected) else [op]
         elif not is_gpu_array_equal(result, expected):
             errors.append(op)
-    if not is_gpu_array_equal(array, values[worker.number]):
+    if not is_gpu_array_equal(array, values[context.number]):
         errors.append("the argument has changed")
     return errors
 
@@ -49,20 +49,20 @@ def test_groups_all_reduce_on_gpus(fork, members, dtype):
     assert synk.run(all_reduce_in_groups, members, dtype) == [[]] * n
 
 
-def send_around(worker, n, dtype):
+def send_around(context, n, dtype):
     """Send arrays from rank to rank, with other messages and collectives between them; return the errors found."""
-    target, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
-    values, source_values = ((np.arange(n) % 100 + r).astype(dtype) for r in (worker.number, source))
+    target, source = (context.number + 1) % context.size, (context.number - 1) % context.size
+    values, source_values = ((np.arange(n) % 100 + r).astype(dtype) for r in (context.number, source))
     array, errors = ARRAYS.from_numpy(values), []
     for turn in range(2):
-        worker.send(turn, target)
-        if worker.number == 0:
-            worker.send(array, target)
-        if worker.receive(source) != turn or not is_gpu_array_equal(worker.receive(source), source_values):
+        context.send(turn, target)
+        if context.number == 0:
+            context.send(array, target)
+        if context.receive(source) != turn or not is_gpu_array_equal(context.receive(source), source_values):
             errors.append(turn)
-        if worker.number:
-            worker.send(array, target)
-        worker.all_reduce(array, "sum")
+        if context.number:
+            context.send(array, target)
+        context.all_reduce(array, "sum")
     if not is_gpu_array_equal(array, values):
         errors.append("the sent array has changed")
     return errors
@@ -77,14 +77,14 @@ def test_send_and_receive_keep_order_between_gpus(fork, n_ranks, n, dtype):
     assert synk.run(send_around, n, dtype) == [[]] * n_ranks
 
 
-def send_every_dtype(worker):
+def send_every_dtype(context):
     """Send an array of each dtype to the other rank, and back; return the arrays received on rank 0."""
     received = []
     for dtype in ("int8", "uint32", "int64", "float16", "float32", "bfloat16"):
-        array = worker.receive(0) if worker.number else ARRAYS.as_array(np.arange(200_000) % 100).astype(dtype)
-        worker.send(array, 1 - worker.number)
-        if worker.number == 0:
-            back = worker.receive(1)
+        array = context.receive(0) if context.number else ARRAYS.as_array(np.arange(200_000) % 100).astype(dtype)
+        context.send(array, 1 - context.number)
+        if context.number == 0:
+            back = context.receive(1)
             received.append((str(back.dtype), back.shape, is_gpu_array_equal(back, np.asarray(array))))
     return received
 
@@ -97,9 +97,9 @@ def test_send_and_receive_accept_every_dtype_between_gpus(fork):
     assert all(message[1:] == ((200_000,), True) for message in received)
 
 
-def send_to_each_other(worker):
-    worker.send(ARRAYS.from_numpy(np.ones(1 << 20, "float32")), 1 - worker.number)
-    return worker.receive(1 - worker.number)
+def send_to_each_other(context):
+    context.send(ARRAYS.from_numpy(np.ones(1 << 20, "float32")), 1 - context.number)
+    return context.receive(1 - context.number)
 
 
 def test_send_deadlock_is_detected(fork):
@@ -112,35 +112,35 @@ def test_send_deadlock_is_detected(fork):
     assert synk.run(send_around, 100_000, "float32") == [[]] * 2
 
 
-def fail_in_group_or_pair(worker, action, place, failing_rank):
+def fail_in_group_or_pair(context, action, place, failing_rank):
     """Use a group and a pair of ranks twice; the second time, one rank fails instead of calling NCCL."""
-    group, array = worker.group([0, 1]), ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
+    group, array = context.group([0, 1]), ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
 
     def communicate(where):
         if where == "group":
             group.all_reduce(array, "sum")
-        elif (where == "send") == (worker.number == failing_rank):
-            worker.send(array, 1 - worker.number)
+        elif (where == "send") == (context.number == failing_rank):
+            context.send(array, 1 - context.number)
         else:
-            worker.receive(1 - worker.number)
+            context.receive(1 - context.number)
 
     def leave(*_):
         time.sleep(0.2)  # the other rank has started it
         while action == "wait":
-            worker.progress()
+            context.progress()
         FAULTS[action]()
 
     for where in ("group", "send", "receive"):
         communicate(where)
-    if worker.number == failing_rank:
-        over_nccl = ARRAYS.get_group_communicator(worker._rank, (0, 1))
+    if context.number == failing_rank:
+        over_nccl = ARRAYS.get_group_communicator(context._rank, (0, 1))
         over_nccl.all_reduce = over_nccl.send = over_nccl.receive = leave
     elif action == "wait":
         threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     try:
         communicate(place)
     finally:
-        if worker.number == failing_rank:
+        if context.number == failing_rank:
             del over_nccl.all_reduce, over_nccl.send, over_nccl.receive
 
 
@@ -183,12 +183,12 @@ def test_death_in_a_group_is_noticed(fork, place):
     check_groups_work()
 
 
-def all_reduce_in_a_group(worker, action):
+def all_reduce_in_a_group(context, action):
     """All-reduce in a group without end, while a rank outside of the group runs an action."""
-    if worker.number == 2:
+    if context.number == 2:
         time.sleep(0.5)
         FAULTS[action]()
-    group, array = worker.group([0, 1]), ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
+    group, array = context.group([0, 1]), ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
     while True:
         group.all_reduce(array)
 
@@ -204,15 +204,15 @@ def test_group_notices_failures_of_other_ranks(fork, action):
         assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 3
 
 
-def abort_pair(worker, aborting_rank):
+def abort_pair(context, aborting_rank):
     """Abort the pair's connection on one rank; then rank 0 sends."""
-    if worker.number == aborting_rank:
-        ARRAYS.get_group_communicator(worker._rank, (0, 1))._connection.abort()
+    if context.number == aborting_rank:
+        ARRAYS.get_group_communicator(context._rank, (0, 1))._connection.abort()
     array = ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
-    if worker.number == 0:
-        worker.send(array, 1)
+    if context.number == 0:
+        context.send(array, 1)
     else:
-        return is_gpu_array_equal(worker.receive(0), np.ones(1 << 20))
+        return is_gpu_array_equal(context.receive(0), np.ones(1 << 20))
 
 
 def test_pair_reconnects_after_one_rank_failed(fork):

@@ -28,9 +28,9 @@ def logaddexp_op(monkeypatch):
         monkeypatch.setitem(REDUCE_OPS, name, op)
 
 
-def all_reduce_rank_numbers(worker, group=False):
-    way = worker.group(list(range(worker.size))) if group else worker
-    return np.asarray(way.all_reduce(np.full(3, float(worker.number)), "logaddexp"))
+def all_reduce_rank_numbers(context, group=False):
+    way = context.group(list(range(context.size))) if group else context
+    return np.asarray(way.all_reduce(np.full(3, float(context.number)), "logaddexp"))
 
 
 @on_host

@@ -117,7 +117,7 @@ def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeyp
     np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2)
 
 
-def launch_six_times(worker, f, x):
+def launch_six_times(context, f, x):
     """Run a function six times in three launches."""
     return [float(v) for _ in range(3) for v in f.read(f.launch_many(2, x))], f.max_repeats
 

@@ -114,9 +114,9 @@ def test_launch_reports_once_an_epoch(tmp_path):
         from launch_models.mlp import MLP
         from synkhronos.rules import LocalSGD
 
-        def compute_consensus(self, worker, state, report=LocalSGD.compute_consensus):
+        def compute_consensus(self, context, state, report=LocalSGD.compute_consensus):
             print("a report")
-            return report(self, worker, state)
+            return report(self, context, state)
 
         LocalSGD.compute_consensus = compute_consensus
         """)

@@ -149,11 +149,11 @@ import json, os, sys
 if "synkhronos.launcher.rank.master_process" in sys.orig_argv:
     from synkhronos.launcher.rank import rank_functions
     prepare_rank = rank_functions.prepare_rank
-    def start_or_fail(worker, arguments, devices, ranks_by_host):
-        is_too_many = worker.size > int(os.environ["WORKING"])
-        if arguments.is_recovery and is_too_many and worker.number == int(os.environ["GONE"]):
-            raise OSError(f"{devices[worker.number]} has fallen off the bus")
-        return prepare_rank(worker, arguments, devices, ranks_by_host)
+    def start_or_fail(context, arguments, devices, ranks_by_host):
+        is_too_many = context.size > int(os.environ["WORKING"])
+        if arguments.is_recovery and is_too_many and context.number == int(os.environ["GONE"]):
+            raise OSError(f"{devices[context.number]} has fallen off the bus")
+        return prepare_rank(context, arguments, devices, ranks_by_host)
     rank_functions.prepare_rank = start_or_fail
 """
 
@@ -249,7 +249,7 @@ def test_memory_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
 def test_memory_checkpoints_are_rarer_if_slow(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(memory_checkpoint_writer.time, "monotonic", lambda: now[0])
-    state = SimpleNamespace(worker=SimpleNamespace(broadcast=lambda number: number))
+    state = SimpleNamespace(context=SimpleNamespace(broadcast=lambda number: number))
     schedule = memory_checkpoint_writer.MemoryCheckpointWriter("folder", state)
     batch, dues = 0, []
     for _ in range(12):

@@ -172,9 +172,9 @@ def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
     (tmp_path / "counted.py").write_text(
         "from launch_models.theano_mpi import Called\n"
         "from synkhronos.rules import EASGD\n"
-        "def exchange(self, worker, state, exchange=EASGD.exchange):\n"
+        "def exchange(self, context, state, exchange=EASGD.exchange):\n"
         "    print('exchange', len([c for c in calls() if c[0] == 'train_iter']))\n"
-        "    return exchange(self, worker, state)\n"
+        "    return exchange(self, context, state)\n"
         "EASGD.exchange = exchange\n"
         "made = []\n"
         "def calls():\n"

@@ -140,7 +140,7 @@ def test_model_names_a_nan_row():
     recorder.count_iteration()
     recorder.write_line()
     run = SimpleNamespace(
-        worker=SimpleNamespace(size=1), recorder=recorder, totals=[recorder.meter.get_totals(0.1)],
+        context=SimpleNamespace(size=1), recorder=recorder, totals=[recorder.meter.get_totals(0.1)],
         _training_ended_at=recorder.epoch_began + 1, n_reports=1, model=SimpleNamespace(train_data=[np.arange(5), rows]),
     )  # fmt: skip
     with pytest.raises(

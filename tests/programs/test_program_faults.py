@@ -206,7 +206,7 @@ def test_timeout_names_a_rank_without_progress(fork):
 
 def test_run_refuses_unpicklable_values(two_ranks_per_test):
     with pytest.raises(TypeError, match=r"a program has to be a function of a module"):
-        synk.run(lambda worker: 0)
+        synk.run(lambda context: 0)
     with pytest.raises(TypeError, match="program: expected a function, got 3"):
         synk.run(3)
     with pytest.raises((TypeError, synk.WorkerError), match="can't be pickled"):  # depending on which rank fails first

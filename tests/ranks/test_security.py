@@ -158,7 +158,7 @@ def test_unpickling_happens_only_in_known_places():
         ("programs/run.py", "load"),
         ("collectives/commands.py", "loads"),  # results of programs and records of ranks, through NumPy's communicator
         ("extensions/pymc/chain_servers.py", "loads"),  # an error that the same line pickles
-        ("programs/worker.py", "loads"),  # objects of ranks, from the slots
+        ("programs/rank_context.py", "loads"),  # objects of ranks, from the slots
     }
 
 

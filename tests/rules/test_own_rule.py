@@ -11,12 +11,12 @@ from synkhronos.rules import State
 pytestmark = pytest.mark.new_ranks  # workers that have imported the rule
 
 
-def exchange_once(worker, rule, parameter):
+def exchange_once(context, rule, parameter):
     """Exchange when rank r's parameters are all r; return its parameters."""
     state = State([parameter], [], {})
-    rule.setup(worker, state)
-    state.vector = np.full(4, float(worker.number))
-    rule.exchange(worker, state)
+    rule.setup(context, state)
+    state.vector = np.full(4, float(context.number))
+    rule.exchange(context, state)
     return np.asarray(parameter.get_value())
 
 

@@ -135,21 +135,21 @@ class AllReduceRows(Command):
         return rank.all_gather((float(result[1]), float(result[-1])))
 
 
-def run_in_groups(worker):
+def run_in_groups(context):
     """Run collectives in a group, and send between two ranks; return digests of the results."""
-    device, n = worker._rank.device, worker.size
-    array = device.from_numpy(np.random.default_rng(worker.number).integers(-9, 9, 50_000).astype("float32"))
+    device, n = context._rank.device, context.size
+    array = device.from_numpy(np.random.default_rng(context.number).integers(-9, 9, 50_000).astype("float32"))
     results = []
     for members in ([0, n - 1], [n - 1, *range(n - 1)]):
-        if worker.number in members:
-            result = worker.group(members).all_reduce(array, "sum")
+        if context.number in members:
+            result = context.group(members).all_reduce(array, "sum")
             assert device.owns(result)
             results.append(compute_digest(result))
     for source, target in ((0, n - 1), (n - 1, 0)):
-        if worker.number == source:
-            worker.send(array, target)
-        elif worker.number == target:
-            result = worker.receive(source)
+        if context.number == source:
+            context.send(array, target)
+        elif context.number == target:
+            result = context.receive(source)
             assert device.owns(result)
             results.append(compute_digest(result))
     return results
@@ -160,13 +160,13 @@ def compute_digest(*arrays):
     return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
 
 
-def exchange_arrays(worker):
+def exchange_arrays(context):
     """Exchange an array on the GPU with the other rank, and all-reduce it; return an element of each result."""
-    array = ARRAYS.from_numpy(np.arange(30_000, dtype="float32") + worker.number)
-    if worker.number == 0:
-        worker.send(array, 1)
-    received = worker.receive(1 - worker.number)
-    if worker.number == 1:
-        worker.send(array, 0)
-    total = worker.group([0, 1]).all_reduce(array, "sum")
+    array = ARRAYS.from_numpy(np.arange(30_000, dtype="float32") + context.number)
+    if context.number == 0:
+        context.send(array, 1)
+    received = context.receive(1 - context.number)
+    if context.number == 1:
+        context.send(array, 0)
+    total = context.group([0, 1]).all_reduce(array, "sum")
     return [float(ARRAYS.to_numpy(array)[7]) for array in (array, received, total) if ARRAYS.owns(array)]

@@ -39,16 +39,16 @@ def make_state(w, v, shared, on_device):
     return State(w, v, shared)
 
 
-def train(worker, rule, w, v, shared, problem, optimizer, eta, steps, on_device=False):
+def train(context, rule, w, v, shared, problem, optimizer, eta, steps, on_device=False):
     """Train; return the vector after each step, the report, the rule's state, and the numbers of exchanges."""
     state = make_state(w, v, shared, on_device)
     state.learning_rate = eta
-    rule.setup(worker, state)
+    rule.setup(context, state)
     trace, numbers = [np.asarray(state.vector)], []
     for step in range(steps):
         x, velocity = take_local_step(
             optimizer, np.asarray(state.vector), np.asarray(state.optimizer.get()),
-            compute_gradient(problem, worker.number, step, np.asarray(state.vector)), eta,
+            compute_gradient(problem, context.number, step, np.asarray(state.vector)), eta,
         )  # fmt: skip
         state.vector = x
         state.optimizer.set(velocity)
@@ -56,10 +56,10 @@ def train(worker, rule, w, v, shared, problem, optimizer, eta, steps, on_device=
         state.step += 1
         state.steps_since_exchange += 1
         if is_due:
-            numbers.append((rule.exchange(worker, state), step))
+            numbers.append((rule.exchange(context, state), step))
             state.steps_since_exchange = 0
         trace.append(np.asarray(state.vector))
-    report = np.asarray(rule.compute_consensus(worker, state))
+    report = np.asarray(rule.compute_consensus(context, state))
     rank_state = {name: np.asarray(value) for name, value in state.own.items()}
     return np.array(trace), report, rank_state, numbers
 
@@ -67,8 +67,8 @@ def train(worker, rule, w, v, shared, problem, optimizer, eta, steps, on_device=
 class Averaged(rules.Rule):
     """Rule without `setup` that moves each rank to the mean."""
 
-    def exchange(self, worker, state):
-        state.vector = self.compute_mean(worker, state)
+    def exchange(self, context, state):
+        state.vector = self.compute_mean(context, state)
 
 
 # rule begins
@@ -77,59 +77,59 @@ class Halfway(rules.Rule):
 
     period = 5
 
-    def exchange(self, worker, state):
-        state.vector = 0.5 * (state.vector + worker.all_reduce(state.vector, "avg"))
+    def exchange(self, context, state):
+        state.vector = 0.5 * (state.vector + context.all_reduce(state.vector, "avg"))
 
 
 # rule ends
 
 
-def add_and_exchange(worker, rule, w, shared, pushes, on_device=False):
+def add_and_exchange(context, rule, w, shared, pushes, on_device=False):
     """Add 1 and exchange `pushes` times; return the report."""
     state = make_state(w, [], shared, on_device)
-    rule.setup(worker, state)
+    rule.setup(context, state)
     for _ in range(pushes):
         state.vector = state.vector + 1
         state.step += 1
-        rule.exchange(worker, state)
-    return np.asarray(rule.compute_consensus(worker, state))
+        rule.exchange(context, state)
+    return np.asarray(rule.compute_consensus(context, state))
 
 
-def send_gossip(worker, rule, w, shared, vectors, sends, on_device=False):
+def send_gossip(context, rule, w, shared, vectors, sends, on_device=False):
     """Send by a list of (source, target), in this order.
 
     Returns a list of (weight, vector, weight in flight, mailbox) after each send, the report, and the final weight.
     """
     state = make_state(w, [], shared, on_device)
-    rule.setup(worker, state)
-    state.vector = vectors[worker.number]
+    rule.setup(context, state)
+    state.vector = vectors[context.number]
     records = []
     for source, target in sends:
-        if worker.number == source:
-            rule._send(worker, state, target)
-        worker.barrier("sent")
-        weight_in_flight, mailbox = (state.shared[name][worker.number] for name in ("weights", "mail"))
+        if context.number == source:
+            rule._send(context, state, target)
+        context.barrier("sent")
+        weight_in_flight, mailbox = (state.shared[name][context.number] for name in ("weights", "mail"))
         records.append((state.own["weight"], np.array(state.vector), weight_in_flight, mailbox.copy()))
-        worker.barrier("recorded")
-    return records, np.asarray(rule.compute_consensus(worker, state)), state.own["weight"]
+        context.barrier("recorded")
+    return records, np.asarray(rule.compute_consensus(context, state)), state.own["weight"]
 
 
-def exchange_in_turn(worker, rule, w, shared, vectors, centre):
+def exchange_in_turn(context, rule, w, shared, vectors, centre):
     """Let each rank in turn make one elastic exchange; return its vector and the centre."""
     state = State(w, [], shared)
-    rule.setup(worker, state)
-    state.vector = vectors[worker.number]
-    if worker.number == 0:
+    rule.setup(context, state)
+    state.vector = vectors[context.number]
+    if context.number == 0:
         state.shared["centre"][...] = centre
-    for r in range(worker.size):
-        worker.barrier("turn")
-        if r == worker.number:
-            rule.exchange(worker, state)
-    worker.barrier("done")
-    return np.array(state.vector), read_centre(worker, state)
+    for r in range(context.size):
+        context.barrier("turn")
+        if r == context.number:
+            rule.exchange(context, state)
+    context.barrier("done")
+    return np.array(state.vector), read_centre(context, state)
 
 
-def double_vector(worker, w, on_device):
+def double_vector(context, w, on_device):
     """Double the vector; return its old value, the new values of the variables, and the module of the vector's type."""
     state = make_state(w, [], {}, on_device)
     before = np.asarray(state.vector)
@@ -141,8 +141,8 @@ def double_vector(worker, w, on_device):
     )
 
 
-def average_vectors(worker, w, vectors, precision):
+def average_vectors(context, w, vectors, precision):
     """Return the average of ``vectors[rank]`` that is computed in a precision."""
     from synkhronos.rules.rule import all_reduce_mean
 
-    return np.asarray(all_reduce_mean(worker, vectors[worker.number], precision))
+    return np.asarray(all_reduce_mean(context, vectors[context.number], precision))

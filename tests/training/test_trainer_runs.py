@@ -94,8 +94,8 @@ def test_resume_after_early_stop_trains_nothing(fork, tmp_path):
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **{**stops, "patience": 2}, resume="latest"))) == 1
 
 
-def get_weight_and_own(worker, name):
-    storage = worker.get_storage(name)
+def get_weight_and_own(context, name):
+    storage = context.get_storage(name)
     return storage["state"].own["weight"], np.array(storage["own"])
 
 
@@ -113,11 +113,11 @@ def test_report_includes_gosgd_messages_in_transit(fork):
 class Counts(rules.Rule):
     """Rule that adds 1 after each step, and fails once, in the middle of the second epoch."""
 
-    def exchange(self, worker, state):
+    def exchange(self, context, state):
         state.vector = state.vector + 1
-        if state.step == 9 and not worker.get_storage("failed"):
-            worker.get_storage("failed")["once"] = True
-            worker.barrier("all have come to the same place")
+        if state.step == 9 and not context.get_storage("failed"):
+            context.get_storage("failed")["once"] = True
+            context.barrier("all have come to the same place")
             raise RuntimeError("not now")
 
 
@@ -135,15 +135,15 @@ def test_trainer_continues_after_an_error(fork):
     assert w.get_value().tolist() == [15.0] * 4  # 6 + 3 + 6
 
 
-def set_different_steps(worker, name):
-    storage = worker.get_storage(name)
-    storage["state"].step += worker.number
-    storage["state"].steps_since_exchange = worker.number
+def set_different_steps(context, name):
+    storage = context.get_storage(name)
+    storage["state"].step += context.number
+    storage["state"].steps_since_exchange = context.number
     del storage["own"]
 
 
-def get_steps(worker, name):
-    state = worker.get_storage(name)["state"]
+def get_steps(context, name):
+    state = context.get_storage(name)["state"]
     return state.step, state.steps_since_exchange
 
 
@@ -216,10 +216,10 @@ class FailsAtStart(rules.EASGD):
         if self.rank == 1 and os.getpid() != self.master:
             self.fail()
 
-    def setup(self, worker, state):
-        if self.rank == worker.number == 0:
+    def setup(self, context, state):
+        if self.rank == context.number == 0:
             self.fail()
-        super().setup(worker, state)
+        super().setup(context, state)
 
     def fail(self):
         if not FailsAtStart.failed:
@@ -251,17 +251,17 @@ class Interrupted(rules.GoSGD):
         super().__init__(1.0)
         self.place = place
 
-    def setup(self, worker, state):
-        if self.place == "setup" and worker.number == 1:
+    def setup(self, context, state):
+        if self.place == "setup" and context.number == 1:
             self.fail()
-        super().setup(worker, state)
+        super().setup(context, state)
 
-    def _send(self, worker, state, target):
-        if self.place == "lock" and worker.number == 1 and not Interrupted.failed:
-            worker = SimpleNamespace(lock=self.fail)
-        elif worker.number == 0:
+    def _send(self, context, state, target):
+        if self.place == "lock" and context.number == 1 and not Interrupted.failed:
+            context = SimpleNamespace(lock=self.fail)
+        elif context.number == 0:
             time.sleep(0.05)  # otherwise it could take all batches before rank 1 takes one
-        super()._send(worker, state, target)
+        super()._send(context, state, target)
 
     def fail(self, *_):
         if not Interrupted.failed:

@@ -18,8 +18,8 @@ from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.channel.worker_group import Failure, WorkerSettings
 from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.compat.startup import import_theano_before_fork
-from synkhronos.programs import Worker, run
-from synkhronos.programs.worker import get_rank
+from synkhronos.programs import RankContext, run
+from synkhronos.programs.rank_context import get_rank
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Cancelled, describe_exit
@@ -77,7 +77,7 @@ def _watch_other_hosts() -> Iterator[None]:
             rank = (
                 None
                 if controller_connection.current_connection is None
-                else get_rank(controller_connection.current_connection.worker)
+                else get_rank(controller_connection.current_connection.context)
             )
             if rank is not None and rank.is_last_failed_command(rank.command_number):
                 _report_failure(0, "a worker of another host has failed; see the logs of all workers")
@@ -105,27 +105,27 @@ def _to_visible_device(device: str) -> str:
     return number if visible is None else visible.split(",")[int(number)].strip()
 
 
-def run_script(worker: Worker, settings: WorkerSettings) -> None:
+def run_script(context: RankContext, settings: WorkerSettings) -> None:
     """Run the worker's file on one rank; raise ScriptError if it fails, or exits with a status other than 0."""
     os.makedirs(os.path.dirname(settings.logs[0]), exist_ok=True)  # hosts may share no folder
-    if worker.number:  # worker 0 was started with files of its own
+    if context.number:  # worker 0 was started with files of its own
         sys.stdout.flush()
         sys.stderr.flush()
         for file, kind in ((1, "out"), (2, "err")):
-            log = os.open(f"{settings.logs[worker.number]}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            log = os.open(f"{settings.logs[context.number]}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(log, file)
             os.close(log)
-    with _connect_to_controller(worker, settings):
-        _run_worker_file(worker, settings)
+    with _connect_to_controller(context, settings):
+        _run_worker_file(context, settings)
 
 
 @contextlib.contextmanager
-def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator[None]:
+def _connect_to_controller(context: RankContext, settings: WorkerSettings) -> Iterator[None]:
     """Connect a worker with its host's controller; the first worker of another host starts that."""
-    folder, first_rank = os.path.dirname(settings.logs[0]), get_rank(worker).local_ranks.start
+    folder, first_rank = os.path.dirname(settings.logs[0]), get_rank(context).local_ranks.start
     if settings.hosts is None or not first_rank:
         controller_connection.current_connection = controller_connection.ControllerConnection(
-            worker, settings.address, f"{folder}/controller_cpu.err", worker.progress
+            context, settings.address, f"{folder}/controller_cpu.err", context.progress
         )
         yield
         return
@@ -133,16 +133,16 @@ def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator
     index = hosts.find_host_index(first_rank)
     name = list(hosts.devices)[index]
     log = f"{folder}/controller_{name}"
-    if worker.number == first_rank:
+    if context.number == first_rank:
         controller = start_controller(hosts.controller_command, log, None, replace(hosts, index=index, address=address))
 
     def progress() -> None:
-        worker.progress()
+        context.progress()
         if controller is not None and controller.poll() is not None:
             raise ScriptError(f"the controller of host {name} ended before its workers began; see {log}.err")
 
     controller_connection.current_connection = controller_connection.ControllerConnection(
-        worker, address, f"{log}.err", progress
+        context, address, f"{log}.err", progress
     )
     try:
         yield
@@ -150,16 +150,16 @@ def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator
         controller_connection.current_connection.report_end()
     if controller is not None:
         while controller.poll() is None:
-            worker.progress()
+            context.progress()
             time.sleep(POLL_SECONDS)
         if controller.returncode:
             raise ScriptError(f"the controller of host {name} {describe_exit(controller.returncode)}; see {log}.err")
 
 
-def _run_worker_file(worker: Worker, settings: WorkerSettings) -> None:
+def _run_worker_file(context: RankContext, settings: WorkerSettings) -> None:
     assert controller_connection.current_connection is not None
     # Every worker is connected before one of them may end.
-    worker.barrier("the workers are connected")
+    context.barrier("the workers are connected")
     try:
         run_file(settings.script, settings.arguments)
         return
@@ -177,12 +177,12 @@ def _run_worker_file(worker: Worker, settings: WorkerSettings) -> None:
         if isinstance(error, EndOfBatches) and error.is_idle:
             sys.stderr.write("this worker has ended: there are no more mini-batches\n")
             return
-        get_rank(worker).check_cancelled()  # raises if a peer has failed before: this error may be a consequence
+        get_rank(context).check_cancelled()  # raises if a peer has failed before: this error may be a consequence
         traceback.print_exc()
         status, outcome = 1, f"raised {type(error).__name__}: {error}"
-    description = f"worker {worker.number} ({settings.devices[worker.number]}, process {os.getpid()})"
-    log = f"{settings.logs[worker.number]}.err"
+    description = f"worker {context.number} ({settings.devices[context.number]}, process {os.getpid()})"
+    log = f"{settings.logs[context.number]}.err"
     controller_connection.current_connection.report_failure(
-        Failure(worker.number, status, f"{description} {outcome}; see {log}", is_self_reported=True)
+        Failure(context.number, status, f"{description} {outcome}; see {log}", is_self_reported=True)
     )
     raise ScriptError(f"{description} {outcome.splitlines()[0]}; see {log}")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import get_array_device
-from synkhronos.programs import Worker
+from synkhronos.programs import RankContext
 from synkhronos.rules.state import FlatVariables
 from synkhronos.variable_types import SharedVariable
 
@@ -74,7 +74,7 @@ class SanityCheck:
                 "the functions that compile_iter_fns() has compiled, and are updates of params among theirs?"
             )
 
-    def compare_ranks(self, worker: Worker) -> None:
+    def compare_ranks(self, context: RankContext) -> None:
         """Raise IneffectiveTrainingError if two ranks have computed equal first steps.  A collective.
 
         Later calls do nothing.  Ranks without steps, and ranks whose steps have changed nothing, are not compared.
@@ -83,7 +83,7 @@ class SanityCheck:
             return
         self._is_compared = True
         has_stepped = bool(self._step_hashes) and self._step_hashes[-1] != self._initial_step_hash
-        if equal_ranks := find_ranks_with_equal_steps(worker.all_gather(self._step_hashes if has_stepped else None)):
+        if equal_ranks := find_ranks_with_equal_steps(context.all_gather(self._step_hashes if has_stepped else None)):
             raise IneffectiveTrainingError(EQUAL_STEPS_MESSAGE.format(*equal_ranks))
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.programs import Worker
-from synkhronos.programs.worker import get_rank
+from synkhronos.programs import RankContext
+from synkhronos.programs.rank_context import get_rank
 from synkhronos.rules import Rule, State
 from synkhronos.rules.rule import all_reduce_mean
 from synkhronos.rules.state import FlatVariables
@@ -34,30 +34,30 @@ class GradientSumRule(Rule):
         self.vels, self.vels2 = FlatVariables(model.vels), FlatVariables(model.vels2)
         self._sharded_model = model if getattr(model, "sharded_variables", None) else None
 
-    def setup(self, worker: Worker, state: State) -> None:
+    def setup(self, context: RankContext, state: State) -> None:
         """Leave ``vels2`` at the values that the class has set."""
 
-    def exchange(self, worker: Worker, state: State) -> None:
+    def exchange(self, context: RankContext, state: State) -> None:
         """All-reduce ``vels`` into ``vels2``; the exchanges of a sharded optimizer are described at the class."""
         if self._sharded_model is not None:
-            self._exchange_rows(worker, self._sharded_model)
+            self._exchange_rows(context, self._sharded_model)
             return
         vector = self.vels.get()
         if self.precision is None or np.dtype(vector.dtype).name == self.precision:
-            total = worker.all_reduce(vector, "sum", overwrite=True)
+            total = context.all_reduce(vector, "sum", overwrite=True)
         else:
-            total = all_reduce_mean(worker, vector, self.precision) * vector.dtype.type(worker.size)
+            total = all_reduce_mean(context, vector, self.precision) * vector.dtype.type(context.size)
         self.vels2.set(total)
 
-    def _exchange_rows(self, worker: Worker, model: Any) -> None:
-        rank, (matrix,), (row,) = get_rank(worker), self.vels.shareds, self.vels2.shareds
-        worker.barrier("exchange of a sharded optimizer")
+    def _exchange_rows(self, context: RankContext, model: Any) -> None:
+        rank, (matrix,), (row,) = get_rank(context), self.vels.shareds, self.vels2.shareds
+        context.barrier("exchange of a sharded optimizer")
         if not model.has_new_shards:
             reduce_scatter_rows(rank, matrix, row, "sum")
         if model.has_new_shards or model.gathers_gradient:
             all_gather_rows(rank, matrix, row)
 
-    def compute_consensus(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, context: RankContext, state: State) -> Any:
         """Return this rank's parameters, which are equal on all ranks unless they are excluded."""
         return state.vector
 

@@ -38,8 +38,8 @@ class MemoryCheckpointWriter:
         their own ones before and afterwards.
         """
         state, write_start = self._state, time.monotonic()
-        state.worker.barrier("the memory checkpoint is due")
-        if state.worker.number == 0 and self._checkpoint is None:
+        state.context.barrier("the memory checkpoint is due")
+        if state.context.number == 0 and self._checkpoint is None:
             self._checkpoint = Checkpoint(self._folder, keep=1)
         if metrics is None:
             state.recorder.write_line()  # after a death, the next line starts from this checkpoint
@@ -62,6 +62,6 @@ class MemoryCheckpointWriter:
         now = time.monotonic()
         interval = max(_INTERVAL_SECONDS, _MIN_INTERVAL_RATIO * (now - write_start))
         batches = choose_interval_steps(self._interval_batches, write_start - self._last_write_end, interval)
-        self._interval_batches = self._state.worker.broadcast(batches)
+        self._interval_batches = self._state.context.broadcast(batches)
         self.schedule_after(batch)
         self._last_write_end = time.monotonic()

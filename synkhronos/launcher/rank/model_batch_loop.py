@@ -36,11 +36,11 @@ class ModelBatchLoop(BatchLoop):
         stop_flag: LocalRows,
     ):
         self.state, self.sanity_check, self.memory_checkpoints = state, sanity_check, memory_checkpoints
-        self.worker, self.rule = state.worker, state.rule
+        self.context, self.rule = state.context, state.rule
         self.model, self.recorder = state.model, state.recorder
-        self._exchanger = Exchanger(self.worker, self.rule, state.rule_state, self.recorder.meter.seconds)
+        self._exchanger = Exchanger(self.context, self.rule, state.rule_state, self.recorder.meter.seconds)
         self.is_last_step, self.is_stopped_by_signal = True, False
-        self._agreement, self._poll = StopAgreement(self.worker), StopPoll(self.worker, stop_flag)
+        self._agreement, self._poll = StopAgreement(self.context), StopPoll(self.context, stop_flag)
         #: Minimum over ranks of the number of batches in the epoch; memory checkpoints are written before this batch.
         #: 0 if it is unknown.
         self._min_n_batches = 0
@@ -49,7 +49,7 @@ class ModelBatchLoop(BatchLoop):
     def run(self) -> None:
         """Train on the remaining batches of the epoch, or until a signal."""
         if self.memory_checkpoints:  # asynchronous ranks may resume at different batches, but write at the same ones
-            self.memory_checkpoints.schedule_after(max(self.worker.all_gather(self.state.position["batch"])))
+            self.memory_checkpoints.schedule_after(max(self.context.all_gather(self.state.position["batch"])))
         self._min_n_batches, self._stops_at_memory_checkpoint = 0, False
         super().run()
 
@@ -72,11 +72,11 @@ class ModelBatchLoop(BatchLoop):
         """
         self.is_last_step = batch_step.is_last
         recorder = self.recorder
-        self.worker.progress()
+        self.context.progress()
         began, before = time.perf_counter(), dict(recorder.meter.seconds)
         # Under BSP all ranks take equal steps, so the class's functions may have means over ranks.
         is_bsp = self.state.settings.rule == "BSP"
-        rank_means = RankMeanContext(self.worker.all_gather).activate() if is_bsp else nullcontext()
+        rank_means = RankMeanContext(self.context.all_gather).activate() if is_bsp else nullcontext()
         with use_model_precision(), rank_means:
             self.model.train_iter(batch_step.batch, recorder)
         recorder.count_iteration(time.perf_counter() - began)
@@ -92,7 +92,7 @@ class ModelBatchLoop(BatchLoop):
             return
         self.sanity_check.record_step()
         if self.sanity_check.is_comparison_due and not self.rule.asynchronous:
-            self.sanity_check.compare_ranks(self.worker)
+            self.sanity_check.compare_ranks(self.context)
         self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=False)
         self._exchanger.update_steps_left()
         self._exchanger.count_steps(steps)
@@ -112,11 +112,11 @@ class ModelBatchLoop(BatchLoop):
         """After the last step of a batch, count it, and write the line and the memory checkpoint that are due."""
         if batch_step.is_last:
             n_batches = self.state.position["batch"] = batch_step.batch + 1
-            self.recorder.print_train_info(n_batches * self.worker.size)
+            self.recorder.print_train_info(n_batches * self.context.size)
             if self.memory_checkpoints and self.memory_checkpoints.due_batch <= n_batches < self._min_n_batches:
                 self.memory_checkpoints.write(None)
                 if self.rule.asynchronous and self.state.settings.saves_on_signal:
-                    self._stops_at_memory_checkpoint = any(self.worker.all_gather(bool(get_requested_stop())))
+                    self._stops_at_memory_checkpoint = any(self.context.all_gather(bool(get_requested_stop())))
 
     def decide_stop(self) -> bool:
         """Set `is_stopped_by_signal` and return it: True if a signal ends the training after this batch.
@@ -148,11 +148,11 @@ class ModelBatchLoop(BatchLoop):
         """Return this rank's number of batches in the epoch; under synchronous rules, the minimum over ranks."""
         if self.rule.asynchronous and not self.memory_checkpoints:
             return n_batches
-        by_rank = self.worker.all_gather(n_batches)
+        by_rank = self.context.all_gather(n_batches)
         self._min_n_batches = min(by_rank)
         if self.rule.asynchronous:
             return n_batches
-        if min(by_rank) != max(by_rank) and self.worker.number == 0 and self.recorder.epoch == 0:
+        if min(by_rank) != max(by_rank) and self.context.number == 0 and self.recorder.epoch == 0:
             sys.stdout.write(
                 f"ranks have {by_rank} batches: each trains on {min(by_rank)}, since all exchange together\n"
             )

@@ -49,14 +49,14 @@ class ModelEpochLoop(EpochLoop):
     def __init__(self, state: ModelState, arguments: MasterArguments, stop_flag: LocalRows):
         settings = state.settings
         self.state, self.recorder = state, state.recorder
-        self.worker, self.settings, self.model = state.worker, settings, state.model
+        self.context, self.settings, self.model = state.context, settings, state.model
         self.n_epochs = _choose_n_epochs(state)
         self.patience, self.saves_best = settings.patience, settings.keep_best is not None
         self.checkpoint_every = settings.checkpoint
         step_variables = self.model.vels if isinstance(state.rule, GradientSumRule) else state.variables.exchanged
         self.sanity_check = SanityCheck(list(self.model.params), step_variables)
         if arguments.checkpoint_path is None:
-            state.rule.setup(state.worker, state.rule_state)
+            state.rule.setup(state.context, state.rule_state)
         else:
             state.resume(arguments.checkpoint_path)
         self.n_reports = state.n_complete_epochs
@@ -67,7 +67,7 @@ class ModelEpochLoop(EpochLoop):
         self.totals: list[RankTotals] = []
         self.is_stopped_by_model = False
         #: Recorder of reports, on rank 0.
-        self._report_recorder = Recorder(state.folder) if state.worker.number == 0 else None
+        self._report_recorder = Recorder(state.folder) if state.context.number == 0 else None
         #: The argument ``count`` of ``val_iter``: number of this rank's batches in the epoch times the number of ranks.
         self._n_trained_batches = 0
         #: Time at which the training of the epoch ended, by `time.perf_counter`.
@@ -80,7 +80,7 @@ class ModelEpochLoop(EpochLoop):
 
     def train_all_epochs(self) -> bool:
         """Train all epochs and write the parameters; return False if a signal stops the training."""
-        is_master, n_before = self.worker.number == 0, self.n_reports
+        is_master, n_before = self.context.number == 0, self.n_reports
         if is_master and self.memory_checkpoints:
             for death in DeathLog(self.state.folder).record_recovery(self.recorder.meter.total_steps):
                 sys.stdout.write(
@@ -121,11 +121,11 @@ class ModelEpochLoop(EpochLoop):
                 self.model, "warmup", True
             )
             warms_up = is_default and not self.settings.scale_lr  # scale_lr multiplies the rate at the start of the run
-        if not warms_up or shared_lr is None or self.worker.size == 1 or not 1 <= epoch <= _WARMUP_EPOCHS:
+        if not warms_up or shared_lr is None or self.context.size == 1 or not 1 <= epoch <= _WARMUP_EPOCHS:
             return
         rate = np.asarray(shared_lr.get_value())
-        shared_lr.set_value(np.asarray(rate * self.worker.size ** (1 / _WARMUP_EPOCHS), rate.dtype))
-        if self.worker.number == 0:
+        shared_lr.set_value(np.asarray(rate * self.context.size ** (1 / _WARMUP_EPOCHS), rate.dtype))
+        if self.context.number == 0:
             sys.stdout.write(f"warm-up: shared_lr is {float(shared_lr.get_value()):.4g} from epoch {epoch + 1} on\n")
 
     def observe(self, report: Report) -> bool:
@@ -163,10 +163,10 @@ class ModelEpochLoop(EpochLoop):
             self.recorder.begin_epoch(epoch)
             self.state.position = {"batch": 0, "generators": get_global_generator_states()}
         self.batch_loop.run()
-        self._n_trained_batches = self.state.position["batch"] * self.worker.size
+        self._n_trained_batches = self.state.position["batch"] * self.context.size
         self.recorder.write_line()
         own_totals = self.recorder.meter.get_totals(self.recorder.learning_rate)
-        by_rank = self.worker.all_gather((own_totals, self.batch_loop.is_stopped_by_signal))
+        by_rank = self.context.all_gather((own_totals, self.batch_loop.is_stopped_by_signal))
         self.totals = [totals for totals, _ in by_rank]
         self._training_ended_at = time.perf_counter()
         self.batch_loop.is_stopped_by_signal = any(is_stopped for _, is_stopped in by_rank)
@@ -175,7 +175,7 @@ class ModelEpochLoop(EpochLoop):
             call_optional(self.model, "reset_iter", "train")
             self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=True)
             if self.state.rule.asynchronous:
-                self.sanity_check.compare_ranks(self.worker)
+                self.sanity_check.compare_ranks(self.context)
         self.state.set_params_to_consensus()
         return not self.batch_loop.is_stopped_by_signal
 
@@ -184,7 +184,7 @@ class ModelEpochLoop(EpochLoop):
 
         It is NaN if the class recorded no cost.
         """
-        n_ranks, epoch = self.worker.size, self.n_reports + 1
+        n_ranks, epoch = self.context.size, self.n_reports + 1
         seen = self.recorder.meter.total_steps * self.recorder.rows_per_step * n_ranks
         elapsed = self._training_ended_at - self.recorder.epoch_began
         report = make_report(self.totals, epoch, seen, f"{n_ranks} x {self.recorder.rows_per_step}", elapsed)
@@ -207,7 +207,7 @@ class ModelEpochLoop(EpochLoop):
         while batch < int(self.model.data.n_batch_val) and not ends_run and not is_stopped:
             next_batch = batch + 1
             for _ in range(per_batch):
-                self.worker.progress()
+                self.context.progress()
                 with use_model_precision():
                     returned = self.model.val_iter(self._n_trained_batches, recorder)
                 next_batch, ends_run = parse_val_iter_result(returned, batch, next_batch)
@@ -216,7 +216,7 @@ class ModelEpochLoop(EpochLoop):
             batch = next_batch
             is_stopped = self.batch_loop.is_stop_requested(is_collective=False)
         call_optional(self.model, "reset_iter", "val")
-        by_rank = self.worker.all_gather((*recorder.take_validation_sums(), ends_run, is_stopped))
+        by_rank = self.context.all_gather((*recorder.take_validation_sums(), ends_run, is_stopped))
         self.batch_loop.is_stopped_by_signal = any(is_stopped for *_, is_stopped in by_rank)
         if self.batch_loop.is_stopped_by_signal:
             self.state.set_generator_states(*generator_states)  # a resumed run repeats the validation
@@ -243,7 +243,7 @@ class ModelEpochLoop(EpochLoop):
         """Call the class's ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
         self._save_snapshot(self.n_reports - 1, self.is_over())
         call_by_signature(self.model.adjust_hyperp, self.n_reports - 1)
-        call_optional(self.model, "print_info", self.recorder, verbose=self.worker.number == 0)
+        call_optional(self.model, "print_info", self.recorder, verbose=self.context.number == 0)
 
     def finish_interval(self, report: Report) -> None:
         """Move to the next epoch; on rank 0, print and write the report."""
@@ -270,7 +270,7 @@ class ModelEpochLoop(EpochLoop):
     def _save_snapshot(self, epoch: int, last: bool) -> None:
         """Call ``save(path)`` of the model, if it has this method, on rank 0 every five epochs and at the end."""
         save = getattr(self.model, "save", None)
-        if self.worker.number == 0 and callable(save) and (epoch % _SAVE_EPOCHS == 0 or last):
+        if self.context.number == 0 and callable(save) and (epoch % _SAVE_EPOCHS == 0 or last):
             (self.state.folder / "snapshots").mkdir(exist_ok=True)
             save(f"{self.state.folder / 'snapshots'}{os.sep}")  # Theano-MPI's models append a file's name
 
@@ -279,7 +279,7 @@ class ModelEpochLoop(EpochLoop):
 
         As in Lasagne's examples, the arrays are ``arr_0``, ``arr_1`` and so on.
         """
-        if self.worker.number == 0:
+        if self.context.number == 0:
             params = self.model.params
             if isinstance(self.model, Model) and self.model.ema_params is not None and self.model.validate_ema:
                 params = [*self.model.ema_params, *self.model.averages]
@@ -288,7 +288,7 @@ class ModelEpochLoop(EpochLoop):
 
     def _save_best(self) -> None:
         """Write the parameters of the best checkpoint, if there is one.  A collective."""
-        best = self.worker.broadcast(self.state.checkpoints.find_best() if self.worker.number == 0 else None)
+        best = self.context.broadcast(self.state.checkpoints.find_best() if self.context.number == 0 else None)
         if best is not None:
             self.state.restore(str(best))
             self.state.set_params_to_consensus()

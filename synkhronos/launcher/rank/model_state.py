@@ -21,7 +21,7 @@ from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.model_class.model_interface import call_by_signature, get_steps_per_batch, use_model_precision
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.rank.gradient_sum_rule import GradientSumRule
-from synkhronos.programs import LocalRows, Worker
+from synkhronos.programs import LocalRows, RankContext
 from synkhronos.rules import Rule, State
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, read_metadata
@@ -53,7 +53,7 @@ class ModelState:
 
     def __init__(
         self,
-        worker: Worker,
+        context: RankContext,
         settings: Settings,
         rule: Rule,
         model: Any,
@@ -61,7 +61,7 @@ class ModelState:
         shared: dict[str, LocalRows],
         recorder: ModelRecorder,
     ):
-        self.worker, self.settings, self.rule, self.model, self.variables = worker, settings, rule, model, variables
+        self.context, self.settings, self.rule, self.model, self.variables = context, settings, rule, model, variables
         self.recorder = recorder
         self._sharded_variables = list(getattr(model, "sharded_variables", {}).values())
         self._spec = rank_state.RankStateSpec(STORAGE_KEY, variables, rule, shared, is_joint=False)
@@ -70,14 +70,14 @@ class ModelState:
         self.n_complete_epochs = 0
         self.position: dict[str, Any] = {"batch": 0}
         self.early_stopping = EarlyStopping()
-        worker.get_storage(STORAGE_KEY)["state"] = State(
+        context.get_storage(STORAGE_KEY)["state"] = State(
             variables.exchanged, variables.whole_optimizer, shared, variables.n_averages
         )
 
     @property
     def rule_state(self) -> State:
         """State on which the exchange rule operates; `restore` replaces it."""
-        state: State = self.worker.get_storage(STORAGE_KEY)["state"]
+        state: State = self.context.get_storage(STORAGE_KEY)["state"]
         return state
 
     @cached_property
@@ -94,7 +94,7 @@ class ModelState:
         is_within_epoch = metrics is None
         if isinstance(self.rule, GradientSumRule) and not self.applies_gradients:
             self.rule.save_pending(self.rule_state)
-        state = rank_state.collect_state(self.worker, self._spec)
+        state = rank_state.collect_state(self.context, self._spec)
         meter = self.recorder.meter
         position = (
             {**self.position, "record": [meter.interval_steps, meter.weighted_loss_sum, meter.weight_sum]}
@@ -102,10 +102,10 @@ class ModelState:
             else None
         )
         rank_entry = state, get_global_generator_states(), meter.total_steps, position
-        if self.worker.number:
-            self.worker.send(rank_entry, 0)
+        if self.context.number:
+            self.context.send(rank_entry, 0)
         else:
-            rank_entries = [rank_entry, *map(self.worker.receive, range(1, self.worker.size))]
+            rank_entries = [rank_entry, *map(self.context.receive, range(1, self.context.size))]
             meta = {
                 "epochs": self.n_complete_epochs,
                 "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
@@ -124,18 +124,18 @@ class ModelState:
                 meta,
                 metrics or {},
             )
-        self.worker.barrier("the checkpoint is written")
+        self.context.barrier("the checkpoint is written")
 
     def restore(self, path: str) -> None:
         """Restore variables, rule state and random generators from a checkpoint, which rank 0 reads for all ranks."""
-        rank_state.restore_state(self.worker, self._spec, path, 0)
+        rank_state.restore_state(self.context, self._spec, path, 0)
         for variable in self._sharded_variables:
-            variable.set_shard(self.worker.number, self.worker.size)
+            variable.set_shard(self.context.number, self.context.size)
 
     def get_generator_states(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the states of this rank's random generators, and of its global ones."""
         return rank_state.collect_generator_states(
-            self.worker, self.variables.generators
+            self.context, self.variables.generators
         ), get_global_generator_states()
 
     def set_generator_states(self, states: list[Any], global_states: dict[str, Any]) -> None:
@@ -146,19 +146,19 @@ class ModelState:
 
     def set_params_to_consensus(self) -> None:
         """Set the parameters to the rule's consensus, and the whole variables of a sharded optimizer."""
-        rank_state.set_params_to_consensus(self.worker, STORAGE_KEY, self.rule)
+        rank_state.set_params_to_consensus(self.context, STORAGE_KEY, self.rule)
         for variable in self._sharded_variables:
-            shards = self.worker.all_gather(np.asarray(variable.shared.get_value()))
+            shards = self.context.all_gather(np.asarray(variable.shared.get_value()))
             variable.whole.set_value(join_shards(shards, variable.shape))
 
     def restore_own_params(self) -> None:
         """Set the parameters back to this rank's own, after `set_params_to_consensus`."""
-        rank_state.restore_own_params(self.worker, STORAGE_KEY)
+        rank_state.restore_own_params(self.context, STORAGE_KEY)
 
     def resume(self, path: str) -> None:
         """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
-        worker = self.worker
-        meta = worker.broadcast(read_metadata(path) if worker.number == 0 else None)
+        context = self.context
+        meta = context.broadcast(read_metadata(path) if context.number == 0 else None)
         check_can_resume(path, meta, describe_training("run", self.rule, self.variables, None))
         self.early_stopping = EarlyStopping.from_json(meta["stop"])
         if self.settings.keep_best:
@@ -170,12 +170,12 @@ class ModelState:
         self.restore(path)
         if isinstance(self.rule, GradientSumRule):
             self.rule.restore_pending(self.rule_state)
-        self.recorder.meter.total_steps = meta["totals"][worker.number % len(meta["totals"])]
-        if worker.number < len(meta["host_generators"]):
-            set_global_generator_states(meta["host_generators"][worker.number])
-        if worker.number == 0:
+        self.recorder.meter.total_steps = meta["totals"][context.number % len(meta["totals"])]
+        if context.number < len(meta["host_generators"]):
+            set_global_generator_states(meta["host_generators"][context.number])
+        if context.number == 0:
             self._remove_later_records(meta)
-        worker.barrier("all go on from the checkpoint")
+        context.barrier("all go on from the checkpoint")
         self.n_complete_epochs = int(meta["epochs"])
 
     def _remove_later_records(self, meta: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class ModelState:
         overwrites the parameters.  ``positions`` has the `position` of each rank at the checkpoint.  If the number of
         ranks has changed, ranks skip a proportional number of batches.
         """
-        number, size = self.worker.number, self.worker.size
+        number, size = self.context.number, self.context.size
         position = positions[number % len(positions)]
         sub_batches = get_steps_per_batch(self.model)
         batches = round(position["batch"] * len(positions) / size)
@@ -216,7 +216,7 @@ class ModelState:
         recorder = ModelRecorder(number, every=sys.maxsize, rows_per_step=self.recorder.rows_per_step)
         for batch in range(batches):
             for _ in range(sub_batches):
-                self.worker.progress()
+                self.context.progress()
                 with use_model_precision():
                     self.model.train_iter(batch, recorder)
 

@@ -35,7 +35,7 @@ from synkhronos.launcher.rank.model_epoch_loop import ModelEpochLoop
 from synkhronos.launcher.rank.model_state import STORAGE_KEY, ModelState
 from synkhronos.launcher.rank.remote_output import redirect_output
 from synkhronos.launcher.supervision.master_arguments import MasterArguments
-from synkhronos.programs import LocalRows, Worker
+from synkhronos.programs import LocalRows, RankContext
 from synkhronos.rules import Rule
 from synkhronos.rules.state import FlatVariables
 from synkhronos.training.monitoring.recorder import Recorder
@@ -47,23 +47,25 @@ _EXCHANGE_DESCRIPTIONS = {
 }
 
 
-def prepare_rank(worker: Worker, arguments: MasterArguments, devices: list[str], ranks_by_host: list[range]) -> int:
+def prepare_rank(
+    context: RankContext, arguments: MasterArguments, devices: list[str], ranks_by_host: list[range]
+) -> int:
     """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID."""
     import synkhronos.compat  # noqa: F401 - model classes import theano; ranks of other hosts are not forks
 
     sys.stdout.flush()
     sys.stderr.flush()
-    if worker.number < len(arguments.output_pipes):
+    if context.number < len(arguments.output_pipes):
         for file in (1, 2):
-            os.dup2(arguments.output_pipes[worker.number], file)
+            os.dup2(arguments.output_pipes[context.number], file)
         for pipe in arguments.output_pipes:
             os.close(pipe)
-        cores = arguments.rank_cores[worker.number] if arguments.rank_cores else None
-        placement = f"on {devices[worker.number]}, {core_binding.describe_binding(cores)}"
+        cores = arguments.rank_cores[context.number] if arguments.rank_cores else None
+        placement = f"on {devices[context.number]}, {core_binding.describe_binding(cores)}"
     else:
-        worker.get_storage(STORAGE_KEY)["recorder"] = redirect_output(worker.number)
-        host_ranks = next(ranks for ranks in ranks_by_host if worker.number in ranks)
-        device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(worker.number)}"
+        context.get_storage(STORAGE_KEY)["recorder"] = redirect_output(context.number)
+        host_ranks = next(ranks for ranks in ranks_by_host if context.number in ranks)
+        device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(context.number)}"
         placement = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
@@ -71,7 +73,7 @@ def prepare_rank(worker: Worker, arguments: MasterArguments, devices: list[str],
     return os.getpid()
 
 
-def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
+def build_model(context: RankContext, settings: Settings, rule: Rule) -> tuple[int, str]:
     """Make, check and compile this rank's instance; return the size and dtype of the vector that ranks exchange.
 
     All ranks get the parameters of rank 0.  The rank stores the instance, its variables by role, and whether parameters
@@ -81,42 +83,42 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
     model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
     register_loaded_libraries()  # before the class compiles: all ranks compile at once
     check_interface(model_class, settings.modelclass)
-    config = make_config(settings, worker.number, worker.size)
+    config = make_config(settings, context.number, context.size)
     model = make_instance(model_class, config)
     for name in ("rank", "size", "verbose", "seed"):
         if not hasattr(model, name) and not hasattr(model_class, "__slots__"):
             setattr(model, name, config[name])
-    worker.progress()
+    context.progress()
     set_model_options(model, settings.model_options, rule, settings.modelclass)
-    exchanged_quantity = compile_model(model, settings, rule, worker.size)
-    if exchanged_quantity is not None and worker.number == 0:
+    exchanged_quantity = compile_model(model, settings, rule, context.size)
+    if exchanged_quantity is not None and context.number == 0:
         sys.stdout.write(f"{_EXCHANGE_DESCRIPTIONS[exchanged_quantity]}\n")
     check_interface(model, settings.modelclass)
     if settings.scale_lr:
         if not callable(getattr(model, "scale_lr", None)):
             raise ModelInterfaceError(f"{settings.modelclass} lacks:\n  method scale_lr(size), for scale_lr = true")
-        model.scale_lr(worker.size)
+        model.scale_lr(context.size)
     vector = FlatVariables(list(model.params))
     shapes = [list(shape) for shape in vector.shapes]
-    all_shapes = worker.all_gather(shapes)
+    all_shapes = context.all_gather(shapes)
     for r, rank_shapes in enumerate(all_shapes):
         if rank_shapes != all_shapes[0]:
             raise ModelInterfaceError(f"params: of shapes {all_shapes[0]} on rank 0, and of {rank_shapes} on rank {r}")
-    vector.set(worker.broadcast(np.asarray(vector.get()) if worker.number == 0 else None))
+    vector.set(context.broadcast(np.asarray(vector.get()) if context.number == 0 else None))
     groups = group_variables(model, exclude_normalization=exchanged_quantity == "params")
     for variable in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
         library = get_library(variable)
         generator = library.copy_generator(variable)
-        if worker.number:
-            generator = library.jump_generator(generator, worker.number)
+        if context.number:
+            generator = library.jump_generator(generator, context.number)
         library.set_generator(variable, generator)
-    worker.get_storage(STORAGE_KEY).update(model=model, groups=groups, exchanged_quantity=exchanged_quantity)
+    context.get_storage(STORAGE_KEY).update(model=model, groups=groups, exchanged_quantity=exchanged_quantity)
     exchange_vector = FlatVariables(groups.exchanged)
     return exchange_vector.size, exchange_vector.dtype.name
 
 
 def train_model(
-    worker: Worker,
+    context: RankContext,
     settings: Settings,
     rule: Rule,
     shared: dict[str, LocalRows],
@@ -124,15 +126,15 @@ def train_model(
     stop_flag: LocalRows,
 ) -> bool:
     """Train the instance from `build_model`, and call its ``cleanup``; return False after a checkpoint at a signal."""
-    storage = worker.get_storage(STORAGE_KEY)
+    storage = context.get_storage(STORAGE_KEY)
     model = storage["model"]
     if storage["exchanged_quantity"] == "gradient":
         rule = GradientSumRule(model, rule.precision)
-    is_on_first_host = worker.number < len(settings.devices)
+    is_on_first_host = context.number < len(settings.devices)
     writer = Recorder(settings.folder) if is_on_first_host else storage["recorder"]
     folder = Path(settings.folder) if is_on_first_host else None
-    recorder = ModelRecorder(worker.number, writer, settings.every, get_batch_size(model), folder)
-    state = ModelState(worker, settings, rule, model, storage["groups"], shared, recorder)
+    recorder = ModelRecorder(context.number, writer, settings.every, get_batch_size(model), folder)
+    state = ModelState(context, settings, rule, model, storage["groups"], shared, recorder)
     try:
         return ModelEpochLoop(state, arguments, stop_flag).train_all_epochs()
     finally:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
-from synkhronos.programs import Worker
+from synkhronos.programs import RankContext
 from synkhronos.rules import Rule, State
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointContent, CheckpointError, read_checkpoint
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
@@ -46,16 +46,16 @@ class RankStateSpec:
         return State(variables.exchanged, variables.whole_optimizer, self.memory, variables.n_averages)
 
 
-def collect_state(worker: Worker, spec: RankStateSpec) -> dict[str, Any]:
+def collect_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
     """Return the state of this rank; for joint steps, ranks other than 0 return only entries that may differ.
 
     ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`, ``streams``
     those of its generators.  ``own``, ``step`` and ``since`` are attributes of `State`.
     """
-    variables, storage = spec.variables, worker.get_storage(spec.name)
+    variables, storage = spec.variables, context.get_storage(spec.name)
     state: State | None = storage.get("state")
     streams = [get_generator_state(shared) for shared in variables.generators]
-    if spec.is_joint and worker.number:
+    if spec.is_joint and context.number:
         return {"streams": streams, "others": variables.read_other_values()}
     return {
         "streams": streams,
@@ -128,44 +128,44 @@ def write_states(
     checkpoint.save(seen, arrays, {**description, **layout, **meta}, metrics)
 
 
-def set_params_to_consensus(worker: Worker, name: str, rule: Rule) -> None:
+def set_params_to_consensus(context: RankContext, name: str, rule: Rule) -> None:
     """Set the parameters to the rule's consensus; store this rank's own parameters under ``"own"``."""
-    storage = worker.get_storage(name)
+    storage = context.get_storage(name)
     state: State = storage["state"]
-    consensus = rule.compute_consensus(worker, state)
+    consensus = rule.compute_consensus(context, state)
     storage["own"] = state.vector  # after the consensus, which may receive messages that change it
     state.vector = consensus
 
 
-def restore_own_params(worker: Worker, name: str) -> None:
+def restore_own_params(context: RankContext, name: str) -> None:
     """Set the parameters back to this rank's own, after `set_params_to_consensus`; else do nothing."""
-    storage = worker.get_storage(name)
+    storage = context.get_storage(name)
     if "own" in storage:
         storage["state"].vector = storage["own"]
         del storage["own"]  # not before: an interrupt between the two must not lose it
 
 
-def restore_state(worker: Worker, spec: RankStateSpec, path: str, root: int) -> None:
+def restore_state(context: RankContext, spec: RankStateSpec, path: str, root: int) -> None:
     """Restore this rank from a checkpoint; the rule converts a checkpoint with another number of ranks.
 
     Rank ``root`` reads the file and sends each rank its state: other hosts may not see the file.
     """
-    if worker.number == root:
+    if context.number == root:
         content = read_checkpoint(path)
-        states_by_rank = _unpack_resized_states(content, spec, worker.size)
+        states_by_rank = _unpack_resized_states(content, spec, context.size)
         for r, state in enumerate(states_by_rank):
             if r != root:
-                worker.send(state, r)
+                context.send(state, r)
         for key, rows in spec.memory.items():
             array = content.arrays[f"shared.{key}"]
             rows.array[...] = array if array.shape == rows.shape else 0  # an array per rank is empty at a report
         state = states_by_rank[root]
     else:
-        state = worker.receive(root)
-    set_state(worker, spec, state)
+        state = context.receive(root)
+    set_state(context, spec, state)
 
 
-def set_state(worker: Worker, spec: RankStateSpec, saved_state: dict[str, Any]) -> None:
+def set_state(context: RankContext, spec: RankStateSpec, saved_state: dict[str, Any]) -> None:
     """Set this rank's state to a result of `collect_state`; generators are unchanged if ``streams`` is None."""
     spec.variables.write_values(saved_state)
     if saved_state["streams"] is not None:
@@ -173,7 +173,7 @@ def set_state(worker: Worker, spec: RankStateSpec, saved_state: dict[str, Any]) 
             set_generator_state(shared, value)
     if spec.is_joint:
         return
-    storage = worker.get_storage(spec.name)
+    storage = context.get_storage(spec.name)
     state = storage["state"] = spec.make_state()
     state.step, state.steps_since_exchange = saved_state["step"], saved_state["since"]
     state.own = {
@@ -221,16 +221,16 @@ def resize_states(saved_states: list[dict[str, Any]], spec: RankStateSpec, n_ran
 # -- states of random generators in shared variables, in types that JSON can represent -------------------------
 
 
-def collect_generator_states(worker: Worker, generators: Sequence[SharedVariable]) -> list[Any]:
+def collect_generator_states(context: RankContext, generators: Sequence[SharedVariable]) -> list[Any]:
     """Return the states of this rank's generators."""
     return [get_generator_state(shared) for shared in generators]
 
 
 def restore_generator_states(
-    worker: Worker, generators: Sequence[SharedVariable], states_by_rank: Sequence[list[Any]]
+    context: RankContext, generators: Sequence[SharedVariable], states_by_rank: Sequence[list[Any]]
 ) -> None:
     """Set this rank's generators to their states in ``states_by_rank``, the results of `collect_generator_states`."""
-    for shared, state in zip(generators, states_by_rank[worker.number], strict=True):
+    for shared, state in zip(generators, states_by_rank[context.number], strict=True):
         set_generator_state(shared, state)
 
 

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from synkhronos.programs import Worker
+from synkhronos.programs import RankContext
 from synkhronos.rules import Rule, State
 from synkhronos.timelines.spans import register_traced_method
 from synkhronos.training.monitoring.meter import ActivityTimer
@@ -71,8 +71,8 @@ class Exchanger:
     The time of exchanges is added to ``exchange`` in ``seconds``, the time by activity.
     """
 
-    def __init__(self, worker: Worker, rule: Rule, state: State, seconds: dict[str, float]):
-        self._worker, self.rule, self.state, self._seconds = worker, rule, state, seconds
+    def __init__(self, context: RankContext, rule: Rule, state: State, seconds: dict[str, float]):
+        self._worker, self.rule, self.state, self._seconds = context, rule, state, seconds
         self._steps_left = 1
 
     def update_steps_left(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from synkhronos.programs import LocalRows, Worker
+from synkhronos.programs import LocalRows, RankContext
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
 from synkhronos.training.loops.batch_loop import choose_interval_steps
 
@@ -101,8 +101,8 @@ def exit_by_signal(number: int) -> None:
 class StopAgreement:
     """Agreement of synchronous ranks on the step after which they stop."""
 
-    def __init__(self, worker: Worker):
-        self._worker = worker
+    def __init__(self, context: RankContext):
+        self._worker = context
         self._interval_steps = self._steps_left = 1
         self._exchanged_at = time.monotonic()
 
@@ -122,8 +122,8 @@ class StopAgreement:
 class StopPoll:
     """Poll of the master's request to stop, the flag of `StopSignalHandler`, for asynchronous ranks."""
 
-    def __init__(self, worker: Worker, flag: LocalRows):
-        self._worker, self._flag = worker, flag
+    def __init__(self, context: RankContext, flag: LocalRows):
+        self._worker, self._flag = context, flag
         self._next_read_at = 0.0
 
     def is_stop_due(self) -> bool:

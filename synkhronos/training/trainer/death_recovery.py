@@ -31,7 +31,7 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.devices import is_fork_unsafe
 from synkhronos.function import distribute
-from synkhronos.programs import Worker, run
+from synkhronos.programs import RankContext, run
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import Death, describe_rank
 from synkhronos.training.checkpoints import rank_state
@@ -256,14 +256,17 @@ class RecoveringRunner(OperationRunner):
 
 
 def restore_copy(
-    worker: Worker, spec: rank_state.RankStateSpec, has_trained: bool, copy_from_master: list[dict[str, Any]] | None
+    context: RankContext,
+    spec: rank_state.RankStateSpec,
+    has_trained: bool,
+    copy_from_master: list[dict[str, Any]] | None,
 ) -> None:
     """Restore this rank from a copy: the one that the master sent, or else the one in this process's memory."""
     by_rank = _copies_by_trainer[spec.name] if copy_from_master is None else copy_from_master
-    own = by_rank[worker.number]
+    own = by_rank[context.number]
     # Copied: the master restores it again if a worker dies before the next copy.
-    rank_state.set_state(worker, spec, deepcopy({**by_rank[0], **own} if spec.is_joint else own))
+    rank_state.set_state(context, spec, deepcopy({**by_rank[0], **own} if spec.is_joint else own))
     if not has_trained:
-        worker.get_storage(spec.name).clear()
-    if not worker.is_master and copy_from_master is None:
+        context.get_storage(spec.name).clear()
+    if not context.is_master and copy_from_master is None:
         del _copies_by_trainer[spec.name]  # the next copy, in the master, would not free this memory

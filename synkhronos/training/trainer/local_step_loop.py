@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.loading.loader import Feed
-from synkhronos.programs import LocalFunction, LocalRows, Worker
+from synkhronos.programs import LocalFunction, LocalRows, RankContext
 from synkhronos.rules import State
 from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, set_params_to_consensus
 from synkhronos.training.loops.batch_loop import Exchanger
@@ -60,7 +60,7 @@ class LocalStepLoop(LaunchLoop):
 
     def __init__(
         self,
-        worker: Worker,
+        context: RankContext,
         plan: IntervalPlan,
         step: LocalFunction,
         learning_rate: SharedVariable,
@@ -68,24 +68,24 @@ class LocalStepLoop(LaunchLoop):
         source: RowSource,
         batch_counts: LocalRows,
     ):
-        storage = worker.get_storage(spec.name)
+        storage = context.get_storage(spec.name)
         state: State = storage["state"]
         launch_shapes = storage.setdefault("launch_shapes", set())
         read = make_loss_reader(step.read, plan.has_loss_weight)
-        meter = Meter(worker.number, plan.recorders, read, launch_shapes, state.step, lambda: worker.wait_seconds)
-        super().__init__(plan, source, meter, plan.batch_size, worker.is_master)
-        self.worker, self.rule, self.state, self.on_poll = worker, spec.rule, state, worker.progress
+        meter = Meter(context.number, plan.recorders, read, launch_shapes, state.step, lambda: context.wait_seconds)
+        super().__init__(plan, source, meter, plan.batch_size, context.is_master)
+        self.context, self.rule, self.state, self.on_poll = context, spec.rule, state, context.progress
         self._step, self._learning_rate, self._batch_counts = step, learning_rate, _SharedBatchCounts(batch_counts)
-        self.exchanger = Exchanger(worker, spec.rule, state, meter.seconds)
+        self.exchanger = Exchanger(context, spec.rule, state, meter.seconds)
         #: Weights of the steps since the last exchange.
         self._unexchanged_weights: list[Any] = []
         state.count_items = self._sum_weights if plan.has_loss_weight else None
-        self._agreement = StopAgreement(worker)
+        self._agreement = StopAgreement(context)
         row_nbytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
         n_fitting = _MAX_LAUNCH_NBYTES // max(1, row_nbytes * plan.batch_size)
         self.max_steps_per_launch = max(1, min(source.max_steps_per_launch, step.max_repeats, n_fitting))
         if isinstance(source, Feed):
-            source.open(worker.number)
+            source.open(context.number)
 
     def iterate_batches(self) -> Iterator[LaunchBatches]:
         """Yield the batches of each launch of this rank; an exchange is due only after the last batch of a launch."""
@@ -93,7 +93,7 @@ class LocalStepLoop(LaunchLoop):
 
     def _assign_batches(self) -> Iterator[LaunchBatches]:
         """Assign batches in rounds of one batch per rank; in the last round ranks may get fewer rows, or none."""
-        plan, n, own = self.plan, self.worker.size, self.worker.number
+        plan, n, own = self.plan, self.context.size, self.context.number
         position = plan.start
         while position < plan.stop:
             n_full_rounds = (plan.stop - position) // (plan.batch_size * n)
@@ -104,12 +104,12 @@ class LocalStepLoop(LaunchLoop):
 
     def _take_batches(self) -> Iterator[LaunchBatches]:
         """Take the next batches from a counter that the ranks share."""
-        plan, n, counts = self.plan, self.worker.size, self._batch_counts
+        plan, n, counts = self.plan, self.context.size, self._batch_counts
         lock_number = n + 1  # lock 0 is the rules', locks 1 to n those of the ranks
-        group = next(group for group in plan.rank_groups if self.worker.number in group)
+        group = next(group for group in plan.rank_groups if self.context.number in group)
         while True:
             n_batches = min(self.exchanger.update_steps_left(), self.max_steps_per_launch)
-            with self.meter.time_activity("load"), self.worker.lock(lock_number) as lock:
+            with self.meter.time_activity("load"), self.context.lock(lock_number) as lock:
                 lock.pull(counts.rows)
                 first = counts.get_count(group)
                 if plan.can_stop and get_requested_stop() and not counts.n_rounds:
@@ -186,7 +186,7 @@ class LocalStepLoop(LaunchLoop):
 
 
 def take_local_steps(
-    worker: Worker,
+    context: RankContext,
     plan: IntervalPlan,
     step: LocalFunction,
     learning_rate: SharedVariable,
@@ -199,23 +199,23 @@ def take_local_steps(
     The parameters are those of `LocalStepLoop`.  The position reached is before ``plan.stop`` if a signal has stopped
     the ranks.
     """
-    storage, rule = worker.get_storage(spec.name), spec.rule
+    storage, rule = context.get_storage(spec.name), spec.rule
     state: State | None = storage.get("state")
-    restore_own_params(worker, spec.name)  # after an interrupt there are none: the present ones are this rank's own
-    step_counts = worker.all_gather(None if state is None else (state.step, state.steps_since_exchange))
+    restore_own_params(context, spec.name)  # after an interrupt there are none: the present ones are this rank's own
+    step_counts = context.all_gather(None if state is None else (state.step, state.steps_since_exchange))
     present_counts = [counts for counts in step_counts if counts is not None]
     if state is None or len(present_counts) < len(step_counts) or not rule.asynchronous and len(set(step_counts)) > 1:
         # At the first interval, or after an interrupt that stopped ranks at different steps: all ranks start anew.
         state = spec.make_state()
         state.step = max([step for step, _ in present_counts], default=0)
         if present_counts:
-            state.vector = worker.all_reduce(state.vector)
-        rule.setup(worker, state)
+            state.vector = context.all_reduce(state.vector)
+        rule.setup(context, state)
         storage["state"] = state
-    loop = LocalStepLoop(worker, plan, step, learning_rate, spec, source, batch_counts)
+    loop = LocalStepLoop(context, plan, step, learning_rate, spec, source, batch_counts)
     loop.run()
     loop.finish_steps()
     with loop.meter.time_activity("exchange"):
-        set_params_to_consensus(worker, spec.name, rule)
+        set_params_to_consensus(context, spec.name, rule)
     loop.write_lines(flush=True)
     return LoopResult(loop.end, loop.meter.get_totals(loop.rate))

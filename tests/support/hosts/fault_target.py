@@ -109,23 +109,23 @@ class FaultyCommand(Command):
 
 
 def hold_lock(
-    worker: synk.Worker, folder: str, place: str, fault_ranks: tuple[int, ...], action: str, rows: Any
+    context: synk.RankContext, folder: str, place: str, fault_ranks: tuple[int, ...], action: str, rows: Any
 ) -> bool:
     """Block or raise on some ranks at a place: ``"lock"`` or ``"exchange"``; the others wait for the lock.
 
     At ``"exchange"`` with the action ``"hold"``, no rank blocks: all ranks exchange rows until a host fails.
     """
-    worker.barrier("begin")
+    context.barrier("begin")
     deadline = time.monotonic() + (60 if action == "hold" and place == "exchange" else 0)
-    if worker.number not in fault_ranks:
+    if context.number not in fault_ranks:
         time.sleep(0.1)
     elif place == "exchange" and action == "hold":
-        report_event(folder, "inside", rank=worker.number)
+        report_event(folder, "inside", rank=context.number)
     while True:
-        with worker.lock() as lock:
+        with context.lock() as lock:
             lock.pull(rows)
-            if worker.number in fault_ranks and (action == "raise" or place == "lock"):
-                block_or_raise(folder, worker.number, action)
+            if context.number in fault_ranks and (action == "raise" or place == "lock"):
+                block_or_raise(folder, context.number, action)
             rows.array[...] += 1
             lock.push(rows)
         if time.monotonic() > deadline:

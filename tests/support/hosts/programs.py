@@ -239,7 +239,7 @@ def parts() -> None:
     print("right")
 
 
-def use_local_rows(worker: synk.Worker, rows: Any, f: Any) -> Any:
+def use_local_rows(context: synk.RankContext, rows: Any, f: Any) -> Any:
     """Compute on rows of this host, and request others."""
     local_rows, errors = rows.local_rows, []
     for call in (lambda: rows[[local_rows.start, local_rows.stop % len(rows)]], lambda: rows.array, lambda: f(rows)):
@@ -340,41 +340,41 @@ def parts_memory() -> None:
     data.free_memory()
 
 
-def communicate(worker: synk.Worker) -> Any:
+def communicate(context: synk.RankContext) -> Any:
     """Exchange numbers in pairs, in groups and among all ranks."""
-    n, me = worker.size, worker.number
+    n, me = context.size, context.number
     for k in range(20):
         for is_sender in (me % 2 == 0, me % 2 == 1):
             if is_sender:
-                worker.send((me, k), (me + 1) % n)
-                worker.send(np.full(30_000, me + k), (me + 1) % n)
+                context.send((me, k), (me + 1) % n)
+                context.send(np.full(30_000, me + k), (me + 1) % n)
             else:
-                source, turn = worker.receive((me - 1) % n)
-                array = worker.receive((me - 1) % n)
+                source, turn = context.receive((me - 1) % n)
+                array = context.receive((me - 1) % n)
                 assert (source, turn) == ((me - 1) % n, k) and (array == source + k).all()
     others = [r for r in range(n) if r != me]
     for r in others:  # fits into the buffer of `send`
         for k in range(5):
-            worker.send(np.full(25_000, me + k, "u1"), r)
+            context.send(np.full(25_000, me + k, "u1"), r)
     for r in others:
-        assert all((worker.receive(r) == r + k).all() for k in range(5))
-    worker.barrier("half way")
-    assert worker.all_gather(me) == list(range(n))
-    total = worker.all_reduce(np.arange(300_000.0) + me, "sum")
+        assert all((context.receive(r) == r + k).all() for k in range(5))
+    context.barrier("half way")
+    assert context.all_gather(me) == list(range(n))
+    total = context.all_reduce(np.arange(300_000.0) + me, "sum")
     assert (total == n * np.arange(300_000.0) + n * (n - 1) / 2).all()
-    group = worker.group([r for r in range(n) if r % 2 == me % 2])
+    group = context.group([r for r in range(n) if r % 2 == me % 2])
     sums = group.all_reduce(np.full(5, float(me)), "sum")
     return me, sums[0]
 
 
-def return_value(worker: synk.Worker, value: Any) -> Any:
+def return_value(context: synk.RankContext, value: Any) -> Any:
     """Return the argument."""
     return value
 
 
-def all_reduce_often(worker: synk.Worker) -> bool:
+def all_reduce_often(context: synk.RankContext) -> bool:
     """All-reduce small arrays, more often than a pipe has frames."""
-    return all(worker.all_reduce(np.full(3, k), "sum")[0] == worker.size * k for k in range(100))
+    return all(context.all_reduce(np.full(3, k), "sum")[0] == context.size * k for k in range(100))
 
 
 def run_programs() -> None:
@@ -396,28 +396,28 @@ def run_programs() -> None:
     print(synk.run(programs.communicate))
 
 
-def add_at_random(worker: synk.Worker, rows: Any, seed: int, failing_rank: int, times: int) -> list[float]:
+def add_at_random(context: synk.RankContext, rows: Any, seed: int, failing_rank: int, times: int) -> list[float]:
     """Add 1 to a row under its lock, many times; one rank may fail in between.  Return the rows' values."""
-    rng = np.random.default_rng((seed, worker.number))
+    rng = np.random.default_rng((seed, context.number))
     for i in range(times):
         k = int(rng.integers(len(rows)))
-        with worker.lock(k) as lock:
+        with context.lock(k) as lock:
             lock.pull(rows[k : k + 1])
             assert rows.array[k].min() == rows.array[k].max(), "others have written meanwhile"
-            if worker.number == failing_rank and i == times // 2:
+            if context.number == failing_rank and i == times // 2:
                 raise KeyError("a fault")
             rows.array[k] += 1
             lock.push(rows[k : k + 1])
-    worker.barrier("end")
+    context.barrier("end")
     values = []
     for k in range(len(rows)):
-        with worker.lock(k) as lock:
+        with context.lock(k) as lock:
             lock.pull(rows[k : k + 1])
             values.append(float(rows.array[k, -1]))
     return values
 
 
-def get_last_item(worker: synk.Worker, rows: Any) -> float:
+def get_last_item(context: synk.RankContext, rows: Any) -> float:
     """Return the last item of this rank's rows."""
     return float(rows.array[-1, -1])
 

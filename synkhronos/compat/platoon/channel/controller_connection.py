@@ -17,8 +17,8 @@ from synkhronos.compat.platoon.channel import sockets
 from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.channel.worker_group import Failure
 from synkhronos.compat.platoon.util import PlatoonError
-from synkhronos.programs import Worker as RankWorker
-from synkhronos.programs.worker import get_rank
+from synkhronos.programs import RankContext
+from synkhronos.programs.rank_context import get_rank
 
 #: Maximal seconds to connect to the controller.
 _CONNECT_SECONDS = 60.0
@@ -31,10 +31,10 @@ class ControllerConnection:
     waits for the controller; it may raise.
     """
 
-    def __init__(self, worker: RankWorker, address: str, log_path: str, on_poll: Callable[[], None]):
-        self.worker, self.address, self._log_path = worker, address, log_path
-        local_ranks = get_rank(worker).local_ranks
-        self.local_rank, self.local_size = worker.number - local_ranks.start, len(local_ranks)
+    def __init__(self, context: RankContext, address: str, log_path: str, on_poll: Callable[[], None]):
+        self.context, self.address, self._log_path = context, address, log_path
+        local_ranks = get_rank(context).local_ranks
+        self.local_rank, self.local_size = context.number - local_ranks.start, len(local_ranks)
         self._send_lock = threading.Lock()
         connection = sockets.connect(address, on_poll, _CONNECT_SECONDS)
         if connection is None:
@@ -63,13 +63,13 @@ class ControllerConnection:
         deadline = time.monotonic() + timeout
         try:
             while not connection.poll(POLL_SECONDS):
-                self.worker.progress()
+                self.context.progress()
                 if time.monotonic() > deadline:
                     raise PlatoonError(f"timeout: no {description} in {timeout:g} seconds")
             message: bytes = connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise PlatoonError(f"no {description}: its process has ended; see {self._log_path}", error) from error
-        self.worker.progress()
+        self.context.progress()
         return message
 
     def map_memory(self, name: str, nbytes: int, timeout: float) -> tuple[mmap.mmap, bool]:

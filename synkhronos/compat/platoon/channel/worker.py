@@ -84,7 +84,9 @@ class Worker(metaclass=SingletonType):
             raise PlatoonError("this process has no controller: start NAME_worker.py with `synkhronos platoon NAME`")
         self._controller = controller_connection.current_connection
         self._timeout = socket_timeout / 1000
-        self._lock = self._controller.worker.lock(1 + self.global_rank - self.local_rank)  # of this host's first worker
+        self._lock = self._controller.context.lock(
+            1 + self.global_rank - self.local_rank
+        )  # of this host's first worker
         self._holds_lock = False
         self._multinode = self.local_size < self.global_size
         self._batches: Connection | None = None
@@ -138,12 +140,12 @@ class Worker(metaclass=SingletonType):
     @property
     def global_size(self) -> int:
         """Number of the workers of all hosts."""
-        return self._controller.worker.size
+        return self._controller.context.size
 
     @property
     def global_rank(self) -> int:
         """Rank of this worker among all."""
-        return self._controller.worker.number
+        return self._controller.context.number
 
     def close(self) -> None:
         """Close the connection to the queue of mini-batches."""
@@ -168,7 +170,7 @@ class Worker(metaclass=SingletonType):
                 f"dest: expected {src.dtype} of shape {src.shape}, as src, got {dest.dtype} of shape {dest.shape}"
             )
         with restore_precision():
-            result = self._controller.worker.all_reduce(src, name)
+            result = self._controller.context.all_reduce(src, name)
         if dest is None:
             return result
         dest[...] = result
@@ -250,7 +252,7 @@ class Worker(metaclass=SingletonType):
     def init_mb_sock(self, port: int, data_hwm: int = 10) -> None:
         """Wait until the controller has opened the queue of this ``port``, and connect to it; ignore ``data_hwm``."""
         self._batches = sockets.connect(
-            f"{self._controller.address}-{port}", self._controller.worker.progress, self._timeout
+            f"{self._controller.address}-{port}", self._controller.context.progress, self._timeout
         )
         if self._batches is None:
             raise PlatoonError(f"port: the controller has opened no queue {port}")

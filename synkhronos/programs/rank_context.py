@@ -1,4 +1,4 @@
-"""A rank's view of a program, by which it communicates with other ranks.
+"""The first argument of a program: by it, a rank communicates with the other ranks.
 
 All ranks together synchronize at barriers of the command (`RankProgram.barrier`).  The members of a `Group` synchronize
 by messages between two ranks.
@@ -39,10 +39,10 @@ from synkhronos.variable_types import Array
 _MAX_PICKLED_NBYTES = 2048
 
 
-class Worker:
+class RankContext:
     """Interface of a program to its rank: messages, collectives and locks.
 
-    A program that `synkhronos.run` runs gets it as its first argument, on the master too: here a worker is any rank.
+    It is the first argument of a program that `synkhronos.run` runs.
 
     Attributes
     ----------
@@ -64,8 +64,8 @@ class Worker:
     --------
     A program of a module::
 
-        def average_of_ranks(worker):
-            return float(worker.all_reduce(np.array(worker.number, "float64")))
+        def average_of_ranks(context):
+            return float(context.all_reduce(np.array(context.number, "float64")))
 
         synk.run(average_of_ranks)
     """
@@ -76,7 +76,7 @@ class Worker:
         self.send_buffer = rank_program.memory.channel_nbytes
 
     def __repr__(self) -> str:
-        return f"<synkhronos.Worker {self.number} of {self.size}>"
+        return f"<synkhronos.RankContext {self.number} of {self.size}>"
 
     # -- progress --------------------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Worker:
 
             .. code-block:: python
 
-                with worker.lock() as lock:
+                with context.lock() as lock:
                     lock.pull(counter)
                     counter.array[...] += 1
                     lock.push(counter)
@@ -291,13 +291,13 @@ class Worker:
 
 
 class Group:
-    """A subset of the ranks that synchronize and reduce among themselves; made by `Worker.group`.
+    """A subset of the ranks that synchronize and reduce among themselves; made by `RankContext.group`.
 
     NCCL reduces arrays on GPUs.  It connects the members at the first use, which takes a second or two.  Other arrays
     are transferred through host memory.
 
     A group communicates by messages between its members, which are delivered in order.  So before two members call a
-    method of the group, each has to receive all messages that the other has sent by `Worker.send`.
+    method of the group, each has to receive all messages that the other has sent by `RankContext.send`.
 
     Attributes
     ----------
@@ -307,16 +307,16 @@ class Group:
         Position of this rank among the members, and number of members.
     """
 
-    def __init__(self, worker: Worker, rank_program: RankProgram, ranks: Sequence[int]):
+    def __init__(self, context: RankContext, rank_program: RankProgram, ranks: Sequence[int]):
         members = tuple(check_integer(r, "ranks", "integers") for r in ranks)
-        if len(set(members)) != len(members) or not set(members) <= set(range(worker.size)):
-            raise ValueError(f"ranks: expected different ranks from 0 to {worker.size - 1}, got {list(ranks)}")
-        if worker.number not in members:
-            raise ValueError(f"ranks: expected rank {worker.number}, which makes the group, among them, got {members}")
+        if len(set(members)) != len(members) or not set(members) <= set(range(context.size)):
+            raise ValueError(f"ranks: expected different ranks from 0 to {context.size - 1}, got {list(ranks)}")
+        if context.number not in members:
+            raise ValueError(f"ranks: expected rank {context.number}, which makes the group, among them, got {members}")
         self.ranks = members
-        self.number, self.size = members.index(worker.number), len(members)
-        self._rank, self._rank_program = worker._rank, rank_program
-        self._others = [r for r in members if r != worker.number]
+        self.number, self.size = members.index(context.number), len(members)
+        self._rank, self._rank_program = context._rank, rank_program
+        self._others = [r for r in members if r != context.number]
 
     def barrier(self, name: str) -> None:
         """Wait until all members have arrived at the barrier with this name."""
@@ -327,7 +327,7 @@ class Group:
         return self._gather_at_barrier("all_gather()", value)
 
     def all_reduce(self, array: Array, op: str = "avg") -> Any:
-        """Return the reduction of all members' arrays on each member; see `Worker.all_reduce`."""
+        """Return the reduction of all members' arrays on each member; see `RankContext.all_reduce`."""
         check_dense(array, "array")
         device = _choose_transfer_device(self._rank, array, check_op_name(op))
         communicator = device.get_group_communicator(self._rank, self.ranks)
@@ -395,9 +395,9 @@ class Group:
         return [member_value for _, member_value in by_member]
 
 
-def get_rank(worker: Worker) -> Rank:
-    """Return the `Rank` of a worker, for other packages of the library."""
-    return worker._rank
+def get_rank(context: RankContext) -> Rank:
+    """Return the `Rank` of a context, for other packages of the library."""
+    return context._rank
 
 
 def _choose_transfer_device(rank: Rank, value: Any, op: str | None = None) -> Device:
