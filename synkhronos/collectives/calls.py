@@ -79,7 +79,7 @@ def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = Tru
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         nccl = check_flag(nccl, "nccl")
         variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
         generators = [v for v in variables if get_library(v).is_generator(v)]
@@ -142,7 +142,7 @@ def scatter(shared_vars: SharedVariables, values: Any, batch: BatchArgument = No
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         variables, is_single = parse_variables(session, shared_vars)
         shared_values: list[Data] = []
         for variable, value in zip(variables, match_values(values, variables, is_single), strict=True):
@@ -198,7 +198,7 @@ def gather(shared_vars: SharedVariables, nd_up: int = 1, nccl: bool = True) -> A
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         nd_up = check_integer(nd_up, "nd_up", "0 or 1")
         if nd_up not in (0, 1):
             raise ValueError(f"nd_up: expected 0 or 1, got {nd_up}")
@@ -235,7 +235,7 @@ def all_gather(shared_vars: SharedVariables, nccl: bool = True) -> None:
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         nccl = check_flag(nccl, "nccl")
         variables, _ = parse_variables(session, shared_vars)
         session.run(AllGather(distribute_variables(session, variables), nccl))
@@ -276,7 +276,7 @@ def reduce(shared_vars: SharedVariables, op: str = "avg", in_place: bool = True,
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         in_place, nccl = check_flag(in_place, "in_place"), check_flag(nccl, "nccl")
         variables, is_single = parse_variables(session, shared_vars)
         op = check_op(op, variables)
@@ -315,7 +315,7 @@ def all_reduce(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True)
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         nccl = check_flag(nccl, "nccl")
         session.run(get_all_reduce_command(session, shared_vars, op, nccl))
 
@@ -378,7 +378,7 @@ def reduce_scatter(shared_vars: SharedVariables, op: str = "avg", nccl: bool = T
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         nccl = check_flag(nccl, "nccl")
         variables, _ = parse_variables(session, shared_vars)
         op = check_op(op, variables)
@@ -415,7 +415,7 @@ def set_value(rank: int, shared_vars: SharedVariables, values: Any, batch: Batch
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         rank = check_index(rank, "rank", session.size)
         variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
         pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
@@ -468,7 +468,7 @@ def get_value(rank: int, shared_vars: SharedVariables) -> Any:
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         rank = check_index(rank, "rank", session.size)
         return _get_values(session, shared_vars, lambda keys: GetValue(keys, rank), itemgetter(rank))
 
@@ -516,7 +516,7 @@ def get_shapes(shared_vars: SharedVariables) -> list[Any]:
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         variables, is_single = parse_variables(session, shared_vars)
         layouts = session.run(GetLayouts(distribute_variables(session, variables)))
     shapes = [[shape for shape, _ in by_rank] for by_rank in layouts]

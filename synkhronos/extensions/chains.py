@@ -217,7 +217,7 @@ def load_inherited_rows(session: Session, variables: list[Variable], owner: Any)
     The pickle of ``owner`` is a reference: the workers, which are forks of this process, have inherited the object.
     """
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         session.run(_LoadInheritedRows(distribute_variables(session, variables), owner))
 
 

@@ -390,7 +390,7 @@ class DistributedSum:
         dispatcher, session = get_dispatcher(function), ranks.get_session()
         if self._slice_bounds:
             with session.call_lock:
-                session.wait_until_idle()
+                session.begin_call()
                 dispatcher.ensure_distributed(session)
                 if dispatcher.has_compiled_default:
                     slice_sum = self._slice_sums.get(function)

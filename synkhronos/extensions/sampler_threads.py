@@ -42,7 +42,7 @@ def stop_sampler(error: ranks.WorkerError, failed: Any) -> WorkerExitInterrupt:
         # The main thread stops the sampler's threads.  Until then they wait here: without a density they would record
         # a wrong draw.
         time.sleep(_STOP_SECONDS)
-    return WorkerExitInterrupt(str(error), error.rank, error.worker_traceback, error.failures)
+    return WorkerExitInterrupt(str(error), error.rank, error.reports)
 
 
 def is_foreign_thread() -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from synkhronos.data.rows import get_share, select_rows, split_selection
 from synkhronos.devices import NUMPY, Selection
 from synkhronos.engines import Runner
-from synkhronos.function.computation import CompiledVariant, Computation, Variant
+from synkhronos.function.computation import CompiledVariant, Computation, RowSelector, Variant
 from synkhronos.function.output_op import Accumulator
 from synkhronos.function.outputs import RankOutputs
 from synkhronos.function.rank_mean import RankMeanContext
@@ -323,7 +323,7 @@ class RankCall:
             )
         ]
         if sliceable_rows is not None:
-            if self.call.variant.row_selector == "slice":
+            if self.call.variant.row_selector is RowSelector.SLICE:
                 assert isinstance(sliceable_rows, range)
                 values += [np.int64(sliceable_rows.start), np.int64(sliceable_rows.stop)]
             else:

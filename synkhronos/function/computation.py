@@ -16,6 +16,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,12 +34,20 @@ from synkhronos.replication.user_code import UserCode
 from synkhronos.variable_types import SharedVariable
 
 
+class RowSelector(Enum):
+    """Kind of the additional inputs that select rows of the sliceable shared variables; the value is their number."""
+
+    #: A vector of indexes.
+    INDEXES = 1
+    #: Two integers, start and stop.
+    SLICE = 2
+
+
 class Variant(NamedTuple):
     """Options with which a computation is compiled."""
 
-    #: Kind of the additional inputs that select rows of the sliceable shared variables: "slice" for two integers, start
-    #: and stop, "index" for a vector of indexes.  None: all rows are used.
-    row_selector: str | None = None
+    #: None: all rows of the sliceable shared variables are used.
+    row_selector: RowSelector | None = None
     #: Whether the new values of the updates are returned after the outputs.  Then only random generators are updated.
     returns_updates: bool = False
     #: Indexes of the outputs to compute; None for all.
@@ -180,7 +189,7 @@ class Computation(DeviceResident):
             ops = [self.output_ops[i] for i in subset]
             output_spec = OutputSpec.from_types(types, ops, variant.returns_updates)
             function = self._compile(variant)
-            n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.row_selector]
+            n_inputs = len(self.inputs) + (variant.row_selector.value if variant.row_selector else 0)
             runner = self.engine.make_runner(
                 self.library, function, n_inputs, allows_opaque_outputs=not variant.returns_updates
             )
@@ -249,10 +258,10 @@ class Computation(DeviceResident):
             if getattr(shared, "default_update", None) is not None and id(shared) not in excluded
         ]
 
-    def _make_row_inputs(self, row_selector: str) -> tuple[list[Any], Callable[[Any], Any]]:
+    def _make_row_inputs(self, row_selector: RowSelector) -> tuple[list[Any], Callable[[Any], Any]]:
         """Return additional inputs, and a function that maps a shared variable to the rows that they select."""
         tensor = self.library.tensor
-        if row_selector == "slice":
+        if row_selector is RowSelector.SLICE:
             start, stop = tensor.lscalar("start"), tensor.lscalar("stop")
             return [start, stop], lambda shared: shared[start:stop]
         index = tensor.lvector("rows")

@@ -22,7 +22,7 @@ from synkhronos.checks import check_at_least, check_integer
 from synkhronos.containers import WeakKeyDict
 from synkhronos.data.rows import BatchArgument
 from synkhronos.function.call import Call
-from synkhronos.function.computation import DEFAULT_VARIANT, Computation, Variant
+from synkhronos.function.computation import DEFAULT_VARIANT, Computation, RowSelector, Variant
 from synkhronos.function.inputs import CallInputWriter, has_only_contiguous_slices
 from synkhronos.ranks import Session
 from synkhronos.replication.replicator import Replicator
@@ -48,7 +48,7 @@ class Dispatcher:
         """Call the function on all ranks, and return its outputs as arrays, even where users get a `Result`."""
         session = ranks.get_session()
         with session.call_lock:
-            session.wait_until_idle()
+            session.begin_call()
             call = self.make_call(session, inputs)._replace(reads_outputs=True)
             return self.finish_call(session, call, session.run(call))
 
@@ -131,7 +131,8 @@ class Dispatcher:
                         "another variable, or leave this one out of sliceable_shareds"
                     )
             is_contiguous = batch_s is None or has_only_contiguous_slices(batch_s)
-            row_selector = "slice" if is_contiguous and not computation.engine.requires_static_shapes else "index"
+            can_slice = is_contiguous and not computation.engine.requires_static_shapes
+            row_selector = RowSelector.SLICE if can_slice else RowSelector.INDEXES
         return Variant(row_selector, bool(num_slices > 1), self._parse_output_subset(output_subset))
 
     def _parse_output_subset(self, output_subset: Any) -> tuple[int, ...] | None:

@@ -147,7 +147,7 @@ class Function:
         """
         session = ranks.get_session()
         with session.call_lock:
-            session.wait_until_idle()
+            session.begin_call()
             dispatcher = self._dispatcher
             call = dispatcher.make_call(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
             outputs = dispatcher.finish_call(session, call, session.run(call))
@@ -327,5 +327,5 @@ def distribute() -> None:
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         distribute_scheduled(session)

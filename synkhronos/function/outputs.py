@@ -107,24 +107,24 @@ class RankOutputs(NamedTuple):
         return _reduce_arrays(rank, self) if self.spec.scalar_dtypes is None else _reduce_scalars(rank, [self])[0]
 
     @staticmethod
-    def reduce_many(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
+    def reduce_many(rank: Rank, outputs_by_call: Sequence[RankOutputs]) -> list[Any]:
         """Return the results of `reduce` for several calls; records are packed into as few messages as possible."""
         results: list[Any] = []
-        pending_calls: list[RankOutputs] = []
+        pending: list[RankOutputs] = []
         nbytes = 0
-        for outputs in calls:
+        for outputs in outputs_by_call:
             size = (
                 None if outputs.spec.scalar_dtypes is None else _make_record_dtype(outputs.spec.scalar_dtypes).itemsize
             )
-            if pending_calls and (size is None or nbytes + size > MAX_SLOT_NBYTES):
-                results += _reduce_scalars(rank, pending_calls)
-                pending_calls, nbytes = [], 0
+            if pending and (size is None or nbytes + size > MAX_SLOT_NBYTES):
+                results += _reduce_scalars(rank, pending)
+                pending, nbytes = [], 0
             if size is None:
                 results.append(_reduce_arrays(rank, outputs))
             else:
-                pending_calls.append(outputs)
+                pending.append(outputs)
                 nbytes += size
-        return results + _reduce_scalars(rank, pending_calls) if pending_calls else results
+        return results + _reduce_scalars(rank, pending) if pending else results
 
 
 # -- scalars -----------------------------------------------------------------------------------------------------
@@ -139,17 +139,19 @@ def _make_record_dtype(dtypes: tuple[np.dtype | None, ...]) -> np.dtype:
     return np.dtype([("rows", np.int64), *((str(i), dtype) for i, dtype in enumerate(dtypes) if dtype is not None)])
 
 
-def _reduce_scalars(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
+def _reduce_scalars(rank: Rank, outputs_by_call: Sequence[RankOutputs]) -> list[Any]:
     """Return the results of calls whose records fit into one message; None for each in workers."""
-    if len(calls) == 1 and rank.size < _MIN_RANKS_OF_ARRAY:
-        (outputs,) = calls
-        messages = rank.gather_bytes(b"" if rank.is_master else _pack_records(calls))
+    if len(outputs_by_call) == 1 and rank.size < _MIN_RANKS_OF_ARRAY:
+        (outputs,) = outputs_by_call
+        messages = rank.gather_bytes(b"" if rank.is_master else _pack_records(outputs_by_call))
         return [None if messages is None else _reduce_messages(outputs, messages, rank.number)]
     # The key is the specification, not its dtypes: NumPy 1.23 compares None as a dtype.
-    groups = [calls] if len(calls) == 1 else [list(group) for _, group in groupby(calls, lambda call: call.spec)]
+    groups = [outputs_by_call]
+    if len(outputs_by_call) > 1:
+        groups = [list(group) for _, group in groupby(outputs_by_call, lambda outputs: outputs.spec)]
     messages = rank.gather_bytes(b"".join(map(_pack_records, groups)))
     if messages is None:
-        return [None] * len(calls)
+        return [None] * len(outputs_by_call)
     results: list[Any] = []
     offset = 0
     for group in groups:
@@ -188,32 +190,33 @@ def _reduce_messages(outputs: RankOutputs, messages: Sequence[bytes], own_number
     return results
 
 
-def _pack_records(calls: Sequence[RankOutputs]) -> bytes:
+def _pack_records(outputs_by_call: Sequence[RankOutputs]) -> bytes:
     """Return this rank's records of several calls with the same specification; zeros where it has no rows."""
-    dtypes = calls[0].spec.scalar_dtypes or ()
+    dtypes = outputs_by_call[0].spec.scalar_dtypes or ()
     dtype = _make_record_dtype(dtypes)
     reduced = [i for i, value_dtype in enumerate(dtypes) if value_dtype is not None]
-    if len(calls) > 1:
+    if len(outputs_by_call) > 1:
         empty = 0, *(0 for _ in reduced)
         records = [
-            (outputs.n_rows, *[outputs.values[i] for i in reduced]) if outputs.n_rows else empty for outputs in calls
+            (outputs.n_rows, *[outputs.values[i] for i in reduced]) if outputs.n_rows else empty
+            for outputs in outputs_by_call
         ]
         return np.array(records, dtype).tobytes()
     # Packing a single record without a structured array is faster.
-    (outputs,) = calls
+    (outputs,) = outputs_by_call
     if not outputs.n_rows:
         return bytes(dtype.itemsize)
     values = [np.asarray(outputs.values[i], dtypes[i]).tobytes() for i in reduced]
     return b"".join([outputs.n_rows.to_bytes(8, "little"), *values])
 
 
-def _reduce_records(calls: Sequence[RankOutputs], records: np.ndarray) -> list[Any]:
+def _reduce_records(outputs_by_call: Sequence[RankOutputs], records: np.ndarray) -> list[Any]:
     """Reduce the records of calls with the same specification, of shape (ranks, calls), in the master."""
     n_rows = np.ascontiguousarray(records["rows"])
     if np.count_nonzero(n_rows) < n_rows.size:
         # Ranks without rows contribute nothing.  They may differ from call to call, so each call is reduced by itself.
         results: list[Any] = []
-        for k, outputs in enumerate(calls):
+        for k, outputs in enumerate(outputs_by_call):
             contributions = records[n_rows[:, k] > 0, k : k + 1]
             if len(contributions):
                 results += _reduce_records([outputs], contributions)
@@ -221,16 +224,16 @@ def _reduce_records(calls: Sequence[RankOutputs], records: np.ndarray) -> list[A
                 results.append(outputs.values or outputs.compute_zero_rows())
         return results
     columns: list[Any] = []
-    for i, op in enumerate(calls[0].spec.ops):
+    for i, op in enumerate(outputs_by_call[0].spec.ops):
         if op.name is None:
-            columns.append([outputs.values[i] if outputs.n_rows else None for outputs in calls])
+            columns.append([outputs.values[i] if outputs.n_rows else None for outputs in outputs_by_call])
             continue
         values = np.ascontiguousarray(records[str(i)])
         if op.reduce_op.ufunc is None:
-            columns.append([values[:, k].copy() for k in range(len(calls))])
+            columns.append([values[:, k].copy() for k in range(len(outputs_by_call))])
         else:
             reduced = op.reduce_op.reduce_first_axis(values, n_rows)
-            columns.append([reduced[k, ...] for k in range(len(calls))])
+            columns.append([reduced[k, ...] for k in range(len(outputs_by_call))])
     return [list(row) for row in zip(*columns, strict=True)]
 
 

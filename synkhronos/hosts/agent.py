@@ -233,7 +233,7 @@ class Agent:
             self._control.mailbox[length : length + words[ControlMemory.PLAN_NBYTES]]
         )
         memory = self._page_table.memory
-        missing = self._page_table.take_missing_pages(
+        missing = self._page_table.pop_missing_pages(
             [find_pages(pages_by_segment, memory) for pages_by_segment in accesses]
         )
         for host, pages_by_segment in zip(messenger.other_hosts, missing, strict=True):

@@ -24,7 +24,7 @@ import numpy as np
 
 from synkhronos.hosts import mpirun
 from synkhronos.hosts.host_list import Host, compute_ranks_by_host, describe_host, find_host
-from synkhronos.hosts.page_table import SegmentAccess
+from synkhronos.hosts.page_table import RowIndexes, SegmentAccess
 from synkhronos.hosts.pipes import PipeLayout
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.child_process import JOB_SIGNALS
@@ -409,7 +409,8 @@ def _to_segment_access(access: RowAccess) -> SegmentAccess:
         return SegmentAccess(
             array.key, array.offset, row_nbytes, (rows.start - first_row, rows.stop - first_row, rows.step), None
         )
-    return SegmentAccess(array.key, array.offset, row_nbytes, None, (rows.key, rows.offset, rows.shape[0], first_row))
+    indexes = RowIndexes(rows.key, rows.offset, rows.shape[0], first_row)
+    return SegmentAccess(array.key, array.offset, row_nbytes, None, indexes)
 
 
 def _check_rows_are_local(access: RowAccess, local_rows: range, segments: SegmentTable, description: str) -> None:

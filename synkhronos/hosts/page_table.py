@@ -21,18 +21,26 @@ PAGE_NBYTES = 4096
 _PAGES_PER_COMPARISON = 1024
 
 
+class RowIndexes(NamedTuple):
+    """Row indexes of dtype int64 in a segment, from byte ``offset`` on; ``first_row`` is subtracted from each."""
+
+    key: int
+    offset: int
+    n_indexes: int
+    first_row: int
+
+
 class SegmentAccess(NamedTuple):
     """Rows of a segment that a host reads, from byte ``offset`` on: an entry of the master's plan.
 
-    ``rows`` are start, stop and step of a range; None if there are ``indexes``: key and offset of a segment with row
-    indexes of dtype int64, their number, and the first row, which is subtracted from each.
+    ``rows`` are start, stop and step of a range; None if there are ``indexes``.
     """
 
     key: int
     offset: int
     row_nbytes: int
     rows: tuple[int, int, int] | None
-    indexes: tuple[int, int, int, int] | None
+    indexes: RowIndexes | None
 
 
 class PageTable:
@@ -62,8 +70,8 @@ class PageTable:
             for table in (self.memory, self._sent_copies, self._held_pages):
                 table.pop(key, None)
 
-    def take_missing_pages(self, needed: Sequence[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
-        """Return the pages that each host needs and does not have, by segment, and mark them as sent.
+    def pop_missing_pages(self, needed: Sequence[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
+        """Return the pages that each host needs and does not have, by segment, and record them as sent.
 
         ``needed`` has the sorted numbers of the pages that each host needs, by segment.
         """

@@ -35,6 +35,8 @@ from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.rank_program import Lock, RankProgram
 from synkhronos.variable_types import Array
 
+#: Numbers of locks that the library uses, counted from ``size``: those of a training's batch counts and stop flag.
+BATCH_COUNTS_LOCK, STOP_FLAG_LOCK = 1, 7
 #: Size in bytes up to which an array is pickled.  A larger array is sent as a body.
 _MAX_PICKLED_NBYTES = 2048
 
@@ -398,6 +400,11 @@ class Group:
 def get_rank(context: RankContext) -> Rank:
     """Return the `Rank` of a context, for other packages of the library."""
     return context._rank
+
+
+def get_rank_lock(context: RankContext, rank: int) -> Lock:
+    """Return the lock on a rank's host, which guards the rank's rows in shared memory, such as its mailbox."""
+    return context.lock(1 + rank)
 
 
 def _choose_transfer_device(rank: Rank, value: Any, op: str | None = None) -> Device:

@@ -77,7 +77,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         raise TypeError(f"program: expected a function, got {program!r}")
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         functions: list[Any] = []
         arrays: list[ArrayLocation] = []
         payload = _pickle_program(session, (program, args, kwargs), functions, arrays)

@@ -5,7 +5,7 @@ A command is posted by one word in shared memory, `ControlMemory.POSTED`, and fi
 
     master (`CommandRunner.run`)                                worker r (`worker_main.run_commands`)
     ────────────────────────────                                ─────────────────────────────────────
-    wait until all ranks are idle, `send_releases`              sleep until POSTED is a new number
+    finish the last command, and releases                       sleep until POSTED is a new number
     write segments and the pickled command; POSTED = number ──> map the segments, unpickle the command
     command.run(rank)         <──── barriers, slots ────>       command.run(rank)
       │ exception: FAILED = number, wake all ranks                │ exception: report, FAILED = number, wake all ranks
@@ -19,7 +19,7 @@ A waiting master checks regularly whether its workers live (`_close_if_failed_or
 interrupted by a signal (`PeerWatch`).  A death closes the session, and the call raises a WorkerError.
 
 If an interrupt ends the master's part, `_wait_for_completion` waits for a moment only, and the workers may still be
-busy with the command.  The next call waits for them (`wait_until_idle`) before it writes memory that they may read.
+busy with the command.  The next call waits for them (`begin_call`) before it writes memory that they may read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CommandRunner(ABC):
     A call that uses the ranks holds the session's lock, so that calls of threads and signal handlers can't mix::
 
         with session.call_lock:
-            session.wait_until_idle()
+            session.begin_call()
             ...
             session.run(command)
 
@@ -122,7 +122,7 @@ class CommandRunner(ABC):
         """Lock of one call; RuntimeError if this thread holds it, and so is in the middle of another call.
 
         It is implemented in C: a ``with`` statement acquires and releases it with no moment between at which a signal
-        handler could raise.  A context manager in Python that also calls `wait_until_idle` would have such moments, and
+        handler could raise.  A context manager in Python that also calls `begin_call` would have such moments, and
         the lock would stay acquired.
         """
         if self._holds_call_lock():
@@ -141,17 +141,16 @@ class CommandRunner(ABC):
         is_held: bool = self._call_lock._is_owned()  # type: ignore[attr-defined] # as threading.Condition does
         return is_held
 
-    def wait_until_idle(self) -> None:
-        """Wait, at the start of a call, for the last command, which an interrupt may have left running.
+    def begin_call(self) -> None:
+        """Finish the last command, which an interrupt may have left running; the first statement under the lock.
 
-        Memory that ranks may still read must not be written before.  The caller holds the lock, so no command runs in
-        the master; if an interrupt has left it marked as running, the mark is removed.
+        Before it, memory that ranks may still read must not be written.
         """
-        self._is_running = False
-        self._wait_for_last_command()
+        self._is_running = False  # the caller holds the lock: an interrupt has left the mark
+        self._finish_last_command()
 
-    def _wait_for_last_command(self) -> None:
-        """Wait until all ranks have finished the last command, and release memory that the master no longer uses."""
+    def _finish_last_command(self) -> None:
+        """Wait until all ranks have finished the last command, and release the memory of deleted objects."""
         if self._is_running:
             raise RuntimeError(_NESTED_CALL)
         if self.close_reason is None:
@@ -168,16 +167,16 @@ class CommandRunner(ABC):
 
         It raises WorkerError if a worker raised an exception or died, or the exception of the master's own part.
         """
-        self.send_releases()
+        self.finish_releases()
         return self._execute(command)
 
-    def send_releases(self) -> None:
-        """Release segments and objects on the workers that the master has released.  The lock has to be held."""
-        self._wait_for_last_command()
-        self.memory.send_releases()
+    def finish_releases(self) -> None:
+        """Make the workers drop what the master has released.  The lock has to be held."""
+        self._finish_last_command()
+        self.memory.finish_releases()
 
     def _execute_when_idle(self, command: Command) -> Any:
-        self._wait_for_last_command()
+        self._finish_last_command()
         return self._execute(command)
 
     def _execute(self, command: Command) -> Any:
@@ -191,7 +190,7 @@ class CommandRunner(ABC):
         4. Cancel the pending operations of a failed command, and raise.
 
         If an interrupt ends the master's part, the wait of 3 is short.  Then `_is_idle` stays False, and the next call
-        completes it (`_wait_for_last_command`), as it does if an exception leaves this method before 2.
+        completes it (`_finish_last_command`), as it does if an exception leaves this method before 2.
         """
         control, command_number = self._control, self._command_number + 1
         try:

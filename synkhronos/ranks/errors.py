@@ -6,17 +6,19 @@ import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Text description of a rank's exception, from which the master makes a `WorkerError`.
+    """Description of a rank's exception, from which the master makes a `WorkerError`.
 
-    The message and the traceback are shortened in the middle if they are long.  ``host`` is "" if there is only one.
+    ``module`` and ``class_name`` are those of its class.  The message and the traceback are shortened in the middle if
+    they are long.  ``host`` is "" if there is only one.
     """
 
     rank: int
+    module: str
     class_name: str
     message: str
     traceback: str
@@ -30,7 +32,9 @@ class FailureReport:
         except Exception as str_error:
             message = f"<no message: its __str__ raised {type(str_error).__qualname__}>"
         text = "".join(traceback.format_exception(error))
-        return cls(rank, type(error).__qualname__, shorten_middle(message, max_chars), shorten_middle(text, max_chars))
+        error_class = type(error)
+        texts = shorten_middle(message, max_chars), shorten_middle(text, max_chars)
+        return cls(rank, error_class.__module__, error_class.__qualname__, *texts)
 
     def summarize(self) -> str:
         """Return a line with the rank, the exception's class and the first line of its message."""
@@ -58,20 +62,23 @@ class WorkerError(RuntimeError):
         Traceback of that worker; "" if it died without one.
     failures : dict of int to str
         One line for each rank that failed.
+    reports : sequence of FailureReport
+        Descriptions of the exceptions of these ranks; empty after a death.
 
     Notes
     -----
     After an exception the ranks stay usable.  After a death they are closed: call `synkhronos.fork` again.
     """
 
-    def __init__(self, message: str, rank: int, worker_traceback: str = "", failures: dict[int, str] | None = None):
+    def __init__(self, message: str, rank: int, reports: Sequence[FailureReport] = ()):
         super().__init__(message)
         self.rank = rank
-        self.worker_traceback = worker_traceback
-        self.failures = {rank: message} if failures is None else failures
+        self.reports = reports
+        self.worker_traceback = reports[0].traceback if reports else ""
+        self.failures = {report.rank: report.summarize() for report in reports} or {rank: message}
 
-    def __reduce__(self) -> tuple[type[WorkerError], tuple[str, int, str, dict[int, str]]]:
-        return type(self), (str(self), self.rank, self.worker_traceback, self.failures)
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.rank, self.reports)
 
     @classmethod
     def _from_reports(cls, reports: Sequence[FailureReport], effect: str = "") -> WorkerError:
@@ -84,7 +91,7 @@ class WorkerError(RuntimeError):
         if effect:
             head += f"\n{effect}"
         head += f"\n\nThe traceback of rank {first.rank}:\n{first.traceback}"
-        return cls(head, first.rank, first.traceback, {report.rank: report.summarize() for report in reports})
+        return cls(head, first.rank, reports)
 
 
 class Death(NamedTuple):

@@ -168,7 +168,7 @@ class MemoryTable:
             self.release(*self._unused[0].key)
             del self._unused[0]
 
-    def send_releases(self) -> None:
+    def finish_releases(self) -> None:
         """Run `synchronize` if segments or objects were released."""
         if self._unsent_releases:
             self.synchronize()

@@ -69,7 +69,7 @@ class Session(CommandRunner):
 
     def _run_first_command(self) -> None:
         with self.call_lock:
-            self.wait_until_idle()
+            self.begin_call()
             if self._first_command is not None:
                 self.run(self._first_command)
 
@@ -239,7 +239,7 @@ class Session(CommandRunner):
                 self._reopen(link, spawn, excluded_ranks)
             self._run_first_command()
             with self.call_lock:
-                self.wait_until_idle()
+                self.begin_call()
                 if spawn:
                     self.memory.resend_segments()
                     self.registry.clear()

@@ -10,7 +10,8 @@ import numpy as np
 from synkhronos.checks import check_at_least
 from synkhronos.devices import get_array_device
 from synkhronos.programs import RankContext
-from synkhronos.rules.rule import Rule, SharedArrays, check_fraction, get_rank_lock
+from synkhronos.programs.rank_context import get_rank_lock
+from synkhronos.rules.rule import Rule, SharedArrays, check_fraction
 from synkhronos.rules.state import State
 from synkhronos.variable_types import Array, SharedVariable
 

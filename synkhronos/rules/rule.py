@@ -12,7 +12,7 @@ from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.data_access import create_unpublished
 from synkhronos.devices import NUMPY, find_device
-from synkhronos.programs import Lock, RankContext
+from synkhronos.programs import RankContext
 from synkhronos.rules.state import State, concatenate
 from synkhronos.variable_types import Array, SharedVariable
 
@@ -206,11 +206,6 @@ def allocate_shared_arrays(rule: Rule, n_ranks: int, size: int, dtype: np.dtype)
     """
     layout = rule.describe_shared_arrays(n_ranks, size, dtype)
     return {name: create_unpublished(shape, item_dtype) for name, (shape, item_dtype) in layout.items()}
-
-
-def get_rank_lock(context: RankContext, rank: int) -> Lock:
-    """Return the lock of a rank's rows in shared memory, such as its mailbox: the one on that rank's host."""
-    return context.lock(1 + rank)
 
 
 def reduce_by_rows(

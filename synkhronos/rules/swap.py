@@ -9,7 +9,8 @@ import numpy as np
 
 from synkhronos.checks import check_at_least, check_flag
 from synkhronos.programs import RankContext
-from synkhronos.rules.rule import Rule, SharedArrays, get_rank_lock
+from synkhronos.programs.rank_context import get_rank_lock
+from synkhronos.rules.rule import Rule, SharedArrays
 from synkhronos.rules.state import State
 from synkhronos.variable_types import Array, SharedVariable
 

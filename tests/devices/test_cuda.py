@@ -676,7 +676,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
         assert staging.pin_segment(rank, key) == staging.pin_segment(rank, key)
     assert len(staging.driver.locked) == len(rank.segments.before_unmap_callbacks) + 2 == 3
     del arrays[1]
-    ranks.get_session().send_releases()
+    ranks.get_session().finish_releases()
     assert len(staging.driver.locked) == len(staging._pinned) == 2
     synk.close()
     assert not staging.driver.locked and not staging._pinned

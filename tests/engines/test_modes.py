@@ -222,7 +222,7 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
         session = ranks.get_session()
         keys = [get_dispatcher(function).key for function in (train.gradient, train.update, f)]
         with session.call_lock:
-            session.wait_until_idle()
+            session.begin_call()
             shown = session.run(Compiled(keys))
         # The update by the first worker, beside the gradient.
         assert shown == [[(0, 1), (1, 0), (0, 1)], [(1, 0), (0, 1), (1, 0)], [(1, 0), (1, 0), (1, 0)]]

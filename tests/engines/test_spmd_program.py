@@ -16,7 +16,7 @@ pytestmark = [
 def run_command(command):
     session = ranks.get_session()
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         return session.run(command)
 
 

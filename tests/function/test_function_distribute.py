@@ -107,7 +107,7 @@ def test_workers_drop_collected_functions(fork):
     before = ranks.get_session().run(CountFunctions())
     del f
     gc.collect()
-    ranks.get_session().send_releases()
+    ranks.get_session().finish_releases()
     after = ranks.get_session().run(CountFunctions())
     assert all(a == b - 1 for a, b in zip(after, before, strict=True))
 

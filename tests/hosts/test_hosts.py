@@ -28,7 +28,7 @@ from synkhronos.hosts.host_list import Host, parse_hosts
 from synkhronos.hosts.messenger import Message
 from synkhronos.hosts.mpi_link import MpiLink
 from synkhronos.hosts.mpirun import find_lost_hosts
-from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, SegmentAccess, find_pages
+from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, RowIndexes, SegmentAccess, find_pages
 from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, N_FRAMES, PipeLayout
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks.control_memory import ControlMemory
@@ -470,15 +470,15 @@ def test_pull_sends_read_data_to_other_hosts(data):
         needed, expected = [], []
         for _ in hosts:
             rows = data.draw(st.one_of(st.none(), ROWS))
-            read = SegmentAccess(1, 0, row, rows, None if rows is not None else (2, 0, len(indexes), 0))
+            read = SegmentAccess(1, 0, row, rows, None if rows is not None else RowIndexes(2, 0, len(indexes), 0))
             needed.append(find_pages([read], paged))
             expected.append(list(range(*rows)) if rows is not None else indexes.tolist())
-        for host, pages, rows in zip(hosts, contents.take_missing_pages(needed), expected, strict=True):
+        for host, pages, rows in zip(hosts, contents.pop_missing_pages(needed), expected, strict=True):
             for key, host_pages in pages.items():
                 host[key][host_pages] = paged[key][host_pages]
             for r in rows:
                 assert np.array_equal(host[1].reshape(-1)[r * row : (r + 1) * row], memory[1][r * row : (r + 1) * row])
-        assert contents.take_missing_pages(needed) == [{}, {}]  # no page is sent twice
+        assert contents.pop_missing_pages(needed) == [{}, {}]  # no page is sent twice
 
 
 def test_agent_reads_messages_before_it_decides():

@@ -46,7 +46,7 @@ def test_full_disk_still_reports_failure_and_status(tmp_path, capfd):
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:  # writes to files fail
             resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "run.json").stat().st_size, before[1]))
-            end = run._print_exit()
+            end = run._wait_for_master_exit()
             run._record_exit(end)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)

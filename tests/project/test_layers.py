@@ -214,15 +214,15 @@ def test_find_cycles_finds_them():
 
 
 def find_unprepared_calls(tree):
-    """Yield the lines of ``with session.call_lock`` blocks that don't begin with ``session.wait_until_idle()``."""
+    """Yield the lines of ``with session.call_lock`` blocks that don't begin with ``session.begin_call()``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.With) and ast.unparse(node.items[0]).endswith((".call_lock", ".nested_call_lock")):
             session = ast.unparse(node.items[0]).rpartition(".")[0]
-            if ast.unparse(node.body[0]) != f"{session}.wait_until_idle()":
+            if ast.unparse(node.body[0]) != f"{session}.begin_call()":
                 yield node.lineno
 
 
-def test_calls_begin_by_waiting_until_ranks_are_idle():
+def test_every_call_begins_with_begin_call():
     """In devices/cuda, `call_lock` is another lock: the one of NCCL's calls."""
     for path in FILES:
         if "cuda" not in path.parts:
@@ -230,7 +230,7 @@ def test_calls_begin_by_waiting_until_ranks_are_idle():
 
 
 def test_find_unprepared_calls_finds_them():
-    source = "with a.call_lock:\n  a.wait_until_idle()\nwith a.b.call_lock:\n  a.wait_until_idle()\nwith a.lock:\n  f()"
+    source = "with a.call_lock:\n  a.begin_call()\nwith a.b.call_lock:\n  a.begin_call()\nwith a.lock:\n  f()"
     assert list(find_unprepared_calls(ast.parse(source))) == [3]
 
 

@@ -131,7 +131,7 @@ def test_close_ends_a_waiting_call(two, monkeypatch, awaited, by):
     else:
         threading.Timer(0.2, ranks.close_session).start()
     with time_limit(), pytest.raises(RuntimeError, match="the ranks were closed: call synkhronos.fork"), two.call_lock:
-        two.wait_until_idle()
+        two.begin_call()
         two.run(WaitForWorkers(awaited == "a barrier"))
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)

@@ -105,7 +105,7 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
     program = SamplerProgram(name, list(model.value_vars), potential, other_arguments, get_jax_settings())
     key = "sampler", next(_key_numbers)
     with session.call_lock:
-        session.wait_until_idle()
+        session.begin_call()
         try:
             session.rank.add_object(key, program)
             Replicator.from_session(session).send([(key, program)], [potential])

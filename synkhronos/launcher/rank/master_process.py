@@ -27,7 +27,7 @@ from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_F
 from synkhronos.programs import run
 from synkhronos.ranks import WorkerError, get_last_death, get_session
 from synkhronos.ranks.child_process import exit_with_parent
-from synkhronos.ranks.errors import Death
+from synkhronos.ranks.errors import Death, describe_rank
 from synkhronos.rules import allocate_shared_arrays
 from synkhronos.startup import fork_pinned
 from synkhronos.timelines import timeline
@@ -59,12 +59,12 @@ def _describe_failure(error: BaseException) -> str:
     if not isinstance(error, WorkerError):
         is_clear = isinstance(error, kinds)
         return f"rank 0: {error}\n" if is_clear else "rank 0:\n" + "".join(traceback.format_exception(error))
-    name = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
-    for kind in kinds:
-        _, found, message = error.worker_traceback.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")
-        if found:
-            return f"{name}: {message}"
-    return f"{name}:\n{error.worker_traceback or error}\n"
+    if not error.reports:
+        return f"rank {error.rank}:\n{error}\n"
+    report = error.reports[0]
+    name = describe_rank(report.rank, report.host)
+    is_clear = (report.module, report.class_name) in [(kind.__module__, kind.__qualname__) for kind in kinds]
+    return f"{name}: {report.message}\n" if is_clear else f"{name}:\n{report.traceback}\n"
 
 
 def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
@@ -75,7 +75,7 @@ def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None
     death = get_last_death()
     if death is not None:
         DeathLog(folder).add(death)
-    elif isinstance(error, WorkerError) and not error.worker_traceback:
+    elif isinstance(error, WorkerError) and not error.reports:
         text = str(error).partition(";")[0]
         DeathLog(folder).add(Death(error.rank, "", 0, f"ended: {text}"))
     elif is_failed_start and isinstance(error, Exception):

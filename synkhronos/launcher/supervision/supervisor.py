@@ -97,7 +97,7 @@ class Supervisor:
                     for _, write in pipes:
                         os.close(write)
                 self._copy_output([read for read, _ in pipes])
-                exit_record = self._print_exit()
+                exit_record = self._wait_for_master_exit()
                 if not exit_record["status"] or "signal" in exit_record or self.signal_number:
                     break
                 if not self._prepare_recovery():
@@ -359,7 +359,7 @@ class Supervisor:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _print_exit(self) -> dict[str, Any]:
+    def _wait_for_master_exit(self) -> dict[str, Any]:
         """Print the cause of a failure or stop; return the exit status, signal and checkpoint for ``run.json``."""
         assert self._master is not None
         code = self._master.wait()

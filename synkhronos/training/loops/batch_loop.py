@@ -72,7 +72,7 @@ class Exchanger:
     """
 
     def __init__(self, context: RankContext, rule: Rule, state: State, seconds: dict[str, float]):
-        self._worker, self.rule, self.state, self._seconds = context, rule, state, seconds
+        self._context, self.rule, self.state, self._seconds = context, rule, state, seconds
         self._steps_left = 1
 
     def update_steps_left(self) -> int:
@@ -93,8 +93,8 @@ class Exchanger:
 
     def exchange(self) -> None:
         """Exchange, and restart the count of steps."""
-        with ActivityTimer(self._seconds, "exchange", lambda: self._worker.wait_seconds):
-            self.rule.exchange(self._worker, self.state)
+        with ActivityTimer(self._seconds, "exchange", lambda: self._context.wait_seconds):
+            self.rule.exchange(self._context, self.state)
             self.state.steps_since_exchange = 0
 
 

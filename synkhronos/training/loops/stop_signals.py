@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from synkhronos.programs import LocalRows, RankContext
+from synkhronos.programs.rank_context import STOP_FLAG_LOCK
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
 from synkhronos.training.loops.batch_loop import choose_interval_steps
 
@@ -102,7 +103,7 @@ class StopAgreement:
     """Agreement of synchronous ranks on the step after which they stop."""
 
     def __init__(self, context: RankContext):
-        self._worker = context
+        self._context = context
         self._interval_steps = self._steps_left = 1
         self._exchanged_at = time.monotonic()
 
@@ -113,7 +114,7 @@ class StopAgreement:
             return False
         elapsed = time.monotonic() - self._exchanged_at
         proposed = choose_interval_steps(self._interval_steps, elapsed, CHECK_INTERVAL_SECONDS)
-        requests = self._worker.all_gather((get_requested_stop(), proposed))
+        requests = self._context.all_gather((get_requested_stop(), proposed))
         self._interval_steps = self._steps_left = min(steps for _, steps in requests)
         self._exchanged_at = time.monotonic()
         return any(number for number, _ in requests)
@@ -123,7 +124,7 @@ class StopPoll:
     """Poll of the master's request to stop, the flag of `StopSignalHandler`, for asynchronous ranks."""
 
     def __init__(self, context: RankContext, flag: LocalRows):
-        self._worker, self._flag = context, flag
+        self._context, self._flag = context, flag
         self._next_read_at = 0.0
 
     def is_stop_due(self) -> bool:
@@ -132,6 +133,6 @@ class StopPoll:
         if now < self._next_read_at:
             return bool(self._flag.array[0])
         self._next_read_at = now + CHECK_INTERVAL_SECONDS
-        with self._worker.lock(self._worker.size + 7) as lock:  # the last lock: the flag is in the first host's memory
+        with self._context.lock(self._context.size + STOP_FLAG_LOCK) as lock:
             lock.pull(self._flag)
         return bool(self._flag.array[0])

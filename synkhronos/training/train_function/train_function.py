@@ -366,7 +366,7 @@ class TrainFunction:
         session, sharding = ranks.get_session(), self._sharding
         self._optimizer.ensure_scattered()
         with session.call_lock:
-            session.wait_until_idle()
+            session.begin_call()
             dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]
             gradient = dispatcher.make_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
             has_rank_without_rows = self._has_rank_without_rows(session, gradient, batch)

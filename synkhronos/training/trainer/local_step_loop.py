@@ -10,6 +10,7 @@ import numpy as np
 
 from synkhronos.loading.loader import Feed
 from synkhronos.programs import LocalFunction, LocalRows, RankContext
+from synkhronos.programs.rank_context import BATCH_COUNTS_LOCK
 from synkhronos.rules import State
 from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, set_params_to_consensus
 from synkhronos.training.loops.batch_loop import Exchanger
@@ -105,11 +106,10 @@ class LocalStepLoop(LaunchLoop):
     def _take_batches(self) -> Iterator[LaunchBatches]:
         """Take the next batches from a counter that the ranks share."""
         plan, n, counts = self.plan, self.context.size, self._batch_counts
-        lock_number = n + 1  # lock 0 is the rules', locks 1 to n those of the ranks
         group = next(group for group in plan.rank_groups if self.context.number in group)
         while True:
             n_batches = min(self.exchanger.update_steps_left(), self.max_steps_per_launch)
-            with self.meter.time_activity("load"), self.context.lock(lock_number) as lock:
+            with self.meter.time_activity("load"), self.context.lock(n + BATCH_COUNTS_LOCK) as lock:
                 lock.pull(counts.rows)
                 first = counts.get_count(group)
                 if plan.can_stop and get_requested_stop() and not counts.n_rounds:

@@ -358,7 +358,7 @@ def interrupt_at_random_moments(seed: int, times: int) -> None:
         wrong += value is not None and value[0] != value[1]
     report_event("outcome", interrupted=interrupted, wrong=int(wrong))
     report_event("works", right=make_expected(2), **attempt(work.check))
-    ranks.get_session().send_releases()
+    ranks.get_session().finish_releases()
     data.clear()
     synk.close()
     vars(work).clear()

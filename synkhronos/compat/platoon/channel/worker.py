@@ -16,6 +16,7 @@ from synkhronos.compat.platoon.channel import batch_queue, controller_connection
 from synkhronos.compat.platoon.channel.controller import add_port_arguments
 from synkhronos.compat.platoon.param_sync import ParamSyncRule
 from synkhronos.compat.platoon.util import EndOfBatches, PlatoonError, SingletonType
+from synkhronos.programs.rank_context import get_rank_lock
 
 try:
     from posix_ipc import BusyError  # programs for Platoon catch this error of Platoon's lock
@@ -84,9 +85,8 @@ class Worker(metaclass=SingletonType):
             raise PlatoonError("this process has no controller: start NAME_worker.py with `synkhronos platoon NAME`")
         self._controller = controller_connection.current_connection
         self._timeout = socket_timeout / 1000
-        self._lock = self._controller.context.lock(
-            1 + self.global_rank - self.local_rank
-        )  # of this host's first worker
+        first_rank = self.global_rank - self.local_rank  # of this host
+        self._lock = get_rank_lock(self._controller.context, first_rank)
         self._holds_lock = False
         self._multinode = self.local_size < self.global_size
         self._batches: Connection | None = None
