@@ -423,8 +423,8 @@ SECOND_LIBRARY_TESTS = [
 SECOND_LIBRARY_LASAGNE_TESTS = [f"{LASAGNE_TESTS}/test_{name}.py" for name in ("batch_norm", "training")]
 SECOND_LIBRARY_PROGRAMS = [
     "tests/project/test_demos.py::test_mnist_trains_a_little",
-    "tests/project/test_docs.py::test_page",
-    "tests/project/test_docs.py::test_script",
+    "tests/project/test_docs.py::test_page_examples_print_their_output",
+    "tests/project/test_docs.py::test_code_block_runs",
     "tests/ranks/test_faults.py::test_exception_in_a_worker_leaves_ranks_usable",
     "tests/ranks/test_interrupts.py::test_interrupt_is_raised_and_the_next_call_works",
     "tests/hosts/test_hosts.py::test_hosts_compute_the_same_bits_as_one_host[train]",
@@ -468,9 +468,9 @@ WITH_PYMC = [
         "rows_sum",
         "xla_samplers",
     ),
-    "tests/project/test_docs.py::test_page[pymc]",
+    "tests/project/test_docs.py::test_page_examples_print_their_output[pymc]",
     *(
-        f"tests/project/test_docs.py::test_docstring[synkhronos.extensions.pymc.{name}]"
+        f"tests/project/test_docs.py::test_docstring_example_prints_its_output[synkhronos.extensions.pymc.{name}]"
         for name in ("data_parallel", "posterior.compute_log_likelihood", "posterior.sample_posterior_predictive")
     ),
 ]

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from hosts import are_simulated, make_command
 from launch_runs import ENVIRONMENT, HOST, list_marked_processes, make_synkhronos_command
 from library import NAME
 from paths import SUPPORT
+from system import wait_until, wait_until_empty
 
 from synkhronos.compat.platoon import launcher
 
@@ -51,24 +51,14 @@ def finish(process):
         out, err = process.communicate(timeout=LIMIT)
     finally:
         process.kill()
-    deadline = time.monotonic() + 20
-    while list_processes(process) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not list_processes(process)
+    wait_until_empty(lambda: list_processes(process))
     return process.returncode, out, err
 
 
 def list_processes(process):
     """Return the command lines, by process ID, of the launcher's live descendants."""
-    processes = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"MARK={process.mark}".encode() in (folder / "environ").read_bytes():
-                processes[int(folder.name)] = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-    processes.pop(process.pid, None)
-    return processes
+    marked = list_marked_processes(f"MARK={process.mark}".encode())
+    return {pid: line for pid, (_, line) in marked.items() if pid != process.pid}
 
 
 def run_experiment(folder, experiment, *arguments, status=0, **environment):
@@ -269,17 +259,15 @@ def test_platoon_launcher_ends_by_a_signal(tmp_path, how, number, status):
 def test_platoon_launcher_names_a_killed_controller(tmp_path):
     process = start(tmp_path, "fails", *DEVICES, "-w=ask")
     wait_until_ready(process, tmp_path)
-    controller = next(pid for pid, line in list_processes(process).items() if b"controller_process.main()" in line)
+    controller = next(pid for pid, line in list_processes(process).items() if "controller_process.main()" in line)
     os.kill(controller, signal.SIGKILL)
     status, _, err = finish(process)
     assert status == 3 and "the controller was killed by SIGKILL" in err
 
 
 def wait_until_ready(process, folder):
-    deadline = time.monotonic() + LIMIT
-    while not any(b"ready" in path.read_bytes() for path in folder.glob("PLATOON_LOGS/*/*/controller_cpu.out")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+    logs = "PLATOON_LOGS/*/*/controller_cpu.out"
+    wait_until(lambda: any("ready" in path.read_text() for path in folder.glob(logs)), process, LIMIT)
 
 
 # -- the command line --------------------------------------------------------------------------------------------
@@ -489,10 +477,8 @@ def test_platoon_kill_on_hosts_leaves_nothing(tmp_path, number, target, status):
         before = list_marked_processes(mark)
         process.stdin.write("\n")
         process.stdin.flush()
-        deadline = time.monotonic() + LIMIT
-        while not any("ready" in path.read_text() for path in tmp_path.glob("PLATOON_LOGS/*/*/controller_b.out")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        logs = "PLATOON_LOGS/*/*/controller_b.out"
+        wait_until(lambda: any("ready" in path.read_text() for path in tmp_path.glob(logs)), process, LIMIT)
         running = {pid: process for pid, process in sorted(list_marked_processes(mark).items()) if pid not in before}
         pids = {"launcher": next(pid for pid, (_, line) in running.items() if "-m synkhronos platoon" in line)}
         for pid, (space, line) in running.items():
@@ -502,9 +488,9 @@ def test_platoon_kill_on_hosts_leaves_nothing(tmp_path, number, target, status):
         os.kill(pids[target], number)
         lines = iter(process.stdout.readline, "")
         assert f"{status:d}\n" in lines
-        while left := [process for pid, process in list_marked_processes(mark).items() if pid not in before]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.05)
+        wait_until_empty(
+            lambda: [(p, line) for p, line in list_marked_processes(mark).items() if p not in before], LIMIT
+        )
     finally:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # others have its pipes, where the test has failed

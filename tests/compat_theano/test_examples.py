@@ -40,11 +40,11 @@ def find_examples():
 
 
 @pytest.mark.parametrize("example", find_examples(), ids=lambda test: test.name)
-def test_example(example):
+def test_docstring_example_prints_its_output(example):
     report = io.StringIO()
     failed, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.write)
     assert failed == 0, report.getvalue()
 
 
-def test_there_are_examples():
+def test_docstrings_have_examples():
     assert len(list(find_examples())) > 15

@@ -55,7 +55,7 @@ def test_full_batches_share_one_compilation(x, i):
     assert count_compilations(f) == 2
 
 
-def test_length_of_a_divided_batch(x, i):
+def test_mean_and_length_are_those_of_the_selected_rows(x, i):
     rows = x[i * 10 : (i + 1) * 10, 0]
     f = compile_function([i], [T.cos(rows.mean()), T.zeros(rows.shape[0] + 1) + rows.sum()])
     cosine, sums = f(2)
@@ -90,13 +90,13 @@ SLICES = {
 
 
 @pytest.mark.parametrize("name", SLICES)
-def test_slices(name, x, i):
+def test_slices_by_integer_inputs_equal_fast_compile(name, x, i):
     j = T.lscalar("j")
     compare_modes([i, j], SLICES[name](x, i, j), (1, 3), (0, 1), (2, 2), (3, 30), on_unused_input="ignore")
 
 
 @pytest.mark.parametrize("bounds", [(-3, 2), (-30, 3), (24, 40), (30, 40), (-3, -1), (3, 1)])
-def test_slices_beyond_either_end(bounds, x, i):
+def test_slices_beyond_either_end_equal_fast_compile(bounds, x, i):
     j = T.lscalar("j")
     compare_modes([i, j], x[i:j], bounds)
     compare_modes([i, j], x[i:j:-1], bounds)
@@ -111,14 +111,14 @@ CONDITIONS = {
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_lengths_by_conditions(name, x, i):
+def test_lengths_by_conditions_equal_fast_compile(name, x, i):
     v = T.dvector("v")
     for n, inputs, values in ((i, [i], range(6)), (v.shape[0], [v], [np.ones(k) for k in range(6)])):
         compare_modes(inputs, x[: T.switch(CONDITIONS[name](n), 2, 5)], *[(value,) for value in values])
 
 
 @pytest.mark.parametrize("update", [T.set_subtensor, T.inc_subtensor])
-def test_updates_by_slices(update, x, i):
+def test_subtensor_updates_by_slices_equal_fast_compile(update, x, i):
     j = T.lscalar("j")
     values = theano.shared(np.arange(12.0).reshape(2, 6))
     compare_modes([i], update(x[i * 2 : (i + 1) * 2], values), (0,), (5,))
@@ -145,18 +145,18 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_lengths(name):
+def test_integer_inputs_as_lengths_equal_fast_compile(name):
     n = T.iscalar("n")
     compare_modes([n], LENGTHS[name](n), (3,), (4,), (1,))
 
 
-def test_gradient_through_a_scan_of_symbolic_length():
+def test_gradient_of_a_scan_of_symbolic_length_equals_fast_compile():
     a, k = T.dvector("a"), T.iscalar("k")
     result, updates = theano.scan(lambda p, a: p * a, outputs_info=T.ones_like(a), non_sequences=a, n_steps=k)
     compare_modes([a, k], T.grad(result[-1].sum(), a), ([1.0, 2], 3), ([2.0, 3, 4], 5), updates=updates)
 
 
-def test_draws_with_the_shape_of_selected_rows(x, i):
+def test_random_draws_have_the_shape_of_selected_rows(x, i):
     rows, random = T.dmatrix("rows"), RandomStreams(1)
     n = T.iscalar("n")
     mask = random.binomial(size=rows.shape, p=0.5, dtype="float64")
@@ -169,27 +169,6 @@ def test_draws_with_the_shape_of_selected_rows(x, i):
     assert compile_function([n], random.uniform(size=(n * 2,)))(4).shape == (8,)
 
 
-def test_logistic_regression_of_theanos_tutorial(i):
-    data = theano.shared(np.random.default_rng(1).normal(size=(50, 4)))
-    labels = T.cast(theano.shared(np.random.default_rng(2).integers(0, 3, 50).astype("float64")), "int32")
-    x, y = T.dmatrix("x"), T.ivector("y")
-    w, b = theano.shared(np.zeros((4, 3))), theano.shared(np.zeros(3))
-    p = T.nnet.softmax(T.dot(x, w) + b)
-    cost = -T.mean(T.log(p)[T.arange(y.shape[0]), y])
-    error = T.mean(T.neq(T.argmax(p, axis=1), y))
-    gradients = T.grad(cost, [w, b])
-    updates = [(v, v - 0.5 * g) for v, g in zip((w, b), gradients, strict=True)]
-    givens = {x: data[i * 20 : (i + 1) * 20], y: labels[i * 20 : (i + 1) * 20]}
-
-    def losses(mode):
-        w.set_value(np.zeros((4, 3)))
-        b.set_value(np.zeros(3))
-        step = theano.function([i], [cost, error], updates=updates, givens=givens, mode=mode)
-        return [step(index) for _ in range(2) for index in range(3)]
-
-    np.testing.assert_allclose(losses("JAX"), losses("FAST_COMPILE"))
-
-
 def test_shared_counter_selects_rows_by_length(x):
     for dtype in ("int64", "int32"):
         counter = theano.shared(np.asarray(0, dtype), "counter")
@@ -198,7 +177,7 @@ def test_shared_counter_selects_rows_by_length(x):
             np.testing.assert_array_equal(f(), part)
 
 
-def test_rows_from_an_offset_in_an_array(x):
+def test_offset_in_an_array_selects_rows(x):
     place = T.lvector("place")
     start = place[0] * 2
     rows = x[start : start + 3]
@@ -216,7 +195,7 @@ def test_rows_from_an_offset_in_an_array(x):
     assert (compile_function([place], integers)([12]) == np.iinfo("int16").min).all()
 
 
-def test_shapes_behind_a_random_crop(x):
+def test_shape_of_a_crop_is_known(x):
     place = T.lvector("place")
     rows = x[place[0] : place[0] + 3].flatten(1)
     draws = RandomStreams(1).uniform(size=rows.shape)
@@ -232,7 +211,7 @@ def test_shapes_behind_a_random_crop(x):
         assert compile_function([n if start is n else other], x[start : start + 3].shape)(argument).tolist() == [2, 6]
 
 
-def test_rows_from_an_offset_that_a_scan_computes(x):
+def test_offset_computed_by_a_scan_selects_rows(x):
     def step(place, x):
         return place + 2, x[place : place + 2].sum(axis=0)
 
@@ -240,7 +219,7 @@ def test_rows_from_an_offset_that_a_scan_computes(x):
     np.testing.assert_allclose(compile_function([], sums)(), X[1:11].reshape(5, 2, 6).sum(axis=1))
 
 
-def test_rows_by_an_index_of_a_scan(x):
+def test_index_of_a_scan_selects_rows(x):
     weights = theano.shared(np.arange(12.0).reshape(2, 6))
 
     def window(t, x):
@@ -283,7 +262,7 @@ def test_data_dependent_length_is_refused_in_jax(graph):
         compile_function([x], graph(x))(np.ones(4))
 
 
-def test_evaluation_and_modes_by_name(x):
+def test_eval_and_jax_mode_by_name_select_rows(x):
     i = T.lscalar("i")
     rows = x[i : i + 2]
     np.testing.assert_array_equal(rows.eval({i: 3}, mode="JAX"), X[3:5])

@@ -82,7 +82,7 @@ def compute_in_mode(mode, inputs, outputs, *values):
     return pytensor.function(inputs, outputs, mode=mode)(*values)
 
 
-def test_fast_run_needs_no_tests_of_its_own():
+def test_fast_run_is_the_numba_mode():
     assert get_mode("FAST_RUN") is get_mode("NUMBA")
 
 
@@ -103,7 +103,7 @@ def test_conv_gradients_equal_finite_differences(op, x, w):
 
 
 @pytest.mark.parametrize("op, x, w", CONVOLUTIONS)
-def test_gradients_of_convolutions_have_gradients(op, x, w):
+def test_conv_second_derivatives_equal_finite_differences(op, x, w):
     images, weights = draw_normal(*x), draw_normal(*w)
     output = op(images, weights).eval(mode="FAST_COMPILE")
     like_x, like_w = np.zeros(x), np.zeros(w)
@@ -113,7 +113,7 @@ def test_gradients_of_convolutions_have_gradients(op, x, w):
 
 @settings(max_examples=25)
 @given(st.data())
-def test_convolutions_are_their_definition(data):
+def test_conv_equals_its_definition(data):
     kernel = data.draw(st.integers(1, 3))
     stride, dilation = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
     padding = data.draw(st.sampled_from(["valid", "full", "half", ((2, 0),), ((0, 1),)]))
@@ -133,7 +133,7 @@ def test_convolutions_are_their_definition(data):
     np.testing.assert_allclose(op.compute(x, w), expected, atol=1e-12)
 
 
-def test_conv_of_a_long_batch_in_parts(monkeypatch):
+def test_conv_of_a_batch_in_parts_equals_the_whole_batch(monkeypatch):
     op, x, w = Conv(2), draw_normal(5, 2, 6, 6), draw_normal(3, 2, 3, 3)
     whole = [op.compute(x, w), op._convert_to(ConvGradWeights).compute(x, draw_normal(5, 3, 4, 4) * 0 + 1, w)]
     monkeypatch.setattr("synkhronos.compat.ops.convolution._MAX_COLUMN_NBYTES", 1)
@@ -153,7 +153,7 @@ def test_conv_refuses_arrays_of_wrong_shapes():
         ConvGradInputs(2).compute(np.zeros((1, 2, 3, 3)), np.zeros((1, 1, 3, 3)), np.zeros((1, 2, 4, 4)))
 
 
-def test_conv_type_has_known_lengths():
+def test_output_types_have_static_lengths():
     x, w = (
         pt.tensor("x", dtype="float32", shape=(None, 3, 8, None)),
         pt.tensor("w", dtype="float32", shape=(4, 3, 3, 3)),
@@ -200,14 +200,14 @@ def test_pool_gradients_equal_finite_differences(mode, settings):
         verify_gradient(lambda d: op._convert_to(SumPoolGrad)(d, x), g)
 
 
-def test_integers_are_pooled():
+def test_max_pool_accepts_integers():
     x = np.arange(-8, 8, dtype="int32").reshape(1, 1, 4, 4)
     np.testing.assert_array_equal(
         Pool((3, 3), (2, 2), (1, 1), "max", True)(x).eval(mode="FAST_COMPILE"), [[[[-3, -1], [5, 7]]]]
     )
 
 
-def test_windows_that_make_no_sense_are_refused():
+def test_pool_refuses_wrong_settings():
     with pytest.raises(ValueError, match="mode: expected one of max, sum"):
         Pool((2, 2), (2, 2), (0, 0), "median", True)
     with pytest.raises(NotImplementedError, match="ignore_border=True"):
@@ -220,7 +220,7 @@ def test_windows_that_make_no_sense_are_refused():
 
 @pytest.mark.parametrize("max_bits", [64, 5])
 @pytest.mark.parametrize("settings", [*POOLS, ((3, 3), (2, 2), (1, 1), True)])
-def test_maximum_and_its_gradient_by_the_graph_for_gpus(settings, max_bits, monkeypatch):
+def test_max_pool_and_gradient_in_the_gpu_lowering_equal_numpy(settings, max_bits, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("synkhronos.compat.ops.pooling.MAX_BITS", max_bits)
     window, stride, pad, ignore = settings
@@ -237,7 +237,7 @@ def test_maximum_and_its_gradient_by_the_graph_for_gpus(settings, max_bits, monk
     )
 
 
-def test_gradient_of_a_rectified_maximum_is_masked_before_pooling():
+def test_mask_of_a_rectified_max_pool_gradient_is_applied_first():
     x, pool = pt.tensor4(), Pool((3, 3), (2, 2), (1, 1), "max", True)
     y = rectifier(x)
     top = pool(y)
@@ -288,7 +288,7 @@ def build_batch_norm_graph(axes, dtype):
 
 
 @pytest.mark.parametrize("axes", AXES)
-def test_batch_normalization_values_and_gradients(axes):
+def test_batch_normalization_equals_numpy_and_finite_differences(axes):
     op, values = BatchNormTrain(axes, EPSILON), make_batch(axes)
     for output, expected in zip(
         compute_in_mode("FAST_COMPILE", [], op(*values)), normalize_in_numpy(*values, axes), strict=True
@@ -302,7 +302,7 @@ def test_batch_normalization_values_and_gradients(axes):
 
 
 @pytest.mark.parametrize("axes", AXES)
-def test_batch_normalization_second_derivatives(axes):
+def test_batch_normalization_second_derivatives_equal_finite_differences(axes):
     (x, scale, shift), dy = make_batch(axes), draw_normal(*SHAPE)
     _, mean, invstd = normalize_in_numpy(x, scale, shift, axes)
     for position in range(3):
@@ -333,7 +333,7 @@ def compute_batch_norm_values(axes, dtype):
         *(("JAX", *kind) for kind in zip(AXES, ("float64", "float32", "float64"), strict=True)),
     ],
 )
-def test_batch_normalization_in_all_modes(mode, axes, dtype):
+def test_batch_normalization_in_float32_and_in_jax_mode_equals_float64(mode, axes, dtype):
     values, wide = compute_batch_norm_values(axes, dtype)
     tolerance = {"float32": 1e-3, "float64": 1e-9}[dtype]
     for i, (value, expected) in enumerate(
@@ -344,13 +344,13 @@ def test_batch_normalization_in_all_modes(mode, axes, dtype):
         np.testing.assert_allclose(value, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 
 
-def test_batch_normalization_by_the_graph_for_gpus(monkeypatch):
+def test_batch_normalization_in_the_gpu_lowering_equals_float64(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    test_batch_normalization_in_all_modes("JAX", AXES[1], "float64")
+    test_batch_normalization_in_float32_and_in_jax_mode_equals_float64("JAX", AXES[1], "float64")
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
-def test_batch_normalization_far_from_zero(mode):
+def test_batch_normalization_far_from_zero_is_accurate(mode):
     v, dy = pt.tensor4("v", dtype="float32"), pt.tensor4("dy", dtype="float32")
     ones = np.ones((1, 2, 1, 1), "float32")
     y, mean, invstd = BatchNormTrain((0, 2, 3), EPSILON)(v, ones, 0 * ones)
@@ -371,7 +371,7 @@ def test_batch_normalization_far_from_zero(mode):
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
-def test_half_precision_is_summed_in_single(mode):
+def test_batch_normalization_of_float16_is_accurate(mode):
     x = (100 + RNG.normal(size=(64, 2, 40))).astype("float16")
     v, ones = pt.tensor3("v", dtype="float16"), np.ones((1, 2, 1), "float16")
     y, mean, invstd = BatchNormTrain((0, 2), EPSILON)(v, ones, 0 * ones)
@@ -384,7 +384,7 @@ def test_half_precision_is_summed_in_single(mode):
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
-def test_batch_normalization_of_mixed_dtypes(mode):
+def test_batch_normalization_accepts_mixed_dtypes(mode):
     x, scale, shift = make_batch((0,))
     kinds = [pt.TensorType(d, s)() for d, s in (("float32", (None,) * 4), ("float64", (1, None, None, None)))]
     y, mean, invstd = BatchNormTrain((0,), EPSILON)(*kinds, shift.astype("float32"))
@@ -400,7 +400,7 @@ def test_batch_normalization_of_mixed_dtypes(mode):
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
-def test_batch_norm_with_one_scale_for_all_channels(mode):
+def test_batch_normalization_accepts_one_scale_for_all_channels(mode):
     x = draw_normal(5, 3)
     v, scale = pt.dmatrix("v"), pt.TensorType("float64", (1, 1))("scale")
     y = BatchNormTrain((0,), EPSILON)(v, scale, np.zeros((1, 1)))[0]
@@ -413,7 +413,7 @@ def test_batch_norm_with_one_scale_for_all_channels(mode):
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
-def test_scales_of_other_lengths_are_refused(mode):
+def test_batch_normalization_refuses_scales_of_other_lengths(mode):
     x, scale = pt.dmatrix("x"), pt.TensorType("float64", (1, None))("scale")
     f = pytensor.function([x, scale], BatchNormTrain((0,), EPSILON)(x, scale, scale)[0], mode=mode)
     with pytest.raises(ValueError, match=r"scale, shift: expected shape \(1, 3\) for \(5, 3\), got \(1, 1\)"):
@@ -424,7 +424,7 @@ def test_scales_of_other_lengths_are_refused(mode):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gradient_of_a_rectified_normalization_reads_its_input_only(dtype):
+def test_gradient_of_a_rectified_normalization_is_one_op(dtype):
     axes = AXES[1]
     inputs = [pt.TensorType(dtype, [1 if axis in axes and i else None for axis in range(4)])() for i in range(3)]
     weights = draw_normal(*SHAPE).astype(dtype)
@@ -446,7 +446,7 @@ def test_gradient_of_a_rectified_normalization_reads_its_input_only(dtype):
         np.testing.assert_allclose(actual, wanted, rtol=tolerance, atol=tolerance)
 
 
-def test_other_masked_gradients_of_normalizations_keep_their_mask():
+def test_other_masked_gradients_of_normalizations_are_not_fused():
     x, scale, shift = inputs = [pt.TensorType("float64", (1 if i else None, None))() for i in range(3)]
     y = BatchNormTrain((0,), EPSILON)(*inputs)[0]
     weights, values = draw_normal(5, 3), [draw_normal(5, 3), draw_normal(1, 3), draw_normal(1, 3)]
@@ -472,7 +472,7 @@ def test_statistics_do_not_depend_on_the_scale():
         pytensor.grad((mean + invstd).sum(), scale)
 
 
-def test_lengths_are_known_without_normalizing():
+def test_shapes_of_normalized_arrays_need_no_normalization():
     x, scale, shift = pt.dmatrix(), pt.TensorType("float64", (1, None))(), pt.TensorType("float64", (1, None))()
     outputs = BatchNormTrain((0,), EPSILON)(x, scale, shift)
     lengths = [*outputs, *pytensor.grad((outputs[0] ** 2).sum(), [x, scale, shift])]
@@ -487,7 +487,7 @@ def test_lengths_are_known_without_normalizing():
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", *COMPILED])
-def test_relu_values_and_gradients(mode):
+def test_relu_and_its_derivatives_equal_exact_values(mode):
     v = pt.dvector("v")
     y = rectifier(v)
     first = pytensor.grad((y**2).sum(), v)
@@ -559,7 +559,7 @@ def test_crossentropy_of_other_probabilities_has_gradients():
     np.testing.assert_allclose(first.eval({v: p}, mode="FAST_COMPILE")[[0, 1], CLASSES], -1 / p[[0, 1], CLASSES])
 
 
-def test_softmax_replaced_in_a_loss():
+def test_givens_replace_the_softmax_of_a_loss():
     x, other = pt.dmatrix("x"), pt.dmatrix("other")
     p = softmax(x)
     loss = crossentropy(p, CLASSES)
@@ -580,7 +580,7 @@ def test_crossentropy_refuses_wrong_classes():
         ClassCrossentropy().compute(np.ones((2, 2)), np.zeros(3, int))
 
 
-def test_softmax_is_pytensors_too():
+def test_softmax_is_a_subclass_of_pytensors():
     assert isinstance(softmax(pt.matrix()).owner.op, pt.special.Softmax)
     assert isinstance(softmax(pt.matrix()).owner.op, Softmax)
 
@@ -606,7 +606,7 @@ CHOSEN = [case for position, case in enumerate(cases.CASES) if position % 9 == 0
 
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore:Skipping Assert")
-def test_xla_result_equals_numpy(case):
+def test_xla_results_of_every_ninth_case_equal_numpy(case):
     numpy_results, xla_results = case.compute("FAST_COMPILE"), case.compute("JAX")
     for kind, values in numpy_results.items():
         for value, other in zip(values, xla_results[kind], strict=True):
@@ -616,7 +616,7 @@ def test_xla_result_equals_numpy(case):
 
 @settings(max_examples=15)
 @given(st.data())
-def test_xla_finds_each_maximum_in_all_of_its_windows(data):
+def test_xla_max_pool_gradient_with_equal_maxima_equals_numpy(data):
     window, stride = (data.draw(st.tuples(st.integers(1, 4), st.integers(1, 4)), label=n) for n in ("window", "stride"))
     ignore = data.draw(st.booleans())
     pad = tuple(data.draw(st.integers(0, w - 1)) if ignore else 0 for w in window)
@@ -640,7 +640,7 @@ STRIDES = [
 
 
 @pytest.mark.parametrize("op, x, w", STRIDES)
-def test_conv_of_few_channels_with_strides_by_the_graph_for_gpus(op, x, w, monkeypatch):
+def test_strided_conv_of_few_channels_in_the_gpu_lowering_equals_numpy(op, x, w, monkeypatch):
     import jax
 
     kinds = [pt.TensorType("float64", (None,) * len(shape))() for shape in (x, w)]
@@ -727,7 +727,7 @@ def test_conv_is_one_xla_convolution_in_float32():
         lambda x: pt.concatenate([x[:, :1], x], axis=1)[:, : x.shape[1] - 1],
     ],
 )
-def test_programs_compute_with_shapes(build):
+def test_shape_arithmetic_in_jax_mode_equals_fast_compile(build):
     x = pt.tensor3("x")
     value = draw_normal(4, 3, 2)
     np.testing.assert_allclose(
@@ -735,7 +735,7 @@ def test_programs_compute_with_shapes(build):
     )
 
 
-def test_length_with_more_than_32_terms():
+def test_length_may_have_more_than_32_terms():
     rows = pt.matrices(70)
     total = pt.zeros(pt.add(*(x.shape[0] for x in rows)))
     f = pytensor.function(rows, total, mode="JAX", on_unused_input="ignore")

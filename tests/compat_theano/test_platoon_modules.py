@@ -20,6 +20,7 @@ from platoon.channel import Controller, Worker
 from platoon.param_sync import ASGD, EASGD, ParamSyncRule
 from platoon.training.global_dynamics import GlobalDynamics
 from platoon.util import PlatoonError
+from system import wait_until
 
 from synkhronos.compat.platoon import launcher
 from synkhronos.compat.platoon.channel import batch_queue, sockets
@@ -67,7 +68,7 @@ def test_easgd_moves_params_and_master_towards_each_other(alpha):
         assert param.get_value().dtype == shared.dtype == np.asarray(value).dtype
 
 
-def test_asgd_of_two_workers():
+def test_asgd_sums_the_changes_of_two_workers():
     master = [np.array(value) for value in make_values(0)]
     workers = [[theano.shared(value) for value in make_values(0)] for _ in range(2)]
     updates = [ASGD().make_update_function(params) for params in workers]
@@ -85,7 +86,7 @@ def test_asgd_of_two_workers():
         np.testing.assert_allclose(shared, expected, rtol=1e-5)
 
 
-def test_param_sync_rules_may_be_compiled_or_not():
+def test_own_param_sync_rules_update_parameters():
     class Compiled(ParamSyncRule):
         def theano_update(self, local_params):
             master = [param.type() for param in local_params]
@@ -110,7 +111,7 @@ def test_param_sync_rules_may_be_compiled_or_not():
         ParamSyncRule().make_update_function([param])([master])
 
 
-def test_global_dynamics_before_there_is_a_worker():
+def test_global_dynamics_and_worker_need_the_launcher():
     rule = GlobalDynamics()
     with pytest.raises(NotImplementedError, match="make_rule"):
         rule()
@@ -307,13 +308,6 @@ def test_every_worker_gets_the_end_header_while_another_ends(queue):
     assert headers == [b"null"] and queue.sender._connections == [other]
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 # -- requests and reports ----------------------------------------------------------------------------------------
 
 
@@ -336,7 +330,7 @@ class GroupOfPipes:
         assert (self.master.returncode == 0) == (status == 0)
 
 
-def test_worker_report_counts_when_late(tmp_path):
+def test_own_report_of_a_worker_precedes_an_earlier_one_of_its_peer(tmp_path):
     """The report of a peer, which names the worker that it has seen exit, may arrive first."""
     group = GroupOfPipes(tmp_path, 3)
     send_failure(group.workers[0], Failure(2, 2, "rank 2 has ended", is_self_reported=False))
@@ -346,7 +340,7 @@ def test_worker_report_counts_when_late(tmp_path):
     assert failure == Failure(1, 3, "worker 1 exited with status 3", True)
 
 
-def test_worker_report_is_read_after_exit(tmp_path):
+def test_own_report_of_a_worker_is_read_after_its_exit(tmp_path):
     group = GroupOfPipes(tmp_path, 2)
     send_failure(group.workers[0], Failure(1, 2, "rank 1 has ended", is_self_reported=False))
     send_failure(group.workers[1], Failure(1, 7, "worker 1 exited with status 7", True))
@@ -354,7 +348,7 @@ def test_worker_report_is_read_after_exit(tmp_path):
     assert group.group.serve(lambda *_: "train").status == 7
 
 
-def test_many_requests_of_many_workers(tmp_path):
+def test_each_of_many_requests_is_answered_once_in_order(tmp_path):
     group, n_requests, answered, failed = GroupOfPipes(tmp_path, 4), 60, [], []
 
     def work(rank, connection):

@@ -147,7 +147,7 @@ CONVOLUTIONS = [
 
 
 @pytest.mark.parametrize("op, image, filters", CONVOLUTIONS)
-def test_convolutions_and_gradients_equal_theano_within_tolerance(op, image, filters):
+def test_bfloat16_convolutions_and_gradients_are_close_to_float32(op, image, filters):
     kinds = [pt.TensorType("float32", (None,) * len(image))(name) for name in ("x", "w")]
     y = op(*kinds)
     outputs = [y, *pytensor.grad((y**2).sum(), kinds)]
@@ -157,7 +157,7 @@ def test_convolutions_and_gradients_equal_theano_within_tolerance(op, image, fil
         check_close(actual, expected)
 
 
-def test_other_types_and_other_ops_are_left_alone():
+def test_bfloat16_setting_changes_no_integers_and_no_other_ops():
     whole = pt.imatrix("whole")
     values = [draw_normal(5, 50), RNG.integers(1000, size=(3, 4)).astype("int32")]
     outputs = [X.sum(axis=1), pt.exp(X), (X * X).mean(), whole.dot(whole.T)]
@@ -269,7 +269,7 @@ def test_parameters_stay_float32_and_keep_small_steps():
         np.testing.assert_allclose(np.abs(value - old), step, rtol=1e-2)
 
 
-def test_bfloat16_gradients_of_strided_convolutions():
+def test_strided_convolution_gradient_reverses_its_filters_behind_a_barrier():
     """XLA's GPU compiler knows them by that; else it would multiply with the zeros between the elements."""
     x, w = pt.ftensor4("x"), pt.ftensor4("w")
     y = Conv(2, "half", (2, 2))(x, w)

@@ -42,11 +42,11 @@ def test_blas_flag_is_set_if_missing(monkeypatch, given, expected):
     assert install_and_get_flags(monkeypatch, given) == expected
 
 
-def test_blas_is_not_named_where_theano_finds_one(monkeypatch):
+def test_blas_flag_is_not_set_if_theano_finds_a_library(monkeypatch):
     assert install_and_get_flags(monkeypatch, None, finds_blas=True) is None
 
 
-def test_blas_of_theanorc_is_kept(monkeypatch, tmp_path):
+def test_blas_flag_of_theanorc_is_kept(monkeypatch, tmp_path):
     file = tmp_path / "theanorc"
     file.write_text("[blas]\nldflags = -lmine\n")
     assert install_and_get_flags(monkeypatch, None, theanorc=f"/nowhere:{file}") is None
@@ -57,13 +57,13 @@ def test_blas_of_theanorc_is_kept(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("printed, blas", [("/usr/lib/libopenblas.so", "-lopenblas"), ("libopenblas.so", "")])
-def test_find_blas_flags_asks_the_compiler(monkeypatch, printed, blas):
+def test_find_blas_flags_names_a_library_that_the_compiler_finds(monkeypatch, printed, blas):
     done = subprocess.CompletedProcess([], 0, stdout=f"{printed}\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
     assert theano_patches.find_blas_flags() == blas
 
 
-def test_without_a_compiler_no_has_blas_flag(monkeypatch):
+def test_find_blas_flags_is_empty_without_a_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert theano_patches.find_blas_flags() == ""
 
@@ -75,7 +75,7 @@ def test_shims_are_found_last_and_once():
     assert import_hooks.find_shim("pkg_resources", None).origin.endswith("shims/pkg_resources.py")
 
 
-def test_package_versions():
+def test_pkg_resources_shim_finds_versions():
     from synkhronos.compat.shims import pkg_resources
 
     assert pkg_resources.get_distribution("pytest").version == pytest.__version__
@@ -115,7 +115,7 @@ def test_scan_runs_in_theanos_default_mode():
 
 
 @needs_theano
-def test_lasagnes_module_is_given_back_to_theano():
+def test_downsample_module_of_lasagne_works_on_theano():
     code = """
     import synkhronos.compat
     import numpy as np, theano, theano.tensor as T

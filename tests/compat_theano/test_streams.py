@@ -39,14 +39,14 @@ def test_draws_have_their_moments(name, arguments, mean, std):
     assert abs(values.std() - std) < 0.05 * std
 
 
-def test_dtypes_are_as_in_theano():
+def test_dtypes_of_draws_are_theanos():
     streams = RandomStreams(1)
     assert streams.uniform((2,)).dtype == pytensor.config.floatX
     assert streams.normal((2,), dtype="float32").dtype == "float32"
     assert streams.binomial((2,), dtype="float32").dtype == "float32" and streams.binomial((2,)).dtype == "int64"
 
 
-def test_streams_under_both_names_are_the_same():
+def test_both_stream_names_are_one_class():
     from theano.sandbox.rng_mrg import MRG_RandomStreams
     from theano.tensor.shared_randomstreams import RandomStreams as Shared
 
@@ -60,7 +60,7 @@ def two_draws():
     return streams, pytensor.function([], [streams.uniform((4,)), streams.uniform((4,))], mode="FAST_COMPILE")
 
 
-def test_draws_and_calls_differ(two_draws):
+def test_draws_differ_between_variables_and_calls(two_draws):
     _, f = two_draws
     draws = [*f(), *f()]
     assert len({tuple(values) for values in draws}) == 4
@@ -73,7 +73,7 @@ def test_seed_restarts_the_draws(two_draws):
     np.testing.assert_array_equal(f(), draws)
 
 
-def test_streams_of_one_seed_draw_the_same(two_draws):
+def test_streams_of_one_seed_draw_equal_numbers(two_draws):
     _, f = two_draws
     np.testing.assert_array_equal(draw_values(RandomStreams(3).uniform((4,))), f()[0])
 
@@ -84,7 +84,7 @@ def test_updates_has_an_entry_for_each_draw(two_draws):
 
 
 @pytest.mark.parametrize("name", ["uniform", "binomial", "truncated_normal", "poisson"])
-def test_random_variable_has_its_generator(name):
+def test_state_of_a_variables_generator_repeats_its_draw(name):
     variable = getattr(RandomStreams(3), name)((20,))
     f = pytensor.function([], variable, mode="FAST_COMPILE")
     state = variable.rng.get_value()
@@ -95,7 +95,7 @@ def test_random_variable_has_its_generator(name):
     assert variable.update[0] is variable.rng
 
 
-def test_random_streams_draw_other_distributions():
+def test_permutations_multinomials_and_shuffles_are_drawn():
     streams = RandomStreams(1)
     assert sorted(draw_values(streams.permutation(n=5))) == list(range(5))
     permutations = draw_values(streams.permutation((2, 3), n=5))
@@ -116,7 +116,7 @@ def test_random_streams_refuse_unknown_arguments(name):
 
 @pytest.mark.filterwarnings("ignore:The RandomType SharedVariables")
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
-def test_random_size_from_another_shape(mode):
+def test_draw_takes_the_shape_of_another_variable(mode):
     x = pt.dmatrix("x")
     mask = RandomStreams(1).binomial(x.shape, p=0.5, dtype=x.dtype)
     dropped = pytensor.function([x], x * mask, mode=mode)(np.ones((50, 40)))

@@ -34,7 +34,7 @@ def evaluate_expression(expression):
 
 @pytest.mark.parametrize("conv_mode", ["conv", "cross"])
 @pytest.mark.parametrize("border", ["valid", "full", "half", 1, (2, 0)])
-def test_dnn_conv(border, conv_mode):
+def test_dnn_conv_builds_the_graph_of_conv2d(border, conv_mode):
     x, w = theano.shared(IMAGES), theano.shared(FILTERS)
     output = dnn.dnn_conv(
         img=x, kerns=w, border_mode=border, subsample=(2, 1), conv_mode=conv_mode, algo="small", num_groups=2
@@ -45,7 +45,7 @@ def test_dnn_conv(border, conv_mode):
 
 
 @in_pytensor
-def test_dnn_conv_correlates_as_numpy_does():
+def test_dnn_conv_cross_mode_equals_numpy():
     x, w = theano.shared(IMAGES[:, :2]), theano.shared(FILTERS)
     output = evaluate_expression(dnn.dnn_conv(x, w, dilation=(2, 2), conv_mode="cross"))
     windows = np.lib.stride_tricks.sliding_window_view(IMAGES[:, :2], (5, 3), (2, 3))[..., ::2, ::2]
@@ -58,7 +58,7 @@ def test_dnn_conv_refuses_other_modes():
 
 
 @pytest.mark.parametrize("mode", ["max", "max_deterministic", "sum", "average", "average_inc_pad", "average_exc_pad"])
-def test_dnn_pool(mode):
+def test_dnn_pool_builds_the_graph_of_pool_2d(mode):
     x = theano.shared(IMAGES)
     plain = {"max_deterministic": "max", "average": "average_inc_pad"}.get(mode, mode)
     expected = pool_2d(x, (3, 2), stride=(2, 2), pad=(1, 0), mode=plain, ignore_border=True)
@@ -70,11 +70,11 @@ def test_dnn_pool(mode):
 
 
 @in_pytensor
-def test_pools_overlap_by_default():
+def test_dnn_pool_windows_overlap_by_default():
     assert evaluate_expression(dnn.dnn_pool(theano.shared(IMAGES), (3, 2))).shape == (2, 4, 5, 5)
 
 
-def test_shared_variable_sync():
+def test_shared_variables_have_a_sync_method():
     x = theano.shared(np.zeros(3, "float32"), "x")
     add = theano.function([], updates=[(x, x + 1)], mode="FAST_COMPILE")
     add()
@@ -102,7 +102,7 @@ def test_shared_variable_sync():
         assert type(x.get_value()) is np.ndarray and x.get_value(return_internal_type=True).sum() == 3
 
 
-def test_hickle_may_be_missing():
+def test_missing_hickle_is_named_when_it_is_called():
     if importlib.util.find_spec("hickle") is not None and "lost" not in importlib.util.find_spec("hickle").origin:
         pytest.skip("hickle is installed")
     import hickle
@@ -118,7 +118,7 @@ def run_program(cwd, *paths):
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100)
 
 
-def test_layers_come_from_the_users_copy_and_rules_from_here(tmp_path):
+def test_users_copy_of_theano_mpi_provides_layers_but_not_rules(tmp_path):
     user_copy = tmp_path / "theirs" / "theanompi"
     for folder in ("", "models", "lib"):
         (user_copy / folder).mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def test_layers_come_from_the_users_copy_and_rules_from_here(tmp_path):
     assert sum(getattr(finder, "find", None) is import_hooks.find_theanompi for finder in sys.meta_path) == 1
 
 
-def test_synkhronos_rules_honour_the_class_attributes(tmp_path, monkeypatch):
+def test_class_attributes_of_rules_become_settings(tmp_path, monkeypatch):
     from synkhronos import rules
     from synkhronos.compat.theanompi.rules import BSP
 

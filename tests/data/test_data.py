@@ -435,11 +435,6 @@ def test_set_length_zeroes_removed_rows():
     assert d.data.tolist() == [1.0] * 4 + [0.0] * 6
 
 
-def test_set_length_refuses_scalars():
-    with raises(ValueError):
-        synk.data(3.0).set_length(1)
-
-
 def test_set_shape_accepts_scalars():
     d = synk.data(3.0)
     d.set_shape(())

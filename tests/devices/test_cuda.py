@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 from library import NAME
-from system import LIMIT, run_on_pretended_gpus
+from system import run_on_pretended_gpus, wait_until
 
 import synkhronos as synk
 from synkhronos import devices, ranks
@@ -261,9 +261,7 @@ def test_master_aborts_nccl_after_a_worker_died(connected):
     time.sleep(0.1)
     assert not gpu.aborted
     gpu.is_dead = True
-    deadline = time.monotonic() + LIMIT
-    while not gpu.aborted and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: gpu.aborted)
     assert gpu.aborted == 1
     # The outputs are invalid: reading them raises an error that the collective did not finish.
     assert gpu.pending_operations[0].is_unfinished()
@@ -279,9 +277,7 @@ def test_abort_frees_a_launch_on_a_full_stream(connected, has_died):
         gpu.is_dead = True
     else:
         gpu.failed = 5
-    deadline = time.monotonic() + LIMIT
-    while not gpu.aborted and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: gpu.aborted)
     assert gpu.aborted == 1
     gpu.has_room.set()
 
@@ -335,9 +331,7 @@ def test_peer_failure_frees_a_rank_waiting_for_its_gpu(connected, is_master):
     time.sleep(0.1)
     assert not gpu.aborted
     gpu.failed = 5
-    deadline = time.monotonic() + LIMIT
-    while not gpu.aborted and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: gpu.aborted)
     assert gpu.aborted == 1 and communicator.generation == 0
 
 
@@ -379,9 +373,7 @@ def test_launch_all_reduce_is_valid_unless_aborted(connected):
     gpu.abort = lambda: events.append(int(flag[0]))  # a kernel that waits for a peer continues from here
     events = []
     gpu.failed = 5
-    deadline = time.monotonic() + LIMIT
-    while not events and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: events)
     assert events == [0] and communicator.generation == 0
 
 
@@ -507,9 +499,7 @@ def test_failed_command_ends_all_waits(connected, monkeypatch):
     gpu.failed = 5
     time.sleep(0.1)
     assert not gpu.aborted
-    deadline = time.monotonic() + LIMIT
-    while not gpu.aborted and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: gpu.aborted)
     assert gpu.aborted == 1
 
 

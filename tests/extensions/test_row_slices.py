@@ -1,5 +1,7 @@
 """Slices of sums over rows, and the queue from which the ranks of a chain take them."""
 
+import mmap
+import os
 import time
 from itertools import pairwise
 
@@ -84,12 +86,14 @@ def evaluate_in_chain(f, points):
 
 
 @needs_chains
-def test_sum_of_a_chain_does_not_depend_on_who_computes_a_slice(fork, monkeypatch):
+def test_sum_of_a_chain_has_equal_bits_whichever_rank_computes_a_slice(fork, monkeypatch):
     delays = np.random.default_rng()
     take = SliceQueue.__iter__
+    takers = np.frombuffer(mmap.mmap(-1, 4 * MAX_QUEUED_SLICES), "int32")  # process that took each slice
 
     def take_late(self):
         for number in take(self):
+            takers[number] = os.getpid()
             time.sleep(delays.uniform(0, 2e-3))
             yield number
 
@@ -100,13 +104,17 @@ def test_sum_of_a_chain_does_not_depend_on_who_computes_a_slice(fork, monkeypatc
     total = sum_over_rows(pt.exp(rows @ scale), {rows: np.asfortranarray(ROWS)})
     f = function([scale], [total, pytensor.grad(total, scale)])
     points = [np.full(3, 0.1), np.full(3, 0.2)] * 8
-    results = evaluate_in_chain(f, points)
-    for i, (value, gradient) in enumerate(results):
-        terms = np.exp(ROWS @ points[i])
+    results = evaluate_in_chain(lambda point: (*f(point), takers.tobytes()), points)
+    for point, (value, gradient, _) in zip(points, results, strict=True):
+        terms = np.exp(ROWS @ point)
         np.testing.assert_allclose(value, terms.sum(), rtol=1e-12)
         np.testing.assert_allclose(gradient, terms @ ROWS, rtol=1e-9)
     for i in (0, 1):
-        assert len({value.tobytes() + gradient.tobytes() for value, gradient in results[2 + i :: 2]}) == 1
+        values, gradients, assignments = zip(*results[2 + i :: 2], strict=True)
+        assert len(set(assignments)) > 1
+        assert (
+            len({value.tobytes() + gradient.tobytes() for value, gradient in zip(values, gradients, strict=True)}) == 1
+        )
 
 
 @needs_chains

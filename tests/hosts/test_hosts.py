@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_runs import list_marked_processes
 from library import NAME
-from system import list_children, time_limit
+from system import list_children, time_limit, wait_until_empty
 
 import synkhronos as synk
 from synkhronos import startup
@@ -99,10 +99,7 @@ def test_simulated_hosts_end_with_a_killed_parent(tmp_path):
         assert parent.stdout.readline() == b"ready\n"
         assert list_marked_processes(str(tmp_path).encode()).keys() > {parent.pid}
         parent.kill()
-    deadline = time.monotonic() + 60
-    while left := list_marked_processes(str(tmp_path).encode()):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until_empty(lambda: list_marked_processes(str(tmp_path).encode()), 60)
 
 
 @pytest.mark.hosts

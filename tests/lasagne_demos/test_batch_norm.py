@@ -51,7 +51,7 @@ def array(request):
     return request.param
 
 
-def test_training_uses_the_statistics_of_the_batch(array):
+def test_batch_norm_equals_numpy(array):
     x = make_variable(array)
     f = theano.function([x], make_layer(array).get_output_for(x))
     np.testing.assert_allclose(f(array), normalize_array(array, *compute_statistics(array)), rtol=1e-9, atol=1e-9)
@@ -68,7 +68,7 @@ def test_batch_norm_without_scale_and_shift_standardizes(array):
 
 
 @pytest.mark.parametrize("epsilon", [0, 1e-5, float("nan")])
-def test_epsilon_below_theanos_limit_is_refused(epsilon):
+def test_batch_norm_refuses_epsilon_below_theanos_limit(epsilon):
     with pytest.raises(ValueError, match="epsilon: expected a number above 1e-5"):
         BatchNormLayer((None, 3), epsilon=epsilon)
 
@@ -122,7 +122,7 @@ def test_deterministic_mode_uses_the_running_averages_row_by_row(array):
     np.testing.assert_allclose(f(array[1:2]), f(array)[1:2], rtol=1e-12)
 
 
-def test_batch_norm_gradient_through_the_statistics(array):
+def test_batch_norm_gradient_equals_finite_differences(array):
     weights = rng.normal(size=array.shape)
     x, beta, gamma = make_variable(array), theano.shared(BETA, "beta"), theano.shared(GAMMA, "gamma")
     layer = make_layer(array, beta=beta, gamma=gamma)
@@ -163,7 +163,7 @@ def test_batch_norm_applies_nonlinearity_last(array):
     )
 
 
-def test_averages_are_neither_trained_nor_penalized():
+def test_running_averages_are_neither_trainable_nor_regularizable():
     below = lasagne.layers.InputLayer((None, 3))
     network = BatchNormLayer(BatchNormLayer(below, name="first"), name="second")
     trained = lasagne.layers.get_all_params(network, trainable=True)
@@ -175,13 +175,13 @@ def test_averages_are_neither_trained_nor_penalized():
 
 
 @pytest.mark.parametrize("shape", [(5,), (None, None, 4, 4)])
-def test_channels_have_to_be_known(shape):
+def test_batch_norm_refuses_unknown_channels(shape):
     with pytest.raises(ValueError, match="known number of channels"):
         BatchNormLayer(shape)
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.5])
-def test_alpha_has_to_be_a_share(alpha):
+def test_batch_norm_refuses_alpha_outside_0_to_1(alpha):
     with pytest.raises(ValueError, match=f"alpha: expected a number from 0 to 1, got {alpha}"):
         BatchNormLayer((None, 3), alpha=alpha)
 

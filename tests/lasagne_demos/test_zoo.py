@@ -80,7 +80,7 @@ def test_whole_network_losses_equal_theano(no_dropout, jax, name):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_parameters_are_as_many_as_published(name):
+def test_networks_have_the_published_number_of_parameters(name):
     model = make_network(name, ZeroRandomState(1), batch_size=1, images=1)
     assert sum(param.get_value(borrow=True).size for param in model.trainable_params) == NETWORKS[name][1]
 
@@ -100,7 +100,7 @@ def train_session(session, folder, *sets, **environment):
 
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda path: path.stem)
-def test_zoo_networks_have_sessions(session, tmp_path):
+def test_sessions_of_the_zoo_are_valid(session, tmp_path):
     settings = resolve_settings(
         [{"devices": "cpu", "folder": str(tmp_path)}, read_session_file(session)], source_path=session
     )
@@ -108,7 +108,7 @@ def test_zoo_networks_have_sessions(session, tmp_path):
     assert settings.modelfile == NETWORKS[settings.modelclass][0] and Path(settings.pythonpath) == DEMOS / "zoo"
 
 
-def test_sessions_name_every_network():
+def test_every_network_has_a_session():
     assert {read_session_file(session)["model"].split(":")[1] for session in SESSIONS} == set(NETWORKS)
 
 
@@ -130,7 +130,7 @@ def test_gans_train_on_two_ranks(tmp_path, session, rule):
     assert report["steps"] == 8 and set(report["validation"]) == {"cost", "error"}
 
 
-def test_running_averages_are_exchanged_and_kept():
+def test_running_averages_are_among_the_exchanged_parameters():
     model = make_network("WideResNet", **NETWORKS["WideResNet"][2])
     assert len(model.averages) == 2 * 7 and model.params == [*model.trainable_params, *model.averages]
 
@@ -145,7 +145,7 @@ def test_zoo_refuses_wrong_settings():
         make_network("Cifar10", rates=3)
 
 
-def test_lstm_fulfils_the_contract(capsys, monkeypatch):
+def test_lstm_class_passes_check(capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert check_model.check_class(f"{DEMOS / 'zoo' / 'imdb.py'}:LSTM", {"config": NETWORKS["LSTM"][2]}) == 0, (
         capsys.readouterr().out
@@ -156,7 +156,7 @@ def make_images(n, side):
     return np.random.default_rng(0).integers(256, size=(n, 3, side, side), dtype=np.uint8)
 
 
-def test_arrays_of_a_users(tmp_path):
+def test_zoo_reads_numpy_files(tmp_path):
     arrays = {
         "x_train": make_images(6, 32),
         "y_train": np.arange(6),
@@ -180,7 +180,7 @@ def test_arrays_of_a_users(tmp_path):
         np.testing.assert_array_equal(labels, [0, 1])
 
 
-def test_zoo_data_of_an_image_folder(tmp_path):
+def test_zoo_reads_an_image_folder(tmp_path):
     Image = pytest.importorskip("PIL.Image")
     colours = {"blue": (0, 0, 255), "red": (255, 0, 0)}
     for part, count in (("train", 2), ("valid", 1)):
@@ -209,7 +209,7 @@ def test_zoo_trains_on_bundled_digits():
     assert noise.shape == (2, 10) and model.data.n_batch_train == 2000
 
 
-def test_texts_lose_words_that_are_unknown_or_too_many(tmp_path):
+def test_texts_are_cut_and_unknown_words_replaced(tmp_path):
     x, y = np.full((4, 9), 600), np.ones(4, int)
     x[:, 2:] = 0
     np.savez(tmp_path / "texts.npz", x_train=x, y_train=y, x_valid=x, y_valid=y)
@@ -227,14 +227,14 @@ def test_texts_lose_words_that_are_unknown_or_too_many(tmp_path):
         ("LSTM", {"x_train": np.zeros((4, 50), int)}, r"expected texts of shape \(n, 100 or more\)"),
     ],
 )
-def test_wrong_data_are_refused(tmp_path, name, arrays, message):
+def test_zoo_refuses_wrong_arrays(tmp_path, name, arrays, message):
     good_arrays = {"y_train": np.zeros(4, int), "x_valid": make_images(2, 32), "y_valid": np.zeros(2, int)}
     np.savez(tmp_path / "data.npz", **({**good_arrays, **arrays} if arrays else {"x": good_arrays["x_valid"]}))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         make_network(name, data=str(tmp_path / "data.npz"))
 
 
-def test_pictures_that_are_not_there(tmp_path):
+def test_zoo_names_an_empty_image_folder(tmp_path):
     (tmp_path / "train" / "cat").mkdir(parents=True)
     with pytest.raises(
         FileNotFoundError, match="expected pictures .* in .*train, in one subfolder per class; found none in 1 "
@@ -242,7 +242,7 @@ def test_pictures_that_are_not_there(tmp_path):
         make_network("Cifar10", data=str(tmp_path))
 
 
-def test_zoo_learning_rate_schedule():
+def test_zoo_learning_rate_follows_its_falls():
     import theano
 
     model = make_network("Cifar10", falls={"2": 0.5}, rate=0.25)

@@ -16,6 +16,7 @@ import pytest
 from hosts import are_simulated, make_command
 from launch_runs import HOST, list_marked_processes, read_json_lines, train
 from paths import SUPPORT
+from system import wait_until, wait_until_empty
 
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
@@ -207,10 +208,7 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, target):
         before = list_marked_processes(mark.encode())
         host.stdin.write("\n")
         host.stdin.flush()
-        deadline = time.monotonic() + LIMIT
-        while not (tmp_path / "run" / "rank-1.jsonl").exists():
-            assert host.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until((tmp_path / "run" / "rank-1.jsonl").exists, host, LIMIT)
         everyone = {pid: process for pid, process in list_marked_processes(mark.encode()).items() if pid not in before}
         pids_by_kind = {kind: [p for p, (_, line) in everyone.items() if re.match(KINDS[kind], line)] for kind in KINDS}
         pids_by_kind["Ctrl-C"] = pids_by_kind["supervisor"]
@@ -233,10 +231,10 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, target):
             assert Path(record["checkpoint"], "meta.json").exists()
         else:
             assert int(status) != 0 and time.monotonic() - began < LIMIT
-        deadline = time.monotonic() + LIMIT
-        while left := [process for pid, process in list_marked_processes(mark.encode()).items() if pid not in before]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.05)
+        wait_until_empty(
+            lambda: [(pid, line) for pid, line in list_marked_processes(mark.encode()).items() if pid not in before],
+            LIMIT,
+        )
     finally:
         host.kill()
         output = host.communicate()

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from launch_interrupts import LIMIT, start_checkpointed_run, wait_until_training
 from launch_runs import ENVIRONMENT, read_json_lines, train
+from system import wait_until
 
 from synkhronos.launcher.rank import memory_checkpoint_writer
 from synkhronos.launcher.supervision import memory_checkpoint_folder
@@ -26,12 +26,19 @@ def train_with_deaths(folder, victim, epochs, *arguments, status=0, checkpoint=1
     return train(folder / "run", "DiesInEpochs", *arguments, status=status, checkpoint=checkpoint, **config, **settings)
 
 
+@pytest.fixture(scope="module")
+def undisturbed_run(tmp_path_factory):
+    """Train without deaths; return the run's folder."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train_with_deaths(folder, 2, [], checkpoint=0)
+    return folder / "run"
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 1])
-def test_restart_uses_the_newest_checkpoint(tmp_path, victim):
-    train_with_deaths(tmp_path / "whole", 2, [])
-    done = train_with_deaths(tmp_path / "parts", victim, [1, 2], "--restarts=3")
-    run = tmp_path / "parts" / "run"
+def test_restart_uses_the_newest_checkpoint(tmp_path, undisturbed_run, victim):
+    done = train_with_deaths(tmp_path, victim, [1, 2], "--restarts=3")
+    run = tmp_path / "run"
     newest = [run / "checkpoints" / f"rows-{9 * epoch:012d}" for epoch in (1, 2)]
     assert [line for line in done.stderr.splitlines() if line.startswith("restart ")] == [
         f"restart {i} of 3 from {path}" for i, path in enumerate(newest, 1)
@@ -40,12 +47,10 @@ def test_restart_uses_the_newest_checkpoint(tmp_path, victim):
     assert record["status"] == 0 and record["restarts"] == 2
     assert [path.name for path in sorted(run.glob("failure*"))] == ["failure-1.txt", "failure-2.txt"]
     assert f"rank {victim}" in (run / "failure-1.txt").read_text() and "SIGKILL" in (run / "failure-2.txt").read_text()
-    whole, parts = (np.load(folder / "params.npz") for folder in (tmp_path / "whole" / "run", run))
+    whole, parts = (np.load(folder / "params.npz") for folder in (undisturbed_run, run))
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
     for name in ("reports", "rank-0", "rank-1"):  # as without deaths
-        expected_lines, restarted_lines = (
-            read_json_lines(folder, name) for folder in (tmp_path / "whole" / "run", run)
-        )
+        expected_lines, restarted_lines = (read_json_lines(folder, name) for folder in (undisturbed_run, run))
         assert [(report["epoch"], report["loss"]) for report in restarted_lines] == [
             (report["epoch"], report["loss"]) for report in expected_lines
         ]
@@ -96,14 +101,13 @@ def list_memory_folders():
 
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 1])
-def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
+def test_on_death_continue_equals_an_undisturbed_run(tmp_path, undisturbed_run, victim):
     before = list_memory_folders()
-    train_with_deaths(tmp_path / "whole", 2, [], checkpoint=0)
-    done = train_with_deaths(tmp_path / "parts", victim, [0, 1], "--on-death=continue", checkpoint=0)
+    done = train_with_deaths(tmp_path, victim, [0, 1], "--on-death=continue", checkpoint=0)
     assert (
         "death 1 of at most 100: from " in done.stderr and "death 2 of at most 100: from the checkpoint " in done.stderr
     )
-    whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
+    whole, parts = undisturbed_run, tmp_path / "run"
     record = json.loads((parts / "run.json").read_text())
     assert record["status"] == 0 and record["deaths"] == 2 and "restarts" not in record
     assert not list(parts.glob("failure*")) and not (parts / "checkpoints").exists()
@@ -219,10 +223,7 @@ def test_signal_during_a_recovery_keeps_the_memory_checkpoint(tmp_path):
     before = list_memory_folders()
     with start_checkpointed_run(tmp_path, False, checkpoint=500, on_death="continue") as process:
         pids = wait_until_training(tmp_path, process)
-        deadline = time.monotonic() + LIMIT
-        while not any(list_checkpoints(folder) for folder in list_memory_folders() - before):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: any(list_checkpoints(folder) for folder in list_memory_folders() - before), limit=LIMIT)
         os.kill(pids[2], signal.SIGKILL)
         for line in process.stderr:
             if line.startswith("death 1 "):

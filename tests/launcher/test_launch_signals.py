@@ -14,7 +14,7 @@ import pytest
 from launch_interrupts import LIMIT, ShellSupervisor, start_checkpointed_run, wait_until_training
 from launch_runs import ENVIRONMENT, make_synkhronos_command
 from paths import SUPPORT
-from system import is_alive, list_children
+from system import list_children, wait_until_ended
 
 from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.supervision import supervisor
@@ -178,10 +178,7 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, target, script):
             assert process.returncode == 1 and "was killed by SIGKILL" in errors
         if target == "rank 0":
             assert process.returncode == 137 and "rank 0" in errors and "was killed by SIGKILL" in errors
-        deadline = time.monotonic() + LIMIT
-        while any(is_alive(pid) for pid in everyone):
-            assert time.monotonic() < deadline, [pid for pid in everyone if is_alive(pid)]
-            time.sleep(0.05)
+        wait_until_ended(everyone)
     finally:
         process.kill()
         process.wait()
@@ -201,10 +198,7 @@ def test_signal_to_all_processes_still_writes_a_checkpoint(tmp_path, script):
         record = json.loads((tmp_path / "run.json").read_text())
         assert record["status"] == 128 + signal.SIGUSR1 and record["signal"] == "SIGUSR1"
         assert (Path(record["checkpoint"]) / "meta.json").exists()
-        deadline = time.monotonic() + LIMIT
-        while any(is_alive(pid) for pid in everyone):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until_ended(everyone)
 
 
 @pytest.mark.faults

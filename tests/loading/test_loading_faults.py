@@ -14,11 +14,11 @@ import pytest
 from library import shared, tensor
 from loading_sources import Damaged, Numbers, Slow
 from paths import ROOT, SUPPORT
-from system import is_alive, time_limit
+from system import is_alive, time_limit, wait_until, wait_until_ended
 
 import synkhronos as synk
 from synkhronos import ranks, rules
-from synkhronos.loading import Loader, LoadError
+from synkhronos.loading import LoadError
 from synkhronos.training import make_trainer
 from synkhronos.training.updates import sgd
 
@@ -27,31 +27,8 @@ pytestmark = [pytest.mark.faults]
 LIMIT = 30
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def make_order(count, epoch=0):
     return np.random.default_rng((0, epoch)).permutation(count)
-
-
-@pytest.fixture
-def load():
-    """Yield a function that makes loaders; check after the test that their processes have ended."""
-    loaders = []
-
-    def make(*args, **kwargs):
-        loaders.append(Loader(*args, **kwargs))
-        return loaders[-1]
-
-    yield make
-    pids = [pid for loader in loaders if loader._pool for pid in loader._pool.pids]
-    for loader in loaders:
-        loader.close()
-    assert not any(map(is_alive, pids))
 
 
 # -- a loader dies -------------------------------------------------------------------------------------------
@@ -137,7 +114,7 @@ def test_death_of_a_rank_ends_loaders(fork, load):
     os.kill(ranks.get_session().worker_pids[2], signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="rank 2 .* was killed by SIGKILL"):
         list(reports)
-    wait_until(lambda: not any(map(is_alive, pids)))
+    wait_until_ended(pids)
     fork(2)
     assert next(start_training(rule, loader)[1]).seen == 20
 
@@ -168,7 +145,7 @@ def test_loader_leaves_nothing_at_exit(tmp_path, how, sent):
         elif sent is not None:
             os.kill(process.pid, sent)
         assert process.wait(LIMIT) == (3 if sent is None else -sent)
-        wait_until(lambda: not any(map(is_alive, pids)))
+        wait_until_ended(pids)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -191,7 +168,7 @@ def test_loader_ignores_signals_that_the_program_handles(tmp_path):
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    wait_until(lambda: not any(map(is_alive, pids)))
+    wait_until_ended(pids)
 
 
 # -- interrupts ----------------------------------------------------------------------------------------------

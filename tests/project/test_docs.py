@@ -80,12 +80,12 @@ def find_docstring_examples() -> list[doctest.DocTest]:
 
 @pytest.mark.skipif(not HAS_PYTENSOR, reason="docstrings import PyTensor")
 @pytest.mark.parametrize("example", find_docstring_examples() if HAS_PYTENSOR else [], ids=lambda test: test.name)
-def test_docstring(example):
+def test_docstring_example_prints_its_output(example):
     run_example(example)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_page(page):
+def test_page_examples_print_their_output(page):
     text = page.read_text()
     if ".. needs: pymc" in text and not HAS_PYMC:
         pytest.skip("the page is about PyMC")
@@ -109,7 +109,7 @@ def find_code_blocks() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("script", find_code_blocks().values(), ids=find_code_blocks())
-def test_script(script):
+def test_code_block_runs(script):
     if not HAS_THEANO and "theano" in script:
         pytest.skip("the script is about Theano")
     if not HAS_PYTENSOR:
@@ -176,7 +176,7 @@ WANDB = "class wandb:\n    log = lambda record, step: print(step)\n\n"
 @pytest.mark.parametrize(
     ("page", "first_words", "script", "change"), PIECES, ids=[first_words for _, first_words, _, _ in PIECES]
 )
-def test_piece(page, first_words, script, change):
+def test_code_fragment_runs(page, first_words, script, change):
     """Code that a page shows beside its script runs in that script."""
     blocks = re.findall(r"^\.\. code-block:: text\n\n((?: +.*\n|\n)+)", (ROOT / f"docs/{page}.rst").read_text(), re.M)
     (piece,) = [textwrap.dedent(block) for block in blocks if textwrap.dedent(block).startswith(first_words)]
@@ -184,7 +184,7 @@ def test_piece(page, first_words, script, change):
     assert change[0] in whole
     before, fork, after = whole.replace(*change).partition("synk.fork(")
     before, _, assigned = before.rpartition("\n")
-    test_script(f"{before}\n{WANDB}{piece}\n{assigned}{fork}{after}")
+    test_code_block_runs(f"{before}\n{WANDB}{piece}\n{assigned}{fork}{after}")
 
 
 def test_model_of_the_launcher_page_is_complete(tmp_path):

@@ -30,19 +30,19 @@ SMALL = {
 }
 
 
-def test_scripts_are_all_tested():
+def test_every_demo_script_is_tested():
     assert sorted(SMALL) == sorted(path.stem for path in DEMOS.glob("*.py"))
 
 
 @pytest.mark.parametrize("script", SMALL)
-def test_script(script):
+def test_demo_script_checks_its_results(script):
     command = [sys.executable, DEMOS / f"{script}.py", "--ranks", "2", *SMALL[script]]
     result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stderr
     assert "2 ranks" in result.stdout
 
 
-def test_notebook_runs():
+def test_notebook_prints_its_results():
     jupyter_client = pytest.importorskip("jupyter_client")
     pytest.importorskip("ipykernel")
     cells = json.loads((DEMOS / "one_chain.ipynb").read_text())["cells"]

@@ -186,17 +186,6 @@ def test_death_of_an_idle_worker_is_noticed_by_the_next_command(two):
         two.run(GetIdentity())
 
 
-def test_stopped_worker_is_waited_for(two):
-    pid = next(iter(two.worker_pids.values()))
-    os.kill(pid, signal.SIGSTOP)
-    if os.fork() == 0:
-        time.sleep(0.3)
-        os.kill(pid, signal.SIGCONT)
-        os._exit(0)
-    assert two.run(GatherMessages((3,))) == 2
-    os.wait()
-
-
 @pytest.mark.parametrize(
     ("code", "words"), [(3, "exited with code 3"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-7, "SIGBUS"), (-63, "63|SIG")]
 )

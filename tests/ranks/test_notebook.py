@@ -3,11 +3,10 @@
 import os
 import queue
 import textwrap
-import time
 
 import pytest
 from paths import ROOT, SUPPORT
-from system import LIMIT, is_alive, list_children, read_process_state
+from system import LIMIT, list_children, wait_until_ended
 
 pytestmark = [pytest.mark.faults]
 
@@ -124,13 +123,6 @@ def notebook():
     notebook.manager.shutdown_kernel(now=True)
 
 
-def wait_until_gone(pids):
-    deadline = time.monotonic() + LIMIT
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, {pid: read_process_state(pid) for pid in pids}
-        time.sleep(0.01)
-
-
 def test_notebook_runs_on_after_interrupt_and_restart(notebook):
     printed, error = notebook.run(SETUP)
     assert error is None
@@ -156,13 +148,13 @@ def test_notebook_runs_on_after_interrupt_and_restart(notebook):
 
     # Users run the first cell again.
     assert notebook.run("synk.close()") == ("", None)
-    wait_until_gone(pids)
+    wait_until_ended(pids)
     printed, error = notebook.run(SETUP)
     assert error is None
     assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
 
     notebook.manager.restart_kernel()
-    wait_until_gone(parse_pids(printed))
+    wait_until_ended(parse_pids(printed))
     notebook.client.stop_channels()
     notebook.connect()
     assert notebook.run(SETUP)[1] is None
@@ -173,7 +165,7 @@ def test_killed_kernel_leaves_no_worker(notebook):
     printed, error = notebook.run(SETUP)
     assert error is None
     os.kill(notebook.pid, 9)
-    wait_until_gone(parse_pids(printed))
+    wait_until_ended(parse_pids(printed))
 
 
 def test_worker_error_is_shown_with_its_traceback(notebook):

@@ -74,36 +74,50 @@ def test_many_sessions_leave_nothing():
     assert footprint() == before
 
 
-def test_workers_run_no_atexit_functions_of_the_master():
-    printed = run_python("""
-        import atexit, synkhronos as synk
-        atexit.register(lambda: print("exit", flush=True))
-        print("before", end=" ")
-        synk.fork(3, use_gpu=False)
-    """)
-    assert printed.split() == ["before", "exit"]
-
-
-def test_workers_end_at_exit_without_close():
-    pids = run_python("""
-        import os, synkhronos as synk
-        synk.fork(3, use_gpu=False)
-        print(open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read())
-    """)
-    assert len(pids.split()) == 2
-    assert not any(is_alive(int(pid)) for pid in pids.split())
-
-
-def test_workers_print_where_the_master_prints():
-    printed = run_python("""
+@pytest.fixture(scope="module")
+def finished_program(tmp_path_factory):
+    """Run a program that does not close its ranks; return the words that it and its workers printed, and its folder."""
+    folder = tmp_path_factory.mktemp("program")
+    printed = run_python(
+        """
+        import atexit, os
         import synkhronos as synk
         from synkhronos import ranks
         class Print(ranks.Command):
-            def run(self, rank): print(f"rank {rank.number} ", end="")  # in one write
-        synk.fork(2, use_gpu=False)
+            def run(self, rank): print(f"rank{rank.number} ", end="")  # in one write
+        atexit.register(lambda: print("exit", flush=True))
+        print("before ", end="")
+        synk.fork(3, use_gpu=False, profile_workers=True)
+        print(open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read(), end=" ")
         ranks.get_session().run(Print())
-    """)
-    assert sorted(printed.replace("rank", "").split()) == ["0", "1"]
+        """,
+        cwd=folder,
+    )
+    return printed.split(), folder
+
+
+def test_workers_end_at_exit_without_close(finished_program):
+    pids = [int(word) for word in finished_program[0] if word.isdecimal()]
+    assert len(pids) == 2
+    assert not any(map(is_alive, pids))
+
+
+def test_workers_run_no_atexit_functions_of_the_master(finished_program):
+    assert finished_program[0].count("exit") == 1
+
+
+def test_workers_print_where_the_master_prints(finished_program):
+    words = [word for word in finished_program[0] if word.startswith("rank")]
+    assert sorted(words) == ["rank0", "rank1", "rank2"]
+
+
+def test_output_buffered_before_fork_is_printed_once(finished_program):
+    assert finished_program[0].count("before") == 1
+
+
+def test_workers_write_profiles(finished_program):
+    names = sorted(path.name.rsplit("_", 1)[0] for path in finished_program[1].glob("*.prof"))
+    assert names == ["synkhronos_rank1", "synkhronos_rank2"]
 
 
 def test_inherited_sockets_do_not_stay_open_in_workers():
@@ -119,20 +133,6 @@ def test_inherited_sockets_do_not_stay_open_in_workers():
             print("refused")
     """)
     assert printed.split() == ["refused"]
-
-
-def test_workers_leave_profiles(tmp_path):
-    run_python(
-        """
-        import synkhronos as synk
-        synk.fork(3, use_gpu=False, profile_workers=True)
-        """,
-        cwd=tmp_path,
-    )
-    names = sorted(path.name for path in tmp_path.glob("*.prof"))
-    assert len(names) == 2
-    assert names[0].startswith("synkhronos_rank1_")
-    assert names[1].startswith("synkhronos_rank2_")
 
 
 def test_close_gives_each_worker_time_to_end(tmp_path):

@@ -5,19 +5,17 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from library import INTERPRETED, XLA, shared
 from library import tensor as T
-from rank_commands import GetIdentity
-from system import LIMIT, is_alive, time_limit
+from rank_commands import GatherMessages, GetIdentity, Sleep
+from system import is_alive, time_limit, wait_until_ended
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.ranks import Command
 
 pytestmark = pytest.mark.skipif(not XLA, reason="forks after XLA was started")
 
@@ -63,17 +61,38 @@ def start_program(code, **kwargs):
     )
 
 
-def test_fork_after_jax_was_used():
-    done = start_program("""
+@pytest.fixture(scope="module")
+def finished_program(tmp_path_factory):
+    """Run a program that forks after it has used JAX; return the lines that it printed, and its folder."""
+    folder = tmp_path_factory.mktemp("program")
+    program = start_program(
+        """
+        import atexit
         import pytensor.tensor as T
-        synk.fork(3, use_gpu=False)
+        atexit.register(lambda: print("exit", flush=True))
+        synk.fork(3, use_gpu=False, profile_workers=True)
         x = T.dvector("x")
         print(np.asarray(synk.function([x], (x * 2, "gather"), mode="JAX")(np.arange(4.0))).tolist())
         print(float(synk.function([x], (x.sum(), "sum"), mode="FAST_COMPILE")(np.arange(4.0))))
-    """)
-    out, err = done.communicate(timeout=60)
-    assert done.returncode == 0, err
-    assert out.splitlines() == ["[0.0, 2.0, 4.0, 6.0]", "6.0"]
+        """,
+        cwd=folder,
+    )
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == 0, err
+    return out.splitlines(), folder
+
+
+def test_program_that_has_used_jax_can_fork(finished_program):
+    assert finished_program[0][:2] == ["[0.0, 2.0, 4.0, 6.0]", "6.0"]
+
+
+def test_spawned_workers_run_no_atexit_functions_of_the_master(finished_program):
+    assert finished_program[0][2:] == ["exit"]
+
+
+def test_spawned_workers_write_profiles(finished_program):
+    names = sorted(path.name.rsplit("_", 1)[0] for path in finished_program[1].glob("*.prof"))
+    assert names == ["synkhronos_rank1", "synkhronos_rank2"]
 
 
 @pytest.mark.new_ranks
@@ -103,7 +122,7 @@ def test_spawned_workers_inherit_sys_path(fork, started_xla, tmp_path, monkeypat
     np.testing.assert_array_equal(f(VALUE), VALUE * 2)
 
 
-def test_spawned_workers_end_with_the_master():
+def test_spawned_workers_end_when_the_master_is_killed():
     master = start_program("""
         import os, time
         synk.fork(3, use_gpu=False)
@@ -114,47 +133,20 @@ def test_spawned_workers_end_with_the_master():
     assert len(pids) == 2
     master.kill()
     master.communicate()
-    deadline = time.monotonic() + LIMIT
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(is_alive, pids))
-
-
-def test_spawned_workers_profile_print_and_skip_atexit(tmp_path):
-    done = start_program(
-        """
-        import atexit
-        from synkhronos import ranks
-        atexit.register(lambda: print("exit", flush=True))
-        synk.fork(3, use_gpu=False, profile_workers=True)
-        synk.data([1.0])
-        """,
-        cwd=tmp_path,
-    )
-    out, err = done.communicate(timeout=60)
-    assert done.returncode == 0, err
-    assert out.split() == ["exit"]
-    names = sorted(path.name.rsplit("_", 1)[0] for path in tmp_path.glob("*.prof"))
-    assert names == ["synkhronos_rank1", "synkhronos_rank2"]
-
-
-class Sleep(Command):
-    """Command from which the workers never return."""
-
-    def run(self, rank):
-        if not rank.is_master:
-            time.sleep(60)
+    wait_until_ended(pids)
 
 
 @pytest.mark.new_ranks
-def test_spawned_workers_end_after_the_fork_timeout(fork, started_xla):
+def test_command_beyond_the_timeout_ends_spawned_workers(fork, started_xla):
     fork(2, timeout=20.0)
     session = ranks.get_session()
+    pids = list(session.worker_pids.values())
     session.timeout = 0.5  # starting takes seconds
     with time_limit(), pytest.raises(synk.WorkerError, match=r"rank 1 did not finish within the 0\.5 seconds"):
-        session.run(Sleep())
+        session.run(Sleep(60, "workers"))
+    assert not any(map(is_alive, pids))
     fork(2)
-    assert len(ranks.get_session().worker_pids) == 1
+    assert ranks.get_session().run(GatherMessages((3,))) == 2
 
 
 @pytest.mark.new_ranks

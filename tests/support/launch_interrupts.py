@@ -4,10 +4,10 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 
 from launch_runs import ENVIRONMENT, make_synkhronos_command
 from paths import SUPPORT
+from system import wait_until
 
 from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.supervision import run_folder, supervisor
@@ -35,10 +35,7 @@ class ShellSupervisor(supervisor.Supervisor):
 
 def wait_until_training(folder, process):
     """Wait until all ranks train; return the process IDs of supervisor, master and worker."""
-    deadline = time.monotonic() + LIMIT
-    while not (folder / "rank-1.jsonl").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until((folder / "rank-1.jsonl").exists, process, LIMIT)
     return process.pid, *json.loads((folder / "processes.json").read_text())
 
 

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from paths import ROOT, SUPPORT
 
@@ -60,6 +61,30 @@ def wait_for_state(pid: int, state: str) -> None:
     while read_process_state(pid) != state:
         assert time.monotonic() < deadline, f"{pid} is {read_process_state(pid)!r}, not {state!r}"
         time.sleep(0.001)
+
+
+def wait_until(
+    condition: Callable[[], object], process: subprocess.Popen[Any] | None = None, limit: float = LIMIT
+) -> None:
+    """Wait until a condition holds; fail after some seconds, or if a process that has to fulfil it exits."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert process is None or process.poll() is None, f"exited with status {process.returncode}"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_until_empty(list_left: Callable[[], Collection[object]], limit: float = LIMIT) -> None:
+    """Wait until a function returns nothing that is left, such as processes that have to end."""
+    deadline = time.monotonic() + limit
+    while left := list_left():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
+def wait_until_ended(pids: Collection[int]) -> None:
+    """Wait until processes have ended."""
+    wait_until_empty(lambda: [pid for pid in pids if is_alive(pid)])
 
 
 def list_session_members(session: int) -> dict[int, str]:

@@ -367,36 +367,25 @@ def test_manual_training_step_with_weight_is_exact(n_ranks):
 # -- arguments -------------------------------------------------------------------------------------------
 
 
-def test_train_accepts_lists_of_inputs_and_targets(n_ranks):
+def adagrad_with_momentum(loss, params, **kwargs):
+    return updates.apply_nesterov_momentum(updates.adagrad(loss, params, **kwargs), params, momentum=0.5)
+
+
+@pytest.mark.parametrize("arguments", ["lists", "no targets", "a composed update rule"])
+def test_train_accepts_lists_no_targets_and_composed_rules(n_ranks, arguments):
     trained = []
     for make in [make_train_function, make_train_function_serial]:
-        model = Model()
-        x2 = T.matrix("x2", dtype="float64")
-        loss = ((model.predicted + T.dot(x2, model.w) - model.y) ** 2).mean()
-        train = make(loss, model.params, [model.x, x2], [model.y], updates.sgd, learning_rate=0.1)
-        losses = [train([X, X[::-1]], [Y], batch=rows) for rows in [None, [1, 2, 5, 7], 1]]
-        trained.append([*losses, *model.values()])
-    np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
-
-
-def test_train_needs_no_targets(n_ranks):
-    trained = []
-    for make in [make_train_function, make_train_function_serial]:
-        model = Model()
-        train = make((model.predicted**2).mean(), model.params, model.x, [], updates.sgd, learning_rate=0.1)
-        trained.append([train(X, []), *model.values()])
-    np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
-
-
-def test_train_accepts_a_composed_update_rule(n_ranks):
-    def adagrad_with_momentum(loss, params, **kwargs):
-        return updates.apply_nesterov_momentum(updates.adagrad(loss, params, **kwargs), params, momentum=0.5)
-
-    trained = []
-    for make in [make_train_function, make_train_function_serial]:
-        model = Model()
-        train = make(model.loss, model.params, model.x, model.y, adagrad_with_momentum, learning_rate=0.1)
-        trained.append([*(train(X, Y) for _ in range(3)), *model.values()])
+        model, x2 = Model(), T.matrix("x2", dtype="float64")
+        loss, x, y, rule, data = {
+            "lists": (
+                ((model.predicted + T.dot(x2, model.w) - model.y) ** 2).mean(),
+                [model.x, x2], [model.y], updates.sgd, ([X, X[::-1]], [Y]),
+            ),
+            "no targets": ((model.predicted**2).mean(), model.x, [], updates.sgd, (X, [])),
+            "a composed update rule": (model.loss, model.x, model.y, adagrad_with_momentum, (X, Y)),
+        }[arguments]  # fmt: skip
+        train = make(loss, model.params, x, y, rule, learning_rate=0.1)
+        trained.append([*(train(*data, batch=rows) for rows in [None, [1, 2, 5, 7], 1]), *model.values()])
     np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
 
 

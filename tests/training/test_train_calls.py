@@ -46,12 +46,26 @@ def test_train_functions_work_after_a_new_fork(fork):
     np.testing.assert_allclose(synk.gather(together.w), [alone.w.get_value()] * 2, rtol=1e-9)
 
 
+@pytest.fixture(scope="module")
+def trained(two_ranks):
+    """Return a model with parameters W, a training function of two ranks, and the loss of its first step."""
+    model, alone = Model(), Model()
+    return model, model.train_by(make_train_function), alone.train_by(make_train_function_serial)(X, Y)
+
+
+def make_sliceable_model():
+    """Return a model, and a training function whose rows are in sliceable shared variables."""
+    model = Model()
+    rows = [library.shared(X), library.shared(Y)]
+    return model, make_train_function(
+        model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=rows, learning_rate=0.1
+    )
+
+
 @pytest.mark.parametrize(
     ("error", "message", "change"),
     [
-        (TypeError, "update_rule: .*'adam'", {"update_rule": "adam"}),
         (TypeError, "update_rule: .*return", {"update_rule": lambda loss, params, weight: {}}),
-        (TypeError, "weight: ", {"weight": 3}),
         (TypeError, "x: .*3", {"x": 3}),
         (ValueError, "x: .*none", {"x": []}),
         (ValueError, "y: .*rows", {"y": T.scalar("y")}),
@@ -59,7 +73,6 @@ def test_train_functions_work_after_a_new_fork(fork):
         (ValueError, "params: the loss does not depend on other of type", {"params": [library.shared(Y, "other")]}),
         (ValueError, "loss_or_grads: ", {"loss": T.vector("v")}),
         (TypeError, "loss: ", {"loss": []}),
-        (TypeError, "learning_rate: ", {"learning_rate": "fast"}),
         (ValueError, "sliceable_shareds: expected 2 .*got 1", {"sliceable_shareds": [library.shared(X)]}),
         (TypeError, "sliceable_shareds: expected shared", {"sliceable_shareds": [library.shared(X), T.dvector()]}),
         (TypeError, "sliceable_shareds: expected a list", {"sliceable_shareds": library.shared(X)}),
@@ -70,7 +83,7 @@ def test_train_functions_work_after_a_new_fork(fork):
         (TypeError, "sliceable_shareds: 'of_x'", {"sliceable_shareds": [library.shared(Y, "of_x"), library.shared(Y)]}),
     ],
 )
-def test_make_train_function_refuses_wrong_arguments(two_ranks_per_test, error, message, change):
+def test_make_train_function_refuses_wrong_arguments(two_ranks, error, message, change):
     model = Model()
     arguments = {
         "loss": model.loss,
@@ -106,13 +119,13 @@ def test_make_train_function_refuses_wrong_arguments(two_ranks_per_test, error, 
         (TypeError, "batch_s: .*without sliceable_shareds", {"batch_s": [0]}),
     ],
 )
-def test_train_refuses_wrong_arguments(two_ranks_per_test, error, message, arguments):
-    model = Model()
-    train = model.train_by(make_train_function)
+def test_train_refuses_wrong_arguments(trained, error, message, arguments):
+    model, train, first_loss = trained
     with pytest.raises(error, match=message):
         train(**{"x_data": X, "y_data": Y, **arguments})
     np.testing.assert_array_equal(model.w.get_value(), W)
-    np.testing.assert_allclose(train(X, Y), Model().train_by(make_train_function_serial)(X, Y))
+    np.testing.assert_allclose(train(X, Y), first_loss)
+    synk.broadcast(model.w, W)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +143,8 @@ def test_train_refuses_wrong_arguments(two_ranks_per_test, error, message, argum
         (TypeError, "batches_s: .*without sliceable_shareds; rows are chosen by batches$", {"batches_s": [[0]]}),
     ],
 )
-def test_train_steps_refuses_wrong_arguments(two_ranks_per_test, error, message, arguments):
-    model = Model()
-    train = model.train_by(make_train_function)
+def test_train_steps_refuses_wrong_arguments(trained, error, message, arguments):
+    model, train, _ = trained
     with pytest.raises(error, match=message):
         train.steps(**{"x_data": X, "y_data": Y, **arguments})
     np.testing.assert_array_equal(model.w.get_value(), W)
@@ -162,32 +174,23 @@ def test_serial_step_refuses_wrong_arguments(error, message, arguments):
         (ValueError, r"batches\[2\]: expected at least one row", [[0], [1], slice(3, 3)]),
     ],
 )
-def test_train_steps_checks_all_rows_first(two_ranks_per_test, error, message, batches):
-    model = Model()
-    train = model.train_by(make_train_function)
+def test_train_steps_checks_all_rows_first(trained, error, message, batches):
+    model, train, _ = trained
     with pytest.raises(error, match=message):
         train.steps(X, Y, batches)
     np.testing.assert_array_equal(model.w.get_value(), W)
 
 
-def test_train_steps_error_reports_completed_steps(two_ranks_per_test):
-    model = Model()
-    sliceables = [library.shared(X), library.shared(Y)]
-    train = make_train_function(
-        model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=sliceables, learning_rate=0.1
-    )
+def test_train_steps_error_reports_completed_steps(two_ranks):
+    model, train = make_sliceable_model()
     with pytest.raises(IndexError, match=f"index {N_ROWS} ") as caught:
         train.steps(batches_s=[[[0, 1], [2, 3]], [[0, 1], [2]], [[0], [N_ROWS]]])
     assert "2 of the 3 steps had been taken before." in caught.value.__notes__
     assert not np.array_equal(model.w.get_value(), W)
 
 
-def test_train_steps_refuses_wrong_batches_s(two_ranks_per_test):
-    model = Model()
-    sliceables = [library.shared(X), library.shared(Y)]
-    train = make_train_function(
-        model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=sliceables, learning_rate=0.1
-    )
+def test_train_steps_refuses_wrong_batches_s(two_ranks):
+    _, train = make_sliceable_model()
     for wrong in ({"x_data": X}, {"batches": [[0]]}):
         with pytest.raises(TypeError, match="the data are in sliceable_shareds: expected batches_s alone"):
             train.steps(**wrong)
@@ -195,30 +198,23 @@ def test_train_steps_refuses_wrong_batches_s(two_ranks_per_test):
         train.steps(batches_s=[[0], [[0], [1], [2]]])
 
 
-def test_train_names_data_that_are_no_array(two_ranks_per_test):
-    train = Model().train_by(make_train_function)
+def test_train_names_data_that_are_no_array(trained):
+    _, train, _ = trained
     with pytest.raises(ValueError, match=r"^input 0 \(x\) of train_gradient: "):
         train.steps([[1.0], [1.0, 2.0]], Y[:2], [[0], [1]])
 
 
-def test_train_by_batch_s_equals_a_serial_step_on_the_selected_rows(two_ranks_per_test):
-    model, serial_model = Model(), Model()
-    sliceables = [library.shared(X), library.shared(Y)]
-    train = make_train_function(
-        model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=sliceables, learning_rate=0.1
-    )
+def test_train_by_batch_s_equals_a_serial_step_on_the_selected_rows(two_ranks):
+    model, train = make_sliceable_model()
+    serial_model = Model()
     train_serial = serial_model.train_by(make_train_function_serial)
     for rows in ([0, 3, 4, 6], [5, 2, 2]):
         np.testing.assert_allclose(train(batch_s=rows), train_serial(X, Y, batch=rows), rtol=1e-9)
     np.testing.assert_allclose(model.w.get_value(), serial_model.w.get_value(), rtol=1e-9)
 
 
-def test_train_refuses_wrong_batch_s(two_ranks_per_test):
-    model = Model()
-    sliceables = [library.shared(X), library.shared(Y)]
-    train = make_train_function(
-        model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=sliceables, learning_rate=0.1
-    )
+def test_train_refuses_wrong_batch_s(two_ranks):
+    model, train = make_sliceable_model()
     for wrong in ({"x_data": X}, {"y_data": Y}, {"batch": [0]}):
         with pytest.raises(TypeError, match="the data are in sliceable_shareds: expected batch_s alone"):
             train(**wrong)
@@ -234,7 +230,7 @@ def test_train_refuses_wrong_batch_s(two_ranks_per_test):
     np.testing.assert_array_equal(model.w.get_value(), W)
 
 
-def test_train_refuses_lists_of_other_lengths(two_ranks_per_test):
+def test_train_refuses_lists_of_other_lengths(two_ranks):
     model = Model()
     for make in [make_train_function, make_train_function_serial]:
         train = make(model.loss, model.params, [model.x], model.y, updates.sgd, learning_rate=0.1)
@@ -245,7 +241,7 @@ def test_train_refuses_lists_of_other_lengths(two_ranks_per_test):
 
 
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
-def test_make_train_function_refuses_double_updates(two_ranks_per_test, make):
+def test_make_train_function_refuses_double_updates(two_ranks, make):
     model = Model()
     extra = [(model.w, 0 * model.w)]
     with pytest.raises(ValueError, match="extra_updates: the update rule has an update of 'w' already"):

@@ -205,15 +205,17 @@ def _raise_time_limit(number: int, frame: Any) -> None:
     raise TimeLimit
 
 
-def interrupt_at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool = False) -> None:
-    """Interrupt an action once at each moment at which Python handles signals; check all ranks after each interrupt.
+def interrupt_at_sampled_moments(operation: str, first: int = 0, step: int = 1, limit: bool = False) -> None:
+    """Interrupt an action at moments at which Python handles signals, one at a time; check all ranks after each.
 
-    With ``limit`` a time limit expires instead, which raises another exception from another signal.
+    The moments are every ``step``-th from ``first`` on.  With ``limit`` a time limit expires instead, which raises another
+    exception from another signal.  Reported are the numbers of interrupts, of those that were not raised ("lost"), and of
+    wrong exceptions and results ("wrong").
     """
     probes.insert_points()
     signal.signal(signal.SIGALRM, _raise_time_limit)
     before = fork_and_close_once()
-    lost, wrong, presses = [], [], 0
+    lost, wrong, n_interrupts = [], [], 0
     state: dict[str, Any] = {}
 
     def forked() -> None:
@@ -259,7 +261,7 @@ def interrupt_at_every_moment(operation: str, first: int = 0, step: int = 1, lim
             sys.settrace(None)
         if not injector.place:  # no signal was sent any more
             break
-        presses += 1
+        n_interrupts += 1
         if error is None:
             lost.append(injector.place)
         elif error != ("TimeLimit()" if limit else "KeyboardInterrupt()"):
@@ -279,7 +281,7 @@ def interrupt_at_every_moment(operation: str, first: int = 0, step: int = 1, lim
     synk.close()
     print("lost:", *lost, sep="\n")
     print("wrong:", *wrong, sep="\n")
-    report_event("outcome", presses=presses, lost=len(lost), wrong=len(wrong))
+    report_event("outcome", n_interrupts=n_interrupts, lost=len(lost), wrong=len(wrong))
     report_event("closed", before=before, after=measure_footprint())
 
 
