@@ -14,7 +14,8 @@ from synkhronos.ranks.current_session import (
     start_session,
 )
 from synkhronos.ranks.errors import Cancelled, Death, WorkerError
-from synkhronos.ranks.rank import MAX_SLOT_NBYTES, PendingOperation, Rank
+from synkhronos.ranks.pending_operation import PendingOperation
+from synkhronos.ranks.rank import MAX_SLOT_NBYTES, Rank
 from synkhronos.ranks.segments import ArrayLocation, Segment
 from synkhronos.ranks.session import Session
 from synkhronos.ranks.thread_limit import count_available_cores

@@ -238,7 +238,7 @@ class CommandRunner(ABC):
         except BaseException as error:
             watch.command_thread = 0
             if rank.command_number == command_number:  # else it was not posted
-                rank.fail_command()
+                rank.barriers.fail_command()
             return None, error
         return result, None
 
@@ -287,7 +287,7 @@ class CommandRunner(ABC):
         """Wait until all ranks have finished the last command, at most ``limit`` seconds."""
         done, me, command_number = self._control.done, self.rank.number, self._control.words[ControlMemory.POSTED]
         if done[me] < command_number:  # an interrupt ended the master's part before it was marked as done
-            self.rank.fail_command()
+            self.rank.barriers.fail_command()
             done[me] = command_number
         self._is_idle = self._group.wait_until_done(self._close_if_failed_or_late, limit)
 
@@ -313,7 +313,7 @@ class CommandRunner(ABC):
     def _has_pending_operation_between_commands(self) -> bool:
         """Whether an operation with the workers is pending although no command runs."""
         # While the ranks are being ended, their exits are expected.
-        return self.close_reason is None and not self._is_running and self.rank.has_pending_operation()
+        return self.close_reason is None and not self._is_running and self.rank.pending_operations.has_unfinished()
 
     @abstractmethod
     def _close_after_failure(self, failure: PeerFailure) -> None:

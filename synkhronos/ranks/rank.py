@@ -1,15 +1,12 @@
-"""A rank's view of the other ranks.
+"""A rank, as the commands that run in its process see it.
 
-Ranks synchronize at barriers, which have numbers: each rank counts the barriers of a command, and passes a barrier once
-every counter has reached its number.  Small values are exchanged at a barrier through shared memory, which has one slot
-per rank.
+Small values are exchanged at a barrier through shared memory, which has one slot per rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import pickle
 import struct
 import weakref
@@ -17,15 +14,14 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from synkhronos.containers import BoundedCache
-from synkhronos.ranks.agreement import BARRIER_BITS, MAX_BARRIERS, read_last_common_barrier, record_last_common_barrier
-from synkhronos.ranks.control_memory import AWAITS_BARRIER, POLL_SECONDS, SLOT_NBYTES, ControlMemory
+from synkhronos.ranks.command_barriers import CommandBarriers
+from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled
-from synkhronos.ranks.interrupts import defer_signals
+from synkhronos.ranks.pending_operation import PendingOperations
 from synkhronos.ranks.segments import SegmentTable
 from synkhronos.ranks.thread_limit import ThreadLimit
 
 T = TypeVar("T")
-_log = logging.getLogger("synkhronos")
 
 #: Maximal number of values whose pickles `Rank.all_gather_cached` caches.
 _MAX_CACHED_PICKLES = 64
@@ -59,33 +55,11 @@ class Registry:
         self._by_class.clear()
 
 
-class PendingOperation:
-    """An operation that a command starts and that may outlast it.
-
-    Examples are a collective on GPUs for which no rank has waited, and outputs that have not been read yet.  Each rank
-    has a list of them, `Rank.pending_operations`.  The methods of this class do nothing; a subclass overrides the ones
-    that apply.
-    """
-
-    def finish(self) -> None:
-        """Wait for completion.  Called in the master, while the workers still run, before an orderly end."""
-
-    def cancel(self, command_number: int) -> None:
-        """Cancel everything that a failed command has started, as it could wait for a peer forever."""
-
-    def close(self) -> None:
-        """Release everything that could wait for a peer: the ranks end, and memory is freed after this call."""
-
-    def is_unfinished(self) -> bool:
-        """Whether an operation in which the peers take part has not completed."""
-        return False
-
-
 class Rank:
-    """A rank, as the commands that run in its process see it.
+    """A rank: its communication with the others, and what it stores.
 
-    ``check_peers`` raises, or ends this process, when a peer has died.  ``has_peer_died``, of the master's rank alone,
-    returns True once a peer process has exited.
+    ``has_peer_died``, of the master's rank alone, returns True once a peer process has exited.  For ``check_peers`` see
+    `CommandBarriers`.
 
     Attributes
     ----------
@@ -97,6 +71,10 @@ class Rank:
         References to this rank's copies of replicated objects, by key; see `add_object`.
     registry : Registry
         State of packages of higher layers.
+    barriers : CommandBarriers
+        Barriers of the current command.
+    pending_operations : PendingOperations
+        Operations that commands have started and that may not have completed.
     finish_callbacks : list of callable
         Called at the end of the current command.
     device : Device or None
@@ -119,11 +97,10 @@ class Rank:
         self.registry = Registry()
         self.device: Any = None
         self.command_number = 0
-        self._barrier_number = 0
         self._pickles: BoundedCache[Any, tuple[bytes, bytes]] = BoundedCache(_MAX_CACHED_PICKLES)
         self._is_recording_enabled = True
         self.finish_callbacks: list[Callable[[], None]] = []
-        self.pending_operations: list[PendingOperation] = []
+        self.pending_operations = PendingOperations()
         self.join_group(number, master_rank, control, check_peers, has_peer_died)
 
     def add_object(self, key: Hashable, value: object, is_weak: bool = False) -> None:
@@ -146,7 +123,8 @@ class Rank:
         self.number, self.master_rank, self.control = number, master_rank, control
         self.size, self.local_ranks = control.size, control.local_ranks
         self.spans_hosts = len(self.local_ranks) < self.size
-        self.check_peers, self.has_peer_died = check_peers, has_peer_died
+        self.barriers = CommandBarriers(number, master_rank, control, check_peers)
+        self.has_peer_died = has_peer_died
         #: The beginnings of all ranks' slots for even and for odd barriers: header and digest.
         self._digest_slots = [
             [control.get_slot(r, parity)[: SLOT_HEADER.size + _DIGEST_NBYTES] for r in range(self.size)]
@@ -156,15 +134,9 @@ class Rank:
         self._pickles.clear()
 
     def leave_group(self) -> None:
-        """Leave the group, whose other ranks have exited.
-
-        The command is marked as failed, which ends all waits of this process for them.
-        """
-        self.control.mark_all_done()
-        self.spans_hosts = False  # the agents have exited
-        self.fail_command()
-        # They refer to the session: a cycle would delay the release of memory until the next collection.
-        self.check_peers, self.has_peer_died = lambda: None, lambda: False
+        """Leave the group, whose other ranks have exited."""
+        self.barriers.leave()
+        self.has_peer_died = lambda: False  # a reference to the session would be a cycle
 
     def inherit_from(self, master: Rank) -> None:
         """Take over the segments and replicated objects of the master, which this process is a fork of.
@@ -183,30 +155,16 @@ class Rank:
         self.cancel_failed_operations()
         self.command_number = command_number
         self._is_recording_enabled = True
-        self._barrier_number = command_number << BARRIER_BITS
+        self.barriers.begin_command(command_number)
 
     def cancel_failed_operations(self) -> None:
         """Cancel the pending operations of the last command if it failed on some rank."""
-        failed = self.control.words[ControlMemory.FAILED]
+        failed = self.barriers.last_failed_command
         if not 0 < self.command_number <= failed:
             return
-        self._wait_until_decided(failed)  # it may be the next one, which is decided after this one
-        if self.read_last_common_barrier(self.command_number) is None:
-            return
-        for operation in self.pending_operations:
-            try:
-                operation.cancel(self.command_number)
-            except Exception as error:
-                _log.warning("an operation of a failed command could not be cancelled: %s", error)
-
-    @property
-    def last_failed_command(self) -> int:
-        """Number of the last command that has failed on some rank; 0 if none has."""
-        return int(self.control.words[ControlMemory.FAILED])
-
-    def is_last_failed_command(self, command_number: int) -> bool:
-        """Whether a command is the last one that has failed on some rank; False once a later command fails."""
-        return bool(self.control.words[ControlMemory.FAILED] == command_number)
+        self.barriers.wait_until_decided(failed)  # it may be the next one, which is decided after this one
+        if self.barriers.read_last_common(self.command_number) is not None:
+            self.pending_operations.cancel(self.command_number)
 
     def record_applied(self) -> None:
         """Record that this rank has applied the command's effect, for the message of an error."""
@@ -227,39 +185,9 @@ class Rank:
         while self.finish_callbacks:
             self.finish_callbacks.pop()()
 
-    def arrive(self) -> bool:
-        """Arrive at the next barrier without waiting for the others; return whether they have all arrived before."""
-        control = self.control
-        if self._barrier_number & MAX_BARRIERS == MAX_BARRIERS:  # the next number is one of the next command
-            raise RuntimeError(f"a command, or a program of synkhronos.run, can have at most {MAX_BARRIERS:,} barriers")
-        self._barrier_number += 1
-        control.arrived[self.number] = self._barrier_number
-        control.fence()
-        # The last rank to arrive wakes all others.  In a `gather_bytes` the master arrives after the workers: the last
-        # worker wakes it.
-        is_last = self._has_reached(self._barrier_number)
-        if is_last:
-            control.wake_local_ranks(AWAITS_BARRIER)
-        elif not self.is_master and self._has_reached(self._barrier_number, excluded=self.master_rank):
-            control.wake(self.master_rank, AWAITS_BARRIER)
-        return is_last
-
-    def barrier(self, on_poll: Callable[[], None] | None = None) -> None:
-        """Return when every rank has arrived at this barrier; raise `Cancelled` if a rank failed in this command.
-
-        ``on_poll`` is called repeatedly while waiting, and may raise.
-        """
-        if not self.arrive():
-            self.wait_for_barrier(self._barrier_number, on_poll=on_poll)
-        elif self.is_last_failed_command(self.command_number):
-            raise Cancelled
-
-    def wait_for_barrier(
-        self, barrier_number: int, excluded: int | None = None, on_poll: Callable[[], None] | None = None
-    ) -> None:
-        """Wait until all ranks, or all but one, have arrived at a barrier; otherwise as `barrier`."""
-        reached = self._has_reached
-        self.wait(lambda: reached(barrier_number, excluded), on_poll)
+    def barrier(self) -> None:
+        """Return when every rank has arrived at this barrier; raise `Cancelled` if a rank failed in this command."""
+        self.barriers.pass_next()
 
     def raise_common_error(self, error: Exception) -> NoReturn:
         """Raise an error that all ranks have found at the same point: itself in the master, `Cancelled` in workers.
@@ -267,44 +195,6 @@ class Rank:
         All ranks call it, as no rank is told of the error.
         """
         raise error if self.is_master else Cancelled
-
-    def fail_command(self) -> None:
-        """Mark the command as failed, wake all waiting ranks, and record the last barrier that every rank reached."""
-        control, words, command_number = self.control, self.control.words, self.command_number
-        with defer_signals():  # peers wait for all of it once the first line is done
-            words[ControlMemory.FAILED] = command_number
-            control.fence()
-            # One of the ranks that fail at the same time decides the command; on several hosts the agents do.
-            if not self.spans_hosts and control.decision_lock.acquire(0):
-                if read_last_common_barrier(words, command_number) is None:
-                    record_last_common_barrier(words, command_number, min(control.arrived))
-                control.decision_lock.release()
-            control.wake_all_ranks()
-
-    @property
-    def next_barrier_number(self) -> int:
-        """Number of the next barrier."""
-        return self._barrier_number + 1
-
-    def read_last_common_barrier(self, command_number: int) -> int | None:
-        """Return the number of the last barrier that all ranks reached in a failed command; None until decided."""
-        return read_last_common_barrier(self.control.words, command_number)
-
-    def wait_and_check_reached(self, barrier_number: int) -> bool:
-        """Wait until this failed command is decided; return whether all ranks had reached a barrier before the failure.
-
-        The answer is the same on all ranks.
-        """
-        self._wait_until_decided(self.command_number)
-        return (self.read_last_common_barrier(self.command_number) or 0) >= barrier_number
-
-    def _wait_until_decided(self, command_number: int) -> None:
-        words = self.control.words
-
-        def is_decided() -> bool:
-            return read_last_common_barrier(words, command_number) is not None
-
-        self.control.wait(self.number, is_decided, AWAITS_BARRIER, self.check_peers, POLL_SECONDS)
 
     def all_gather(self, value: object) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
@@ -332,7 +222,7 @@ class Rank:
     def compare_digests(self, digest: bytes) -> bool:
         """Exchange digests at the next barrier, a collective operation; return True if all ranks pass the same one."""
         barrier_number = self._write_slot(digest)
-        self.barrier()
+        self.barriers.pass_next()
         slots = self._digest_slots[barrier_number & 1]
         return slots.count(slots[self.number]) == self.size
 
@@ -342,7 +232,7 @@ class Rank:
         start = longest = 0
         while not start or start < longest:
             barrier_number = self._write_slot(memoryview(payload)[start : start + MAX_SLOT_NBYTES], len(payload))
-            self.barrier()
+            self.barriers.pass_next()
             for r, chunks_of_rank in enumerate(chunks):
                 slot = self.control.get_slot(r, barrier_number & 1)
                 length, _ = SLOT_HEADER.unpack_from(slot)
@@ -356,62 +246,12 @@ class Rank:
         """Gather at most `MAX_SLOT_NBYTES` bytes of each rank in the master, in rank order; workers do not wait."""
         barrier_number = self._write_slot(payload)
         if not self.is_master:
-            self.arrive()
+            self.barriers.arrive()
             return None
-        self.wait_for_barrier(barrier_number, excluded=self.number)
+        self.barriers.wait_for(barrier_number, excluded=self.number)
         payloads = [payload if r == self.number else self._read_slot(r, barrier_number) for r in range(self.size)]
-        self.arrive()
+        self.barriers.arrive()
         return payloads
-
-    def has_pending_operation(self) -> bool:
-        """Whether a pending operation in which peers take part has not completed."""
-        return any(operation.is_unfinished() for operation in self.pending_operations)
-
-    def close_pending_operations(self) -> None:
-        """Close all pending operations before the ranks exit."""
-        while self.pending_operations:
-            try:
-                self.pending_operations.pop().close()
-            except Exception as error:
-                _log.warning("a pending operation of the ranks could not be closed: %s", error)
-
-    def check_cancelled(self) -> None:
-        """Raise `Cancelled` if a peer has failed, and call `check_peers`: for waits that are not for a barrier."""
-        if self.control.words[ControlMemory.FAILED] == self.command_number:
-            raise Cancelled
-        self.check_peers()
-
-    # -- barriers --------------------------------------------------------------------------------------------
-
-    def _has_reached(self, barrier_number: int, excluded: int | None = None) -> bool:
-        """Whether all ranks, or all but one, have arrived at a barrier."""
-        arrived = self.control.arrived
-        if excluded is None:
-            return min(arrived) >= barrier_number
-        return min([barrier_number, *arrived[:excluded], *arrived[excluded + 1 :]]) >= barrier_number
-
-    def wait(
-        self, is_ready: Callable[[], bool], on_poll: Callable[[], None] | None = None, reason: int = AWAITS_BARRIER
-    ) -> None:
-        """Wait until a condition on shared memory holds; raise `Cancelled` if a rank failed in this command.
-
-        ``on_poll`` is called repeatedly while waiting, and may raise.  The rank that makes the condition true wakes the
-        ranks that sleep for this reason.
-        """
-        words, failed, command_number = self.control.words, ControlMemory.FAILED, self.command_number
-        poll = self.check_peers
-        if on_poll is not None:
-
-            def poll() -> None:
-                self.check_peers()
-                on_poll()
-
-        def is_over() -> bool:
-            return is_ready() or words[failed] == command_number
-
-        self.control.wait(self.number, is_over, reason, poll, POLL_SECONDS)
-        if words[failed] == command_number:
-            raise Cancelled
 
     def _write_slot(self, payload: bytes | memoryview, message_nbytes: int | None = None) -> int:
         """Write into this rank's slot for the next barrier, and return that barrier's number.
@@ -419,9 +259,9 @@ class Rank:
         Invariant: slot[number & 1] was last written two barriers ago, and its readers have passed the barrier in
         between.  Ranks do not wait at a `gather_bytes`, so this method waits for the barrier in between.
         """
-        barrier_number = self._barrier_number + 1
-        if self._barrier_number & MAX_BARRIERS and not self._has_reached(barrier_number - 1):
-            self.wait_for_barrier(barrier_number - 1)
+        barriers, barrier_number = self.barriers, self.barriers.next_number
+        if not barriers.is_at_start and not barriers.has_reached(barriers.number):
+            barriers.wait_for(barriers.number)
         slot = self.control.get_slot(self.number, barrier_number & 1)
         SLOT_HEADER.pack_into(slot, 0, len(payload) if message_nbytes is None else message_nbytes, barrier_number)
         slot[SLOT_HEADER.size : SLOT_HEADER.size + len(payload)] = payload

@@ -100,7 +100,7 @@ class RankProgram:
         if now > self._next_check:
             self._next_check = now + _CHECK_SECONDS
             control.last_progress[self.rank.number] = time.monotonic_ns()
-            self.rank.check_peers()
+            self.rank.barriers.check_peers()
 
     # -- all ranks together ----------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class RankProgram:
 
     def all_gather_cached(self, value: Hashable, description: str) -> list[Any]:
         """All-gather a small immutable value that is often the same; a barrier as in `barrier`."""
-        with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.next_barrier_number, f"at {description}"):
+        with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.barriers.next_number, f"at {description}"):
             by_rank = self.rank.all_gather_cached((description, value))
         self.check_cancelled()
         if any(other != description for other, _ in by_rank):
@@ -127,7 +127,7 @@ class RankProgram:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.barrier(description)
-        with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.next_barrier_number, f"at {description}"):
+        with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.barriers.next_number, f"at {description}"):
             return [pickle.loads(pickled) for pickled in self.rank.all_gather_bytes(payload)]
 
     # -- two ranks -------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class RankProgram:
     def _acquire(self, lock: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
         """Acquire a lock of this host and return its turn; None if it was not free within ``timeout`` seconds."""
         # Without this check, a rank that finds all its locks free would not notice a failure until its program ends.
-        if self.rank.is_last_failed_command(self.rank.command_number):
+        if self.rank.barriers.is_last_failed_command(self.rank.command_number):
             raise Cancelled
         if not semaphore.acquire(0):
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
@@ -201,7 +201,7 @@ class RankProgram:
             condition = WaitCondition.LOCK_FREE if timeout is None else WaitCondition.NONE
             with _PublishedWait(self, condition, 0, f"for lock {lock}", lock):
                 while not semaphore.acquire(max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))):
-                    self.rank.check_cancelled()
+                    self.rank.barriers.check_cancelled()
                     if time.monotonic() >= deadline:
                         return None
                     if timeout is None:
@@ -247,7 +247,7 @@ class RankProgram:
         if counts[channel] >= count:
             return
         with _PublishedWait(self, condition, count, description, channel):
-            self.rank.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, AWAITS_PEER)
+            self.rank.barriers.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, AWAITS_PEER)
         self.check_cancelled()
 
     def _raise_if_deadlocked(self) -> None:

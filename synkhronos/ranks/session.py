@@ -142,7 +142,7 @@ class Session(CommandRunner):
         if self.close_reason is not None:
             return  # the session is being closed: in another thread, or by a handler in this one
         message = failure.message
-        if self.rank.has_pending_operation():
+        if self.rank.pending_operations.has_unfinished():
             message += (
                 " A collective on the GPUs was pending and has been aborted: the variables that it writes, and all "
                 "values computed from them, are invalid in this process too. Restore them from saved values."
@@ -167,7 +167,7 @@ class Session(CommandRunner):
                     kill = True
                     _log.debug("a worker did not receive the command to exit: %s", error)
             self.close_reason = "the ranks were closed: call synkhronos.fork() first"
-            self.rank.close_pending_operations()
+            self.rank.pending_operations.close()
 
             # The first worker's exit raises SIGURG, which is no reason to hurry the others.
             def should_kill() -> bool:

@@ -127,7 +127,7 @@ def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
 
     while True:
         command: Command | None = None
-        control.wait(rank.number, has_next_command, AWAITS_COMMAND, rank.check_peers, IDLE_POLL_SECONDS)
+        control.wait(rank.number, has_next_command, AWAITS_COMMAND, rank.barriers.check_peers, IDLE_POLL_SECONDS)
         command_number = words[posted]
         rank.begin_command(command_number)
         try:
@@ -154,7 +154,7 @@ def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
             # The report is written first: a rank that notices the failure may read it.
             report = pickle.dumps(FailureReport.from_exception(rank.number, error, SLOT_NBYTES // 10))
             control.write_report(rank.number, report)
-            rank.fail_command()
+            rank.barriers.fail_command()
             del error
         try:
             sys.stdout.flush()

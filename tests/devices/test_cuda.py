@@ -109,8 +109,9 @@ class Gpu:
         self.has_room.set()
         self.command_number, self.is_master, self.size, self.number = 0, is_master, 2, 0
         self.pending_operations = []
+        self.barriers = self
         self.stream = self.stream_handle = 7
-        self.next_barrier_number, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
+        self.next_number, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
         self.arrays = self
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
         #: Results of the next queries of the stream.
@@ -133,12 +134,12 @@ class Gpu:
     def has_peer_died(self):
         return self.is_dead
 
-    def barrier(self, look=None):
+    def pass_next(self, look=None):
         if look is not None:
             look()
-        self.arrived = self.next_barrier_number
+        self.arrived = self.next_number
 
-    def read_last_common_barrier(self, command):
+    def read_last_common(self, command):
         assert command == 5
         return self.arrived
 
@@ -338,7 +339,7 @@ def test_peer_failure_frees_a_rank_waiting_for_its_gpu(connected, is_master):
 def test_failure_after_the_last_barrier_aborts_nothing(connected):
     communicator, gpu = connected()
     barriers = []
-    gpu.barrier = lambda on_poll=None: (barriers.append(1), setattr(gpu, "arrived", 3))
+    gpu.pass_next = lambda on_poll=None: (barriers.append(1), setattr(gpu, "arrived", 3))
     communicator.wait_until_started()
     assert barriers == []  # nothing has been started
     start_all_reduce(communicator, gpu, command=5)

@@ -60,7 +60,7 @@ class FailInBlocking(FailInAllReduce):
         if rank.number == self.failing_rank:
             time.sleep(0.1)  # the other ranks have started it
             while self.action == "wait":
-                rank.check_cancelled()
+                rank.barriers.check_cancelled()
                 time.sleep(0.01)
             FAULTS[self.action]()
         elif self.action == "wait":

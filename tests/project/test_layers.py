@@ -379,7 +379,7 @@ def test_pages_name_existing_classes_and_methods(page, min_names):
 
 def test_find_missing_names_finds_them():
     assert find_missing_names("``casts.py``: ``check_cast`` of ``f(x)``, ``lost``") == ["lost"]
-    assert find_missing_names("``ranks/lost.py``: ``Rank.fail_command`` of ``ranks/rank.py``") == ["ranks/lost.py"]
+    assert find_missing_names("``ranks/lost.py``: ``Rank.barrier`` of ``ranks/rank.py``") == ["ranks/lost.py"]
     assert find_missing_names("``ranks/rank.py``: ``Rank.lost``, ``fail``") == ["Rank.lost", "fail"]
     assert find_missing_names("``devices/jax/nccl_ffi.cc``: ``Start``, ``Lost``") == ["Lost"]
 

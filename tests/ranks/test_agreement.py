@@ -22,6 +22,7 @@ from synkhronos.devices.cuda.watchdog import CollectiveWatchdog
 from synkhronos.hosts.agent import Agent
 from synkhronos.ranks import Cancelled
 from synkhronos.ranks.agreement import BARRIER_BITS, BarrierTally, read_last_common_barrier, record_last_common_barrier
+from synkhronos.ranks.command_barriers import CommandBarriers
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.rank import Rank
 
@@ -120,7 +121,7 @@ class World:
     def get_state(self):
         return (
             tuple(m.get_state() for m in self.memories),
-            tuple((r.command_number, r._barrier_number) for r in self.ranks),
+            tuple((r.command_number, r.barriers.number) for r in self.ranks),
             tuple(
                 (g._pending_command_number, g._started_barrier_number, g.active_connection.generation)
                 for g in self.watchdogs
@@ -141,7 +142,7 @@ class World:
         for memory, memory_state in zip(self.memories, memories, strict=True):
             memory.set_state(memory_state)
         for rank, rank_state in zip(self.ranks, ranks, strict=True):
-            rank.command_number, rank._barrier_number = rank_state
+            rank.command_number, rank.barriers.number = rank_state
         for watchdog, watchdog_state in zip(self.watchdogs, watchdogs, strict=True):
             (
                 watchdog._pending_command_number,
@@ -195,14 +196,14 @@ class World:
         rank, watchdog, pc = self.ranks[r], self.watchdogs[r], self.pcs[r]
         try:
             if pc == WRITE_ID:
-                rank.arrive()
+                rank.barriers.arrive()
             elif pc == READ_ID:
-                rank.wait_for_barrier(rank._barrier_number)
+                rank.barriers.wait_for(rank.barriers.number)
             elif pc == ENTER:
                 self.inits[r] = 1
             elif pc == INIT:
                 if not all(self.inits):  # NCCL waits for all ranks
-                    rank.check_cancelled()
+                    rank.barriers.check_cancelled()
                     raise Blocked
                 watchdog.active_connection.generation = 1
             elif pc == START:
@@ -211,11 +212,11 @@ class World:
                 watchdog._pending_command_number, watchdog._started_barrier_number = FIRST, math.inf
                 self.started[r] = 1
             elif pc == ARRIVE:
-                watchdog._started_barrier_number = rank.next_barrier_number
-                rank.arrive()
+                watchdog._started_barrier_number = rank.barriers.next_number
+                rank.barriers.arrive()
             elif pc == WAIT:
                 if self.waits:
-                    rank.wait_for_barrier(rank._barrier_number)
+                    rank.barriers.wait_for(rank.barriers.number)
                     self.passed[r] = 1
                 self.pcs[r] = DONE - 1
             elif pc in (FAILED, ABORTED):
@@ -248,10 +249,10 @@ class World:
         """End the failed first command on a rank: record the last common barrier, or read whether all reached it."""
         rank = self.ranks[r]
         if self.pcs[r] == FAILED:
-            rank.fail_command()  # on one host, records the last common barrier
+            rank.barriers.fail_command()  # on one host, records the last common barrier
         elif self.waits:  # as `CollectiveWatchdog.wait_until_started`: continue if all ranks have arrived
-            has_arrived = self.watchdogs[r]._started_barrier_number == rank._barrier_number
-            self.passed[r] = 1 if has_arrived and rank.wait_and_check_reached(rank._barrier_number) else -1
+            has_arrived = self.watchdogs[r]._started_barrier_number == rank.barriers.number
+            self.passed[r] = 1 if has_arrived and rank.barriers.wait_and_check_reached(rank.barriers.number) else -1
         self.pcs[r] = DONE - 1
 
     def begin_second(self, r):
@@ -272,7 +273,7 @@ class World:
             raise Blocked
         else:
             rank.begin_command(SECOND)
-        rank.arrive()  # publishes its connection; barriers of the first command are over
+        rank.barriers.arrive()  # publishes its connection; barriers of the first command are over
 
     def has_first_command_failed(self):
         return self.memories[0].words[ControlMemory.FAILED] == FIRST
@@ -284,7 +285,9 @@ class World:
     def run_watchdog(self, r):
         """Run the watchdog thread of a rank's collective."""
         rank, watchdog = self.ranks[r], self.watchdogs[r]
-        if not (watchdog._pending_command_number and rank.is_last_failed_command(watchdog._pending_command_number)):
+        if not (
+            watchdog._pending_command_number and rank.barriers.is_last_failed_command(watchdog._pending_command_number)
+        ):
             raise Blocked
         before = watchdog._pending_command_number, watchdog.active_connection.generation
         watchdog.cancel(watchdog._pending_command_number)
@@ -418,7 +421,7 @@ def list_transitions(known, state):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Do not defer signals: that would take most of the time."""
-    monkeypatch.setattr("synkhronos.ranks.rank.defer_signals", contextlib.nullcontext)
+    monkeypatch.setattr("synkhronos.ranks.command_barriers.defer_signals", contextlib.nullcontext)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -430,9 +433,9 @@ def test_model_all_ranks_decide_equally_in_any_order(counts, faults, waits):
 @pytest.mark.parametrize("waits", [True, False])
 def test_model_finds_ranks_that_decide_alone(monkeypatch, waits):
     def fail(self):
-        record_last_common_barrier(self.control.words, FIRST, min(self.control.arrived))
+        record_last_common_barrier(self._control.words, FIRST, min(self._control.arrived))
 
-    monkeypatch.setattr(Rank, "fail_command", fail)
+    monkeypatch.setattr(CommandBarriers, "fail_command", fail)
     with pytest.raises(AssertionError, match="neither ends nor is aborted"):
         explore(World((3,), waits, faults=2))
 
@@ -445,13 +448,13 @@ def test_model_finds_a_read_before_the_failure_is_written(monkeypatch):
             memory.words[ControlMemory.FAILED], memory.words[ControlMemory.MESSAGE_NBYTES] = 0, min(memory.arrived)
 
     def fail(self):
-        words = self.control.words
+        words = self._control.words
         words[ControlMemory.FAILED] = FIRST
         record_last_common_barrier(words, FIRST, words[ControlMemory.MESSAGE_NBYTES])
 
     original = World.abort_first
     monkeypatch.setattr(World, "abort_first", abort_first)
-    monkeypatch.setattr(Rank, "fail_command", fail)
+    monkeypatch.setattr(CommandBarriers, "fail_command", fail)
     with pytest.raises(AssertionError, match="some ranks pass the barrier, and others abort"):
         explore(World((3,)))
 

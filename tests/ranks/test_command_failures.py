@@ -269,7 +269,7 @@ class FailAtBarrier(Command):
         self.all_arrive = all_arrive
 
     def run(self, rank):
-        barrier_number = rank.next_barrier_number
+        barrier_number = rank.barriers.next_number
         if rank.number == 2 and not self.all_arrive:
             time.sleep(0.2)
 
@@ -278,11 +278,11 @@ class FailAtBarrier(Command):
                 raise BarrierError
 
         try:
-            rank.barrier(raise_if_due if rank.is_master else None)
+            rank.barriers.pass_next(raise_if_due if rank.is_master else None)
             if rank.is_master:
                 raise_if_due()
         except Cancelled:
-            rank.objects["found"] = rank.wait_and_check_reached(barrier_number)
+            rank.objects["found"] = rank.barriers.wait_and_check_reached(barrier_number)
             raise
         except BarrierError:
             rank.objects["found"] = self.all_arrive
@@ -321,7 +321,7 @@ class ReachManyBarriers(Command):
 
     def run(self, rank):
         rank.barrier()
-        rank._barrier_number += self.n_skipped - 2
+        rank.barriers.number += self.n_skipped - 2
         rank.barrier()
         for i in range(20):
             assert rank.all_gather((rank.number, i)) == [(r, i) for r in range(rank.size)]
@@ -378,14 +378,14 @@ class DieInBetween(Command):
     """Command in which the worker marks the command as failed, and dies before it records the last common barrier."""
 
     def run(self, rank):
-        barrier_number = rank.next_barrier_number
+        barrier_number = rank.barriers.next_number
         if not rank.is_master:
             rank.control.decision_lock.acquire = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError
         try:
             rank.barrier()
         except Cancelled:
-            rank.wait_and_check_reached(barrier_number)
+            rank.barriers.wait_and_check_reached(barrier_number)
             raise
 
 
@@ -402,18 +402,18 @@ def test_ranks_that_fail_together_record_one_common_barrier(monkeypatch):
     def meanwhile():
         fence()
         if failing:
-            failing.pop().fail_command()
+            failing.pop().barriers.fail_command()
 
     for rank in (first, second, third):
         rank.begin_command(1)
-    barrier_number = first.next_barrier_number
+    barrier_number = first.barriers.next_number
     for rank in (first, second, third):
-        rank.arrive()
-    third.wait(lambda: min(control.arrived) >= barrier_number)  # all ranks have arrived, and none has failed
+        rank.barriers.arrive()
+    third.barriers.wait(lambda: min(control.arrived) >= barrier_number)  # all ranks have arrived, and none has failed
     monkeypatch.setattr(control, "fence", meanwhile)
-    first.fail_command()
+    first.barriers.fail_command()
     assert not failing
-    assert [rank.wait_and_check_reached(barrier_number) for rank in (first, second, third)] == [True] * 3
+    assert [rank.barriers.wait_and_check_reached(barrier_number) for rank in (first, second, third)] == [True] * 3
 
 
 @pytest.mark.parametrize("all_arrive", [False, True])
@@ -422,11 +422,11 @@ def test_ranks_that_fail_in_turn_record_one_common_barrier(all_arrive):
     first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     for rank in (first, second, third):
         rank.begin_command(1)
-    barrier_number = first.next_barrier_number
+    barrier_number = first.barriers.next_number
     for rank in (first, second, third) if all_arrive else (first, second):
-        rank.arrive()
-    first.fail_command()
+        rank.barriers.arrive()
+    first.barriers.fail_command()
     if not all_arrive:
-        third.arrive()  # it may not be cancelled yet
-    second.fail_command()
-    assert [rank.wait_and_check_reached(barrier_number) for rank in (first, second, third)] == [all_arrive] * 3
+        third.barriers.arrive()  # it may not be cancelled yet
+    second.barriers.fail_command()
+    assert [rank.barriers.wait_and_check_reached(barrier_number) for rank in (first, second, third)] == [all_arrive] * 3

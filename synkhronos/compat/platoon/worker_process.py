@@ -79,7 +79,7 @@ def _watch_other_hosts() -> Iterator[None]:
                 if controller_connection.current_connection is None
                 else get_rank(controller_connection.current_connection.context)
             )
-            if rank is not None and rank.is_last_failed_command(rank.command_number):
+            if rank is not None and rank.barriers.is_last_failed_command(rank.command_number):
                 _report_failure(0, "a worker of another host has failed; see the logs of all workers")
                 return
 
@@ -177,7 +177,8 @@ def _run_worker_file(context: RankContext, settings: WorkerSettings) -> None:
         if isinstance(error, EndOfBatches) and error.is_idle:
             sys.stderr.write("this worker has ended: there are no more mini-batches\n")
             return
-        get_rank(context).check_cancelled()  # raises if a peer has failed before: this error may be a consequence
+        # Raises if a peer has failed before: this error may be a consequence.
+        get_rank(context).barriers.check_cancelled()
         traceback.print_exc()
         status, outcome = 1, f"raised {type(error).__name__}: {error}"
     description = f"worker {context.number} ({settings.devices[context.number]}, process {os.getpid()})"

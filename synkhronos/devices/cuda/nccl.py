@@ -364,7 +364,7 @@ class NcclCommunicator(Communicator):
     def _wait_for_earlier_work(self) -> None:
         """Wait until earlier work on the stream is done, without aborting it if a peer has failed."""
         self._staging.set_current_gpu()
-        self._wait_until_idle(self._rank.check_cancelled)
+        self._wait_until_idle(self._rank.barriers.check_cancelled)
 
     def _prepare_buffer(self, array: Array) -> tuple[int, int, int | None]:
         """Wait for an array unless NCCL uses the library's stream; return its address, length, and NCCL dtype."""
@@ -393,7 +393,7 @@ class NcclCommunicator(Communicator):
     def _abort_on_failure(self) -> None:
         """Abort the connection and raise if a peer has failed or exited, or NCCL has failed."""
         try:
-            self._rank.check_cancelled()
+            self._rank.barriers.check_cancelled()
         except BaseException:
             self._watchdog.abort(self._connection)
             raise

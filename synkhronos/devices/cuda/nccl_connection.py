@@ -119,7 +119,7 @@ class NcclConnection:
         thread.start()
         while thread.is_alive():
             thread.join(PEER_POLL_SECONDS)
-            self._rank.check_cancelled()
+            self._rank.barriers.check_cancelled()
             if perf_counter() > deadline:
                 return f"it took longer than {CONNECT_TIMEOUT} seconds"
         return f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
@@ -203,7 +203,7 @@ class NcclConnection:
     def check_connected(self) -> None:
         """Raise RuntimeError if the connection was aborted after the ranks compared their generations."""
         if self._comm is None:
-            self._rank.check_cancelled()
+            self._rank.barriers.check_cancelled()
             raise RuntimeError("the connection between the ranks' GPUs was aborted")
 
     def get_handle(self) -> Any:

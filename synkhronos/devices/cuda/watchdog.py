@@ -110,13 +110,13 @@ class CollectiveWatchdog(PendingOperation):
             return
         try:
             if barrier_number == math.inf:
-                barrier_number = self._started_barrier_number = self._rank.next_barrier_number
-                self._rank.barrier(on_poll)
+                barrier_number = self._started_barrier_number = self._rank.barriers.next_number
+                self._rank.barriers.pass_next(on_poll)
             else:  # after `notify_started`
-                self._rank.wait_for_barrier(int(barrier_number), on_poll=on_poll)
+                self._rank.barriers.wait_for(int(barrier_number), on_poll=on_poll)
         except Cancelled:
             # If all ranks had arrived before the failure, the collectives complete.
-            if not self._rank.wait_and_check_reached(int(barrier_number)):
+            if not self._rank.barriers.wait_and_check_reached(int(barrier_number)):
                 raise
 
     def notify_started(self) -> None:
@@ -126,8 +126,8 @@ class CollectiveWatchdog(PendingOperation):
         ranks.
         """
         if self._started_barrier_number == math.inf:
-            self._started_barrier_number = self._rank.next_barrier_number
-            self._rank.arrive()
+            self._started_barrier_number = self._rank.barriers.next_number
+            self._rank.barriers.arrive()
 
     # -- PendingOperation ------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class CollectiveWatchdog(PendingOperation):
     def _abort_unless_started_by_all(self, command_number: int) -> None:
         if self._pending_command_number == command_number:
             # Read in this order: first the last common barrier, then the barrier at which this rank's were started.
-            barrier_number = self._rank.read_last_common_barrier(command_number)
+            barrier_number = self._rank.barriers.read_last_common(command_number)
             if barrier_number is not None and barrier_number < self._started_barrier_number:
                 self.abort()
 
@@ -185,7 +185,7 @@ class CollectiveWatchdog(PendingOperation):
         while not self._stop.wait(pause):
             command_number, pause = self._pending_command_number, PEER_POLL_SECONDS
             has_peer_died = bool(command_number) and self._rank.has_peer_died()
-            if not (has_peer_died or (command_number and self._rank.is_last_failed_command(command_number))):
+            if not (has_peer_died or (command_number and self._rank.barriers.is_last_failed_command(command_number))):
                 failed_command = 0
                 continue
             if self._query_idle():

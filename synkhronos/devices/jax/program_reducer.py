@@ -113,7 +113,7 @@ class ProgramReducer(CollectiveLauncher):
 
         self._headers[0][self._local_index][_N_FINAL] = self.n_sums + 1
         self._rank.control.wake_local_ranks(AWAITS_BARRIER)
-        self._rank.wait(lambda: all(header[_N_FINAL] for header in self._headers[0]), raise_if_diverged)
+        self._rank.barriers.wait(lambda: all(header[_N_FINAL] for header in self._headers[0]), raise_if_diverged)
 
 
 class SharedMemoryReducer(ProgramReducer):
@@ -154,7 +154,7 @@ class SharedMemoryReducer(ProgramReducer):
             inputs[rank.number][:] = chunk
             headers[rank.number][_EXCHANGE_NUMBER] = number
             rank.control.wake_local_ranks(AWAITS_BARRIER)
-            rank.wait(partial(_have_all_written, headers, number))
+            rank.barriers.wait(partial(_have_all_written, headers, number))
             result = target[offset : offset + n_items]
             np.add(inputs[0], inputs[1], out=result)
             for array in inputs[2:]:
@@ -171,7 +171,7 @@ class GpuReducer(ProgramReducer):
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
         """Launch the sums of arrays over the ranks."""
         self.begin_sum()
-        self._rank.check_cancelled()
+        self._rank.barriers.check_cancelled()
         self._communicator.launch_on_xla_stream(spans, "sum", valid_flag_address, stream)
 
     def wait_until_ended(self) -> None:

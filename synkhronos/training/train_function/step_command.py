@@ -132,7 +132,7 @@ def can_skip_plan_check(rank: Rank, reduce: AllReduceValues) -> bool:
     worker fails before its launch, and the watchdog aborts those of the others: no rank's parameters change.
     """
     plan, command_number = rank.registry.get_or_create(_AgreedPlans).get(reduce, (None, 0))
-    return plan is not None and command_number > rank.last_failed_command and plan.is_valid(rank)
+    return plan is not None and command_number > rank.barriers.last_failed_command and plan.is_valid(rank)
 
 
 def fuse_calls(

@@ -1,0 +1,159 @@
+"""Barriers of a command, which have numbers.
+
+Each rank counts the barriers of a command, and passes a barrier once every counter has reached its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from synkhronos.ranks.agreement import BARRIER_BITS, MAX_BARRIERS, read_last_common_barrier, record_last_common_barrier
+from synkhronos.ranks.control_memory import AWAITS_BARRIER, POLL_SECONDS, ControlMemory
+from synkhronos.ranks.errors import Cancelled
+from synkhronos.ranks.interrupts import defer_signals
+
+
+class CommandBarriers:
+    """One rank's barriers in the current command, and the failure of the command on any rank.
+
+    ``number`` is the number of the last barrier at which this rank has arrived; its high bits are the number of the
+    command.  ``check_peers`` raises, or ends this process, when a peer has died.
+    """
+
+    def __init__(self, rank: int, master_rank: int, control: ControlMemory, check_peers: Callable[[], None]):
+        self._rank, self._master_rank, self._control = rank, master_rank, control
+        self.check_peers = check_peers
+        self.number = 0
+        self._agents_decide = len(control.local_ranks) < control.size
+
+    def leave(self) -> None:
+        """End all waits of this process for the other ranks, which have exited: mark the command as failed."""
+        self._control.mark_all_done()
+        self._agents_decide = False  # the agents have exited
+        self.fail_command()
+        self.check_peers = lambda: None  # it refers to the session: a cycle, which would delay the release of memory
+
+    def begin_command(self, command_number: int) -> None:
+        """Start counting the barriers of a new command."""
+        self.number = command_number << BARRIER_BITS
+
+    @property
+    def next_number(self) -> int:
+        """Number of the next barrier."""
+        return self.number + 1
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether this rank has arrived at no barrier of the command yet."""
+        return not self.number & MAX_BARRIERS
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    def arrive(self) -> bool:
+        """Arrive at the next barrier without waiting for the others; return whether they have all arrived before."""
+        control = self._control
+        if self.number & MAX_BARRIERS == MAX_BARRIERS:  # the next number is one of the next command
+            raise RuntimeError(f"a command, or a program of synkhronos.run, can have at most {MAX_BARRIERS:,} barriers")
+        self.number += 1
+        control.arrived[self._rank] = self.number
+        control.fence()
+        # The last rank to arrive wakes all others.  In a `Rank.gather_bytes` the master arrives after the workers: the
+        # last worker wakes it.
+        is_last = self.has_reached(self.number)
+        if is_last:
+            control.wake_local_ranks(AWAITS_BARRIER)
+        elif self._rank != self._master_rank and self.has_reached(self.number, excluded=self._master_rank):
+            control.wake(self._master_rank, AWAITS_BARRIER)
+        return is_last
+
+    def pass_next(self, on_poll: Callable[[], None] | None = None) -> None:
+        """Arrive at the next barrier, and wait until every rank has; for errors and ``on_poll`` see `wait`."""
+        if not self.arrive():
+            self.wait_for(self.number, on_poll=on_poll)
+        elif self.is_last_failed_command(self.number >> BARRIER_BITS):
+            raise Cancelled
+
+    def has_reached(self, number: int, excluded: int | None = None) -> bool:
+        """Whether all ranks, or all but one, have arrived at a barrier."""
+        arrived = self._control.arrived
+        if excluded is None:
+            return min(arrived) >= number
+        return min([number, *arrived[:excluded], *arrived[excluded + 1 :]]) >= number
+
+    def wait_for(self, number: int, excluded: int | None = None, on_poll: Callable[[], None] | None = None) -> None:
+        """Wait until all ranks, or all but one, have arrived at a barrier; for errors and ``on_poll`` see `wait`."""
+        self.wait(lambda: self.has_reached(number, excluded), on_poll)
+
+    def wait(
+        self, is_ready: Callable[[], bool], on_poll: Callable[[], None] | None = None, reason: int = AWAITS_BARRIER
+    ) -> None:
+        """Wait until a condition on shared memory holds; raise `Cancelled` if a rank failed in this command.
+
+        ``on_poll`` is called repeatedly while waiting, and may raise.  The rank that makes the condition true wakes the
+        ranks that sleep for this reason.
+        """
+        words, failed, command_number = self._control.words, ControlMemory.FAILED, self.number >> BARRIER_BITS
+        poll = self.check_peers
+        if on_poll is not None:
+
+            def poll() -> None:
+                self.check_peers()
+                on_poll()
+
+        def is_over() -> bool:
+            return is_ready() or words[failed] == command_number
+
+        self._control.wait(self._rank, is_over, reason, poll, POLL_SECONDS)
+        if words[failed] == command_number:
+            raise Cancelled
+
+    def check_cancelled(self) -> None:
+        """Raise `Cancelled` if a peer has failed, and call `check_peers`: for waits that are not for a barrier."""
+        if self.is_last_failed_command(self.number >> BARRIER_BITS):
+            raise Cancelled
+        self.check_peers()
+
+    # -- failed commands -------------------------------------------------------------------------------------
+
+    def fail_command(self) -> None:
+        """Mark the command as failed, wake all waiting ranks, and record the last barrier that every rank reached."""
+        control, words, command_number = self._control, self._control.words, self.number >> BARRIER_BITS
+        with defer_signals():  # peers wait for all of it once the first line is done
+            words[ControlMemory.FAILED] = command_number
+            control.fence()
+            # One of the ranks that fail at the same time decides the command; on several hosts the agents do.
+            if not self._agents_decide and control.decision_lock.acquire(0):
+                if read_last_common_barrier(words, command_number) is None:
+                    record_last_common_barrier(words, command_number, min(control.arrived))
+                control.decision_lock.release()
+            control.wake_all_ranks()
+
+    @property
+    def last_failed_command(self) -> int:
+        """Number of the last command that has failed on some rank; 0 if none has."""
+        return int(self._control.words[ControlMemory.FAILED])
+
+    def is_last_failed_command(self, command_number: int) -> bool:
+        """Whether a command is the last one that has failed on some rank; False once a later command fails."""
+        return bool(self._control.words[ControlMemory.FAILED] == command_number)
+
+    def read_last_common(self, command_number: int) -> int | None:
+        """Return the number of the last barrier that all ranks reached in a failed command; None until decided."""
+        return read_last_common_barrier(self._control.words, command_number)
+
+    def wait_until_decided(self, command_number: int) -> None:
+        """Wait until a failed command is decided; see `agreement`."""
+
+        def is_decided() -> bool:
+            return self.read_last_common(command_number) is not None
+
+        self._control.wait(self._rank, is_decided, AWAITS_BARRIER, self.check_peers, POLL_SECONDS)
+
+    def wait_and_check_reached(self, number: int) -> bool:
+        """Wait until this failed command is decided; return whether all ranks had reached a barrier before the failure.
+
+        The answer is the same on all ranks.
+        """
+        command_number = self.number >> BARRIER_BITS
+        self.wait_until_decided(command_number)
+        return (self.read_last_common(command_number) or 0) >= number

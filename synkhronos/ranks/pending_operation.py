@@ -1,0 +1,52 @@
+"""Operations that a command starts and that may outlast it."""
+
+from __future__ import annotations
+
+import logging
+
+_log = logging.getLogger("synkhronos")
+
+
+class PendingOperation:
+    """An operation that may outlast the command that starts it.
+
+    Examples are a collective on GPUs for which no rank has waited, and outputs that have not been read yet.  The
+    methods of this class do nothing; a subclass overrides the ones that apply.
+    """
+
+    def finish(self) -> None:
+        """Wait for completion.  Called in the master, while the workers still run, before an orderly end."""
+
+    def cancel(self, command_number: int) -> None:
+        """Cancel everything that a failed command has started, as it could wait for a peer forever."""
+
+    def close(self) -> None:
+        """Release everything that could wait for a peer: the ranks end, and memory is freed after this call."""
+
+    def is_unfinished(self) -> bool:
+        """Whether an operation in which the peers take part has not completed."""
+        return False
+
+
+class PendingOperations(list[PendingOperation]):
+    """The pending operations of one rank."""
+
+    def has_unfinished(self) -> bool:
+        """Whether an operation in which peers take part has not completed."""
+        return any(operation.is_unfinished() for operation in self)
+
+    def cancel(self, command_number: int) -> None:
+        """Cancel everything that a failed command has started."""
+        for operation in self:
+            try:
+                operation.cancel(command_number)
+            except Exception as error:
+                _log.warning("an operation of a failed command could not be cancelled: %s", error)
+
+    def close(self) -> None:
+        """Close and remove all operations before the ranks exit."""
+        while self:
+            try:
+                self.pop().close()
+            except Exception as error:
+                _log.warning("a pending operation of the ranks could not be closed: %s", error)
