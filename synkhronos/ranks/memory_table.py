@@ -30,6 +30,9 @@ EntryKind = Literal["segment", "object"]
 
 #: Maximal number of segments that wait to be sent; each keeps a file descriptor open.
 _MAX_UNSENT = 64
+#: Maximal number of open files that are sent and not received yet.  The kernel allows all processes of a user together
+#: as many as one process may have open, often 1,024, and workers receive them when they run the next command.
+_MAX_FILES_IN_FLIGHT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +123,12 @@ class MemoryTable:
             self.last_key += 1
             self.segments.add(segment)
             self._queue_segment(segment, file)
-        if len(self._unsent_segments) > _MAX_UNSENT and may_run_command:
+        if self._has_many_unsent() and may_run_command:
             self.synchronize()
         return segment
+
+    def _has_many_unsent(self) -> bool:
+        return len(self._unsent_segments) > min(_MAX_UNSENT, _MAX_FILES_IN_FLIGHT // self._rank.size)
 
     def _queue_segment(self, segment: Segment, file: io.FileIO) -> None:
         """Queue a segment that the next command sends to the workers; without workers, close its file."""
@@ -184,7 +190,7 @@ class MemoryTable:
         """Send all segments to new workers that were started as new processes."""
         for segment, file in self.segments.reopen_files():
             self._queue_segment(segment, file)
-            if len(self._unsent_segments) > _MAX_UNSENT:
+            if self._has_many_unsent():
                 self.synchronize()
         self.synchronize()
 

@@ -15,6 +15,7 @@ import os
 import resource
 import socket
 import struct
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ _SEGMENT_HEADER = struct.Struct("=QQ?")
 _MIN_CHECKED_NBYTES = 64 << 20
 #: Advice in errors that report a lack of shared memory.
 _MEMORY_ADVICE = "delete Data objects that are no longer needed, or give the container or job more memory"
+#: Seconds for which `send_segment` tries again while this user's processes have sent each other too many files.
+_SEND_SECONDS = 5.0
 #: Fraction of the free memory that is left to other programs.
 _RESERVED_FRACTION = 1 / 16
 
@@ -292,11 +295,20 @@ def _map_over(memory: mmap.mmap, fd: int, nbytes: int, copy_on_write: bool) -> i
 def send_segment(channel: socket.socket, segment: Segment, fd: int) -> None:
     """Send a segment to the worker at the other end of ``channel``; do nothing if the worker has died."""
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
-    # The next wait for the worker reports its death with its exit status.  MSG_NOSIGNAL: the user may have restored
-    # SIGPIPE's default action.
+    message = _SEGMENT_HEADER.pack(segment.key, segment.nbytes, segment.is_user_file)
+    deadline = time.monotonic() + _SEND_SECONDS
+    # The next wait for the worker reports its death with its exit status.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        message = _SEGMENT_HEADER.pack(segment.key, segment.nbytes, segment.is_user_file)
-        channel.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
+        while True:
+            try:
+                # MSG_NOSIGNAL: the user may have restored SIGPIPE's default action.
+                channel.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
+                return
+            except OSError as error:
+                # Other programs of this user have sent files, too, and soon receive them.
+                if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.001)
 
 
 def is_peer_closed(channel: socket.socket) -> bool:

@@ -2,6 +2,9 @@
 
 import gc
 import os
+import subprocess
+import sys
+import textwrap
 import warnings
 from dataclasses import dataclass
 
@@ -96,3 +99,27 @@ def test_segment_without_memory_raises_memory_error(two):
     with pytest.raises(MemoryError, match="not enough memory"):
         two.memory.create_segment(1 << 50)
     assert two.run(GatherMessages((3,))) == 2
+
+
+@pytest.mark.new_ranks
+def test_files_in_flight_are_limited():
+    """A user's processes can send only `ulimit -n` files that are not received yet, except for privileged ones."""
+    code = """
+        import array, ctypes, resource, socket, threading
+        import synkhronos as synk
+        synk.fork(4, use_gpu=False)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+        header, no_capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        assert not ctypes.CDLL(None).capset(header, no_capabilities)
+        many = [synk.data([1.0]) for _ in range(60)]
+        many[0].free_memory()  # sends the others
+        # Another program has sent as many files, and receives them later.
+        sender, receiver = socket.socketpair()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [sender.fileno()] * 129))]
+        sender.sendmsg([b"files"], rights)
+        threading.Timer(0.1, receiver.close).start()
+        synk.data([1.0]).free_memory()
+        print("sent")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "sent\n", done.stderr
