@@ -12,6 +12,9 @@ import os
 import runpy
 import sys
 
+import synkhronos
+from synkhronos.checks import format_similar
+
 #: Commands: their argument, their description, and the module whose ``main(arguments)`` runs them.
 _COMMANDS = {
     "train": (" SESSION", "train a class on all ranks, with the settings of a session file", "launcher.train"),
@@ -46,7 +49,8 @@ def main(arguments: list[str]) -> None:
         parser.error("expected a command or a program; see --help")
     options = parser.parse_args(arguments)
     if not options.module and not os.path.exists(options.program):
-        parser.error(f"{options.program!r} is neither a command nor a program; see --help")
+        similar = format_similar(options.program, _COMMANDS)
+        parser.error(f"{options.program!r} is neither a command nor a program{similar}; see --help")
     if options.module and importlib.util.find_spec(options.program.partition(".")[0]) is None:
         parser.error(f"there is no module {options.program!r}; see --help")
     if options.theano:
@@ -86,6 +90,7 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="LIBRARY",
         help="theano or pytensor: the library that `import theano` imports; overrides SYNKHRONOS_THEANO",
     )
+    parser.add_argument("--version", action="version", version=f"synkhronos {synkhronos.__version__}")
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
     parser.add_argument("program", metavar="PROGRAM", help="a script, or with -m a module")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of PROGRAM")

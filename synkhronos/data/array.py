@@ -23,7 +23,7 @@ from synkhronos.ranks import ArrayLocation
 
 
 class Data:
-    """An array in POSIX shared memory that all ranks read.
+    """An array in shared memory that all ranks read.
 
     It is created by `data`.  Its dtype and number of dimensions are fixed.  Its shape may change, and its memory grows
     as needed.

@@ -28,7 +28,7 @@ class Downpour(CentreRule):
     Parameters
     ----------
     push, fetch : int
-        Number of a rank's steps between two is_push, and between two is_fetch.
+        Number of a rank's steps between two pushes, and between two fetches.
     asynchronous : bool
         Whether each rank exchanges at its own pace, under a lock.
     exclude

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import pickle
 import subprocess
 import sys
@@ -719,11 +720,12 @@ def test_theano_script_runs_unchanged(tmp_path):
     assert start("--theano", "pytensor", "script.py", "--epochs", "3", "-m").stdout.strip() == expected
     assert start("-m", "script", "--epochs", "3", "-m").stdout.strip() == expected
     for nothing, message in (
-        ("tran", "'tran' is neither a command nor a program"),
+        ("tran", "'tran' is neither a command nor a program; similar: train"),
         ("", "expected a command or a program"),
     ):
         done = start(*nothing.split())
         assert done.returncode == 2
         assert message in done.stderr and "python -m synkhronos train SESSION\n" in done.stderr
     assert "usage: python -m synkhronos" in start("--help").stdout
+    assert re.fullmatch(r"synkhronos \d+\.\d+\.\d+\n", start("--version").stdout)
     assert start("--theano", "jax", "script.py").returncode == 2
