@@ -232,8 +232,9 @@ class _LoaderProcess:
 
     def _write_share(self, start: int, row_status: np.ndarray, rows: Any, epoch: int, seed: int) -> None:
         """Write this process's share of the unit that begins at row ``start`` of the ring's arrays."""
-        share = get_share(len(rows), self.ring.layout.n_loaders, self.number)
-        config = self.config
+        layout, config = self.ring.layout, self.config
+        share = get_share(layout.unit_rows, layout.n_loaders, self.number)
+        share = slice(min(share.start, len(rows)), min(share.stop, len(rows)))
         if config.augment is None and isinstance(config.source, ArraySource):
             values = config.source.read_rows(rows[share])
             if values is not None and self._can_hold(values):

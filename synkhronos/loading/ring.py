@@ -10,8 +10,8 @@ continue from one epoch into the next.  Unit u occupies slot ``u % slots``::
 
 Invariant: each word of the ring has one writer, and only grows.  The upper bits of a word are its *generation*, the
 number of its plan.  So a new plan can start at any time: words of earlier generations no longer match.  Each loader
-process writes only its own share, one unit after another, so a unit of an earlier generation never overwrites rows of a
-later one.
+process writes only its own rows of a slot, the same for units of all lengths, one unit after another.  So a process
+that is late with a unit of an earlier generation never overwrites rows that another has written for a later one.
 
 A waiting process sleeps on its own semaphore, and regularly checks that the other processes live.
 """

@@ -3,8 +3,8 @@
 import importlib.util
 import json
 import os
-import re
 import pickle
+import re
 import subprocess
 import sys
 import textwrap

@@ -6,6 +6,7 @@ import resource
 import struct
 import subprocess
 import tempfile
+import threading
 import time
 import zlib
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from library import limit_examples
-from loading_sources import Damaged, Deep, Endless, Numbers, Slow, Wider, add_noise, make_picture
+from loading_sources import Damaged, Deep, Endless, Held, Numbers, Slow, Wider, add_noise, make_picture
 from system import wait_for_state
 
 from synkhronos import loading
@@ -72,6 +73,21 @@ def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, dept
             turns = [batches[turn] for turn in range(len(orders[0])) for batches in orders if turn < len(batches)]
             expected = make_order(count, seed, epoch)[start_row:].tolist()
             assert turns == [expected[i : i + batch] for i in range(0, len(expected), batch)]
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("held", [10, 11, 12])
+def test_loader_process_that_is_late_overwrites_no_row_of_a_new_plan(held, tmp_path):
+    """The last unit of an epoch is shorter than the unit of the next plan in its slot."""
+    loader = Loader(Held(13, held, str(tmp_path)), shuffle=False, processes=3, depth=2)
+    try:
+        batches = loader.arrays(0, 5)
+        next(batches), next(batches)  # the first unit is freed, and its slot filled with rows 10 to 12
+        while not (tmp_path / "held").exists():
+            time.sleep(0.01)
+        threading.Timer(0.3, (tmp_path / "go").touch).start()
+        assert check_and_read_labels(loader.arrays(1, 5)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12]]
     finally:
         loader.close()
 

@@ -2,14 +2,12 @@
 
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 import warnings
 from dataclasses import dataclass
 
 import pytest
 from rank_commands import CountSegments, GatherMessages
+from system import run_code
 
 from synkhronos import ranks
 from synkhronos.ranks import Command, segments
@@ -121,5 +119,4 @@ def test_files_in_flight_are_limited():
         synk.data([1.0]).free_memory()
         print("sent")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "sent\n", done.stderr
+    assert run_code(code, 60) == "sent\n"

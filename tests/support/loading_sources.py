@@ -76,6 +76,21 @@ class Slow(Numbers):
         return super().__getitem__(row)
 
 
+class Held(Numbers):
+    """`Numbers` of which one row can be read only after the file ``go`` in a folder exists."""
+
+    def __init__(self, count, row, folder):
+        super().__init__(count)
+        self.row, self.folder = row, folder
+
+    def __getitem__(self, row):
+        if row == self.row:
+            open(os.path.join(self.folder, "held"), "w").close()
+            while not os.path.exists(os.path.join(self.folder, "go")):
+                time.sleep(0.01)
+        return super().__getitem__(row)
+
+
 class Wider:
     """Rows whose first has another dtype than the others."""
 
