@@ -20,9 +20,9 @@ from benchmarks._measure import Table, format_duration
 #: Measured: bytes of ResNet-50's gradients, GPUs of a host, bytes a second between them (NCCL's bus bandwidth).
 GRADIENT_BYTES, GPUS, HOST_BANDWIDTH = 102.2e6, 8, 314e9
 #: Measured: seconds of a step on one GPU, by number of images.
-STEP_SECONDS = {64: 13.3e-3, 256: 39.2e-3}
-#: Measured on four GPUs: share of a step that is lost beyond the exchange, 2.5 %; here for each doubling of the GPUs.
-LOST_SHARE = 0.025 / 2
+STEP_SECONDS = {64: 10.5e-3, 256: 32.2e-3}
+#: Measured on two and four GPUs: share of a step that is lost beyond the exchange.
+LOST_SHARE = 0.014
 #: Assumed: seconds of a message between hosts, usable share of a network's bandwidth, bytes of a tree's chunk.
 LATENCY, USABLE_SHARE, CHUNK = 20e-6, 0.85, 1 << 20
 #: Pieces of the gradient, and share of the backward pass in a step.
@@ -55,7 +55,7 @@ def estimate_efficiency(images: int, hosts: int, gigabits: float, is_hidden: boo
     if is_hidden:
         last_piece = estimate_exchange(nbytes / N_PIECES, hosts, gigabits)
         exposed = last_piece + max(0.0, exposed - last_piece - BACKWARD_SHARE * step * (1 - 1 / N_PIECES))
-    return step / (step * (1 + LOST_SHARE * math.log2(hosts * GPUS)) + exposed)
+    return step / (step * (1 + LOST_SHARE) + exposed)
 
 
 def main() -> None:
