@@ -13,7 +13,7 @@ The package could be a distribution of its own.  Its interface with the rest of 
   functions to JAX.
 - Only the modules that start other programs (``__main__``, ``launcher``, ``platoon``) import it.
 - Other packages read four attributes: ``theano.__served_on__`` marks a module that is not Theano itself; ``In.default``
-  is a list of one with an input's default value; an Op's ``is_product`` and ``is_elementwise`` tell
+  is a list of one with an input's default value; an Op's ``is_product`` and ``is_single_kernel`` tell
   ``lowering.precision`` which results may be computed in bfloat16.
 
 ``import platoon`` imports `platoon`, unless Platoon is installed.  That package starts ranks; no other module here

@@ -17,10 +17,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
 
-from synkhronos.devices import cuda, jax, numpy_device, pygpu
+from synkhronos.devices import cuda, jax_device, numpy_device, pygpu_device
 from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.device import Device
+from synkhronos.devices.jax import nccl_handlers
 from synkhronos.devices.selection import Selection, take_rows
 from synkhronos.gpus import get_n_gpu
 from synkhronos.ranks import count_available_cores
@@ -49,9 +50,9 @@ __all__ = [
 #: NumPy arrays in host memory, which every rank has.
 NUMPY = numpy_device.DEVICE
 #: JAX arrays, on the rank's GPU if it has one, else in host memory.
-JAX = jax.DEVICE
+JAX = jax_device.DEVICE
 #: GpuArrays, with which Theano computes on GPUs.
-PYGPU = pygpu.DEVICE
+PYGPU = pygpu_device.DEVICE
 
 
 @cache
@@ -112,6 +113,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
     each core that this process may use.  RuntimeError is raised if the GPUs can't be used as requested, or if Theano
     already computes on a GPU and can't return to the CPU, and ValueError if there are fewer GPUs than ranks.
     """
+    nccl_handlers.read_nccl_caller()  # raises ValueError for an unknown value, on all machines alike
     environment_device = read_environment_device()
     if environment_device is not None:
         return environment_device, count_available_cores() if n_parallel is None else n_parallel
@@ -147,7 +149,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
     return device, n_gpu if n_parallel is None else n_parallel
 
 
-def _choose_gpu_device() -> jax.JaxDevice | pygpu.PygpuDevice:
+def _choose_gpu_device() -> CudaDevice:
     """Return the device for GPUs: `JAX` for PyTensor, `PYGPU` for Theano."""
     theano = sys.modules.get("theano")
     if theano is not None:

@@ -5,10 +5,10 @@ applies to GPUs:
 
 - A product gets its factors in bfloat16, accumulates in float32, and rounds its result, so that it is written and read
   in half the bytes.  Gradients of weight matrices, and what the graph returns, stay float32.
-- An elementwise node whose output is such a factor rounds its output, so that XLA writes it to memory once, in
-  bfloat16.  This matters because convolutional networks are limited by memory bandwidth.
+- A node that computes such a factor by one kernel, as elementwise nodes do, rounds its output, so that XLA writes it to
+  memory once, in bfloat16.  This matters because convolutional networks are limited by memory bandwidth.
 
-Ops of this library have attributes for this: ``is_product``, ``is_elementwise`` (one kernel writes its output) and
+Ops of this library have attributes for this: ``is_product``, ``is_single_kernel`` (one kernel writes its output) and
 ``bfloat16_inputs`` (positions of inputs that it reads in bfloat16 without multiplying).
 """
 
@@ -63,11 +63,11 @@ def _is_product(op: Op) -> bool:
     return isinstance(core, Dot | BatchedDot) or getattr(op, "is_product", False)
 
 
-def _is_elementwise(op: Op) -> bool:
-    """Whether one elementwise kernel writes an Op's output."""
+def _is_single_kernel(op: Op) -> bool:
+    """Whether one kernel writes an Op's output, so that XLA can round it there."""
     from pytensor.tensor.elemwise import Elemwise
 
-    return isinstance(op, Elemwise) or getattr(op, "is_elementwise", False)
+    return isinstance(op, Elemwise) or getattr(op, "is_single_kernel", False)
 
 
 def _list_rounded_positions(op: Op) -> Sequence[int]:
@@ -76,10 +76,10 @@ def _list_rounded_positions(op: Op) -> Sequence[int]:
 
 
 def _is_rounded(variable: Variable, graph: FunctionGraph) -> bool:
-    """Whether the elementwise node that computes a variable rounds it: a float32 that is a factor of a product."""
+    """Whether the node that computes a variable rounds it: a float32 that is a factor of a product."""
     if getattr(variable.type, "dtype", None) != "float32" or variable in graph.outputs:
         return False
-    if variable.owner is None or not _is_elementwise(variable.owner.op):
+    if variable.owner is None or not _is_single_kernel(variable.owner.op):
         return False
     return any(i in _list_rounded_positions(client.op) for client, i in graph.clients[variable])
 
@@ -107,7 +107,7 @@ def _rounds_result(variable: Variable, graph: FunctionGraph) -> bool:
         for client, _ in graph.clients[waiting.pop()]:
             if isinstance(client.op, Output):
                 return False
-            if _is_elementwise(client.op) or isinstance(client.op, moves):
+            if _is_single_kernel(client.op) or isinstance(client.op, moves):
                 waiting += set(client.outputs) - found
                 found.update(client.outputs)
     return True

@@ -1,13 +1,19 @@
 """The C++ handlers by which XLA calls NCCL, on the CPU, with stand-ins for CUDA and NCCL."""
 
+import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from library import NAME
 from system import LIMIT, run_code
+
+from synkhronos.devices import choose_device
+from synkhronos.devices.cuda import launch_state
 
 pytestmark = [
     pytest.mark.skipif(NAME != "pytensor", reason="Theano's environment has no JAX"),
@@ -98,9 +104,15 @@ def test_without_a_compiler_xla_calls_through_python(tmp_path, compiler, words):
     assert run_code(code, timeout=LIMIT + 60, SYNKHRONOS_NCCL_CALLS="", **environment).strip() == calls
 
 
-def test_nccl_calls_refuses_unknown_values(monkeypatch):
-    from synkhronos.devices.jax import nccl_handlers
-
+def test_fork_refuses_unknown_nccl_calls(monkeypatch):
     monkeypatch.setenv("SYNKHRONOS_NCCL_CALLS", "quickly")
     with pytest.raises(ValueError, match="SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got 'quickly'"):
-        nccl_handlers.read_nccl_caller()
+        choose_device(use_gpu=False, n_parallel=1)
+
+
+def test_launch_state_is_equal_in_python_and_in_cpp():
+    source = Path(launch_state.__file__).parents[1].joinpath("jax", "nccl_ffi.cc").read_text()
+    (struct,) = re.findall(r"^struct LaunchState \{$(.*?)^\};$", source, re.DOTALL | re.MULTILINE)
+    fields = [(name, ctypes.c_int64) for name in re.findall(r"^  int64_t (\w+);", struct, re.MULTILINE)]
+    assert fields == launch_state.LaunchState._fields_
+    assert f"kAborted = {launch_state._ABORTED}, kNccl = {launch_state._NCCL}," in source

@@ -8,8 +8,8 @@ from xla_launches import get_runner, on_host
 
 import synkhronos as synk
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
-from synkhronos.engines.xla import XlaEngine
 from synkhronos.engines.xla.executable import Executable
+from synkhronos.engines.xla_engine import XlaEngine
 from synkhronos.graph_libraries import get_library
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.train_function.train_function import TrainFunction

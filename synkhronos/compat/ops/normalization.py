@@ -28,8 +28,8 @@ __all__ = ["BatchNormTrain", "BatchNormTrainGrad", "RectifiedBatchNormTrainGrad"
 class _BatchNorm(NumpyOp):
     """Base class of batch normalization and its gradient."""
 
-    #: The first output is written by an elementwise kernel; read by `synkhronos.lowering.precision`.
-    is_elementwise = True
+    #: One kernel writes the first output; read by `synkhronos.lowering.precision`.
+    is_single_kernel = True
     #: Positions of inputs that may be rounded; read by the same module.
     bfloat16_inputs: tuple[int, ...]
     axes: tuple[int, ...]

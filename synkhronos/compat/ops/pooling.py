@@ -141,9 +141,9 @@ class Pool(_PoolingOp):
     def make_node(self, x: Any) -> Apply:
         """Return the node of an array."""
         (x,) = self._as_inputs(x)
-        lead, spatial = x.type.shape[: -self.n_spatial], x.type.shape[-self.n_spatial :]
+        leading, spatial = x.type.shape[: -self.n_spatial], x.type.shape[-self.n_spatial :]
         out = [None if s is None else int(self.compute_output_length(axis, s)) for axis, s in enumerate(spatial)]
-        return Apply(self, [x], [TensorType(x.dtype, shape=(*lead, *out))()])
+        return Apply(self, [x], [TensorType(x.dtype, shape=(*leading, *out))()])
 
     def compute_output_shape(self, x: Any) -> tuple[Any, ...]:
         """Return the output's shape."""
@@ -220,7 +220,7 @@ class MaxPoolGrad(_PoolingGrad):
     shape_input, dtype_input = 0, 2
 
     #: One kernel writes the output; read by `synkhronos.lowering.precision`.
-    is_elementwise = True
+    is_single_kernel = True
     #: Positions of inputs that may be rounded; read by the same module.
     bfloat16_inputs = (0, 2)
 
@@ -248,10 +248,10 @@ class MaxPoolGradGrad(_PoolingGrad):
 
     def compute(self, x: np.ndarray, y: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Compare each position of the windows with the maxima."""
-        padded, picked = self.add_padding(x, _get_lowest_value(x.dtype)), self.add_padding(values, 0)
+        padded, addends = self.add_padding(x, _get_lowest_value(x.dtype)), self.add_padding(values, 0)
         result = np.zeros(y.shape, values.dtype)
         for window in self.iterate_windows(x.shape[-self.n_spatial :]):
-            result += np.where(padded[window] == y, picked[window], 0)
+            result += np.where(padded[window] == y, addends[window], 0)
         return result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
@@ -272,11 +272,11 @@ def _mask_before_pooling(fgraph: Any, node: Any) -> list[Any] | None:
     pool = array_gradient.owner
     if pool is None or not isinstance(pool.op, MaxPoolGrad) or len(fgraph.clients[array_gradient]) > 1:
         return None
-    x, top, g = pool.inputs
+    x, maxima, g = pool.inputs
     if x is not y:
         return None
-    masked = pt.switch(pt.le(top, np.zeros((), top.dtype)), np.zeros((), g.dtype), g)
-    return pool.op(x, top, masked, return_list=True)
+    masked = pt.switch(pt.le(maxima, np.zeros((), maxima.dtype)), np.zeros((), g.dtype), g)
+    return pool.op(x, maxima, masked, return_list=True)
 
 
 # After the canonical form, and before that of normalization.py, which would mask the array's gradient.
@@ -293,9 +293,9 @@ def _get_lowest_value(dtype: Any) -> Any:
 def _reduce_windows(op: _PoolingOp, x: Any, init_value: Any, computation: Any) -> Any:
     from jax import lax
 
-    lead = x.ndim - op.n_spatial
-    padding = [(0, 0)] * lead + op.compute_padding(x.shape[lead:])
-    ones = (1,) * lead
+    n_leading = x.ndim - op.n_spatial
+    padding = [(0, 0)] * n_leading + op.compute_padding(x.shape[n_leading:])
+    ones = (1,) * n_leading
     return lax.reduce_window(x, init_value, computation, (*ones, *op.window), (*ones, *op.stride), padding)
 
 
@@ -320,20 +320,20 @@ def _find_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
     import jax.numpy as jnp
     from jax import lax
 
-    lead, lowest = x.ndim - op.n_spatial, _get_lowest_value(x.dtype)
-    padded = jnp.pad(x, [(0, 0)] * lead + op.compute_padding(x.shape[lead:]), constant_values=lowest)
-    top = bits = None
-    for i, window in enumerate(op.iterate_windows(x.shape[lead:])):
+    n_leading, lowest = x.ndim - op.n_spatial, _get_lowest_value(x.dtype)
+    padded = jnp.pad(x, [(0, 0)] * n_leading + op.compute_padding(x.shape[n_leading:]), constant_values=lowest)
+    maxima = bits = None
+    for i, window in enumerate(op.iterate_windows(x.shape[n_leading:])):
         values, bit = padded[window], np.array(1 << i, np.min_scalar_type((1 << math.prod(op.window)) - 1))
-        if top is None:
-            top, bits = values, jnp.full(values.shape, bit)
+        if maxima is None:
+            maxima, bits = values, jnp.full(values.shape, bit)
         else:
-            bits = jnp.where(values > top, bit, jnp.where(values == top, bits | bit, bits))
-            top = jnp.maximum(top, values)
-    bits = jnp.where(top == top, bits, 0)  # a maximum that is NaN equals no element
+            bits = jnp.where(values > maxima, bit, jnp.where(values == maxima, bits | bit, bits))
+            maxima = jnp.maximum(maxima, values)
+    bits = jnp.where(maxima == maxima, bits, 0)  # a maximum that is NaN equals no element
     # The barrier keeps XLA from fusing parts of this with what reads it, and the rest into another kernel.
-    top, bits = lax.optimization_barrier((top, bits))
-    return top, bits
+    maxima, bits = lax.optimization_barrier((maxima, bits))
+    return maxima, bits
 
 
 @register_lowering(Pool)
@@ -373,62 +373,65 @@ def _recompute_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
 
 
 @register_lowering(MaxPoolGrad)
-def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
+def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, _: Any, g: Any) -> Any:
     import jax.numpy as jnp
 
-    lead = x.ndim - op.n_spatial
-    spatial = x.shape[lead:]
+    n_leading = x.ndim - op.n_spatial
+    spatial = x.shape[n_leading:]
     uses_bits = _uses_bits(op)
     if uses_bits:
-        _, top = _find_maxima(op, x)
+        _, maxima_or_bits = _find_maxima(op, x)
     else:
-        x, top = _recompute_maxima(op, x)
+        x, maxima_or_bits = _recompute_maxima(op, x)
     g = g.astype(jnp.promote_types(g.dtype, jnp.float32))  # an element's sum is rounded once
     # The array is divided into blocks as long as a stride.  The elements at one position of their blocks are in equally
     # many windows, whose numbers differ from the block's by the same offsets.
     geometry = list(zip(op.window, op.stride, op.pad, strict=True))
-    blocks = [-(-n // s) for n, s in zip(spatial, op.stride, strict=True)]
-    before = [(w - 1 - p) // s for w, s, p in geometry]
-    lengths = [b + n + (s - 1 + p) // s for b, n, (_, s, p) in zip(before, blocks, geometry, strict=True)]
+    n_blocks = [-(-n // s) for n, s in zip(spatial, op.stride, strict=True)]
+    n_before = [(w - 1 - p) // s for w, s, p in geometry]
+    n_windows = [b + n + (s - 1 + p) // s for b, n, (_, s, p) in zip(n_before, n_blocks, geometry, strict=True)]
     # In a GPU's memory channels are the last axis.  If they were not the last one here, XLA would need several kernels.
-    tail = 1 if uses_bits and lead else 0
-    if tail:
-        top, g = (jnp.moveaxis(v, lead - 1, -1) for v in (top, g))
-        before, blocks, lengths = [*before, 0], [*blocks, g.shape[-1]], [*lengths, g.shape[-1]]
-    top, g = (pad_zeros(v, before, lengths) for v in (top, g))
+    n_channel_axes = 1 if uses_bits and n_leading else 0
+    if n_channel_axes:
+        maxima_or_bits, g = (jnp.moveaxis(v, n_leading - 1, -1) for v in (maxima_or_bits, g))
+        n_before, n_blocks, n_windows = [*n_before, 0], [*n_blocks, g.shape[-1]], [*n_windows, g.shape[-1]]
+    maxima_or_bits, g = (pad_zeros(v, n_before, n_windows) for v in (maxima_or_bits, g))
     if not uses_bits:
-        x = pad_zeros(x, [0] * op.n_spatial, [n * s for n, s in zip(blocks, op.stride, strict=True)])
+        x = pad_zeros(x, [0] * op.n_spatial, [n * s for n, s in zip(n_blocks, op.stride, strict=True)])
 
-    def gather_position(position: tuple[int, ...]) -> Any:
+    def compute_gradient(position: tuple[int, ...]) -> Any:
         """Return the gradient at one position of all blocks, and at all positions on further axes."""
         if len(position) < op.n_spatial:
-            parts = [gather_position((*position, i)) for i in range(op.stride[len(position)])]
-            axis = lead - tail + len(position)
+            parts = [compute_gradient((*position, i)) for i in range(op.stride[len(position)])]
+            axis = n_leading - n_channel_axes + len(position)
             return jnp.stack(parts, axis + 1).reshape(*parts[0].shape[:axis], -1, *parts[0].shape[axis + 1 :])
-        total = jnp.zeros((*x.shape[: lead - tail], *blocks), g.dtype)
+        total = jnp.zeros((*x.shape[: n_leading - n_channel_axes], *n_blocks), g.dtype)
         offsets = [range((i + p) // s, (i + p - w) // s, -1) for i, (w, s, p) in zip(position, geometry, strict=True)]
-        for offset in itertools.product(*offsets, *[(0,)] * tail):
-            windows = (Ellipsis, *(slice(b + k, b + k + n) for b, k, n in zip(before, offset, blocks, strict=True)))
+        for offset in itertools.product(*offsets, *[(0,)] * n_channel_axes):
+            starts = [b + k for b, k in zip(n_before, offset, strict=True)]
+            windows = (Ellipsis, *(slice(start, start + n) for start, n in zip(starts, n_blocks, strict=True)))
             if uses_bits:
                 in_window = [i + p - k * s for i, k, (_, s, p) in zip(position, offset, geometry, strict=False)]
-                is_maximal = top[windows] & top.dtype.type(1 << int(np.ravel_multi_index(in_window, op.window))) != 0
+                bit = maxima_or_bits.dtype.type(1 << int(np.ravel_multi_index(in_window, op.window)))
+                is_maximal = maxima_or_bits[windows] & bit != 0
             else:
-                values = x[(Ellipsis, *(slice(i, None, s) for i, s in zip(position, op.stride, strict=True)))]
-                is_maximal = values == top[windows]
+                elements = x[(Ellipsis, *(slice(i, None, s) for i, s in zip(position, op.stride, strict=True)))]
+                is_maximal = elements == maxima_or_bits[windows]
             total = total + jnp.where(is_maximal, g[windows], 0)
         return total
 
-    total = gather_position(())
-    return (jnp.moveaxis(total, -1, lead - 1) if tail else total)[(Ellipsis, *map(slice, spatial))]
+    total = compute_gradient(())
+    return (jnp.moveaxis(total, -1, n_leading - 1) if n_channel_axes else total)[(Ellipsis, *map(slice, spatial))]
 
 
 @register_lowering(MaxPoolGradGrad)
-def _lower_max_pool_grad_grad(op: MaxPoolGradGrad, x: Any, y: Any, values: Any) -> Any:
+def _lower_max_pool_grad_grad(op: MaxPoolGradGrad, x: Any, _: Any, values: Any) -> Any:
     import jax.numpy as jnp
 
-    x, top = _recompute_maxima(op, x)
+    x, maxima = _recompute_maxima(op, x)
     padding = [(0, 0)] * (x.ndim - op.n_spatial) + op.compute_padding(x.shape[-op.n_spatial :])
-    padded, picked = jnp.pad(x, padding, constant_values=_get_lowest_value(x.dtype)), jnp.pad(values, padding)
+    padded, addends = jnp.pad(x, padding, constant_values=_get_lowest_value(x.dtype)), jnp.pad(values, padding)
     return sum(
-        jnp.where(padded[window] == top, picked[window], 0) for window in op.iterate_windows(x.shape[-op.n_spatial :])
+        jnp.where(padded[window] == maxima, addends[window], 0)
+        for window in op.iterate_windows(x.shape[-op.n_spatial :])
     )

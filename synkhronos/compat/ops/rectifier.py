@@ -21,7 +21,7 @@ def rectifier(x: Any) -> Any:
     return _rectifier(x, np.zeros((), x.dtype))
 
 
-class _Maximum(Maximum):
+class _MaximumWithZero(Maximum):
     """Maximum of a number and zero.
 
     The gradient passes where the output is positive, so that XLA does not keep the input for it.  In a residual network
@@ -35,12 +35,12 @@ class _Maximum(Maximum):
         (_, zero), (y,), (g,) = inputs, outputs, gout
         if y.type in ps.discrete_types:
             return list(super().pullback(inputs, outputs, gout))
-        nothing = ps.constant(0, dtype=g.dtype)
+        zero_gradient = ps.constant(0, dtype=g.dtype)
         # `le`, not `gt`: the gradient passes where the output is NaN.
-        return [ps.switch(ps.le(y, ps.constant(0, dtype=y.dtype)), nothing, g), zero.zeros_like()]
+        return [ps.switch(ps.le(y, ps.constant(0, dtype=y.dtype)), zero_gradient, g), zero.zeros_like()]
 
 
-_rectifier = Elemwise(_Maximum(upcast_out, name="rectifier"))
+_rectifier = Elemwise(_MaximumWithZero(upcast_out, name="rectifier"))
 
 
 def is_rectifier(node: Any) -> bool:
@@ -52,12 +52,12 @@ def split_masked_gradient(node: Any) -> tuple[Any, Any] | None:
     """Return y and g, if an Apply node computes a rectifier's gradient: g, or 0 where its output y is not positive."""
     if not _is_elementwise(node, Switch):
         return None
-    is_negative, zeros, g = node.inputs
-    if not _is_elementwise(is_negative.owner, LE) or not (_is_zero(zeros) and _is_zero(is_negative.owner.inputs[1])):
+    is_masked, zeros, g = node.inputs
+    if not _is_elementwise(is_masked.owner, LE) or not (_is_zero(zeros) and _is_zero(is_masked.owner.inputs[1])):
         return None
     if g.dtype != node.outputs[0].dtype or g.type.broadcastable != node.outputs[0].type.broadcastable:
         return None
-    return is_negative.owner.inputs[0], g
+    return is_masked.owner.inputs[0], g
 
 
 def _is_elementwise(node: Any, scalar_op: type) -> bool:

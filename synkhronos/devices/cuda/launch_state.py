@@ -5,34 +5,37 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-#: Values of `LaunchState.failed_function`: the connection was aborted; NCCL has failed.  Any other: CUDA has failed.
+#: Values of `LaunchState.failure_kind`: the connection was aborted; NCCL has failed.  Any other: CUDA has failed.
 _ABORTED, _NCCL = 1, 2
 
 
 class LaunchState(ctypes.Structure):
-    """Communicator, addresses of functions, counters and errors of a launch; nccl_ffi.cc describes the fields."""
+    """Communicator, addresses of functions, counters and errors of a launch.
+
+    The fields are those of the struct in nccl_ffi.cc, which describes them; a test compares the two.
+    """
 
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
             *("comm", "valid_flag", "side_stream", "event"),
             *("all_reduce", "copy", "fill", "record", "wait"),
-            *("is_active", "n_finished", "has_side_work", "failed_function", "error"),
+            *("is_active", "n_finished", "has_side_work", "failure_kind", "error"),
         )
     ]
 
     def reset(self) -> None:
         """Reset counters and errors before a launch."""
         self.is_active = 1
-        self.n_finished = self.has_side_work = self.failed_function = self.error = 0
+        self.n_finished = self.has_side_work = self.failure_kind = self.error = 0
 
     def raise_if_failed(self) -> None:
         """Raise RuntimeError for the first error of the last launch, if there was one."""
-        if not self.failed_function:
+        if not self.failure_kind:
             return
-        if self.failed_function == _ABORTED:
+        if self.failure_kind == _ABORTED:
             raise RuntimeError("the connection between the ranks' GPUs was aborted")
-        if self.failed_function == _NCCL:
+        if self.failure_kind == _NCCL:
             raise RuntimeError(f"NCCL failed within a launch (ncclResult_t {self.error})")
         raise RuntimeError(f"CUDA failed within a launch (CUresult {self.error})")
 

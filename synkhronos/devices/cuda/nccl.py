@@ -192,7 +192,7 @@ class NcclCommunicator(Communicator):
                 yield state
             finally:
                 state.is_active = 0
-        if state.failed_function or is_recordable:
+        if state.failure_kind or is_recordable:
             connection.check_connected()  # a recorded launch can't detect an abort
         state.raise_if_failed()
 

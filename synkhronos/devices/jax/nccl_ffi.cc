@@ -37,11 +37,11 @@ struct LaunchState {
   int64_t is_active;    // whether a launch is in progress
   int64_t n_finished;   // calls of `Finish`
   int64_t has_side_work;
-  int64_t failed_function;  // kAborted, kNccl or kCuda; 0: no error
-  int64_t error;            // ncclResult_t or CUresult
+  int64_t failure_kind;  // kAborted, kNccl or kCuda; 0: no error
+  int64_t error;         // ncclResult_t or CUresult
 };
 
-enum FailedFunction : int64_t { kAborted = 1, kNccl = 2, kCuda = 3 };
+enum FailureKind : int64_t { kAborted = 1, kNccl = 2, kCuda = 3 };
 
 LaunchState* state = nullptr;
 
@@ -89,11 +89,11 @@ int NcclDtype(ffi::DataType dtype) {
 
 // Calls a function by its address, unless an earlier call of this launch has failed.
 template <typename... Args>
-void Call(FailedFunction kind, int64_t address, Args... args) {
-  if (state->failed_function) return;
+void Call(FailureKind kind, int64_t address, Args... args) {
+  if (state->failure_kind) return;
   int result = reinterpret_cast<int (*)(Args...)>(address)(args...);
   if (result != 0) {
-    state->failed_function = kind;
+    state->failure_kind = kind;
     state->error = result;
   }
 }
@@ -109,11 +109,11 @@ void OrderAfter(Stream stream, Stream other) {
 void Join(Stream stream) {
   if (!state->has_side_work) return;
   state->has_side_work = 0;
-  int64_t failed = state->failed_function, error = state->error;
-  state->failed_function = 0;
+  int64_t failed = state->failure_kind, error = state->error;
+  state->failure_kind = 0;
   OrderAfter(stream, reinterpret_cast<Stream>(state->side_stream));
   if (failed) {
-    state->failed_function = failed;
+    state->failure_kind = failed;
     state->error = error;
   }
 }
@@ -121,7 +121,7 @@ void Join(Stream stream) {
 // Reduces arguments `first` to `stop` into the results of the same numbers.
 void Reduce(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t first, size_t stop, int op, Stream stream) {
   int64_t comm = __atomic_load_n(&state->comm, __ATOMIC_ACQUIRE);
-  if (comm == 0 && !state->failed_function) state->failed_function = kAborted;
+  if (comm == 0 && !state->failure_kind) state->failure_kind = kAborted;
   for (size_t i = first; i < stop; i++) {
     ffi::AnyBuffer source = *args.get<ffi::AnyBuffer>(i);
     ffi::AnyBuffer target = **rets.get<ffi::AnyBuffer>(i);
@@ -173,7 +173,7 @@ ffi::Error Finish(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   // The flag is read when the GPU gets here: an abort sets it to 0 before it lets the GPU continue.
   uint64_t flag = reinterpret_cast<uint64_t>((**rets.get<ffi::AnyBuffer>(n_arrays)).untyped_data());
   Call(kCuda, state->copy, flag, static_cast<uint64_t>(state->valid_flag), size_t{4}, stream);
-  if (state->failed_function)
+  if (state->failure_kind)
     reinterpret_cast<int (*)(uint64_t, unsigned, size_t, Stream)>(state->fill)(flag, 0u, size_t{1}, stream);
   return ffi::Error::Success();
 }

@@ -57,9 +57,9 @@ def install():
     import cuda.core
 
     import synkhronos.devices.cuda
-    from synkhronos.devices.jax import JaxDevice
     from synkhronos.devices.jax.compute_stream import ComputeStream
-    from synkhronos.devices.pygpu import PygpuDevice
+    from synkhronos.devices.jax_device import JaxDevice
+    from synkhronos.devices.pygpu_device import PygpuDevice
 
     def start(self, place):
         cuda.core.PCI_ADDRESS = place

@@ -56,7 +56,8 @@ class _ParameterLayout:
         return statistic if self.is_full else statistic.dimshuffle(*self.remaining_axes)
 
 
-def _check_epsilon(value: float, dtype: str) -> Any:
+def _as_epsilon(value: float, dtype: str) -> Any:
+    """Return epsilon as an array of a dtype; raise ValueError if it is too small."""
     rounded = np.asarray(value, pytensor.config.floatX)
     if rounded < 1e-5:
         raise ValueError(f"epsilon must be at least 1e-5, got {rounded}")
@@ -91,11 +92,11 @@ def batch_normalization_train(
     scale, shift = layout.expand("gamma", gamma), layout.expand("beta", beta)
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean, running_var: expected both or neither")
-    output, mean, invstd = BatchNormTrain(layout.axes, _check_epsilon(epsilon, "float64"))(inputs, scale, shift)
+    output, mean, invstd = BatchNormTrain(layout.axes, _as_epsilon(epsilon, "float64"))(inputs, scale, shift)
     results = [mean, invstd]
     if running_mean is not None:
         # The rounding error of this difference is small compared with var + epsilon, as which it is used.
-        var = pt.maximum(1 / invstd**2 - _check_epsilon(epsilon, invstd.dtype), 0)
+        var = pt.maximum(1 / invstd**2 - _as_epsilon(epsilon, invstd.dtype), 0)
         factor = running_average_factor
         count = pt.cast(pt.prod([inputs.shape[a] for a in layout.axes]), inputs.dtype)
         old_mean, old_var = (
@@ -120,5 +121,5 @@ def batch_normalization_test(
     inputs, gamma = pt.as_tensor_variable(inputs), pt.as_tensor_variable(gamma)
     layout = _ParameterLayout(inputs, _resolve_axes(axes, inputs.ndim), gamma)
     scale, shift = layout.expand("gamma", gamma), layout.expand("beta", beta)
-    mean_value, spread = layout.expand("mean", mean), layout.expand("var", var)
-    return (inputs - mean_value) * (scale / pt.sqrt(spread + _check_epsilon(epsilon, inputs.dtype))) + shift
+    mean, var = layout.expand("mean", mean), layout.expand("var", var)
+    return (inputs - mean) * (scale / pt.sqrt(var + _as_epsilon(epsilon, inputs.dtype))) + shift

@@ -1,0 +1,212 @@
+"""The device for JAX arrays: on the rank's GPU, or in host memory where ranks compute on the CPU.
+
+Methods import JAX when they need it, so that this package can be imported without JAX.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices.cuda.cuda_device import CudaDevice
+from synkhronos.devices.jax import nccl_handlers
+from synkhronos.devices.jax.compute_stream import ComputeStream, find_compute_stream
+from synkhronos.devices.jax.scalar_log import LogEntry
+from synkhronos.devices.reduce_op import ReduceOp
+from synkhronos.patching import set_environment
+from synkhronos.variable_types import Array
+
+
+class JaxDevice(CudaDevice):
+    """JAX arrays on the rank's GPU, or on the CPU."""
+
+    name = "jax"
+    requirements = {  # noqa: RUF012 - never modified
+        ("jax",): "jax",
+        ("jax_cuda13_plugin", "jax_cuda12_plugin"): "jax[cuda13] or jax[cuda12]",
+    }
+    install_hint = "pip install 'synkhronos[gpu]'"
+    gpu_library = "pytensor"
+    default_mode = "JAX"
+    has_arithmetic = True
+
+    def has_unforkable_runtime(self) -> bool:
+        """Whether this process has started XLA, whose threads a fork would lack."""
+        bridge = sys.modules.get("jax._src.xla_bridge")
+        return bridge is not None and bool(bridge.backends_are_initialized())
+
+    def open_gpu(self, gpu: str) -> None:
+        """Start JAX on the only GPU that is visible; raise RuntimeError if JAX does not compute on it."""
+        with set_environment(JAX_PLATFORMS=None):
+            devices = self._import_jax().devices()
+        if devices[0].platform != "gpu":
+            raise RuntimeError(
+                f"JAX computes on {devices[0].platform!r} although GPU {gpu} is visible: its CUDA plugin does not "
+                "match the driver, or jax_platforms is set; try `python -c 'import jax; print(jax.devices())'`"
+            )
+
+    def _import_jax(self) -> Any:
+        import jax
+
+        jax.config.update("jax_enable_x64", True)  # PyTensor needs it: JAX would turn float64 into float32
+        return jax
+
+    @property
+    def _numpy(self) -> Any:
+        self._import_jax()
+        import jax.numpy
+
+        return jax.numpy
+
+    # -- XLA's stream ----------------------------------------------------------------------------------------
+
+    @property
+    def stream(self) -> int | None:
+        """Handle of the stream on which XLA computes; None if it can't be found."""
+        return None if self._compute_stream is None else self._compute_stream.handle
+
+    @cached_property
+    def _compute_stream(self) -> ComputeStream | None:
+        return find_compute_stream()
+
+    def can_reduce_in_launch(self, dtype: np.dtype) -> bool:
+        """Whether the communicator can reduce arrays of a dtype in the middle of a launch."""
+        return self.can_communicate(dtype) and self._compute_stream is not None and self._compute_stream.is_inline
+
+    @cached_property
+    def nccl_caller(self) -> str:
+        """Code that calls NCCL within a launch: "python", "native" or "graph", as in `FfiCollectives`."""
+        caller = nccl_handlers.read_nccl_caller()
+        if caller == "python" or nccl_handlers.load_handlers() is None:
+            return "python"
+        if caller == "graph":
+            # By default NCCL registers memory when an operation is recorded, which may be a collective.  But XLA
+            # records again when an address has changed, possibly on a single rank.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        return caller
+
+    # -- arrays ----------------------------------------------------------------------------------------------
+
+    def owns(self, value: object) -> bool:
+        """Whether a value is a JAX array."""
+        return type(value).__module__.startswith("jaxlib") and hasattr(value, "__array__")
+
+    def snapshot(self, value: Array) -> Array:
+        """Return the value itself: an update copies arrays with other references before it donates their memory."""
+        return value
+
+    def as_writable(self, value: Array, has_other_references: bool) -> Array:
+        """Return a container's value if only the container references it, else a copy."""
+        return self._copy(value) if has_other_references else value
+
+    def rewrap(self, value: Array, is_complete: bool = False) -> Array:
+        """Return a new array object for memory that is written in place; the old object becomes invalid.
+
+        A JAX array caches whether it is computed, and its copy in host memory.  Both are outdated once the memory is
+        written.  If it has been written already, another object for the same memory is made without a launch.
+        """
+        if is_complete and (new_object := value.addressable_data(0)) is not value:
+            return new_object
+        return self._reuse_memory(value)
+
+    @cached_property
+    def _copy(self) -> Any:
+        """Compiled identity function that copies its argument."""
+        jax = self._import_jax()
+        return jax.jit(jax.lax.optimization_barrier)  # without the barrier, JAX would return the argument itself
+
+    @cached_property
+    def _reuse_memory(self) -> Any:
+        """Compiled identity function that returns a new array in the memory of its argument."""
+        jax = self._import_jax()
+        return jax.jit(jax.lax.optimization_barrier, donate_argnums=0)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """Return a new array of zeros: XLA has no uninitialized arrays."""
+        return self._zeros(tuple(shape), dtype).block_until_ready()
+
+    @cached_property
+    def _zeros(self) -> Any:
+        # Much faster than the call of jax.numpy.zeros, most of which is Python.
+        return self._import_jax().jit(self._numpy.zeros, static_argnums=(0, 1))
+
+    def get_pointer(self, array: Array) -> int:
+        """Return an array's address on the GPU."""
+        return int(array.unsafe_buffer_pointer())
+
+    def sync(self, array: Array) -> None:
+        """Wait until an array has been computed."""
+        array.block_until_ready()
+
+    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
+        """Return ``op`` applied to two arrays of one shape."""
+        name = getattr(op.ufunc, "__name__", "")
+        function = getattr(self._numpy, name, None)
+        if function is None:
+            raise NotImplementedError(f"jax.numpy has no {name!r}: this op can't reduce JAX arrays")
+        return function(left, right)
+
+    def concatenate(self, arrays: Sequence[Array]) -> Array:
+        """Return arrays concatenated along axis 0."""
+        return self._numpy.concatenate(list(arrays))
+
+    def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Array:
+        """Return a new vector of the items of all arrays, in a dtype, by one launch."""
+        return self._compiled_flatten(list(values), dtype)
+
+    def split(self, vector: Array, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
+        """Split a vector made by `flatten` into the original arrays, by one launch."""
+        arrays: Sequence[Any] = self._compiled_split(vector, tuple(shapes), tuple(dtypes))
+        return arrays
+
+    @cached_property
+    def _compiled_flatten(self) -> Any:
+        return self._import_jax().jit(super().flatten, static_argnums=1)
+
+    @cached_property
+    def _compiled_split(self) -> Any:
+        return self._import_jax().jit(super().split, static_argnums=(1, 2))
+
+    # -- host memory -----------------------------------------------------------------------------------------
+
+    def to_numpy(self, value: Array) -> np.ndarray:
+        """Convert an array to NumPy, after it has been computed."""
+        return np.asarray(value)
+
+    def from_numpy(self, array: np.ndarray) -> Array:
+        """Copy a NumPy array into a new JAX array."""
+        # A copy, since JAX on the CPU may alias the argument's memory.  The wait is for the GPU, where the transfer has
+        # a stream of its own, with which NCCL's work is not ordered.
+        return self._import_jax().device_put(np.array(array, order="C")).block_until_ready()
+
+    def to_numpy_many(self, values: Sequence[Any]) -> list[Any]:
+        """Convert arrays and log entries to NumPy, in one transfer; values of other types are returned unchanged."""
+        logs = {id(value.log): value.log for value in values if isinstance(value, LogEntry)}
+        arrays = [[value] if self.owns(value) else [] for value in values]
+        arrays += [log.get_arrays_to_copy() for log in logs.values()]
+        copies = iter(self._copy_to_numpy([array for unread in arrays for array in unread]))
+        fetched = [next(copies) if unread else value for value, unread in zip(values, arrays, strict=False)]
+        for log, unread in zip(logs.values(), arrays[len(values) :], strict=True):
+            if unread:
+                log.store_copies([next(copies) for _ in unread])
+        return [value.read() if isinstance(value, LogEntry) else value for value in fetched]
+
+    def _copy_to_numpy(self, arrays: Sequence[Array]) -> list[np.ndarray]:
+        """Copy JAX arrays to NumPy, in one transfer if they are small."""
+        if arrays and self.is_on_gpu and self.stream is not None:
+            # JAX's own copy of a scalar takes ten times as long.
+            copies = self.staging.to_numpy_if_small(arrays)
+            if copies is not None:
+                self.wait(arrays)  # returns at once; raises the error if the computation failed
+                return copies
+        for array in arrays:
+            array.copy_to_host_async()
+        return [self.to_numpy(array) for array in arrays]
+
+
+DEVICE = JaxDevice()
