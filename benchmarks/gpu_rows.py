@@ -52,9 +52,9 @@ class CopyRows(Command):
         source = staging.pin_segment(rank, self.location.key) + rank.number * self.nbytes
         staging.set_current_gpu()
         check_result(
-            staging.driver.cuMemcpyAsync(device.get_pointer(target), source, self.nbytes, staging.stream_handle)
+            staging.driver.cuMemcpyAsync(device.get_pointer(target), source, self.nbytes, staging.copy_stream_handle)
         )
-        staging.stream.sync()
+        staging.copy_stream.sync()
 
 
 def main() -> None:

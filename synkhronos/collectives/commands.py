@@ -23,6 +23,7 @@ from synkhronos.containers import BoundedCache
 from synkhronos.data.rows import get_share
 from synkhronos.devices import NUMPY, ArrayLayout, Communicator, Device, get_array_device, get_device
 from synkhronos.graph_libraries import GraphLibrary, get_library
+from synkhronos.graph_libraries.library import has_other_references
 from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.replication.random_streams import jump_to_rank
@@ -123,9 +124,9 @@ class VariableReplica:
         if self.transport is not self.device:
             return np.array(self.device.to_numpy(self.value), order="C")
         self.value = None  # then all references but the container's are the user's
-        has_other_references = self.library.has_other_references(self.shared)
+        is_referenced = has_other_references(self.shared.container.storage)
         value = self.value = self.library.borrow_value(self.shared)
-        array = self.device.as_writable(value, has_other_references)
+        array = self.device.as_writable(value, is_referenced)
         if array is not value:
             self.set_value(array)
         return array
@@ -414,8 +415,8 @@ class AllReducePlan(NamedTuple):
                 communicator.all_reduce(array, op)
                 library.store_value(shared, device.from_numpy(array))
                 continue
-            has_other_references = library.has_other_references(shared)
-            array = device.as_writable(library.borrow_value(shared), has_other_references)
+            is_referenced = has_other_references(shared.container.storage)
+            array = device.as_writable(library.borrow_value(shared), is_referenced)
             communicator.all_reduce(array, op)
             written.append((library, shared, device, array))
         own_communicator = rank.device.get_communicator(rank)

@@ -2,32 +2,28 @@
 
 A device is a module of this package with an object ``DEVICE``.  It is selected by name: with ``SYNKHRONOS_DEVICE=toy``
 in the environment, ranks compute with the arrays of ``toy.py``.  Three methods are required: `owns`, `to_numpy` and
-`from_numpy`.  The default implementations of all others copy through host memory, and a device overrides them to be
-faster.
+`from_numpy` of `ArrayAdapter`.  The default implementations of all others copy through host memory, and a device
+overrides them to be faster.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
 
+from synkhronos.devices.array_adapter import ArrayAdapter
 from synkhronos.devices.communicator import Communicator
 from synkhronos.devices.multi_host_communicator import get_numpy_communicator
-from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Buffers, Selection, take_rows
 from synkhronos.ranks import ArrayLocation, Rank
-from synkhronos.variable_types import Array, Variable
+from synkhronos.variable_types import Array
 
 
-class Device(ABC):
-    """Adapter for one kind of array, and for the hardware on which the arrays are.
-
-    The arrays have the attributes ``shape`` and ``dtype``, as NumPy's do.
+class Device(ArrayAdapter):
+    """Adapter for one kind of array and for its hardware: GPUs, copies from and to shared memory, collectives.
 
     Attributes
     ----------
@@ -38,9 +34,6 @@ class Device(ABC):
     must_move_shared_values : bool
         Whether values of shared variables must be moved to the device before a function is called.  False if the engine
         or the graph library does so.
-    has_arithmetic : bool
-        Whether the arrays have NumPy's operators, slices, ``astype`` and ``all``, with which exchange rules compute.
-        If not, rules compute in host memory.
     default_mode : str or None
         Mode in which functions of these arrays are compiled by default; None for the graph library's default.
     """
@@ -48,7 +41,6 @@ class Device(ABC):
     name: str
     needs_gpu = False
     must_move_shared_values = True
-    has_arithmetic = False
     default_mode: str | None = None
 
     # -- ranks -----------------------------------------------------------------------------------------------
@@ -73,50 +65,6 @@ class Device(ABC):
     def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
         """Whether functions take inputs of this dtype and ndim as arrays of this kind; else they take NumPy arrays."""
         return True
-
-    def make_input_variable(self, variable: Variable) -> Any | None:
-        """Return a symbolic variable whose values are arrays of this kind, to replace an input variable of a function.
-
-        None, the default, keeps the variable: functions accept arrays of this kind for the graph library's types.
-        """
-        return None
-
-    def to_shared_value(self, value: Array) -> Array:
-        """Convert an array to the class that the graph library requires in a shared variable."""
-        return value
-
-    # -- arrays ----------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def owns(self, value: object) -> bool:
-        """Whether a value is an array of this kind; ``NumpyDevice`` also owns values that NumPy can read."""
-
-    @abstractmethod
-    def to_numpy(self, value: Array) -> np.ndarray:
-        """Convert an array of this kind to NumPy, without a copy if possible."""
-
-    @abstractmethod
-    def from_numpy(self, array: np.ndarray) -> Array:
-        """Copy a NumPy array into a new array of this kind."""
-
-    def as_array(self, value: Array) -> Array:
-        """Convert a value to an array of this kind."""
-        return value if self.owns(value) else self.from_numpy(np.asarray(value))
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return a new array of undefined content."""
-        return self.from_numpy(np.empty(shape, dtype))
-
-    def to_numpy_many(self, values: Sequence[Any]) -> list[Any]:
-        """Convert several arrays to NumPy at once; values of other types are returned unchanged."""
-        return [self.to_numpy(value) if self.owns(value) else value for value in values]
-
-    def snapshot(self, value: Array) -> Array:
-        """Return a shared variable's value as an array that later updates of the variable do not change."""
-        return self.to_numpy(value).copy()
-
-    def wait(self, values: Sequence[Any]) -> None:  # noqa: B027 - most arrays are computed once they exist
-        """Wait until arrays have been computed."""
 
     # -- shared memory ---------------------------------------------------------------------------------------
 
@@ -151,30 +99,6 @@ class Device(ABC):
         The result may be a buffer, which the next call with the same ``buffer_key`` overwrites.
         """
         return self.from_numpy(values)
-
-    # -- arithmetic, for reductions over slices and for exchange rules ---------------------------------------
-
-    def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
-        """Return ``op`` applied to two arrays of one shape; the result may be written into the first."""
-        assert op.ufunc is not None
-        return self.from_numpy(op.ufunc(self.to_numpy(left), self.to_numpy(right)))
-
-    def concatenate(self, arrays: Sequence[Array]) -> Array:
-        """Return arrays concatenated along axis 0."""
-        return self.from_numpy(np.concatenate([self.to_numpy(array) for array in arrays]))
-
-    def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Array:
-        """Return a new vector of the items of all arrays, in a dtype."""
-        return self.concatenate([value.reshape(-1).astype(dtype) for value in values])
-
-    def split(self, vector: Array, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
-        """Split a vector made by `flatten` into the original arrays."""
-        ends = list(accumulate(map(math.prod, shapes)))
-        starts = [0, *ends[:-1]]
-        return [
-            vector[start:end].reshape(shape).astype(dtype)
-            for start, end, shape, dtype in zip(starts, ends, shapes, dtypes, strict=True)
-        ]
 
     # -- collectives, and arrays that they read or write in place --------------------------------------------
 

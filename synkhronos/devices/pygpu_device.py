@@ -23,7 +23,7 @@ from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Buffers, Selection
 from synkhronos.ranks import ArrayLocation, Rank
-from synkhronos.variable_types import Array, Variable
+from synkhronos.variable_types import Array
 
 _log = logging.getLogger("synkhronos")
 
@@ -76,28 +76,9 @@ class PygpuDevice(CudaDevice):
         get_stream = function(library.gpuarray_get_extension(b"cuda_get_stream"))
         return int(get_stream(self._context.ptr))
 
-    # -- functions -------------------------------------------------------------------------------------------
-
     def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
         """Whether to copy inputs to the GPU: no labels, indices and complex arrays, which Theano would copy back."""
         return not (dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c")
-
-    def make_input_variable(self, variable: Variable) -> Any | None:
-        """Return a variable of Theano's GpuArrayType; None on the CPU, and for inputs that stay in host memory."""
-        if not self.is_on_gpu:
-            return None
-        from theano.gpuarray.type import GpuArrayType
-
-        variable_type = variable.type
-        if isinstance(variable_type, GpuArrayType) or not self.accepts_input(
-            np.dtype(variable_type.dtype), variable_type.ndim
-        ):
-            return None
-        return GpuArrayType(variable_type.dtype, variable_type.broadcastable, None)(variable.name)
-
-    def to_shared_value(self, value: Array) -> Array:
-        """Convert an array to the base class of GpuArrays, without NumPy's operators."""
-        return value.view()
 
     # -- arrays ----------------------------------------------------------------------------------------------
 

@@ -65,10 +65,8 @@ def build_computation(
     _check_free_variables(library, specs, raw_outputs, pairs, substitutions)
     _check_sliceable(library, sliceable)
     _check_kwargs(library, kwargs)
-    if kwargs.get("mode") is not None:
-        library.check_mode(kwargs["mode"])
-    else:
-        kwargs = {**kwargs, "mode": library.get_default_mode(device)}
+    # Resolved in the master, since the workers' configuration may differ.
+    kwargs = {**kwargs, "mode": _resolve_mode(library, kwargs.get("mode"), device)}
     name = kwargs.get("name")
     check_name(name)
     return Computation(
@@ -247,7 +245,7 @@ def _parse_input(library: GraphLibrary, value: object, name: str, allow_downcast
         raise TypeError(f"{name}: {describe(spec.variable)} is a shared variable and can't be passed")
     if spec.variable.owner is not None:
         raise ValueError(f"{name}: {describe(spec.variable)} is computed from others and can't be passed")
-    if library.is_sparse(spec.variable):
+    if hasattr(spec.variable.type, "format"):
         raise TypeError(
             f"{name}: {describe(spec.variable)} is sparse, and inputs have to be dense arrays: pass its data, "
             "indices, indptr and shape as bcast_inputs and make a CSR or CSC of them, or keep it in a shared variable"
@@ -276,6 +274,20 @@ def _parse_output_op(library: GraphLibrary, output: object, op: object, position
             f"choose {alternatives} or None, or cast the output"
         )
     return parsed
+
+
+def _resolve_mode(library: GraphLibrary, mode: Any, device: Device) -> Any:
+    """Return a mode, by default that of functions on the device; raise ValueError or TypeError if there is none."""
+    if mode is None:
+        return device.default_mode or library.package.config.mode
+    modes = library.package.compile.mode
+    try:
+        resolved = modes.get_mode(mode)
+    except Exception as error:  # Theano raises Exception itself
+        raise ValueError(f"mode: {library.name} has no mode {mode!r}: {error}") from None
+    if not isinstance(resolved, modes.Mode):
+        raise TypeError(f"mode: expected a mode of {library.name}, or the name of one, got {mode!r}")
+    return mode
 
 
 def _check_kwargs(library: GraphLibrary, kwargs: dict[str, Any]) -> None:

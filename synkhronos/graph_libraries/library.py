@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import pickle
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.casts import NUMBER_KINDS, check_cast, check_dense
-from synkhronos.devices import Device
+from synkhronos.graph_libraries.value_access import ValueAccess
 from synkhronos.variable_types import CompiledFunction, Mode, SharedVariable, Variable
 
 #: Orders of compilation on the ranks; see `GraphLibrary.choose_compile_order`.
@@ -67,7 +66,7 @@ def make_key_files_atomic(key_data_class: Any) -> None:
     key_data_class.save_pkl = save_pkl
 
 
-class GraphLibrary:
+class GraphLibrary(ValueAccess):
     """A graph library: PyTensor or Theano.
 
     The methods `function`, `shared`, `grad`, `clone` and `filter` call the library's functions of these names.
@@ -111,26 +110,18 @@ class GraphLibrary:
         return isinstance(value, self.constant_class)
 
     def is_array(self, variable: Variable) -> bool:
-        """Whether the variable's values are arrays with a dtype and a number of dimensions."""
-        variable_type = variable.type
-        return hasattr(variable_type, "ndim") and hasattr(variable_type, "dtype") and not self.is_sparse(variable)
-
-    def is_sparse(self, variable: Variable) -> bool:
-        """Whether the variable's values are SciPy sparse matrices."""
-        return hasattr(variable.type, "format")
-
-    def is_generator(self, shared: SharedVariable) -> bool:
-        """Whether a shared variable holds the state of a random number generator."""
-        raise NotImplementedError
+        """Whether the variable's values are dense arrays with a dtype and a number of dimensions."""
+        own_type = variable.type  # only that of SciPy's sparse matrices has a format
+        return hasattr(own_type, "ndim") and hasattr(own_type, "dtype") and not hasattr(own_type, "format")
 
     def make_input_spec(self, value: Any) -> InputSpec:
         """Return the specification of a function's input, which is a variable or an ``In``."""
         if not isinstance(value, self.input_class):
             return InputSpec(value, value.name, False, False, None, (), value)
         flags = bool(value.mutable), value.strict, value.allow_downcast
-        return InputSpec(value.variable, value.name, *flags, self.get_default_value(value), value)
+        return InputSpec(value.variable, value.name, *flags, self._get_default_value(value), value)
 
-    def get_default_value(self, library_input: Any) -> tuple[Any, ...]:
+    def _get_default_value(self, library_input: Any) -> tuple[Any, ...]:
         """Return a tuple with the default value of an ``In``; an empty tuple if there is none."""
         raise NotImplementedError
 
@@ -180,23 +171,6 @@ class GraphLibrary:
 
     def compile_now(self, function: CompiledFunction) -> None:
         """Compile a function without inputs for the values of its shared variables, before its first call."""
-
-    def check_mode(self, mode: Mode) -> None:
-        """Raise ValueError for the name of an unknown mode, and TypeError for a value that is not a mode."""
-        modes = self.package.compile.mode
-        try:
-            resolved = modes.get_mode(mode)
-        except Exception as error:  # Theano raises Exception itself
-            raise ValueError(f"mode: {self.name} has no mode {mode!r}: {error}") from None
-        if not isinstance(resolved, modes.Mode):
-            raise TypeError(f"mode: expected a mode of {self.name}, or the name of one, got {mode!r}")
-
-    def get_default_mode(self, device: Device) -> Any:
-        """Return the default mode of functions that compute on a device.
-
-        The master reads it when a function is made, since the workers' configuration may differ.
-        """
-        return device.default_mode or self.package.config.mode
 
     def sort_nodes(self, variables: Sequence[Variable]) -> list[Any]:
         """Return the Apply nodes from which variables are computed, in topological order.
@@ -265,21 +239,6 @@ class GraphLibrary:
         """Return an expression or a value, such as an update's, as a variable of the type of ``variable``."""
         return variable.type.filter_variable(expression, allow_convert=True)
 
-    def borrow_value(self, shared: SharedVariable) -> Any:
-        """Return a shared variable's value without a copy: an array, or a random generator."""
-        return shared.container.storage[0]
-
-    def has_other_references(self, shared: SharedVariable) -> bool:
-        """Whether a shared variable's value has references other than the variable's container."""
-        return has_other_references(shared.container.storage)
-
-    def store_value(self, shared: SharedVariable, value: Any) -> None:
-        """Set a shared variable's value, without a copy where the type allows it."""
-        if isinstance(value, np.ndarray):
-            shared.container.value = value
-        else:  # the type's filter might copy an array of a device to host memory
-            shared.container.storage[0] = value
-
     def accepts_shape(self, shared: SharedVariable, shape: tuple[int, ...]) -> bool:
         """Whether a shared variable's type allows values of this shape."""
         fixed = self.get_static_shape(shared)
@@ -288,33 +247,3 @@ class GraphLibrary:
     def get_static_shape(self, variable: Variable) -> tuple[int | None, ...]:
         """Return the static shape of a variable's type, with None for each unknown length."""
         return tuple(1 if b else None for b in variable.type.broadcastable)
-
-    def check_generator(self, shared: SharedVariable, generator: Any, must_jump: bool) -> None:
-        """Raise TypeError or ValueError if a variable can't hold a generator, or if it has to jump and can't."""
-
-    def copy_generator(self, shared: SharedVariable) -> Any:
-        """Return a copy of a random generator at its current position in the stream."""
-        return copy.deepcopy(self.borrow_value(shared))
-
-    def track_generators(self, function: CompiledFunction) -> None:
-        """Record the generators in a function that the user compiled, for `copy_generator` and `set_generator`."""
-
-    def set_generator(self, shared: SharedVariable, generator: Any) -> None:
-        """Set a random generator's state."""
-        self.store_value(shared, generator)
-
-    def jump_generator(self, generator: Any, n_jumps: int) -> Any:
-        """Return a generator that is ``n_jumps`` jumps ahead.  Streams that are a jump apart do not overlap.
-
-        A jump (NumPy's ``jumped``) is 2**127 draws long for PCG64, and 2**128 for MT19937 and Philox.
-        """
-        raise NotImplementedError
-
-
-def check_can_jump(bit_generator: Any) -> None:
-    """Raise TypeError if a NumPy bit generator can't jump."""
-    if not hasattr(bit_generator, "jumped"):
-        raise TypeError(
-            f"random numbers of {type(bit_generator).__name__} can't differ between ranks: it has no method jumped; "
-            "use numpy.random.PCG64 (the default), Philox or MT19937"
-        )

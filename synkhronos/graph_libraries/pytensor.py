@@ -25,7 +25,6 @@ from synkhronos.graph_libraries.library import (
     IN_PARALLEL,
     MASTER_FIRST,
     GraphLibrary,
-    check_can_jump,
     make_key_files_atomic,
 )
 from synkhronos.lowering import bounded_canonizer, random_keys  # noqa: F401 - the first changes a rewrite
@@ -51,8 +50,11 @@ class PyTensor(GraphLibrary):
         """Raise TypeError if the value is not a Generator, or has to jump and can't."""
         if not isinstance(generator, np.random.Generator):
             raise TypeError(f"expected a numpy.random.Generator, such as default_rng(seed), got {generator!r}")
-        if must_jump:
-            check_can_jump(generator.bit_generator)
+        if must_jump and not hasattr(generator.bit_generator, "jumped"):
+            raise TypeError(
+                f"random numbers of {type(generator.bit_generator).__name__} can't differ between ranks: it has no "
+                "method jumped; use numpy.random.PCG64 (the default), Philox or MT19937"
+            )
         random_keys.check_generator(shared.container, generator)
 
     def copy_generator(self, shared: SharedVariable) -> Any:
@@ -73,7 +75,7 @@ class PyTensor(GraphLibrary):
         """Return a Generator ahead in the stream."""
         return type(generator)(generator.bit_generator.jumped(n_jumps))
 
-    def get_default_value(self, library_input: Any) -> tuple[Any, ...]:
+    def _get_default_value(self, library_input: Any) -> tuple[Any, ...]:
         """Return the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""
         return tuple(getattr(library_input, "default", ()))
 

@@ -17,18 +17,9 @@ from theano.gof.cmodule import KeyData
 from theano.gof.graph import Constant, Variable
 
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.devices import find_device, list_devices
+from synkhronos.devices import PYGPU
 from synkhronos.graph_libraries.library import GraphLibrary, make_key_files_atomic
-
-# MRG31k3p: two recurrences of order 3 modulo these primes (L'Ecuyer and Touzin, "Fast combined multiple recursive
-# generators with multipliers of the form a = 2^q +- 2^r", WSC 2000).  One step of each is a product with its matrix.
-_MRG_RECURRENCES = (
-    (((0, 2**22, 2**7 + 1), (1, 0, 0), (0, 1, 0)), 2**31 - 1),
-    (((2**15, 0, 2**15 + 1), (1, 0, 0), (0, 1, 0)), 2**31 - 21069),
-)
-#: Number of steps between the streams of two ranks.  In Theano, streams of two random variables are 2**134 steps apart,
-#: streams of one variable 2**72.  The period is about 2**185.
-_MRG_JUMP = 2**166
+from synkhronos.graph_libraries.theano_mrg import is_mrg_state, jump_mrg
 
 
 class Theano(GraphLibrary):
@@ -43,7 +34,7 @@ class Theano(GraphLibrary):
 
     def is_generator(self, shared: SharedVariable) -> bool:
         """Whether the variable holds a RandomState, or the state of an MRG stream."""
-        return isinstance(self.borrow_value(shared), np.random.RandomState) or _is_mrg_state(shared)
+        return isinstance(self.borrow_value(shared), np.random.RandomState) or is_mrg_state(shared)
 
     def check_generator(self, shared: SharedVariable, generator: Any, must_jump: bool) -> None:
         """Raise an error unless the value is a RandomState, or the state of the same number of MRG streams."""
@@ -72,12 +63,12 @@ class Theano(GraphLibrary):
     def jump_generator(self, generator: Any, n_jumps: int) -> Any:
         """Return a RandomState or MRG states ahead in the stream."""
         if not isinstance(generator, np.random.RandomState):
-            return _jump_mrg(np.asarray(generator), n_jumps)
+            return jump_mrg(np.asarray(generator), n_jumps)
         source = np.random.MT19937()
         source.state = cast(Any, generator.get_state(legacy=False))
         return np.random.RandomState(source.jumped(n_jumps))
 
-    def get_default_value(self, library_input: Any) -> tuple[Any, ...]:
+    def _get_default_value(self, library_input: Any) -> tuple[Any, ...]:
         """Return a tuple with the default value of an ``In``; an empty tuple if there is none."""
         return (library_input.value,) if isinstance(library_input, In) and library_input.value is not None else ()
 
@@ -95,18 +86,22 @@ class Theano(GraphLibrary):
             del observers[count:]
 
     def _replace_inputs(self, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Any]]]:
-        """Replace inputs by variables of a device's type, where a device has one for them.
+        """Replace inputs that are copied to the GPU by variables of Theano's GpuArrayType.
 
         Return the inputs, and pairs for ``givens``: a variable, and its replacement transferred to host memory.
         """
+        if not PYGPU.is_on_gpu:
+            return list(inputs), []
+        from theano.gpuarray.type import GpuArrayType
+
         placed, replaced = [], []
         for value in inputs:
             spec = self.make_input_spec(value)
-            variables = (device.make_input_variable(spec.variable) for device in list_devices())
-            variable = next((variable for variable in variables if variable is not None), None)
-            if variable is None:
+            own_type = spec.variable.type
+            if isinstance(own_type, GpuArrayType) or not PYGPU.accepts_input(np.dtype(own_type.dtype), own_type.ndim):
                 placed.append(value)
                 continue
+            variable = GpuArrayType(own_type.dtype, own_type.broadcastable, None)(spec.variable.name)
             default = spec.default[0] if spec.default else None
             placed.append(
                 In(variable, name=spec.name, value=default, mutable=spec.mutable, allow_downcast=spec.allow_downcast)
@@ -115,8 +110,8 @@ class Theano(GraphLibrary):
         return placed, replaced
 
     def store_value(self, shared: SharedVariable, value: Any) -> None:
-        """Set a shared variable's value, as an array of the class that Theano expects."""
-        super().store_value(shared, find_device(value).to_shared_value(value))
+        """Set a shared variable's value; a GpuArray as its base class without NumPy's operators, as Theano requires."""
+        super().store_value(shared, value.view() if PYGPU.owns(value) else value)
 
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""
@@ -126,32 +121,6 @@ class Theano(GraphLibrary):
             for v, new in replace.items()
         }
         return list(theano.clone(list(outputs), converted, strict=False))
-
-
-def _is_mrg_state(shared: SharedVariable) -> bool:
-    update = getattr(shared, "default_update", None)
-    return update is not None and update.owner is not None and type(update.owner.op).__name__.startswith("mrg_uniform")
-
-
-def _jump_mrg(state: np.ndarray, n_jumps: int) -> np.ndarray:
-    """Return MRG states, of shape (n_streams, 6), ``n_jumps`` jumps ahead."""
-    power = n_jumps * _MRG_JUMP
-    jumped = [
-        np.array(_matrix_power(matrix, power, modulus), object) @ part.astype(object).T % modulus
-        for (matrix, modulus), part in zip(_MRG_RECURRENCES, (state[:, :3], state[:, 3:]), strict=True)
-    ]
-    return np.concatenate(jumped).T.astype(state.dtype)
-
-
-def _matrix_power(matrix: Sequence[Sequence[int]], power: int, modulus: int) -> Any:
-    """Return a power of a 3 by 3 matrix modulo a prime, computed by repeated squaring in exact integers."""
-    result, square = np.array(((1, 0, 0), (0, 1, 0), (0, 0, 1)), object), np.array(matrix, object)
-    while power:
-        if power & 1:
-            result = result @ square % modulus
-        square = square @ square % modulus
-        power >>= 1
-    return result
 
 
 make_key_files_atomic(KeyData)

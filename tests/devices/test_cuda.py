@@ -110,9 +110,9 @@ class Gpu:
         self.command_number, self.is_master, self.size, self.number = 0, is_master, 2, 0
         self.pending_operations = []
         self.barriers = self
-        self.stream = self.stream_handle = 7
+        self.stream = self.copy_stream_handle = 7
         self.next_number, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
-        self.arrays = self
+        self.library = self
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
         #: Results of the next queries of the stream.
         self.query_results = []
@@ -392,8 +392,7 @@ def streams(connected):
     communicator, gpu = connected()
     events = []
     gpu.side_stream, gpu.event = 8, "event"
-    gpu.cuEventRecord = lambda event, stream: events.append(f"record {stream}")
-    gpu.cuStreamWaitEvent = lambda stream, event, flags: events.append(f"{stream} waits")
+    gpu.order_after = lambda stream, earlier: events.extend([f"record {earlier}", f"{stream} waits"])
     gpu.cuMemcpyAsync = lambda *arguments: events.append(f"flag {arguments[-1]}")
     gpu.all_reduce = lambda *arguments: events.append(f"{arguments[2]} items of {arguments[3]} on {arguments[-1]}")
     gpu.command_number = 5

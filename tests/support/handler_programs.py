@@ -65,9 +65,9 @@ def connect():
     driver = types.SimpleNamespace(
         cuStreamQuery=lambda stream: (0,), CUresult=types.SimpleNamespace(CUDA_ERROR_NOT_READY=600)
     )
-    arrays = types.SimpleNamespace(stream=7)
+    library = types.SimpleNamespace(stream=7)
     staging = types.SimpleNamespace(
-        arrays=arrays, driver=driver, side_stream=SIDE, event=EVENT, host_flags=np.zeros(1, np.int32)
+        library=library, driver=driver, side_stream=SIDE, event=EVENT, host_flags=np.zeros(1, np.int32)
     )
     staging.set_current_gpu = lambda: None
     rank = types.SimpleNamespace(

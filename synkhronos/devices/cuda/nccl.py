@@ -72,15 +72,15 @@ class NcclCommunicator(Communicator):
     """Collectives over arrays on the ranks' GPUs.
 
     A failure in the middle of a collective aborts the connection, but only on the ranks that have started it.  Before
-    every collective, callers therefore compare the ranks' generations and call `connect`.  A group's communicator takes
-    the watchdog of this rank's communicator of all ranks, which makes one.
+    every collective, callers therefore compare the ranks' generations and call `connect`.  The communicator of all
+    ranks makes the rank's ``watchdog``, which is passed to the communicators of groups.
     """
 
     def __init__(self, rank: Rank, staging: Staging, watchdog: CollectiveWatchdog | None = None):
         self._rank = rank
         self._staging = staging
-        self._arrays = staging.arrays
-        self._stream = staging.stream_handle if staging.arrays.stream is None else staging.arrays.stream
+        self._library = staging.library
+        self._stream = staging.copy_stream_handle if staging.library.stream is None else staging.library.stream
         valid_flag = np.zeros(1, np.int32) if watchdog else staging.host_flags
         self._connection = NcclConnection(rank, staging, self._stream, valid_flag)
         self._nccl, self._nccl_lock = self._connection.nccl, self._connection.nccl_lock
@@ -148,7 +148,7 @@ class NcclCommunicator(Communicator):
         with self._nccl_lock:
             handle = self._connection.get_handle()
             self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
-        if self._arrays.stream is None:
+        if self._library.stream is None:
             self._wait_until_idle()
 
     def wait_briefly(self) -> bool:
@@ -204,7 +204,7 @@ class NcclCommunicator(Communicator):
         A reduce-scatter divides the items into equal parts, one for each rank, and writes this rank's part.  An
         all-gather has no ``op``, and writes the items of all ranks.
         """
-        self._order_after(self._staging.side_stream, xla_stream)
+        self._staging.order_after(self._staging.side_stream, xla_stream)
         self._has_side_work = True
         self._launch_collectives(spans, op, self._staging.side_stream, collective)
 
@@ -230,7 +230,7 @@ class NcclCommunicator(Communicator):
         """Make XLA's stream wait for the collectives on the side stream."""
         if self._has_side_work:
             self._has_side_work = False
-            self._order_after(xla_stream, self._staging.side_stream)
+            self._staging.order_after(xla_stream, self._staging.side_stream)
 
     def _launch_collectives(
         self, spans: Sequence[BufferSpan], op: str, stream: int | None, collective: Collective
@@ -258,12 +258,6 @@ class NcclCommunicator(Communicator):
         if watchdog.writes_in_place and not watchdog.has_lost_peer and watchdog.is_stream_idle():
             watchdog.writes_in_place = False
         watchdog.mark_started(self._connection)
-
-    def _order_after(self, stream: int | None, earlier_stream: int | None) -> None:
-        """Make a stream wait for the work launched so far on another stream."""
-        driver = self._staging.driver
-        check_result(driver.cuEventRecord(self._staging.event, earlier_stream))
-        check_result(driver.cuStreamWaitEvent(stream, self._staging.event, 0))
 
     # -- blocking operations ---------------------------------------------------------------------------------
 
@@ -293,7 +287,7 @@ class NcclCommunicator(Communicator):
         """Write this rank's items of the reduction over all ranks into ``out``."""
         address, count, dtype = self._prepare_buffer(array)
         nccl_op, itemsize = NCCL_OPS[op], array.dtype.itemsize
-        target = self._arrays.get_pointer(out) if out.size else 0
+        target = self._library.get_pointer(out) if out.size else 0
         counts = [stop - start for start, stop in pairwise(bounds)]
 
         def launch(handle: Any) -> None:
@@ -368,9 +362,9 @@ class NcclCommunicator(Communicator):
 
     def _prepare_buffer(self, array: Array) -> tuple[int, int, int | None]:
         """Wait for an array unless NCCL uses the library's stream; return its address, length, and NCCL dtype."""
-        if self._arrays.stream is None:
-            self._arrays.sync(array)
-        return self._arrays.get_pointer(array), array.size, to_nccl_dtype(array.dtype)
+        if self._library.stream is None:
+            self._library.sync(array)
+        return self._library.get_pointer(array), array.size, to_nccl_dtype(array.dtype)
 
     def _wait_until_idle(self, check_peers: Callable[[], None] | None = None) -> None:
         """Wait until the stream is idle, when no write in place is pending; poll ``check_peers``, which may raise.

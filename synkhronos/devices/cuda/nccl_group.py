@@ -24,7 +24,7 @@ class NcclGroupCommunicator(NcclCommunicator):
     """
 
     def __init__(self, parent: NcclCommunicator):
-        super().__init__(parent._rank, parent._staging, parent._watchdog)
+        super().__init__(parent._rank, parent._staging, watchdog=parent._watchdog)
 
     def connect_members(
         self, members: Sequence[int], generations: Sequence[int], all_gather: Callable[[Any], Sequence[Any]]

@@ -147,24 +147,24 @@ class _DoubleBuffer:
 class Staging:
     """Copies rows of shared memory to the GPU, and small arrays back.
 
-    The priority of ``stream``, that of the copies, is higher than that of computations, so that the next step's rows
-    are copied during a step.  ``event`` is reused for ordering one stream after another.  ``host_flags`` are in
+    The priority of ``copy_stream`` is higher than that of computations, so that the next step's rows are copied during a
+    step.  ``event`` is reused for ordering one stream after another.  ``host_flags`` are in
     page-locked memory, which the GPU can read.
     """
 
-    def __init__(self, arrays: GpuArrayLibrary):
+    def __init__(self, library: GpuArrayLibrary):
         from cuda.bindings import driver
         from cuda.core import Device, Stream, StreamOptions, launch
 
-        self.arrays = arrays
+        self.library = library
         self._launch = launch
         self.driver = driver
         self._device = Device(0)
         self._thread = threading.local()
         self.set_current_gpu()
-        self.stream = self._device.create_stream(options=StreamOptions(priority=-1))
-        self.stream_handle = int(self.stream.handle)
-        self._compute_stream = None if arrays.stream is None else Stream.from_handle(arrays.stream)
+        self.copy_stream = self._device.create_stream(options=StreamOptions(priority=-1))
+        self.copy_stream_handle = int(self.copy_stream.handle)
+        self._compute_stream = None if library.stream is None else Stream.from_handle(library.stream)
         self.event = check_result(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._kernels: dict[int, Any] = {}
         self._launch_configs: dict[int, Any] = {}
@@ -184,8 +184,8 @@ class Staging:
 
     def allocate_scratch(self, nbytes: int) -> int:
         """Return the address of scratch memory on the GPU."""
-        self._scratch = self.arrays.empty((nbytes,), np.dtype(np.uint8))
-        return self.arrays.get_pointer(self._scratch)
+        self._scratch = self.library.empty((nbytes,), np.dtype(np.uint8))
+        return self.library.get_pointer(self._scratch)
 
     @cached_property
     def side_stream(self) -> int:
@@ -223,7 +223,7 @@ class Staging:
         if values.size:
             check_result(
                 self.driver.cuMemcpyAsync(
-                    buffer.pointer, self._vector_memory.store(values), values.nbytes, self.stream_handle
+                    buffer.pointer, self._vector_memory.store(values), values.nbytes, self.copy_stream_handle
                 )
             )
         self._filled.append(buffer)
@@ -233,7 +233,7 @@ class Staging:
         """Copy rows (None: all) into a new array, and wait for the copy."""
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
-        self._copy_rows(rank, location, rows, self.arrays.get_pointer(array))
+        self._copy_rows(rank, location, rows, self.library.get_pointer(array))
         self._wait_for_copies()
         return array
 
@@ -241,12 +241,14 @@ class Staging:
 
     def write_segment(self, rank: Rank, segment_key: int, offset: int, array: Array) -> None:
         """Copy an array into a segment of shared memory, at a byte offset, and wait for the copy."""
-        self.arrays.sync(array)
+        self.library.sync(array)
         self.set_current_gpu()
         target = self.pin_segment(rank, segment_key) + offset
         nbytes = array.size * array.dtype.itemsize
-        check_result(self.driver.cuMemcpyAsync(target, self.arrays.get_pointer(array), nbytes, self.stream_handle))
-        self.stream.sync()
+        check_result(
+            self.driver.cuMemcpyAsync(target, self.library.get_pointer(array), nbytes, self.copy_stream_handle)
+        )
+        self.copy_stream.sync()
 
     def to_numpy_if_small(self, arrays: Sequence[Array]) -> list[np.ndarray] | None:
         """Copy small arrays to host memory once they are computed, and wait for the copies.
@@ -257,14 +259,14 @@ class Staging:
             return None
         self.set_current_gpu()
         if self._fetch_memory.used:  # an interrupt has ended the last call before its copies were complete
-            check_result(self.driver.cuStreamSynchronize(self.arrays.stream))
+            check_result(self.driver.cuStreamSynchronize(self.library.stream))
             self._fetch_memory.used = 0
         targets = [self._fetch_memory.allocate(array.nbytes) for array in arrays]
         for array, target in zip(arrays, targets, strict=True):
             if array.nbytes:
-                source = self.arrays.get_pointer(array)
-                check_result(self.driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self.arrays.stream))
-        check_result(self.driver.cuStreamSynchronize(self.arrays.stream))
+                source = self.library.get_pointer(array)
+                check_result(self.driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self.library.stream))
+        check_result(self.driver.cuStreamSynchronize(self.library.stream))
         self._fetch_memory.used = 0
         return [
             target.view(array.dtype).reshape(array.shape).copy() for array, target in zip(arrays, targets, strict=True)
@@ -272,14 +274,18 @@ class Staging:
 
     # -- order of copies and launches ------------------------------------------------------------------------
 
+    def order_after(self, stream: int | None, earlier_stream: int | None) -> None:
+        """Make a stream wait for the work launched so far on another stream."""
+        check_result(self.driver.cuEventRecord(self.event, earlier_stream))
+        check_result(self.driver.cuStreamWaitEvent(stream, self.event, 0))
+
     def before_launch(self) -> None:
         """Make the next launch wait for all pending copies."""
         if self._has_pending_copies:
-            if self.arrays.stream is None:
+            if self.library.stream is None:
                 self._wait_for_copies()
             else:
-                check_result(self.driver.cuEventRecord(self.event, self.stream_handle))
-                check_result(self.driver.cuStreamWaitEvent(self.arrays.stream, self.event, 0))
+                self.order_after(self.library.stream, self.copy_stream_handle)
 
     def after_launch(self) -> None:
         """Record that the last launch reads the buffers filled since the previous launch.
@@ -305,7 +311,7 @@ class Staging:
 
     def _wait_for_copies(self) -> None:
         if self._has_pending_copies:
-            self.stream.sync()
+            self.copy_stream.sync()
             self._has_pending_copies = False
             self._vector_memory.used = 0
             self._pinned_rows = None, 0
@@ -325,7 +331,7 @@ class Staging:
 
             def allocate() -> _InputBuffer:
                 array = self._allocate(shape, dtype)
-                return _InputBuffer(array, self.arrays.get_pointer(array))
+                return _InputBuffer(array, self.library.get_pointer(array))
 
             double_buffer = buffers_by_shape[shape, dtype] = _DoubleBuffer(allocate)
         return double_buffer
@@ -333,10 +339,9 @@ class Staging:
     def _allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Return a new array; copies into it wait for earlier launches, which may still read memory that it reuses."""
         self.set_current_gpu()
-        array = self.arrays.empty(shape, np.dtype(dtype))
-        if self.arrays.stream is not None:
-            check_result(self.driver.cuEventRecord(self.event, self.arrays.stream))
-            check_result(self.driver.cuStreamWaitEvent(self.stream_handle, self.event, 0))
+        array = self.library.empty(shape, np.dtype(dtype))
+        if self.library.stream is not None:
+            self.order_after(self.copy_stream_handle, self.library.stream)
         return array
 
     # -- rows ------------------------------------------------------------------------------------------------
@@ -352,7 +357,7 @@ class Staging:
         self._mark_pending(rank)
         if rows is None or isinstance(rows, range) and (rows.step == 1 or len(rows) == 1):
             start = 0 if rows is None else rows[0] * row_bytes
-            check_result(self.driver.cuMemcpyAsync(target, source + start, n_rows * row_bytes, self.stream_handle))
+            check_result(self.driver.cuMemcpyAsync(target, source + start, n_rows * row_bytes, self.copy_stream_handle))
             return
         if rows is not self._pinned_rows[0]:
             indexes = rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64)
@@ -372,7 +377,7 @@ class Staging:
             from cuda.core import LaunchConfig
 
             config = self._launch_configs[blocks] = LaunchConfig(grid=blocks, block=_THREADS)
-        self._launch(self.stream, config, kernel, source, row_numbers, target, np.uint64(count), np.uint32(width))
+        self._launch(self.copy_stream, config, kernel, source, row_numbers, target, np.uint64(count), np.uint32(width))
 
     def _compile_gather(self, item_type: str) -> Any:
         from cuda.core import Program, ProgramOptions
