@@ -147,9 +147,8 @@ class _DoubleBuffer:
 class Staging:
     """Copies rows of shared memory to the GPU, and small arrays back.
 
-    The priority of ``copy_stream`` is higher than that of computations, so that the next step's rows are copied during a
-    step.  ``event`` is reused for ordering one stream after another.  ``host_flags`` are in
-    page-locked memory, which the GPU can read.
+    The priority of ``copy_stream`` is higher than that of computations, so that the next step's rows are copied during
+    a step.  ``event`` is reused by `order_after`.  ``host_flags`` are in page-locked memory, which the GPU can read.
     """
 
     def __init__(self, library: GpuArrayLibrary):
@@ -244,10 +243,8 @@ class Staging:
         self.library.sync(array)
         self.set_current_gpu()
         target = self.pin_segment(rank, segment_key) + offset
-        nbytes = array.size * array.dtype.itemsize
-        check_result(
-            self.driver.cuMemcpyAsync(target, self.library.get_pointer(array), nbytes, self.copy_stream_handle)
-        )
+        source, nbytes = self.library.get_pointer(array), array.size * array.dtype.itemsize
+        check_result(self.driver.cuMemcpyAsync(target, source, nbytes, self.copy_stream_handle))
         self.copy_stream.sync()
 
     def to_numpy_if_small(self, arrays: Sequence[Array]) -> list[np.ndarray] | None:
