@@ -203,7 +203,7 @@ def test_launches_that_need_too_much_memory_are_split(models, launches, monkeypa
     models.take_steps()
     launches.clear()
     two_steps_nbytes = 2 * 2 * (3 + 1) * 8  # steps, rows, columns of x and y, bytes of a float64
-    monkeypatch.setattr("synkhronos.training.train_function.train_function._MAX_LAUNCH_NBYTES", two_steps_nbytes)
+    monkeypatch.setattr("synkhronos.training.train_function.train_function.MAX_LAUNCH_NBYTES", two_steps_nbytes)
     models.take_steps()
     assert launches == [1] * (1 if models.argument == "batches_s" else 2)  # an array on the device needs no copy
 

@@ -307,7 +307,7 @@ def test_signal_stops_all_ranks_after_the_same_round():
         stop_signals._requested_stop = signal.SIGTERM
         for rank in (2, 0):
             loop.context = SimpleNamespace(number=rank, size=3, lock=lambda _: ValueContext(lock))
-            seen[rank] = [start for batches in loop._take_batches() for start in batches.starts]
+            seen[rank] = [start for batches in loop._iterate_taken_batches() for start in batches.starts]
             assert loop.end == 30 + 4 * 3 * 10  # seven batches of two ranks are four rounds
     finally:
         stop_signals._requested_stop = 0

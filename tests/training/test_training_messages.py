@@ -19,7 +19,7 @@ ROWS = np.ones((8, 3)), np.ones(8)
 OPTIONS = {
     "unknown option": (sgd, {"clipnorm": 1.0}, "clip_norm"),
     "unknown option of a chain": (chain(clip(1.0), sgd), {"clipnorm": 1.0}, "clip_norm"),
-    "unknown option of a function": (lambda loss, params, **_: sgd(loss, params, **_), {"emma": 0.9}, "ema"),
+    "unknown option of a function": (lambda loss, params, **_: sgd(loss, params, **_), {"emma": 0.9}, "emma"),
     "unknown option of adam": (adam, {"beta3": 0.9}, "beta3"),
     "clip_norm, 0": (sgd, {"clip_norm": 0}, "clip_norm"),
     "clip_norm, negative": (sgd, {"clip_norm": -1.0}, "clip_norm"),

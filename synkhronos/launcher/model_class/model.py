@@ -272,7 +272,6 @@ class Model:
             options=StepOptions(**self._read_options()),
             extra_updates=[(shared, new, "mean") for shared, new in self.averages.items()],
             weight=self.weight,
-            is_serial=True,
         )
         rule, _ = append_averaged_updates(training.rule_updates, training.extra_updates, training.x[0])
         equal = {u.shared: u.expression for u in training.extra_updates if not u.may_differ}

@@ -20,6 +20,8 @@ import numpy as np
 from synkhronos.data.rows import select_rows
 from synkhronos.function.inputs import split_selections_by_rank, to_integer_indexes
 
+#: Maximal number of bytes of a rank's rows in one launch of several steps.
+MAX_LAUNCH_NBYTES = 1 << 30
 #: Rows of one step: an array of indexes per rank; None for a step that cannot share a launch.
 StepRows: TypeAlias = list[np.ndarray] | None
 

@@ -117,7 +117,5 @@ def make_train_function_serial(
     [0.5 1. ]
     """
     options = StepOptions(clip_norm, ema=ema, loss_scale=loss_scale)
-    graph = TrainingGraph(
-        loss, params, x, y, update_rule, rule_kwargs, options, None, extra_updates, weight, is_serial=True
-    )
+    graph = TrainingGraph(loss, params, x, y, update_rule, rule_kwargs, options, None, extra_updates, weight)
     return SerialTrainFunction(graph)

@@ -33,7 +33,13 @@ from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graph_libraries import get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
-from synkhronos.training.train_function.launch_groups import StepRows, assign_rows, collect_sliceable_rows, group_steps
+from synkhronos.training.train_function.launch_groups import (
+    MAX_LAUNCH_NBYTES,
+    StepRows,
+    assign_rows,
+    collect_sliceable_rows,
+    group_steps,
+)
 from synkhronos.training.train_function.optimizer_state import OptimizerState
 from synkhronos.training.train_function.step_command import ShardedStepCommand, StepCommand, can_skip_plan_check
 from synkhronos.training.train_function.step_options import StepOptions
@@ -47,8 +53,6 @@ from synkhronos.variable_types import Array, SharedVariable, Variable, Variables
 
 #: Maximal number of steps with a sharded optimizer in one command.
 _MAX_SHARDED_STEPS = 256
-#: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
-_MAX_LAUNCH_NBYTES = 1 << 30
 #: Number of bytes of scattered rows per step from which each step is a launch.  Such steps take long enough for Python
 #: to copy the next rows and launch the next step: ResNet-50 is slower with many steps in a launch.
 _LONG_STEP_NBYTES = 4 << 20
@@ -353,7 +357,7 @@ class TrainFunction:
         # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
         row_nbytes = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
         nbytes = row_nbytes * longest
-        return 1 if nbytes >= _LONG_STEP_NBYTES else max(1, min(max_repeats, _MAX_LAUNCH_NBYTES // max(1, nbytes)))
+        return 1 if nbytes >= _LONG_STEP_NBYTES else max(1, min(max_repeats, MAX_LAUNCH_NBYTES // max(1, nbytes)))
 
     def _run_launch(
         self, arrays: list[Array], batch: BatchArgument, batch_s: Any, num_slices: int, n_steps: int = 1
@@ -542,6 +546,7 @@ def make_train_function(
     graph = TrainingGraph(
         loss, params, x, y, update_rule, rule_kwargs, options, sliceable_shareds, extra_updates, weight
     )
+    graph.warn_of_varying_denominators()
     return TrainFunction(graph, exchange)
 
 

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -44,8 +42,6 @@ DataArgument = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]
 class TrainingGraph:
     """Loss, inputs and updates of a training, checked; the arguments are those of `make_train_function`.
 
-    If one process computes all rows (``is_serial``), no mean depends on the number of ranks, and none is warned of.
-
     Attributes
     ----------
     x_is_list, y_is_list : bool
@@ -70,7 +66,6 @@ class TrainingGraph:
         sliceable_shareds: Sequence[SharedVariable] | None = None,
         extra_updates: UpdatesArgument | None = None,
         weight: Variable | None = None,
-        is_serial: bool = False,
     ):
         if isinstance(loss, list | tuple):
             raise TypeError("loss: expected a symbolic scalar, got a list")
@@ -92,28 +87,32 @@ class TrainingGraph:
             check_weight(weight, loss, params)
             if any(isinstance(node.op, RankMeanOp) for node in get_library(loss).sort_nodes([loss])):
                 raise ValueError("weight: expected None for a loss with means over ranks (rank_mean, sync=True)")
-        loss_or_grads, scale = loss, None
-        if options.loss_scale is not None:
-            scale, loss_or_grads = compute_gradients_with_loss_scale(loss, params)
-        row_weight = self.x[0].shape[0] if weight is None else weight
-        with _name_unknown_option(update_rule, rule_kwargs):
-            updates = update_rule(loss_or_grads, params, weight=row_weight, **rule_kwargs)
-        rule = to_rule_updates(update_rule, updates)
-        self.params, self.ema = list(params), None
-        if options.ema is not None:
-            rule, self.ema = add_moving_averages(rule, self.params, options.ema)
-        if scale is not None:
-            rule = skip_overflows(rule, scale)
-        self.rule_updates = rule
-        self.optimizer_state = [s for s in rule.param_updates if not any(s is p for p in self.params)]
-        inputs = [*self.x, *self.y, *self.sliceable]
-        self.extra_updates = parse_extra_updates(extra_updates, rule, inputs)
-        if not is_serial:
-            means = {} if weight is not None else {"loss": loss}
-            for u in self.extra_updates:
-                if u.op == "mean" and u.may_differ:
-                    means[f"extra_updates: {u.shared.name}"] = u.expression
-            warn_of_varying_denominators(means, inputs)
+        _check_rule_kwargs(update_rule, rule_kwargs)
+        self.rule_updates, self.ema = self._build_updates(params)
+        self.params = list(params)
+        self.optimizer_state = [s for s in self.rule_updates.param_updates if not any(s is p for p in self.params)]
+        self._inputs = [*self.x, *self.y, *self.sliceable]
+        self.extra_updates = parse_extra_updates(extra_updates, self.rule_updates, self._inputs)
+
+    def _build_updates(self, params: Sequence[SharedVariable]) -> tuple[RuleUpdates, list[Any] | None]:
+        """Return the rule's updates, with those for the options; and the moving averages, None without them."""
+        loss_or_grads, scale, averages = self.loss, None, None
+        if self.options.loss_scale is not None:
+            scale, loss_or_grads = compute_gradients_with_loss_scale(self.loss, params)
+        weight = self.x[0].shape[0] if self.weight is None else self.weight
+        result = self.update_rule(loss_or_grads, params, weight=weight, **self.rule_kwargs)
+        updates = to_rule_updates(self.update_rule, result)
+        if self.options.ema is not None:
+            updates, averages = add_moving_averages(updates, list(params), self.options.ema)
+        return updates if scale is None else skip_overflows(updates, scale), averages
+
+    def warn_of_varying_denominators(self) -> None:
+        """Warn of means whose value depends on the number of ranks."""
+        means = {} if self.weight is not None else {"loss": self.loss}
+        for u in self.extra_updates:
+            if u.op == "mean" and u.may_differ:
+                means[f"extra_updates: {u.shared.name}"] = u.expression
+        warn_of_varying_denominators(means, self._inputs)
 
     @property
     def outputs(self) -> list[tuple[Any, str]]:
@@ -162,21 +161,17 @@ class TrainingGraph:
         return arrays, [(None, selection) if self.sliceable else (selection, None) for selection in selections]
 
 
-@contextlib.contextmanager
-def _name_unknown_option(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Convert the update rule's error for a keyword that it does not know: the user may have meant another option."""
-    try:
-        yield
-    except TypeError as error:
-        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if found is None or found[1] not in rule_kwargs:
-            raise
-        known = {option.name for option in fields(StepOptions)} | {*inspect.signature(update_rule).parameters}
-        similar = format_similar(found[1], known - {found[1]})
-        rule_name = get_rule_name(update_rule)
-        raise TypeError(
-            f"{found[1]}: neither an option of this function nor of the rule {rule_name}{similar}"
-        ) from None
+def _check_rule_kwargs(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError for a keyword that the update rule does not have: the user may have meant another option."""
+    parameters = inspect.signature(update_rule).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in rule_kwargs:
+        if name not in parameters:
+            known = {*parameters, *(option.name for option in fields(StepOptions))} - {name}
+            rule_name = get_rule_name(update_rule)
+            similar = format_similar(name, known)
+            raise TypeError(f"{name}: neither an option of this function nor of the rule {rule_name}{similar}")
 
 
 def _parse_variables(argument: str, value: Any) -> list[Any]:

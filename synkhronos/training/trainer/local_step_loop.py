@@ -16,12 +16,10 @@ from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_ow
 from synkhronos.training.loops.batch_loop import Exchanger
 from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop
 from synkhronos.training.monitoring.meter import Meter
+from synkhronos.training.train_function.launch_groups import MAX_LAUNCH_NBYTES
 from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
 from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, LoopResult, make_loss_reader
 from synkhronos.variable_types import SharedVariable
-
-#: Maximal number of bytes of a launch's rows.
-_MAX_LAUNCH_NBYTES = 1 << 30
 
 
 class _SharedBatchCounts:
@@ -43,12 +41,12 @@ class _SharedBatchCounts:
         self.rows.array[group.start] += n_batches
 
     @property
-    def n_rounds(self) -> int:
-        """Number of rounds after which the training stops; 0 without a signal."""
+    def last_round(self) -> int:
+        """Number of the round, from 1, after which the training stops; 0 without a signal."""
         return int(self.rows.array[-1])
 
     def stop_after_started_rounds(self, rank_groups: Iterable[range]) -> None:
-        """Set `n_rounds` so that each round of which some batch is taken is the last or an earlier one."""
+        """Set `last_round` so that each round of which some batch is taken is the last or an earlier one."""
         self.rows.array[-1] = max(1, *(-(-self.get_count(group) // len(group)) for group in rank_groups))
 
 
@@ -72,8 +70,8 @@ class LocalStepLoop(LaunchLoop):
         storage = context.get_storage(spec.name)
         state: State = storage["state"]
         launch_shapes = storage.setdefault("launch_shapes", set())
-        read = make_loss_reader(step.read, plan.has_loss_weight)
-        meter = Meter(context.number, plan.recorders, read, launch_shapes, state.step, lambda: context.wait_seconds)
+        reader = make_loss_reader(step.read, plan.has_loss_weight)
+        meter = Meter(context.number, plan.recorders, reader, launch_shapes, state.step, lambda: context.wait_seconds)
         super().__init__(plan, source, meter, plan.batch_size, context.is_master)
         self.context, self.rule, self.state, self.on_poll = context, spec.rule, state, context.progress
         self._step, self._learning_rate, self._batch_counts = step, learning_rate, _SharedBatchCounts(batch_counts)
@@ -83,55 +81,57 @@ class LocalStepLoop(LaunchLoop):
         state.count_items = self._sum_weights if plan.has_loss_weight else None
         self._agreement = StopAgreement(context)
         row_nbytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
-        n_fitting = _MAX_LAUNCH_NBYTES // max(1, row_nbytes * plan.batch_size)
-        self.max_steps_per_launch = max(1, min(source.max_steps_per_launch, step.max_repeats, n_fitting))
+        max_steps_in_memory = MAX_LAUNCH_NBYTES // max(1, row_nbytes * plan.batch_size)
+        self.max_steps_per_launch = max(1, min(source.max_steps_per_launch, step.max_repeats, max_steps_in_memory))
         if isinstance(source, Feed):
             source.open(context.number)
 
     def iterate_batches(self) -> Iterator[LaunchBatches]:
         """Yield the batches of each launch of this rank; an exchange is due only after the last batch of a launch."""
-        return self._take_batches() if self.rule.asynchronous else self._assign_batches()
+        return self._iterate_taken_batches() if self.rule.asynchronous else self._iterate_rounds()
 
-    def _assign_batches(self) -> Iterator[LaunchBatches]:
-        """Assign batches in rounds of one batch per rank; in the last round ranks may get fewer rows, or none."""
-        plan, n, own = self.plan, self.context.size, self.context.number
+    def _iterate_rounds(self) -> Iterator[LaunchBatches]:
+        """Yield batches in rounds of one batch per rank; in the last round ranks may get fewer rows, or none."""
+        plan, n_ranks, number = self.plan, self.context.size, self.context.number
         position = plan.start
         while position < plan.stop:
-            n_full_rounds = (plan.stop - position) // (plan.batch_size * n)
+            n_full_rounds = (plan.stop - position) // (plan.batch_size * n_ranks)
             n_rounds = max(1, min(self.exchanger.update_steps_left(), self.max_steps_per_launch, n_full_rounds))
-            end = min(plan.stop, position + n_rounds * n * plan.batch_size)
-            yield LaunchBatches(position, [position + (k * n + own) * plan.batch_size for k in range(n_rounds)], end)
+            end = min(plan.stop, position + n_rounds * n_ranks * plan.batch_size)
+            starts = [position + (i * n_ranks + number) * plan.batch_size for i in range(n_rounds)]
+            yield LaunchBatches(position, starts, end)
             position = end
 
-    def _take_batches(self) -> Iterator[LaunchBatches]:
-        """Take the next batches from a counter that the ranks share."""
-        plan, n, counts = self.plan, self.context.size, self._batch_counts
+    def _iterate_taken_batches(self) -> Iterator[LaunchBatches]:
+        """Yield batches that this rank takes from a counter that all ranks share."""
+        plan, n_ranks, counts = self.plan, self.context.size, self._batch_counts
         group = next(group for group in plan.rank_groups if self.context.number in group)
         while True:
             n_batches = min(self.exchanger.update_steps_left(), self.max_steps_per_launch)
-            with self.meter.time_activity("load"), self.context.lock(n + BATCH_COUNTS_LOCK) as lock:
+            with self.meter.time_activity("load"), self.context.lock(n_ranks + BATCH_COUNTS_LOCK) as lock:
                 lock.pull(counts.rows)
-                first = counts.get_count(group)
-                if plan.can_stop and get_requested_stop() and not counts.n_rounds:
+                n_taken = counts.get_count(group)
+                if plan.can_stop and get_requested_stop() and not counts.last_round:
                     counts.stop_after_started_rounds(plan.rank_groups)
-                n_rounds = counts.n_rounds
-                if n_rounds:  # all groups stop after the same round, so that the rows trained on are one range
-                    n_batches = min(n_batches, n_rounds * len(group) - first)
-                # Of every n successive batches a group takes those numbered as its ranks; a single group takes all.
+                last_round = counts.last_round
+                if last_round:  # all groups stop after the same round, so that the rows trained on are one range
+                    n_batches = min(n_batches, last_round * len(group) - n_taken)
+                # Of n_ranks successive batches a group takes those numbered as its ranks; a single group takes all.
                 starts = [
-                    plan.start + (k // len(group) * n + group[k % len(group)]) * plan.batch_size
-                    for k in range(first, first + n_batches)
+                    plan.start + (i // len(group) * n_ranks + group[i % len(group)]) * plan.batch_size
+                    for i in range(n_taken, n_taken + n_batches)
                 ]
                 starts = [start for start in starts if start + plan.batch_size <= plan.stop] or starts[:1]
                 counts.add(group, len(starts))
                 lock.push(counts.rows)
             if not starts or starts[0] >= plan.stop:
-                self.end = min(plan.stop, plan.start + n_rounds * n * plan.batch_size) if n_rounds else plan.stop
+                stop = plan.start + last_round * n_ranks * plan.batch_size if last_round else plan.stop
+                self.end = min(plan.stop, stop)
                 return
             yield LaunchBatches(starts[0], starts, min(plan.stop, starts[-1] + plan.batch_size))
 
     def decide_stop(self) -> bool:
-        """Return True if all ranks agree to stop; asynchronous ranks stop in `_take_batches` instead."""
+        """Return True if all ranks agree to stop; asynchronous ranks stop in `_iterate_taken_batches` instead."""
         return self.plan.can_stop and not self.rule.asynchronous and self._agreement.is_stop_due()
 
     def set_learning_rate(self, rate: float) -> None:

@@ -415,5 +415,6 @@ def make_trainer(
     rate = library.shared(np.asarray(compute_rate(schedule, 0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
     graph = TrainingGraph(loss, params, x, y, update_rule, rule_kwargs, options, None, extra_updates, weight)
+    graph.warn_of_varying_denominators()
     metrics = parse_metrics(validate, [*graph.x, *graph.y])
     return Trainer(CompiledModel(graph, rule, rate, schedule, metrics))
