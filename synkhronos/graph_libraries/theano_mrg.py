@@ -14,13 +14,13 @@ import numpy as np
 from synkhronos.variable_types import SharedVariable
 
 #: Matrix and modulus of both recurrences.
-_MRG_RECURRENCES = (
+_RECURRENCES = (
     (((0, 2**22, 2**7 + 1), (1, 0, 0), (0, 1, 0)), 2**31 - 1),
     (((2**15, 0, 2**15 + 1), (1, 0, 0), (0, 1, 0)), 2**31 - 21069),
 )
 #: Number of steps between the streams of two ranks.  In Theano, streams of two random variables are 2**134 steps apart,
 #: streams of one variable 2**72.  The period is about 2**185.
-_MRG_JUMP = 2**166
+_JUMP = 2**166
 
 
 def is_mrg_state(shared: SharedVariable) -> bool:
@@ -31,10 +31,10 @@ def is_mrg_state(shared: SharedVariable) -> bool:
 
 def jump_mrg(state: np.ndarray, n_jumps: int) -> np.ndarray:
     """Return MRG states, of shape (n_streams, 6), ``n_jumps`` jumps ahead."""
-    power = n_jumps * _MRG_JUMP
+    power = n_jumps * _JUMP
     jumped = [
         np.array(_matrix_power(matrix, power, modulus), object) @ part.astype(object).T % modulus
-        for (matrix, modulus), part in zip(_MRG_RECURRENCES, (state[:, :3], state[:, 3:]), strict=True)
+        for (matrix, modulus), part in zip(_RECURRENCES, (state[:, :3], state[:, 3:]), strict=True)
     ]
     return np.concatenate(jumped).T.astype(state.dtype)
 

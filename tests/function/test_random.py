@@ -316,9 +316,9 @@ else:
 
         @pytest.fixture
         def library(self):
-            from synkhronos.graph_libraries import theano
+            from synkhronos.graph_libraries import theano_mrg
 
-            return theano
+            return theano_mrg
 
         @pytest.fixture
         def theano_mrg(self):
@@ -330,37 +330,37 @@ else:
 
         @pytest.mark.parametrize("exponent", [72, 134])
         def test_mrg_matrix_powers_equal_theanos(self, library, theano_mrg, exponent):
-            for number, (matrix, modulus) in enumerate(library._MRG_RECURRENCES, 1):
+            for number, (matrix, modulus) in enumerate(library._RECURRENCES, 1):
                 power = library._matrix_power(matrix, 2**exponent, modulus)
                 np.testing.assert_array_equal(power.astype("int64"), getattr(theano_mrg, f"A{number}p{exponent}"))
 
         @pytest.mark.parametrize("exponent, function", [(72, "ff_2p72"), (134, "ff_2p134")])
         def test_mrg_jump_equals_theanos(self, library, theano_mrg, monkeypatch, exponent, function):
-            monkeypatch.setattr(library, "_MRG_JUMP", 2**exponent)
+            monkeypatch.setattr(library, "_JUMP", 2**exponent)
             expected = [getattr(theano_mrg, function)(row) for row in self.STATE]
-            np.testing.assert_array_equal(library._jump_mrg(self.STATE, 1), expected)
+            np.testing.assert_array_equal(library.jump_mrg(self.STATE, 1), expected)
 
         @pytest.mark.parametrize("steps", [0, 1, 2, 100])
         def test_mrg_jump_equals_single_steps(self, library, theano_mrg, monkeypatch, steps):
-            monkeypatch.setattr(library, "_MRG_JUMP", 1)
+            monkeypatch.setattr(library, "_JUMP", 1)
             stepped = self.STATE.copy()
             for row in stepped:
                 for _ in range(steps):
                     theano_mrg.mrg_next_value(row.copy(), row, np.float64(1), np.int32(0), np.int32(0))
-            jumped = library._jump_mrg(self.STATE, steps)
+            jumped = library.jump_mrg(self.STATE, steps)
             np.testing.assert_array_equal(jumped, stepped)
             assert jumped.dtype == self.STATE.dtype
 
         def test_mrg_jumps_add_up(self, library):
-            state = library._jump_mrg(self.STATE, 1)
+            state = library.jump_mrg(self.STATE, 1)
             np.testing.assert_array_equal(
-                library._jump_mrg(library._jump_mrg(state, 1), 1), library._jump_mrg(self.STATE, 3)
+                library.jump_mrg(library.jump_mrg(state, 1), 1), library.jump_mrg(self.STATE, 3)
             )
             assert not np.any(np.all(state == self.STATE, axis=1))
 
         def test_mrg_jumps_of_many_ranks_fit_the_period(self, library):
             # The period is about 2**185, and a stream of a random variable has 2**134 numbers.
-            assert 1024 * library._MRG_JUMP < 2**184 and library._MRG_JUMP > 2**134 * 2**30
+            assert 1024 * library._JUMP < 2**184 and library._JUMP > 2**134 * 2**30
 
 
 @pytest.mark.skipif(NAME != "pytensor" or XLA, reason="Theano has no JAX mode")
