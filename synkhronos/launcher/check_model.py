@@ -33,6 +33,7 @@ from synkhronos.launcher.model_class.model_interface import (
     call_by_signature,
     check_interface,
     get_batch_size,
+    get_n_epochs,
     import_model_class,
     make_config,
     make_instance,
@@ -80,10 +81,24 @@ def check_class(model: str, overrides: Mapping[str, Any] | None = None) -> int:
         except (ModelInterfaceError, SettingsError) as error:
             problems = [str(error)]
         except Exception as error:
-            sys.stdout.write("".join(traceback.format_exception(error)))
-            problems = [f"{name} fails when {check.stage}: {type(error).__name__}: {error}"]
-    sys.stdout.write("\n".join(problems or [f"{name}: no problem found, on one rank and on two"]) + "\n")
+            problems = [f"{name} fails when {check.stage}: {_describe_exception(error, settings)}"]
+    lines = [f"{model.rpartition(':')[0]}: {problem}" for problem in problems]
+    sys.stdout.write("\n".join(lines or [f"{name}: no problem found, on one rank and on two"]) + "\n")
     return int(bool(problems))
+
+
+def _describe_exception(error: Exception, settings: Settings) -> str:
+    """Return an exception's text and the line of the model's file at which it was raised.
+
+    Print the traceback if it was raised elsewhere.
+    """
+    text = f"{type(error).__name__}: {error}"
+    file = Path(settings.pythonpath, *settings.modelfile.split("."))
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if Path(frame.filename) in (file.with_suffix(".py"), file / "__init__.py"):
+        return f"{text} (line {frame.lineno}, in {frame.name}())"
+    sys.stdout.write("".join(traceback.format_exception(error)))
+    return text
 
 
 class _ModelCheck:
@@ -128,8 +143,7 @@ class _ModelCheck:
         self.stage = "compile_iter_fns() runs"
         compile_model(instance, self.settings, self.rule, 1)
         check_interface(instance, self.settings.modelclass)
-        if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
-            self.problems.append("it has no n_epochs: give --set epochs=N")
+        get_n_epochs(instance, self.settings)
         recorder = ModelRecorder(0, rows_per_step=get_batch_size(instance), folder=self.folder)
         initial_hash = hash_values(FlatVariables(list(instance.params)))
         self.stage = "train_iter() runs"

@@ -12,6 +12,7 @@ from loading_sources import Table
 
 import synkhronos as synk
 from synkhronos import casts, loading
+from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.loading import CropMirror, Images, Loader, LoadError
 from synkhronos.training import make_train_function_serial, make_trainer
 from synkhronos.training.updates import sgd
@@ -342,12 +343,12 @@ def test_launcher_class_refuses_changing_casts():
         batch_size = 2
 
         def build(self):
-            self.inputs, self.params = [SimpleNamespace(name="y", type=SimpleNamespace(dtype="int8"))], []
+            self.inputs, self.params = [SimpleNamespace(name="y", type=SimpleNamespace(dtype="int8", ndim=1))], []
 
         def load(self):
             return [np.array([0, 200, 0, 200])], []
 
     model = Labels({"rank": 0, "size": 1, "seed": 0})
-    with pytest.raises(TypeError, match="^'y': can't cast int64 to int8 without changing 200"):
-        for batch in model._iterate_epoch():
-            model._prepare_batch(batch, True)
+    with pytest.raises(TypeError, match="^Labels, data of 'y': can't cast int64 to int8 without changing 200"):
+        for _ in range(2):
+            model.next_batch(ModelRecorder(0))

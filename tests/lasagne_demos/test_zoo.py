@@ -175,7 +175,7 @@ def test_zoo_reads_numpy_files(tmp_path):
             np.array_equal(train_batch[0][0], part) or np.array_equal(train_batch[0][0], part[:, :, ::-1])
             for part in (whole[:, i : i + 28, j : j + 28] for i in range(5) for j in range(5))
         )
-        middle, labels = model.prepare([array[:2] for array in model.val_data], False)
+        middle, labels = model.prepare([array[:2] for array in model.data.validation], False)
         np.testing.assert_array_equal(middle, arrays["x_valid"][:2, :, 3:31, 3:31])
         np.testing.assert_array_equal(labels, [0, 1])
 

@@ -118,11 +118,11 @@ CLASSES = {
     "NoData": r"NoData: missing or invalid:\n  attribute data: expected an object with n_batch_train and n_batch_val, got None",
     "NoCount": r"NoCount: missing or invalid:\n  attribute data.n_batch_val: expected a number of batches, at least 0, got 'many'",
     "TwoArguments": r"TwoArguments\(\): expected a class that takes one config, got one that takes \['config', 'more'\]",
-    "Raises": r"Raises fails when train_iter\(\) runs: KeyError: 'images'",
+    "Raises": r"mlp_variants.py: Raises fails when train_iter\(\) runs: KeyError: 'images' \(line \d+, in train_iter\(\)\)\n-- status",
     "StrangeCall": "'ModelRecorder' object has no attribute 'celebrate'",
-    "Silent": r"Silent: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\nSilent: train_iter\(\) changes none of params\nSilent: val_iter\(\) has not called recorder.val_error",
+    "Silent": r"Silent: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\n.*Silent: train_iter\(\) changes none of params\n.*Silent: val_iter\(\) has not called recorder.val_error",
     "Diverges": r"Diverges: the cost is nan after 3 iterations",
-    "NoEpochs": r"NoEpochs: it has no n_epochs: give --set epochs=N",
+    "NoEpochs": r"attribute n_epochs: expected a number of epochs, got None; or give --set epochs=N",
     "not_a_class": r"modelclass: 'not_a_class' of launch_models.mlp_variants: expected a class, got 3",
 }  # fmt: skip
 #: Classes that are run, as their errors occur only on several ranks or with a setting.

@@ -177,7 +177,7 @@ def test_resume_skips_the_batches_of_an_epoch_that_were_used():
         batch_size = 2
 
         def build(self):
-            kind = SimpleNamespace(type=SimpleNamespace(dtype="int64"))
+            kind = SimpleNamespace(type=SimpleNamespace(dtype="int64", ndim=1))
             self.inputs, self.params = [kind], []
 
         def load(self):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from launch_models import masks
 from launch_runs import read_json_lines, run
+from library import shared, tensor
 from loading_sources import Damaged
 from paths import SUPPORT
 
@@ -95,26 +96,77 @@ def test_model_learning_rate_of_0_changes_nothing(tmp_path):
     np.testing.assert_allclose(second, first, rtol=1e-12)
 
 
-def test_model_base_class_refuses_wrong_arrays():
+#: Training and validation data of 30 rows.
+DATA = (np.zeros((30, 3)), np.zeros(30)), ()
+
+
+def _make(*, data=DATA, batch_size=5, **attributes):
+    """Make an instance of a model whose `build` sets attributes."""
     from synkhronos.launcher import Model
 
-    class Uneven(Model):
-        def load(self):
-            return [np.zeros(3), np.zeros(4)], []
+    members = {"batch_size": batch_size, "load": lambda self: data, "build": lambda self: vars(self).update(attributes)}
+    return type("Line", (Model,), members)({"rank": 0, "size": 2, "seed": 0})
 
-    class TooFew(Model):
-        def load(self):
-            return [np.zeros(30)], []
 
-    config = {"rank": 0, "size": 2, "seed": 0}
-    with pytest.raises(ValueError, match=r"load\(\): training arrays have \[3, 4\] rows"):
-        Uneven(config)
-    with pytest.raises(
-        ValueError, match="batch_size: expected at most 15, as 30 rows are shared out among 2 ranks, got 100"
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": ((np.zeros(3), np.zeros(4)), ())}, r"load\(\): training arrays have \[3, 4\] rows"),
+        ({"data": [np.zeros((9, 2)), np.zeros(9)]}, r"load\(\): training data: expected a list of arrays, or a Loader"),
+        ({"data": None}, r"load\(\): expected training and validation arrays, got None"),
+        ({"batch_size": 16}, "batch_size: expected an integer from 1 to 15, as 2 ranks share 30 rows, got 16"),
+        ({"params": []}, r"build\(\): expected it to set the list inputs, got None"),
+        ({"inputs": [], "params": [], "tested": 1}, "tested: expected .* present name, val_outputs"),
+        ({"inputs": [], "params": [], "trained": 1}, "trained: expected .* present name, trainable_params"),
+    ],
+)
+def test_model_refuses_wrong_data_and_attributes(arguments, message):
+    from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
+
+    with pytest.raises(ModelInterfaceError, match=rf"^Line\.{message}"):
+        _make(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"loss": None}, r"\.build\(\): loss: expected a symbolic scalar, such as errors.mean\(\), got None"),
+        ({"loss": "errors"}, r"\.build\(\): loss: expected a symbolic scalar.* got .* of "),
+        ({"inputs": "x"}, r"\.build\(\): inputs lacks 'y', which the loss depends on"),
+        ({"inputs": "xn"}, r"\.build\(\): inputs: expected variables, got 3"),
+        ({"params": [3]}, r": missing or invalid:\n  attribute params\[0\]: expected a shared variable, got 3"),
+        ({"updates": lambda *_: None}, r"updates\(\): expected the result of an update rule, got None"),
+    ],
+)
+def test_model_refuses_a_wrong_graph(attributes, message):
+    from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
+
+    x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(3), name="w")
+    errors = (tensor.dot(x, w) - y) ** 2
+    variables = {"x": x, "y": y, "n": 3, "errors": errors, "mean": errors.mean(), None: None}
+    plain = {"inputs": "xy", "params": [w], "loss": "mean", **attributes}
+    plain |= {"inputs": [variables[name] for name in plain["inputs"]], "loss": variables[plain["loss"]]}
+    with pytest.raises(ModelInterfaceError, match=message):
+        _make(**plain).compile_iter_fns()
+
+
+def test_model_refuses_batches_that_do_not_fit_its_inputs():
+    from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
+
+    matrix = SimpleNamespace(name="x", type=SimpleNamespace(dtype="float64", ndim=2))
+    for inputs, message in (
+        ([matrix], "Line: expected an array for each of inputs, 1, from load.* got 2"),
+        ([matrix, matrix], r"Line, data of 'x': expected 2 dimensions, got shape \(5,\)"),
     ):
-        TooFew(config)
-    with pytest.raises(NotImplementedError, match=r"Model.load\(\)"):
-        Model(config)
+        with pytest.raises(ModelInterfaceError, match=message):
+            _make(inputs=inputs, params=[]).next_batch(ModelRecorder(0))
+
+
+def test_model_lacks_methods_of_its_subclasses():
+    from synkhronos.launcher import Model
+
+    with pytest.raises(TypeError, match=r"Model lacks the method load\(\)"):
+        Model({"rank": 0, "size": 2, "seed": 0})
 
 
 def test_recorder_times_each_epoch_alone():
@@ -141,13 +193,14 @@ def test_model_names_a_nan_row():
     recorder.write_line()
     run = SimpleNamespace(
         context=SimpleNamespace(size=1), recorder=recorder, totals=[recorder.meter.get_totals(0.1)],
-        _training_ended_at=recorder.epoch_began + 1, n_reports=1, model=SimpleNamespace(train_data=[np.arange(5), rows]),
+        _training_ended_at=recorder.epoch_began + 1, n_reports=1,
+        model=_make(data=([np.arange(5), rows], []), batch_size=1, inputs=[], params=[]),
     )  # fmt: skip
     with pytest.raises(
         FloatingPointError, match=r"the cost is nan in epoch 2: row 3 of load\(\)'s training array 1 has inf"
     ):
         ModelEpochLoop.make_report(run)
-    run.model = SimpleNamespace(train_data="a class of somebody's")
+    run.model = SimpleNamespace(data="a class of somebody's")
     with pytest.raises(FloatingPointError, match="the cost is nan in epoch 2: nothing of it was saved"):
         ModelEpochLoop.make_report(run)
 
@@ -160,8 +213,8 @@ def test_model_trains_when_a_loader_skips_batches():
         batch_size = 2
 
         def build(self):
-            kind = SimpleNamespace(type=SimpleNamespace(dtype="int64"))
-            self.inputs, self.params = [kind, kind], []
+            self.inputs = [SimpleNamespace(type=SimpleNamespace(dtype="int64", ndim=ndim)) for ndim in (4, 1)]
+            self.params = []
             self.val_fn = lambda pictures, numbers: [numbers.mean()]
 
         def load(self):

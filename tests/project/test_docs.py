@@ -293,7 +293,7 @@ def list_public_names(kind):
 #: Internal attributes with public names, as the packages training and launch share the training loop.
 UNDOCUMENTED = {
     "Checkpoint": {"check_no_newer"},
-    "Model": {"next_batch", "prepare", "train_data", "train_fn", "val_data", "val_fn"},
+    "Model": {"next_batch", "prepare", "train_fn", "val_fn"},
     "Recorder": {"write_rank_record"},
     "Report": {"to_record"},
     "TrainFunction": {"get_state_vector", "set_state_vector", "take_weighted_steps"},

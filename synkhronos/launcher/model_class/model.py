@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from synkhronos.casts import cast
-from synkhronos.checks import check_at_least, describe, format_similar
-from synkhronos.data.rows import get_share
+from synkhronos.checks import describe, format_similar
 from synkhronos.devices import get_array_device
 from synkhronos.function.rank_mean import count_rank_means
-from synkhronos.graph_libraries import get_library
+from synkhronos.graph_libraries import get_library, is_variable
 from synkhronos.launcher.configuration.settings import MODEL_OPTIONS, check_model_options
-from synkhronos.loading import Loader
+from synkhronos.launcher.model_class.model_data import ModelData
+from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, check_interface, shorten_repr
 from synkhronos.training import updates
 from synkhronos.training.train_function.extra_updates import append_averaged_updates
 from synkhronos.training.train_function.step_options import StepOptions
@@ -31,18 +31,10 @@ from synkhronos.training.updates.sharded_updates import ShardedUpdates, ShardedV
 from synkhronos.variable_types import SharedVariable
 
 
-def _count_rows(data: Any) -> int:
-    """Return the number of rows."""
-    return len(data) if isinstance(data, Loader) else len(data[0]) if data else 0
-
-
-def _copy_batches(batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[tuple[np.ndarray, ...]]:
-    """Copy a loader's batches: on the CPU XLA may read an input when the loader already overwrites it."""
-    return (tuple(np.array(array) for array in batch) for batch in batches)
-
-
 def _to_update_dict(updates: Any) -> dict[Any, Any]:
     """Return the updates of Lasagne's or this library's rules as a dict."""
+    if not isinstance(updates, Mapping | list | tuple):
+        raise ModelInterfaceError(f"updates(): expected the result of an update rule, got {shorten_repr(updates)}")
     return build_local_updates(updates) if isinstance(updates, RuleUpdates) else dict(updates)
 
 
@@ -50,6 +42,10 @@ def _snapshot_value(shared: SharedVariable) -> Any:
     """Return a snapshot of a variable's value; on a GPU it may not be computed yet."""
     value = get_library(shared).borrow_value(shared)
     return get_array_device(value).snapshot(value)
+
+
+#: Present names of attributes that were renamed.
+_RENAMED_ATTRIBUTES = {"tested": "val_outputs", "trained": "trainable_params", "shown": "step_outputs"}
 
 
 class Model:
@@ -141,7 +137,6 @@ class Model:
         self.config = config
         self.rank, self.size, self.seed = config["rank"], config["size"], config["seed"]
         self.epoch = 0
-        check_at_least(self.batch_size, "batch_size", 1)
         self.ema_params: list[Any] | None = None
         self.has_rank_means = False
         self.sharded_variables: dict[Any, ShardedVariable] = {}
@@ -149,37 +144,25 @@ class Model:
         self.gathers_gradient = self.has_new_shards = False
         self.vels: list[Any] = []
         self.vels2 = self.vels
-        self.train_data, self.val_data = (data if isinstance(data, Loader) else list(data) for data in self.load())
-        for name, arrays in (("training", self.train_data), ("validation", self.val_data)):
-            if not isinstance(arrays, Loader) and len({len(array) for array in arrays}) > 1:
-                raise ValueError(f"load(): {name} arrays have {[len(array) for array in arrays]} rows")
-        n_train, n_val = _count_rows(self.train_data), _count_rows(self.val_data)
-        rows = n_train // self.size
-        if rows < self.batch_size:
-            raise ValueError(
-                f"batch_size: expected at most {rows}, as {n_train} rows are shared out among "
-                f"{self.size} ranks, got {self.batch_size}"
-            )
-        if isinstance(self.val_data, Loader):
-            n_batch_val = len(range(self.rank * self.batch_size, n_val, self.size * self.batch_size))
-        else:
-            val_rows = get_share(n_val, self.size, self.rank)
-            self._val_arrays = [array[val_rows] for array in self.val_data]
-            n_batch_val = -(-len(range(n_val)[val_rows]) // self.batch_size)
-        self.data = SimpleNamespace(n_batch_train=rows // self.batch_size, n_batch_val=n_batch_val)
-        self._batches_epoch = -1
-        self._val_batches: Iterator[tuple[np.ndarray, ...]] | None = None
+        name = type(self).__name__
+        self.data = ModelData(self.load(), name, self.batch_size, self.rank, self.size, self.seed)
         self.build()
+        for attribute in ("inputs", "params"):
+            if not isinstance(value := getattr(self, attribute, None), list | tuple):
+                raise ModelInterfaceError(f"{name}.build(): expected it to set the list {attribute}, got {value!r}")
+        for old, new in _RENAMED_ATTRIBUTES.items():
+            if hasattr(self, old):
+                raise ModelInterfaceError(f"{name}.{old}: expected the attribute under its present name, {new}")
         self.trainable_params = list(self.params)
         self.params = [*self.trainable_params, *self.averages]
 
     def build(self) -> None:
         """Set `inputs`, `params`, `loss`, and optionally `error`, `weight`, `val_outputs` and `averages`."""
-        raise NotImplementedError(f"{type(self).__name__}.build()")
+        raise ModelInterfaceError(f"{type(self).__name__} lacks the method build(), which sets inputs, params and loss")
 
     def load(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the training and the validation arrays, in the order of ``inputs``; the latter may be empty."""
-        raise NotImplementedError(f"{type(self).__name__}.load()")
+        raise ModelInterfaceError(f"{type(self).__name__} lacks the method load(), which returns the data")
 
     def prepare(self, arrays: list[Any], training: bool) -> list[Any]:
         """Preprocess or augment a batch, such as by random crops; by default it is unchanged."""
@@ -221,6 +204,7 @@ class Model:
         With the sync type "cdd", or options of the step, it is compiled in two parts: `train_iter` computes the
         gradient, and `apply_gradients` updates the parameters.
         """
+        self._check_graph()
         library = get_library(self.loss)
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
         outputs = [self.loss] if self.error is None else [self.loss, self.error]
@@ -259,6 +243,26 @@ class Model:
         if self.validate_ema:
             validation_outputs = replace_params(validation_outputs, self.trainable_params, self.ema_params)
         self.val_fn = library.function(list(self.inputs), validation_outputs)
+
+    def _check_graph(self) -> None:
+        """Raise ModelInterfaceError unless `build` has set the variables that a step is compiled from."""
+        name = type(self).__name__
+        check_interface(self, name)
+        for x in self.inputs:
+            if not is_variable(x):
+                raise ModelInterfaceError(f"{name}.build(): inputs: expected variables, got {shorten_repr(x)}")
+        for attribute in ("loss", "error", "weight"):
+            value: Any = getattr(self, attribute, None)
+            if is_variable(value) and value.type.ndim == 0 or value is None and attribute != "loss":
+                continue
+            got = f"{value!r} of {value.type}" if is_variable(value) else shorten_repr(value)
+            raise ModelInterfaceError(
+                f"{name}.build(): {attribute}: expected a symbolic scalar, such as errors.mean(), got {got}"
+            )
+        library = get_library(self.loss)
+        for leaf in (v for node in library.sort_nodes([self.loss]) for v in node.inputs if v.owner is None):
+            if not (library.is_shared(leaf) or library.is_constant(leaf) or any(leaf is x for x in self.inputs)):
+                raise ModelInterfaceError(f"{name}.build(): inputs lacks {describe(leaf)}, which the loss depends on")
 
     def _compile_update(self, library: Any) -> dict[Any, Any]:
         """Compile the update of the parameters from the gradient's vector; return the updates of the gradient."""
@@ -365,56 +369,22 @@ class Model:
     def next_batch(self, recorder: Any) -> list[np.ndarray]:
         """Return the next batch of this rank; each epoch has another order.  The time is recorded as "wait"."""
         recorder.start()
-        if self._batches_epoch != self.epoch:
-            self._batches, self._batches_epoch = self._iterate_epoch(), self.epoch
-        arrays = next(self._batches, None)
-        if arrays is None:  # the loader has skipped batches of which it could read no row
-            self._batches = self._iterate_epoch()
-            arrays = next(self._batches)
-        batch = self._prepare_batch(arrays, True)
+        batch = self._prepare_batch(self.data.take_training_batch(self.epoch), True)
         recorder.end("wait")
         return batch
 
     def skip_iter(self, count: int) -> None:
         """Skip the first batches of this rank in the epoch, to resume after them."""
-        self._batches, self._batches_epoch = self._iterate_epoch(), self.epoch
-        for _ in range(count):
-            if next(self._batches, None) is None:
-                self._batches = self._iterate_epoch()
-                next(self._batches)
-
-    def _iterate_epoch(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield this rank's batches of the epoch."""
-        if isinstance(self.train_data, Loader):
-            yield from _copy_batches(
-                self.train_data.arrays(
-                    self.epoch, self.batch_size, self.seed, drop_last=True, rank=self.rank, size=self.size
-                )
-            )
-            return
-        order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.train_data[0]))
-        rows = order[self.rank :: self.size]
-        for start in range(0, len(rows), self.batch_size):
-            yield tuple(array[rows[start : start + self.batch_size]] for array in self.train_data)
-
-    def _iterate_validation(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield this rank's batches of the validation data."""
-        if isinstance(self.val_data, Loader):
-            yield from _copy_batches(self.val_data.arrays(0, self.batch_size, rank=self.rank, size=self.size))
-            return
-        for start in range(0, len(self._val_arrays[0]), self.batch_size):
-            yield tuple(array[start : start + self.batch_size] for array in self._val_arrays)
+        self.data.skip_training_batches(self.epoch, count)
 
     def reset_iter(self, mode: str) -> None:
         """Restart the validation data, if ``mode`` is "val"."""
         if mode == "val":
-            self._val_batches = None
+            self.data.restart_validation()
 
     def val_iter(self, count: int, recorder: Any) -> None:
         """Validate the next batch of this rank."""
-        if self._val_batches is None:
-            self._val_batches = self._iterate_validation()
-        arrays = next(self._val_batches, None)
+        arrays = self.data.take_validation_batch()
         if arrays is not None:  # None if the loader has skipped a batch
             batch = self._prepare_batch(arrays, False)
             values = list(self.val_fn(*batch))
@@ -426,10 +396,23 @@ class Model:
 
     def cleanup(self) -> None:
         """Close the loaders, if the data has any."""
-        for data in (self.train_data, self.val_data):
-            if isinstance(data, Loader):
-                data.close()
+        self.data.close()
 
     def _prepare_batch(self, arrays: Sequence[Any], training: bool) -> list[np.ndarray]:
-        prepared = self.prepare(list(arrays), training)
-        return [cast(array, x.type.dtype, describe(x)) for array, x in zip(prepared, self.inputs, strict=True)]
+        prepared, name = self.prepare(list(arrays), training), type(self).__name__
+        if len(prepared) != len(self.inputs):
+            raise ModelInterfaceError(
+                f"{name}: expected an array for each of inputs, {len(self.inputs)}, from load() or prepare(), got "
+                f"{len(prepared)}"
+            )
+        batch = []
+        for array, x in zip(prepared, self.inputs, strict=True):
+            try:
+                batch.append(cast(array, x.type.dtype, describe(x)))
+            except TypeError as error:
+                raise ModelInterfaceError(f"{name}, data of {error}") from None
+            if batch[-1].ndim != x.type.ndim:
+                raise ModelInterfaceError(
+                    f"{name}, data of {describe(x)}: expected {x.type.ndim} dimensions, got shape {batch[-1].shape}"
+                )
+        return batch

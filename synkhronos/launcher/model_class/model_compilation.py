@@ -32,14 +32,17 @@ def _compile_functions(model: Any, sync_type: str) -> None:
 def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -> None:
     """Set the options of a `synkhronos.launcher.Model`'s step.
 
-    They override attributes of the class, whose ``name`` is for errors.  Raise ModelInterfaceError if the class is not
-    a `Model`, or the rule does not exchange gradients in their own precision.
+    They override attributes of the class, whose ``name`` is for errors.  Raise ModelInterfaceError if an option is
+    wrong, the class is not a `Model`, or the rule does not exchange gradients in their own precision.
     """
     if not isinstance(model, Model):
         if options:
             raise ModelInterfaceError(f"model_options: {name} lacks:\n  the base class synkhronos.launcher.Model")
         return
-    model.set_options(options)
+    try:
+        model.set_options(options)
+    except (TypeError, ValueError) as error:
+        raise ModelInterfaceError(f"{name}: {error}") from None
     for option in model.step_options:
         if not isinstance(rule, BSP):
             raise ModelInterfaceError(f"{option}: needs the exchange rule BSP, got {rule!r}")

@@ -77,8 +77,8 @@ def check_interface(model: Any, name: str) -> None:
 
 
 def shorten_repr(value: object) -> str:
-    """Return the ``repr`` of a value, cut to 60 characters, for an error message."""
-    text = repr(value)
+    """Return the ``repr`` of a value on one line, cut to 60 characters, for an error message."""
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -137,6 +137,17 @@ def call_optional(model: Any, name: str, *arguments: Any, **keywords: Any) -> No
     method = getattr(model, name, None)
     if callable(method):
         call_by_signature(method, *arguments, **keywords)
+
+
+def get_n_epochs(model: Any, settings: Settings) -> int:
+    """Return the number of epochs from the settings, or else from the model; raise ModelInterfaceError without any."""
+    epochs = settings.epochs if settings.epochs is not None else getattr(model, "n_epochs", None)
+    if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
+        raise ModelInterfaceError(
+            f"{settings.modelclass}: missing or invalid:\n  attribute n_epochs: expected a number of epochs, got "
+            f"{epochs!r}; or give --set epochs=N"
+        )
+    return int(epochs)
 
 
 def get_steps_per_batch(model: Any) -> int:

@@ -12,11 +12,13 @@ import numpy as np
 from synkhronos.devices import get_array_device
 from synkhronos.graph_libraries import get_library
 from synkhronos.launcher.model_class.model import Model
+from synkhronos.launcher.model_class.model_data import ModelData
 from synkhronos.launcher.model_class.model_interface import (
     ModelInterfaceError,
     call_by_signature,
     call_optional,
     get_learning_rate,
+    get_n_epochs,
     get_steps_per_batch,
     parse_val_iter_result,
     use_model_precision,
@@ -50,7 +52,7 @@ class ModelEpochLoop(EpochLoop):
         settings = state.settings
         self.state, self.recorder = state, state.recorder
         self.context, self.settings, self.model = state.context, settings, state.model
-        self.n_epochs = _choose_n_epochs(state)
+        self.n_epochs = get_n_epochs(state.model, settings)
         self.patience, self.saves_best = settings.patience, settings.keep_best is not None
         self.checkpoint_every = settings.checkpoint
         step_variables = self.model.vels if isinstance(state.rule, GradientSumRule) else state.variables.exchanged
@@ -189,8 +191,8 @@ class ModelEpochLoop(EpochLoop):
         elapsed = self._training_ended_at - self.recorder.epoch_began
         report = make_report(self.totals, epoch, seen, f"{n_ranks} x {self.recorder.rows_per_step}", elapsed)
         if any(total.weight_sum for total in self.totals) and not math.isfinite(report.loss):
-            data = getattr(self.model, "train_data", None)  # an attribute of `Model`
-            arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []
+            data = self.model.data.training if isinstance(self.model.data, ModelData) else ()
+            arrays = data if isinstance(data, list) else ()
             row_description = describe_nonfinite(
                 {f"load()'s training array {i}": array for i, array in enumerate(arrays)}
             )
@@ -293,14 +295,3 @@ class ModelEpochLoop(EpochLoop):
             self.state.restore(str(best))
             self.state.set_params_to_consensus()
             self._save_params("best.npz")
-
-
-def _choose_n_epochs(state: ModelState) -> int:
-    """Return the number of epochs from the settings, or else from the model; raise ModelInterfaceError without any."""
-    epochs = state.settings.epochs if state.settings.epochs is not None else getattr(state.model, "n_epochs", None)
-    if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
-        raise ModelInterfaceError(
-            f"{state.settings.modelclass}: missing or invalid:\n  attribute n_epochs: expected a number of epochs, got "
-            f"{epochs!r}; or give --set epochs=N"
-        )
-    return int(epochs)
