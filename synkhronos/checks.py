@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.metadata
+import inspect
 import math
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def format_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
@@ -28,6 +32,30 @@ def format_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """
     similar = difflib.get_close_matches(name, names, cutoff=cutoff)
     return f"; similar: {', '.join(similar)}" if similar else ""
+
+
+def suggest_keywords(function: Function) -> Function:
+    """Decorate a function such that its error for an unknown keyword names similar ones.
+
+    Examples
+    --------
+    >>> @suggest_keywords
+    ... def draw(colour="red"): ...
+    >>> draw(color="blue")
+    Traceback (most recent call last):
+    TypeError: color: unknown argument of draw(); similar: colour
+    """
+    names = inspect.signature(function).parameters
+    title = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in names:
+                raise TypeError(f"{name}: unknown argument of {title}(){format_similar(name, names)}")
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def check_integer(value: Any, name: str, expected: str = "an integer") -> int:

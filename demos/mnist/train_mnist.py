@@ -157,7 +157,7 @@ def train_on_all_ranks(digits: mnist.Digits, options: argparse.Namespace) -> Run
         learning_rate=options.learning_rate,
     )
     # "mean" weights each rank and slice by its rows: exact for any number of images.
-    error = synk.function([model.x, model.y], (model.error, "mean"))
+    error = synk.function([model.x, model.y], (model.error, "mean"), name="classification_error")
     synk.distribute()
     parts = [(synk.data(part.images, model.x), synk.data(part.labels, model.y)) for part in digits]
 

@@ -57,7 +57,9 @@ class ParallelTrainer:
             learning_rate=options.learning_rate,
         )
         self._evaluate = synk.function(
-            [network.x, network.y], [(network.test_loss, "mean"), (network.test_error, "mean")]
+            [network.x, network.y],
+            [(network.test_loss, "mean"), (network.test_error, "mean")],
+            name="test_loss_and_error",
         )
         synk.distribute()
 

@@ -47,7 +47,7 @@ def assign_cores(
     return cores, f"each rank has a share of the {len(allowed_cores)} cores"
 
 
-def find_gpu_cores(devices: Sequence[str], pci_folder: Path = _PCI_FOLDER) -> dict[str, list[int]]:
+def find_gpu_cores(devices: Sequence[str]) -> dict[str, list[int]]:
     """Find the cores next to each GPU, by its name; GPUs whose cores are unknown have no entry."""
     try:
         import pynvml
@@ -56,9 +56,7 @@ def find_gpu_cores(devices: Sequence[str], pci_folder: Path = _PCI_FOLDER) -> di
         cores_by_device = {}
         for device in {name for name in devices if name != "cpu"}:
             address = pynvml.nvmlDeviceGetPciInfo(get_nvml_handle(int(device.removeprefix("cuda")))).busId
-            cores_by_device[device] = find_pci_device_cores(
-                address.decode() if isinstance(address, bytes) else address, pci_folder
-            )
+            cores_by_device[device] = find_pci_device_cores(address.decode() if isinstance(address, bytes) else address)
     except Exception:  # a package, a library or the driver is missing
         return {}
     return {device: cores for device, cores in cores_by_device.items() if cores}
@@ -72,11 +70,11 @@ def get_nvml_handle(cuda_index: int) -> Any:
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{Device(cuda_index).uuid}".encode())
 
 
-def find_pci_device_cores(address: str, pci_folder: Path = _PCI_FOLDER) -> list[int]:
+def find_pci_device_cores(address: str) -> list[int]:
     """Find the cores next to a PCI device; none if Linux does not list them."""
     domain, _, bus_address = address.lower().partition(":")
     try:
-        return parse_cores((pci_folder / f"{domain[-4:]}:{bus_address}" / "local_cpulist").read_text())
+        return parse_cores((_PCI_FOLDER / f"{domain[-4:]}:{bus_address}" / "local_cpulist").read_text())
     except (OSError, ValueError):
         return []
 

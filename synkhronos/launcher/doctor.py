@@ -55,7 +55,7 @@ def make_report() -> str:
     "Ready".  "Optional" has the features that need a package.
     """
     installed = {module for module in _PACKAGES if find_spec(module) is not None}
-    gpus = get_n_gpu()
+    n_gpus = get_n_gpu()
     facts = {
         "Python": f"{platform.python_version()}, {sys.executable}",
         "cores": f"{count_available_cores()} for this process, {os.cpu_count()} in all",
@@ -64,28 +64,28 @@ def make_report() -> str:
     for module, package in _PACKAGES.items():
         if module in installed:
             facts[package] = list_versions([package]).get(package, "unknown version")
-    facts["GPUs"] = str(gpus)
+    facts["GPUs"] = str(n_gpus or "none")
     width = max(map(len, facts))
     lines = [f"{name:{width}}  {fact}" for name, fact in facts.items()]
-    if gpus:
+    if n_gpus:
         with contextlib.suppress(Exception):  # NVML's functions fail on some drivers
-            lines += _describe_gpus(gpus)
-    steps = _list_required_steps(installed, gpus)
-    lines += ["", "Do first"] if steps else ["", f"Ready: {_describe_ranks(installed, gpus)}"]
+            lines += _describe_gpus(n_gpus)
+    steps = _list_required_steps(installed, n_gpus)
+    lines += ["", "Do first"] if steps else ["", f"Ready: {_describe_ranks(installed, n_gpus)}"]
     lines += [f"  {i}. {step}" for i, step in enumerate(steps, 1)]
     if optional := _list_optional_steps(installed):
         lines += ["", "Optional", *(f"  {step}" for step in optional)]
     return "\n".join(lines) + "\n"
 
 
-def _describe_ranks(installed: set[str], gpus: int) -> str:
+def _describe_ranks(installed: set[str], n_gpus: int) -> str:
     library = "PyTensor" if "pytensor" in installed else "Theano"
-    devices, n_ranks = ("GPUs", gpus) if gpus else ("cores", count_available_cores())
+    devices, n_ranks = ("GPUs", n_gpus) if n_gpus else ("cores", count_available_cores())
     ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
     return f"{library}'s functions run on the {devices}; synkhronos.fork() starts {ranks}"
 
 
-def _list_required_steps(installed: set[str], gpus: int) -> list[str]:
+def _list_required_steps(installed: set[str], n_gpus: int) -> list[str]:
     """Return the steps that ranks need, the most important first."""
     steps = []
     libraries = installed & {"pytensor", "theano"}
@@ -94,7 +94,7 @@ def _list_required_steps(installed: set[str], gpus: int) -> list[str]:
     if "theano" in installed and shutil.which("g++") is None:
         steps.append("install g++, with which Theano compiles functions: apt-get install g++")
     for device in list_gpu_devices():
-        if gpus and device.gpu_library in installed and (lacking := device.list_missing_requirements()):
+        if n_gpus and device.gpu_library in installed and (lacking := device.list_missing_requirements()):
             steps.append(f"make the GPUs usable, which needs {', '.join(lacking)}: {device.install_hint}")
     return steps
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos.casts import as_numbers, cast, check_cast
-from synkhronos.checks import check_at_least, check_flag, check_number
+from synkhronos.checks import check_at_least, check_flag, check_number, suggest_keywords
 
 
 def make_row_generator(seed: int, epoch: int, row_number: int) -> np.random.Generator:
@@ -55,6 +55,7 @@ class CropMirror:
     ([[4.0, 5.0], [8.0, 9.0]], 3)
     """
 
+    @suggest_keywords
     def __init__(
         self,
         crop: int | None = None,

@@ -4,7 +4,7 @@ A `Loader` owns at most one pool of loader processes, with their ring.  Three in
 
     Loader.epoch    the master takes batches of Data rows, and scatters them by function calls   1 consumer
     Loader.arrays   a single process takes batches as NumPy arrays                               1 consumer
-    Feed            the trainer, or each rank, takes rows by position in the epoch               1 or n consumers
+    LoaderRows      the trainer, or each rank, takes rows by position in the epoch               1 or n consumers
 
 The first batch starts the pool.  After an epoch the pool continues with the next one.  It restarts from another
 position if the requested batch is not the next one.
@@ -26,7 +26,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.checks import check_at_least, check_choice, check_flag, check_index, describe
+from synkhronos.checks import check_at_least, check_choice, check_flag, check_index, describe, suggest_keywords
 from synkhronos.data import Data
 from synkhronos.data.data_access import create_with_file
 from synkhronos.devices import Selection
@@ -106,6 +106,7 @@ class Loader:
     >>> synk.close()
     """
 
+    @suggest_keywords
     def __init__(
         self,
         source: SourceArgument,
@@ -361,10 +362,10 @@ class Loader:
             pool.close()
 
 
-class Feed:
+class LoaderRows:
     """Access to a loader's rows by their positions in an epoch, for the trainer or for each rank.
 
-    A feed may be an argument of `synkhronos.run`.  Then each rank calls `open` with its number.  ``data`` are the
+    The object may be an argument of `synkhronos.run`.  Then each rank calls `open` with its number.  ``data`` are the
     ring's arrays, one for each array of a row.  A consumer may hold at most ``max_steps_per_launch`` units at a time.
     """
 
@@ -390,8 +391,8 @@ class Feed:
         """Whether the loader processes have ended, and only rows that they have read before are left."""
         return not self._pids
 
-    def is_ready(self, start: int, stop: int) -> bool:
-        """Whether the rows at positions ``start`` to ``stop`` are loaded."""
+    def is_loaded(self, stop: int) -> bool:
+        """Whether the rows up to position ``stop`` are loaded."""
         return self._ring.is_filled(self.find_unit(stop) - 1)
 
     def wait_for_row_indexes(self, start: int, stop: int, on_poll: Callable[[], None] | None = None) -> Selection:
@@ -418,18 +419,18 @@ def set_row_dtypes(loader: Loader, variables: Sequence[Variable]) -> None:
     loader._set_dtypes(variables)
 
 
-def open_feed(loader: Loader, epoch: int, position: int, unit_rows: int, seed: int, n_consumers: int) -> Feed:
-    """Open a feed of an epoch's rows from a position on; start the loader's pool, or its plan, if necessary."""
+def open_rows(loader: Loader, epoch: int, position: int, unit_rows: int, seed: int, n_consumers: int) -> LoaderRows:
+    """Open an epoch's rows from a position on; start the loader's pool, or its plan, if necessary."""
     plan = ReadPlan(epoch, position, seed)
     layout = RingLayout(n_consumers, loader.processes, loader.depth * n_consumers, unit_rows)
     pool, unit = loader._prepare_pool(plan, layout, True)
     loader._position = None  # until `record_position` is called
-    return Feed(pool, unit, plan, len(loader))
+    return LoaderRows(pool, unit, plan, len(loader))
 
 
-def record_position(loader: Loader, feed: Feed, position: int) -> None:
-    """Record that the rows of a feed before a position are freed; the loader's pool continues there."""
-    unit, plan = feed.find_unit(position), feed.plan._replace(position=position)
+def record_position(loader: Loader, rows: LoaderRows, position: int) -> None:
+    """Record that the rows before a position are freed; the loader's pool continues there."""
+    unit, plan = rows.find_unit(position), rows.plan._replace(position=position)
     loader._position = (plan.advance_epoch() if position == len(loader) else plan), unit
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos.casts import cast, check_dense
-from synkhronos.checks import check_at_least, check_choice, import_package
+from synkhronos.checks import check_at_least, check_choice, import_package, suggest_keywords
 from synkhronos.data import Data
 
 #: Maximal number of open files of one array, in each process.
@@ -283,6 +283,7 @@ class Images:
         loader = Loader(Images(["cat.jpg", "dog.jpg"], size=224, labels=[0, 1], folder="photos"))
     """
 
+    @suggest_keywords
     def __init__(
         self,
         files: Sequence[str | os.PathLike[str]],

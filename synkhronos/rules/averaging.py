@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from synkhronos.checks import check_choice
+from synkhronos.checks import check_choice, suggest_keywords
 from synkhronos.programs import RankContext
 from synkhronos.rules.rule import Rule, check_period
 from synkhronos.rules.state import State
@@ -40,6 +40,7 @@ class BSP(Rule):
     BSP(average='params', precision='float32')
     """
 
+    @suggest_keywords
     def __init__(
         self,
         average: Literal["gradient", "params"] = "gradient",
@@ -85,6 +86,7 @@ class LocalSGD(Rule):
     LocalSGD(period=20, state='average')
     """
 
+    @suggest_keywords
     def __init__(
         self,
         period: int | Callable[[int], int] = 10,
@@ -118,6 +120,7 @@ class PostLocal(LocalSGD):
         See `LocalSGD`.
     """
 
+    @suggest_keywords
     def __init__(
         self,
         period: int | Callable[[int], int] = 10,

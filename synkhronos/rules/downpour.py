@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import check_flag
+from synkhronos.checks import check_flag, suggest_keywords
 from synkhronos.devices import get_array_device
 from synkhronos.programs import RankContext
 from synkhronos.rules.elastic import CENTRE_LOCK, CentreRule, read_centre
@@ -40,6 +40,7 @@ class Downpour(CentreRule):
     Downpour(push=2, fetch=4, asynchronous=True)
     """
 
+    @suggest_keywords
     def __init__(
         self,
         push: int = 1,
@@ -164,5 +165,6 @@ class ASGD(Downpour):
         See `Rule`.
     """
 
+    @suggest_keywords
     def __init__(self, period: int = 1, exclude: Callable[[SharedVariable], bool] | None = None):
         super().__init__(period, period, True, exclude)

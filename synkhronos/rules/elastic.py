@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import check_flag
+from synkhronos.checks import check_flag, suggest_keywords
 from synkhronos.devices import NUMPY, get_array_device
 from synkhronos.programs import RankContext
 from synkhronos.rules.rule import Rule, SharedArrays, check_fraction, check_momentum
@@ -63,6 +63,7 @@ class EASGD(CentreRule):
     EASGD(beta=0.9, period=4, alpha=0.5, asynchronous=True)
     """
 
+    @suggest_keywords
     def __init__(
         self,
         beta: float = 0.9,
@@ -150,6 +151,7 @@ class EAMSGD(EASGD):
         δ, the momentum of ``nesterov_momentum``, in [0, 1).
     """
 
+    @suggest_keywords
     def __init__(
         self,
         beta: float = 0.9,

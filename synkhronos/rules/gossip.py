@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import check_at_least
+from synkhronos.checks import check_at_least, suggest_keywords
 from synkhronos.devices import get_array_device
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank_lock
@@ -44,6 +44,7 @@ class GoSGD(Rule):
 
     asynchronous = True
 
+    @suggest_keywords
     def __init__(
         self, probability: float = 0.01, seed: int = 0, exclude: Callable[[SharedVariable], bool] | None = None
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from synkhronos.checks import check_flag, check_positive
+from synkhronos.checks import check_flag, check_positive, suggest_keywords
 from synkhronos.programs import RankContext
 from synkhronos.rules.rule import Rule, check_momentum
 from synkhronos.rules.state import State
@@ -62,6 +62,7 @@ class SlowMo(_OuterOptimizerRule):
     SlowMo(period=12, lr=1.0, momentum=0.7)
     """
 
+    @suggest_keywords
     def __init__(
         self,
         period: int | Callable[[int], int] = 12,
@@ -105,6 +106,7 @@ class DiLoCo(_OuterOptimizerRule):
     DiLoCo(period=100, lr=0.7, momentum=0.9, nesterov=True)
     """
 
+    @suggest_keywords
     def __init__(
         self,
         period: int | Callable[[int], int] = 500,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import check_at_least, check_flag
+from synkhronos.checks import check_at_least, check_flag, suggest_keywords
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank_lock
 from synkhronos.rules.rule import Rule, SharedArrays
@@ -38,6 +38,7 @@ class Swap(Rule):
     Swap(period=50, replace=False, seed=3)
     """
 
+    @suggest_keywords
     def __init__(
         self,
         period: int | Callable[[int], int] = 100,

@@ -17,7 +17,7 @@ from synkhronos.devices import Communicator, Device
 from synkhronos.engines.engine import Engine, Runner
 from synkhronos.function.call import Call
 from synkhronos.function.computation import Computation
-from synkhronos.loading.loader import Feed
+from synkhronos.loading.loader import LoaderRows
 from synkhronos.ranks import Command, Rank
 from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.control_memory import AWAITS_COMMAND, AWAITS_COMPLETION, ControlMemory
@@ -76,7 +76,7 @@ register_traced_method(Computation, "_compile", "compile", "compile")
 register_traced_method(Device, "stage_input", "copy", "copy rows")
 register_traced_method(Runner, "__call__", "launch", "launch")
 register_traced_method(Engine, "fetch_outputs", "copy", "fetch outputs")
-register_traced_method(Feed, "wait_for_row_indexes", "load", "wait for the loader")
+register_traced_method(LoaderRows, "wait_for_row_indexes", "load", "wait for the loader")
 for collective in sorted(Communicator.__abstractmethods__):
     register_traced_method(Communicator, collective, "exchange", collective)
 

@@ -37,6 +37,8 @@ _COLOURS = {
 _DARK_CATEGORIES = {"launch", "exchange", "compute"}
 #: Maximal number of lines of a table.
 _MAX_LINES = 12
+#: Number of calls in the picture.
+_N_DRAWN_CALLS = 4
 #: Maximal number of activities in a row of the picture.
 _MAX_DRAWN_ACTIVITIES = 4000
 
@@ -215,10 +217,7 @@ def _format_time(microseconds: float) -> str:
 
 
 def draw_timelines(
-    timelines: dict[int, RankTimeline],
-    critical_path: Sequence[CriticalPathStep],
-    picture_path: str | Path,
-    n_calls: int = 4,
+    timelines: dict[int, RankTimeline], critical_path: Sequence[CriticalPathStep], picture_path: str | Path
 ) -> None:
     """Draw the activities of the ranks during some calls from the middle of the run, and the critical path."""
     try:
@@ -230,7 +229,7 @@ def draw_timelines(
     from matplotlib.patches import Patch
 
     calls = _get_calls(timelines)
-    drawn_calls = calls[max(0, len(calls) // 2 - n_calls // 2) :][:n_calls]
+    drawn_calls = calls[max(0, len(calls) // 2 - _N_DRAWN_CALLS // 2) :][:_N_DRAWN_CALLS]
     start, end = drawn_calls[0].start, drawn_calls[-1].end
     scale, unit = (1e-3, "ms") if end - start > 2e3 else (1.0, "us")
     rows: list[tuple[str, list[Interval]]] = []

@@ -18,12 +18,13 @@ def test_launch_shares_cores_among_ranks():
     assert core_binding.assign_cores(["cpu"] * 3, [0, 1], {}) == ([], "not bound: there are 2 cores for 3 ranks")
 
 
-def test_binding_places_ranks_near_their_gpus(tmp_path):
+def test_binding_places_ranks_near_their_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(core_binding, "_PCI_FOLDER", tmp_path)
     for address, cores in (("0000:1b:00.0", "0-3,8-11"), ("0000:3c:00.0", "0-3,8-11"), ("0000:9d:00.0", "4-7")):
         (tmp_path / address).mkdir()
         (tmp_path / address / "local_cpulist").write_text(f"{cores}\n")
     near = {
-        f"cuda{i}": core_binding.find_pci_device_cores(address, tmp_path)
+        f"cuda{i}": core_binding.find_pci_device_cores(address)
         for i, address in enumerate(("00000000:1B:00.0", "00000000:3C:00.0", "00000000:9D:00.0"))
     }
     devices = sorted(near)
@@ -35,7 +36,7 @@ def test_binding_places_ranks_near_their_gpus(tmp_path):
     assert (
         core_binding.assign_cores(devices, [0, 5, 6], near)[1] == "not bound: cores 0 are next to the GPUs of 2 ranks"
     )
-    assert core_binding.find_pci_device_cores("0000:ff:00.0", tmp_path) == []
+    assert core_binding.find_pci_device_cores("0000:ff:00.0") == []
 
 
 def test_binding_follows_cudas_gpu_order(tmp_path, monkeypatch):
@@ -61,7 +62,7 @@ def test_binding_follows_cudas_gpu_order(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**nvml))
     cuda = SimpleNamespace(Device=lambda number: SimpleNamespace(uuid=["fast", "slow"][number]))
     monkeypatch.setitem(sys.modules, "cuda.core", cuda)
-    monkeypatch.setattr(core_binding.find_gpu_cores, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(core_binding, "_PCI_FOLDER", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert core_binding.find_gpu_cores(["cuda0", "cuda1"]) == {"cuda0": [4, 5, 6, 7], "cuda1": [0, 1, 2, 3]}
     assert doctor._describe_gpus(2) == [

@@ -7,7 +7,15 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.training import Checkpoint, make_train_function, make_train_function_serial, make_trainer, schedules
+from synkhronos.loading import Loader
+from synkhronos.training import (
+    Checkpoint,
+    Trainer,
+    make_train_function,
+    make_train_function_serial,
+    make_trainer,
+    schedules,
+)
 from synkhronos.training.updates import adam, adamw, chain, clip, lamb, momentum, muon, sgd
 
 pytestmark = [pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="one host")]
@@ -189,3 +197,14 @@ def test_schedule_refuses_wrong_arguments(name):
 def test_checkpoint_refuses_wrong_options(options, tmp_path):
     with raises((TypeError, ValueError), *options):
         Checkpoint(tmp_path, **options)
+
+
+def test_unknown_keywords_name_similar_ones():
+    for call, similar in (
+        (lambda: EASGD(perod=3), "perod: unknown argument of EASGD.*similar: period"),
+        (lambda: Loader([np.ones(3)], process=2), "process: unknown argument of Loader.*similar: processes"),
+        (lambda: Trainer.epochs(None, *ROWS, 2, 1, validate=3), "validate: unknown argument of .*similar: valid"),
+        (lambda: Checkpoint("unused", best=1), "best: unknown argument of Checkpoint.*similar: keep_best"),
+    ):
+        with pytest.raises(TypeError, match=similar):
+            call()

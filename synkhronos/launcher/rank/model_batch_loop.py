@@ -14,7 +14,7 @@ from synkhronos.launcher.model_class.sanity_check import SanityCheck
 from synkhronos.launcher.rank.memory_checkpoint_writer import MemoryCheckpointWriter
 from synkhronos.launcher.rank.model_state import ModelState
 from synkhronos.programs import LocalRows
-from synkhronos.training.loops.batch_loop import BatchLoop, Exchanger
+from synkhronos.training.loops.batch_loop import BatchLoop, PeriodicExchange
 from synkhronos.training.loops.stop_signals import StopAgreement, StopPoll, get_requested_stop
 
 
@@ -38,7 +38,8 @@ class ModelBatchLoop(BatchLoop):
         self.state, self.sanity_check, self.memory_checkpoints = state, sanity_check, memory_checkpoints
         self.context, self.rule = state.context, state.rule
         self.model, self.recorder = state.model, state.recorder
-        self._exchanger = Exchanger(self.context, self.rule, state.rule_state, self.recorder.meter.seconds)
+        seconds = self.recorder.meter.seconds
+        self._periodic_exchange = PeriodicExchange(self.context, self.rule, state.rule_state, seconds)
         self.is_last_step, self.is_stopped_by_signal = True, False
         self._agreement, self._poll = StopAgreement(self.context), StopPoll(self.context, stop_flag)
         #: Minimum over ranks of the number of batches in the epoch; memory checkpoints are written before this batch.
@@ -83,7 +84,7 @@ class ModelBatchLoop(BatchLoop):
         self.record_compute_time(began, before)
         return int(self.is_last_step or not self.rule.asynchronous)
 
-    def exchange(self, steps: int) -> None:
+    def exchange_if_due(self, steps: int) -> None:
         """Exchange with other ranks if an exchange is due; before that, check that steps change parameters.
 
         Synchronous ranks also compare their first steps; asynchronous ranks do so after the epoch.
@@ -94,15 +95,15 @@ class ModelBatchLoop(BatchLoop):
         if self.sanity_check.is_comparison_due and not self.rule.asynchronous:
             self.sanity_check.compare_ranks(self.context)
         self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=False)
-        self._exchanger.update_steps_left()
-        self._exchanger.count_steps(steps)
-        if self._exchanger.is_due:
+        self._periodic_exchange.update_steps_left()
+        self._periodic_exchange.count_steps(steps)
+        if self._periodic_exchange.is_due:
             # If the model has a ``weight``, the exchange weights this rank's parameters by the weight of the last cost.
             has_weight = getattr(self.model, "weight", None) is not None
-            self._exchanger.state.count_items = self.recorder.get_last_weight if has_weight else None
-            self._exchanger.exchange()
+            self._periodic_exchange.state.count_items = self.recorder.get_last_weight if has_weight else None
+            self._periodic_exchange.run()
         while self.state.applies_gradients and self._apply_gradients() is True:
-            self._exchanger.exchange()
+            self._periodic_exchange.run()
 
     def _apply_gradients(self) -> Any:
         with use_model_precision():

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.checks import check_at_least, import_package
+from synkhronos.checks import check_at_least, import_package, suggest_keywords
 from synkhronos.training.checkpoints.folder_lock import FolderLock
 from synkhronos.training.monitoring.early_stopping import parse_monitored_metric, to_cost
 
@@ -100,6 +100,7 @@ class Checkpoint:
     (array([0.3, 0.3]), array([0.2, 0.2]))
     """
 
+    @suggest_keywords
     def __init__(
         self,
         folder: str | os.PathLike[str],

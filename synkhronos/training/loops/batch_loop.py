@@ -2,9 +2,9 @@
 
 Each iteration trains on the next batches::
 
-    iterate_batches --> step --> exchange --> record --> decide_stop
-         ^                                                    |
-         +----------------------------------------------------+
+    iterate_batches --> step --> exchange_if_due --> record --> decide_stop
+         ^                                                           |
+         +-----------------------------------------------------------+
 
 `iterate_batches` ends at the next report; the owner of the loop then validates, reports and saves.
 
@@ -13,7 +13,7 @@ Subclasses of `BatchLoop` differ in who takes a step:
 - `synkhronos.training.trainer.launch_loop.JointStepLoop` runs in the master.  Each step is a command of all ranks,
   which exchanges gradients: BSP on gradients.
 - `synkhronos.training.trainer.local_step_loop.LocalStepLoop` runs on every rank.  Each rank takes its own steps, and an
-  `Exchanger` exchanges parameters by a rule.
+  `PeriodicExchange` exchanges parameters by a rule.
 - `synkhronos.launcher.rank.model_batch_loop.ModelBatchLoop` does the same with a model class, which chooses the rows.
 """
 
@@ -35,7 +35,7 @@ class BatchLoop(ABC):
     def run(self) -> None:
         """Train on all batches, or until a signal."""
         for batches in self.iterate_batches():
-            self.exchange(self.step(batches))
+            self.exchange_if_due(self.step(batches))
             self.record(batches)
             if self.decide_stop():
                 break
@@ -49,7 +49,7 @@ class BatchLoop(ABC):
         """Train on the batches; return the number of steps."""
 
     @abstractmethod
-    def exchange(self, steps: int) -> None:
+    def exchange_if_due(self, steps: int) -> None:
         """Count ``steps`` steps, and exchange with other ranks if an exchange is due."""
 
     @abstractmethod
@@ -61,14 +61,14 @@ class BatchLoop(ABC):
         """Return True if the training stops after these batches.  Some subclasses agree on it by a collective."""
 
 
-for activity in ("step", "exchange", "record"):
-    register_traced_method(BatchLoop, activity, activity, activity)
+for method, span in (("step", "step"), ("exchange_if_due", "exchange"), ("record", "record")):
+    register_traced_method(BatchLoop, method, span, span)
 
 
-class Exchanger:
-    """Counter of a rank's steps, which calls the exchange rule when an exchange is due.
+class PeriodicExchange:
+    """Count of a rank's steps until its next exchange by a rule.
 
-    The time of exchanges is added to ``exchange`` in ``seconds``, the time by activity.
+    The duration of exchanges is added to ``exchange`` in ``seconds``, the time by activity.
     """
 
     def __init__(self, context: RankContext, rule: Rule, state: State, seconds: dict[str, float]):
@@ -91,8 +91,8 @@ class Exchanger:
         """Whether an exchange is due after the counted steps."""
         return self._steps_left <= 0
 
-    def exchange(self) -> None:
-        """Exchange, and restart the count of steps."""
+    def run(self) -> None:
+        """Exchange by the rule, and restart the count of steps."""
         with ActivityTimer(self._seconds, "exchange", lambda: self._context.wait_seconds):
             self.rule.exchange(self._context, self.state)
             self.state.steps_since_exchange = 0

@@ -137,7 +137,7 @@ class Meter:
         #: Number of steps since the beginning of the training.
         self.total_steps = total_steps
         self._launch_shapes = set() if launch_shapes is None else launch_shapes
-        #: Time by activity since the last report.  Timers and exchangers add to this dict, so it is never replaced.
+        #: Time by activity since the last report.  Timers add to this dict, so it is never replaced.
         self.seconds: dict[str, float] = {}
         self._lines = [_LineTotals(recorder) for recorder in recorders]
         self.begin_interval()

@@ -13,7 +13,7 @@ from synkhronos.data import Data
 from synkhronos.data import data as make_data
 from synkhronos.data.parts import PartsData, iterate_shuffled_batches, redistribute_rows
 from synkhronos.loading import Loader
-from synkhronos.loading.loader import Feed, open_feed
+from synkhronos.loading.loader import LoaderRows, open_rows
 from synkhronos.training.monitoring.recorder import Recorder
 from synkhronos.training.schedules import Schedule, compute_rate
 
@@ -55,7 +55,7 @@ class IntervalPlan:
 
 
 class InMemoryRows:
-    """Source of the rows of data in memory, in the order of the indexes ``order``; see also `Feed`."""
+    """Source of the rows of data in memory, in the order of the indexes ``order``; see also `LoaderRows`."""
 
     max_steps_per_launch = _MAX_STEPS_PER_LAUNCH
     has_ended = False
@@ -72,7 +72,7 @@ class InMemoryRows:
 
 
 #: Provider of row indexes for ranges of positions, and of the arrays that they index.
-RowSource = InMemoryRows | Feed
+RowSource = InMemoryRows | LoaderRows
 
 
 class OrderKey(NamedTuple):
@@ -135,7 +135,7 @@ class EpochData:
         if self.loader is not None:
             size = ranks.get_session().size
             rows_per_step, n_consumers = (self.batch_size * size, 1) if is_joint else (self.batch_size, size)
-            return open_feed(self.loader, epoch, start, rows_per_step, self.seed, n_consumers)
+            return open_rows(self.loader, epoch, start, rows_per_step, self.seed, n_consumers)
         order = self.row_order
         assert order is not None  # allocated before the first epoch
         if epoch != self._ordered_epoch:

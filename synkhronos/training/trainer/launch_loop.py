@@ -12,7 +12,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.collectives.calls import broadcast
-from synkhronos.loading.loader import Feed
+from synkhronos.loading.loader import LoaderRows
 from synkhronos.training.loops.batch_loop import BatchLoop
 from synkhronos.training.loops.stop_signals import get_requested_stop
 from synkhronos.training.monitoring.meter import LossReader, Meter, RankTotals
@@ -126,7 +126,7 @@ class LaunchLoop(BatchLoop):
     def wait_for_row_indexes(self, position_ranges: list[tuple[int, int]]) -> list[Any]:
         """Wait until the rows at some ranges of positions are loaded, and return their row indexes."""
         source = self.source
-        if isinstance(source, Feed) and not all(source.is_ready(*position_range) for position_range in position_ranges):
+        if isinstance(source, LoaderRows) and not all(source.is_loaded(stop) for _, stop in position_ranges):
             # The loader processes may need the slots of this rank's rows to read rows for other ranks.
             self.finish_steps()
         with self.meter.time_activity("load"):
@@ -222,7 +222,7 @@ class JointStepLoop(LaunchLoop):
         self.meter.read_losses()
         self.free(position_ranges)
 
-    def exchange(self, steps: int) -> None:
+    def exchange_if_due(self, steps: int) -> None:
         """Do nothing: steps exchange gradients."""
 
     def decide_stop(self) -> bool:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.loading.loader import Feed
+from synkhronos.loading.loader import LoaderRows
 from synkhronos.programs import LocalFunction, LocalRows, RankContext
 from synkhronos.programs.rank_context import BATCH_COUNTS_LOCK
 from synkhronos.rules import State
 from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, set_params_to_consensus
-from synkhronos.training.loops.batch_loop import Exchanger
+from synkhronos.training.loops.batch_loop import PeriodicExchange
 from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop
 from synkhronos.training.monitoring.meter import Meter
 from synkhronos.training.train_function.launch_groups import MAX_LAUNCH_NBYTES
@@ -75,7 +75,7 @@ class LocalStepLoop(LaunchLoop):
         super().__init__(plan, source, meter, plan.batch_size, context.is_master)
         self.context, self.rule, self.state, self.on_poll = context, spec.rule, state, context.progress
         self._step, self._learning_rate, self._batch_counts = step, learning_rate, _SharedBatchCounts(batch_counts)
-        self.exchanger = Exchanger(context, spec.rule, state, meter.seconds)
+        self.periodic_exchange = PeriodicExchange(context, spec.rule, state, meter.seconds)
         #: Weights of the steps since the last exchange.
         self._unexchanged_weights: list[Any] = []
         state.count_items = self._sum_weights if plan.has_loss_weight else None
@@ -83,7 +83,7 @@ class LocalStepLoop(LaunchLoop):
         row_nbytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
         max_steps_in_memory = MAX_LAUNCH_NBYTES // max(1, row_nbytes * plan.batch_size)
         self.max_steps_per_launch = max(1, min(source.max_steps_per_launch, step.max_repeats, max_steps_in_memory))
-        if isinstance(source, Feed):
+        if isinstance(source, LoaderRows):
             source.open(context.number)
 
     def iterate_batches(self) -> Iterator[LaunchBatches]:
@@ -96,7 +96,7 @@ class LocalStepLoop(LaunchLoop):
         position = plan.start
         while position < plan.stop:
             n_full_rounds = (plan.stop - position) // (plan.batch_size * n_ranks)
-            n_rounds = max(1, min(self.exchanger.update_steps_left(), self.max_steps_per_launch, n_full_rounds))
+            n_rounds = max(1, min(self.periodic_exchange.update_steps_left(), self.max_steps_per_launch, n_full_rounds))
             end = min(plan.stop, position + n_rounds * n_ranks * plan.batch_size)
             starts = [position + (i * n_ranks + number) * plan.batch_size for i in range(n_rounds)]
             yield LaunchBatches(position, starts, end)
@@ -107,7 +107,7 @@ class LocalStepLoop(LaunchLoop):
         plan, n_ranks, counts = self.plan, self.context.size, self._batch_counts
         group = next(group for group in plan.rank_groups if self.context.number in group)
         while True:
-            n_batches = min(self.exchanger.update_steps_left(), self.max_steps_per_launch)
+            n_batches = min(self.periodic_exchange.update_steps_left(), self.max_steps_per_launch)
             with self.meter.time_activity("load"), self.context.lock(n_ranks + BATCH_COUNTS_LOCK) as lock:
                 lock.pull(counts.rows)
                 n_taken = counts.get_count(group)
@@ -165,21 +165,21 @@ class LocalStepLoop(LaunchLoop):
 
     def free_after_launch(self, position_ranges: list[tuple[int, int]], steps: int) -> None:
         """Wait for the previous launch, and free its rows."""
-        if isinstance(self.source, Feed):
+        if isinstance(self.source, LoaderRows):
             self.meter.read_losses(n_pending=steps)
             self.free(self.position_ranges_in_use)
             self.position_ranges_in_use = position_ranges
 
-    def exchange(self, steps: int) -> None:
+    def exchange_if_due(self, steps: int) -> None:
         """Count ``steps`` steps, and exchange if an exchange is due."""
-        self.exchanger.count_steps(steps)
-        if not self.exchanger.is_due:
+        self.periodic_exchange.count_steps(steps)
+        if not self.periodic_exchange.is_due:
             return
         # Launched steps are finished if the exchange waits for them: other ranks may need the memory of their rows.
-        if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.steps_since_exchange > 1:
+        if isinstance(self.source, LoaderRows) or self.rule.asynchronous and self.state.steps_since_exchange > 1:
             self.finish_steps()
         self.state.learning_rate = self.rate
-        self.exchanger.exchange()
+        self.periodic_exchange.run()
         self._unexchanged_weights = []
         if self.state.average_size:
             self.state.own["batches"] = 0.0

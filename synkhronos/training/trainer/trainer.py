@@ -17,7 +17,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.checks import check_at_least, check_choice, check_flag, check_number, describe
+from synkhronos.checks import check_at_least, check_choice, check_flag, check_number, describe, suggest_keywords
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
 from synkhronos.loading import Loader
@@ -82,6 +82,7 @@ class Trainer:
 
     # -- epochs --------------------------------------------------------------------------------
 
+    @suggest_keywords
     def epochs(
         self,
         x_data: DataArgument | Loader,

@@ -24,7 +24,7 @@ from synkhronos.data import Data
 from synkhronos.data import data as make_data
 from synkhronos.data.parts import iterate_ordered_batches
 from synkhronos.loading import Loader, LoadError
-from synkhronos.loading.loader import Feed, record_position
+from synkhronos.loading.loader import LoaderRows, record_position
 from synkhronos.programs import run
 from synkhronos.ranks import WorkerError
 from synkhronos.training import schedules
@@ -232,7 +232,7 @@ class TrainerEpochLoop(EpochLoop):
             else:
                 results = self._run_local_loops(plan, source)
             end, totals = min(result.end for result in results), [result.totals for result in results]
-            if loader is not None and isinstance(source, Feed):
+            if loader is not None and isinstance(source, LoaderRows):
                 record_position(loader, source, end)
             if end == plan.stop and not any(total.rows for total in totals):
                 raise LoadError(

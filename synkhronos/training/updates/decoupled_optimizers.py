@@ -50,7 +50,7 @@ def adamw(
 
     Loshchilov, I. and Hutter, F. (2019): Decoupled weight decay regularization. ICLR, arXiv:1711.05101.
     """
-    new, step = _adam_step(p, g, c, beta1, beta2, epsilon)
+    new, step = _adam_step(g, c, beta1, beta2, epsilon)
     return {**new, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, mask)}
 
 
@@ -113,7 +113,7 @@ def lamb(
     You, Y. et al. (2020): Large batch optimization for deep learning: training BERT in 76 minutes. ICLR,
     arXiv:1904.00962.
     """
-    new, step = _adam_step(p, g, c, beta1, beta2, epsilon)
+    new, step = _adam_step(g, c, beta1, beta2, epsilon)
     step = _add_decay(p, step, c, weight_decay, mask)
     param_norm, step_norm = _norm(p, c), _norm(step, c)
     is_zero, one = c.tensor.eq(param_norm * step_norm, c(0)), c(1)
@@ -160,7 +160,7 @@ def muon(
     https://kellerjordan.github.io/posts/muon/
     """
     if p.ndim != 2 or mask is not None and not mask(p):
-        new, step = _adam_step(p, g, c, beta1, beta2, epsilon)
+        new, step = _adam_step(g, c, beta1, beta2, epsilon)
         return {**new, p: p - c(learning_rate) * step}
     m = c.zeros("m")
     new_m = c(momentum) * m + c(1 - momentum) * g
@@ -172,7 +172,7 @@ def muon(
 
 
 def _adam_step(
-    p: SharedVariable, g: Variable, c: FormulaContext, beta1: Scalar, beta2: Scalar, epsilon: Scalar
+    g: Variable, c: FormulaContext, beta1: Scalar, beta2: Scalar, epsilon: Scalar
 ) -> tuple[NewValues, Variable]:
     """Return new moments, and Adam's step of learning rate 1."""
     new, new_m, new_v = make_moments(g, c, beta1, beta2)
