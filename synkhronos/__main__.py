@@ -32,13 +32,7 @@ def script() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a command, or a program written for Theano.
-
-    Parameters
-    ----------
-    arguments : list of str
-        Arguments of the command line, without the program's name.
-    """
+    """Run a command, or a program written for Theano, with the arguments of the command line."""
     if arguments and arguments[0] in _COMMANDS:
         *_, module = _COMMANDS[arguments[0]]
         if status := importlib.import_module(f"synkhronos.{module}").main(arguments[1:]):

@@ -67,7 +67,7 @@ class Data:
             raise ValueError(
                 f"ndim: expected a number of dimensions that NumPy supports, got {ndim}: {error}"
             ) from None
-        self._session.add_close_callback(self, Data._release)
+        self._session.close_callbacks[self] = Data._release
 
     # -- attributes ------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class PartsData(ReadOnlyData):
             self._source = "data_parts" if name is None else name
             self._set_segment(key, shape)
         if session.rank.spans_hosts:
-            session.add_replacement_callback(self, PartsData._reload)
+            session.replacement_callbacks[self] = PartsData._reload
 
     def _set_segment(self, key: int, shape: tuple[int, ...]) -> None:
         rank = self._session.rank

@@ -20,29 +20,10 @@ BatchArgument = int | slice | Sequence[int] | npt.NDArray[Any] | None
 
 
 def select_rows(batch: BatchArgument, length: int, name: str = "batch") -> Selection:
-    """Return the rows that ``batch`` selects from ``length`` rows.
+    """Return the rows that ``batch``, called ``name`` in errors, selects from ``length`` rows, in its order.
 
-    Parameters
-    ----------
-    batch : None, int, slice, or array_like
-        None selects all rows, an int n the first n rows.  Negative indexes count from the end.  A boolean mask has one
-        entry for each row.
-    length : int
-        Number of rows.
-    name : str
-        Name of ``batch`` in errors.
-
-    Returns
-    -------
-    range or ndarray of int64
-        Indexes from 0 to ``length - 1``, in the order of ``batch``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If ``batch`` is of another type or shape.
-    IndexError
-        If a row does not exist.
+    None selects all rows, an int n the first n rows.  Negative indexes count from the end.  A boolean mask has one
+    entry for each row.  TypeError or ValueError is raised for another type or shape, IndexError for a missing row.
     """
     if batch is None:
         return range(length)

@@ -161,10 +161,10 @@ class Dispatcher:
         if self.session is not session:
             _distribute(session, [self])
 
-    def mark_distributed(self, session: Session) -> None:
+    def finish_distribution(self, session: Session) -> None:
         """Record that the workers have the computation, and move the master's shared variables to its device."""
         self.session = session
-        session.add_replacement_callback(self, Dispatcher._handle_worker_replacement)
+        session.replacement_callbacks[self] = Dispatcher._handle_worker_replacement
         self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
         session.rank.add_object(self.key, self.computation, is_weak=True)
@@ -217,5 +217,5 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
         for computation in computations:
             computation.user_code = code
     for dispatcher in dispatchers:
-        dispatcher.mark_distributed(session)
+        dispatcher.finish_distribution(session)
         session.registry.get_or_create(_PendingDispatchers).discard(dispatcher)

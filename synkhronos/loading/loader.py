@@ -475,8 +475,8 @@ class _LoaderPool:
                 for number in range(layout.n_loaders):
                     self.pids.append(start_loader_process(number, layout, packed_config, files, process_socket))
             if self._session is not None:
-                self._session.add_close_callback(self, _LoaderPool.close)
-                self._session.add_replacement_callback(self, _LoaderPool.end_if_memory_moved)
+                self._session.close_callbacks[self] = _LoaderPool.close
+                self._session.replacement_callbacks[self] = _LoaderPool.end_if_memory_moved
         except BaseException:
             self.close()
             raise

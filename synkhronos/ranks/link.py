@@ -64,14 +64,8 @@ class Link:
         """Return the pickled plan of a command's transfers: the memory that the other hosts need for it.
 
         ``command_location`` is the location of the pickled command if it is too long for the mailbox, else None.  With
-        one host the plan is empty.
-
-        Raises
-        ------
-        IndexError
-            If a host needs rows that another one has loaded for itself.
-        ValueError
-            If the plan is longer than `max_plan_nbytes`.
+        one host the plan is empty.  IndexError is raised if a host needs rows that another one has loaded for itself,
+        ValueError if the plan is longer than `max_plan_nbytes`.
         """
         return b""
 
@@ -92,11 +86,7 @@ class Link:
     def reconnect(self, excluded_ranks: Collection[int]) -> Link:
         """Return a link to the same hosts for new workers, after the end of this one, without the excluded ranks.
 
-        Raises
-        ------
-        StartError
-            If a host can't be reached, or has fewer GPUs than ranks now.
-        OSError, RuntimeError
-            If this host can't start or connect the others.
+        StartError is raised if a host can't be reached, or has fewer GPUs than ranks now; OSError or RuntimeError if
+        this host can't start or connect the others.
         """
         return Link(len(self.local_ranks) - len(excluded_ranks), self.bytes_sent)

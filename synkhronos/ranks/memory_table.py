@@ -75,14 +75,7 @@ class MemoryTable:
         """Create a segment, which every rank has under the same key from the next command on.
 
         ``may_run_command`` is False if a command is being posted: then no other one can run to make the workers drop
-        what was released.
-
-        Raises
-        ------
-        MemoryError
-            If there is not enough memory.
-        OSError
-            If this process has too many files open.
+        what was released.  MemoryError is raised if memory is short, OSError if too many files are open.
         """
         return self.add_file(self.create_file(nbytes, may_run_command), max(1, nbytes), may_run_command)
 

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from synkhronos.containers import WeakKeyDict
 from synkhronos.ranks.command import Command
@@ -31,7 +31,6 @@ from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
 from synkhronos.ranks.worker_main import Exit
 
 _log = logging.getLogger("synkhronos")
-T = TypeVar("T")
 
 
 class Session(CommandRunner):
@@ -43,6 +42,9 @@ class Session(CommandRunner):
         Whether this process is a fork of the master, and the session belongs to its parent.
     has_kept_memory : bool
         Whether a death has closed the session within `keep_memory`, so that `replace_workers` is possible.
+    close_callbacks, replacement_callbacks : WeakKeyDict of function by object
+        Functions that are called with the object when the session ends, and after each replacement of workers, under
+        the call lock, unless the object is garbage-collected before.
     """
 
     def __init__(
@@ -53,8 +55,8 @@ class Session(CommandRunner):
         self.has_forked_workers = not spawn
         #: Number of `keep_memory` contexts, and whether a death has left the memory in one of them.
         self._n_keep_memory_contexts, self.has_kept_memory = 0, False
-        self._close_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
-        self._replacement_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
+        self.close_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
+        self.replacement_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
 
     def start(self, profile: bool, first_command: Command | None = None) -> None:
         """Start the workers, and run a first command, which workers that replace them will run, too."""
@@ -94,10 +96,6 @@ class Session(CommandRunner):
         return None if self.failure is None else self.failure.death
 
     # -- the end -----------------------------------------------------------------------------------------------
-
-    def add_close_callback(self, owner: T, callback: Callable[[T], None]) -> None:
-        """Call ``callback(owner)`` when the session ends, unless ``owner`` is garbage-collected before."""
-        self._close_callbacks[owner] = callback
 
     def close(self, kill: bool = False) -> None:
         """End the workers and free all shared memory.  The second call does nothing.
@@ -182,7 +180,7 @@ class Session(CommandRunner):
                 self._free_memory()
 
     def _free_memory(self) -> None:
-        _call_all(self._close_callbacks)
+        _call_all(self.close_callbacks)
         self.memory.free()
         self.rank.registry.clear()
         self.registry.clear()
@@ -212,22 +210,12 @@ class Session(CommandRunner):
         They are copies of this process as it is now: they inherit its segments, and its replicated objects with their
         present values and compiled functions.
 
-        Parameters
-        ----------
-        spawn : bool
-            Start them as new processes instead, as on several hosts.  They get the segments, and replicated objects
-            when these are used next.
-        excluded_ranks : collection of int
-            Workers that are not started again, with their devices; ranks above them move down.
+        With ``spawn``, as on several hosts, they are new processes instead.  These get the segments, and replicated
+        objects when these are used next.  ``excluded_ranks`` are workers that are not started again, with their
+        devices; ranks above them move down.
 
-        Raises
-        ------
-        RuntimeError
-            If no worker's death has closed the session within `keep_memory`.
-        WorkerError
-            If a new worker dies.
-        Exception
-            If a new worker or a host can't start: `death` then names its rank, and another call is possible.
+        RuntimeError is raised if no worker's death has closed the session within `keep_memory`, WorkerError if a new
+        worker dies.  If a new worker or a host can't start, `death` names its rank, and another call is possible.
         """
         if not self.has_kept_memory:
             raise RuntimeError("replace_workers: no worker has died within keep_memory()")
@@ -243,7 +231,7 @@ class Session(CommandRunner):
                 if spawn:
                     self.memory.resend_segments()
                     self.registry.clear()
-                _call_all(self._replacement_callbacks)
+                _call_all(self.replacement_callbacks)
         except BaseException as error:
             if isinstance(error, Exception):
                 self._record_failed_start(error, has_opened=self._group.link is link)
@@ -289,13 +277,6 @@ class Session(CommandRunner):
             self.close(kill=True)
             self.close_reason = f"rank {rank} {death.cause}.  Call synkhronos.fork() to start again."
             self.failure = PeerFailure(self.close_reason, rank, death)
-
-    def add_replacement_callback(self, owner: T, callback: Callable[[T], None]) -> None:
-        """Call ``callback(owner)`` after each replacement of workers, unless ``owner`` is garbage-collected before.
-
-        The call lock is held meanwhile.
-        """
-        self._replacement_callbacks[owner] = callback
 
 
 def _call_all(callbacks: WeakKeyDict[Any, Callable[[Any], None]]) -> None:

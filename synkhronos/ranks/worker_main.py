@@ -51,18 +51,9 @@ def main(
     """Run the master's commands until `Exit`, and exit.
 
     It is called in the forked process, on top of the master's stack.  So it must not return, nor run the exit handlers
-    that the master has registered.
-
-    Parameters
-    ----------
-    channel : socket
-        This process's end of the socket pair over which segments arrive.
-    from_main_thread : bool
-        Whether the master forked in its main thread.
-    master_pid : int
-        Process id of the master, which may have exited already, so that it is no longer this process's parent.
-    master : Rank, optional
-        The master's rank, whose segments, the newest of key ``newest_key``, and replicated objects a fork inherits.
+    that the master has registered.  Segments arrive over ``channel``.  ``from_main_thread`` is whether the master
+    forked in its main thread.  The master may have exited already: then ``master_pid`` is not this process's parent.  A
+    fork inherits the segments, the newest of key ``newest_key``, and the replicated objects of the rank ``master``.
     """
     code = 1
     try:

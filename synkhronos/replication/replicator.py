@@ -80,7 +80,7 @@ class Replicator:
         self._keys: WeakKeyDict[Any, tuple[str, int]] = WeakKeyDict()
         #: User modules whose code is pickled by value, because a worker has another version or none.
         self._modules_by_value: set[str] = set()
-        session.add_replacement_callback(self, Replicator._separate_streams)
+        session.replacement_callbacks[self] = Replicator._separate_streams
 
     @classmethod
     def from_session(cls, session: Session) -> Replicator:

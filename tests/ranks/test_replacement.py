@@ -177,7 +177,7 @@ def test_interrupted_replacement_closes_the_ranks(session):
             raise KeyboardInterrupt
 
     user = Interrupted()
-    session.add_replacement_callback(user, Interrupted.raise_interrupt)
+    session.replacement_callbacks[user] = Interrupted.raise_interrupt
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data))
         with pytest.raises(KeyboardInterrupt):
