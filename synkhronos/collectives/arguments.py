@@ -15,7 +15,7 @@ from synkhronos.casts import check_dense
 from synkhronos.checks import check_choice, check_distinct, check_list, describe
 from synkhronos.data import Data
 from synkhronos.data.data_access import check_session, copy_to_shared, get_array_location
-from synkhronos.data.rows import get_share
+from synkhronos.data.rows import split_selection
 from synkhronos.devices import Selection
 from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
 from synkhronos.graph_libraries import get_library
@@ -175,7 +175,6 @@ def copy_selection_to_shared(selection: Selection, buffers: list[Data]) -> range
 def copy_rank_selections_to_shared(selection: Selection, size: int, buffers: list[Data]) -> list[range | ArrayLocation]:
     """Return each rank's share of a selection in the form that commands contain; see `copy_selection_to_shared`."""
     rows = copy_selection_to_shared(selection, buffers)
-    shares = [get_share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):
-        return [rows[share] for share in shares]
-    return [rows.slice_items(share.start, share.stop) for share in shares]
+        return list(split_selection(rows, size))
+    return [rows.slice_items(share.start, share.stop) for share in split_selection(range(len(selection)), size)]

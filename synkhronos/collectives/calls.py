@@ -41,7 +41,7 @@ from synkhronos.collectives.commands import (
 from synkhronos.containers import WeakKeyDict
 from synkhronos.data import Data
 from synkhronos.data.data_access import get_array_location
-from synkhronos.data.rows import BatchArgument, get_share, select_rows
+from synkhronos.data.rows import BatchArgument, select_rows, split_selection
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Session
 from synkhronos.replication.random_streams import record_new_seeds
@@ -151,9 +151,8 @@ def scatter(shared_vars: SharedVariables, values: Any, batch: BatchArgument = No
             shared_values.append(to_data(session, variable, value))
         selections = [select_rows(batch, len(value)) for value in shared_values]
         for variable, value, selection in zip(variables, shared_values, selections, strict=True):
-            for r in range(session.size):
-                share = get_share(len(selection), session.size, r)
-                check_shape(variable, (share.stop - share.start, *value.shape[1:]))
+            for share in split_selection(range(len(selection)), session.size):
+                check_shape(variable, (len(share), *value.shape[1:]))
         buffers: list[Data] = []
         by_variable = [copy_rank_selections_to_shared(selection, session.size, buffers) for selection in selections]
         _assign(session, variables, shared_values, zip(*by_variable, strict=True))

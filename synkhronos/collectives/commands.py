@@ -20,7 +20,7 @@ import numpy as np
 
 from synkhronos.checks import describe
 from synkhronos.containers import BoundedCache
-from synkhronos.data.rows import get_share
+from synkhronos.data.rows import split_selection
 from synkhronos.devices import NUMPY, ArrayLayout, Communicator, Device, get_array_device, get_device
 from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.graph_libraries.library import has_other_references
@@ -287,15 +287,14 @@ class ReduceScatter(Command):
             shape = variable.layouts[0][0]
             if not shape:
                 variable.raise_common_error(f"reduce_scatter: {describe(variable.shared)} has no rows to divide")
-            shares.append([get_share(shape[0], rank.size, r) for r in range(rank.size)])
+            shares.append(split_selection(range(shape[0]), rank.size))
             for share in shares[-1]:
-                variable.check_shape((share.stop - share.start, *shape[1:]), "reduce_scatter")
+                variable.check_shape((len(share), *shape[1:]), "reduce_scatter")
         for variable, rows in zip(variables, shares, strict=True):
             shape, dtype = variable.layouts[0]
             n_items = math.prod(shape[1:])
             bounds = [0, *(share.stop * n_items for share in rows)]
-            own_rows = rows[rank.number]
-            out = variable.transport.empty((own_rows.stop - own_rows.start, *shape[1:]), dtype)
+            out = variable.transport.empty((len(rows[rank.number]), *shape[1:]), dtype)
             variable.communicator.reduce_scatter(variable.get_contiguous(), self.op, bounds, out)
             variable.store(out)
 

@@ -21,7 +21,7 @@ from synkhronos import ranks
 from synkhronos.casts import as_numbers
 from synkhronos.checks import check_at_least
 from synkhronos.data.read_only import ReadOnlyData
-from synkhronos.data.rows import find_max_row, find_min_row, get_share, select_rows
+from synkhronos.data.rows import find_max_row, find_min_row, select_rows, split_selection
 from synkhronos.ranks import ArrayLocation, Command, Rank, Segment, Session
 from synkhronos.ranks.segments import create_unlinked_file
 from synkhronos.replication.replicator import Replicator
@@ -42,7 +42,7 @@ class PartsData(ReadOnlyData):
         session, self._load = ranks.get_session(), load
         with session.call_lock:
             session.begin_call()
-            self._shares = _divide_rows(length, session.size)
+            self._shares = split_selection(range(length), session.size)
             key, shape, dtype = _load_shares(session, load, self._shares)
             super().__init__(dtype, len(shape), name=name)
             self._source = "data_parts" if name is None else name
@@ -65,7 +65,7 @@ class PartsData(ReadOnlyData):
     def _reload(self) -> None:
         """Load all rows again on new workers: the rows of other hosts were lost with their ranks."""
         if len(self._shares) != self._session.size:
-            self._shares = _divide_rows(len(self), self._session.size)
+            self._shares = split_selection(range(len(self)), self._session.size)
         layout = self.shape, self.dtype
         self._release(keep_array=True)
         key, shape, dtype = _load_shares(self._session, self._load, self._shares)
@@ -200,7 +200,7 @@ def iterate_shuffled_batches(
 ) -> Iterator[np.ndarray]:
     """Yield batches of ``size`` shuffled rows of ``length`` in all, as `PartsData.batches`."""
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
-    shares, sizes = _divide_rows(length, n_ranks), _divide_rows(size, n_ranks)
+    shares, sizes = split_selection(range(length), n_ranks), split_selection(range(size), n_ranks)
     orders = [rng.permutation(_join_shares(shares, host_ranks)) for host_ranks in ranks_by_host]
     counts = [len(_join_shares(sizes, host_ranks)) for host_ranks in ranks_by_host]
     for k in range(min(len(order) // count for order, count in zip(orders, counts, strict=True))):
@@ -221,7 +221,7 @@ def redistribute_rows(
     (array([1, 7, 4, 6, 2, 5]), [range(0, 5), range(4, 8)])
     """
     n_ranks = ranks_by_host[-1].stop
-    n_steps, shares = len(rows) // (batch_size * n_ranks), _divide_rows(length, n_ranks)
+    n_steps, shares = len(rows) // (batch_size * n_ranks), split_selection(range(length), n_ranks)
     rows, columns = rows[: n_steps * batch_size * n_ranks], []
     starts = [host_ranks.start * batch_size * n_steps for host_ranks in ranks_by_host]
     for host_ranks, own in zip(ranks_by_host, np.split(np.sort(rows), starts[1:]), strict=True):
@@ -240,15 +240,10 @@ def iterate_ordered_batches(length: int, size: int, n_ranks: int) -> Iterator[np
     >>> [rows.tolist() for rows in iterate_ordered_batches(8, 4, 2)]
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
-    shares = [np.arange(length)[get_share(length, n_ranks, r)] for r in range(n_ranks)]
+    shares = split_selection(np.arange(length), n_ranks)
     count = -(-size // n_ranks)
     for start in range(0, len(shares[0]), count):  # the first shares are the longest
         yield np.concatenate([rows[start : start + count] for rows in shares])
-
-
-def _divide_rows(n_rows: int, n_ranks: int) -> list[range]:
-    """Return the rows of each rank: see `get_share`."""
-    return [range(n_rows)[get_share(n_rows, n_ranks, r)] for r in range(n_ranks)]
 
 
 def _join_shares(shares: Sequence[range], host_ranks: range) -> range:

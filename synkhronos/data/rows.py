@@ -6,8 +6,8 @@ divides a selection does not depend on its type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from synkhronos.casts import check_dense
 from synkhronos.devices import Selection
 
+Rows = TypeVar("Rows", range, np.ndarray, Selection)
 #: Argument ``batch``: all rows, the first ones, a slice, indexes, or a mask.
 BatchArgument = int | slice | Sequence[int] | npt.NDArray[Any] | None
 
@@ -141,10 +142,9 @@ def get_share(n_rows: int, n_shares: int, index: int) -> slice:
     return slice(start, start + quotient + (index < remainder))
 
 
-def split_selection(rows: Selection, n_shares: int) -> Iterator[Selection]:
-    """Yield the shares of a selection; see `get_share`."""
-    for index in range(n_shares):
-        yield rows[get_share(len(rows), n_shares, index)]
+def split_selection(rows: Rows, n_shares: int) -> list[Rows]:
+    """Return the shares of a selection; see `get_share`."""
+    return [rows[get_share(len(rows), n_shares, index)] for index in range(n_shares)]
 
 
 def find_min_row(rows: Selection) -> int:

@@ -278,8 +278,8 @@ class RankCall:
         count = max(1, min(call.num_slices, *lengths))
         updates = self.computation.list_accumulated_updates()
         totals = [Accumulator(op) for op in [*ops, *(op for _, op in updates)]]
-        slices = [None if share is None else list(split_selection(share, count)) for share in self._shares]
-        sliceable_slices = None if self._sliceable_rows is None else list(split_selection(self._sliceable_rows, count))
+        slices = [None if share is None else split_selection(share, count) for share in self._shares]
+        sliceable_slices = None if self._sliceable_rows is None else split_selection(self._sliceable_rows, count)
         for i in range(count):
             rows = [None if selection is None else selection[i] for selection in slices]
             sliceable_rows = None if sliceable_slices is None else sliceable_slices[i]

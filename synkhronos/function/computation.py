@@ -29,7 +29,6 @@ from synkhronos.function.outputs import OutputSpec
 from synkhronos.function.rank_mean import count_rank_means
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.graph_libraries.library import InputSpec
-from synkhronos.replication.replicator import DeviceResident
 from synkhronos.replication.user_code import UserCode
 from synkhronos.variable_types import SharedVariable
 
@@ -72,7 +71,7 @@ class CompiledVariant(NamedTuple):
 
 
 @dataclass
-class Computation(DeviceResident):
+class Computation:
     """The graph of a function, with its reductions and compiled variants."""
 
     #: The scattered inputs, then the broadcast inputs.

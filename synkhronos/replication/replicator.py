@@ -23,7 +23,6 @@ import os
 import pickle
 import sys
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -62,14 +61,6 @@ def register_shareds(shareds: Iterable[SharedVariable]) -> None:
 def is_registered(shared: SharedVariable) -> bool:
     """Whether a function uses the shared variable."""
     return shared in _registered_shareds
-
-
-class DeviceResident(ABC):
-    """Base class of objects with values that a worker moves to its device when it receives the object."""
-
-    @abstractmethod
-    def move_to_device(self) -> None:
-        """Move the values to the device, if the device requires it."""
 
 
 class Replicator:
@@ -222,7 +213,7 @@ class ReceiveObjects(Command):
             if get_library(shared).is_generator(shared):
                 jump_shared_to_rank(shared, rank, offset)
         for _, value in values[len(offsets) :]:
-            if isinstance(value, DeviceResident):
+            if hasattr(value, "move_to_device"):  # a `Computation`
                 value.move_to_device()
         return set()
 
