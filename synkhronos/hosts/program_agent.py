@@ -36,7 +36,7 @@ from synkhronos.hosts.host_list import find_host
 from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, Message, Messenger
 from synkhronos.ranks.control_memory import AWAITS_PEER, ControlMemory
 from synkhronos.ranks.program_memory import WORD_NBYTES, ProgramMemoryLayout, read_ring, read_with_length, write_ring
-from synkhronos.ranks.rank_program import ByteRange, LockOperation
+from synkhronos.ranks.program_peers import ByteRange, LockOperation
 from synkhronos.ranks.segments import Segment
 
 

@@ -8,6 +8,6 @@ by which the rank communicates, and with local counterparts of its arguments: a 
 from synkhronos.programs.local_function import LocalFunction, LocalRows
 from synkhronos.programs.rank_context import Group, RankContext
 from synkhronos.programs.run import run
-from synkhronos.ranks.rank_program import Lock
+from synkhronos.ranks.program_peers import Lock
 
 __all__ = ["Group", "LocalFunction", "LocalRows", "Lock", "RankContext", "run"]

@@ -17,7 +17,7 @@ from synkhronos.engines import Runner
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation
 from synkhronos.function.rank_mean import make_own_pace_error
 from synkhronos.ranks import ArrayLocation, Rank
-from synkhronos.ranks.rank_program import ByteRange, RankProgram, find_byte_range
+from synkhronos.ranks.program_peers import ByteRange, ProgramPeers, find_byte_range
 
 
 class LocalRows:
@@ -144,8 +144,8 @@ class LocalFunction:
     It updates this rank's copies of shared variables.  Nothing is scattered or reduced.
     """
 
-    def __init__(self, rank: Rank, rank_program: RankProgram, computation: Computation):
-        self._rank, self._rank_program, self._computation = rank, rank_program, computation
+    def __init__(self, rank: Rank, peers: ProgramPeers, computation: Computation):
+        self._rank, self._peers, self._computation = rank, peers, computation
 
     def __repr__(self) -> str:
         return f"<synkhronos.LocalFunction {self._computation.name}>"
@@ -168,7 +168,7 @@ class LocalFunction:
 
     def launch(self, *inputs: Any) -> list[Any]:
         """Launch the function on this rank and return pending outputs; `read` waits for them."""
-        self._rank_program.check_cancelled()
+        self._peers.check_cancelled()
         return self._launch(self._get_runner(), inputs)
 
     def launch_many(self, n_repeats: int, *inputs: Any) -> list[Any] | None:
@@ -177,7 +177,7 @@ class LocalFunction:
         Return pending values of the first output in all runs, then of the second, and so on; `read` waits for
         them.  Return None if the function is not compiled by XLA, or if an output is not a scalar.
         """
-        self._rank_program.check_cancelled()
+        self._peers.check_cancelled()
         repeated = self._get_runner().repeat(n_repeats)
         return None if repeated is None else self._launch(repeated, inputs)
 

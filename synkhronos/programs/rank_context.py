@@ -1,7 +1,7 @@
 """The first argument of a program: by it, a rank communicates with the other ranks.
 
-All ranks together synchronize at barriers of the command (`RankProgram.barrier`).  The members of a `Group` synchronize
-by messages between two ranks.
+All ranks together synchronize at barriers of the command (`ProgramPeers.barrier`).  The members of a `Group`
+synchronize by messages between two ranks.
 
 A message is a pickled head, ``(content, type)``, and for some types a body in chunks:
 
@@ -31,8 +31,8 @@ from synkhronos.data.rows import get_share
 from synkhronos.devices import NUMPY, Device, get_array_device
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.shared_memory_communicator import reduce_arrays
+from synkhronos.ranks.program_peers import Lock, ProgramPeers
 from synkhronos.ranks.rank import Rank
-from synkhronos.ranks.rank_program import Lock, RankProgram
 from synkhronos.variable_types import Array
 
 #: Numbers of locks that the library uses, counted from ``size``: those of a training's batch counts and stop flag.
@@ -72,10 +72,10 @@ class RankContext:
         synk.run(average_of_ranks)
     """
 
-    def __init__(self, rank: Rank, rank_program: RankProgram):
-        self._rank, self._rank_program = rank, rank_program
+    def __init__(self, rank: Rank, peers: ProgramPeers):
+        self._rank, self._peers = rank, peers
         self.number, self.size, self.is_master = rank.number, rank.size, rank.is_master
-        self.send_buffer = rank_program.memory.channel_nbytes
+        self.send_buffer = peers.memory.channel_nbytes
 
     def __repr__(self) -> str:
         return f"<synkhronos.RankContext {self.number} of {self.size}>"
@@ -88,12 +88,12 @@ class RankContext:
         Calls of compiled functions, and of methods that wait, do the same.  A program that computes without these for
         long should call `progress` periodically.  The time limit ``fork(timeout=...)`` restarts at each call.
         """
-        self._rank_program.check_cancelled()
+        self._peers.check_cancelled()
 
     @property
     def wait_seconds(self) -> float:
         """Total number of seconds for which this rank has waited for other ranks in this program."""
-        return self._rank_program.wait_seconds
+        return self._peers.wait_seconds
 
     # -- all ranks together ----------------------------------------------------------------------------------
 
@@ -102,16 +102,16 @@ class RankContext:
 
         Raise RuntimeError if another rank is at a barrier with another name, or at the end of its program.
         """
-        self._rank_program.barrier(f"barrier {name!r}")
+        self._peers.barrier(f"barrier {name!r}")
 
     def all_gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, in rank order.  Each rank passes a picklable value."""
-        return self._rank_program.all_gather(value, "all_gather()")
+        return self._peers.all_gather(value, "all_gather()")
 
     def broadcast(self, value: object, root: int = 0) -> Any:
         """Return the value of rank ``root`` on all ranks, such as a common decision to stop."""
         root = check_index(root, "root", self.size)
-        values = self._rank_program.all_gather(value if self.number == root else None, "broadcast()")
+        values = self._peers.all_gather(value if self.number == root else None, "broadcast()")
         return values[root]
 
     def all_reduce(self, array: Array, op: str = "avg", overwrite: bool = False) -> Any:
@@ -143,7 +143,7 @@ class RankContext:
             can_overwrite = overwrite and NUMPY.as_writable(numpy_array, False) is numpy_array
             value = numpy_array if can_overwrite else np.array(numpy_array, order="C")
         reduction = _describe_reduction(value, op, device)
-        reductions = self._rank_program.all_gather_cached(reduction, "all_reduce()")
+        reductions = self._peers.all_gather_cached(reduction, "all_reduce()")
         if any(other != reduction for other in reductions):
             self._rank.raise_common_error(
                 RuntimeError(f"all_reduce: expected the same shape, dtype and op on all ranks, got {reductions}")
@@ -163,7 +163,7 @@ class RankContext:
 
     def group(self, ranks: Sequence[int]) -> Group:
         """Return a `Group` of some ranks, including this one.  Each member has to create it, with the same list."""
-        return Group(self, self._rank_program, ranks)
+        return Group(self, ranks)
 
     def send(self, value: Any, dest: int) -> None:
         """Send a picklable value, or an array, to another rank.  Messages between two ranks are delivered in order.
@@ -195,15 +195,15 @@ class RankContext:
                 device.wait([array])
                 self._send_between_gpus(pair_communicator, array, dest)
                 return
-        head, body = _pack_message(value, self._rank_program.max_chunk_nbytes)
-        self._rank_program.send(dest, head, "a message")
-        for start in range(0, len(body), self._rank_program.max_chunk_nbytes):
-            self._rank_program.send(dest, body[start : start + self._rank_program.max_chunk_nbytes], "a message")
+        head, body = _pack_message(value, self._peers.max_chunk_nbytes)
+        self._peers.send(dest, head, "a message")
+        for start in range(0, len(body), self._peers.max_chunk_nbytes):
+            self._peers.send(dest, body[start : start + self._peers.max_chunk_nbytes], "a message")
 
     def receive(self, source: int) -> Any:
         """Wait for the next value that rank ``source`` sends to this one, and return it."""
         self._check_peer(source, "source")
-        value, message_type = pickle.loads(self._rank_program.receive(source, "a message"))
+        value, message_type = pickle.loads(self._peers.receive(source, "a message"))
         if message_type is None:
             return value
         if message_type == "barrier":
@@ -212,8 +212,8 @@ class RankContext:
             return self._receive_between_gpus(source, *value)
         body = np.empty(value, np.uint8) if message_type == "pickle" else np.empty(*value)
         view = _as_bytes(body.reshape(-1))
-        for start in range(0, len(view), self._rank_program.max_chunk_nbytes):
-            self._rank_program.receive(source, "a message", view[start : start + self._rank_program.max_chunk_nbytes])
+        for start in range(0, len(view), self._peers.max_chunk_nbytes):
+            self._peers.receive(source, "a message", view[start : start + self._peers.max_chunk_nbytes])
         return pickle.loads(body.data) if message_type == "pickle" else body
 
     def _send_between_gpus(self, pair_communicator: Any, array: Array, dest: int) -> None:
@@ -224,8 +224,8 @@ class RankContext:
 
         def send_head(connection_id: Any = None) -> list[Any]:
             head = (array.shape, np.dtype(array.dtype), pair_communicator.generation, connection_id), "gpu"
-            self._rank_program.send(dest, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), "a message")
-            self._rank_program.wait_until_received(dest, "a message")
+            self._peers.send(dest, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), "a message")
+            self._peers.wait_until_received(dest, "a message")
             return [connection_id]
 
         if pair_communicator.generation:
@@ -273,7 +273,7 @@ class RankContext:
                     counter.array[...] += 1
                     lock.push(counter)
         """
-        return self._rank_program.get_lock(check_integer(number, "number"))
+        return self._peers.get_lock(check_integer(number, "number"))
 
     def get_storage(self, name: str) -> dict[Any, Any]:
         """Return the dict of this name, in which programs on this rank store objects for later ones, until `close`."""
@@ -309,7 +309,7 @@ class Group:
         Position of this rank among the members, and number of members.
     """
 
-    def __init__(self, context: RankContext, rank_program: RankProgram, ranks: Sequence[int]):
+    def __init__(self, context: RankContext, ranks: Sequence[int]):
         members = tuple(check_integer(r, "ranks", "integers") for r in ranks)
         if len(set(members)) != len(members) or not set(members) <= set(range(context.size)):
             raise ValueError(f"ranks: expected different ranks from 0 to {context.size - 1}, got {list(ranks)}")
@@ -317,7 +317,7 @@ class Group:
             raise ValueError(f"ranks: expected rank {context.number}, which makes the group, among them, got {members}")
         self.ranks = members
         self.number, self.size = members.index(context.number), len(members)
-        self._rank, self._rank_program = context._rank, rank_program
+        self._rank, self._peers = context._rank, context._peers
         self._others = [r for r in members if r != context.number]
 
     def barrier(self, name: str) -> None:
@@ -347,7 +347,7 @@ class Group:
                 return device.rewrap(result, communicator.wait_briefly())
             return result
         flat = result.reshape(-1)
-        block = self.size * max(1, self._rank_program.max_chunk_nbytes // flat.dtype.itemsize)  # a chunk each
+        block = self.size * max(1, self._peers.max_chunk_nbytes // flat.dtype.itemsize)  # a chunk each
         for start in range(0, flat.size, block):
             self._reduce_in_place(flat[start : start + block], op)
         return result
@@ -358,37 +358,37 @@ class Group:
         low, high = bounds[self.number], bounds[self.number + 1]
         for i, r in enumerate(self.ranks):
             if i != self.number:
-                self._rank_program.send(r, _as_bytes(flat[bounds[i] : bounds[i + 1]]), "its share")
+                self._peers.send(r, _as_bytes(flat[bounds[i] : bounds[i + 1]]), "its share")
         contributions = []
         for i, r in enumerate(self.ranks):
             values = flat[low:high]
             if i != self.number:
                 values = np.empty(high - low, flat.dtype)
-                self._rank_program.receive(r, "a share", _as_bytes(values))
+                self._peers.receive(r, "a share", _as_bytes(values))
             contributions.append(values)
         total = np.empty(high - low, flat.dtype)
         reduce_arrays(contributions, REDUCE_OPS[op], total)
         flat[low:high] = total
         for r in self._others:
-            self._rank_program.send(r, _as_bytes(flat[low:high]), "a result")
+            self._peers.send(r, _as_bytes(flat[low:high]), "a result")
         for i, r in enumerate(self.ranks):
             if i != self.number:
-                self._rank_program.receive(r, "a result", _as_bytes(flat[bounds[i] : bounds[i + 1]]))
+                self._peers.receive(r, "a result", _as_bytes(flat[bounds[i] : bounds[i + 1]]))
 
     def _gather_at_barrier(self, description: str, value: object) -> list[Any]:
         """Wait until all members have arrived at this barrier, and return each member's value."""
         description = f"{description} of group {self.ranks}"
         payload = pickle.dumps(((description, value), "barrier"), pickle.HIGHEST_PROTOCOL)
-        max_nbytes = self._rank_program.max_chunk_nbytes
+        max_nbytes = self._peers.max_chunk_nbytes
         if len(payload) > max_nbytes:
             raise ValueError(f"{description}: expected a value of at most {max_nbytes:,} bytes, got {len(payload):,}")
         for r in self._others:
-            self._rank_program.send(r, payload, description)
+            self._peers.send(r, payload, description)
         by_member = []
         for r in self.ranks:
             content, message_type = (description, value), "barrier"
             if r in self._others:
-                content, message_type = pickle.loads(self._rank_program.receive(r, description))
+                content, message_type = pickle.loads(self._peers.receive(r, description))
             by_member.append(content if message_type == "barrier" else ("send()", None))
         if any(other != description for other, _ in by_member):
             # Not `Rank.raise_common_error`, since the master may not be a member.

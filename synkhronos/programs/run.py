@@ -28,7 +28,7 @@ from synkhronos.programs.local_function import LocalFunction, LocalRows
 from synkhronos.programs.rank_context import RankContext
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.program_memory import ProgramMemoryLayout
-from synkhronos.ranks.rank_program import RankProgram
+from synkhronos.ranks.program_peers import ProgramPeers
 
 #: Number of locks, in addition to one for each rank.
 _EXTRA_LOCKS = 8
@@ -110,10 +110,10 @@ class RunProgram(_RunProgramFields, Command):
 
     def run(self, rank: Rank) -> list[Any]:
         """Run the program on this rank; return all ranks' results in the master, an empty list in workers."""
-        rank_program = RankProgram(rank, self.program_memory)
+        peers = ProgramPeers(rank, self.program_memory)
         self._compile_functions(rank)
         unpickler = _ProgramUnpickler(io.BytesIO(self.payload))
-        unpickler.rank, unpickler.rank_program = rank, rank_program
+        unpickler.rank, unpickler.peers = rank, peers
         try:
             program, args, kwargs = unpickler.load()
         except (AttributeError, ImportError) as error:
@@ -121,14 +121,14 @@ class RunProgram(_RunProgramFields, Command):
                 f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a module; "
                 "in the script, before synkhronos.fork(), is enough where JAX didn't run before that"
             ) from error
-        rank_program.check_cancelled()
+        peers.check_cancelled()
         with RankMeanContext.forbid():
-            result = program(RankContext(rank, rank_program), *args, **kwargs)
+            result = program(RankContext(rank, peers), *args, **kwargs)
         try:
             payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"the result of the program can't be pickled: {error}") from error
-        rank_program.barrier("the end of the program")
+        peers.barrier("the end of the program")
         return gather_pickles(rank, payload)
 
     def _compile_functions(self, rank: Rank) -> None:
@@ -196,12 +196,12 @@ class _ProgramUnpickler(pickle.Unpickler):
     """Unpickler that replaces references by this rank's local counterparts."""
 
     rank: Rank
-    rank_program: RankProgram
+    peers: ProgramPeers
 
     def persistent_load(self, reference: Any) -> Any:
         reference_type, key = reference
         if reference_type == "function":
-            return LocalFunction(self.rank, self.rank_program, self.rank.get_object(key))
+            return LocalFunction(self.rank, self.peers, self.rank.get_object(key))
         if reference_type == "data":
             return LocalRows(self.rank, key)
         return self.rank.get_object(key)

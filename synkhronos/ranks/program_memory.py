@@ -1,4 +1,4 @@
-"""Layout of the shared memory through which ranks of a program synchronize (see `synkhronos.ranks.rank_program`)."""
+"""Layout of the shared memory through which ranks of a program synchronize (see `synkhronos.ranks.program_peers`)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from synkhronos import ranks
 from synkhronos.devices.reduce_op import list_collective_ops
 from synkhronos.hosts.program_agent import ProgramBridge
 from synkhronos.ranks.program_memory import ProgramMemoryLayout
-from synkhronos.ranks.rank_program import RankProgram, find_byte_range
+from synkhronos.ranks.program_peers import ProgramPeers, find_byte_range
 
 
 def test_run_passes_rank_and_arguments(n_ranks):
@@ -85,7 +85,7 @@ def test_send_bytes_between_hosts(steps):
     agents = [ProgramBridge(memory, segment, range(r, r + 1)) for r, segment in enumerate(segments)]
     control = SimpleNamespace(fence=lambda: None, wake=lambda peer, reason: None)
     stand_ins = [SimpleNamespace(number=r, segments={0: segments[r]}, control=control) for r in range(2)]
-    sender, receiver = (RankProgram(rank, memory) for rank in stand_ins)
+    sender, receiver = (ProgramPeers(rank, memory) for rank in stand_ins)
     in_flight = deque()
     for number, (kind, n) in enumerate(steps * 5):  # more than the ring buffer
         if kind == "send" and sender._words.sent[1] - sender._words.received[1] + 8 + n <= memory.channel_nbytes:
@@ -219,14 +219,14 @@ def test_lock_release_notifies_a_remote_waiter(n_ranks):
     segment = session.memory.create_segment(memory.nbytes)
     memory = replace(memory, segment_key=segment.key)
     memory.initialize_locks(segment)
-    rank_program, bridge = RankProgram(session.rank, memory), ProgramBridge(memory, segment, range(n_ranks))
-    with rank_program.get_lock(0):
+    peers, bridge = ProgramPeers(session.rank, memory), ProgramBridge(memory, segment, range(n_ranks))
+    with peers.get_lock(0):
         bridge.set_agent_waiting(0, True)
         assert bridge.try_acquire(0, 7) is None
     assert not memory.get_semaphore(segment, 0).acquire(0)  # a rank of this host holds it
     assert bridge.try_acquire(0, 7) == 1
     bridge.set_agent_waiting(0, False)
     bridge.release(0)
-    with rank_program.get_lock(0) as lock:
+    with peers.get_lock(0) as lock:
         assert lock.turn == 2
     session.memory.release("segment", memory.segment_key)

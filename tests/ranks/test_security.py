@@ -151,7 +151,7 @@ def test_unpickling_happens_only_in_known_places():
         ("ranks/rank.py", "loads"),  # objects of ranks, from the slots
         ("ranks/command_runner.py", "loads"),  # a worker's report of a failure, from its slot
         ("hosts/program_agent.py", "loads"),  # requests of a rank to its agent, from a channel
-        ("ranks/rank_program.py", "loads"),  # messages between ranks, from the slots
+        ("ranks/program_peers.py", "loads"),  # messages between ranks, from the slots
         ("ranks/worker_main.py", "loads"),  # commands, from the mailbox
         ("ranks/command.py", "loads"),  # long commands, from a segment that the master filled
         ("programs/run.py", "Unpickler"),  # a program, from its command

@@ -77,8 +77,8 @@ def find_byte_range(rows: Any) -> ByteRange:
     raise TypeError(f"rows: expected rows of a Data object, got {type(rows).__name__}")
 
 
-class RankProgram:
-    """Synchronization of one rank with the others within a program; ``wait_seconds`` is the total of its waits."""
+class ProgramPeers:
+    """The other ranks of a program, with which one rank synchronizes; ``wait_seconds`` is the total of its waits."""
 
     def __init__(self, rank: Rank, memory: ProgramMemoryLayout):
         self.rank = rank
@@ -300,25 +300,23 @@ class _PublishedWait:
     lock.  ``description`` is shown in the error message of a deadlock.
     """
 
-    def __init__(
-        self, rank_program: RankProgram, condition: WaitCondition, count: int, description: str, index: int = 0
-    ):
-        self._rank_program, self._condition, self._index, self._count = rank_program, condition, index, count
+    def __init__(self, peers: ProgramPeers, condition: WaitCondition, count: int, description: str, index: int = 0):
+        self._peers, self._condition, self._index, self._count = peers, condition, index, count
         self._description = description.encode()[:DESCRIPTION_NBYTES]
         self._began = 0.0
 
     def __enter__(self) -> None:
         self._began = perf_counter()
-        words, me = self._rank_program._words, self._rank_program.rank.number
-        write_with_length(self._rank_program._wait_descriptions[me], self._description)
+        words, me = self._peers._words, self._peers.rank.number
+        write_with_length(self._peers._wait_descriptions[me], self._description)
         words.indexes[me] = self._index
         words.counts[me] = self._count
         words.n_changes[me] += 1
         words.conditions[me] = self._condition
 
     def __exit__(self, *_: object) -> None:
-        words, me = self._rank_program._words, self._rank_program.rank.number
-        self._rank_program.wait_seconds += perf_counter() - self._began
+        words, me = self._peers._words, self._peers.rank.number
+        self._peers.wait_seconds += perf_counter() - self._began
         words.conditions[me] = WaitCondition.NONE
         words.n_changes[me] += 1
 
@@ -335,8 +333,8 @@ class Lock:
         Number of times that ranks had acquired the lock before; no two turns are equal.
     """
 
-    def __init__(self, rank_program: RankProgram, lock_number: int, semaphore: Semaphore | None):
-        self._rank_program, self._lock_number, self._semaphore = rank_program, lock_number, semaphore
+    def __init__(self, peers: ProgramPeers, lock_number: int, semaphore: Semaphore | None):
+        self._peers, self._lock_number, self._semaphore = peers, lock_number, semaphore
         self.turn = -1
 
     def __enter__(self) -> Lock:
@@ -360,9 +358,9 @@ class Lock:
             If there is a time limit and the lock is on another host.
         """
         if self._semaphore is not None:
-            turn = self._rank_program._acquire(self._lock_number, self._semaphore, timeout)
+            turn = self._peers._acquire(self._lock_number, self._semaphore, timeout)
         elif timeout is None:
-            turn = self._rank_program._request(LockOperation.ACQUIRE, self._lock_number)
+            turn = self._peers._request(LockOperation.ACQUIRE, self._lock_number)
         else:
             raise ValueError(f"timeout: lock {self._lock_number} is on another host, where no time limit is possible")
         if turn is None:
@@ -373,9 +371,9 @@ class Lock:
     def release(self) -> None:
         """Release the lock."""
         if self._semaphore is None:
-            self._rank_program._request(LockOperation.RELEASE, self._lock_number)
+            self._peers._request(LockOperation.RELEASE, self._lock_number)
         else:
-            self._rank_program._release(self._lock_number, self._semaphore)
+            self._peers._release(self._lock_number, self._semaphore)
 
     def pull(self, *rows: Any) -> None:
         """Copy rows from the lock's host to this rank's host; only while this rank holds the lock.
@@ -399,4 +397,4 @@ class Lock:
     def _copy(self, operation: LockOperation, rows: Sequence[Any]) -> None:
         ranges = [find_byte_range(array) for array in rows]
         if self._semaphore is None:
-            self._rank_program._request(operation, self._lock_number, ranges)
+            self._peers._request(operation, self._lock_number, ranges)
