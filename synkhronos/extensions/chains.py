@@ -13,14 +13,11 @@ at a time.  Rows are not copied, since the ranks of a chain inherit the arrays.
 
 from __future__ import annotations
 
-import io
 import multiprocessing
-import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from multiprocessing import current_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
@@ -28,17 +25,13 @@ from time import perf_counter
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 from synkhronos import ranks
-from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data.rows import get_share
 from synkhronos.devices import NUMPY
-from synkhronos.graph_libraries import get_library
-from synkhronos.ranks import Command, Rank, Session, WorkerError
+from synkhronos.extensions.row_slices import create_slice_queue
+from synkhronos.ranks import Session, WorkerError
 from synkhronos.ranks.errors import describe_exit
 from synkhronos.startup import close, fork
-from synkhronos.variable_types import Variable
 
 #: Modules of PyMC that start a process for each chain.
 _SAMPLER_MODULES = ("pymc.sampling.parallel", "pymc.sampling.population", "pymc.smc.parallel")
@@ -48,42 +41,8 @@ _MEASURE_SECONDS = 0.3
 #: Maximal seconds until all chains are ready to be measured.
 _READY_SECONDS = 120.0
 
-#: Maximal number of slices in a `SliceQueue`: a number is one byte.
-MAX_QUEUED_SLICES = 256
-
 #: Result of `find_chain` in a process that `set_chain` was called in.
 _chain: tuple[int, int] | None = None
-#: Queue of the ranks of this process's chain.
-_slice_queue: SliceQueue | None = None
-
-
-class SliceQueue:
-    """Queue of numbers from which each rank takes the next one.
-
-    The numbers are the bytes of a pipe: the kernel gives each of them to one reader.
-    """
-
-    def __init__(self) -> None:
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        self._reader, self._writer = io.FileIO(reader), io.FileIO(writer, "w")
-
-    def fill(self, count: int) -> None:
-        """Replace the numbers in the queue by those below ``count``; no rank may read it meanwhile."""
-        while self._reader.read(MAX_QUEUED_SLICES):  # a failed command may have left some
-            pass
-        self._writer.write(bytes(range(count)))
-
-    def __iter__(self) -> Iterator[int]:
-        read = self._reader.read
-        while number := read(1):
-            yield number[0]
-
-
-def get_slice_queue() -> SliceQueue:
-    """Return the queue of the ranks of this process's chain."""
-    assert _slice_queue is not None
-    return _slice_queue
 
 
 def set_chain(number: int, n_parallel: int) -> None:
@@ -120,14 +79,13 @@ def start_chain_ranks(max_ranks: int | None = None) -> bool:
 
     Return False if this process samples no chain, or the master has no ranks or has them on GPUs.
     """
-    global _slice_queue
     inherited, chain = ranks.get_inherited_session(), find_chain()
     if inherited is None or chain is None or not can_chains_start_ranks(inherited):
         return False
     number, n_parallel = chain
     share = get_share(len(inherited.rank.local_ranks), n_parallel, number % n_parallel)
     size = max(1, share.stop - share.start)
-    _slice_queue = SliceQueue()  # before the fork: the ranks inherit it
+    create_slice_queue()  # before the fork: the ranks inherit it
     fork(min(size, max_ranks or size), use_gpu=False, timeout=inherited.timeout, hosts=[])
     Finalize(None, close, exitpriority=0)  # a process of multiprocessing does not run the functions of atexit
     return True
@@ -209,28 +167,3 @@ def _send_results(compute: Callable[[int], Iterator[Any]], number: int, pipe: Co
         pipe.send(None)
     except Exception as error:
         pipe.send(error)
-
-
-def load_inherited_rows(session: Session, variables: list[Variable], owner: Any) -> None:
-    """Set each rank's variables to the rank's rows of the arrays in ``owner.inherited_rows``, one for each variable.
-
-    The pickle of ``owner`` is a reference: the workers, which are forks of this process, have inherited the object.
-    """
-    with session.call_lock:
-        session.begin_call()
-        session.run(_LoadInheritedRows(distribute_variables(session, variables), owner))
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadInheritedRows(Command):
-    """Command of `load_inherited_rows`; ``keys`` are the variables' keys among the ranks' objects."""
-
-    keys: tuple[Any, ...]
-    owner: Any
-
-    def run(self, rank: Rank) -> None:
-        """Put views of this rank's rows into the variables' containers, or copies where rows are not contiguous."""
-        for key, values in zip(self.keys, self.owner.inherited_rows, strict=True):
-            shared = rank.get_object(key)
-            rows = values[get_share(len(values), rank.size, rank.number)]
-            get_library(shared).store_value(shared, np.ascontiguousarray(rows))

@@ -13,21 +13,25 @@ from a queue, the large ones first.  The sum does not depend on which rank has c
 
 from __future__ import annotations
 
+import io
+import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.data.data_access import copy_to_shared, get_array_location
 from synkhronos.data.rows import get_share
-from synkhronos.extensions.chains import MAX_QUEUED_SLICES, get_slice_queue
 from synkhronos.function.call import Call
 from synkhronos.function.dispatcher import Dispatcher
 from synkhronos.function.outputs import RankOutputs
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 
-__all__ = ["SliceSum", "plan_queued_slices", "plan_rank_slices"]
+__all__ = ["PreparedSum", "create_slice_queue", "plan_queued_slices", "plan_rank_slices"]
+
+#: Maximal number of slices in a `SliceQueue`: a number is one byte.
+MAX_QUEUED_SLICES = 256
 
 #: Bytes of rows in the largest slice.  A slice and its intermediate values fit into a core's caches, so that the
 #: gradient does not read the rows from memory again.
@@ -73,7 +77,45 @@ def plan_queued_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
         smallest += 1 + smallest // 32  # with many ranks, the queue has no room for as many
 
 
-class _SumSlicesFields(NamedTuple):
+class SliceQueue:
+    """Queue of numbers from which each rank takes the next one.
+
+    The numbers are the bytes of a pipe: the kernel gives each of them to one reader.
+    """
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        self._reader, self._writer = io.FileIO(reader), io.FileIO(writer, "w")
+
+    def fill(self, count: int) -> None:
+        """Replace the numbers in the queue by those below ``count``; no rank may read it meanwhile."""
+        while self._reader.read(MAX_QUEUED_SLICES):  # a failed command may have left some
+            pass
+        self._writer.write(bytes(range(count)))
+
+    def __iter__(self) -> Iterator[int]:
+        read = self._reader.read
+        while number := read(1):
+            yield number[0]
+
+
+#: Queue of the ranks of this process's chain.
+_slice_queue: SliceQueue | None = None
+
+
+def create_slice_queue() -> None:
+    """Create the queue of ranks that this process forks next."""
+    global _slice_queue
+    _slice_queue = SliceQueue()
+
+
+def _get_slice_queue() -> SliceQueue:
+    assert _slice_queue is not None
+    return _slice_queue
+
+
+class _ComputeSlicesFields(NamedTuple):
     call: Call
     #: Array with the result of each slice.
     table: ArrayLocation
@@ -81,11 +123,11 @@ class _SumSlicesFields(NamedTuple):
     bounds: tuple[int, ...]
     #: Keys of the shared variables with the rows.
     row_keys: tuple[Any, ...]
-    #: Object whose attribute ``inherited_rows`` has all rows on each rank; None if a rank has only its share.
-    owner: Any
+    #: The `DistributedSum`, if each rank has inherited all of its rows; None if a rank has only its share.
+    distributed_sum: Any
 
 
-class SumSlices(_SumSlicesFields, Command):
+class ComputeSlices(_ComputeSlicesFields, Command):
     """Compute a function of the rows slice by slice, and write the results into the table."""
 
     __slots__ = ()
@@ -99,12 +141,12 @@ class SumSlices(_SumSlicesFields, Command):
         inputs = [location.view(rank.segments) for location in call.inputs if isinstance(location, ArrayLocation)]
         storages = [rank.get_object(key).container.storage for key in self.row_keys]
         own_rows = [storage[0] for storage in storages]
-        if self.owner is None:
+        if self.distributed_sum is None:
             share = get_share(bounds[-1], rank.size, rank.number)
             rows, first_row = own_rows, share.start
             numbers: Any = range(bisect_left(bounds, share.start), bisect_left(bounds, share.stop))
         else:
-            rows, first_row, numbers = self.owner.inherited_rows, 0, get_slice_queue()
+            rows, first_row, numbers = self.distributed_sum.rows.inherited, 0, _get_slice_queue()
         try:
             for number in numbers:
                 span = slice(bounds[number] - first_row, bounds[number + 1] - first_row)
@@ -124,7 +166,7 @@ class SumSlices(_SumSlicesFields, Command):
         return None
 
 
-class SliceSum:
+class PreparedSum:
     """A function of the rows, prepared for many calls with arrays of the same shapes.
 
     Parameters
@@ -139,8 +181,8 @@ class SliceSum:
         Number of elements of the function's result, a vector or scalar.
     bounds : sequence of int
         First row of each slice, and the number of rows.
-    row_keys, owner
-        As in `SumSlices`.
+    row_keys, distributed_sum
+        As in `ComputeSlices`.
     """
 
     def __init__(
@@ -151,16 +193,18 @@ class SliceSum:
         result_size: int,
         bounds: Sequence[int],
         row_keys: tuple[Any, ...],
-        owner: Any,
+        distributed_sum: Any,
     ):
         self._session, self._dispatcher = session, dispatcher
         self._data = [copy_to_shared(argument) for argument in arguments]
-        kind = dispatcher.computation.outputs[0].type
-        shape = (len(bounds) - 1, result_size)[: 1 + kind.ndim]
-        self._data.append(copy_to_shared(np.zeros(shape, kind.dtype)))
+        output_type = dispatcher.computation.outputs[0].type
+        shape = (len(bounds) - 1, result_size)[: 1 + output_type.ndim]
+        self._data.append(copy_to_shared(np.zeros(shape, output_type.dtype)))
         *self._inputs, self._table = [shared.data for shared in self._data]
         call = dispatcher.make_call(session, self._data[:-1])
-        self._command = SumSlices(call, get_array_location(self._data[-1]), tuple(bounds), row_keys, owner)
+        self._command = ComputeSlices(
+            call, get_array_location(self._data[-1]), tuple(bounds), row_keys, distributed_sum
+        )
 
     def accepts(self, arguments: Sequence[np.ndarray]) -> bool:
         """Whether the arguments have the shapes and dtypes of those of the first call."""
@@ -173,7 +217,7 @@ class SliceSum:
         """Return the sum of the function's results over all rows.  The session's call lock is held."""
         for array, argument in zip(self._inputs, arguments, strict=True):
             array[...] = argument
-        if self._command.owner is not None:
-            get_slice_queue().fill(len(self._table))
+        if self._command.distributed_sum is not None:
+            _get_slice_queue().fill(len(self._table))
         outputs = self._session.run(self._command)
         return outputs[0] if outputs else np.add.reduce(self._table, axis=0)

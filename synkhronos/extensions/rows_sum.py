@@ -18,23 +18,19 @@ A compiled function with gradients has no node for the value alone: `_merge_valu
 from __future__ import annotations
 
 import itertools
-import math
-import operator
 import os
 import textwrap
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial, reduce
 from typing import Any
 
 import numpy as np
-import pytensor
 import pytensor.tensor as pt
-from pytensor.compile import SharedVariable
 from pytensor.gradient import DisconnectedType, grad, grad_not_implemented
-from pytensor.graph.basic import Apply, Constant, Variable
+from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.op import Op
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.rewriting.basic import node_rewriter
@@ -45,14 +41,10 @@ from pytensor.tensor.rewriting.basic import register_canonicalize
 from pytensor.tensor.type import float_dtypes
 
 from synkhronos import ranks
-from synkhronos.checks import describe
 from synkhronos.collectives.arguments import distribute_variables
-from synkhronos.collectives.calls import scatter
-from synkhronos.data import Data
-from synkhronos.data.read_only import ReadOnlyData
-from synkhronos.devices import NUMPY
-from synkhronos.extensions.chains import find_chain, load_inherited_rows, start_chain_ranks
-from synkhronos.extensions.row_slices import SliceSum, plan_queued_slices, plan_rank_slices
+from synkhronos.extensions.chains import find_chain, start_chain_ranks
+from synkhronos.extensions.distributed_rows import DistributedRows
+from synkhronos.extensions.row_slices import PreparedSum
 from synkhronos.extensions.rows_sum_graph import (
     find_params,
     replace_checks,
@@ -62,20 +54,12 @@ from synkhronos.extensions.rows_sum_graph import (
 )
 from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sampler, warn_of_swallowed_errors
 from synkhronos.function import Function, function, get_dispatcher
-from synkhronos.graph_libraries import get_library
 from synkhronos.variable_types import Array, FunctionGraph, Node
 
-__all__ = ["PickedRows", "get_rows", "sum_over_rows"]
+__all__ = ["sum_over_rows"]
 
 # Numba has to leave the call of the ranks to Python.
 warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows")
-
-#: Maximal number of elements of an array that an evaluation compares with the scattered ones.  Of a larger array it
-#: compares a sample: rows and elements at equal distances.  Reading more would delay each evaluation, as nearly each
-#: element is in another cache line.
-_MAX_COMPARED_SIZE = 1 << 15
-#: Approximate number of elements of such a sample.
-_SAMPLE_SIZE = 1 << 12
 
 _counter = itertools.count()
 #: The sums of this process by process id and number: unpickling in this process returns the original.
@@ -137,28 +121,8 @@ def sum_over_rows(terms: Variable, rows: Mapping[Any, Any], name: str | None = N
     return SumOverRows(distributed_sum)(*distributed_sum.params)
 
 
-class PickedRows:
-    """Fixed selection of the rows of an array or a shared variable, whose values may change.
-
-    Parameters
-    ----------
-    source : ndarray or shared variable
-    selections : sequence of ndarray or slice
-        Indexes of axis 0.  Each selects from the rows that the one before has selected.
-    """
-
-    def __init__(self, source: Any, selections: Sequence[Any]):
-        self.source, self.selections = source, selections
-
-    def select(self, values: np.ndarray) -> np.ndarray:
-        """Return the selected rows of a value of the source."""
-        for selection in self.selections:
-            values = values[selection]
-        return values
-
-
 class DistributedSum:
-    """A sum over rows that the ranks evaluate: its rows, its compiled functions, and the results at the last point.
+    """A sum over rows that the ranks evaluate: its functions of the rows, and the results at the last point.
 
     The Ops of a sum share it.
 
@@ -172,6 +136,7 @@ class DistributedSum:
 
     Attributes
     ----------
+    rows : DistributedRows
     params : list of variables
         The parameters: inputs of the terms other than rows and constants.
     float_positions : list of int
@@ -180,8 +145,6 @@ class DistributedSum:
         Whether a worker's exit raises `WorkerExitInterrupt` rather than `synkhronos.WorkerError`.
     max_chain_ranks : int or None
         Maximal number of ranks of a chain with a process of its own; None for its share.
-    inherited_rows : list of ndarray
-        In such a process, the rows when its ranks were started.
     rewrite_before_gradient : callable
         Rewrites the sum before its gradient is built.
     remote_evaluator : ChainServers or None
@@ -192,29 +155,20 @@ class DistributedSum:
         self._key = os.getpid(), next(_counter)
         self.name = name or f"sum_over_rows_{self._key[1]}"
         terms = _check_terms(terms)
-        self._row_variables, self._sources = _check_rows(rows)
-        nodes = select_rank_nodes(terms, self._row_variables)
-        self.params = sort_params(find_params(nodes, self._row_variables), variables)
+        self.rows = DistributedRows(rows)
+        nodes = select_rank_nodes(terms, self.rows.variables)
+        self.params = sort_params(find_params(nodes, self.rows.variables), variables)
         self.float_positions = [i for i, param in enumerate(self.params) if param.dtype in float_dtypes]
         self._inputs = [param.type(f"{param.name or 'parameter'}_{i}") for i, param in enumerate(self.params)]
-        self._shareds = [_make_shared(variable) for variable in self._row_variables]
-        replaced = dict(zip([*self.params, *self._row_variables], [*self._inputs, *self._shareds], strict=True))
+        replaced = dict(zip([*self.params, *self.rows.variables], [*self._inputs, *self.rows.shareds], strict=True))
         terms = replace_variables(terms, nodes, replaced)
         self.total = pt.sum(terms, dtype=terms.dtype)
         self.interrupts_on_exit = False
         self.max_chain_ranks: int | None = None
-        self.inherited_rows: list[Any] = []
         self.rewrite_before_gradient: Callable[[Any], Any] = _canonicalize
         self.remote_evaluator: Any = None
         self._lock = threading.RLock()
-        self._inherited_values: list[Any] = []
-        self._scattered: list[Any] = []
-        self._num_rows = 0
-        self._samples: list[Any] = []
-        self._slice_bounds: list[int] = []
-        self._ranks_have_all_rows = False
-        self._slice_sums: dict[Function, SliceSum] = {}
-        self._session: weakref.ref[Any] | None = None
+        self._prepared_sums: dict[Function, PreparedSum] = {}
         self._evaluates_gradients = False
         self._last_point: Any = None
         self._last_results: list[np.ndarray] = []
@@ -272,7 +226,7 @@ class DistributedSum:
 
         def replace_check(check: Any, value: Any, *conditions: Any) -> Any:
             condition = reduce(pt.and_, conditions)
-            if not set(self._shareds).isdisjoint(ancestors([condition])):
+            if not set(self.rows.shareds).isdisjoint(ancestors([condition])):
                 checks.append(check)
                 failures.append(pt.switch(condition, 0, 1).astype(self.total.dtype))
                 condition = pt.and_(condition, checks_hold[len(failures) - 1])
@@ -288,7 +242,7 @@ class DistributedSum:
             [],
             (joined, "sum"),
             bcast_inputs=[*inputs, checks_hold] if failures else list(inputs),
-            sliceable_shareds=self._shareds,
+            sliceable_shareds=self.rows.shareds,
             name=f"{self.name}_{quantity}",
             on_unused_input="ignore",
         )
@@ -300,10 +254,10 @@ class DistributedSum:
         The inputs are the parameters, then the rows.  The shared variables hold the rows on each rank.  Checks of
         parameters are left out, as in PyMC's functions in JAX.
         """
-        rows = [shared.type() for shared in self._shareds]
+        rows = [shared.type() for shared in self.rows.shareds]
         (total,) = replace_checks([self.total], lambda check, value, *conditions: value)
-        (total,) = clone_replace([total], dict(zip(self._shareds, rows, strict=True)))
-        return [*self._inputs, *rows], total, self._shareds
+        (total,) = clone_replace([total], dict(zip(self.rows.shareds, rows, strict=True)))
+        return [*self._inputs, *rows], total, self.rows.shareds
 
     # -- evaluations -----------------------------------------------------------------------------------------
 
@@ -354,7 +308,7 @@ class DistributedSum:
         self, compiled: tuple[Function, list[Any]], arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Call a function on the ranks, and split its result into arrays of the shapes and dtypes of `templates`."""
-        if not self._num_rows:
+        if not self.rows.count:
             return [np.zeros_like(template) for template in templates]
         function, checks = compiled
         result_size = sum(template.size for template in templates) + len(checks)
@@ -368,7 +322,7 @@ class DistributedSum:
                         raise check.exc_type(check.msg)
                 joined = call(holds)
         except ranks.WorkerError as error:
-            session = None if self._session is None else self._session()
+            session = self.rows.session
             # A chain's process reports the error to PyMC, which ends the other chains.
             if not self.interrupts_on_exit or session is not None and session.close_reason is None or find_chain():
                 raise
@@ -388,50 +342,27 @@ class DistributedSum:
     def _call_function(self, function: Function, result_size: int, *arguments: np.ndarray) -> np.ndarray:
         """Return the joined results of a function of the rows, as a vector."""
         dispatcher, session = get_dispatcher(function), ranks.get_session()
-        if self._slice_bounds:
+        if self.rows.slice_bounds:
             with session.call_lock:
                 session.begin_call()
                 dispatcher.ensure_distributed(session)
                 if dispatcher.has_compiled_default:
-                    slice_sum = self._slice_sums.get(function)
-                    if slice_sum is None or not slice_sum.accepts(arguments):
-                        keys = distribute_variables(session, self._shareds)
-                        owner = self if self._ranks_have_all_rows else None
-                        slice_sum = self._slice_sums[function] = SliceSum(
-                            session, dispatcher, arguments, result_size, self._slice_bounds, keys, owner
-                        )
-                    return np.ravel(slice_sum.compute(arguments))
+                    prepared = self._prepared_sums.get(function)
+                    if prepared is None or not prepared.accepts(arguments):
+                        keys = distribute_variables(session, self.rows.shareds)
+                        bounds, owner = self.rows.slice_bounds, self if self.rows.ranks_have_all else None
+                        prepared = PreparedSum(session, dispatcher, arguments, result_size, bounds, keys, owner)
+                        self._prepared_sums[function] = prepared
+                    return np.ravel(prepared.compute(arguments))
         return np.ravel(dispatcher.call(*arguments)[0])
 
     def scatter_rows(self) -> None:
         """Scatter the rows if the session or the rows have changed since the last evaluation."""
         session = self.ensure_session()
-        arrays = [_get_values(source) for source in self._sources]
-        # The process of a chain only samples, so its copies of the arrays do not change.
-        samples = [] if self.inherited_rows else [_take_sample(values) for values in arrays]
-        is_unchanged = self._session is not None and self._session() is session and samples == self._samples
-        if is_unchanged and all(map(operator.is_, arrays, self._scattered)):
-            return
-        rows = [_select_rows(source, values) for source, values in zip(self._sources, arrays, strict=True)]
-        num_rows = _check_lengths(self._row_variables, rows)
-        self._last_point = None
-        self._session = None
-        self._slice_bounds, self._ranks_have_all_rows = [], False
-        self._slice_sums.clear()
-        if num_rows:
-            computation = get_dispatcher(self._value_function[0]).computation  # registers the variables on the ranks
-            has_inherited = len(self.inherited_rows) > 0 and all(map(operator.is_, arrays, self._inherited_values))
-            if has_inherited and session.has_forked_workers:
-                load_inherited_rows(session, self._shareds, self)
-                self._ranks_have_all_rows = session.rank.size > 1
-            else:
-                scatter(self._shareds, rows)
-            if computation.device is NUMPY:  # GPUs take all rows at once
-                nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in rows)
-                plan = plan_queued_slices if self._ranks_have_all_rows else plan_rank_slices
-                self._slice_bounds = plan(num_rows, nbytes, session.rank.size)
-        self._scattered, self._samples, self._num_rows = arrays, samples, num_rows
-        self._session = weakref.ref(session)
+        device = get_dispatcher(self._value_function[0]).computation.device  # registers the variables on the ranks
+        if self.rows.ensure_scattered(session, device, self):
+            self._last_point = None
+            self._prepared_sums.clear()
 
     def ensure_session(self) -> Any:
         """Return the running session; in the process of a chain, the first call starts the chain's ranks.
@@ -447,16 +378,10 @@ class DistributedSum:
             if ranks.get_inherited_session() is None:
                 raise
             for distributed_sum in list(_sums.values()):
-                distributed_sum.inherit_rows()
+                distributed_sum.rows.inherit()
             if not start_chain_ranks(self.max_chain_ranks):
                 raise RuntimeError(_WRONG_PROCESS) from error
             return ranks.get_session()
-
-    def inherit_rows(self) -> None:
-        """Keep the rows for ranks that this process forks next."""
-        self._inherited_values = [_get_values(source) for source in self._sources]
-        rows = map(_select_rows, self._sources, self._inherited_values)
-        self.inherited_rows = [v if isinstance(v, Data) else np.ascontiguousarray(v) for v in rows]
 
 
 def _get_sum(key: tuple[int, int], name: str) -> Any:
@@ -624,97 +549,12 @@ def _merge_value_with_gradients(fgraph: FunctionGraph, node: Node) -> list[Any] 
     return None
 
 
-# -- checks ------------------------------------------------------------------------------------------------------
-
-
 def _check_terms(terms: Variable) -> Any:
     if not isinstance(terms, Variable) or not isinstance(terms.type, TensorType):
         raise TypeError(f"terms: expected a variable of PyTensor, got {terms!r}")
     if terms.dtype not in float_dtypes:
         raise TypeError(f"terms: expected floats, got {terms.dtype}")
     return terms
-
-
-def _check_rows(rows: Any) -> tuple[list[Any], list[Any]]:
-    """Return the symbolic inputs and the sources of their values."""
-    if not isinstance(rows, Mapping) or not rows:
-        raise TypeError(f"rows: expected a dict of at least one variable and its values, got {rows!r}")
-    sources = []
-    for variable, value in rows.items():
-        if not isinstance(variable, Variable) or not isinstance(variable.type, TensorType):
-            raise TypeError(f"rows: expected variables of PyTensor as keys, got {variable!r}")
-        if variable.owner is not None or isinstance(variable, Constant | SharedVariable):
-            raise TypeError(f"rows: expected a symbolic input as key, got {describe(variable)}")
-        if variable.ndim == 0 or variable.type.shape[0] is not None:
-            raise ValueError(f"rows: {describe(variable)} of type {variable.type} has no rows to share out")
-        sources.append(_check_row_values(variable, value))
-    _check_lengths(rows, list(map(get_rows, sources)))
-    return list(rows), sources
-
-
-def _check_row_values(variable: Variable, value: Any) -> Any:
-    if isinstance(value, SharedVariable | PickedRows | Data):
-        source = value.source if isinstance(value, PickedRows) else value
-        kind = source.type if isinstance(source, SharedVariable) else source
-        if (kind.dtype, kind.ndim) != (variable.dtype, variable.ndim):
-            raise TypeError(
-                f"rows: {describe(variable)} needs values of {variable.dtype} and {variable.ndim} dimensions, got "
-                f"{value!r} of {kind.dtype} and {kind.ndim}"
-            )
-        return value
-    try:
-        return get_library(variable).filter(variable.type, value)
-    except (TypeError, ValueError) as error:
-        error_type = ValueError if isinstance(error, ValueError) else TypeError
-        raise error_type(
-            f"rows: {describe(variable)} of type {variable.type} cannot take the values: {error}"
-        ) from None
-
-
-def _check_lengths(variables: Iterable[Variable], values: Sequence[Any]) -> int:
-    """Return the number of rows; raise ValueError if it differs between the values."""
-    lengths = {describe(variable): len(array) for variable, array in zip(variables, values, strict=True)}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"rows: expected the same number of rows for each input, got {lengths}")
-    return min(lengths.values())
-
-
-def _get_values(source: Any) -> Any:
-    """Return the current values, before rows are selected; the same object until ``set_value`` is called."""
-    source = source.source if isinstance(source, PickedRows) else source
-    return source.get_value(borrow=True) if isinstance(source, SharedVariable) else source
-
-
-def _select_rows(source: Any, values: Any) -> Any:
-    return source.select(values) if isinstance(source, PickedRows) else values
-
-
-def get_rows(source: Any) -> Any:
-    """Return the current rows of an array, a shared variable, a `Data` or a `PickedRows`."""
-    return _select_rows(source, _get_values(source))
-
-
-def _take_sample(values: Any) -> Any:
-    """Return shape and sampled bytes of an array, to find changes in place; None for read-only data."""
-    if isinstance(values, ReadOnlyData):
-        return None
-    array = np.asarray(values)
-    if array.base is None and not array.flags.writeable:
-        return None
-    if array.size <= _MAX_COMPARED_SIZE:
-        return array.shape, array.tobytes()
-    # Rows have all columns, but miss other rows; elements are in all long rows, but may miss columns.
-    step = -(-2 * array.size // _SAMPLE_SIZE)
-    if array.ndim == 1:
-        return array.shape, array[::step].tobytes()
-    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat  # an iterator is slow
-    return array.shape, array[::step].tobytes(), flat[::step].tobytes()
-
-
-def _make_shared(variable: Variable) -> Any:
-    """Return the shared variable that holds each rank's rows."""
-    shape = [0, *(length or 0 for length in variable.type.shape[1:])]
-    return pytensor.shared(np.zeros(shape, variable.dtype), variable.name, shape=variable.type.shape)
 
 
 def _canonicalize(total: Any) -> Any:

@@ -27,7 +27,7 @@ from system import LIMIT  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions import chains as chains_module  # noqa: E402
-from synkhronos.extensions import rows_sum  # noqa: E402
+from synkhronos.extensions import distributed_rows  # noqa: E402
 from synkhronos.extensions.pymc import chain_servers, data_parallel  # noqa: E402
 
 pytestmark = [
@@ -132,7 +132,7 @@ def test_concurrent_chains_inherit_the_rows(fork, monkeypatch):
     def scatter(*args):
         raise AssertionError("the rows were copied")
 
-    monkeypatch.setattr(rows_sum, "scatter", scatter)
+    monkeypatch.setattr(distributed_rows, "scatter", scatter)
     parallel_draws = sample(parallel, chains=2, cores=2)
     np.testing.assert_allclose(
         parallel_draws.posterior["b"].values, sample(build_model(), chains=2, cores=1).posterior["b"].values, rtol=1e-6

@@ -16,7 +16,7 @@ from library import HOSTS, XLA, function  # noqa: E402
 import synkhronos as synk  # noqa: E402
 from synkhronos.data.rows import get_share  # noqa: E402
 from synkhronos.extensions import row_slices  # noqa: E402
-from synkhronos.extensions.chains import MAX_QUEUED_SLICES, SliceQueue, run_forked, set_chain  # noqa: E402
+from synkhronos.extensions.chains import run_forked, set_chain  # noqa: E402
 from synkhronos.extensions.rows_sum import sum_over_rows  # noqa: E402
 
 ROWS = np.random.default_rng(5).normal(size=(1000, 3))
@@ -43,7 +43,7 @@ def test_queued_slices_become_smaller(sizes):
     n_rows, _, n_ranks = sizes
     lengths = np.diff(row_slices.plan_queued_slices(*sizes))
     assert (np.diff(lengths) <= 0).all()
-    assert min(n_rows, n_ranks) <= len(lengths) <= MAX_QUEUED_SLICES
+    assert min(n_rows, n_ranks) <= len(lengths) <= row_slices.MAX_QUEUED_SLICES
     if n_rows > 10**5:
         assert lengths[-5:].max() < n_rows / n_ranks / 10
 
@@ -53,12 +53,12 @@ def test_slices_for_any_number_of_ranks_fit_into_the_queue(n_rows):
     for n_ranks in range(2, 257):
         lengths = np.diff(row_slices.plan_queued_slices(n_rows, 168 * n_rows, n_ranks))
         assert lengths.sum() == n_rows and lengths.min() > 0
-        assert len(lengths) <= MAX_QUEUED_SLICES
+        assert len(lengths) <= row_slices.MAX_QUEUED_SLICES
         assert lengths.max() <= 2 * -(-n_rows // n_ranks), n_ranks
 
 
 def test_queue_gives_each_number_once_and_drops_old_ones():
-    queue = SliceQueue()
+    queue = row_slices.SliceQueue()
     assert list(queue) == []
     queue.fill(200)
     first = iter(queue)
@@ -88,8 +88,8 @@ def evaluate_in_chain(f, points):
 @needs_chains
 def test_sum_of_a_chain_has_equal_bits_whichever_rank_computes_a_slice(fork, monkeypatch):
     delays = np.random.default_rng()
-    take = SliceQueue.__iter__
-    takers = np.frombuffer(mmap.mmap(-1, 4 * MAX_QUEUED_SLICES), "int32")  # process that took each slice
+    take = row_slices.SliceQueue.__iter__
+    takers = np.frombuffer(mmap.mmap(-1, 4 * row_slices.MAX_QUEUED_SLICES), "int32")  # process that took each slice
 
     def take_late(self):
         for number in take(self):
@@ -98,7 +98,7 @@ def test_sum_of_a_chain_has_equal_bits_whichever_rank_computes_a_slice(fork, mon
             yield number
 
     monkeypatch.setattr(row_slices, "_MIN_SLICE_BYTES", 1)
-    monkeypatch.setattr(SliceQueue, "__iter__", take_late)
+    monkeypatch.setattr(row_slices.SliceQueue, "__iter__", take_late)
     fork(3)
     rows, scale = pt.dmatrix("rows"), pt.dvector("scale")
     total = sum_over_rows(pt.exp(rows @ scale), {rows: np.asfortranarray(ROWS)})

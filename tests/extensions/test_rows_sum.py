@@ -16,7 +16,7 @@ import pytensor.tensor as pt  # noqa: E402
 from library import INTERPRETED, XLA, fork_ranks, function  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
-from synkhronos.extensions import row_slices, rows_sum  # noqa: E402
+from synkhronos.extensions import distributed_rows, row_slices, rows_sum  # noqa: E402
 from synkhronos.extensions.rows_sum import SumOverRows, sum_over_rows  # noqa: E402
 
 N = 11
@@ -469,6 +469,10 @@ def test_rows_sum_compares_only_arrays_that_may_change():
     array = np.zeros(4)
     view = array[:]
     view.flags.writeable = False
-    assert rows_sum._take_sample(array) == rows_sum._take_sample(view) != rows_sum._take_sample(array + 1)
+    assert (
+        distributed_rows._take_sample(array)
+        == distributed_rows._take_sample(view)
+        != distributed_rows._take_sample(array + 1)
+    )
     array.flags.writeable = False
-    assert rows_sum._take_sample(array) is None
+    assert distributed_rows._take_sample(array) is None

@@ -11,8 +11,8 @@ pytensor = pytest.importorskip("pytensor", reason="it is about PyTensor's graphs
 import pytensor.tensor as pt  # noqa: E402
 from pytensor import sparse  # noqa: E402
 
+from synkhronos.extensions.distributed_rows import PickedRows, get_rows  # noqa: E402
 from synkhronos.extensions.pymc.rowwise import NotRowwiseError, make_rowwise  # noqa: E402
-from synkhronos.extensions.rows_sum import PickedRows, get_rows  # noqa: E402
 
 N = 9
 RNG = np.random.default_rng(2)

@@ -42,7 +42,7 @@ from pytensor.tensor.subtensor import (
 )
 from pytensor.tensor.type_other import MakeSlice
 
-from synkhronos.extensions.rows_sum import PickedRows, get_rows
+from synkhronos.extensions.distributed_rows import PickedRows, get_rows
 from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graph_libraries import get_library
 from synkhronos.variable_types import Node, Variable

@@ -1,0 +1,240 @@
+"""The rows of a sum: their values in the master, and each rank's share of them in shared variables."""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytensor
+from pytensor.compile import SharedVariable
+from pytensor.graph.basic import Constant, Variable
+from pytensor.tensor import TensorType
+
+from synkhronos.checks import describe
+from synkhronos.collectives.arguments import distribute_variables
+from synkhronos.collectives.calls import scatter
+from synkhronos.data import Data
+from synkhronos.data.read_only import ReadOnlyData
+from synkhronos.data.rows import get_share
+from synkhronos.devices import NUMPY, Device
+from synkhronos.extensions.row_slices import plan_queued_slices, plan_rank_slices
+from synkhronos.graph_libraries import get_library
+from synkhronos.ranks import Command, Rank, Session
+
+__all__ = ["DistributedRows", "PickedRows", "get_rows"]
+
+#: Maximal number of elements of an array that an evaluation compares with the scattered ones.  Of a larger array it
+#: compares a sample: rows and elements at equal distances.  Reading more would delay each evaluation, as nearly each
+#: element is in another cache line.
+_MAX_COMPARED_SIZE = 1 << 15
+#: Approximate number of elements of such a sample.
+_SAMPLE_SIZE = 1 << 12
+
+
+class PickedRows:
+    """Fixed selection of the rows of an array or a shared variable, whose values may change.
+
+    Parameters
+    ----------
+    source : ndarray or shared variable
+    selections : sequence of ndarray or slice
+        Indexes of axis 0.  Each selects from the rows that the one before has selected.
+    """
+
+    def __init__(self, source: Any, selections: Sequence[Any]):
+        self.source, self.selections = source, selections
+
+    def select(self, values: np.ndarray) -> np.ndarray:
+        """Return the selected rows of a value of the source."""
+        for selection in self.selections:
+            values = values[selection]
+        return values
+
+
+class DistributedRows:
+    """The rows of a sum, and the shared variables that hold each rank's share.
+
+    Parameters
+    ----------
+    rows : dict
+        As in `sum_over_rows`.
+
+    Attributes
+    ----------
+    variables, shareds : list of variable
+        The symbolic inputs, and the shared variables that take their places on the ranks.
+    count : int
+        Number of rows that are scattered.
+    slice_bounds : list of int
+        First row of each slice that ranks on CPU cores compute, and the number of rows; empty on GPUs.
+    inherited : list of ndarray
+        In the process of a chain, the rows when its ranks were started.
+    ranks_have_all : bool
+        Whether each rank has inherited all rows, and not only its share.
+    """
+
+    def __init__(self, rows: Mapping[Any, Any]):
+        self.variables, self._sources = _check_rows(rows)
+        self.shareds = [_make_shared(variable) for variable in self.variables]
+        self.count = 0
+        self.slice_bounds: list[int] = []
+        self.inherited: list[Any] = []
+        self.ranks_have_all = False
+        self._inherited_values: list[Any] = []
+        #: Arrays of the sources, their samples, and the session, when the rows were scattered.
+        self._scattered: list[Any] = []
+        self._samples: list[Any] = []
+        self._session: weakref.ref[Session] | None = None
+
+    @property
+    def session(self) -> Session | None:
+        """Session whose ranks have the rows; None if there is none."""
+        return None if self._session is None else self._session()
+
+    def ensure_scattered(self, session: Session, device: Device, distributed_sum: Any) -> bool:
+        """Scatter the rows, or return False if neither they nor the session have changed since the last call.
+
+        ``device`` computes the functions of ``distributed_sum``, whose rows these are.
+        """
+        arrays = [_get_values(source) for source in self._sources]
+        # The process of a chain only samples, so its copies of the arrays do not change.
+        samples = [] if self.inherited else [_take_sample(values) for values in arrays]
+        is_unchanged = self.session is session and samples == self._samples
+        if is_unchanged and all(map(operator.is_, arrays, self._scattered)):
+            return False
+        rows = [_select_rows(source, values) for source, values in zip(self._sources, arrays, strict=True)]
+        count = _check_lengths(self.variables, rows)
+        self._session = None  # an error may leave some of the rows as they were
+        self.slice_bounds, self.ranks_have_all = [], False
+        if count:
+            has_inherited = len(self.inherited) > 0 and all(map(operator.is_, arrays, self._inherited_values))
+            if has_inherited and session.has_forked_workers:
+                with session.call_lock:
+                    session.begin_call()
+                    session.run(LoadInheritedRows(distribute_variables(session, self.shareds), distributed_sum))
+                self.ranks_have_all = session.rank.size > 1
+            else:
+                scatter(self.shareds, rows)
+            if device is NUMPY:  # GPUs take all rows at once
+                nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in rows)
+                plan = plan_queued_slices if self.ranks_have_all else plan_rank_slices
+                self.slice_bounds = plan(count, nbytes, session.rank.size)
+        self._scattered, self._samples, self.count = arrays, samples, count
+        self._session = weakref.ref(session)
+        return True
+
+    def inherit(self) -> None:
+        """Keep the rows for ranks that this process forks next."""
+        self._inherited_values = [_get_values(source) for source in self._sources]
+        rows = map(_select_rows, self._sources, self._inherited_values)
+        self.inherited = [v if isinstance(v, Data) else np.ascontiguousarray(v) for v in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadInheritedRows(Command):
+    """Set each rank's shared variables to the rank's share of the rows that it has inherited.
+
+    Attributes
+    ----------
+    keys : tuple
+        Keys of the shared variables among the ranks' objects.
+    distributed_sum : DistributedSum
+        Its pickle is a reference: the workers, which are forks of this process, have inherited the object.
+    """
+
+    keys: tuple[Any, ...]
+    distributed_sum: Any
+
+    def run(self, rank: Rank) -> None:
+        """Put views of this rank's rows into the variables' containers, or copies where rows are not contiguous."""
+        for key, values in zip(self.keys, self.distributed_sum.rows.inherited, strict=True):
+            shared = rank.get_object(key)
+            rows = values[get_share(len(values), rank.size, rank.number)]
+            get_library(shared).store_value(shared, np.ascontiguousarray(rows))
+
+
+def _check_rows(rows: Any) -> tuple[list[Any], list[Any]]:
+    """Return the symbolic inputs and the sources of their values."""
+    if not isinstance(rows, Mapping) or not rows:
+        raise TypeError(f"rows: expected a dict of at least one variable and its values, got {rows!r}")
+    sources = []
+    for variable, value in rows.items():
+        if not isinstance(variable, Variable) or not isinstance(variable.type, TensorType):
+            raise TypeError(f"rows: expected variables of PyTensor as keys, got {variable!r}")
+        if variable.owner is not None or isinstance(variable, Constant | SharedVariable):
+            raise TypeError(f"rows: expected a symbolic input as key, got {describe(variable)}")
+        if variable.ndim == 0 or variable.type.shape[0] is not None:
+            raise ValueError(f"rows: {describe(variable)} of type {variable.type} has no rows to share out")
+        sources.append(_check_row_values(variable, value))
+    _check_lengths(rows, list(map(get_rows, sources)))
+    return list(rows), sources
+
+
+def _check_row_values(variable: Variable, value: Any) -> Any:
+    if isinstance(value, SharedVariable | PickedRows | Data):
+        source = value.source if isinstance(value, PickedRows) else value
+        kind = source.type if isinstance(source, SharedVariable) else source
+        if (kind.dtype, kind.ndim) != (variable.dtype, variable.ndim):
+            raise TypeError(
+                f"rows: {describe(variable)} needs values of {variable.dtype} and {variable.ndim} dimensions, got "
+                f"{value!r} of {kind.dtype} and {kind.ndim}"
+            )
+        return value
+    try:
+        return get_library(variable).filter(variable.type, value)
+    except (TypeError, ValueError) as error:
+        error_type = ValueError if isinstance(error, ValueError) else TypeError
+        raise error_type(
+            f"rows: {describe(variable)} of type {variable.type} cannot take the values: {error}"
+        ) from None
+
+
+def _check_lengths(variables: Iterable[Variable], values: Sequence[Any]) -> int:
+    """Return the number of rows; raise ValueError if it differs between the values."""
+    lengths = {describe(variable): len(array) for variable, array in zip(variables, values, strict=True)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"rows: expected the same number of rows for each input, got {lengths}")
+    return min(lengths.values())
+
+
+def _get_values(source: Any) -> Any:
+    """Return the current values, before rows are selected; the same object until ``set_value`` is called."""
+    source = source.source if isinstance(source, PickedRows) else source
+    return source.get_value(borrow=True) if isinstance(source, SharedVariable) else source
+
+
+def _select_rows(source: Any, values: Any) -> Any:
+    return source.select(values) if isinstance(source, PickedRows) else values
+
+
+def get_rows(source: Any) -> Any:
+    """Return the current rows of an array, a shared variable, a `Data` or a `PickedRows`."""
+    return _select_rows(source, _get_values(source))
+
+
+def _take_sample(values: Any) -> Any:
+    """Return shape and sampled bytes of an array, to find changes in place; None for read-only data."""
+    if isinstance(values, ReadOnlyData):
+        return None
+    array = np.asarray(values)
+    if array.base is None and not array.flags.writeable:
+        return None
+    if array.size <= _MAX_COMPARED_SIZE:
+        return array.shape, array.tobytes()
+    # Rows have all columns, but miss other rows; elements are in all long rows, but may miss columns.
+    step = -(-2 * array.size // _SAMPLE_SIZE)
+    if array.ndim == 1:
+        return array.shape, array[::step].tobytes()
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat  # an iterator is slow
+    return array.shape, array[::step].tobytes(), flat[::step].tobytes()
+
+
+def _make_shared(variable: Variable) -> Any:
+    """Return the shared variable that holds each rank's rows."""
+    shape = [0, *(length or 0 for length in variable.type.shape[1:])]
+    return pytensor.shared(np.zeros(shape, variable.dtype), variable.name, shape=variable.type.shape)
