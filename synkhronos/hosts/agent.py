@@ -26,34 +26,25 @@ import io
 import json
 import os
 import pickle
-import platform
-import re
 import signal
 import socket
-import struct
-import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import list_versions
-from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts.host_list import compute_ranks_by_host, describe_host
-from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, Message, Messenger
+from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, MessageType, Messenger
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages, view_pages
-from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, FrameTransport, PipeLayout
+from synkhronos.hosts.pipes import FAILURE_NBYTES, FrameTransport, PipeLayout
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks.agreement import BarrierTally, record_last_common_barrier
-from synkhronos.ranks.child_process import ignore_job_signals
 from synkhronos.ranks.control_memory import (
     AWAITS_BARRIER,
     AWAITS_COMMAND,
     AWAITS_COMPLETION,
     SLOT_NBYTES,
-    SPIN_SECONDS,
     ControlMemory,
 )
 from synkhronos.ranks.errors import Death, describe_exit
@@ -70,8 +61,6 @@ from synkhronos.ranks.segments import (
 from synkhronos.ranks.thread_limit import count_available_cores
 from synkhronos.ranks.worker_processes import WorkerProcesses
 
-#: Prefixes of the environment variables by which launchers identify MPI processes.
-_MPI_VARIABLE_PREFIXES = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
 #: Maximal number of messages that an agent receives while it cannot process them: heartbeats of some minutes.
 _MAX_UNPROCESSED = 10_000
 #: Seconds between two heartbeats.
@@ -87,11 +76,9 @@ _MIN_SLEEP = 50e-6
 #: Seconds of the longest sleep.
 _MAX_SLEEP = 10e-3
 #: Seconds after which workers that have not exited are killed.
-_WORKER_EXIT_SECONDS = 2.0
+WORKER_EXIT_SECONDS = 2.0
 #: Seconds after the master's death for which its host's agent waits for the other hosts to exit.
 _HOST_EXIT_SECONDS = 0.5
-#: Seconds after which an agent exits if MPI has not connected it to the others.
-_MPI_CONNECT_SECONDS = 90
 
 
 class Agent:
@@ -136,17 +123,17 @@ class Agent:
         self._heartbeat_hosts = self._messenger.other_hosts if self._is_master_host else [0]
         self._ended_hosts: set[int] = set()
         self._handlers: dict[int, Callable[..., None]] = {
-            Message.COMMAND: self._on_command,
-            Message.NEW_SEGMENT: self._on_new_segment,
-            Message.PAGES: self._on_pages,
-            Message.DROP_SEGMENTS: self._on_drop_segments,
-            Message.BARRIER: self._on_barrier,
-            Message.FAILED: self._on_failed,
-            Message.DONE: self._on_done,
-            Message.PEER_FAILURE: self._on_peer_failure,
-            Message.HEARTBEAT: self._on_heartbeat,
-            Message.END: self._on_end,
-            Message.ENDED: self._on_ended,
+            MessageType.COMMAND: self._on_command,
+            MessageType.NEW_SEGMENT: self._on_new_segment,
+            MessageType.PAGES: self._on_pages,
+            MessageType.DROP_SEGMENTS: self._on_drop_segments,
+            MessageType.BARRIER: self._on_barrier,
+            MessageType.FAILED: self._on_failed,
+            MessageType.DONE: self._on_done,
+            MessageType.PEER_FAILURE: self._on_peer_failure,
+            MessageType.HEARTBEAT: self._on_heartbeat,
+            MessageType.END: self._on_end,
+            MessageType.ENDED: self._on_ended,
             **self._program_agent.handlers,
         }
 
@@ -161,7 +148,7 @@ class Agent:
             has_events = self._poll_memory()
             for source, message_type, arguments in self._messenger.receive():
                 self._handlers[message_type](source, *arguments)
-                has_events |= message_type != Message.HEARTBEAT
+                has_events |= message_type != MessageType.HEARTBEAT
             if self._frame_transport.advance():
                 self._control.wake_local_ranks(AWAITS_BARRIER)
                 has_events = True
@@ -199,7 +186,7 @@ class Agent:
         if sends_barrier:
             self._send_barrier(barrier_number)
         if sends_failed:
-            self._messenger.send_all(self._messenger.other_hosts, Message.FAILED, failed)
+            self._messenger.send_all(self._messenger.other_hosts, MessageType.FAILED, failed)
             self._record_last_common_barriers()
         has_events |= sends_barrier or sends_failed
         if not self._is_master_host:
@@ -207,7 +194,7 @@ class Agent:
         elif words[ControlMemory.END_REQUEST] and not self._is_ending:
             self._is_ending = has_events = True
             must_kill = words[ControlMemory.END_REQUEST] == ControlMemory.KILL_WORKERS
-            self._messenger.send_all(self._messenger.other_hosts, Message.END, must_kill)
+            self._messenger.send_all(self._messenger.other_hosts, MessageType.END, must_kill)
         return has_events
 
     def _send_command(self) -> None:
@@ -225,7 +212,7 @@ class Agent:
                 if not segment.is_user_file:
                     self._page_table.add(segment.key, view_pages(segment))
                 messenger.send_all(
-                    messenger.other_hosts, Message.NEW_SEGMENT, segment.key, segment.nbytes, segment.path or None
+                    messenger.other_hosts, MessageType.NEW_SEGMENT, segment.key, segment.nbytes, segment.path or None
                 )
         length = words[ControlMemory.MESSAGE_NBYTES]
         message = bytes(self._control.mailbox[:length])
@@ -242,11 +229,11 @@ class Agent:
                     chunk = pages[start : start + CHUNK_NBYTES // PAGE_NBYTES]
                     content = memory[key][chunk]
                     words[ControlMemory.BYTES_SENT] += content.size
-                    messenger.send(host, Message.PAGES, key, chunk, content)
+                    messenger.send(host, MessageType.PAGES, key, chunk, content)
                     self._keep_alive(MAX_UNSENT_MESSAGES)
-            messenger.send(host, Message.COMMAND, self._last_command_number, message, program_memory)
+            messenger.send(host, MessageType.COMMAND, self._last_command_number, message, program_memory)
             if dropped:
-                messenger.send(host, Message.DROP_SEGMENTS, dropped)
+                messenger.send(host, MessageType.DROP_SEGMENTS, dropped)
         self._page_table.drop(dropped)
         for key in dropped:
             self._segments.pop(key, None)
@@ -260,7 +247,7 @@ class Agent:
         while True:
             self._messenger.post_receives(_MAX_UNPROCESSED)
             self._run_periodic_work(time.monotonic())
-            if not self._messenger.has_unsent(max_unsent):
+            if self._messenger.count_unsent() <= max_unsent:
                 return
             time.sleep(_MIN_SLEEP)
 
@@ -280,7 +267,7 @@ class Agent:
                         (r, published_number & 1, bytes(slot[: min(SLOT_HEADER.size + length, SLOT_NBYTES)]))
                     )
         self._last_barrier_number = barrier_number
-        self._messenger.send_all(self._messenger.other_hosts, Message.BARRIER, barrier_number, published)
+        self._messenger.send_all(self._messenger.other_hosts, MessageType.BARRIER, barrier_number, published)
 
     def _send_done(self, done: tuple[int, ...]) -> bool:
         """Send the ranks' last finished commands to the master's host: all at once, or one by one after a failure."""
@@ -293,7 +280,7 @@ class Agent:
             for r in local_ranks
             if done[r - local_ranks.start] == posted and control.report_nbytes[r]
         }
-        self._messenger.send(0, Message.DONE, done, tuple(control.applied[self._local_slice]), reports)
+        self._messenger.send(0, MessageType.DONE, done, tuple(control.applied[self._local_slice]), reports)
         return True
 
     def _run_periodic_work(self, now: float) -> None:
@@ -303,7 +290,7 @@ class Agent:
             clock = time.monotonic_ns()
             ns_since_progress = [(p and clock - p) for p in self._control.last_progress[self._local_slice]]
             sleep_reasons = list(self._control.sleep_reason[self._local_slice])
-            self._messenger.send_all(self._heartbeat_hosts, Message.HEARTBEAT, ns_since_progress, sleep_reasons)
+            self._messenger.send_all(self._heartbeat_hosts, MessageType.HEARTBEAT, ns_since_progress, sleep_reasons)
         if now >= self._next_check:
             self._next_check = now + _CHECK_SECONDS
             self._handle_deaths(now)
@@ -330,7 +317,7 @@ class Agent:
         if dead is not None:
             rank, pid, code = dead
             death = Death(rank, self._host_names[self._host], pid, describe_exit(code))
-            self._messenger.send(0, Message.PEER_FAILURE, death.describe(), rank, death)
+            self._messenger.send(0, MessageType.PEER_FAILURE, death.describe(), rank, death)
             del self._workers.pids[rank]
 
     def _end_without_master(self, now: float) -> None:
@@ -361,7 +348,7 @@ class Agent:
                     send_segment(channel, segment, file.fileno())
         except (MemoryError, OSError) as error:
             name = describe_host(self._host_names[self._host], self._local_ranks)
-            self._messenger.send(0, Message.PEER_FAILURE, f"{name}: {error}", self._local_ranks.start)
+            self._messenger.send(0, MessageType.PEER_FAILURE, f"{name}: {error}", self._local_ranks.start)
             return
         self._segments[key] = segment
         self._last_segment_key = key
@@ -415,9 +402,9 @@ class Agent:
             control.sleep_reason[r] = sleep_reasons[i]
 
     def _on_end(self, source: int, kill: bool) -> None:
-        self._workers.shut_down(0.0 if kill else _WORKER_EXIT_SECONDS, lambda: False)
+        self._workers.shut_down(0.0 if kill else WORKER_EXIT_SECONDS, lambda: False)
         self._is_ending = True
-        self._messenger.send(0, Message.ENDED)
+        self._messenger.send(0, MessageType.ENDED)
 
     def _on_ended(self, source: int) -> None:
         self._ended_hosts.add(source)
@@ -449,129 +436,3 @@ def _open_user_file(path: str, nbytes: int) -> io.FileIO:
         file.close()
         raise OSError(f"{path} has {size:,} bytes here, and {nbytes:,} on the master's host")
     return file
-
-
-def main(address: str) -> None:
-    """Run an agent until the ranks end.
-
-    The master waits for the first host's agent on the abstract Unix socket ``address``.
-    """
-    ignore_job_signals()
-    os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # set where scripts must not initialize MPI
-    import mpi4py
-
-    mpi4py.rc.finalize = False
-    mpi4py.rc.thread_level = "single"
-    # By default MPICH's UCX splits a frame, and copies each part once more.
-    os.environ.setdefault("UCX_RNDV_THRESH", str(FRAME_NBYTES // 4))
-    # By default UCX creates shared memory for processes of the same host.  There are none, and the memory would stay
-    # behind if this process were killed during its start.
-    os.environ.setdefault("UCX_TLS", "^sm")
-    signal.alarm(_MPI_CONNECT_SECONDS)  # MPI waits without limit until all are connected
-    from mpi4py import MPI
-
-    _unlink_shared_memory()
-    world = MPI.COMM_WORLD
-    host_infos = world.gather(_get_host_info())
-    channel, file, config = None, None, None
-    if world.rank == 0:
-        channel, config, file = _connect(address, host_infos)
-    config = world.bcast(config)
-    if config is None:  # the master has cancelled the start
-        MPI.Finalize()
-        return
-    frame_comm = world.Dup()
-    signal.alarm(0)
-    local_ranks = compute_ranks_by_host(config["rank_counts"])[world.rank]
-    is_master_host, link_nbytes = file is not None, PipeLayout.compute_nbytes(len(local_ranks))
-    if file is None:
-        file = _create_control_memory(MPI, config, local_ranks, link_nbytes)
-        _set_environment(config)
-    spin_seconds = SPIN_SECONDS if len(local_ranks) < count_available_cores() else 0.0
-    control = ControlMemory(config["size"], spin_seconds, file.fileno(), is_master_host, local_ranks, link_nbytes)
-    workers = WorkerProcesses(config["master_rank"], control, None if is_master_host else file)
-    if not is_master_host:
-        workers.start(config["profile"])
-        file.close()
-    Agent(MPI, config, control, channel, workers, frame_comm).run()
-    with contextlib.suppress(MPI.Exception):  # messages that were never received
-        MPI.Finalize()
-
-
-def _set_environment(config: dict[str, Any]) -> None:
-    """Set the master's environment variables, ``sys.path`` and working directory for this process and its workers."""
-    os.environ.update(config["environment"])
-    # A worker may import mpi4py, as Theano does.  It must neither join MPI in this agent's place nor initialize MPI.
-    os.environ["MPI4PY_RC_INITIALIZE"] = "0"
-    for name in [name for name in os.environ if name.startswith(_MPI_VARIABLE_PREFIXES)]:
-        del os.environ[name]
-    sys.path[:] = config["path"]
-    with contextlib.suppress(OSError):
-        os.chdir(config["folder"])
-
-
-def _create_control_memory(mpi: Any, config: dict[str, Any], local_ranks: range, link_nbytes: int) -> io.FileIO:
-    """Create this host's control memory.  If that fails, report it, wait for END, and raise MemoryError."""
-    try:
-        return ControlMemory.create_file(config["size"], len(local_ranks), link_nbytes)
-    except MemoryError as error:
-        messenger = Messenger(mpi, mpi.COMM_WORLD)
-        messenger.send(
-            0,
-            Message.PEER_FAILURE,
-            f"{describe_host(config['host_names'][messenger.host], local_ranks)}: {error}",
-            local_ranks.start,
-        )
-        deadline = time.monotonic() + _WORKER_EXIT_SECONDS
-        while time.monotonic() < deadline and all(
-            message_type != Message.END for _, message_type, _ in messenger.receive()
-        ):
-            time.sleep(_MAX_SLEEP)
-        raise
-
-
-def _unlink_shared_memory() -> None:
-    """Unlink files in /dev/shm that MPI would leave behind if this process were killed.
-
-    MPI uses them between processes of one host, which has only one agent.  Open MPI creates some under srun.
-    """
-    pattern = re.compile(r"/dev/shm/(mpich|sm_segment)\S*$")
-    with open("/proc/self/maps") as maps:
-        names = {match[0] for line in maps if (match := pattern.search(line))}
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-
-
-def _get_host_info() -> dict[str, Any]:
-    """Return this host's name, numbers of usable cores and of GPUs, and versions, for the master."""
-    versions = list_versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
-    versions |= {"Python": platform.python_version()}
-    if find_spec("pygpu") is not None:  # linked into environments without metadata
-        versions["pygpu"] = "installed"
-    return {
-        "name": platform.node(),
-        "n_cores": count_available_cores(),
-        "n_gpus": get_n_gpu(),
-        "versions": versions,
-    }
-
-
-def _connect(address: str, host_infos: Any) -> tuple[socket.socket, dict[str, Any] | None, Any]:
-    """Send the hosts' infos to the master; return the channel, its configuration and the file of its control memory."""
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        channel.connect("\0" + address)
-    except ConnectionRefusedError:
-        name = platform.node()
-        raise RuntimeError(f"the first host has to be the machine that calls fork(), and {name} is not") from None
-    pid, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if user != os.getuid():
-        raise RuntimeError("another user's process answers in the master's place")
-    channel.send(json.dumps(host_infos).encode())
-    content, fds, _, _ = socket.recv_fds(channel, 1 << 20, 1)
-    if not content:
-        return channel, None, None
-    config = json.loads(content)
-    config["master"] = pid
-    return channel, config, open(fds[0], "r+b", buffering=0)

@@ -20,8 +20,8 @@ CHUNK_NBYTES = 1 << 22
 MAX_UNSENT_MESSAGES = 16
 
 
-class Message:
-    """Types of messages; `synkhronos.hosts.agent` lists them."""
+class MessageType:
+    """Types of messages; the docstring of `synkhronos.hosts.agent` describes them."""
 
     COMMAND, NEW_SEGMENT, PAGES, DROP_SEGMENTS, BARRIER, FAILED, DONE, PEER_FAILURE = range(8)
     HEARTBEAT, END, ENDED, CHANNEL_UPDATE, LOCK_REQUEST, LOCK_REPLY, LOCK_ROWS = range(8, 15)
@@ -65,14 +65,14 @@ class Messenger:
         """Post the receive of a `send_bytes`, and return its request.  Call it in the order of the announcements."""
         return self._comm.Irecv([buffer, self._mpi.BYTE], source, 1)
 
-    def has_unsent(self, limit: int) -> bool:
-        """Whether more than ``limit`` messages are unsent."""
+    def count_unsent(self) -> int:
+        """Free the memory of messages that have been sent, and return the number of all others."""
         self._unsent = [message for message in self._unsent if not message[0].Test()]
-        return len(self._unsent) > limit
+        return len(self._unsent)
 
     def receive(self) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
         """Yield source, type and content of each message that has arrived; messages of a host stay in order."""
-        self.has_unsent(0)  # frees the memory of sent messages
+        self.count_unsent()  # frees memory
         self.post_receives(MAX_UNSENT_MESSAGES)
         for source, messages in enumerate(self._incoming):
             while messages and messages[0][0].Test():

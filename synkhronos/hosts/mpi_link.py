@@ -11,7 +11,6 @@ import re
 import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -34,7 +33,7 @@ from synkhronos.ranks.errors import Death, PeerFailure, StartError, describe_exi
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory_table import Release
-from synkhronos.ranks.segments import SegmentTable, is_peer_closed
+from synkhronos.ranks.segments import SegmentTable, get_peer_ids, is_peer_closed
 
 #: Seconds that the agents may take to start.
 _START_SECONDS = 60.0
@@ -167,8 +166,7 @@ class MpiLink(Link):
                         f"seconds; the first has to be this machine, {socket.gethostname()}"
                     ) from None
                 continue
-            _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user == os.getuid():
+            if get_peer_ids(channel)[1] == os.getuid():
                 self._channel = channel
             else:
                 channel.close()
@@ -274,9 +272,12 @@ class MpiLink(Link):
             self._mpirun.wait(1.0)
         for reader in self._output_threads:
             reader.join(0.2)
-        code = self._mpirun.poll()
-        if code is not None and code < 0:
-            text = f"mpirun, which connects the hosts, (process {self._mpirun.pid}) {describe_exit(code)}"
+        return self._describe_lost_connection(self._mpirun.poll())
+
+    def _describe_lost_connection(self, exit_status: int | None) -> PeerFailure:
+        """Return the failure that ended the connection, by the exit status and the last lines of ``mpirun``."""
+        if exit_status is not None and exit_status < 0:
+            text = f"mpirun, which connects the hosts, (process {self._mpirun.pid}) {describe_exit(exit_status)}"
             return PeerFailure(text, 0, Death(0, "", 0, f"ended: {text}"))
         lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_output_lines)), self._aliases)
         names = [describe_host(self.host_names[i], self.ranks_by_host[i]) for i in lost_hosts]

@@ -24,7 +24,7 @@ def make_agent_command(address: str) -> list[str]:
     code = "import os, signal, sys; sys.excepthook = lambda kind, *error: (sys.__excepthook__(kind, *error), "
     code += f"signal.signal({number}, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, [{number}]), "
     code += f"os.kill(os.getpid(), {number} if kind.__module__ == 'mpi4py.MPI' else {int(signal.SIGKILL)})); "
-    code += f"sys.path.insert(0, {package!r}); from synkhronos.hosts.agent import main; main({address!r})"
+    code += f"sys.path.insert(0, {package!r}); from synkhronos.hosts.agent_main import main; main({address!r})"
     return [sys.executable, "-c", code]
 
 

@@ -50,7 +50,7 @@ class PageTable:
     this host, each as an array of pages of bytes, by key.
     """
 
-    def __init__(self, n_hosts: int, keep_alive: Callable[[], object] = bool):
+    def __init__(self, n_hosts: int, keep_alive: Callable[[], object]):
         self._n_hosts = n_hosts
         self._keep_alive = keep_alive
         self.memory: dict[int, np.ndarray] = {}

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.hosts.host_list import find_host
-from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, Message, Messenger
+from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, MessageType, Messenger
 from synkhronos.ranks.control_memory import AWAITS_PEER, ControlMemory
 from synkhronos.ranks.program_memory import WORD_NBYTES, ProgramMemoryLayout, read_ring, read_with_length, write_ring
 from synkhronos.ranks.program_peers import ByteRange, LockOperation
@@ -68,12 +68,8 @@ class ProgramAgent:
         ranks_by_host: Sequence[range],
         segments: dict[int, Segment],
     ):
-        self._messenger, self._control, self._ranks_by_host, self._segments = (
-            messenger,
-            control,
-            ranks_by_host,
-            segments,
-        )
+        self._messenger, self._control = messenger, control
+        self._ranks_by_host, self._segments = ranks_by_host, segments
         self._command_number = 0
         self._bridge: ProgramBridge | None = None
         #: Hosts and ranks that wait for each lock, in order.
@@ -83,10 +79,10 @@ class ProgramAgent:
         #: Scheduled actions by host, in order.
         self._actions: list[deque[_ScheduledAction]] = [deque() for _ in range(messenger.size)]
         self.handlers: dict[int, Callable[..., None]] = {
-            Message.CHANNEL_UPDATE: self._on_channel_update,
-            Message.LOCK_REQUEST: self._on_lock_request,
-            Message.LOCK_REPLY: self._on_lock_reply,
-            Message.LOCK_ROWS: self._on_lock_rows,
+            MessageType.CHANNEL_UPDATE: self._on_channel_update,
+            MessageType.LOCK_REQUEST: self._on_lock_request,
+            MessageType.LOCK_REPLY: self._on_lock_reply,
+            MessageType.LOCK_ROWS: self._on_lock_rows,
         }
 
     def start_command(self, command_number: int, program_memory: ProgramMemoryLayout | None) -> None:
@@ -122,7 +118,7 @@ class ProgramAgent:
                 has_events = True
             for lock, queue in self._queues.items():
                 has_events |= bool(queue) and self._grant(self._bridge, lock, queue)
-        while self._transfers and not self._messenger.has_unsent(MAX_UNSENT_MESSAGES):
+        while self._transfers and self._messenger.count_unsent() <= MAX_UNSENT_MESSAGES:
             transfer = self._transfers.popleft()
             if next(transfer, self) is not self:
                 self._transfers.append(transfer)  # one chunk of each in turn
@@ -152,7 +148,7 @@ class ProgramAgent:
             peer = target if content is not None else source
             self._messenger.send(
                 find_host(self._ranks_by_host, peer),
-                Message.CHANNEL_UPDATE,
+                MessageType.CHANNEL_UPDATE,
                 self._command_number,
                 source,
                 target,
@@ -171,14 +167,14 @@ class ProgramAgent:
         self, bridge: ProgramBridge, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
         """Send a request of this host's rank to the lock's host, preceded by the rows that it writes back."""
-        home = find_host(self._ranks_by_host, bridge.memory.find_rank_on_lock_host(lock))
+        lock_host = find_host(self._ranks_by_host, bridge.memory.find_rank_on_lock_host(lock))
         command_number = self._command_number
         if operation == LockOperation.PUSH:
             self._transfers.append(
-                self._send_rows(home, ranges, Message.LOCK_REQUEST, command_number, rank, operation, lock, ())
+                self._send_rows(lock_host, ranges, MessageType.LOCK_REQUEST, command_number, rank, operation, lock, ())
             )
             return
-        self._messenger.send(home, Message.LOCK_REQUEST, command_number, rank, operation, lock, ranges)
+        self._messenger.send(lock_host, MessageType.LOCK_REQUEST, command_number, rank, operation, lock, ranges)
         if operation == LockOperation.RELEASE:
             self._deliver_reply(bridge, rank, 0)
 
@@ -208,9 +204,9 @@ class ProgramAgent:
             self._queues.setdefault(lock, deque()).append((source, rank))
             bridge.set_agent_waiting(lock, True)
         elif operation == LockOperation.PULL:
-            self._transfers.append(self._send_rows(source, ranges, Message.LOCK_REPLY, command_number, rank, 0))
+            self._transfers.append(self._send_rows(source, ranges, MessageType.LOCK_REPLY, command_number, rank, 0))
         elif operation == LockOperation.PUSH:  # the bytes announced before it have arrived
-            self._messenger.send(source, Message.LOCK_REPLY, command_number, rank, 0)
+            self._messenger.send(source, MessageType.LOCK_REPLY, command_number, rank, 0)
         else:
             bridge.release(lock)
 
@@ -222,7 +218,7 @@ class ProgramAgent:
             return False
         queue.popleft()
         bridge.set_agent_waiting(lock, bool(queue))
-        self._messenger.send(source, Message.LOCK_REPLY, self._command_number, rank, n_earlier_acquisitions)
+        self._messenger.send(source, MessageType.LOCK_REPLY, self._command_number, rank, n_earlier_acquisitions)
         return True
 
     # -- transfers -------------------------------------------------------------------------------------------------
@@ -233,7 +229,7 @@ class ProgramAgent:
             memory = memoryview(self._segments[key].buffer)
             for offset in range(start, start + nbytes, CHUNK_NBYTES):
                 chunk = memory[offset : min(offset + CHUNK_NBYTES, start + nbytes)]
-                self._messenger.send(host, Message.LOCK_ROWS, self._command_number, key, offset, len(chunk))
+                self._messenger.send(host, MessageType.LOCK_ROWS, self._command_number, key, offset, len(chunk))
                 self._messenger.send_bytes(host, chunk)
                 if self._messenger.host == 0:
                     self._control.words[ControlMemory.BYTES_SENT] += len(chunk)

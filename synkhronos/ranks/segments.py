@@ -321,6 +321,12 @@ def is_peer_closed(channel: socket.socket) -> bool:
         return True
 
 
+def get_peer_ids(channel: socket.socket) -> tuple[int, int]:
+    """Return the ids of the process at the other end of a Unix socket and of its user."""
+    pid, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
+
+
 class SegmentReceiver:
     """A worker's end of the channel over which segments arrive.
 

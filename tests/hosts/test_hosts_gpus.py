@@ -9,7 +9,7 @@ import pytest
 from hosts import GPUS, are_simulated, make_command
 from library import DEVICE, NAME
 
-from synkhronos.hosts import agent, mpi_link
+from synkhronos.hosts import agent_main, mpi_link
 
 pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX's CPU"), pytest.mark.timeout(300)]
 needs_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX's CPU")
@@ -118,9 +118,9 @@ def test_all_reduce_accepts_theano_gpu_arrays_on_hosts():
 
 
 def test_fork_refuses_hosts_without_pygpu(monkeypatch):
-    versions = agent._get_host_info()["versions"]
+    versions = agent_main._get_host_info()["versions"]
     assert "pygpu" not in versions
     monkeypatch.syspath_prepend(GPUS / "pretended")
     monkeypatch.setattr(agent, "get_n_gpu", lambda: 2)
     with pytest.raises(RuntimeError, match="hosts need the same versions: pygpu is installed on a and missing on b"):
-        mpi_link.check_versions(["a", "b"], [agent._get_host_info()["versions"], versions])
+        mpi_link.check_versions(["a", "b"], [agent_main._get_host_info()["versions"], versions])

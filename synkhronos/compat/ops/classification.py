@@ -20,7 +20,7 @@ from pytensor.tensor.type import TensorType
 
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = ["OneHot", "ClassCrossentropy", "ClassCrossentropyGrad", "Softmax"]
+__all__ = ["ClassCrossentropy", "ClassCrossentropyGrad", "Softmax"]
 
 
 class Softmax(special.Softmax):
@@ -49,39 +49,14 @@ def _multiply_and_cancel(g: Any, p: Any) -> Any:
     return g * p
 
 
-class OneHot(NumpyOp):
-    """One-hot encoding of each row's class: a matrix of booleans in the shape of another matrix."""
-
-    __props__ = ()
-
-    def make_node(self, classes: Any, like: Any) -> Apply:
-        """Return the node of classes and a matrix with a column for each class."""
-        classes, like = pt.as_tensor_variable(classes), pt.as_tensor_variable(like)
-        return Apply(self, [classes, like], [TensorType("bool", shape=like.type.shape)()])
-
-    def compute_output_shape(self, classes: Any, like: Any) -> tuple[Any, ...]:
-        """Return the shape of ``like``."""
-        return tuple(like)
-
-    def compute(self, classes: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """Compare classes with the numbers of columns."""
-        return np.arange(like.shape[1]) == classes[:, None]
-
-    def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Mark both inputs as disconnected."""
-        return [[False], [False]]
-
-    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return disconnected gradients."""
-        return [disconnected_type(), disconnected_type()]
-
-
-_one_hot = OneHot()
+def _encode_one_hot(classes: Any, p: Any) -> Any:
+    """Return a matrix of booleans in the shape of ``p``: whether the column is the row's class."""
+    return pt.eq(pt.arange(p.shape[1]), classes[:, None])
 
 
 def _compute_grad_by_log_probabilities(g: Any, p: Any, classes: Any) -> Any:
     """Return ``-g`` at each row's class, else 0: the gradient with respect to log-probabilities."""
-    return pt.switch(_one_hot(classes, p), -g[:, None], np.zeros((), p.dtype))
+    return pt.switch(_encode_one_hot(classes, p), -g[:, None], np.zeros((), p.dtype))
 
 
 class ClassCrossentropy(NumpyOp):
@@ -161,7 +136,7 @@ class ClassCrossentropyGrad(NumpyOp):
         """Return the gradients with respect to the output's gradient and the probabilities."""
         g, p, classes = inputs
         (d,) = output_grads
-        is_class = _one_hot(classes, p)
+        is_class = _encode_one_hot(classes, p)
         zero = np.zeros((), p.dtype)
         picked = pt.switch(is_class, d / p, zero)
         return [-picked.sum(axis=-1), pt.switch(is_class, g[:, None] * d / pt.sqr(p), zero), disconnected_type()]
@@ -187,13 +162,6 @@ def _lower_class_crossentropy(op: ClassCrossentropy, p: Any, classes: Any) -> An
 
     picked = jnp.take_along_axis(p, classes[:, None], axis=1)[:, 0]
     return -picked if op.takes_log_probabilities else -jnp.log(picked)
-
-
-@register_lowering(OneHot)
-def _lower_one_hot(op: OneHot, classes: Any, like: Any) -> Any:
-    import jax.numpy as jnp
-
-    return jnp.arange(like.shape[1]) == classes[:, None]
 
 
 @register_lowering(ClassCrossentropyGrad)

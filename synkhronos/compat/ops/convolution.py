@@ -118,13 +118,13 @@ class _ConvolutionOp(NumpyOp):
             batch, self.groups, channels // self.groups * int(np.prod(kernel_lengths)), int(np.prod(output_lengths))
         )
 
-    def _flip_filters(self, weights: np.ndarray) -> np.ndarray:
-        """Return filters flipped if the Op flips them: from Theano's order to that of the product, or back."""
-        return np.flip(weights, tuple(range(2, self.n_spatial + 2))) if self.flip else weights
+    def flip_filters(self, weights: Any, array_module: Any = np) -> Any:
+        """Return filters flipped if the Op flips them: from Theano's order to that of a correlation, or back."""
+        return array_module.flip(weights, tuple(range(2, self.n_spatial + 2))) if self.flip else weights
 
     def _to_matrix(self, weights: np.ndarray) -> np.ndarray:
         """Return the filters as (groups, outputs of a group, channels of a group * positions of the kernel)."""
-        weights = self._flip_filters(weights)
+        weights = self.flip_filters(weights)
         return weights.reshape(self.groups, weights.shape[0] // self.groups, -1)
 
     def _split_batch(
@@ -221,7 +221,7 @@ class ConvGradWeights(_ConvGrad):
             by_filter = gradients.transpose(1, 2, 0, 3).reshape(*matrix.shape[:2], -1)
             by_weight = columns.transpose(1, 2, 0, 3).reshape(self.groups, matrix.shape[2], -1)
             matrix += np.matmul(by_filter, by_weight.swapaxes(-1, -2))
-        return self._flip_filters(matrix.reshape(like.shape))
+        return self.flip_filters(matrix.reshape(like.shape))
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradients with respect to images and the output's gradient."""
@@ -312,16 +312,11 @@ def _space_to_depth(array: Any, before: Sequence[int], counts: Sequence[int], bl
     return pad_zeros(array, [0] * array.ndim, [array.shape[0], channels + -channels % 8, *counts])
 
 
-def _flip_filters(op: _ConvolutionOp, w: Any) -> Any:
-    """Return filters flipped if the Op flips them: from Theano's order to XLA's, or back."""
-    from jax import lax
-
-    return lax.rev(w, tuple(range(2, op.n_spatial + 2))) if op.flip else w
-
-
 @register_lowering(Conv)
 def _lower_conv(op: Conv, x: Any, w: Any) -> Any:
-    return _convolve_with_space_to_depth(op, x, _flip_filters(op, w))
+    import jax.numpy as jnp
+
+    return _convolve_with_space_to_depth(op, x, op.flip_filters(w, jnp))
 
 
 @register_lowering(ConvGradWeights)
@@ -330,14 +325,14 @@ def _lower_conv_grad_weights(op: ConvGradWeights, x: Any, g: Any, like: Any) -> 
 
     shape = jax.ShapeDtypeStruct(like.shape, x.dtype)
     (result,) = jax.linear_transpose(lambda w: _convolve_with_space_to_depth(op, x, w), shape)(g)
-    return _flip_filters(op, result)
+    return op.flip_filters(result, jax.numpy)
 
 
 @register_lowering(ConvGradInputs)
 def _lower_conv_grad_inputs(op: ConvGradInputs, w: Any, g: Any, like: Any) -> Any:
     import jax
 
-    w = _flip_filters(op, w)
+    w = op.flip_filters(w, jax.numpy)
     if op.flip and max(op.stride) > 1:
         # XLA recognizes this gradient by its flipped filters.  Two flips would cancel, and XLA would insert zeros
         # between the gradient's elements and multiply with them.

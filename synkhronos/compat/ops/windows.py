@@ -25,30 +25,34 @@ def to_integer(value: Any) -> int:
 
 
 def iterate_window_slices(
-    kernel: Sequence[int], out: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+    window_lengths: Sequence[int], output_lengths: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
     """Yield each position in a window, and the slices that select it in all windows."""
-    for position in itertools.product(*map(range, kernel)):
+    for position in itertools.product(*map(range, window_lengths)):
         starts = [p * d for p, d in zip(position, dilation, strict=True)]
-        yield position, tuple(slice(a, a + (n - 1) * s + 1, s) for a, n, s in zip(starts, out, stride, strict=True))
+        axes = zip(starts, output_lengths, stride, strict=True)
+        yield position, tuple(slice(start, start + (n - 1) * step + 1, step) for start, n, step in axes)
 
 
 def unfold(
-    array: np.ndarray, kernel: Sequence[int], out: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+    array: np.ndarray,
+    window_lengths: Sequence[int],
+    output_lengths: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
 ) -> np.ndarray:
-    """Return the windows of an array (batch, channel, *spatial) as (batch, channel, *kernel, *out)."""
-    columns: Any = np.empty((*array.shape[:2], *kernel, *out), array.dtype)
-    for position, window in iterate_window_slices(kernel, out, stride, dilation):
+    """Return the windows of an array (batch, channel, *spatial) as (batch, channel, *window, *output)."""
+    columns: Any = np.empty((*array.shape[:2], *window_lengths, *output_lengths), array.dtype)
+    for position, window in iterate_window_slices(window_lengths, output_lengths, stride, dilation):
         columns[(slice(None), slice(None), *position)] = array[(slice(None), slice(None), *window)]
     return columns
 
 
 def fold(columns: Any, spatial: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
-    """Return the sum (batch, channel, *spatial) of windows (batch, channel, *kernel, *out), at their positions."""
+    """Return the sum (batch, channel, *spatial) of windows (batch, channel, *window, *output), at their positions."""
     n = len(spatial)
-    kernel, out = columns.shape[2 : 2 + n], columns.shape[2 + n :]
     array: Any = np.zeros((*columns.shape[:2], *spatial), columns.dtype)
-    for position, window in iterate_window_slices(kernel, out, stride, dilation):
+    for position, window in iterate_window_slices(columns.shape[2 : 2 + n], columns.shape[2 + n :], stride, dilation):
         array[(slice(None), slice(None), *window)] += columns[(slice(None), slice(None), *position)]
     return array
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from synkhronos.ranks.segments import get_peer_ids
+
 #: Seconds after which a waiting process checks its peers.
 POLL_SECONDS = 0.05
-_CREDENTIALS = struct.Struct("3i")
 
 
 def listen(address: str) -> socket.socket:
@@ -52,8 +52,7 @@ def connect(address: str, on_poll: Callable[[], None], timeout: float) -> Connec
 
 def _connect_to_same_user(client: socket.socket) -> Connection | None:
     """Return a connection over a connected socket; None if its peer is another user's process."""
-    _, user, _ = _CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if user != os.getuid():
+    if get_peer_ids(client)[1] != os.getuid():
         client.close()
         return None
     return Connection(client.detach())
