@@ -167,22 +167,10 @@ class ComputeSlices(_ComputeSlicesFields, Command):
 
 
 class PreparedSum:
-    """A function of the rows, prepared for many calls with arrays of the same shapes.
+    """A function of the rows that all ranks have compiled, prepared for many calls with arguments of the same shapes.
 
-    Parameters
-    ----------
-    session : Session
-        Its call lock is held.
-    dispatcher : Dispatcher
-        Dispatcher of the function, which all ranks have compiled.
-    arguments : sequence of ndarray
-        Arguments of the first call.
-    result_size : int
-        Number of elements of the function's result, a vector or scalar.
-    bounds : sequence of int
-        First row of each slice, and the number of rows.
-    row_keys, distributed_sum
-        As in `ComputeSlices`.
+    The session's call lock is held.  ``arguments`` are those of the first call, and the function's result is a scalar
+    or a vector of ``result_size`` elements.  Other parameters are fields of `ComputeSlices`.
     """
 
     def __init__(
@@ -214,7 +202,7 @@ class PreparedSum:
         )
 
     def compute(self, arguments: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the sum of the function's results over all rows.  The session's call lock is held."""
+        """Return the sum of the function's results over all rows."""
         for array, argument in zip(self._inputs, arguments, strict=True):
             array[...] = argument
         if self._command.distributed_sum is not None:

@@ -61,6 +61,7 @@ __all__ = ["sum_over_rows"]
 # Numba has to leave the call of the ranks to Python.
 warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows")
 
+Variables = Sequence[Variable]
 _counter = itertools.count()
 #: The sums of this process by process id and number: unpickling in this process returns the original.
 _sums: weakref.WeakValueDictionary[tuple[int, int], DistributedSum] = weakref.WeakValueDictionary()
@@ -428,9 +429,7 @@ class _DistributedSumOp(Op):
         """Return, for each input, whether the outputs are differentiable with respect to it."""
         return [[variable.dtype in float_dtypes] * len(node.outputs) for variable in node.inputs]
 
-    def L_op(
-        self, inputs: Sequence[Variable], outputs: Sequence[Variable], output_grads: Sequence[Variable]
-    ) -> list[Any]:  # noqa: N802 - PyTensor's name
+    def L_op(self, inputs: Variables, outputs: Variables, output_grads: Variables) -> list[Any]:  # noqa: N802
         """Return the gradients; the name before PyTensor 3.0 of `pullback`."""
         return self.pullback(inputs, outputs, output_grads)
 
@@ -438,9 +437,7 @@ class _DistributedSumOp(Op):
         """Return the outputs' shapes, which are the parameters' shapes."""
         return [arguments[-1][i] for i in self.sum.float_positions]
 
-    def pullback(
-        self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
-    ) -> list[Any]:
+    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Any]:
         """Return the gradients with respect to the inputs."""
         raise NotImplementedError
 
@@ -470,9 +467,7 @@ class SumOverRows(_DistributedSumOp):
         """Return the outputs' shapes."""
         return [()]
 
-    def pullback(
-        self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
-    ) -> list[Any]:
+    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Any]:
         """Return the gradients with respect to the parameters."""
         if not self.sum.float_positions:
             return self._align_with_params([])
@@ -497,9 +492,7 @@ class ValueAndGradients(_DistributedSumOp):
         """Return the outputs' shapes."""
         return [(), *super().infer_shape(*arguments)]
 
-    def pullback(
-        self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
-    ) -> list[Any]:
+    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Any]:
         """Return the products of the Hessian with the gradients' cotangents; the value's cotangent adds gradients."""
         value_cotangent, *directions = [
             output.zeros_like() if isinstance(cotangent.type, DisconnectedType) else cotangent
@@ -529,9 +522,7 @@ class HessianProduct(_DistributedSumOp):
         for storage, product in zip(output_storage, products, strict=True):
             storage[0] = product
 
-    def pullback(
-        self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
-    ) -> list[Any]:
+    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Any]:
         """Raise when evaluated: third derivatives are not implemented."""
         reason = "third derivatives of a sum over rows are not implemented"
         return [grad_not_implemented(self, i, variable, reason) for i, variable in enumerate(inputs)]

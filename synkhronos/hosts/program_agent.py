@@ -120,7 +120,8 @@ class ProgramAgent:
                 has_events |= bool(queue) and self._grant(self._bridge, lock, queue)
         while self._transfers and self._messenger.count_unsent() <= MAX_UNSENT_MESSAGES:
             transfer = self._transfers.popleft()
-            if next(transfer, self) is not self:
+            has_ended = next(transfer, True)
+            if not has_ended:
                 self._transfers.append(transfer)  # one chunk of each in turn
             has_events = True
         return has_events

@@ -5,7 +5,8 @@ by which the rank communicates, and with local counterparts of its arguments: a 
 `LocalRows` for `Data`, and the rank's own copy of a shared variable.
 """
 
-from synkhronos.programs.local_function import LocalFunction, LocalRows
+from synkhronos.programs.local_function import LocalFunction
+from synkhronos.programs.local_rows import LocalRows
 from synkhronos.programs.rank_context import Group, RankContext
 from synkhronos.programs.run import run
 from synkhronos.ranks.program_peers import Lock

@@ -24,7 +24,8 @@ from synkhronos.function.computation import DEFAULT_VARIANT
 from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.function.slow_warning import warn_if_slow
 from synkhronos.graph_libraries import list_loaded_libraries
-from synkhronos.programs.local_function import LocalFunction, LocalRows
+from synkhronos.programs.local_function import LocalFunction
+from synkhronos.programs.local_rows import LocalRows
 from synkhronos.programs.rank_context import RankContext
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.program_memory import ProgramMemoryLayout

@@ -121,6 +121,6 @@ def test_fork_refuses_hosts_without_pygpu(monkeypatch):
     versions = agent_main._get_host_info()["versions"]
     assert "pygpu" not in versions
     monkeypatch.syspath_prepend(GPUS / "pretended")
-    monkeypatch.setattr(agent, "get_n_gpu", lambda: 2)
+    monkeypatch.setattr(agent_main, "get_n_gpu", lambda: 2)
     with pytest.raises(RuntimeError, match="hosts need the same versions: pygpu is installed on a and missing on b"):
         mpi_link.check_versions(["a", "b"], [agent_main._get_host_info()["versions"], versions])

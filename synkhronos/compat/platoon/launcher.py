@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from synkhronos.compat.platoon import configparser
-from synkhronos.compat.platoon.channel.controller_process import Hosts, start_controller
+from synkhronos.compat.platoon.channel.controller_process import ExperimentHosts, start_controller
 from synkhronos.hosts.host_list import is_this_machine, parse_hosts
 from synkhronos.ranks.errors import describe_exit
 
@@ -98,7 +98,7 @@ def _start_controller(
         "devices": devices,
         "worker_args": options.worker_args or "",
     }
-    hosts = None if devices_by_host is None else Hosts(devices_by_host, command)
+    hosts = None if devices_by_host is None else ExperimentHosts(devices_by_host, command)
     return start_controller(command, str(logs / "controller_cpu"), controller_arguments, hosts)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from synkhronos.compat.platoon.channel import controller_connection
-from synkhronos.compat.platoon.channel.controller_process import Hosts, run_file, start_controller
+from synkhronos.compat.platoon.channel.controller_process import run_file, start_controller
 from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.channel.worker_group import Failure, WorkerSettings
 from synkhronos.compat.platoon.util import EndOfBatches
@@ -32,14 +31,11 @@ class ScriptError(Exception):
 
 def main() -> None:
     """Fork the ranks of a `WorkerSettings`, as the process of worker 0, and run the worker's file on each."""
-    settings = WorkerSettings(**json.loads(sys.argv[1]))
+    settings = WorkerSettings.from_json(sys.argv[1])
     exit_with_parent(settings.controller_pid, from_main_thread=True)
     on_gpu = settings.devices[0] != "cpu"
-    hosts = (
-        []
-        if settings.hosts is None
-        else [f"{name}:{len(devices)}" for name, devices in settings.hosts["devices"].items()]
-    )
+    devices_by_host = {} if settings.hosts is None else settings.hosts.devices
+    hosts = [f"{name}:{len(devices)}" for name, devices in devices_by_host.items()]
     if on_gpu and not hosts:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_to_visible_device(device) for device in settings.devices)
     import_theano_before_fork(on_gpu)
@@ -74,11 +70,8 @@ def _watch_other_hosts() -> Iterator[None]:
 
     def watch() -> None:
         while not has_ended.wait(POLL_SECONDS * 4):
-            rank = (
-                None
-                if controller_connection.current_connection is None
-                else get_rank(controller_connection.current_connection.context)
-            )
+            connection = controller_connection.current_connection
+            rank = None if connection is None else get_rank(connection.context)
             if rank is not None and rank.barriers.is_last_failed_command(rank.command_number):
                 _report_failure(0, "a worker of another host has failed; see the logs of all workers")
                 return
@@ -129,7 +122,7 @@ def _connect_to_controller(context: RankContext, settings: WorkerSettings) -> It
         )
         yield
         return
-    hosts, address, controller = Hosts(**settings.hosts), f"{settings.address}-{first_rank}", None
+    hosts, address, controller = settings.hosts, f"{settings.address}-{first_rank}", None
     index = hosts.find_host_index(first_rank)
     name = list(hosts.devices)[index]
     log = f"{folder}/controller_{name}"

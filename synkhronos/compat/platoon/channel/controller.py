@@ -19,7 +19,7 @@ import numpy as np
 
 from synkhronos.compat.platoon import configparser
 from synkhronos.compat.platoon.channel.batch_queue import BatchSender
-from synkhronos.compat.platoon.channel.controller_process import Hosts
+from synkhronos.compat.platoon.channel.controller_process import ExperimentHosts
 from synkhronos.compat.platoon.channel.worker_group import WorkerGroup
 from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.gpus import get_n_gpu
@@ -70,7 +70,7 @@ class Controller:
         worker_args: str | None = "",
         multi: bool = False,
     ):
-        hosts = Hosts.from_environment()
+        hosts = ExperimentHosts.from_environment()
         if multi and hosts is None:
             raise PlatoonError(
                 "multi: start an experiment on several hosts with `synkhronos platoon NAME -H HOST HOST`"

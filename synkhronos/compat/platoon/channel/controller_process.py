@@ -16,12 +16,12 @@ from synkhronos.compat import import_hooks
 
 #: Environment variable with the arguments of `Controller` as JSON, for programs that parse no command line.
 LAUNCH_VARIABLE = "SYNKHRONOS_PLATOON"
-#: Environment variable with the `Hosts` of an experiment on several hosts, as JSON.
+#: Environment variable with the `ExperimentHosts` of an experiment on several hosts, as JSON.
 _HOSTS_VARIABLE = "SYNKHRONOS_PLATOON_HOSTS"
 
 
 @dataclasses.dataclass(frozen=True)
-class Hosts:
+class ExperimentHosts:
     """The hosts of an experiment, as the controller of one of them sees them."""
 
     #: Devices of each host, in the order of the workers' ranks.
@@ -34,7 +34,7 @@ class Hosts:
     address: str = ""
 
     @classmethod
-    def from_environment(cls) -> Hosts | None:
+    def from_environment(cls) -> ExperimentHosts | None:
         """Return the hosts of this controller's experiment; None on one machine."""
         text = os.environ.get(_HOSTS_VARIABLE)
         return None if text is None else cls(**json.loads(text))
@@ -45,7 +45,10 @@ class Hosts:
 
 
 def start_controller(
-    command: Sequence[str], output_path: str, controller_arguments: dict[str, object] | None, hosts: Hosts | None
+    command: Sequence[str],
+    output_path: str,
+    controller_arguments: dict[str, object] | None,
+    hosts: ExperimentHosts | None,
 ) -> subprocess.Popen[bytes]:
     """Start a controller, which ends with this process.
 

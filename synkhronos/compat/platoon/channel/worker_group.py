@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos.compat.platoon.channel import sockets
-from synkhronos.compat.platoon.channel.controller_process import Hosts
+from synkhronos.compat.platoon.channel.controller_process import ExperimentHosts
 from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.ranks.errors import describe_exit
@@ -45,8 +45,14 @@ class WorkerSettings:
     devices: list[str]
     #: Paths of the workers' output, without ``.out`` and ``.err``.
     logs: list[str]
-    #: Fields of `Hosts`; None on one machine.
-    hosts: dict[str, Any] | None
+    #: None on one machine.
+    hosts: ExperimentHosts | None
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerSettings:
+        """Return the settings that a JSON object of their fields describes."""
+        fields = json.loads(text)
+        return cls(**{**fields, "hosts": fields["hosts"] and ExperimentHosts(**fields["hosts"])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +84,7 @@ class WorkerGroup:
         arguments: Sequence[str],
         devices: Sequence[str],
         log_directory: str,
-        hosts: Hosts | None,
+        hosts: ExperimentHosts | None,
     ):
         folder = Path(log_directory or ".")
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,9 +98,8 @@ class WorkerGroup:
             for rank, device in enumerate(devices)
         ]
         words = [word for text in arguments for word in shlex.split(text)]
-        host_fields = None if hosts is None else dataclasses.asdict(hosts)
         self._settings = WorkerSettings(
-            os.getpid(), address, f"{experiment_name}_worker.py", words, list(devices), logs, host_fields
+            os.getpid(), address, f"{experiment_name}_worker.py", words, list(devices), logs, hosts
         )
         self._processes = [0] * n_local
         self._listener = sockets.listen(address)
