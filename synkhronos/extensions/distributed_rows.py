@@ -137,17 +137,11 @@ class DistributedRows:
 
 @dataclass(frozen=True, slots=True)
 class LoadInheritedRows(Command):
-    """Set each rank's shared variables to the rank's share of the rows that it has inherited.
+    """Set each rank's shared variables to the rank's share of the rows that it has inherited."""
 
-    Attributes
-    ----------
-    keys : tuple
-        Keys of the shared variables among the ranks' objects.
-    distributed_sum : DistributedSum
-        Its pickle is a reference: the workers, which are forks of this process, have inherited the object.
-    """
-
+    #: Keys of the shared variables among the ranks' objects.
     keys: tuple[Any, ...]
+    #: A `DistributedSum`.  Its pickle is a reference: the workers, forks of this process, have inherited the object.
     distributed_sum: Any
 
     def run(self, rank: Rank) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,14 +42,14 @@ from synkhronos.ranks.segments import Segment
 
 
 class _ScheduledAction(NamedTuple):
-    """An action that waits for its command to start, and for bytes from another host.
+    """A call that waits for its command to start, and for bytes from another host."""
 
-    ``receive_request`` is the MPI request of these bytes; None if there are none.
-    """
-
-    receive_request: Any
     command_number: int
-    action: Callable[[ProgramBridge], object]
+    #: MPI request of these bytes; None if there are none.
+    receive_request: Any
+    #: Called with the command's `ProgramBridge`, the number of the other host, and ``arguments``.
+    function: Callable[..., object]
+    arguments: tuple[Any, ...]
 
     def has_received_bytes(self) -> bool:
         """Whether the bytes have arrived."""
@@ -79,9 +80,9 @@ class ProgramAgent:
         #: Scheduled actions by host, in order.
         self._actions: list[deque[_ScheduledAction]] = [deque() for _ in range(messenger.size)]
         self.handlers: dict[int, Callable[..., None]] = {
-            MessageType.CHANNEL_UPDATE: self._on_channel_update,
-            MessageType.LOCK_REQUEST: self._on_lock_request,
-            MessageType.LOCK_REPLY: self._on_lock_reply,
+            MessageType.CHANNEL_UPDATE: partial(self._schedule, self._update_channel),
+            MessageType.LOCK_REQUEST: partial(self._schedule, self._process_request),
+            MessageType.LOCK_REPLY: partial(self._schedule, self._deliver_reply),
             MessageType.LOCK_ROWS: self._on_lock_rows,
         }
 
@@ -105,11 +106,11 @@ class ProgramAgent:
     def advance(self) -> bool:
         """Process requests and transfers without blocking; return True if at least one was processed."""
         has_events = False
-        for actions in self._actions:
+        for source, actions in enumerate(self._actions):
             while actions and actions[0].command_number <= self._command_number and actions[0].has_received_bytes():
-                scheduled = actions.popleft()
-                if scheduled.command_number == self._command_number and self._bridge is not None:  # else it has failed
-                    scheduled.action(self._bridge)
+                action = actions.popleft()
+                if action.command_number == self._command_number and self._bridge is not None:  # else it has failed
+                    action.function(self._bridge, source, *action.arguments)
                 has_events = True
         if self._bridge is not None:
             has_events |= self._forward_messages(self._bridge)
@@ -126,15 +127,9 @@ class ProgramAgent:
             has_events = True
         return has_events
 
-    def _schedule(
-        self,
-        source: int,
-        command_number: int,
-        action: Callable[[ProgramBridge], object],
-        receive_request: Any = None,
-    ) -> None:
-        """Schedule an action after the earlier ones of its host, and after the bytes of ``receive_request`` arrive."""
-        self._actions[source].append(_ScheduledAction(receive_request, command_number, action))
+    def _schedule(self, function: Callable[..., object], source: int, command_number: int, *arguments: Any) -> None:
+        """Schedule the call of a function after the earlier actions of a host."""
+        self._actions[source].append(_ScheduledAction(command_number, None, function, arguments))
 
     def _wake(self, rank: int) -> None:
         self._control.fence()
@@ -159,8 +154,8 @@ class ProgramAgent:
             has_events = True
         return has_events
 
-    def _on_channel_update(self, source: int, command_number: int, *update: Any) -> None:
-        self._schedule(source, command_number, lambda bridge: self._wake(bridge.update_channel(*update)))
+    def _update_channel(self, bridge: ProgramBridge, source: int, *update: Any) -> None:
+        self._wake(bridge.update_channel(*update))
 
     # -- ranks of this host that use locks of another -------------------------------------------------
 
@@ -177,24 +172,14 @@ class ProgramAgent:
             return
         self._messenger.send(lock_host, MessageType.LOCK_REQUEST, command_number, rank, operation, lock, ranges)
         if operation == LockOperation.RELEASE:
-            self._deliver_reply(bridge, rank, 0)
+            self._deliver_reply(bridge, lock_host, rank, 0)
 
-    def _on_lock_reply(self, source: int, command_number: int, rank: int, answer: int) -> None:
-        self._schedule(source, command_number, lambda bridge: self._deliver_reply(bridge, rank, answer))
-
-    def _deliver_reply(self, bridge: ProgramBridge, rank: int, answer: int) -> None:
+    def _deliver_reply(self, bridge: ProgramBridge, source: int, rank: int, answer: int) -> None:
         """Pass the answer of a lock's host to the rank that waits for it."""
         bridge.write_reply(rank, answer)
         self._wake(rank)
 
     # -- locks of this host ------------------------------------------------------------------------------
-
-    def _on_lock_request(
-        self, source: int, command_number: int, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
-    ) -> None:
-        self._schedule(
-            source, command_number, lambda bridge: self._process_request(bridge, source, rank, operation, lock, ranges)
-        )
 
     def _process_request(
         self, bridge: ProgramBridge, source: int, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
@@ -242,7 +227,8 @@ class ProgramAgent:
         buffer: Any = bytearray(nbytes)
         if command_number == self._command_number and key in self._segments:  # else the command has failed
             buffer = memoryview(self._segments[key].buffer)[offset : offset + nbytes]
-        self._schedule(source, command_number, lambda bridge: None, self._messenger.receive_bytes(source, buffer))
+        request = self._messenger.receive_bytes(source, buffer)
+        self._actions[source].append(_ScheduledAction(command_number, request, lambda bridge, source: None, ()))
 
 
 class ProgramBridge:

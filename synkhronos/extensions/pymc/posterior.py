@@ -161,7 +161,7 @@ def sample_posterior_predictive(
 ) -> Any:
     """Draw predictions for each draw of a posterior, as `pymc.sample_posterior_predictive` does, in parallel.
 
-    As many processes as there are ranks on this machine compute PyMC's own function, each for its share of the draws.
+    The processes are those of `compute_log_likelihood`.
 
     Parameters
     ----------
@@ -174,17 +174,12 @@ def sample_posterior_predictive(
     random_seed : int or sequence of int, optional
         Seed.  The draws do not depend on the number of ranks, but are other draws than PyMC's for this seed, from the
         same distribution.
-    progressbar : bool, optional
-        Show a progress bar.
     extend_inferencedata : bool, optional
         Add the group to `trace`, and return `trace`.
     predictions : bool, optional
         Name the group ``predictions`` rather than ``posterior_predictive``.
-    compile_kwargs : dict, optional
-        Arguments for the compilation, such as ``{"mode": "NUMBA"}``.
-    store : path-like, optional
-        Directory of a Zarr store, such as that of ``idata.to_zarr``, to which the group is added.  Each process writes
-        its own draws into it.  Default: the result is kept in memory.
+    progressbar, compile_kwargs, store
+        As in `compute_log_likelihood`.
 
     Returns
     -------
@@ -194,24 +189,15 @@ def sample_posterior_predictive(
 
     Raises
     ------
-    RuntimeError
-        If no ranks are running.
-    TypeError
-        If `trace` has no group ``posterior``.
     ValueError
-        If `store` has such a group already, `trace` has other dimensions, or nothing is to be sampled.
-    WorkerError
-        If a process exits.
+        If nothing is to be sampled.
     Exception
-        Errors of PyMC and of the processes.  After an error, the group is removed from `store`.
+        Further errors are those of `compute_log_likelihood`.
 
     Notes
     -----
     The draws are divided into blocks, by their number and the size of the results.  Block ``i`` is sampled from element
     ``i`` of ``numpy.random.SeedSequence(random_seed).generate_state(number_of_blocks, "uint64")``.
-
-    Processes are forked, so that the model is not copied.  If the ranks are on GPUs, or if JAX compiles the function,
-    this process computes alone.
 
     Examples
     --------

@@ -66,27 +66,17 @@ def _wrap_sampler(name: str, original: Callable[..., Any]) -> Callable[..., Any]
 
 @dataclass
 class SamplerProgram:
-    """A sampler and its arguments, as they are sent to the ranks.
+    """A sampler and its arguments, as they are sent to the ranks."""
 
-    Attributes
-    ----------
-    name : str
-        "numpyro" or "blackjax".
-    inputs : list of variable
-        The model's value variables.
-    potential : variable
-        The log-density with the sampler's sign; its sums over rows are `SpmdSums`.
-    arguments : dict
-        Further arguments of PyMC's function.
-    settings : dict
-        JAX's settings.
-    """
-
+    #: "numpyro" or "blackjax".
     name: str
+    #: The model's value variables.
     inputs: list[Any]
+    #: The log-density with the sampler's sign; its sums over rows are `SpmdSums`.
     potential: Any
+    #: Further arguments of PyMC's function.
     arguments: dict[str, Any]
-    settings: dict[str, Any]
+    jax_settings: dict[str, Any]
 
 
 def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, ModuleType]:
@@ -117,14 +107,9 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
 
 @dataclass(frozen=True, slots=True)
 class RunSampler(Command):
-    """Command that runs a sampler on every rank.
+    """Command that runs a sampler on every rank."""
 
-    Attributes
-    ----------
-    key : tuple
-        Key of the `SamplerProgram` among the ranks' objects.
-    """
-
+    #: Key of the `SamplerProgram` among the ranks' objects.
     key: tuple[str, int]
 
     def run(self, rank: Rank) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
@@ -138,7 +123,7 @@ class RunSampler(Command):
             return [np.asarray(array) for array in (*draws, *stats.values())]
 
         is_vectorized = program.arguments["chain_method"] == "vectorized"
-        arrays = list(SpmdProgram(rank, is_vectorized).run(sample, program.settings))
+        arrays = list(SpmdProgram(rank, is_vectorized).run(sample, program.jax_settings))
         count = len(program.inputs)
         return arrays[:count], dict(zip(names, arrays[count:], strict=True))
 

@@ -25,23 +25,15 @@ __all__ = ["RankSumGraph", "SpmdSums", "register_conversions", "replace_sums"]
 
 
 class RankSumGraph(NamedTuple):
-    """The graph of a sum over one rank's rows.
+    """The graph of a sum over one rank's rows."""
 
-    Attributes
-    ----------
-    inputs : list of variable
-        The parameters, then the rows.
-    total : variable
-    float_positions : list of int
-        Positions of the parameters that the sum can be differentiated by.
-    keys : tuple
-        Keys of the shared variables with the rows among a rank's objects.
-    """
-
+    #: The parameters, then the rows.
     inputs: list[Variable]
     total: Variable
+    #: Positions of the parameters that the sum can be differentiated by.
     float_positions: list[int]
-    keys: tuple[Any, ...]
+    #: Keys of the shared variables with the rows among a rank's objects.
+    row_keys: tuple[Any, ...]
 
 
 class SpmdSums(Op):
@@ -108,10 +100,10 @@ def _convert_spmd_sums(op: SpmdSums, **_: Any) -> Callable[..., Any]:
         raise RuntimeError("SpmdSums can be converted to JAX only in a program of the ranks")
     functions = []
     for graph in op.graphs:
-        rows = [program.rank.get_object(key).container.storage[0] for key in graph.keys]
+        rows = [program.rank.get_object(key).container.storage[0] for key in graph.row_keys]
         compile_function = get_library(graph.total).function
         functions.append(program.compile_for_local_rows(compile_function, graph.inputs, graph.total, rows))
-    counts = [len(graph.inputs) - len(graph.keys) for graph in op.graphs]
+    counts = [len(graph.inputs) - len(graph.row_keys) for graph in op.graphs]
     return fuse_sums(functions, counts, [graph.float_positions for graph in op.graphs], program.all_reduce)
 
 

@@ -215,37 +215,33 @@ class Worker(metaclass=SingletonType):
 
     def sync_params(self, synchronous: bool = True) -> None:
         """Exchange this worker's parameters and the shared ones by the rule, if ``synchronous`` with the lock held."""
-        self._run_with_lock(lambda: self.update_fn(self.shared_params), synchronous)
+        with self._use_shared_params(synchronous):
+            self.update_fn(self.shared_params)
 
     def copy_to_local(self, synchronous: bool = True) -> None:
         """Copy the shared parameters to this worker's; arguments as in `sync_params`."""
-
-        def copy_params() -> None:
+        with self._use_shared_params(synchronous):
             for param, value in zip(self.local_params, self.shared_params, strict=True):
                 param.set_value(value)
 
-        self._run_with_lock(copy_params, synchronous)
-
     def copy_to_global(self, synchronous: bool = True) -> None:
         """Copy this worker's parameters to the shared ones; arguments as in `sync_params`."""
-
-        def copy_params() -> None:
+        with self._use_shared_params(synchronous):
             for param, value in zip(self.local_params, self.shared_params, strict=True):
                 value[...] = param.get_value(borrow=True)
 
-        self._run_with_lock(copy_params, synchronous)
-
-    def _run_with_lock(self, function: Any, synchronous: bool) -> None:
+    @contextlib.contextmanager
+    def _use_shared_params(self, synchronous: bool) -> Iterator[None]:
+        """Hold the lock within the context, if ``synchronous``."""
         if not self.shared_params:
             raise PlatoonError("sync_params: call init_shared_params() first")
-        if not synchronous:
-            function()
-            return
-        self.lock()
+        if synchronous:
+            self.lock()
         try:
-            function()
+            yield
         finally:
-            self.unlock()
+            if synchronous:
+                self.unlock()
 
     # -- mini-batches ----------------------------------------------------------------------------------------------
 
