@@ -55,8 +55,8 @@ def describe_training(
 
 def check_can_resume(path: str | os.PathLike[str], meta: Mapping[str, Any], expected_meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``, that of this training."""
-    if meta["kind"] != expected_meta["kind"]:
-        raise CheckpointError(f"{path} is a checkpoint of a {meta['kind']}, got a {expected_meta['kind']}")
+    if (kind := meta.get("kind", "user")) != expected_meta["kind"]:  # users write checkpoints by `Checkpoint.save`
+        raise CheckpointError(f"{path} is a checkpoint of a {kind}, got a {expected_meta['kind']}")
     _check_variables(path, "params", meta, expected_meta)  # first: with another model, everything else may differ too
     if meta["rule"] != expected_meta["rule"]:
         raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {expected_meta['rule']}")

@@ -11,7 +11,6 @@ its own parameters under ``"own"`` until the next step.  A checkpoint has each r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 from synkhronos.graph_libraries import get_library
 from synkhronos.programs import RankContext
 from synkhronos.rules import Rule, State
-from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointContent, CheckpointError, read_checkpoint
+from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointContent, read_checkpoint
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.variable_types import SharedVariable
 
@@ -81,7 +80,7 @@ def _pack_states(states_by_rank: Sequence[dict[str, Any]]) -> dict[str, np.ndarr
 
 
 def _unpack_states(content: CheckpointContent) -> list[dict[str, Any]]:
-    """Return the state of each rank from a checkpoint; raise CheckpointError if it does not fit."""
+    """Return the state of each rank from a checkpoint."""
     meta, arrays = content.meta, content.arrays
     shared = {name.removeprefix("shared."): array for name, array in arrays.items() if name.startswith("shared.")}
     states_by_rank: list[dict[str, Any]] = []
@@ -92,11 +91,7 @@ def _unpack_states(content: CheckpointContent) -> list[dict[str, Any]]:
         if meta["alike"] and r:
             continue
         for role in ("params", "optimizer", "excluded"):
-            state[role] = array = arrays[f"{r}.{role}"]
-            descriptions = meta["variables"][role] + (meta["variables"]["averages"] if role == "params" else [])
-            size = sum(math.prod(shape) for _, shape, _ in descriptions)
-            if array.shape != (size,):
-                raise CheckpointError(f"{content.path}: expected {size} elements of {r}.{role}, got {array.shape}")
+            state[role] = arrays[f"{r}.{role}"]
         state |= {name: int(arrays[f"{r}.{name}"]) for name in ("step", "since")}
         prefix = f"{r}.own."
         state["own"] = {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}

@@ -155,7 +155,6 @@ class TrainerState:
             n_rows_of_earlier_epochs=meta["seen"] - meta["row"],
             order_key=data.order_key,
         )
-        schedule_state = meta["schedule"]  # a missing entry is an error before anything is restored
         if self.spec.memory:
             self.allocate_memory()  # zeros on every host
         run(rank_state.restore_state, self.spec, str(path), ranks.get_session().rank.number)
@@ -163,7 +162,7 @@ class TrainerState:
             self.set_sharded_optimizer(read_checkpoint(path).arrays["0.optimizer"])
         if not self.spec.is_joint:
             run(rank_state.set_params_to_consensus, self.spec.name, self.spec.rule)
-        schedules.set_state(schedule, schedule_state)
+        schedules.set_state(schedule, meta["schedule"])
         self.position = position
         return int(meta["seen"])
 
