@@ -11,7 +11,8 @@ from synkhronos import ranks
 from synkhronos.collectives.calls import broadcast, gather, scatter
 from synkhronos.replication.replicator import Replicator
 from synkhronos.training.updates.flat_gradient import get_shape
-from synkhronos.training.updates.sharded_updates import ShardedVariable, get_shard_bounds
+from synkhronos.training.updates.shard_layout import get_shard_bounds
+from synkhronos.training.updates.sharded_updates import ShardedVariable
 from synkhronos.variable_types import SharedVariable
 
 

@@ -33,6 +33,7 @@ import numpy as np
 
 from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.training.updates.flat_gradient import RuleUpdates, get_shape
+from synkhronos.training.updates.shard_layout import ShardLayout, get_shard_bounds
 from synkhronos.variable_types import Node, SharedVariable, Variable
 
 #: Operations that change shapes or types, but neither the elements nor their order.
@@ -120,74 +121,20 @@ class ShardedUpdates:
     def __init__(self, updates: RuleUpdates, params: Sequence[SharedVariable], n_ranks: int, rule_name: str):
         self._library = get_library(*params)
         self._tensor = self._library.tensor
-        self._params, self._n_ranks, self._rule_name = list(params), n_ranks, rule_name
-        self._shapes = [get_shape(p) for p in params]
-        self._is_sharded = [_can_shard(p, shape) for p, shape in zip(params, self._shapes, strict=True)]
-        self._lengths = [
-            _compute_shard_length(n, n_ranks) if is_sharded else n
-            for n, is_sharded in zip(map(_get_size, self._shapes), self._is_sharded, strict=True)
-        ]
-        self._columns = np.cumsum([0, *self._lengths]).tolist()
+        self._params, self._rule_name = list(params), rule_name
         self._vector = updates.grad_shared
-        (total,) = get_shape(self._vector)
-        self._n_gradients = sum(map(_get_size, self._shapes))
-        self._n_tail = total - self._n_gradients
-        # At least one element more: a vector of a single element would be broadcastable.
-        dtype, width = self._vector.type.dtype, self._columns[-1] + max(1, self._n_tail)
-        self.grad_shared = self._library.shared(np.zeros((n_ranks, width), dtype), name="grad_shared")
-        self.row = self._library.shared(np.zeros(width, dtype), name="grad_row")
-        self.rank = self._library.shared(np.asarray(0, "int64"), name="rank")
+        self._layout = ShardLayout(self._vector, params, n_ranks)
+        self.grad_shared, self.row, self.rank = self._layout.matrix, self._layout.row, self._layout.rank
         self._sharded_variables: dict[Any, tuple[int, ShardedVariable]] = {}
         self._shard_state(updates.param_updates)
-        self.grad_updates = OrderedDict({self.grad_shared: self._stack_shards(updates.grad_updates[self._vector])})
+        gradient = self._layout.stack_shards(updates.grad_updates[self._vector])
+        self.grad_updates = OrderedDict({self.grad_shared: gradient})
         self.local_updates: OrderedDict[Any, Any] = OrderedDict()
         self.whole_updates: OrderedDict[Any, Any] = OrderedDict()
         self._rewrite_updates(updates.param_updates)
         self.sharded_variables = {s: variable for s, (_, variable) in self._sharded_variables.items()}
         read_variables = self._library.find_shareds(list(self.local_updates.values()))
         self.gathers_gradient = any(shared is self.grad_shared for shared in read_variables)
-
-    # -- layout ----------------------------------------------------------------------------------------------
-
-    def _stack_shards(self, vector: Variable) -> Any:
-        """Return the matrix with a row for each rank: its shards of a vector of gradients, and the tail."""
-        columns, start = [], 0
-        for shape, length, is_sharded in zip(self._shapes, self._lengths, self._is_sharded, strict=True):
-            size = _get_size(shape)
-            columns.append(self._to_rows(vector[start : start + size], size, length, is_sharded))
-            start += size
-        columns.append(self._repeat_rows(vector[start:] if self._n_tail else self._tensor.zeros((1,), vector.dtype)))
-        return self._library.convert_to_type_of(self.grad_shared, self._tensor.concatenate(columns, axis=1))
-
-    def _to_rows(self, flat: Variable, size: int, length: int, is_sharded: bool) -> Any:
-        """Return a matrix whose rows are the ranks' shards of a vector."""
-        if not is_sharded:
-            return self._repeat_rows(flat)
-        n_full = size // length
-        if n_full == self._n_ranks:
-            return flat.reshape((self._n_ranks, length))
-        last = self._tensor.zeros((self._n_ranks - n_full, 1), flat.dtype) + flat[size - length :].dimshuffle("x", 0)
-        return self._tensor.concatenate([flat[: n_full * length].reshape((n_full, length)), last], axis=0)
-
-    def _repeat_rows(self, flat: Variable) -> Any:
-        return self._tensor.zeros((self._n_ranks, 1), flat.dtype) + flat.dimshuffle("x", 0)
-
-    def _join_rows(self, i: int) -> Any:
-        """Join the shards of one parameter in the rows of `grad_shared` into a vector."""
-        size, length = _get_size(self._shapes[i]), self._lengths[i]
-        rows = self.grad_shared[:, self._columns[i] : self._columns[i + 1]]
-        if not self._is_sharded[i]:
-            return rows[0]
-        n_full = size // length
-        vector = rows[:n_full].reshape((n_full * length,))
-        rest = size - n_full * length
-        return self._tensor.concatenate([vector, rows[n_full, length - rest :]]) if rest else vector
-
-    def _take_shard(self, i: int, variable: Variable) -> Any:
-        """Return this rank's elements of an array with as many elements as parameter ``i``."""
-        # An index of a row instead of the bounds of a slice, so that XLA knows the shape.
-        size = _get_size(self._shapes[i])
-        return self._to_rows(variable.flatten(), size, self._lengths[i], self._is_sharded[i])[self.rank]
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -196,16 +143,16 @@ class ShardedUpdates:
         states = [s for s in updates if not any(s is p for p in self._params) and np.dtype(s.type.dtype).kind == "f"]
         whole_ids, whole_states = _find_whole_leaves(list(updates.values())), []
         for i, p in enumerate(self._params):
-            if not self._is_sharded[i]:
+            if not self._layout.is_sharded[i]:
                 continue
             elementwise = {id(v) for v in _iterate_elementwise_leaves([updates[p]])}
             for s in states:
-                if get_shape(s) != self._shapes[i] or s in self._sharded_variables:
+                if get_shape(s) != self._layout.shapes[i] or s in self._sharded_variables:
                     continue
                 if id(s) in whole_ids:
                     whole_states.append(s)
                 elif id(s) in elementwise or any(v is p for v in _iterate_elementwise_leaves([updates[s]])):
-                    self._sharded_variables[s] = i, self._make_sharded_variable(s, self._lengths[i])
+                    self._sharded_variables[s] = i, self._make_sharded_variable(s, self._layout.lengths[i])
         if whole_states and not self._sharded_variables:
             raise ValueError(
                 f"shard_optimizer: {self._rule_name} reads the whole of {whole_states[0].name or 'its variables'}, "
@@ -231,17 +178,17 @@ class ShardedUpdates:
         for i, p in enumerate(self._params):
             new = self._get_value(values, updates[p])
             with self._explain_errors(p):
-                if not self._is_sharded[i]:
+                if not self._layout.is_sharded[i]:
                     self._set_update(self.local_updates, p, new.whole)
-                    row_pieces.append(self.row[self._columns[i] : self._columns[i + 1]])
+                    row_pieces.append(self._layout.get_columns(i))
                     continue
                 row_pieces.append(self._tensor.cast(self._get_shard(i, new), self.row.dtype))
-                whole = self._tensor.cast(self._join_rows(i).reshape(self._shapes[i]), p.dtype)
-                if any(n == 1 and not b for n, b in zip(self._shapes[i], p.type.broadcastable, strict=True)):
+                whole = self._tensor.cast(self._layout.join_rows(i).reshape(self._layout.shapes[i]), p.dtype)
+                if any(n == 1 and not b for n, b in zip(self._layout.shapes[i], p.type.broadcastable, strict=True)):
                     # An axis of length 1 is broadcastable here, but not in the parameter's type.
                     whole = self._tensor.set_subtensor(p[:], whole)
                 self._set_update(self.whole_updates, p, whole)
-        row_pieces.append(self.row[self._columns[-1] :])
+        row_pieces.append(self._layout.tail)
         self._set_update(self.local_updates, self.row, self._tensor.concatenate(row_pieces))
         for s, new in updates.items():
             if any(s is p for p in self._params):
@@ -271,8 +218,8 @@ class ShardedUpdates:
     def _make_leaf_value(self, variable: Variable) -> _ShardedValue:
         """Make the value of a variable that no node computes."""
         for i, p in enumerate(self._params):
-            if variable is p and self._is_sharded[i]:
-                return _ShardedValue(variable, lambda: variable, self._take_shard(i, p), i)
+            if variable is p and self._layout.is_sharded[i]:
+                return _ShardedValue(variable, lambda: variable, self._layout.take_shard(i, p), i)
         if variable in self._sharded_variables:
             i, state = self._sharded_variables[variable]
             error = _NotWholeError(f"the whole of {state.whole.name or 'a variable of the rule'}")
@@ -284,16 +231,16 @@ class ShardedUpdates:
     def _make_vector_value(self) -> _ShardedValue:
         """Make the value of the rule's vector of reduced gradients."""
         pieces: list[tuple[int, _ShardedValue]] = []
-        for i, shape in enumerate(self._shapes):
-            columns = self.row[self._columns[i] : self._columns[i + 1]]
-            if self._is_sharded[i]:
-                piece = _ShardedValue(columns, partial(self._join_rows, i), columns, i)
+        for i, size in enumerate(self._layout.sizes):
+            columns = self._layout.get_columns(i)
+            if self._layout.is_sharded[i]:
+                piece = _ShardedValue(columns, partial(self._layout.join_rows, i), columns, i)
             else:
                 piece = _ShardedValue.from_whole(columns, columns)
-            pieces.append((_get_size(shape), piece))
-        if self._n_tail:
-            tail = self.row[self._columns[-1] :]
-            pieces.append((self._n_tail, _ShardedValue.from_whole(tail, tail)))
+            pieces.append((size, piece))
+        if self._layout.n_tail:
+            tail = self._layout.tail
+            pieces.append((self._layout.n_tail, _ShardedValue.from_whole(tail, tail)))
         return self._join_pieces(self._vector, pieces)
 
     def _join_pieces(self, variable: Variable, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
@@ -313,7 +260,7 @@ class ShardedUpdates:
         new_pieces: list[tuple[int, _ShardedValue]] = []
         start = column = 0
         for length, piece in pieces:
-            width = length if piece.param_index is None else self._lengths[piece.param_index]
+            width = length if piece.param_index is None else self._layout.lengths[piece.param_index]
             shard, whole = row[column : column + width], partial(_slice_whole, vector, start, start + length)
             if piece.is_replicated:
                 new_pieces.append((length, _ShardedValue.from_whole(shard, shard)))
@@ -389,9 +336,9 @@ class ShardedUpdates:
 
     def _have_param_shape(self, i: int, variables: list[Variable]) -> bool:
         """Whether all variables have the shape of parameter ``i``, or are flat, according to their types."""
-        ndim, shape = variables[0].ndim, self._shapes[i]
+        ndim, shape = variables[0].ndim, self._layout.shapes[i]
         if ndim != len(shape):
-            shape = (_get_size(shape),) if ndim == 1 else ()
+            shape = (self._layout.sizes[i],) if ndim == 1 else ()
         return all(
             v.ndim == len(shape) and not any(b and n != 1 for b, n in zip(v.type.broadcastable, shape, strict=True))
             for v in variables
@@ -411,7 +358,7 @@ class ShardedUpdates:
 
     def _get_shard(self, i: int, value: _ShardedValue) -> Any:
         """Return this rank's elements of a value with as many elements as parameter ``i``."""
-        return value.shard if value.param_index == i else self._take_shard(i, value.whole)
+        return value.shard if value.param_index == i else self._layout.take_shard(i, value.whole)
 
     def _rewrite_slice(self, node: Node, vector: _ShardedValue) -> _ShardedValue | None:
         """Make the value of a slice of whole pieces, or of elements of a replicated piece; None for other slices."""
@@ -436,22 +383,10 @@ class ShardedUpdates:
     def _count_elements(self, value: _ShardedValue) -> int | None:
         """Return the length of a vector; None if it is unknown."""
         if value.param_index is not None:
-            return _get_size(self._shapes[value.param_index])
+            return self._layout.sizes[value.param_index]
         if self._library.is_constant(value.variable):
             return int(np.size(value.variable.data))
         return 1 if all(value.variable.type.broadcastable) else None
-
-
-def get_shard_bounds(size: int, n_shards: int) -> list[tuple[int, int]]:
-    """Return the start and stop of each shard of an array; shards have equal lengths, and the last ones overlap."""
-    length = _compute_shard_length(size, n_shards)
-    starts = [min(r * length, size - length) for r in range(n_shards)]
-    return [(start, start + length) for start in starts]
-
-
-def _compute_shard_length(size: int, n_shards: int) -> int:
-    """Compute the length of each shard, at least 2 if possible: libraries simplify arithmetic with single elements."""
-    return min(size, max(2, -(-size // n_shards)))
 
 
 def _slice_whole(vector: _ShardedValue, start: int, stop: int) -> Any:
@@ -460,15 +395,6 @@ def _slice_whole(vector: _ShardedValue, start: int, stop: int) -> Any:
 
 def _raise_error(error: Exception) -> Any:
     raise error
-
-
-def _get_size(shape: Sequence[int]) -> int:
-    return int(np.prod(shape))
-
-
-def _can_shard(param: SharedVariable, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is sharded: it is no scalar, and has elements and an axis that is not broadcastable."""
-    return bool(_get_size(shape)) and not all(param.type.broadcastable)
 
 
 def _keeps_axis_order(new_order: Sequence[Any]) -> bool:
