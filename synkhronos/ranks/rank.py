@@ -153,9 +153,9 @@ class Rank:
         or their agents, have decided the last common barrier (see `agreement`).
         """
         self.cancel_failed_operations()
-        self.command_number = command_number
-        self._is_recording_enabled = True
         self.barriers.begin_command(command_number)
+        # Last: an interrupt before it would mark the previous command as failed, which was not.
+        self.command_number, self._is_recording_enabled = command_number, True
 
     def cancel_failed_operations(self) -> None:
         """Cancel the pending operations of the last command if it failed on some rank."""

@@ -14,6 +14,7 @@ from system import time_limit
 from synkhronos import ranks
 from synkhronos.ranks import Command
 from synkhronos.ranks.agreement import MAX_BARRIERS, MAX_COMMANDS
+from synkhronos.ranks.command_barriers import CommandBarriers
 from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled, describe_exit
@@ -172,6 +173,25 @@ def test_death_noticed_while_the_master_fails_is_named(two):
     finally:
         sys.settrace(None)
     assert events
+
+
+def test_interrupt_before_a_command_does_not_fail_the_last_one(two):
+    """The workers would drop the outputs that the last command has left on them."""
+    two.run(GetIdentity())
+    before = two.rank.barriers.last_failed_command
+
+    def trace(frame, event, arg):
+        if frame.f_code is CommandBarriers.begin_command.__code__:
+            raise KeyboardInterrupt  # as Python handles signals at the start of a function
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            two.run(GetIdentity())
+    finally:
+        sys.settrace(None)
+    assert two.rank.barriers.last_failed_command == before
+    assert two.run(GatherMessages((3,))) == 2
 
 
 def test_exited_worker_is_named_with_its_status(two):
