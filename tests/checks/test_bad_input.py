@@ -1,15 +1,11 @@
 """Wrong arguments raise errors that name the argument, the expected and the given value, and change nothing."""
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import numpy as np
 import pytest
 from library import NAME, fork_ranks, shared
 from library import tensor as T
 from messages import raises
+from system import run_code
 
 import synkhronos as synk
 from synkhronos.checks import check_number
@@ -557,27 +553,8 @@ def test_close_can_be_repeated(closed_world):
     assert synk.close() is None
 
 
-@pytest.fixture
-def run_alone():
-    """Give a function that runs statements in a new process, without ranks."""
-
-    def run(source):
-        path = os.pathsep.join([*sys.path])
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(source)],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
-
-
-def test_call_before_fork_names_fork(run_alone):
-    out = run_alone(
+def test_call_before_fork_names_fork():
+    out = run_code(
         """
         import numpy as np
         import synkhronos as synk

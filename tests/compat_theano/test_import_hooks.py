@@ -7,7 +7,6 @@ import pickle
 import re
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -16,6 +15,7 @@ pytest.importorskip("pytensor")
 import numpy as np
 import pytensor
 import pytensor.tensor as pt
+from system import run_code
 
 import synkhronos as synk
 import synkhronos.compat
@@ -27,19 +27,9 @@ from synkhronos.graph_libraries import get_library, list_loaded_libraries
 NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 
 
-def run(code, *arguments, **variables):
-    """Run code in a new process; return its output."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("THEANO_FLAGS", "SYNKHRONOS_THEANO")}
-    environment.update(variables)
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment,
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout.strip()
+def run(code, *arguments, **environment):
+    """Run code in a new process, without Theano's flags unless they are given; return its output."""
+    return run_code(code, *arguments, **{"THEANO_FLAGS": "", **environment}).strip()
 
 
 # -- the hook --------------------------------------------------------------------------------------------------------

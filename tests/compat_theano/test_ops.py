@@ -2,9 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytensor.compile.mode import Mode, get_mode
 from pytensor.gradient import verify_grad
+from system import run_code
 
 from synkhronos.compat.ops import convolution
 from synkhronos.compat.ops.classification import ClassCrossentropy, Softmax
@@ -700,15 +698,8 @@ print(json.dumps([text.count("conv_general_dilated["), "float64" in text or "f64
 
 def test_conv_is_one_xla_convolution_in_float32():
     """Forward and two gradients: three convolutions, and nothing in float64."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CONVOLVE],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTENSOR_FLAGS": "floatX=float32"},
-    )
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.splitlines()[-1]) == [3, False]
+    output = run_code(CONVOLVE, PYTENSOR_FLAGS="floatX=float32")
+    assert json.loads(output.splitlines()[-1]) == [3, False]
 
 
 # -- lengths under XLA -----------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import random
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from multiprocessing.connection import Pipe
@@ -20,25 +19,13 @@ from platoon.channel import Controller, Worker
 from platoon.param_sync import ASGD, EASGD, ParamSyncRule
 from platoon.training.global_dynamics import GlobalDynamics
 from platoon.util import PlatoonError
-from system import wait_until
+from system import run_code, wait_until
 
 from synkhronos.compat.platoon import launcher
 from synkhronos.compat.platoon.channel import batch_queue, sockets
 from synkhronos.compat.platoon.channel.worker_group import Failure, WorkerGroup
 
 LIMIT = 30
-
-
-def run(code, *arguments):
-    """Run code in a new process; return its output."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 # -- rules -------------------------------------------------------------------------------------------------------
@@ -410,10 +397,10 @@ def test_installed_platoon_precedes_except_under_the_launcher(tmp_path):
         import platoon.channel
         print(platoon.name, platoon.channel.name)
     """
-    assert run(code, str(tmp_path)) == "installed channel"
+    assert run_code(code, str(tmp_path)) == "installed channel\n"
     code = """
         import sys
         from synkhronos.compat.platoon.channel.controller_process import run_file
         run_file(sys.argv[1] + "/main.py", [])
     """
-    assert run(code, str(tmp_path)) == "synkhronos.compat.platoon.channel.worker"
+    assert run_code(code, str(tmp_path)) == "synkhronos.compat.platoon.channel.worker\n"

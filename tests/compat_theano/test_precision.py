@@ -18,6 +18,7 @@ pytest.importorskip("jax")
 import jax
 import pytensor
 import pytensor.tensor as pt
+from system import run_code
 
 from synkhronos.compat.ops.convolution import Conv
 from synkhronos.compat.ops.normalization import BatchNormTrain
@@ -300,12 +301,8 @@ PROGRAM = """
 
 def test_bfloat16_setting_from_environment_on_all_ranks():
     def compute_in_environment(name):
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": name}
-        command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)]
-        printed = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, timeout=100, check=True)
-        return np.array(json.loads(printed.stdout.splitlines()[-1]), "float32")
+        output = run_code(PROGRAM, JAX_PLATFORMS="cpu", JAX_DEFAULT_MATMUL_PRECISION=name)
+        return np.array(json.loads(output.splitlines()[-1]), "float32")
 
     exact, coarse = compute_in_environment("highest"), compute_in_environment("bfloat16")
     for rows in (slice(0, 2), slice(2, 4)):  # those of one rank, and of the other

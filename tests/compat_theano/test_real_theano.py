@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from system import run_code
 
 import synkhronos.compat
 from synkhronos.compat import import_hooks, theano_patches
@@ -87,16 +87,7 @@ def run(code):
     """Run a program with Theano as it is by default; returns the last line that it prints."""
     # Where modules are kept changes no other default.
     flags = [flag for flag in os.environ.get("THEANO_FLAGS", "").split(",") if flag.startswith("base_compiledir")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        env={**os.environ, "THEANO_FLAGS": ",".join(flags)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    return run_code(code, timeout=200, cwd=ROOT, THEANO_FLAGS=",".join(flags)).splitlines()[-1]
 
 
 needs_theano = pytest.mark.skipif(synkhronos.compat.library != "theano", reason="Theano is not installed")

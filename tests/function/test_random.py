@@ -1,13 +1,12 @@
 """Random numbers: each rank draws from its own stream, and the master from the stream of the serial program."""
 
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from library import NAME, XLA, package, shared
 from library import tensor as T
+from system import run_code
 
 import synkhronos as synk
 from synkhronos.graph_libraries import get_library
@@ -376,5 +375,4 @@ def test_random_streams_import_no_jax():
         "print(len(f()))\n"
         "synk.close()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert done.stdout == "6\n", done.stderr
+    assert run_code(program) == "6\n"

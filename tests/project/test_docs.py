@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from library import DEVICE, tensor
+from system import run_code
 
 import synkhronos as synk
 from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
@@ -115,9 +116,7 @@ def test_code_block_runs(script):
     if not HAS_PYTENSOR:
         script = re.sub("^import pytensor$", "import theano as pytensor", script, flags=re.MULTILINE)
         script = script.replace("import pytensor.tensor", "import theano.tensor")
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout
+    assert run_code(script, cwd=ROOT)
 
 
 def find_arguments(code):

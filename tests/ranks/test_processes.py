@@ -2,26 +2,14 @@
 
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
-from system import is_alive, list_children
+from system import is_alive, list_children, run_code
 
 import synkhronos as synk
 from synkhronos.ranks import count_available_cores
 
 pytestmark = pytest.mark.new_ranks
-
-
-def run_python(code, **kwargs):
-    """Run a program; return its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, **kwargs
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_fork_returns_the_number_of_ranks(fork):
@@ -78,7 +66,7 @@ def test_many_sessions_leave_nothing():
 def finished_program(tmp_path_factory):
     """Run a program that does not close its ranks; return the words that it and its workers printed, and its folder."""
     folder = tmp_path_factory.mktemp("program")
-    printed = run_python(
+    printed = run_code(
         """
         import atexit, os
         import synkhronos as synk
@@ -121,7 +109,7 @@ def test_workers_write_profiles(finished_program):
 
 
 def test_inherited_sockets_do_not_stay_open_in_workers():
-    printed = run_python("""
+    printed = run_code("""
         import socket, synkhronos as synk
         server = socket.create_server(("127.0.0.1", 0))
         address = server.getsockname()
@@ -136,7 +124,7 @@ def test_inherited_sockets_do_not_stay_open_in_workers():
 
 
 def test_close_gives_each_worker_time_to_end(tmp_path):
-    run_python(
+    run_code(
         """
         import os, time
         import synkhronos as synk
@@ -206,9 +194,7 @@ def test_get_n_gpu_counts_visible_gpus(monkeypatch):
 
 @pytest.mark.skipif(count_available_cores() < 2, reason="one core can't be shared out")
 def test_threads_of_a_late_loaded_blas_are_limited():
-    printed = run_python("""
-        import sys
-        sys.path.insert(0, "tests/support")
+    printed = run_code("""
         import numpy as np, threadpoolctl
         from library import COMPILER, package, tensor as T, shared
         import synkhronos as synk

@@ -2,14 +2,12 @@
 
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
 from library import DEVICE, INTERPRETED, NAME
 from library import tensor as T
+from system import run_code
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -81,15 +79,5 @@ def test_free_memory_after_a_call_that_compiled(tmp_path):
         d.free_memory()
         print([count_mappings(pid, 1 << 23) for pid in pids])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env={
-            **os.environ,
-            "PYTENSOR_FLAGS": f"base_compiledir={tmp_path}",  # an empty cache
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout == "[1, 1]\n[0, 0]\n", done.stderr
+    flags = f"base_compiledir={tmp_path}"  # an empty cache
+    assert run_code(program, timeout=120, PYTENSOR_FLAGS=flags) == "[1, 1]\n[0, 0]\n"

@@ -111,11 +111,14 @@ def time_limit(seconds: float = LIMIT) -> Iterator[None]:
     assert duration < seconds, f"{duration:.2f} s"
 
 
-def run_code(code: str, timeout: float, **environment: str) -> str:
+def run_code(
+    code: str, *arguments: str, timeout: float = 100, cwd: str | os.PathLike[str] | None = None, **environment: str
+) -> str:
     """Run code in a new process, with tests/support on its path; return its output."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT), *sys.path]), **environment},
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -27,6 +27,7 @@ from faults.probes import (
     measure_footprint,
     plan_action,
     report_event,
+    report_works_and_close,
 )
 from synkhronos import ranks
 from synkhronos.ranks import worker_main, worker_processes
@@ -54,10 +55,7 @@ def interrupt_blocked_ranks(where: str, fault_ranks: Any, how: str = "python", u
         call()
     report_event("outcome", **attempt(call))
     block("python")  # until the harness sends no more signals
-    report_event("works", right=make_expected(N), **attempt(work.check))
-    synk.close()
-    vars(work).clear()
-    report_event("closed", before=before, after=measure_footprint())
+    report_works_and_close(before, work, N)
 
 
 def _interrupt_the_library(number: int, frame: Any) -> None:
@@ -100,10 +98,7 @@ def interrupt_fork(where: str) -> None:
     report_event("dead", before=before, after=measure_footprint())
     synk.fork(N, use_gpu=False)
     work = Workload()
-    report_event("works", right=make_expected(N), **attempt(work.check))
-    synk.close()
-    vars(work).clear()
-    report_event("closed", before=before, after=measure_footprint())
+    report_works_and_close(before, work, N)
 
 
 def interrupt_close(where: str) -> None:
@@ -143,10 +138,7 @@ def interrupt_close(where: str) -> None:
     report_event("dead", before=before, after=measure_footprint())
     synk.fork(N, use_gpu=False)
     work = Workload()
-    report_event("works", right=make_expected(N), **attempt(work.check))
-    synk.close()
-    vars(work).clear()
-    report_event("closed", before=before, after=measure_footprint())
+    report_works_and_close(before, work, N)
 
 
 class SignalInjector:
@@ -384,7 +376,4 @@ def receive_signal(name: str, how: str) -> None:
     for _ in range(5):
         work.call()
     report_event("handled", count=len(received))
-    report_event("works", right=make_expected(N), **attempt(work.check))
-    synk.close()
-    vars(work).clear()
-    report_event("closed", before=before, after=measure_footprint())
+    report_works_and_close(before, work, N)

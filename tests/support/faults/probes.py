@@ -332,3 +332,11 @@ class Workload:
 def make_expected(n: int) -> list[Any]:
     """Return the expected result of `Workload.check` on n ranks."""
     return [15.0, [[2.0 * n] * 2] * n, True, n]
+
+
+def report_works_and_close(before: dict[str, Any], work: Workload, n: int) -> None:
+    """Report whether a call and collectives of ``n`` ranks are right, and the footprints before and after."""
+    report_event("works", right=make_expected(n), **attempt(work.check))
+    synk.close()
+    vars(work).clear()  # a compiled function that has failed keeps its inputs, until it is called again
+    report_event("closed", before=before, after=measure_footprint())

@@ -37,6 +37,7 @@ from faults.probes import (
     plan_action,
     reach,
     report_event,
+    report_works_and_close,
 )
 from synkhronos import ranks, startup
 from synkhronos.ranks import Command, worker_main
@@ -139,10 +140,7 @@ def report_survival(before: dict[str, Any], work: Workload | None) -> None:
         report_event(
             "alive", w=[float(w[0]) for w in synk.gather(work.w)] if work.f._dispatcher.session is not None else None
         )
-    report_event("works", right=make_expected(N), **attempt(work.check))
-    synk.close()
-    vars(work).clear()  # a compiled function that has failed keeps its inputs, until it is called again
-    report_event("closed", before=before, after=measure_footprint())
+    report_works_and_close(before, work, N)
 
 
 def _is_session_closed() -> bool:
@@ -204,9 +202,7 @@ def fork_with_fault(how: str, fault_rank: int = 2, spawn: bool = False) -> None:
     report_event("dead", before=before, after=measure_footprint())
     if "error" in outcome:
         synk.fork(N, use_gpu=False)
-        report_event("works", right=make_expected(N), **attempt(Workload().check))
-    synk.close()
-    report_event("closed", before=before, after=measure_footprint())
+        report_works_and_close(before, Workload(), N)
 
 
 def _need_fresh_processes() -> None:
@@ -247,9 +243,7 @@ def limit_shared_memory() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     del data
     work = Workload()
-    report_event("works", right=make_expected(N), **attempt(work.check))
-    synk.close()
-    report_event("closed", before=before, after=measure_footprint())
+    report_works_and_close(before, work, N)
 
 
 def exhaust_file_descriptors(where: str, spare: int) -> None:
@@ -281,9 +275,7 @@ def exhaust_file_descriptors(where: str, spare: int) -> None:
             ranks.get_session().run(LimitOpenFiles(2, limits[0]))
             del unsent
             vars(work).clear()
-    report_event("works", right=make_expected(N), **attempt(Workload().check))
-    synk.close()
-    report_event("closed", before=before, after=measure_footprint())
+    report_works_and_close(before, Workload(), N)
 
 
 def _compute_file_limit(spare: int) -> int:
@@ -318,9 +310,7 @@ def create_unmappable_segment() -> None:
     report_event("outcome", **attempt(lambda: work.f(rows)))
     ranks.get_session().run(LimitAddressSpace(2, -1))
     report_event("again", **attempt(work.call))
-    report_event("works", right=make_expected(N), **attempt(work.check))
-    synk.close()
-    report_event("closed", before=before, after=measure_footprint())
+    report_works_and_close(before, work, N)
 
 
 def _get_address_space() -> int:
@@ -382,9 +372,7 @@ def call_without_standard_files() -> None:
     synk.fork(N, use_gpu=False)
     gather_pids()
     work = Workload()
-    report_event("works", right=make_expected(N), **attempt(work.check))
-    synk.close()
-    report_event("closed", before=before, after=measure_footprint())
+    report_works_and_close(before, work, N)
 
 
 class PrintOnWorkers(Command):
