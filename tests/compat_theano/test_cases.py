@@ -1,6 +1,6 @@
 """Random cases computed by Theano 1.0.5 are equal on PyTensor: values, gradients, second derivatives.
 
-``tests/support/tables/make_compat_cases.py`` wrote the numbers, in Theano's environment.
+``tests/support/tables/make_theano_tables.py cases`` wrote the numbers, in Theano's environment.
 """
 
 import json

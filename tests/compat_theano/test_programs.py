@@ -1,6 +1,6 @@
 """Programs of Theano's time (programs/) compute the same losses in their first steps as on Theano 1.0.5.
 
-``tests/support/tables/make_program_losses.py`` wrote the losses, in Theano's environment.
+``tests/support/tables/make_theano_tables.py programs`` wrote the losses, in Theano's environment.
 """
 
 import importlib

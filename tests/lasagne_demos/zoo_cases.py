@@ -1,6 +1,6 @@
 """The zoo's networks as the tests train them: of few rows, without dropout, which draws by streams, and most small.
 
-``tests/support/tables/make_zoo_losses.py`` writes the losses, in Theano's environment.
+``tests/support/tables/make_theano_tables.py zoo`` writes the losses, in Theano's environment.
 """
 
 import importlib

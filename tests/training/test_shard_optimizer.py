@@ -58,14 +58,22 @@ def assert_equal(results, expected):
         np.testing.assert_allclose(value, expected_value, rtol=1e-5 if value.dtype == "float32" else 1e-10, atol=1e-12)
 
 
+def skip_one_rank(n_ranks):
+    if n_ranks == 1:
+        pytest.skip("the optimizer of one rank is not sharded")
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_shard_optimizer_equals_unsharded(n_ranks, name):
+    if name != "adam":
+        skip_one_rank(n_ranks)
     assert_equal(compute_results(RULES[name], shard_optimizer=True), compute_results(RULES[name]))
 
 
 @pytest.mark.parametrize("shape", [(5, 1)] if XLA else [(5, 1), (1, 3), (3, 4)])
 @pytest.mark.parametrize("rule", [u.momentum] if XLA else [u.momentum, u.muon])
 def test_sharded_parameters_may_have_axes_of_length_1(n_ranks, rule, shape):
+    skip_one_rank(n_ranks)
     values = []
     for is_sharded in (True, False):
         x, y = tensor.dmatrix("x"), tensor.dmatrix("y")
@@ -151,8 +159,7 @@ def test_shard_optimizer_state_is_set_from_whole_arrays(n_ranks, shards):
 
 
 def test_shard_optimizer_refuses_rules_that_read_whole_state(n_ranks):
-    if n_ranks == 1:
-        return  # the optimizer of one rank is not sharded
+    skip_one_rank(n_ranks)
     with pytest.raises(ValueError, match="shard_optimizer: lamb reads the whole of w_m"):
         ThreeDtypeRegression().train_by(u.lamb, shard_optimizer=True)
 
