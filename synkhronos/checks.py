@@ -35,7 +35,7 @@ def format_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def suggest_keywords(function: Function) -> Function:
-    """Decorate a function such that its error for an unknown keyword names similar ones.
+    """Decorate a function such that its error for an unknown keyword names similar ones, or else all.
 
     Examples
     --------
@@ -45,14 +45,15 @@ def suggest_keywords(function: Function) -> Function:
     Traceback (most recent call last):
     TypeError: color: unknown argument of draw(); similar: colour
     """
-    names = inspect.signature(function).parameters
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
     title = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in names:
-                raise TypeError(f"{name}: unknown argument of {title}(){format_similar(name, names)}")
+                similar = format_similar(name, names) or f"; arguments are {', '.join(names)}"
+                raise TypeError(f"{name}: unknown argument of {title}(){similar}")
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -31,6 +31,7 @@ from synkhronos.launcher.model_class.model_compilation import (
 from synkhronos.launcher.model_class.model_interface import (
     ModelInterfaceError,
     call_by_signature,
+    call_optional,
     check_interface,
     get_batch_size,
     get_n_epochs,
@@ -128,18 +129,13 @@ class _ModelCheck:
         random.seed(rank)
         instance = make_instance(self.model_class, make_config(self.settings, rank, size))
         instance.epoch = 0
-        return instance
-
-    def apply_options(self, instance: Any) -> None:
-        """Set the options of a model's step."""
-        self.stage = "options of the model are set"
         set_model_options(instance, self.settings.model_options, self.rule, self.settings.modelclass)
+        return instance
 
     def check_one_rank(self) -> None:
         """Call every method of an instance as the only rank."""
         self.stage = "an instance is made"
         instance = self.make_instance(0, 1)
-        self.apply_options(instance)
         self.stage = "compile_iter_fns() runs"
         compile_model(instance, self.settings, self.rule, 1)
         check_interface(instance, self.settings.modelclass)
@@ -187,11 +183,8 @@ class _ModelCheck:
 
     def call_optional(self, instance: Any, name: str, *arguments: Any, **keywords: Any) -> Any:
         """Call an optional method if the class has it, and return its result."""
-        method = getattr(instance, name, None)
-        if not callable(method):
-            return None
         self.stage = f"{name}() runs"
-        return call_by_signature(method, *arguments, **keywords)
+        return call_optional(instance, name, *arguments, **keywords)
 
     def apply_gradients(
         self, instances: list[Any], sources: list[FlatVariables], targets: list[FlatVariables], total: Any
@@ -211,8 +204,6 @@ class _ModelCheck:
         """Train two instances as ranks 0 and 1 of two, with an exchange after each step."""
         self.stage = "two instances are made, with size 2"
         instances = [self.make_instance(rank, 2) for rank in range(2)]
-        for instance in instances:
-            self.apply_options(instance)
         self.stage = "compile_iter_fns() runs with size 2"
         for instance in instances:
             exchanged_quantity = compile_model(instance, self.settings, self.rule, 2)

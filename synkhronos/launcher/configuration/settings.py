@@ -106,11 +106,6 @@ class Settings:
         rule_class, options = RULE_CLASSES[self.rule.lower()], self.rule_options
         if rule_class is rules.EAMSGD:
             raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")
-        names = [name for name in inspect.signature(rule_class).parameters if name != "exclude"]
-        for option in options:
-            if option not in names:
-                expected = ", ".join(names) or "none"
-                raise SettingsError(f"rule_options: {self.rule} has no {option!r}: expected one of {expected}")
         if rule_class is rules.BSP:
             # The instance on each rank determines whether gradients can be exchanged: `compile_model`.
             if options.get("average") not in (None, "gradient", "params"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.data.rows import get_share
-from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, shorten_repr
+from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, is_count, shorten_repr
 from synkhronos.loading import Loader
 
 Batch = tuple[np.ndarray, ...]
@@ -29,8 +29,7 @@ class ModelData:
         self._batch_size, self._rank, self._size, self._seed = batch_size, rank, size, seed
         n_train, n_val = _count_rows(self.training), _count_rows(self.validation)
         rows = n_train // size
-        is_integer = isinstance(batch_size, int | np.integer) and not isinstance(batch_size, bool)
-        if not is_integer or not 0 < batch_size <= rows:
+        if not is_count(batch_size, 1) or batch_size > rows:
             raise ModelInterfaceError(
                 f"{model_name}.batch_size: expected an integer from 1 to {rows}, as {size} ranks share {n_train} rows, "
                 f"got {batch_size!r}"

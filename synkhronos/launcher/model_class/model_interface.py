@@ -36,15 +36,23 @@ class ModelInterfaceError(TypeError):
     """A class lacks a method or an attribute that the launcher needs, or a method returns an invalid value."""
 
 
-def list_interface_problems(model: Any) -> list[str]:
-    """Return a line for each missing or invalid attribute of a model class or its instance.
+def check_interface(model: Any, name: str) -> None:
+    """Raise `ModelInterfaceError`, if a method or attribute of a class or its instance is missing or invalid.
 
     For a class only methods are checked: its constructor and ``compile_iter_fns`` set the attributes.
     """
-    missing_methods = [name for name in REQUIRED_METHODS if not callable(getattr(model, name, None))]
-    problems = [f"method {name}(): {REQUIRED_METHODS[name]}" for name in missing_methods]
-    if isinstance(model, type):
-        return problems
+    problems = _list_missing_methods(model) + ([] if isinstance(model, type) else _list_attribute_problems(model))
+    if problems:
+        raise ModelInterfaceError(f"{name}: missing or invalid:\n" + "\n".join(f"  {line}" for line in problems))
+
+
+def _list_missing_methods(model: Any) -> list[str]:
+    missing = [name for name in REQUIRED_METHODS if not callable(getattr(model, name, None))]
+    return [f"method {name}(): {REQUIRED_METHODS[name]}" for name in missing]
+
+
+def _list_attribute_problems(model: Any) -> list[str]:
+    problems = []
     params = getattr(model, "params", None)
     if not isinstance(params, list | tuple) or not params:
         problems.append(f"attribute params: expected a list of shared variables, got {shorten_repr(params)}")
@@ -62,18 +70,16 @@ def list_interface_problems(model: Any) -> list[str]:
         return problems
     for name, minimum in (("n_batch_train", 1), ("n_batch_val", 0)):
         count = getattr(data, name, None)
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < minimum:
+        if not is_count(count, minimum):
             problems.append(
                 f"attribute data.{name}: expected a number of batches, at least {minimum}, got {shorten_repr(count)}"
             )
     return problems
 
 
-def check_interface(model: Any, name: str) -> None:
-    """Raise `ModelInterfaceError`, if a method or attribute of a class or its instance is missing or invalid."""
-    lines = list_interface_problems(model)
-    if lines:
-        raise ModelInterfaceError(f"{name}: missing or invalid:\n" + "\n".join(f"  {line}" for line in lines))
+def is_count(value: Any, minimum: int) -> bool:
+    """Whether a value is an integer of at least ``minimum``."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= minimum)
 
 
 def shorten_repr(value: object) -> str:
@@ -132,22 +138,21 @@ def call_by_signature(method: Any, *arguments: Any, **keywords: Any) -> Any:
     return method(*arguments[:n_positional], **keywords)
 
 
-def call_optional(model: Any, name: str, *arguments: Any, **keywords: Any) -> None:
+def call_optional(model: Any, name: str, *arguments: Any, **keywords: Any) -> Any:
     """Call an optional method of a model, if it has it, with those arguments that its signature accepts."""
     method = getattr(model, name, None)
-    if callable(method):
-        call_by_signature(method, *arguments, **keywords)
+    return call_by_signature(method, *arguments, **keywords) if callable(method) else None
 
 
 def get_n_epochs(model: Any, settings: Settings) -> int:
     """Return the number of epochs from the settings, or else from the model; raise ModelInterfaceError without any."""
     epochs = settings.epochs if settings.epochs is not None else getattr(model, "n_epochs", None)
-    if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
+    if not is_count(epochs, 1):
         raise ModelInterfaceError(
             f"{settings.modelclass}: missing or invalid:\n  attribute n_epochs: expected a number of epochs, got "
             f"{epochs!r}; or give --set epochs=N"
         )
-    return int(epochs)
+    return int(epochs)  # type: ignore[arg-type]
 
 
 def get_steps_per_batch(model: Any) -> int:
