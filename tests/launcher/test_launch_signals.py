@@ -211,7 +211,7 @@ def test_second_signal_ends_a_run_at_once(tmp_path):
         time.sleep(0.5)  # both ranks are in the fourth step, which never ends
         process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(supervisor.ECHO_SECONDS + 0.5)
+            process.wait(supervisor.DUPLICATE_SIGNAL_SECONDS + 0.5)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=LIMIT)
         assert process.returncode == 143 and "before it had written a checkpoint" in errors

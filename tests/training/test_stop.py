@@ -276,7 +276,7 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
         os.killpg(process.pid, signal.SIGTERM)  # the workers, too
         if how == "twice":
             with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(stop_signals.ECHO_SECONDS + 0.5)
+                process.wait(stop_signals.DUPLICATE_SIGNAL_SECONDS + 0.5)
             os.killpg(process.pid, signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
         if how == "all at once":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from synkhronos.launcher.rank.model_state import ModelState
 from synkhronos.training.checkpoints.checkpoint import Checkpoint
-from synkhronos.training.loops.batch_loop import choose_interval_steps
+from synkhronos.training.loops.batch_loop import adapt_interval_steps
 
 #: Approximate number of seconds between two memory checkpoints.
 _INTERVAL_SECONDS = 1.0
@@ -61,7 +61,7 @@ class MemoryCheckpointWriter:
         """
         now = time.monotonic()
         interval = max(_INTERVAL_SECONDS, _MIN_INTERVAL_RATIO * (now - write_start))
-        batches = choose_interval_steps(self._interval_batches, write_start - self._last_write_end, interval)
+        batches = adapt_interval_steps(self._interval_batches, write_start - self._last_write_end, interval)
         self._interval_batches = self._state.context.broadcast(batches)
         self.schedule_after(batch)
         self._last_write_end = time.monotonic()

@@ -43,7 +43,7 @@ from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_F
 from synkhronos.ranks.errors import Death, describe_exit
 from synkhronos.training.checkpoints.checkpoint import copy_checkpoint, list_checkpoints
 from synkhronos.training.loops.death_limit import DeathLimit
-from synkhronos.training.loops.stop_signals import ECHO_SECONDS, STOP_SIGNALS
+from synkhronos.training.loops.stop_signals import DUPLICATE_SIGNAL_SECONDS, STOP_SIGNALS
 
 #: Seconds that ranks have to exit after Ctrl-C.
 _EXIT_SECONDS = 10.0
@@ -179,12 +179,12 @@ class Supervisor:
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Send the first signal to the ranks; kill them at the second.
 
-        A signal within `ECHO_SECONDS` after the first is taken for its copy: a scheduler may send the signal to all
-        processes of a job, and a script that waits for this process may forward it.
+        A signal within `DUPLICATE_SIGNAL_SECONDS` after the first is taken for its copy: a scheduler may send the
+        signal to all processes of a job, and a script that waits for this process may forward it.
         """
         now = time.monotonic()
         if self.signal_number:
-            if signal.SIGINT in (number, self.signal_number) or now > self._signal_time + ECHO_SECONDS:
+            if signal.SIGINT in (number, self.signal_number) or now > self._signal_time + DUPLICATE_SIGNAL_SECONDS:
                 self._deadline = now
                 self._kill_ranks()
             return

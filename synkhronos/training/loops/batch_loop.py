@@ -98,12 +98,12 @@ class PeriodicExchange:
             self.state.steps_since_exchange = 0
 
 
-def choose_interval_steps(steps: int, seconds: float, interval: float) -> int:
-    """Return the number of steps that take about ``interval`` seconds, at most twice ``steps``, which took ``seconds``.
+def adapt_interval_steps(steps: int, seconds: float, target_seconds: float) -> int:
+    """Return the number of steps that take about ``target_seconds``, at most twice ``steps``, which took ``seconds``.
 
     Examples
     --------
-    >>> choose_interval_steps(10, 2.0, 1.0), choose_interval_steps(10, 0.1, 1.0)
+    >>> adapt_interval_steps(10, 2.0, 1.0), adapt_interval_steps(10, 0.1, 1.0)
     (5, 20)
     """
-    return max(1, min(2 * steps, int(steps * interval / max(seconds, 1e-9))))
+    return max(1, min(2 * steps, int(steps * target_seconds / max(seconds, 1e-9))))

@@ -20,12 +20,12 @@ import numpy as np
 from synkhronos.programs import LocalRows, RankContext
 from synkhronos.programs.rank_context import STOP_FLAG_LOCK
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
-from synkhronos.training.loops.batch_loop import choose_interval_steps
+from synkhronos.training.loops.batch_loop import adapt_interval_steps
 
 #: Signals of schedulers, and of a closed terminal, at which a training saves and exits.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: Seconds within which a second signal is taken for a copy of the first, sent to all processes of a job.
-ECHO_SECONDS = 1.0
+DUPLICATE_SIGNAL_SECONDS = 1.0
 #: Approximate number of seconds between two checks for a request, which are exchanges of all ranks or reads of a flag.
 CHECK_INTERVAL_SECONDS = 0.5
 
@@ -41,8 +41,8 @@ class StopSignalHandler:
     """Context manager that records `STOP_SIGNALS`, except for signals with a handler of the user.
 
     After ``grace`` seconds the signal's default action kills this process, and at once at a second signal, more than
-    `ECHO_SECONDS` after the first.  None: another process does both.  ``flag`` is an array of one integer, which is set
-    to the signal's number for `StopPoll`.
+    `DUPLICATE_SIGNAL_SECONDS` after the first.  None: another process does both.  ``flag`` is an array of one integer,
+    which is set to the signal's number for `StopPoll`.
     """
 
     def __init__(self, grace: float | None, flag: np.ndarray | None = None):
@@ -82,7 +82,7 @@ class StopSignalHandler:
             if self._grace is not None:
                 # Not `threading`: the signal may have interrupted it while it held a lock.
                 _thread.start_new_thread(self._exit_after, (number, self._grace))
-        elif self._grace is not None and now > self._signal_time + ECHO_SECONDS:
+        elif self._grace is not None and now > self._signal_time + DUPLICATE_SIGNAL_SECONDS:
             exit_by_signal(number)
 
     def _exit_after(self, number: int, grace: float) -> None:
@@ -113,7 +113,7 @@ class StopAgreement:
         if self._steps_left:
             return False
         elapsed = time.monotonic() - self._exchanged_at
-        proposed = choose_interval_steps(self._interval_steps, elapsed, CHECK_INTERVAL_SECONDS)
+        proposed = adapt_interval_steps(self._interval_steps, elapsed, CHECK_INTERVAL_SECONDS)
         requests = self._context.all_gather((get_requested_stop(), proposed))
         self._interval_steps = self._steps_left = min(steps for _, steps in requests)
         self._exchanged_at = time.monotonic()

@@ -35,7 +35,7 @@ from synkhronos.programs import RankContext, run
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import Death, describe_rank
 from synkhronos.training.checkpoints import rank_state
-from synkhronos.training.loops.batch_loop import choose_interval_steps
+from synkhronos.training.loops.batch_loop import adapt_interval_steps
 from synkhronos.training.loops.death_limit import DeathLimit
 from synkhronos.training.trainer.trainer_state import TrainerState
 
@@ -146,7 +146,7 @@ class RecoveringRunner(OperationRunner):
 
     def adapt_steps_per_copy(self, seconds: float) -> None:
         """Set `steps_per_copy` such that its steps take about a second; ``seconds`` is their last duration."""
-        self.steps_per_copy = choose_interval_steps(self.steps_per_copy, seconds, _COPY_INTERVAL_SECONDS)
+        self.steps_per_copy = adapt_interval_steps(self.steps_per_copy, seconds, _COPY_INTERVAL_SECONDS)
 
     @contextlib.contextmanager
     def enable_recovery(self) -> Iterator[None]:
