@@ -9,7 +9,7 @@ overrides them to be faster.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -78,26 +78,17 @@ class Device(ArrayAdapter):
         rank.segments[segment_key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_numpy(value)
 
     def stage_input(
-        self,
-        rank: Rank,
-        buffers: Buffers,
-        buffer_key: Hashable,
-        location: ArrayLocation,
-        rows: Selection | None,
-        must_copy: bool,
+        self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers, must_copy: bool
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
-        The result may be a buffer, stored under ``buffer_key``, which the next call with the same key overwrites.  With
-        ``must_copy``, it must not share memory with the segment, because the function may overwrite it.
+        The result may be one of the input's ``buffers``, which the next call overwrites.  With ``must_copy``, it must
+        not share memory with the segment, because the function may overwrite it.
         """
         return self.read_segment(rank, location, rows)
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Array:
-        """Return a vector of indexes as an input of the next launch.
-
-        The result may be a buffer, which the next call with the same ``buffer_key`` overwrites.
-        """
+    def stage_indexes(self, rank: Rank, values: np.ndarray, buffers: Buffers) -> Array:
+        """Return a vector of indexes as an input of the next launch, perhaps in one of the input's ``buffers``."""
         return self.from_numpy(values)
 
     # -- collectives, and arrays that they read or write in place --------------------------------------------

@@ -186,14 +186,14 @@ class JaxDevice(CudaDevice):
 
     def to_numpy_many(self, values: Sequence[Any]) -> list[Any]:
         """Convert arrays and log entries to NumPy, in one transfer; values of other types are returned unchanged."""
-        logs = {id(value.log): value.log for value in values if isinstance(value, LogEntry)}
-        arrays = [[value] if self.owns(value) else [] for value in values]
-        arrays += [log.get_arrays_to_copy() for log in logs.values()]
-        copies = iter(self._copy_to_numpy([array for unread in arrays for array in unread]))
-        fetched = [next(copies) if unread else value for value, unread in zip(values, arrays, strict=False)]
-        for log, unread in zip(logs.values(), arrays[len(values) :], strict=True):
-            if unread:
-                log.store_copies([next(copies) for _ in unread])
+        logs = {id(value.log): value.log for value in values if isinstance(value, LogEntry)}.values()
+        unread = [(log, log.get_arrays_to_copy()) for log in logs]
+        arrays = [value for value in values if self.owns(value)]
+        copies = iter(self._copy_to_numpy(arrays + [array for _, log_arrays in unread for array in log_arrays]))
+        fetched = [next(copies) if self.owns(value) else value for value in values]
+        for log, log_arrays in unread:
+            if log_arrays:
+                log.store_copies([next(copies) for _ in log_arrays])
         return [value.read() if isinstance(value, LogEntry) else value for value in fetched]
 
     def _copy_to_numpy(self, arrays: Sequence[Array]) -> list[np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,18 +70,12 @@ class NumpyDevice(Device):
         return np.array(value, order="C")
 
     def stage_input(
-        self,
-        rank: Rank,
-        buffers: Buffers,
-        buffer_key: Hashable,
-        location: ArrayLocation,
-        rows: Selection | None,
-        must_copy: bool,
+        self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers, must_copy: bool
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
         All rows, and evenly spaced ones, are a view of the shared memory, or a new array if ``must_copy``.  Rows by
-        index are a buffer, which the next call with the same ``buffer_key`` overwrites.
+        index are a buffer, which the next call overwrites.
         """
         array = location.view(rank.segments)
         if rows is None:
@@ -93,12 +87,12 @@ class NumpyDevice(Device):
         # compiled functions do not alias their inputs.
         shape = (len(rows), *array.shape[1:])
         size = math.prod(shape)
-        buffer = buffers.get(buffer_key)
+        buffer = buffers.get("rows")
         if buffer is None or buffer.size < size or buffer.dtype != array.dtype:
-            buffer = buffers[buffer_key] = np.empty(size, array.dtype)
+            buffer = buffers["rows"] = np.empty(size, array.dtype)
         return take_rows(array, rows, buffer[:size].reshape(shape))
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Array:
+    def stage_indexes(self, rank: Rank, values: np.ndarray, buffers: Buffers) -> Array:
         """Return the vector of indexes itself, as functions take NumPy arrays."""
         return values
 

@@ -13,7 +13,7 @@ import ctypes
 import io
 import logging
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -143,19 +143,13 @@ class PygpuDevice(CudaDevice):
         return pygpu.array(array, context=self._context)
 
     def stage_input(
-        self,
-        rank: Rank,
-        buffers: Buffers,
-        buffer_key: Hashable,
-        location: ArrayLocation,
-        rows: Selection | None,
-        must_copy: bool,
+        self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers, must_copy: bool
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch."""
         # A function that may overwrite its input may also return it as a shared variable's new value.
         if must_copy:
             return self.read_segment(rank, location, rows)
-        return super().stage_input(rank, buffers, buffer_key, location, rows, must_copy)
+        return super().stage_input(rank, location, rows, buffers, must_copy)
 
 
 DEVICE = PygpuDevice()

@@ -8,7 +8,7 @@ import numpy as np
 
 #: Row numbers, in order: an evenly spaced range, or an int64 array of any non-negative numbers.
 Selection = range | np.ndarray
-#: Buffers of a device that calls reuse, by input.
+#: Buffers of a device for one input, which calls reuse.
 Buffers = dict[Any, Any]
 
 

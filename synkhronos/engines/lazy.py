@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,16 +32,12 @@ _MAX_CALLS = 256
 _MAX_BYTES = 1 << 24
 
 
-class StoredOutputs(NamedTuple):
-    """Outputs of one call that a rank has stored: the command's number, their bytes on this rank, their number."""
-
-    command_number: int
-    nbytes: int
-    n_outputs: int
-
-
 class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):
     """A rank's unread outputs and the engine that fetches them, by the number of the command."""
+
+    def __init__(self, rank: Rank):
+        super().__init__()
+        rank.pending_operations.append(self)
 
     def cancel(self, command_number: int) -> None:
         """Drop the outputs of a failed command, which have no `Result`."""
@@ -49,14 +45,7 @@ class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):
 
 
 def _get_unread_outputs(rank: Rank) -> _UnreadOutputs:
-    """Return the rank's unread outputs."""
-
-    def create() -> _UnreadOutputs:
-        unread = _UnreadOutputs()
-        rank.pending_operations.append(unread)
-        return unread
-
-    return rank.registry.get_or_create(_UnreadOutputs, create)
+    return rank.registry.get_or_create(_UnreadOutputs, lambda: _UnreadOutputs(rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,15 +304,15 @@ class LazyEngine(Engine):
         """Drop outputs whose results were deleted, if there are many."""
         ResultTable.get_or_create(session).drop_deleted(session)
 
-    def collect_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> StoredOutputs:
-        """Store the outputs until they are read; return a description of them."""
+    def collect_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
+        """Store the outputs until they are read; return the arguments of `ResultTable.add_call`."""
         outputs = outputs.freeze(rank)
         unread = _get_unread_outputs(rank)
         assert rank.command_number not in unread, "two calls with outputs in one command"
         unread[rank.command_number] = self, outputs
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in outputs.values)
-        return StoredOutputs(rank.command_number, nbytes, outputs.n_outputs)
+        return rank.command_number, nbytes, outputs.n_outputs
 
-    def to_results(self, session: Session, collected: StoredOutputs) -> list[Any]:
+    def to_results(self, session: Session, collected: tuple[int, int, int]) -> list[Any]:
         """Return a `Result` for each output."""
         return ResultTable.get_or_create(session).add_call(*collected)

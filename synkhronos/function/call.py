@@ -313,11 +313,11 @@ class RankCall:
 
     def _stage_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         """Return the compiled function's inputs: the given rows of each, on the device that it takes them from."""
-        rank, computation, buffers = self._rank, self.computation, self.computation.buffers
+        rank, computation = self._rank, self.computation
         arrays = [value.array if isinstance(value, ScatteredInput) else value for value in self.call.inputs]
         devices = computation.choose_input_devices(self._runner)
         values = [
-            device.stage_input(rank, buffers, position, array, selection, spec.mutable)
+            device.stage_input(rank, array, selection, computation.buffers[position], spec.mutable)
             for position, (device, array, selection, spec) in enumerate(
                 zip(devices, arrays, rows, computation.inputs, strict=True)
             )
@@ -328,5 +328,6 @@ class RankCall:
                 values += [np.int64(sliceable_rows.start), np.int64(sliceable_rows.stop)]
             else:
                 device = computation.device if computation.device.accepts_input(np.dtype(np.int64), 1) else NUMPY
-                values.append(device.stage_indexes(rank, buffers, "rows", np.asarray(sliceable_rows, np.int64)))
+                indexes = np.asarray(sliceable_rows, np.int64)
+                values.append(device.stage_indexes(rank, indexes, computation.buffers["rows"]))
         return values

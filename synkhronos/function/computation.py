@@ -14,6 +14,7 @@ variant is compiled at the first call that needs it:
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import NUMPY, Device
+from synkhronos.devices.selection import Buffers
 from synkhronos.engines import Engine, Runner, choose_engine
 from synkhronos.function.output_op import OutputOp
 from synkhronos.function.outputs import OutputSpec
@@ -93,13 +95,13 @@ class Computation:
     library: GraphLibrary
     #: Variants that this rank has compiled.
     compiled: dict[Variant, CompiledVariant] = field(default_factory=dict)
-    #: Device memory for the selected rows of each input, which later calls use again.
-    buffers: dict[int, Any] = field(default_factory=dict)
+    #: Device memory for the selected rows of each input, by its position, and for their indexes, by "rows".
+    buffers: defaultdict[int | str, Buffers] = field(default_factory=lambda: defaultdict(dict))
     #: User code that the workers import by name; None until the computation is sent.
     user_code: UserCode | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "compiled": {}, "buffers": {}, "user_code": None}
+        state = {**self.__dict__, "compiled": {}, "buffers": defaultdict(dict), "user_code": None}
         # The process that unpickles it chooses its own engine and device.
         for name in _ENGINE_ATTRIBUTES:
             state.pop(name, None)

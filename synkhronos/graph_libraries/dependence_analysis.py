@@ -75,11 +75,9 @@ class DependenceAnalysis:
 
     def list_source_names(self, variable: Variable) -> list[str]:
         """Return the names of the sources on which a variable depends."""
-        above = {
-            id(variable),
-            *(id(variable) for node in self._library.sort_nodes([variable]) for variable in node.inputs),
-        }
-        return [source.name or str(source) for key, source in self._sources.items() if key in above]
+        nodes = self._library.sort_nodes([variable])
+        ancestors = {id(variable), *(id(ancestor) for node in nodes for ancestor in node.inputs)}
+        return [source.name or str(source) for key, source in self._sources.items() if key in ancestors]
 
     def find_denominators(self, expression: Variable) -> list[Any]:
         """Return the denominators of means in an expression that depend on values of sources.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,6 @@ from synkhronos.lowering import shapes
 from synkhronos.variable_types import Array, FunctionGraph, Node
 
 _lowerings: dict[type[Op], Callable[..., Any]] = {}
-#: Functions of `_RegistrationRewriter` that have been called in this process.
-_completed_registrations: set[Callable[[], None]] = set()
 
 
 class NumpyOp(Op):
@@ -60,7 +59,7 @@ def register_lowering(op: type[Op]) -> Callable[[Callable[..., Any]], Callable[.
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _lowerings[op] = function
-        if _register_all_with_jax in _completed_registrations:
+        if _register_all_with_jax.cache_info().currsize:  # it has been called
             _register_op_with_jax(op, function)
         return function
 
@@ -84,6 +83,7 @@ def call_ordered_callback(function: Callable[..., np.ndarray], array: Any, *othe
 # -- registration --------------------------------------------------------------------------------------------------
 
 
+@cache
 def _register_all_with_jax() -> None:
     shapes.register_lowerings()
     for op, lowering in _lowerings.items():
@@ -104,6 +104,7 @@ def _register_op_with_jax(op_class: type[Op], lowering: Callable[..., Any]) -> N
     jax_funcify.register(op_class)(funcify)
 
 
+@cache
 def _register_all_with_numba() -> None:
     """Register `NumpyOp` with Numba, which calls `perform` in object mode."""
     from pytensor.link.numba.dispatch.basic import generate_fallback_impl, numba_funcify
@@ -134,9 +135,7 @@ class _RegistrationRewriter(GraphRewriter):
 
     def apply(self, fgraph: FunctionGraph) -> None:
         """Register the Ops, once in each process.  The graph is not changed."""
-        if self._register not in _completed_registrations:
-            self._register()
-            _completed_registrations.add(self._register)
+        self._register()
 
 
 optdb.register("synkhronos_lowerings_jax", _RegistrationRewriter(_register_all_with_jax), "jax", position=0.01)

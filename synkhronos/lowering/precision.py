@@ -39,7 +39,7 @@ def round_product_factors(run: Callable[..., Any], node: Node, graph: FunctionGr
     graph.  Outputs of the graph are not rounded, so new values of parameters keep full precision.
     """
     if _is_product(node.op):
-        return _multiply_in_bfloat16(run, node, _rounds_result(node.outputs[0], graph))
+        return _multiply_in_bfloat16(run, node, _is_result_rounded(node.outputs[0], graph))
     rounded_inputs = [
         i for i, x in enumerate(node.inputs) if i in _list_rounded_positions(node.op) and _is_rounded(x, graph)
     ]
@@ -84,7 +84,7 @@ def _is_rounded(variable: Variable, graph: FunctionGraph) -> bool:
     return any(i in _list_rounded_positions(client.op) for client, i in graph.clients[variable])
 
 
-def _rounds_result(variable: Variable, graph: FunctionGraph) -> bool:
+def _is_result_rounded(variable: Variable, graph: FunctionGraph) -> bool:
     """Whether the result of a product is rounded.
 
     It is not if an output of the graph has its elements, or elementwise functions of them: such outputs are gradients
@@ -120,8 +120,8 @@ def _pass_in_bfloat16(run: Callable[..., Any], positions: Sequence[int]) -> Call
     return lambda *inputs: run(*[x.astype(jnp.bfloat16) if i in positions else x for i, x in enumerate(inputs)])
 
 
-def _multiply_in_bfloat16(run: Callable[..., Any], node: Node, rounds: bool) -> Callable[..., Any]:
-    """Wrap the function of a product so that it rounds the factors, and the result if it ``rounds``, to bfloat16."""
+def _multiply_in_bfloat16(run: Callable[..., Any], node: Node, rounds_result: bool) -> Callable[..., Any]:
+    """Wrap the function of a product so that it rounds the factors, and possibly the result, to bfloat16."""
     import jax.numpy as jnp
     from pytensor.tensor.blas import BatchedDot
     from pytensor.tensor.blockwise import Blockwise
@@ -129,7 +129,7 @@ def _multiply_in_bfloat16(run: Callable[..., Any], node: Node, rounds: bool) -> 
 
     if node.outputs[0].type.dtype != "float32":
         return run
-    dtype = jnp.bfloat16 if rounds else jnp.float32
+    dtype = jnp.bfloat16 if rounds_result else jnp.float32
     if isinstance(node.op, Dot):
         product: Callable[..., Any] = partial(jnp.dot, preferred_element_type=dtype)
     elif isinstance(node.op, BatchedDot | Blockwise):

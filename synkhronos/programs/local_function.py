@@ -84,7 +84,7 @@ class LocalFunction:
         for position, (spec, device, value) in enumerate(zip(computation.inputs, devices, inputs, strict=True)):
             input_type = spec.variable.type
             if isinstance(value, LocalRows) and (value.dtype, value.ndim) == (input_type.dtype, input_type.ndim):
-                loaded = value.stage_input(device, computation.buffers, position, spec.mutable)
+                loaded = value.stage_input(device, computation.buffers[position], spec.mutable)
             else:
                 value = np.asarray(value) if isinstance(value, LocalRows) else value
                 loaded = computation.library.filter(input_type, value, spec.strict, spec.allow_downcast)

@@ -94,9 +94,9 @@ class LocalRows:
         """Return a copy of the rows as an array on a device."""
         return device.read_segment(self._rank, self._location, self._get_selection())
 
-    def stage_input(self, device: Device, buffers: Buffers, buffer_key: Hashable, must_copy: bool) -> Any:
+    def stage_input(self, device: Device, buffers: Buffers, must_copy: bool) -> Any:
         """Return the rows as an input of the next launch, as `Device.stage_input` does."""
-        return device.stage_input(self._rank, buffers, buffer_key, self._location, self._get_selection(), must_copy)
+        return device.stage_input(self._rank, self._location, self._get_selection(), buffers, must_copy)
 
     def _get_selection(self) -> Selection | None:
         """Return the selected rows, None for all; raise IndexError if any of them is not on this rank's host."""

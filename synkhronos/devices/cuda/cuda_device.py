@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from synkhronos.devices import cuda
 from synkhronos.devices.cuda.nccl import NcclCommunicator, to_nccl_dtype
 from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator
-from synkhronos.devices.cuda.staging import GpuArrayLibrary, ItemRange, Staging
+from synkhronos.devices.cuda.staging import ItemRange, Staging
 from synkhronos.devices.device import Device
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.selection import Buffers, Selection
@@ -26,7 +27,7 @@ class _GroupCommunicatorCache(dict[frozenset[int], NcclGroupCommunicator]):
     """A rank's communicators of groups, by the groups' members."""
 
 
-class CudaDevice(Device, GpuArrayLibrary):
+class CudaDevice(Device):
     """Arrays of one library on the only GPU that is visible to this process.
 
     A process without a GPU uses the methods of `Device` in place of staging and NCCL.
@@ -76,9 +77,24 @@ class CudaDevice(Device, GpuArrayLibrary):
                 self.open_gpu(gpu)
             self._gpu = gpu
 
+    # -- methods of the library --------------------------------------------------------------------------------
+
+    @abstractmethod
     def open_gpu(self, gpu: str) -> None:
         """Start the library on the only GPU that is visible; ``gpu`` is its name in messages."""
-        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def stream(self) -> int | None:
+        """Handle of the stream on which the library computes; None if it is unknown."""
+
+    @abstractmethod
+    def get_pointer(self, array: Array) -> int:
+        """Return an array's address on the GPU."""
+
+    @abstractmethod
+    def sync(self, array: Array) -> None:
+        """Wait until an array has been computed."""
 
     # -- collectives -----------------------------------------------------------------------------------------
 
@@ -129,22 +145,16 @@ class CudaDevice(Device, GpuArrayLibrary):
             super().write_segment(rank, segment_key, offset, value)
 
     def stage_input(
-        self,
-        rank: Rank,
-        buffers: Buffers,
-        buffer_key: Hashable,
-        location: ArrayLocation,
-        rows: Selection | None,
-        must_copy: bool,
+        self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers, must_copy: bool
     ) -> Any:
         """Start a copy of rows of shared memory to a reused buffer, and return the buffer's array."""
         if not self.is_on_gpu:
-            return super().stage_input(rank, buffers, buffer_key, location, rows, must_copy)
-        return self.staging.stage_input(rank, buffers, buffer_key, location, rows)
+            return super().stage_input(rank, location, rows, buffers, must_copy)
+        return self.staging.stage_input(rank, location, rows, buffers)
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Array:
+    def stage_indexes(self, rank: Rank, values: np.ndarray, buffers: Buffers) -> Array:
         """Start a copy of a vector of indexes to a reused buffer, and return the buffer's array."""
-        return self.staging.stage_indexes(rank, buffers, buffer_key, values) if self.is_on_gpu else values
+        return self.staging.stage_indexes(rank, values, buffers) if self.is_on_gpu else values
 
     def before_launch(self) -> None:
         """Make the next launch wait for the copies of its inputs."""

@@ -20,16 +20,19 @@ import logging
 import math
 import mmap
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.devices.selection import Buffers, Selection
 from synkhronos.ranks import ArrayLocation, Rank, Segment
 from synkhronos.variable_types import Array
+
+if TYPE_CHECKING:  # it imports this module
+    from synkhronos.devices.cuda.cuda_device import CudaDevice
 
 _log = logging.getLogger("synkhronos")
 
@@ -72,23 +75,6 @@ __global__ void gather(const Item* source, const long long* rows, Item* target, 
 """
 #: C types that the kernel copies, by size in bytes, widest first.
 _ITEM_TYPES = {16: "uint4", 8: "unsigned long long", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
-
-
-class GpuArrayLibrary(Protocol):
-    """A library with arrays on the GPU, as `Staging` uses it."""
-
-    @property
-    def stream(self) -> int | None:
-        """Handle of the stream on which the library computes; None if it is unknown."""
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return a new array of undefined content."""
-
-    def get_pointer(self, array: Array) -> int:
-        """Return an array's address on the GPU."""
-
-    def sync(self, array: Array) -> None:
-        """Wait until an array has been computed."""
 
 
 class ItemRange(NamedTuple):
@@ -151,7 +137,7 @@ class Staging:
     a step.  ``event`` is reused by `order_after`.  ``host_flags`` are in page-locked memory, which the GPU can read.
     """
 
-    def __init__(self, library: GpuArrayLibrary):
+    def __init__(self, library: CudaDevice):
         from cuda.bindings import driver
         from cuda.core import Device, Stream, StreamOptions, launch
 
@@ -202,23 +188,21 @@ class Staging:
 
     # -- to the GPU ------------------------------------------------------------------------------------------
 
-    def stage_input(
-        self, rank: Rank, buffers: Buffers, buffer_key: Hashable, location: ArrayLocation, rows: Selection | None
-    ) -> Any:
+    def stage_input(self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers) -> Any:
         """Start a copy of rows (None: all) to a reused buffer; return the buffer's array."""
         self._rank = rank
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
-        buffer = self._get_double_buffer(buffers, buffer_key, shape, location.dtype).acquire()
+        buffer = self._get_double_buffer(buffers, shape, location.dtype).acquire()
         self._copy_rows(rank, location, rows, buffer.pointer)
         self._filled.append(buffer)
         return buffer.array
 
-    def stage_indexes(self, rank: Rank, buffers: Buffers, buffer_key: Hashable, values: np.ndarray) -> Array:
+    def stage_indexes(self, rank: Rank, values: np.ndarray, buffers: Buffers) -> Array:
         """Start a copy of a vector of indexes to a reused buffer; return the buffer's array."""
         self._rank = rank
         self.set_current_gpu()
         self._mark_pending(rank)
-        buffer = self._get_double_buffer(buffers, buffer_key, values.shape, values.dtype.str).acquire()
+        buffer = self._get_double_buffer(buffers, values.shape, values.dtype.str).acquire()
         if values.size:
             check_result(
                 self.driver.cuMemcpyAsync(
@@ -315,22 +299,19 @@ class Staging:
 
     # -- buffers ---------------------------------------------------------------------------------------------
 
-    def _get_double_buffer(
-        self, buffers: Buffers, buffer_key: Hashable, shape: tuple[int, ...], dtype: str
-    ) -> _DoubleBuffer:
+    def _get_double_buffer(self, buffers: Buffers, shape: tuple[int, ...], dtype: str) -> _DoubleBuffer:
         """Return the buffers of an input for a shape, newly allocated if there are none."""
-        buffers_by_shape: dict[Any, _DoubleBuffer] = buffers.setdefault(buffer_key, {})
-        double_buffer = buffers_by_shape.get((shape, dtype))
+        double_buffer: _DoubleBuffer | None = buffers.get((shape, dtype))
         if double_buffer is None:
-            while len(buffers_by_shape) >= _MAX_SHAPES:
+            while len(buffers) >= _MAX_SHAPES:
                 # The library reuses the memory after the launches that read it.
-                del buffers_by_shape[next(iter(buffers_by_shape))]
+                del buffers[next(iter(buffers))]
 
             def allocate() -> _InputBuffer:
                 array = self._allocate(shape, dtype)
                 return _InputBuffer(array, self.library.get_pointer(array))
 
-            double_buffer = buffers_by_shape[shape, dtype] = _DoubleBuffer(allocate)
+            double_buffer = buffers[shape, dtype] = _DoubleBuffer(allocate)
         return double_buffer
 
     def _allocate(self, shape: tuple[int, ...], dtype: str) -> Array:

@@ -28,16 +28,12 @@ _OPTIONS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC")
 START_TARGET, FINISH_TARGET = "synkhronos_native_start", "synkhronos_native_finish"
 RECORDABLE_FINISH_TARGET = "synkhronos_recordable_finish"
 
-#: Values of the environment variable ``SYNKHRONOS_NCCL_CALLS``.
-NCCL_CALLERS = ("python", "native", "graph")
-_DEFAULT_CALLER = "native"
-
 
 def read_nccl_caller() -> str:
     """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiCollectives`; raise ValueError for another value."""
-    caller = os.environ.get("SYNKHRONOS_NCCL_CALLS") or _DEFAULT_CALLER
-    if caller not in NCCL_CALLERS:
-        raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of {', '.join(NCCL_CALLERS)}, got {caller!r}")
+    caller = os.environ.get("SYNKHRONOS_NCCL_CALLS") or "native"
+    if caller not in ("python", "native", "graph"):
+        raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got {caller!r}")
     return caller
 
 

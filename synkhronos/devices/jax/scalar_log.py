@@ -76,7 +76,7 @@ class ScalarLog:
         self._copies = self._n_entries, [np.array(array) for array in arrays]
 
     def read(self, output: int, index: int) -> np.ndarray:
-        """Return one scalar as an array without dimensions."""
+        """Return one scalar as an array without dimensions; the log's arrays must have been copied before."""
         return self._copies[1][output][index, ...].copy()
 
 
@@ -92,5 +92,5 @@ class LogEntry:
         self.log, self._output, self._index = log, output, index
 
     def read(self) -> np.ndarray:
-        """Return the scalar as an array without dimensions; the log's arrays must have been copied before."""
+        """Return the scalar as an array without dimensions, as `ScalarLog.read`."""
         return self.log.read(self._output, self._index)

@@ -147,18 +147,7 @@ class Executable(Runner):
         fused = self._fused.pop(key, None)
         if fused is None:
             executables = [self, *others]
-            can_fuse = spec is None or any(storage is spec.storage for storage in self._functions[0].result_storages)
-            can_fuse = can_fuse and not any(executable._has_lengths for executable in executables)
-            if spec is not None and spec.shards is not None:
-                row_storage = spec.shards.row.container.storage
-                can_fuse = can_fuse and any(storage is row_storage for storage in executables[1]._storages)
-            if n_repeats > 1:
-                can_fuse = (
-                    can_fuse
-                    and n_repeats <= LOG_CAPACITY
-                    and not any(executable._outputs for executable in executables)
-                )
-            if not can_fuse:
+            if not _can_fuse(executables, spec, n_repeats):
                 return None
             functions = [function for executable in executables for function in executable._functions]
             assert len(functions) == len(executables)  # a fused executable would lose its exchange
@@ -252,6 +241,20 @@ class Executable(Runner):
             inputs = [np.array(v) if i in self.numpy_inputs else v for i, v in enumerate(inputs)]
             lengths = [function.compute_lengths(inputs)]
         return [*lengths, *inputs, *[storage[0] for storage in (*self._storages, *logs)]]
+
+
+def _can_fuse(executables: Sequence[Executable], spec: ExchangeSpec | None, n_repeats: int) -> bool:
+    """Whether executables can be fused into one launch; see `Executable.fuse`."""
+    if any(executable._has_lengths for executable in executables):
+        return False
+    if n_repeats > 1 and (n_repeats > LOG_CAPACITY or any(executable._outputs for executable in executables)):
+        return False
+    if spec is None:
+        return True
+    needed = [(spec.storage, executables[0]._functions[0].result_storages)]
+    if spec.shards is not None:
+        needed.append((spec.shards.row.container.storage, executables[1]._storages))
+    return all(any(storage is item for item in storages) for storage, storages in needed)
 
 
 def _remove_duplicates(lists: Sequence[list[Any]]) -> list[list[Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 from synkhronos.devices.jax.ffi_collectives import FfiCollectives
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines.xla.traced_exchange import ExchangeSpec, TracedExchange, TracedShardedExchange
-from synkhronos.engines.xla.vector_parts import run_in_place
+from synkhronos.engines.xla.vector_parts import trace_in_place
 from synkhronos.lowering.jax_function import JaxFunction
 
 
@@ -56,8 +56,9 @@ def trace_functions(
         traced = exchange_class(spec, ffi_collectives, logs[:1] if in_loop else ())
     for function in functions:
         operands = [*islice(inputs, function.n_inputs), *[values[id(s)] for s in function.storages], *lengths]
+        trace = trace_in_place if traced is None else traced.trace_function
         try:
-            results = run_in_place(function, operands) if traced is None else traced.trace_function(function, operands)
+            results = trace(function, operands)
         except Exception:
             function.raise_with_graph_context()
             raise

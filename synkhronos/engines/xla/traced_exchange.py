@@ -14,7 +14,7 @@ from synkhronos.devices.cuda.nccl import Collective
 from synkhronos.devices.jax.ffi_collectives import FfiCollectives
 from synkhronos.engines.engine import StepShards
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
-from synkhronos.engines.xla.vector_parts import can_hold_parts, run_in_place, write_parts
+from synkhronos.engines.xla.vector_parts import can_write_parts, trace_in_place, write_parts
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.variable_types import Array
 
@@ -90,7 +90,7 @@ class TracedExchange:
     def trace_function(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
         """Trace the next function, and the exchange that follows the first one; return the function's results."""
         if self._is_valid is not None:
-            return run_in_place(function, operands)
+            return trace_in_place(function, operands)
         evaluator, arrays = self._reduce(function, operands)
         return evaluator.finish(_concatenate(arrays))
 
@@ -132,7 +132,7 @@ class TracedExchange:
             if dtype is not None:
                 values = _split_tail(values, n_tail)[0] if chunk is chunks[0] else values
                 values = [(value / spec.divisor).astype(dtype) for value in values]
-            if can_hold_parts(old_value, values):
+            if can_write_parts(old_value, values):
                 return write_parts(old_value, values)
             return _concatenate(values)
 
@@ -222,7 +222,7 @@ class TracedShardedExchange(TracedExchange):
             return self._trace_update(function, operands)
         storages = [*[None] * function.n_inputs, *function.storages]
         operands = [self._matrix if s is self._spec.storage else o for s, o in zip(storages, operands, strict=True)]
-        return run_in_place(function, operands)
+        return trace_in_place(function, operands)
 
     def _get_reduced_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[1:]

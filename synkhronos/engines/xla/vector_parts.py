@@ -16,7 +16,7 @@ MIN_NBYTES_IN_PLACE = 1 << 20
 MIN_PART_SIZE = 1 << 16
 
 
-def run_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+def trace_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
     """Trace a function; copy the parts of a long vector, such as the gradient, into the memory of its old value.
 
     XLA's kernel that concatenates many arrays takes four times as long as copies.
@@ -29,12 +29,12 @@ def run_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any
         if not _is_long_vector(old_value):
             continue
         evaluator = JaxprEvaluator(function.run, operands, function.n_outputs, i)
-        if can_hold_parts(old_value, [part.aval for part in evaluator.parts]):
+        if can_write_parts(old_value, [part.aval for part in evaluator.parts]):
             return evaluator.finish(write_parts(old_value, evaluator.compute(evaluator.parts)))
     return function.run(*operands)
 
 
-def can_hold_parts(vector: Array, parts: Sequence[Any]) -> bool:
+def can_write_parts(vector: Array, parts: Sequence[Any]) -> bool:
     """Whether several vectors are to be written into the memory of ``vector``: it is long, and of their joint type."""
     if not _is_long_vector(vector) or len(parts) == 1:
         return False
