@@ -95,7 +95,6 @@ class NcclCommunicator(Communicator):
         self._has_side_work = False
         #: Bytes that have been launched by `all_reduce` since the last `wait_briefly`; infinite on a busy stream.
         self._launched_nbytes: float = 0
-        self._function_addresses: dict[str, int] | None = None
 
     @property
     def communicator_number(self) -> int:
@@ -179,9 +178,8 @@ class NcclCommunicator(Communicator):
         """
         connection = self._connection
         state = connection.launch_state
-        if self._function_addresses is None:
-            self._function_addresses = find_function_addresses()
-            for name, address in self._function_addresses.items():
+        if not state.all_reduce:  # at the first launch
+            for name, address in find_function_addresses().items():
                 setattr(state, name, address)
             state.side_stream, state.event = self._staging.side_stream, int(self._staging.event)
         self._mark_started()

@@ -128,12 +128,8 @@ class NcclConnection:
         """Run NCCL's init and a first collective, and append an exception to ``errors``; the target of a thread."""
         from nccl.core import Communicator, UniqueId
 
-        nccl, stream, size, nccl_rank = (
-            self.nccl,
-            self._stream,
-            len(self.members),
-            self.members.index(self._rank.number),
-        )
+        nccl, stream = self.nccl, self._stream
+        size, nccl_rank = len(self.members), self.members.index(self._rank.number)
         try:
             self._staging.set_current_gpu()
             comm = Communicator.init(size, nccl_rank, UniqueId.from_bytes(unique_id))

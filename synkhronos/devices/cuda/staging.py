@@ -204,11 +204,8 @@ class Staging:
         self._mark_pending(rank)
         buffer = self._get_double_buffer(buffers, values.shape, values.dtype.str).acquire()
         if values.size:
-            check_result(
-                self.driver.cuMemcpyAsync(
-                    buffer.pointer, self._vector_memory.store(values), values.nbytes, self.copy_stream_handle
-                )
-            )
+            source = self._vector_memory.store(values)
+            check_result(self.driver.cuMemcpyAsync(buffer.pointer, source, values.nbytes, self.copy_stream_handle))
         self._filled.append(buffer)
         return buffer.array
 
@@ -375,10 +372,8 @@ class Staging:
             if self._unpin_segment not in rank.segments.before_unmap_callbacks:
                 rank.segments.before_unmap_callbacks.append(self._unpin_segment)
             address = segment.view_array((0,), np.uint8).ctypes.data
-            first_page, end = (
-                segment.allocated_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE,
-                segment.allocated_bytes.stop,
-            )
+            first_page = segment.allocated_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE
+            end = segment.allocated_bytes.stop
             try:
                 self._pinned[segment] = address, address + first_page
                 self.pin_pages(address + first_page, end - first_page)

@@ -176,10 +176,8 @@ class FfiCollectives:
             register_target(_START_TARGET, _start_callback)
             target, attributes = _START_TARGET, {"number": self._number}
         else:
-            target, attributes = (
-                nccl_handlers.START_TARGET,
-                {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)},
-            )
+            target = nccl_handlers.START_TARGET
+            attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)}
         call = jax.ffi.ffi_call(target, results, input_output_aliases={0: 0, 1: 1} if shape is None else {1: 1})
         started, token = call(array, token, **attributes)
         return started, token

@@ -82,13 +82,9 @@ class Executable(Runner):
         self._updated = [storage for storage in self._storages if id(storage) in updated]
         self._donated = _remove_duplicates([storage for function in functions for storage in function.donated])
         self._copy = jnp.copy
+        length_graph = functions[0].length_graph
         #: Inputs whose values determine the lengths of arrays.
-        self.numpy_inputs = frozenset(
-            position
-            for function in functions[:1]
-            if function.length_graph is not None
-            for position in function.length_graph.length_input_positions
-        )
+        self.numpy_inputs = frozenset() if length_graph is None else frozenset(length_graph.length_input_positions)
         self._has_lengths = any(function.length_graph is not None for function in functions)
         assert len(functions) == 1 or not self._has_lengths
         types = [t for function in functions for t in function.types]
