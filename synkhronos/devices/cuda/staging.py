@@ -23,16 +23,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.devices.selection import Buffers, Selection
 from synkhronos.ranks import ArrayLocation, Rank, Segment
 from synkhronos.variable_types import Array
-
-if TYPE_CHECKING:  # it imports this module
-    from synkhronos.devices.cuda.cuda_device import CudaDevice
 
 _log = logging.getLogger("synkhronos")
 
@@ -131,13 +128,13 @@ class _DoubleBuffer:
 
 
 class Staging:
-    """Copies rows of shared memory to the GPU, and small arrays back.
+    """Copies rows of shared memory to the GPU, and small arrays back; ``library`` is the `CudaDevice` of the arrays.
 
     The priority of ``copy_stream`` is higher than that of computations, so that the next step's rows are copied during
     a step.  ``event`` is reused by `order_after`.  ``host_flags`` are in page-locked memory, which the GPU can read.
     """
 
-    def __init__(self, library: CudaDevice):
+    def __init__(self, library: Any):
         from cuda.bindings import driver
         from cuda.core import Device, Stream, StreamOptions, launch
 
