@@ -42,11 +42,6 @@ class CommandBarriers:
         """Number of the next barrier."""
         return self.number + 1
 
-    @property
-    def is_at_start(self) -> bool:
-        """Whether this rank has arrived at no barrier of the command yet."""
-        return not self.number & MAX_BARRIERS
-
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def arrive(self) -> bool:
@@ -131,11 +126,11 @@ class CommandBarriers:
     @property
     def last_failed_command(self) -> int:
         """Number of the last command that has failed on some rank; 0 if none has."""
-        return int(self._control.words[ControlMemory.FAILED])
+        return self._control.words[ControlMemory.FAILED]
 
     def is_last_failed_command(self, command_number: int) -> bool:
         """Whether a command is the last one that has failed on some rank; False once a later command fails."""
-        return bool(self._control.words[ControlMemory.FAILED] == command_number)
+        return self._control.words[ControlMemory.FAILED] == command_number
 
     def read_last_common(self, command_number: int) -> int | None:
         """Return the number of the last barrier that all ranks reached in a failed command; None until decided."""

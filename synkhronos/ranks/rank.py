@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from synkhronos.containers import BoundedCache
+from synkhronos.ranks.agreement import MAX_BARRIERS
 from synkhronos.ranks.command_barriers import CommandBarriers
 from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled
@@ -259,9 +260,10 @@ class Rank:
         Invariant: slot[number & 1] was last written two barriers ago, and its readers have passed the barrier in
         between.  Ranks do not wait at a `gather_bytes`, so this method waits for the barrier in between.
         """
-        barriers, barrier_number = self.barriers, self.barriers.next_number
-        if not barriers.is_at_start and not barriers.has_reached(barriers.number):
-            barriers.wait_for(barriers.number)
+        barriers, last_number = self.barriers, self.barriers.number
+        if last_number & MAX_BARRIERS and not barriers.has_reached(last_number):
+            barriers.wait_for(last_number)
+        barrier_number = last_number + 1
         slot = self.control.get_slot(self.number, barrier_number & 1)
         SLOT_HEADER.pack_into(slot, 0, len(payload) if message_nbytes is None else message_nbytes, barrier_number)
         slot[SLOT_HEADER.size : SLOT_HEADER.size + len(payload)] = payload
