@@ -53,9 +53,10 @@ _NESTED_CALL = (
 
 
 class CommandRunner(ABC):
-    """The part of a session that runs commands.
+    """The half of `Session` that runs commands.
 
-    A call that uses the ranks holds the session's lock, so that calls of threads and signal handlers can't mix::
+    It is a base class and no component of the session, as either half calls the other: a death in a command closes the
+    session.  A call that uses the ranks holds the session's lock, so that calls of threads and signal handlers can't mix::
 
         with session.call_lock:
             session.begin_call()
@@ -64,14 +65,11 @@ class CommandRunner(ABC):
 
     Functions that users call do so; functions that these call rely on it.
 
-    Parameters
+    Attributes
     ----------
     timeout : float or None
         Seconds that the master waits for the other ranks in one command; in a program, since a rank's last sign of
         progress.
-
-    Attributes
-    ----------
     memory : MemoryTable
         Segments and object copies that all ranks have until the master releases them.
     registry : Registry
@@ -296,7 +294,7 @@ class CommandRunner(ABC):
     def _close_if_failed_or_late(self) -> None:
         """End the session and raise WorkerError if a worker has died, a host has failed, or a rank is late."""
         if self.timeout is not None and time.monotonic() - self._command_start_time > self.timeout:
-            late = self._group.find_timeout(self._command_start_time, self.timeout)
+            late = self._group.find_late_rank(self._command_start_time, self.timeout)
             if late is not None:
                 self._close_after_failure(late)
         self._close_if_peer_or_host_failed()

@@ -83,11 +83,10 @@ class ProcessGroup:
         failure = self.link.find_failure()
         return failure and failure._replace(message=f"{failure.message}; the workers were ended.")
 
-    def find_timeout(self, start_time: float, timeout: float) -> PeerFailure | None:
-        """Return the failure of a rank that exceeds the time limit; None if there is none.
+    def find_late_rank(self, start_time: float, timeout: float) -> PeerFailure | None:
+        """Return the failure of a rank that has shown no progress for ``timeout`` seconds; None if there is none.
 
-        ``start_time`` is that of the command, by the monotonic clock; ``timeout`` are the seconds without a sign of
-        progress that are allowed.
+        ``start_time`` is that of the command, by the monotonic clock.
         """
         control, master, start_ns, now = self.control, self.master_rank, int(start_time * 1e9), time.monotonic_ns()
         silent = [r for r in range(control.size) if now - max(start_ns, control.last_progress[r]) > timeout * 1e9]
