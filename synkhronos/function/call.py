@@ -4,7 +4,7 @@ Each rank selects its rows of the inputs, computes, and passes its outputs to th
 the ranks, or stores them until they are read.
 
 The first call of a variant compiles it.  The order of the ranks depends on the compiler
-(`GraphLibrary.choose_compile_order`)::
+(`CompileOrder`)::
 
     MASTER_FIRST    the master compiles  |barrier|  the workers compile, from the cache on disk
     IN_PARALLEL     all ranks compile
@@ -27,7 +27,7 @@ from synkhronos.function.output_op import Accumulator
 from synkhronos.function.outputs import RankOutputs
 from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.function.slow_warning import warn_if_slow
-from synkhronos.graph_libraries.library import AT_FIRST_CALL, MASTER_FIRST
+from synkhronos.graph_libraries.library import CompileOrder
 from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
 
 
@@ -116,10 +116,10 @@ class Call(_CallFields, Command):
         if not self.needs_compile:
             return computation.get_or_compile(self.variant)
         if rank.is_master:
-            work = "rewriting the graph of" if computation.compile_order == AT_FIRST_CALL else "compiling"
+            work = "rewriting the graph of" if computation.compile_order == CompileOrder.AT_FIRST_CALL else "compiling"
             with warn_if_slow(f"{work} {computation.name}"):
                 computation.get_or_compile(self.variant)
-        if computation.compile_order == MASTER_FIRST:
+        if computation.compile_order == CompileOrder.MASTER_FIRST:
             rank.barrier()
         return computation.get_or_compile(self.variant)
 
@@ -205,15 +205,15 @@ class RankCall:
         """Whether the first launch compiles, and writes the compiled code to the cache on disk."""
         if self.compiled.n_rank_means:
             return False  # all ranks have to compute at the same time
-        computation = self.computation
-        return computation.compile_order == AT_FIRST_CALL and computation.library.has_disk_cache(self.compiled.function)
+        library, order = self.computation.library, self.computation.compile_order
+        return order == CompileOrder.AT_FIRST_CALL and library.has_disk_cache(self.compiled.function)
 
     def _compute_first_time(self) -> None:
         """Compute for the first time: the master before the workers if it writes the cache on disk."""
         rank, writes_disk_cache = self._rank, self._writes_disk_cache()
         if writes_disk_cache and not rank.is_master:
             rank.barrier()
-        is_slow = rank.is_master and self.computation.compile_order == AT_FIRST_CALL
+        is_slow = rank.is_master and self.computation.compile_order == CompileOrder.AT_FIRST_CALL
         with warn_if_slow(f"compiling {self.computation.name}") if is_slow else contextlib.nullcontext():
             self.compute()
         if writes_disk_cache and rank.is_master:

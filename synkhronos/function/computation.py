@@ -30,7 +30,7 @@ from synkhronos.function.output_op import OutputOp
 from synkhronos.function.outputs import OutputSpec
 from synkhronos.function.rank_mean import count_rank_means
 from synkhronos.graph_libraries import GraphLibrary
-from synkhronos.graph_libraries.library import InputSpec
+from synkhronos.graph_libraries.library import CompileOrder, InputSpec
 from synkhronos.replication.user_code import UserCode
 from synkhronos.variable_types import SharedVariable
 
@@ -127,8 +127,8 @@ class Computation:
         return choose_engine(self.library, self.kwargs.get("mode"))
 
     @property
-    def compile_order(self) -> str:
-        """Order in which ranks compile: a constant of `GraphLibrary.choose_compile_order`."""
+    def compile_order(self) -> CompileOrder:
+        """Order in which ranks compile the function."""
         return self.library.choose_compile_order(self.kwargs.get("mode"))
 
     @cached_property

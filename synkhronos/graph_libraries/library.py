@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from sys import getrefcount
 from types import ModuleType
 from typing import Any
@@ -17,8 +18,16 @@ from synkhronos.casts import NUMBER_KINDS, check_cast, check_dense
 from synkhronos.graph_libraries.value_access import ValueAccess
 from synkhronos.variable_types import CompiledFunction, Mode, SharedVariable, Variable
 
-#: Orders of compilation on the ranks; see `GraphLibrary.choose_compile_order`.
-MASTER_FIRST, IN_PARALLEL, AT_FIRST_CALL = "master first", "in parallel", "at the first call"
+
+class CompileOrder(Enum):
+    """Order in which ranks compile a function."""
+
+    #: The master before the workers: ``function`` writes a cache on disk under a lock.
+    MASTER_FIRST = 1
+    #: All at once: there is no cache on disk.
+    IN_PARALLEL = 2
+    #: The master before the workers in the first call of the function, which writes the cache.
+    AT_FIRST_CALL = 3
 
 
 @dataclass(frozen=True)
@@ -157,13 +166,9 @@ class GraphLibrary(ValueAccess):
         """Whether XLA compiles functions of this mode."""
         return False
 
-    def choose_compile_order(self, mode: Mode) -> str:
-        """Return the order in which ranks compile functions of this mode.
-
-        It is `MASTER_FIRST` if ``function`` writes a cache on disk under a lock, `IN_PARALLEL` if it does not, and
-        `AT_FIRST_CALL` if the first call of the function writes the cache, so that one rank has to call first.
-        """
-        return MASTER_FIRST
+    def choose_compile_order(self, mode: Mode) -> CompileOrder:
+        """Return the order in which ranks compile functions of this mode."""
+        return CompileOrder.MASTER_FIRST
 
     def has_disk_cache(self, function: CompiledFunction) -> bool:
         """Whether the first call of a function writes the compiled code to a cache on disk."""

@@ -20,13 +20,7 @@ from pytensor.link.c.cmodule import KeyData
 from pytensor.link.jax.linker import JAXLinker
 from pytensor.link.numba.linker import NumbaLinker
 
-from synkhronos.graph_libraries.library import (
-    AT_FIRST_CALL,
-    IN_PARALLEL,
-    MASTER_FIRST,
-    GraphLibrary,
-    make_key_files_atomic,
-)
+from synkhronos.graph_libraries.library import CompileOrder, GraphLibrary, make_key_files_atomic
 from synkhronos.lowering import bounded_canonizer, random_keys  # noqa: F401 - the first changes a rewrite
 from synkhronos.lowering.linker import with_static_length_linker
 from synkhronos.variable_types import CompiledFunction, Mode
@@ -91,12 +85,12 @@ class PyTensor(GraphLibrary):
         """Compile a function; in JAX mode, lengths may depend on integer inputs."""
         return super().function(inputs, outputs, **{**kwargs, "mode": with_static_length_linker(kwargs.get("mode"))})
 
-    def choose_compile_order(self, mode: Mode) -> str:
+    def choose_compile_order(self, mode: Mode) -> CompileOrder:
         """Return the order.  Python's linkers and JAX have no cache on disk; Numba writes one at the first call."""
         linker = get_mode(mode).linker
         if isinstance(linker, NumbaLinker):
-            return AT_FIRST_CALL if pytensor.config.numba__cache else IN_PARALLEL
-        return IN_PARALLEL if isinstance(linker, JAXLinker | PerformLinker) else MASTER_FIRST
+            return CompileOrder.AT_FIRST_CALL if pytensor.config.numba__cache else CompileOrder.IN_PARALLEL
+        return CompileOrder.IN_PARALLEL if isinstance(linker, JAXLinker | PerformLinker) else CompileOrder.MASTER_FIRST
 
     def has_disk_cache(self, function: CompiledFunction) -> bool:
         """Whether Numba caches a function.  It does not if an Op, such as a Python callback, has no cache key."""

@@ -56,7 +56,9 @@ class CommandRunner(ABC):
     """The half of `Session` that runs commands.
 
     It is a base class and no component of the session, as either half calls the other: a death in a command closes the
-    session.  A call that uses the ranks holds the session's lock, so that calls of threads and signal handlers can't mix::
+    session.
+
+    A call that uses the ranks holds the session's lock, so that calls of threads and signal handlers can't mix::
 
         with session.call_lock:
             session.begin_call()

@@ -13,7 +13,7 @@ import synkhronos as synk
 from synkhronos import engines, ranks
 from synkhronos.engines.lazy import Result
 from synkhronos.graph_libraries import get_library
-from synkhronos.graph_libraries.library import AT_FIRST_CALL
+from synkhronos.graph_libraries.library import CompileOrder
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import adam
 
@@ -103,7 +103,7 @@ def test_toy_engine_fuses_training_steps(toy, fork, n):
 def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeypatch):
     # The master compiles first; it cannot wait for the other ranks in that launch.
     library = type(get_library(tensor.dmatrix()))
-    monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: AT_FIRST_CALL)
+    monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: CompileOrder.AT_FIRST_CALL)
     monkeypatch.setattr(library, "has_disk_cache", lambda self, function: True)
     monkeypatch.setattr(library, "compile_now", lambda self, function: None)
     fork(2)

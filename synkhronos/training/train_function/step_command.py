@@ -21,7 +21,7 @@ from synkhronos.devices import NUMPY, get_array_device
 from synkhronos.engines import GradientExchange, Runner, StepShards
 from synkhronos.function.call import Call, RankCall
 from synkhronos.graph_libraries import get_library
-from synkhronos.graph_libraries.library import AT_FIRST_CALL
+from synkhronos.graph_libraries.library import CompileOrder
 from synkhronos.ranks import Command, Rank
 from synkhronos.variable_types import Array, SharedVariable
 
@@ -83,7 +83,7 @@ class StepCommand(_StepCommandFields, Command):
     def _run_in_parts(self, rank: Rank, gradient: RankCall, update: RankCall) -> tuple[Any, Any]:
         """Run the gradient, the all-reduce and the update one after another; return both functions' outputs."""
         is_second = rank.number == (rank.master_rank + 1) % rank.size
-        if self.update.needs_compile and is_second and update.computation.compile_order == AT_FIRST_CALL:
+        if self.update.needs_compile and is_second and update.computation.compile_order == CompileOrder.AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
             update.computation.library.compile_now(update.compiled.function)
         with rank.suspend_recording():
@@ -146,7 +146,7 @@ def fuse_calls(
         return None
     if not gradient.has_rows or gradient.call.variant.returns_updates:
         return None
-    if gradient.call.needs_compile and computation.compile_order == AT_FIRST_CALL:
+    if gradient.call.needs_compile and computation.compile_order == CompileOrder.AT_FIRST_CALL:
         return None  # the master makes this call first, alone: in a fused launch it would wait for the others
     runners = [update.compiled.runner for update in updates]
     return computation.engine.fuse_step(rank, gradient.compiled.runner, step, runners, n_steps)
