@@ -28,15 +28,17 @@ _lowerings: dict[type[Op], Callable[..., Any]] = {}
 class NumpyOp(Op):
     """An Op that NumPy or XLA computes; subclasses define `compute` and `compute_output_shape`."""
 
-    #: Function that maps the inputs' values to the output.
-    compute: Callable[..., np.ndarray]
+    #: Function that maps the inputs' values to the output, or to a tuple of several outputs.
+    compute: Callable[..., np.ndarray | tuple[np.ndarray, ...]]
     #: Function that maps the inputs' shapes to the output's shape.  Lengths are numbers or variables.
     compute_output_shape: Callable[..., tuple[Any, ...]]
 
     def perform(self, node: Node, inputs: Sequence[Array], output_storage: list[list[Any]], params: Any = None) -> None:
-        """Compute with NumPy.  The output is contiguous, as Numba requires."""
-        output = self.compute(*inputs)
-        output_storage[0][0] = np.ascontiguousarray(output, dtype=node.outputs[0].type.dtype)
+        """Compute with NumPy.  Outputs are contiguous, as Numba requires."""
+        results = self.compute(*inputs)
+        outputs = results if isinstance(results, tuple) else (results,)
+        for storage, variable, output in zip(output_storage, node.outputs, outputs, strict=True):
+            storage[0] = np.ascontiguousarray(output, dtype=variable.type.dtype)
 
     # PyTensor 3.0 also passes a graph, before the node.
     def infer_shape(self, *args: Any) -> Any:

@@ -20,7 +20,7 @@ from pytensor.tensor.type import TensorType
 
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = ["ClassCrossentropy", "ClassCrossentropyGrad", "Softmax"]
+__all__ = ["ClassCrossentropy", "Softmax"]
 
 
 class Softmax(special.Softmax):
@@ -37,10 +37,8 @@ def _multiply_and_cancel(g: Any, p: Any) -> Any:
     """Return ``g * p``; divisions by ``p`` within ``g`` are cancelled."""
     if g.owner is not None and g.type.ndim == p.type.ndim:
         op, inputs = g.owner.op, g.owner.inputs
-        if isinstance(op, ClassCrossentropyGrad) and inputs[1] is p:
-            return _compute_grad_by_log_probabilities(*inputs)
         if isinstance(op, Elemwise):
-            if op == pt.true_div and inputs[1] is p:
+            if op == pt.true_div and (inputs[1] is p or _is_masked_quotient(inputs[0], inputs[1], p)):
                 return inputs[0] + pt.zeros_like(p) if inputs[0].type.ndim != p.type.ndim else inputs[0]
             if op == pt.neg:
                 return -_multiply_and_cancel(inputs[0], p)
@@ -49,14 +47,13 @@ def _multiply_and_cancel(g: Any, p: Any) -> Any:
     return g * p
 
 
-def _encode_one_hot(classes: Any, p: Any) -> Any:
-    """Return a matrix of booleans in the shape of ``p``: whether the column is the row's class."""
-    return pt.eq(pt.arange(p.shape[1]), classes[:, None])
-
-
-def _compute_grad_by_log_probabilities(g: Any, p: Any, classes: Any) -> Any:
-    """Return ``-g`` at each row's class, else 0: the gradient with respect to log-probabilities."""
-    return pt.switch(_encode_one_hot(classes, p), -g[:, None], np.zeros((), p.dtype))
+def _is_masked_quotient(numerator: Any, denominator: Any, p: Any) -> bool:
+    """Whether the operands are ``switch(c, x, 0)`` and ``switch(c, p, y)``: p times their quotient is the numerator."""
+    if any(v.owner is None or v.owner.op != pt.switch for v in (numerator, denominator)):
+        return False
+    (condition, _, zero), (other_condition, divisor, _) = numerator.owner.inputs, denominator.owner.inputs
+    is_zero = pt.get_underlying_scalar_constant_value(zero, raise_not_constant=False) == 0
+    return condition is other_condition and divisor is p and is_zero
 
 
 class ClassCrossentropy(NumpyOp):
@@ -102,44 +99,12 @@ class ClassCrossentropy(NumpyOp):
         """Return the gradient with respect to the probabilities."""
         p, classes = inputs
         (g,) = output_grads
-        gradient = _compute_grad_by_log_probabilities if self.takes_log_probabilities else ClassCrossentropyGrad()
-        return [gradient(g, p, classes), disconnected_type()]
-
-
-class ClassCrossentropyGrad(NumpyOp):
-    """The gradient of `ClassCrossentropy` with respect to the probabilities: one nonzero element in each row."""
-
-    __props__ = ()
-
-    def make_node(self, g: Any, p: Any, classes: Any) -> Apply:
-        """Return the node of the output's gradient, probabilities and classes."""
-        inputs = [pt.as_tensor_variable(v) for v in (g, p, classes)]
-        return Apply(self, inputs, [TensorType(inputs[1].dtype, shape=inputs[1].type.shape)()])
-
-    def compute_output_shape(self, g: Any, p: Any, classes: Any) -> tuple[Any, ...]:
-        """Return the shape of the probabilities."""
-        return tuple(p)
-
-    def compute(self, g: np.ndarray, p: np.ndarray, classes: np.ndarray) -> np.ndarray:
-        """Compute ``-g / p`` at each row's class."""
-        result = np.zeros(p.shape, p.dtype)
-        rows = np.arange(len(p))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            result[rows, classes] = -g / p[rows, classes]
-        return result
-
-    def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Mark classes as disconnected."""
-        return [[True], [True], [False]]
-
-    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradients with respect to the output's gradient and the probabilities."""
-        g, p, classes = inputs
-        (d,) = output_grads
-        is_class = _encode_one_hot(classes, p)
-        zero = np.zeros((), p.dtype)
-        picked = pt.switch(is_class, d / p, zero)
-        return [-picked.sum(axis=-1), pt.switch(is_class, g[:, None] * d / pt.sqr(p), zero), disconnected_type()]
+        is_class = pt.eq(pt.arange(p.shape[1]), classes[:, None])
+        gradient = pt.switch(is_class, -g[:, None], np.zeros((), p.dtype))
+        if not self.takes_log_probabilities:
+            # Other probabilities may be 0.
+            gradient = gradient / pt.switch(is_class, p, np.ones((), p.dtype))
+        return [gradient, disconnected_type()]
 
 
 @register_stabilize("fast_compile")
@@ -162,11 +127,3 @@ def _lower_class_crossentropy(op: ClassCrossentropy, p: Any, classes: Any) -> An
 
     picked = jnp.take_along_axis(p, classes[:, None], axis=1)[:, 0]
     return -picked if op.takes_log_probabilities else -jnp.log(picked)
-
-
-@register_lowering(ClassCrossentropyGrad)
-def _lower_class_crossentropy_grad(op: ClassCrossentropyGrad, g: Any, p: Any, classes: Any) -> Any:
-    import jax.numpy as jnp
-
-    is_class = jnp.arange(p.shape[1]) == classes[:, None]
-    return jnp.where(is_class, -g[:, None] / jnp.where(is_class, p, 1), jnp.zeros((), p.dtype))

@@ -42,7 +42,7 @@ class _BatchNorm(NumpyOp):
         """Return the number of elements of a sum."""
         return math.prod(shape[axis] for axis in self.axes)
 
-    def get_reference(self, x: Any, array_module: Any = np) -> Any:
+    def select_reference(self, x: Any, array_module: Any = np) -> Any:
         """Return one element of each sum, which is subtracted from all; zeros for empty sums.
 
         Sums of numbers far from zero have large rounding errors, and so has the difference of the mean square and the
@@ -89,42 +89,44 @@ class BatchNormTrain(_BatchNorm):
         if x.dtype not in ("float16", "float32", "float64"):
             x = x.astype("float64")
         dtype = upcast(x.dtype, scale.dtype, shift.dtype)
-        scale, shift = (self._broadcast_factor(x, v).astype(dtype) for v in (scale, shift))
+        scale, shift = (self._broadcast_parameter(x, v).astype(dtype) for v in (scale, shift))
         statistics = [TensorType(x.dtype, shape=self.get_statistics_shape(x.type.shape))() for _ in range(2)]
         return Apply(self, [x, scale, shift], [TensorType(dtype, shape=x.type.shape)(), *statistics])
 
-    def _broadcast_factor(self, x: Any, factor: Any) -> Any:
+    def _broadcast_parameter(self, x: Any, parameter: Any) -> Any:
         """Return scale or shift in the statistics' shape."""
-        if factor.ndim != x.ndim or not all(factor.type.broadcastable[a] for a in self.axes):
-            raise TypeError(f"scale, shift: expected {x.ndim} dimensions, length 1 on {self.axes}, got {factor.type}")
+        is_one = parameter.type.broadcastable
+        if parameter.ndim != x.ndim or not all(is_one[a] for a in self.axes):
+            raise TypeError(
+                f"scale, shift: expected {x.ndim} dimensions, length 1 on {self.axes}, got {parameter.type}"
+            )
         lengths = self.get_statistics_shape(x.type.shape)
-        if any(f and n != 1 for f, n in zip(factor.type.broadcastable, lengths, strict=True)):
-            return pt.alloc(factor, *self.get_statistics_shape(tuple(x.shape)))
-        return factor
+        if any(one and n != 1 for one, n in zip(is_one, lengths, strict=True)):
+            return pt.alloc(parameter, *self.get_statistics_shape(tuple(x.shape)))
+        return parameter
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Mark statistics as independent of scale and shift."""
         return [[True, True, True], [True, False, False], [True, False, False]]
 
-    def check_factor_shapes(self, x: Any, *factors: Any) -> None:
-        """Raise ValueError for factors of other shapes, which would be broadcast, with a wrong gradient."""
+    def check_parameter_shapes(self, x: Any, *parameters: Any) -> None:
+        """Raise ValueError for a scale or shift of another shape, which would be broadcast, with a wrong gradient."""
         expected = self.get_statistics_shape(x.shape)
-        for factor in factors:
-            if factor.shape != expected:
-                raise ValueError(f"scale, shift: expected shape {expected} for {x.shape}, got {factor.shape}")
+        for parameter in parameters:
+            if parameter.shape != expected:
+                raise ValueError(f"scale, shift: expected shape {expected} for {x.shape}, got {parameter.shape}")
 
-    def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
-        """Compute with NumPy; the variance from centred values."""
-        x, scale, shift = inputs
-        self.check_factor_shapes(*inputs)
+    def compute(self, x: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Compute the variance from centred values."""
+        self.check_parameter_shapes(x, scale, shift)
         wide = x.astype(np.result_type(x, np.float32), copy=False)
-        reference = self.get_reference(wide)
+        reference = self.select_reference(wide)
         distance = wide - reference
         offset = distance.mean(axis=self.axes, keepdims=True)
         centred = distance - offset
         var = np.square(centred).mean(axis=self.axes, keepdims=True)
         invstd = 1 / np.sqrt(var + self.epsilon)
-        _store_outputs(node, output_storage, centred * (scale * invstd) + shift, reference + offset, invstd)
+        return centred * (scale * invstd) + shift, reference + offset, invstd
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradients."""
@@ -167,16 +169,16 @@ class BatchNormTrainGrad(_BatchNorm):
         self, count: Any, x: Any, dy: Any, scale: Any, mean: Any, invstd: Any
     ) -> tuple[Any, Any, Any]:
         """Return the gradients by array, scale and shift, of NumPy arrays or of variables."""
-        xhat = (x - mean) * invstd
+        normalized = (x - mean) * invstd
         dshift = dy.sum(axis=self.axes, keepdims=True)
-        dscale = (dy * xhat).sum(axis=self.axes, keepdims=True)
-        return (scale * invstd) * (dy - (dshift + xhat * dscale) / count), dscale, dshift
+        dscale = (dy * normalized).sum(axis=self.axes, keepdims=True)
+        return (scale * invstd) * (dy - (dshift + normalized * dscale) / count), dscale, dshift
 
-    def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
-        """Compute with NumPy."""
+    def compute(self, *inputs: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Compute in float32 at least."""
         wide = np.result_type(*inputs, np.float32)
         x, *arguments = (v.astype(wide, copy=False) for v in inputs)
-        _store_outputs(node, output_storage, *self.compute_gradients(self.count_elements(x.shape), x, *arguments))
+        return self.compute_gradients(self.count_elements(x.shape), x, *arguments)
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradients of the expression of `compute_gradients`."""
@@ -206,11 +208,12 @@ class RectifiedBatchNormTrainGrad(_BatchNorm):
         node = BatchNormTrainGrad(self.axes).make_node(x, dy, scale, mean, invstd)
         return Apply(self, [*node.inputs, shift], [output.type() for output in node.outputs])
 
-    def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
-        """Compute with NumPy."""
-        x, dy, scale, mean, invstd, shift = inputs
+    def compute(
+        self, x: np.ndarray, dy: np.ndarray, scale: np.ndarray, mean: np.ndarray, invstd: np.ndarray, shift: np.ndarray
+    ) -> tuple[np.ndarray, ...]:
+        """Mask the gradient, and compute as `BatchNormTrainGrad` does."""
         dy = np.where((x - mean) * (scale * invstd) + shift <= 0, np.zeros((), dy.dtype), dy)
-        BatchNormTrainGrad(self.axes).perform(node, (x, dy, scale, mean, invstd), output_storage)
+        return BatchNormTrainGrad(self.axes).compute(x, dy, scale, mean, invstd)
 
 
 @node_rewriter([BatchNormTrainGrad])
@@ -240,11 +243,6 @@ def _count_elements(x: Any, axes: Sequence[int]) -> Any:
     return pt.cast(pt.prod([x.shape[axis] for axis in axes]), x.dtype)
 
 
-def _store_outputs(node: Any, output_storage: Any, *values: np.ndarray) -> None:
-    for storage, output, value in zip(output_storage, node.outputs, values, strict=True):
-        storage[0] = np.ascontiguousarray(value, dtype=output.type.dtype)
-
-
 # -- XLA -----------------------------------------------------------------------------------------------------------
 
 
@@ -266,9 +264,9 @@ def _get_graph_dtype(array: Any) -> Any:
 def _lower_batch_norm_train(op: BatchNormTrain, x: Any, scale: Any, shift: Any) -> Any:
     import jax.numpy as jnp
 
-    op.check_factor_shapes(x, scale, shift)
+    op.check_parameter_shapes(x, scale, shift)
     x_wide = x.astype(_choose_sum_dtype(x))
-    reference = op.get_reference(x_wide, jnp)
+    reference = op.select_reference(x_wide, jnp)
     distance = x_wide - reference
     offset, square = (s / op.count_elements(x.shape) for s in _sum_together(op, distance, jnp.square(distance)))
     var = jnp.maximum(square - jnp.square(offset), 0)
@@ -280,8 +278,8 @@ def _lower_batch_norm_train(op: BatchNormTrain, x: Any, scale: Any, shift: Any) 
 @register_lowering(BatchNormTrainGrad)
 def _lower_batch_norm_train_grad(op: BatchNormTrainGrad, *inputs: Any) -> Any:
     wide = _choose_sum_dtype(*inputs)
-    x, dy, *factors = (v.astype(wide) for v in inputs)
-    return _compute_gradients(op, inputs, factors, _sum_gradients(op, x, dy, factors), x, dy)
+    x, dy, *per_channel = (v.astype(wide) for v in inputs)
+    return _combine_sums(op, inputs, per_channel, _sum_gradients(op, x, dy, per_channel), x, dy)
 
 
 @register_lowering(RectifiedBatchNormTrainGrad)
@@ -293,16 +291,16 @@ def _lower_rectified_batch_norm_train_grad(op: RectifiedBatchNormTrainGrad, *inp
         return jnp.where((x - mean) * (scale * invstd) + shift <= 0, np.zeros((), wide), dy)
 
     wide = _choose_sum_dtype(*inputs)
-    x, dy, *factors = (v.astype(wide) for v in inputs)
-    sums = _sum_gradients(op, x, mask_gradient(*factors), factors)
+    x, dy, *per_channel = (v.astype(wide) for v in inputs)
+    sums = _sum_gradients(op, x, mask_gradient(*per_channel), per_channel)
     # The barrier keeps XLA from computing the masked gradient only once, since it would write it to memory.
-    factors, sums = lax.optimization_barrier((factors, sums))
-    return _compute_gradients(op, inputs, factors, sums, x, mask_gradient(*factors))
+    per_channel, sums = lax.optimization_barrier((per_channel, sums))
+    return _combine_sums(op, inputs, per_channel, sums, x, mask_gradient(*per_channel))
 
 
-def _sum_gradients(op: _BatchNorm, x: Any, dy: Any, factors: Sequence[Any]) -> Sequence[Any]:
-    """Return the gradients by scale and shift; the factors start with scale, mean and invstd."""
-    _, mean, invstd, *_ = factors
+def _sum_gradients(op: _BatchNorm, x: Any, dy: Any, per_channel: Sequence[Any]) -> Sequence[Any]:
+    """Return the gradients by scale and shift; ``per_channel`` starts with scale, mean and invstd."""
+    _, mean, invstd, *_ = per_channel
     dscale, dshift = _sum_together(op, dy * (x - mean), dy)
     return dscale * invstd, dshift
 
@@ -321,11 +319,11 @@ def _sum_together(op: _BatchNorm, a: Any, b: Any) -> Sequence[Any]:
     return [jnp.expand_dims(s, op.axes) for s in sums]
 
 
-def _compute_gradients(
-    op: _BatchNorm, inputs: Sequence[Any], factors: Sequence[Any], sums: Sequence[Any], x: Any, dy: Any
+def _combine_sums(
+    op: _BatchNorm, inputs: Sequence[Any], per_channel: Sequence[Any], sums: Sequence[Any], x: Any, dy: Any
 ) -> tuple[Any, Any, Any]:
     """Return the gradients by array, scale and shift, in the dtypes of the graph."""
-    (scale, mean, invstd, *_), (dscale, dshift) = factors, sums
+    (scale, mean, invstd, *_), (dscale, dshift) = per_channel, sums
     # Factors of each channel are combined first, so that two products for each element remain.
     dy_factor = scale * invstd
     centred_factor = -dy_factor * invstd * dscale / op.count_elements(x.shape)

@@ -112,12 +112,12 @@ class _PoolingOp(NumpyOp):
         ):
             yield (Ellipsis, *window)
 
-    def add_padding(self, x: np.ndarray, value: Any) -> np.ndarray:
+    def add_padding(self, x: Any, value: Any, array_module: Any = np) -> Any:
         """Return the array padded with a value."""
         padding = self.compute_padding(x.shape[-self.n_spatial :])
         if not any(map(any, padding)):
             return x
-        return np.pad(x, [(0, 0)] * (x.ndim - self.n_spatial) + padding, constant_values=value)
+        return array_module.pad(x, [(0, 0)] * (x.ndim - self.n_spatial) + padding, constant_values=value)
 
     def get_crop(self, spatial: Sequence[int]) -> tuple[Any, ...]:
         """Return the slices that remove the padding."""
@@ -246,13 +246,12 @@ class MaxPoolGradGrad(_PoolingGrad):
 
     shape_input, dtype_input = 1, 2
 
-    def compute(self, x: np.ndarray, y: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def compute(self, x: Any, y: Any, values: Any, array_module: Any = np) -> Any:
         """Compare each position of the windows with the maxima."""
-        padded, addends = self.add_padding(x, _get_lowest_value(x.dtype)), self.add_padding(values, 0)
-        result = np.zeros(y.shape, values.dtype)
-        for window in self.iterate_windows(x.shape[-self.n_spatial :]):
-            result += np.where(padded[window] == y, addends[window], 0)
-        return result
+        padded = self.add_padding(x, _get_lowest_value(x.dtype), array_module)
+        addends = self.add_padding(values, 0, array_module)
+        windows = self.iterate_windows(x.shape[-self.n_spatial :])
+        return sum(array_module.where(padded[window] == y, addends[window], 0) for window in windows)
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradient by the array that is summed."""
@@ -320,10 +319,9 @@ def _find_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
     import jax.numpy as jnp
     from jax import lax
 
-    n_leading, lowest = x.ndim - op.n_spatial, _get_lowest_value(x.dtype)
-    padded = jnp.pad(x, [(0, 0)] * n_leading + op.compute_padding(x.shape[n_leading:]), constant_values=lowest)
+    padded = op.add_padding(x, _get_lowest_value(x.dtype), jnp)
     maxima = bits = None
-    for i, window in enumerate(op.iterate_windows(x.shape[n_leading:])):
+    for i, window in enumerate(op.iterate_windows(x.shape[-op.n_spatial :])):
         values, bit = padded[window], np.array(1 << i, np.min_scalar_type((1 << math.prod(op.window)) - 1))
         if maxima is None:
             maxima, bits = values, jnp.full(values.shape, bit)
@@ -428,10 +426,4 @@ def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, _: Any, g: Any) -> Any:
 def _lower_max_pool_grad_grad(op: MaxPoolGradGrad, x: Any, _: Any, values: Any) -> Any:
     import jax.numpy as jnp
 
-    x, maxima = _recompute_maxima(op, x)
-    padding = [(0, 0)] * (x.ndim - op.n_spatial) + op.compute_padding(x.shape[-op.n_spatial :])
-    padded, addends = jnp.pad(x, padding, constant_values=_get_lowest_value(x.dtype)), jnp.pad(values, padding)
-    return sum(
-        jnp.where(padded[window] == maxima, addends[window], 0)
-        for window in op.iterate_windows(x.shape[-op.n_spatial :])
-    )
+    return op.compute(*_recompute_maxima(op, x), values, jnp)

@@ -150,6 +150,7 @@ def _connect_to_controller(context: RankContext, settings: WorkerSettings) -> It
 
 
 def _run_worker_file(context: RankContext, settings: WorkerSettings) -> None:
+    """Run the worker's file; report a failure to the controller, and raise ScriptError."""
     assert controller_connection.current_connection is not None
     # Every worker is connected before one of them may end.
     context.barrier("the workers are connected")

@@ -6,7 +6,6 @@ import pytensor.tensor as pt
 from pytensor.tensor import sigmoid, softplus, special
 
 from synkhronos.compat.ops.classification import ClassCrossentropy as CrossentropyCategorical1Hot
-from synkhronos.compat.ops.classification import ClassCrossentropyGrad as CrossentropyCategorical1HotGrad
 from synkhronos.compat.ops.classification import Softmax
 from synkhronos.compat.ops.rectifier import rectifier
 
