@@ -186,7 +186,7 @@ class _ModelCheck:
         self.stage = f"{name}() runs"
         return call_optional(instance, name, *arguments, **keywords)
 
-    def apply_gradients(
+    def apply_reduced_gradient(
         self, instances: list[Any], sources: list[FlatVariables], targets: list[FlatVariables], total: Any
     ) -> None:
         """Have two instances update their parameters from the sum of their gradients, in parts if they ask for it."""
@@ -234,7 +234,7 @@ class _ModelCheck:
                 rows = (total if exchanged_quantity == "gradient" else total / 2).reshape(-1, target.size)
                 target.set(rows[rank % len(rows)])  # of a sharded optimizer, the rank's row
             if exchanged_quantity == "gradient":
-                self.apply_gradients(instances, sources, targets, total)
+                self.apply_reduced_gradient(instances, sources, targets, total)
         self.stage = "cleanup() runs with size 2"
         for instance in instances:
             instance.cleanup()

@@ -65,7 +65,7 @@ class ModelData:
         self._validation_batches = None
 
     def take_validation_batch(self) -> Batch | None:
-        """Return the next validation batch; None after the last one, such as if the loader has skipped a batch."""
+        """Return the next validation batch; None after the last one: the loader may have skipped batches."""
         if self._validation_batches is None:
             self._validation_batches = self._iterate_validation()
         return next(self._validation_batches, None)

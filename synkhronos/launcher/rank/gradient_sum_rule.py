@@ -40,7 +40,7 @@ class GradientSumRule(Rule):
     def exchange(self, context: RankContext, state: State) -> None:
         """All-reduce ``vels`` into ``vels2``; the exchanges of a sharded optimizer are described at the class."""
         if self._sharded_model is not None:
-            self._exchange_rows(context, self._sharded_model)
+            self._exchange_shards(context, self._sharded_model)
             return
         vector = self.vels.get()
         if self.precision is None or np.dtype(vector.dtype).name == self.precision:
@@ -49,7 +49,7 @@ class GradientSumRule(Rule):
             total = all_reduce_mean(context, vector, self.precision) * vector.dtype.type(context.size)
         self.vels2.set(total)
 
-    def _exchange_rows(self, context: RankContext, model: Any) -> None:
+    def _exchange_shards(self, context: RankContext, model: Any) -> None:
         rank, (matrix,), (row,) = get_rank(context), self.vels.shareds, self.vels2.shareds
         context.barrier("exchange of a sharded optimizer")
         if not model.has_new_shards:

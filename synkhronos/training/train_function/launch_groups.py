@@ -40,7 +40,7 @@ def assign_rows(batches: Sequence[Any], length: int, n_ranks: int) -> list[StepR
     return steps
 
 
-def collect_sliceable_rows(batches_s: Sequence[Any], n_ranks: int) -> list[StepRows]:
+def assign_sliceable_rows(batches_s: Sequence[Any], n_ranks: int) -> list[StepRows]:
     """Return the row indexes of each step on each rank, for data in shared variables of the ranks.
 
     Only a rank knows the length of its data.  So the result is None for a step in which some rank takes a slice, all of

@@ -37,7 +37,7 @@ from synkhronos.training.train_function.launch_groups import (
     MAX_LAUNCH_NBYTES,
     StepRows,
     assign_rows,
-    collect_sliceable_rows,
+    assign_sliceable_rows,
     group_steps,
 )
 from synkhronos.training.train_function.optimizer_state import OptimizerState
@@ -315,7 +315,7 @@ class TrainFunction:
         session, length = ranks.get_session(), _find_common_length(arrays)
         rows: Sequence[StepRows] = [None] * len(steps)
         if self._graph.sliceable:
-            rows = collect_sliceable_rows([batch_s for _, batch_s in steps], session.size)
+            rows = assign_sliceable_rows([batch_s for _, batch_s in steps], session.size)
         elif length is not None:
             rows = assign_rows([batch for batch, _ in steps], length, session.size)
         losses: list[tuple[Any, Any]] = []

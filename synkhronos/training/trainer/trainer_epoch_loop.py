@@ -93,7 +93,7 @@ class TrainerEpochLoop(EpochLoop):
         """Allocate shared memory, and restore the checkpoint that ``resume`` names, if any."""
         model, checkpoint, state = self.model, self.checkpoint, self.model.state
         self.session = ranks.get_session()
-        state.start_session(self.session, model)
+        state.reset_if_session_is_new(self.session, model)
         self.batch_counts = make_data(shape=(self.session.size + 1,), dtype="int64")
         self.data.allocate_row_order()
         if resume == "latest":
@@ -127,7 +127,7 @@ class TrainerEpochLoop(EpochLoop):
         """Whether all epochs are trained."""
         return self.position.epoch >= self.n_epochs
 
-    def is_signalled(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Whether a signal has requested a stop."""
         return self.checkpoint is not None and bool(get_requested_stop())
 
@@ -142,40 +142,38 @@ class TrainerEpochLoop(EpochLoop):
         self.interval_stop = self._find_interval_stop(position.interval_start)
         if self.interval_stop < position.epoch_position:  # after a checkpoint of more ranks
             self.interval_stop = self._find_interval_stop(position.epoch_position)
-        if self.model.joint_step is not None:
-            while (
-                position.epoch_position < self.interval_stop and not self.is_signalled()
-            ):  # repeats if a rank was left out
-                position.epoch_position, position.totals = self._train_interval()
-            return not self.is_signalled()
-        while position.epoch_position < self.interval_stop and not self.is_signalled():
-            began = time.perf_counter()
-            position.epoch_position, position.totals = self.operation_runner.run_update(self._make_interval_operation())
-            self.operation_runner.adapt_steps_per_copy(time.perf_counter() - began)
-        return not self.is_signalled()
+        # Several times, if the state is copied within the interval, or a rank was left out.
+        while position.epoch_position < self.interval_stop and not self.is_stop_requested():
+            if self.model.joint_step is not None:
+                result = self._train_interval()
+            else:
+                result = self._train_until_copy()
+            position.epoch_position, position.totals = result
+        return not self.is_stop_requested()
 
     def _begin_epoch(self) -> None:
         """Start an epoch of all rows that the data have now."""
         data = self.data
         n_data_rows = data.count_rows()
-        if (
-            n_data_rows != data.n_data_rows or get_ranks_by_host(data.arrays) != data.ranks_by_host
-        ):  # or a rank was left out
+        was_rank_left_out = get_ranks_by_host(data.arrays) != data.ranks_by_host
+        if n_data_rows != data.n_data_rows or was_rank_left_out:
             check_enough_rows(n_data_rows, data.batch_size)
             self.data = EpochData(data.arrays, n_data_rows, data.batch_size, data.seed, data.loader)
             self.data.allocate_row_order()
         self.position.order_key = self.data.order_key
 
-    def _make_interval_operation(self) -> Callable[[], tuple[int, list[RankTotals]]]:
-        """Return a function that trains until the next copy of the ranks' state, and may be called again."""
-        position, attempts = self.position, itertools.count()
+    def _train_until_copy(self) -> tuple[int, list[RankTotals]]:
+        """Let ranks take their own steps until the next copy of their state, and copy it; repeat both after a death."""
+        began, attempts = time.perf_counter(), itertools.count()
 
         def attempt() -> tuple[int, list[RankTotals]]:
             if next(attempts):
-                self._remove_later_records(position.seen)
+                self._remove_later_records(self.position.seen)
             return self._train_interval()
 
-        return attempt
+        result = self.operation_runner.run_update(attempt)
+        self.operation_runner.adapt_steps_per_copy(time.perf_counter() - began)
+        return result
 
     def _count_rows_until_copy(self) -> int:
         """Count the rows until the next copy of the ranks' state, where ranks take their own steps."""
@@ -304,7 +302,7 @@ class TrainerEpochLoop(EpochLoop):
         else:
             batches = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
         for rows in batches:
-            if totals.rows and self.is_signalled():
+            if totals.rows and self.is_stop_requested():
                 break
             data = valid.data if isinstance(valid, Loader) else valid[0]  # a loader has data only after its first batch
             values = model.validation(*data, batch=rows)
@@ -312,7 +310,7 @@ class TrainerEpochLoop(EpochLoop):
         if not totals.rows:
             raise LoadError("none of the rows of the validation data could be read")
         report.validation = totals.compute()
-        return not self.is_signalled()
+        return not self.is_stop_requested()
 
     def finish_interval(self, report: Report) -> None:
         """Move to the next interval, and pass the report to the recorders; raise FloatingPointError for NaN."""

@@ -70,7 +70,7 @@ class TrainerState:
         self._session: Any = None
         self.position, self.rate = TrainerPosition(), math.nan
 
-    def start_session(self, session: ranks.Session, trainer: Any) -> None:
+    def reset_if_session_is_new(self, session: ranks.Session, trainer: Any) -> None:
         """Reset the state if the session is new; the ranks release theirs when ``trainer`` is garbage-collected."""
         if self._session is session:
             return
