@@ -76,8 +76,8 @@ def prepare_variable_replicas(
     """Return this rank's replicas of variables, with the layouts of all ranks' replicas; a collective operation.
 
     With ``uses_device_communicator`` (``nccl`` of the public functions), the ranks are connected if their devices
-    transfer arrays directly, and reduce them by ``op``.  ``has_new_layouts`` means that the layouts certainly differ
-    from those of the last call, so that a cached gather would fail.
+    transfer arrays directly, and reduce them by ``op``.  With ``has_new_layouts``, this rank's digest has just differed
+    from another's.  That was the comparison of the cached gather, which is not repeated.
     """
     values = [get_library(shared).borrow_value(shared) for shared in shared_vars]
     own_layouts = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
@@ -339,10 +339,10 @@ class AllReduceValues(Command):
     def run(self, rank: Rank) -> None:
         """Check that shapes are equal, then reduce."""
         if rank.size > 1:
-            self.get_plan(rank).all_reduce(rank, self.op)
+            self.agree_on_plan(rank).all_reduce(rank, self.op)
 
-    def get_plan(self, rank: Rank) -> AllReducePlan:
-        """Return the plan, after a check that all ranks have the same plan; a collective operation."""
+    def agree_on_plan(self, rank: Rank) -> AllReducePlan:
+        """Return the plan, which all ranks make anew if their plans differ; a collective operation."""
         plans = rank.registry.get_or_create(_AllReducePlans)
         last, has_new_layouts = plans.get(self), False
         if last is not None and last.is_valid(rank):

@@ -243,7 +243,7 @@ class CommandRunner(ABC):
         return result, None
 
     def _read_reports(self, command_number: int) -> list[FailureReport]:
-        """Return the workers' reports of a command; an empty list if no rank failed."""
+        """Return the workers' reports of a command, none if no rank failed; close the session if a host has failed."""
         control, link = self._control, self._group.link
         if control.words[ControlMemory.FAILED] != command_number:
             return []

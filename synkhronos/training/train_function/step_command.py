@@ -89,7 +89,7 @@ class StepCommand(_StepCommandFields, Command):
         with rank.suspend_recording():
             loss = gradient.run()
             if rank.size > 1:
-                plan = self.reduce.get_plan(rank)
+                plan = self.reduce.agree_on_plan(rank)
                 plan.all_reduce(rank, self.op)
                 plan.wait_until_started(rank)  # no rank may update before, as the others may never update
         return loss, update.run()
@@ -115,7 +115,7 @@ class StepCommand(_StepCommandFields, Command):
             if not plan.is_valid(rank):
                 raise RuntimeError(f"rank {rank.number} has another gradient or connection than in the last step")
         else:
-            plan = self.reduce.get_plan(rank)
+            plan = self.reduce.agree_on_plan(rank)
         plans[self.reduce] = plan, rank.command_number
         (gradient,) = plan.variables
         return gradient.communicator, gradient.layout[0]
