@@ -546,10 +546,10 @@ def get_lengths(shared_vars: SharedVariables) -> list[Any]:
     >>> synk.close()
     """
     is_single = not isinstance(shared_vars, list | tuple)
-    for variable in [shared_vars] if is_single else shared_vars:
-        if getattr(getattr(variable, "type", None), "ndim", None) == 0:
+    variables = [shared_vars] if is_single else list(shared_vars)
+    shapes = get_shapes(variables)
+    for variable, by_rank in zip(variables, shapes, strict=True):
+        if () in by_rank:
             raise ValueError(f"shared_vars: {describe(variable)} has no length")
-    shapes = get_shapes(shared_vars)
-    if is_single:
-        return [shape[0] for shape in shapes]
-    return [[shape[0] for shape in by_rank] for by_rank in shapes]
+    lengths = [[shape[0] for shape in by_rank] for by_rank in shapes]
+    return lengths[0] if is_single else lengths

@@ -54,11 +54,8 @@ class PeerWatch:
         has_pending_operation_between_commands: Callable[[], bool],
         raise_error: Callable[[], None],
     ) -> None:
-        self._has_peer_died, self._has_pending_operation_between_commands, self._raise_error = (
-            has_peer_died,
-            has_pending_operation_between_commands,
-            raise_error,
-        )
+        self._has_peer_died, self._raise_error = has_peer_died, raise_error
+        self._has_pending_operation_between_commands = has_pending_operation_between_commands
         self.command_thread = 0
         self.has_raised = False
         self._master_pid = os.getpid()

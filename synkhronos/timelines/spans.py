@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from synkhronos.devices import Communicator, Device
 from synkhronos.engines.engine import Engine, Runner
@@ -37,15 +37,6 @@ IDLE_NAME = "wait for a command"
 SpanNamer = Callable[..., str]
 
 
-class TracedMethod(NamedTuple):
-    """A method whose calls are spans, in its class and in all subclasses that override it."""
-
-    owner: type
-    method: str
-    category: str
-    name: str | SpanNamer
-
-
 def _name_command(command: Command, rank: Rank) -> str:
     """Return the name of a command's span: the function's name if the command is a call."""
     if isinstance(command, Call):
@@ -58,14 +49,15 @@ def _name_wait(control: ControlMemory, rank: int, is_ready: Any, reason: int, *_
     return {AWAITS_COMMAND: IDLE_NAME, AWAITS_COMPLETION: "wait for the ranks"}.get(reason, "wait for a peer")
 
 
-_traced_methods: list[TracedMethod] = []
+#: Class, method, category and name of the spans.
+_traced_methods: list[tuple[type, str, str, str | SpanNamer]] = []
 
 
 def register_traced_method(owner: type, method: str, category: str, name: str | SpanNamer) -> None:
-    """Register a method of a class itself, whose calls become spans of a timeline; see `TracedMethod`."""
+    """Register a method of a class, whose calls there and in subclasses that override it become spans."""
     if method not in vars(owner):
         raise AttributeError(f"{owner.__qualname__} has no method {method!r} to trace")
-    _traced_methods.append(TracedMethod(owner, method, category, name))
+    _traced_methods.append((owner, method, category, name))
 
 
 register_traced_method(CommandRunner, "_execute", "call", CALL_NAME)
