@@ -347,6 +347,7 @@ class Loader:
             self.close()
             raise LoadError(f"{death}{RESUME_HINT.format(plan.epoch, plan.position)}", plan.epoch, plan.position)
         if self._position is None or self._position[0] != plan:
+            self._position = None  # an interrupt may come before the plan has started, or just after
             self._pool.start_plan(plan)
             self._position = plan, 0
         unit = self._position[1]

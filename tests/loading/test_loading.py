@@ -92,6 +92,23 @@ def test_loader_process_that_is_late_overwrites_no_row_of_a_new_plan(held, tmp_p
         loader.close()
 
 
+def test_interrupted_start_of_an_epoch_does_not_mix_epochs(monkeypatch):
+    loader = Loader(Numbers(10), processes=1)
+    try:
+        list(loader.arrays(0, 5))  # the loader processes continue with epoch 1
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(loader._pool.ring, "_wake", interrupt)
+            next(loader.arrays(5, 5))
+        labels = check_and_read_labels(loader.arrays(1, 5))
+        assert np.concatenate(labels).tolist() == make_order(10, 0, 1).tolist()
+    finally:
+        loader.close()
+
+
 @limit_examples(6)
 @given(
     processes=st.integers(1, 3),
