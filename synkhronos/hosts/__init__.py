@@ -11,6 +11,14 @@ So a rank always waits for words in its own host's memory, and the layers above 
 """
 
 from synkhronos.hosts.host_list import MAX_RANKS_PER_HOST, Host, check_started_once, is_this_machine, parse_hosts
-from synkhronos.hosts.mpi_link import MpiLink
+from synkhronos.hosts.mpi_link import MissingGpuError, MpiLink
 
-__all__ = ["MAX_RANKS_PER_HOST", "Host", "MpiLink", "check_started_once", "is_this_machine", "parse_hosts"]
+__all__ = [
+    "MAX_RANKS_PER_HOST",
+    "Host",
+    "MissingGpuError",
+    "MpiLink",
+    "check_started_once",
+    "is_this_machine",
+    "parse_hosts",
+]

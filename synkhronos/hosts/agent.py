@@ -79,14 +79,17 @@ _MAX_SLEEP = 10e-3
 WORKER_EXIT_SECONDS = 2.0
 #: Seconds after the master's death for which its host's agent waits for the other hosts to exit.
 _HOST_EXIT_SECONDS = 0.5
+#: Number of a command after all others.
+_NO_COMMAND = 1 << 62
 
 
 class Agent:
     """Agent of one host.
 
     ``config`` is the master's configuration (see `synkhronos.hosts.mpi_link.MpiLink.start_remote_workers`).  On the
-    master's host, ``channel`` leads to the master, which has started the ``workers``; on other hosts the agent has.
-    ``frame_comm`` is a second communicator of all agents, for frames.
+    master's host, ``channel`` leads to the master, which has started the ``workers``, and segments arrive over
+    ``segment_channel``; on other hosts the agent has started them.  ``frame_comm`` is a second communicator of all
+    agents, for frames.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Agent:
         config: dict[str, Any],
         control: ControlMemory,
         channel: socket.socket | None,
+        segment_channel: socket.socket | None,
         workers: WorkerProcesses,
         frame_comm: Any,
     ):
@@ -109,7 +113,7 @@ class Agent:
         self._messenger = Messenger(mpi, world)
         self._frame_transport = FrameTransport(mpi, frame_comm, control, self._layout)
         self._page_table = PageTable(world.size - 1, self._keep_alive)
-        self._receiver = None if channel is None else SegmentReceiver(channel)
+        self._receiver = None if segment_channel is None else SegmentReceiver(segment_channel)
         self._segments: dict[int, Segment] = {}
         self._program_agent = ProgramAgent(self._messenger, control, self._ranks_by_host, self._segments)
         self._last_segment_key = self._last_command_number = self._last_barrier_number = 0
@@ -142,10 +146,10 @@ class Agent:
         return self._channel is not None
 
     def run(self) -> None:
-        """Poll the control memory and MPI until the ranks end."""
+        """Poll the control memory and MPI until the ranks have ended, and no agent has a message in transit."""
         last_event, has_cores = time.monotonic(), len(self._local_ranks) < count_available_cores()
         while not self._has_ended():
-            has_events = self._poll_memory()
+            has_events = not self._is_ending and self._poll_memory()
             for source, message_type, arguments in self._messenger.receive():
                 self._handlers[message_type](source, *arguments)
                 has_events |= message_type != MessageType.HEARTBEAT
@@ -168,7 +172,13 @@ class Agent:
                 time.sleep(min(idle_seconds / 100, _MAX_SLEEP))
 
     def _has_ended(self) -> bool:
-        return self._is_ending and (not self._is_master_host or self._ended_hosts.issuperset(self._heartbeat_hosts))
+        return (
+            self._is_ending
+            and self._ended_hosts.issuperset(self._messenger.other_hosts)
+            and self._frame_transport.has_ended()
+            and not self._program_agent.has_unfinished_work
+            and not self._messenger.count_unsent()
+        )
 
     # -- events of this host -----------------------------------------------------------------------------------
 
@@ -192,9 +202,10 @@ class Agent:
         if not self._is_master_host:
             has_events |= self._send_done(done)
         elif words[ControlMemory.END_REQUEST] and not self._is_ending:
-            self._is_ending = has_events = True
+            has_events = True
             must_kill = words[ControlMemory.END_REQUEST] == ControlMemory.KILL_WORKERS
             self._messenger.send_all(self._messenger.other_hosts, MessageType.END, must_kill)
+            self._end()
         return has_events
 
     def _send_command(self) -> None:
@@ -403,8 +414,14 @@ class Agent:
 
     def _on_end(self, source: int, kill: bool) -> None:
         self._workers.shut_down(0.0 if kill else WORKER_EXIT_SECONDS, lambda: False)
+        self._end()
+
+    def _end(self) -> None:
+        """Send the last messages of this session, and discard others from now on."""
         self._is_ending = True
-        self._messenger.send(0, MessageType.ENDED)
+        self._program_agent.start_command(_NO_COMMAND, None)
+        self._frame_transport.end()
+        self._messenger.send_all(self._messenger.other_hosts, MessageType.ENDED)
 
     def _on_ended(self, source: int) -> None:
         self._ended_hosts.add(source)

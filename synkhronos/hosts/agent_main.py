@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,18 +25,23 @@ from synkhronos.hosts.messenger import MessageType, Messenger
 from synkhronos.hosts.pipes import FRAME_NBYTES, PipeLayout
 from synkhronos.ranks.child_process import ignore_job_signals
 from synkhronos.ranks.control_memory import SPIN_SECONDS, ControlMemory
+from synkhronos.ranks.fork_server import ForkServer
 from synkhronos.ranks.segments import get_peer_ids
 from synkhronos.ranks.thread_limit import count_available_cores
 from synkhronos.ranks.worker_processes import WorkerProcesses
 
 #: Prefixes of the environment variables by which launchers identify MPI processes.
 _MPI_VARIABLE_PREFIXES = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
-#: Seconds after which an agent exits if MPI has not connected it to the others.
-_MPI_CONNECT_SECONDS = 90
+#: Seconds after which an agent exits if MPI has not connected it to the others, or the master starts no ranks.
+_START_SECONDS = 90
+#: Seconds between two checks whether the master starts ranks.
+_START_POLL_SECONDS = 2e-3
+#: Tag of a message with the configuration of a session.
+_CONFIG_TAG = 2
 
 
 def main(address: str) -> None:
-    """Run an agent until the ranks end.
+    """Serve a session after another, until the master closes the connection.
 
     The master waits for the first host's agent on the abstract Unix socket ``address``.
     """
@@ -49,35 +56,91 @@ def main(address: str) -> None:
     # By default UCX creates shared memory for processes of the same host.  There are none, and the memory would stay
     # behind if this process were killed during its start.
     os.environ.setdefault("UCX_TLS", "^sm")
-    signal.alarm(_MPI_CONNECT_SECONDS)  # MPI waits without limit until all are connected
+    signal.alarm(_START_SECONDS)  # MPI waits without limit until all are connected
     from mpi4py import MPI
 
     _unlink_shared_memory()
     world = MPI.COMM_WORLD
-    host_infos = world.gather(_get_host_info())
-    channel, file, config = None, None, None
-    if world.rank == 0:
-        channel, config, file = _connect(address, host_infos)
-    config = world.bcast(config)
-    if config is None:  # the master has cancelled the start
-        MPI.Finalize()
-        return
-    frame_comm = world.Dup()
-    signal.alarm(0)
-    local_ranks = compute_ranks_by_host(config["rank_counts"])[world.rank]
-    is_master_host, link_nbytes = file is not None, PipeLayout.compute_nbytes(len(local_ranks))
-    if file is None:
-        file = _create_control_memory(MPI, config, local_ranks, link_nbytes)
-        _set_environment(config)
-    spin_seconds = SPIN_SECONDS if len(local_ranks) < count_available_cores() else 0.0
-    control = ControlMemory(config["size"], spin_seconds, file.fileno(), is_master_host, local_ranks, link_nbytes)
-    workers = WorkerProcesses(config["master_rank"], control, None if is_master_host else file)
-    if not is_master_host:
-        workers.start(config["profile"])
-        file.close()
-    Agent(MPI, config, control, channel, workers, frame_comm).run()
+    frame_comm, channel = world.Dup(), _connect(address) if world.rank == 0 else None
+    fork_server: ForkServer | None = None
+    while True:
+        config, fds = _receive_config(world, channel)
+        if config is None:
+            break
+        if channel is None:
+            _set_environment(config)
+            # Another number of ranks has other numbers of threads, which libraries read when they are imported.
+            n_local_ranks = config["rank_counts"][world.rank]
+            if fork_server is not None and fork_server.n_local_ranks != n_local_ranks:
+                fork_server.close()
+                fork_server = None
+            if fork_server is None and config["modules"]:
+                fork_server = ForkServer(n_local_ranks)
+        _run_session(MPI, config, channel, fds, fork_server, frame_comm)
+        gc.collect()  # frees the memory of the session
     with contextlib.suppress(MPI.Exception):  # messages that were never received
         MPI.Finalize()
+
+
+def _receive_config(world: Any, channel: socket.socket | None) -> tuple[dict[str, Any] | None, list[int]]:
+    """Send the hosts' infos to the master, and return its configuration of a session, and file descriptors.
+
+    They are those of the control memory and of the channel over which segments arrive, on the master's host only.  The
+    configuration is None if the master has closed the connection.
+    """
+    signal.alarm(_START_SECONDS)
+    host_infos = world.gather(_get_host_info())
+    if channel is None:
+        while not world.iprobe(0, _CONFIG_TAG):
+            time.sleep(_START_POLL_SECONDS)
+        config = world.recv(None, 0, _CONFIG_TAG)
+        signal.alarm(0)
+        return config, []
+    signal.alarm(0)
+    fds: list[int] = []
+    content = b""
+    with contextlib.suppress(ConnectionError):  # the master has closed it
+        channel.send(json.dumps(host_infos).encode())
+        content, fds, _, _ = socket.recv_fds(channel, 1 << 20, 2)
+    config = json.loads(content) if content else None
+    if config is not None:
+        config["master"], _ = get_peer_ids(channel)
+    for host in range(1, world.size):
+        world.send(config, host, _CONFIG_TAG)
+    return config, fds
+
+
+def _run_session(
+    mpi: Any,
+    config: dict[str, Any],
+    channel: socket.socket | None,
+    fds: Sequence[int],
+    fork_server: ForkServer | None,
+    frame_comm: Any,
+) -> None:
+    """Start this host's workers, except on the master's host, and run the agent of a session until its end."""
+    local_ranks = compute_ranks_by_host(config["rank_counts"])[mpi.COMM_WORLD.rank]
+    link_nbytes = PipeLayout.compute_nbytes(len(local_ranks))
+    is_master_host, segment_channel = channel is not None, None
+    if is_master_host:
+        file, segment_channel = open(fds[0], "r+b", buffering=0), socket.socket(fileno=fds[1])
+    else:
+        file = _create_control_memory(mpi, config, local_ranks, link_nbytes)
+    spin_seconds = SPIN_SECONDS if len(local_ranks) < count_available_cores() else 0.0
+    control = ControlMemory(config["size"], spin_seconds, file.fileno(), is_master_host, local_ranks, link_nbytes)
+    workers = WorkerProcesses(config["master_rank"], control, None if is_master_host else file, fork_server)
+    if not is_master_host:
+        if fork_server is not None:
+            fork_server.import_modules(config["modules"])
+        workers.start(config["profile"])
+    file.close()
+    Agent(mpi, config, control, channel, segment_channel, workers, frame_comm).run()
+    workers.close_channels()
+    if segment_channel is not None:
+        segment_channel.close()
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:  # children of workers, which have become this process's
+            pass
 
 
 def _set_environment(config: dict[str, Any]) -> None:
@@ -139,21 +202,15 @@ def _get_host_info() -> dict[str, Any]:
     }
 
 
-def _connect(address: str, host_infos: Any) -> tuple[socket.socket, dict[str, Any] | None, Any]:
-    """Send the hosts' infos to the master; return the channel, its configuration and the file of its control memory."""
+def _connect(address: str) -> socket.socket:
+    """Return the channel to the master."""
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         channel.connect("\0" + address)
     except ConnectionRefusedError:
         name = platform.node()
         raise RuntimeError(f"the first host has to be the machine that calls fork(), and {name} is not") from None
-    pid, user = get_peer_ids(channel)
+    _, user = get_peer_ids(channel)
     if user != os.getuid():
         raise RuntimeError("another user's process answers in the master's place")
-    channel.send(json.dumps(host_infos).encode())
-    content, fds, _, _ = socket.recv_fds(channel, 1 << 20, 1)
-    if not content:
-        return channel, None, None
-    config = json.loads(content)
-    config["master"] = pid
-    return channel, config, open(fds[0], "r+b", buffering=0)
+    return channel

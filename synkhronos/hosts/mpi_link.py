@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import os
@@ -49,6 +50,10 @@ _COPIED_VARIABLES = re.compile(
 )
 
 
+#: Packages that the fork servers of other hosts import for their workers.
+_FORKABLE_PACKAGES = {"numpy", "scipy", "numba", "llvmlite", "pytensor", "theano", "synkhronos"}
+
+
 @contextlib.contextmanager
 def _block_job_signals() -> Iterator[None]:
     """Start the block's child processes with `JOB_SIGNALS` blocked."""
@@ -59,12 +64,21 @@ def _block_job_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
+class MissingGpuError(ValueError):
+    """A host has fewer GPUs than ranks, namely ``n_gpus``."""
+
+    def __init__(self, message: str, host: str, n_gpus: int):
+        super().__init__(message)
+        self.host, self.n_gpus = host, n_gpus
+
+
 class MpiLink(Link):
     """Link of a session with ranks on several hosts, of which the master's host is the first.
 
     Its methods are called in this order: `start_agents`, `assign_ranks`, `start_remote_workers`, and then `shut_down`,
-    or `kill` after a failure.  A host is lost after ``timeout`` seconds without a message.  The output of the other
-    hosts is written to ``output``, by default this process's standard streams.
+    or `kill` after a failure.  Agents that `shut_down` has kept serve the link that `reconnect` returns.  A host is
+    lost after ``timeout`` seconds without a message.  The output of the other hosts is written to ``output``, by
+    default this process's standard streams.
     """
 
     needs_control_file = True
@@ -82,6 +96,8 @@ class MpiLink(Link):
         self._layout: PipeLayout | None = None
         self._uses_gpus = False
         self._earlier_bytes_sent = 0
+        #: Infos of the hosts whose agents `shut_down` has kept; None if there are none.
+        self._idle_host_infos: list[dict[str, Any]] | None = None
 
     def start_agents(self) -> None:
         """Start an agent on each host, by ``mpirun``.
@@ -113,6 +129,9 @@ class MpiLink(Link):
                 "print(MPI.Get_library_version())' prints; pip install synkhronos[hosts] installs one MPI for both"
             )
         check_versions(self.host_names, [host["versions"] for host in host_infos])
+        self._set_host_infos(host_infos)
+
+    def _set_host_infos(self, host_infos: Sequence[dict[str, Any]]) -> None:
         self._aliases = [(name, host["name"]) for name, host in zip(self.host_names, host_infos, strict=True)]
         self._cores, self._gpus = ([host[key] for host in host_infos] for key in ("n_cores", "n_gpus"))
 
@@ -132,7 +151,7 @@ class MpiLink(Link):
         """Assign ranks to the hosts: set `ranks_by_host`, `size` and `link_nbytes`.
 
         A host that is listed without a number gets ``n_ranks``; with None, one for each of its GPUs, if ranks need
-        these, or of its cores.  Raise ValueError if a host has fewer GPUs than ranks that need them.
+        these, or of its cores.  Raise MissingGpuError if a host has fewer GPUs than ranks that need them.
         """
         defaults = self._gpus if needs_gpus else self._cores
         self._uses_gpus = needs_gpus
@@ -140,9 +159,11 @@ class MpiLink(Link):
         for name, n, n_gpus in zip(self.host_names, counts, self._gpus, strict=True):
             if needs_gpus and not 1 <= n <= n_gpus:
                 needed = f", and {n} ranks there need one each" if n else ""
-                raise ValueError(
+                raise MissingGpuError(
                     f"hosts: {name} has {n_gpus} GPUs{needed}: pass use_gpu=False, or in a session devices = 'cpu', to "
-                    "compute on CPU cores"
+                    "compute on CPU cores",
+                    name,
+                    n_gpus,
                 )
         self.ranks_by_host = compute_ranks_by_host(counts)
         self.size = sum(counts)
@@ -195,7 +216,7 @@ class MpiLink(Link):
     def start_remote_workers(
         self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
     ) -> socket.socket:
-        """Make the agents start the other hosts' workers; return the channel to this host's agent."""
+        """Make the agents start the other hosts' workers; return the channel for segments to this host's agent."""
         assert self._channel is not None and control_file is not None
         self._control, self._layout = control, PipeLayout(control)
         config = {
@@ -208,13 +229,21 @@ class MpiLink(Link):
             "environment": {name: value for name, value in os.environ.items() if _COPIED_VARIABLES.match(name)},
             "path": [os.path.abspath(folder) for folder in sys.path],
             "folder": os.getcwd(),
+            # GPUs can't be used in forks of a process that has initialized them, as an import may.
+            "modules": [] if self._uses_gpus else _list_forkable_modules(),
         }
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        socket.send_fds(self._channel, [json.dumps(config).encode()], [control_file.fileno()])
+        # A channel of this session's own: segments that the agent has not received end with it.
+        segment_channel, agent_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with agent_end:
+            fds = [control_file.fileno(), agent_end.fileno()]
+            socket.send_fds(self._channel, [json.dumps(config).encode()], fds)
+        if self._output_threads:  # the agents have served an earlier link
+            return segment_channel
         for stream, name in ((self._mpirun.stdout, "stdout"), (self._mpirun.stderr, "stderr")):
             self._output_threads.append(threading.Thread(target=self._forward_output, args=(stream, name), daemon=True))
             self._output_threads[-1].start()
-        return self._channel
+        return segment_channel
 
     def plan_transfers(self, command: Command, command_location: ArrayLocation | None, segments: SegmentTable) -> bytes:
         """Return the pickled plan: the rows that each other host reads, the segments to drop, a program's memory."""
@@ -289,26 +318,47 @@ class MpiLink(Link):
             death = Death(ranks.start, "", 0, f"ended: {text}")
         return PeerFailure(text, ranks.start, death)
 
-    def shut_down(self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool]) -> None:
-        """End the other hosts' workers and all agents."""
+    def shut_down(
+        self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool], keeps_agents: bool = False
+    ) -> None:
+        """End the other hosts' workers and, unless ``keeps_agents`` is True and all hosts answer, all agents."""
+        deadline = time.monotonic() + grace_seconds
         if self._control is not None:
+            if keeps_agents:
+                failure = self.find_failure()
+                keeps_agents = failure is None or failure.death is None or failure.death.pid > 0  # else a host is lost
             request = ControlMemory.KILL_WORKERS if kill else ControlMemory.END_WORKERS
             self._control.words[ControlMemory.END_REQUEST] = request
-        deadline = time.monotonic() + grace_seconds
-        while not kill and self._control is not None and self._mpirun.poll() is None:
-            if should_kill() or time.monotonic() > deadline:
-                break
-            time.sleep(0.002)
-        self.kill()
+            while (keeps_agents or not kill) and self._mpirun.poll() is None and not self._are_agents_idle():
+                if should_kill() or time.monotonic() > deadline:
+                    break
+                time.sleep(0.002)
+        if keeps_agents and self._idle_host_infos is not None:
+            self._forget_control()
+        else:
+            self.kill(max(_EXIT_SECONDS, 0.0 if kill else deadline - time.monotonic()))
 
-    def kill(self) -> None:
-        """End ``mpirun`` and the agents, which end their workers."""
+    def _are_agents_idle(self) -> bool:
+        """Whether the agents wait for the next session: then they have sent the hosts' infos once more."""
+        assert self._channel is not None
+        with contextlib.suppress(OSError):
+            if message := self._channel.recv(1 << 20, socket.MSG_DONTWAIT):
+                self._idle_host_infos = json.loads(message)
+        return self._idle_host_infos is not None
+
+    def _forget_control(self) -> None:
+        self._earlier_bytes_sent = self.bytes_sent
+        self._control = self._layout = None
+
+    def kill(self, exit_seconds: float = _EXIT_SECONDS) -> None:
+        """End ``mpirun`` and the agents, which end their workers; after ``exit_seconds`` by a signal."""
         if self._mpirun is None:
             return
+        self._idle_host_infos = None
         if self._channel is not None:
             self._channel.close()  # so that the agents exit
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._mpirun.wait(_EXIT_SECONDS)
+                self._mpirun.wait(exit_seconds)
         output_seconds = _EXIT_SECONDS
         if self._mpirun.poll() is None:
             # With its children: an ssh would wait for an unreachable host.
@@ -321,8 +371,7 @@ class MpiLink(Link):
             output_seconds = _OUTPUT_SECONDS
         for reader in self._output_threads:
             reader.join(output_seconds)
-        self._earlier_bytes_sent = self.bytes_sent
-        self._control = self._layout = None
+        self._forget_control()
 
     def reconnect(self, excluded_ranks: Collection[int]) -> Link:
         """Return a link to the hosts that have ranks left, whose agents have been started."""
@@ -331,10 +380,12 @@ class MpiLink(Link):
             for name, ranks in zip(self.host_names, self.ranks_by_host, strict=True)
         }
         hosts = [Host(name, len(ranks)) for name, ranks in ranks_left.items() if ranks]
+        if self._idle_host_infos is not None and (len(hosts) < len(self._hosts) or self._mpirun.poll() is not None):
+            self.kill()
         if len(hosts) == 1:
             return Link(len(ranks_left[hosts[0].name]), self.bytes_sent)
         try:
-            link = self._start_link(hosts)
+            link = self._start_link(hosts) if self._idle_host_infos is None else self._reuse_agents(hosts)
         except _CONNECTION_ERRORS as error:
             lost_hosts = self._find_unreachable_hosts(hosts)
             if not lost_hosts:  # all could be reached one by one
@@ -361,6 +412,15 @@ class MpiLink(Link):
         except BaseException:
             link.kill()
             raise
+        return link
+
+    def _reuse_agents(self, hosts: Sequence[Host]) -> MpiLink:
+        """Return a link to the agents that `shut_down` has kept."""
+        assert self._idle_host_infos is not None
+        link = copy.copy(self)
+        link._hosts = hosts
+        link._set_host_infos(self._idle_host_infos)
+        link._idle_host_infos = self._idle_host_infos = self._mpirun = None
         return link
 
     def _find_unreachable_hosts(self, hosts: Sequence[Host]) -> list[str]:
@@ -397,6 +457,17 @@ class MpiLink(Link):
             if target is not None:
                 with contextlib.suppress(OSError, ValueError):
                     target.write(line)
+
+
+def _list_forkable_modules() -> list[str]:
+    """Return the imported modules that workers will need, and which may be imported before a fork."""
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in _FORKABLE_PACKAGES
+        and "jax" not in name  # whose threads a fork would lack
+        and module.__name__ == name  # not PyTensor under Theano's names
+    ]
 
 
 def _to_segment_access(access: RowAccess) -> SegmentAccess:

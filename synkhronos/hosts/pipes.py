@@ -156,10 +156,26 @@ class FrameTransport:
         self._in_transit: dict[int, deque[tuple[int, Any]]] = {pipe: deque() for pipe in pipes}
         self._command_number = self._start_count = 0
         self._status = mpi.Status()
+        #: Added to the number of the posted command once the ranks have ended: all frames belong to earlier ones then.
+        self._number_offset = 0
+        #: Empty frames that this agent sends as its last ones, and neighbours whose last one has been received.
+        self._last_frames: list[Any] = []
+        self._ended_peers: set[int] = set()
+
+    def end(self) -> None:
+        """Send no more frames after those in transit, and discard those that arrive."""
+        self._number_offset = self._TAGS // 4
+        for _, _, peer in self._neighbours:
+            self._last_frames.append(self._comm.Isend([b"", self._mpi.BYTE], peer, 0))
+
+    def has_ended(self) -> bool:
+        """Whether both this agent and its neighbours have ended, and no frame is in transit."""
+        has_sent_last = all(request.Test() for request in self._last_frames)
+        return has_sent_last and not self.has_transfers and len(self._ended_peers) == len(self._neighbours)
 
     def advance(self) -> bool:
         """Start and complete transfers without blocking; return True if ranks have to be woken."""
-        command_number = self._control.words[ControlMemory.POSTED]
+        command_number = self._control.words[ControlMemory.POSTED] + self._number_offset
         if command_number != self._command_number:
             self._command_number, self._start_count = command_number, command_number << COUNT_BITS
             self._next_frame_numbers = dict.fromkeys(self._next_frame_numbers, 0)
@@ -206,9 +222,15 @@ class FrameTransport:
         while (
             len(in_transit) < N_FRAMES
             and (not in_transit or in_transit[0][0] > start_count)
+            and peer not in self._ended_peers
             and self._comm.Iprobe(peer, self._mpi.ANY_TAG, self._status)
         ):
             tag, nbytes = self._status.tag, self._status.Get_count(self._mpi.BYTE)
+            if not nbytes:  # the last one
+                if self._number_offset:  # else this agent will end when the master tells it
+                    self._comm.Recv([bytearray(), self._mpi.BYTE], peer, tag)
+                    self._ended_peers.add(peer)
+                break
             commands_ahead = (tag - self._command_number) % self._TAGS
             if commands_ahead == 0:
                 frame_number = self._next_frame_numbers[pipe]

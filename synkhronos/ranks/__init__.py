@@ -10,6 +10,7 @@ from synkhronos.ranks.current_session import (
     close_session,
     get_inherited_session,
     get_last_death,
+    get_last_host,
     get_session,
     start_session,
 )
@@ -38,5 +39,6 @@ __all__ = [
     "get_inherited_session",
     "get_session",
     "get_last_death",
+    "get_last_host",
     "start_session",
 ]

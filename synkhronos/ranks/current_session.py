@@ -69,6 +69,16 @@ def get_last_death() -> Death | None:
     return None if _current is None else _current.death
 
 
+def get_last_host(rank: int) -> tuple[str, int]:
+    """Return the name of the host of a rank of this process's last session, and the host's number of ranks.
+
+    The name is "" if the session had one host.
+    """
+    assert _current is not None
+    n_ranks = next(len(ranks) for ranks in _current.ranks_by_host if rank in ranks)
+    return _current.get_host_name(rank), n_ranks
+
+
 def get_inherited_session() -> Session | None:
     """Return the running session of the master that this process is a fork of; None in any other process."""
     return _current if _current is not None and _current.is_inherited and _current.close_reason is None else None

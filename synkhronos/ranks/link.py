@@ -77,11 +77,17 @@ class Link:
         """Return the failure of another host, or of a worker there; None if there is none."""
         return None
 
-    def shut_down(self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool]) -> None:
+    def shut_down(
+        self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool], keeps_agents: bool = False
+    ) -> None:
         """End the workers of the other hosts, wait for their exit, and close the connection; with one host do nothing.
 
         The workers are killed if ``kill`` is True, after ``grace_seconds``, or once ``should_kill()`` returns True.
+        With ``keeps_agents`` the connection stays, if it is intact, until `reconnect` or `kill`.
         """
+
+    def kill(self) -> None:
+        """Close the connection at once; with one host do nothing."""
 
     def reconnect(self, excluded_ranks: Collection[int]) -> Link:
         """Return a link to the same hosts for new workers, after the end of this one, without the excluded ranks.

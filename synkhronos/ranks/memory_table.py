@@ -15,7 +15,7 @@ import gc
 import io
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from socket import socket
 from typing import Any, Literal
@@ -115,7 +115,7 @@ class MemoryTable:
         with defer_signals():  # a worker would wait forever for a key that is never sent
             self.last_key += 1
             self.segments.add(segment)
-            self._queue_segment(segment, file)
+            self._queue_segment(segment, file, self._channels)
         if self._has_many_unsent() and may_run_command:
             self.synchronize()
         return segment
@@ -123,10 +123,10 @@ class MemoryTable:
     def _has_many_unsent(self) -> bool:
         return len(self._unsent_segments) > min(_MAX_UNSENT, _MAX_FILES_IN_FLIGHT // self._rank.size)
 
-    def _queue_segment(self, segment: Segment, file: io.FileIO) -> None:
-        """Queue a segment that the next command sends to the workers; without workers, close its file."""
-        if self._channels:
-            self._unsent_segments.append((segment, file, set(self._channels)))
+    def _queue_segment(self, segment: Segment, file: io.FileIO, receivers: Collection[int]) -> None:
+        """Queue a segment that the next command sends to the receivers; without any, close its file."""
+        if receivers:
+            self._unsent_segments.append((segment, file, set(receivers)))
         else:
             file.close()
             self.last_sent_key = segment.key
@@ -179,10 +179,17 @@ class MemoryTable:
         # Only after the command, which an interrupt may have prevented.
         del self._unsent_releases[: len(release.released)]
 
-    def resend_segments(self) -> None:
-        """Send all segments to new workers that were started as new processes."""
-        for segment, file in self.segments.reopen_files():
-            self._queue_segment(segment, file)
+    def reopen_segments(self) -> list[tuple[Segment, io.FileIO]] | None:
+        """Reopen the files of all segments, for `resend_segments`; return None if they are too many."""
+        return list(self.segments.reopen_files()) if len(self.segments) <= _MAX_UNSENT else None
+
+    def resend_segments(self, receivers: Collection[int], files: list[tuple[Segment, io.FileIO]] | None) -> None:
+        """Send all segments over the channels of new workers, or of an agent, which do not inherit any.
+
+        ``files`` are those of `reopen_segments`; None to reopen them now.
+        """
+        for segment, file in self.segments.reopen_files() if files is None else files:
+            self._queue_segment(segment, file, receivers)
             if self._has_many_unsent():
                 self.synchronize()
         self.synchronize()

@@ -100,13 +100,14 @@ class ProcessGroup:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def shut_down(self, kill: bool, should_kill: Callable[[], bool]) -> None:
+    def shut_down(self, kill: bool, should_kill: Callable[[], bool], keeps_agents: bool = False) -> None:
         """Wait for the exit of all workers, and close the link.
 
         Workers are killed if ``kill`` is True, after `GRACE_SECONDS`, or as soon as ``should_kill()`` returns True.
+        With ``keeps_agents`` the link may keep the connection to the other hosts, for `Link.reconnect`.
         """
         self._workers.shut_down(0.0 if kill else GRACE_SECONDS, should_kill)
-        self.link.shut_down(kill, GRACE_SECONDS, should_kill)
+        self.link.shut_down(kill, GRACE_SECONDS, should_kill, keeps_agents)
 
     def close(self) -> None:
         """Close the channels and the file."""

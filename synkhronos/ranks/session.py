@@ -80,6 +80,10 @@ class Session(CommandRunner):
         """Ranks of each host; this host is the first."""
         return self._group.link.ranks_by_host
 
+    def get_host_name(self, rank: int) -> str:
+        """Return the name of a rank's host; "" if there is only one."""
+        return self._group.link.get_host_name(rank)
+
     @property
     def bytes_sent(self) -> int:
         """Number of bytes of shared memory that were sent to other hosts."""
@@ -171,7 +175,7 @@ class Session(CommandRunner):
             def should_kill() -> bool:
                 return signals.has_deferred(excluded=signal.SIGURG)
 
-            self._group.shut_down(kill, should_kill)
+            self._group.shut_down(kill, should_kill, keeps_agents=self.has_kept_memory)
             self._watch.stop()
             # A call of another thread, or one that a signal handler has interrupted, may be waiting for the workers.
             self.rank.leave_group()
@@ -181,6 +185,7 @@ class Session(CommandRunner):
 
     def _free_memory(self) -> None:
         _call_all(self.close_callbacks)
+        self._group.link.kill()  # has been kept with the memory
         self.memory.free()
         self.rank.registry.clear()
         self.registry.clear()
@@ -205,12 +210,12 @@ class Session(CommandRunner):
                     self._free_memory()
 
     def replace_workers(self, spawn: bool = False, excluded_ranks: Collection[int] = ()) -> bool:
-        """Start new workers after a death within `keep_memory`; return True if they were spawned, False if forked.
+        """Start new workers after a death within `keep_memory`; return False if all are forks, True otherwise.
 
         They are copies of this process as it is now: they inherit its segments, and its replicated objects with their
         present values and compiled functions.
 
-        With ``spawn``, as on several hosts, they are new processes instead.  These get the segments, and replicated
+        With ``spawn``, as on other hosts, they are new processes instead.  These get the segments, and replicated
         objects when these are used next.  ``excluded_ranks`` are workers that are not started again, with their
         devices; ranks above them move down.
 
@@ -222,14 +227,19 @@ class Session(CommandRunner):
         link: Link | None = None
         try:
             link = self._group.link.reconnect(excluded_ranks)
-            spawn = spawn or link.needs_control_file
+            has_new_processes = spawn or link.needs_control_file  # on other hosts, at least
+            files = None
+            if has_new_processes and not spawn:  # reopened before the fork: reopening may map other memory
+                files = self.memory.reopen_segments()
+                spawn = files is None
             with defer_signals():  # an interrupt in between would leave the session half open
                 self._reopen(link, spawn, excluded_ranks)
             self._run_first_command()
             with self.call_lock:
                 self.begin_call()
-                if spawn:
-                    self.memory.resend_segments()
+                if has_new_processes:
+                    forks = [] if spawn else self._group.pids
+                    self.memory.resend_segments(self._group.channels.keys() - forks, files)
                     self.registry.clear()
                 _call_all(self.replacement_callbacks)
         except BaseException as error:
@@ -239,7 +249,7 @@ class Session(CommandRunner):
             if link is not None:  # an interrupt may have come before the session was open
                 link.shut_down(True, 0.0, lambda: True)
             raise
-        return spawn
+        return has_new_processes
 
     def _reopen(self, link: Link, spawn: bool, excluded_ranks: Collection[int]) -> None:
         """Open the session again, with new workers."""
@@ -252,9 +262,10 @@ class Session(CommandRunner):
         self.rank.join_group(
             master_rank, master_rank, group.control, self._close_if_failed_or_late, group.has_peer_died
         )
-        self.memory.connect_workers(group.channels, is_inherited=not spawn)
+        are_all_forks = not (spawn or link.needs_control_file)
+        self.memory.connect_workers(group.channels, is_inherited=are_all_forks)
         self._set_group(group)
-        self.has_forked_workers = not spawn
+        self.has_forked_workers = are_all_forks
         self._is_running, self._is_idle = False, True
         self.close_reason = self.failure = None
         self.has_kept_memory = False

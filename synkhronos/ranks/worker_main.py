@@ -13,9 +13,10 @@ import socket
 import stat
 import sys
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from synkhronos.containers import BoundedCache
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
@@ -92,15 +93,26 @@ def spawn_worker(
 
     The process inherits the environment, `sys.path`, the file of the control memory and the channel.
     """
-    local_ranks, files = control.local_ranks, (control_file.fileno(), channel.fileno())
-    layout = control.size, control.spin_seconds, local_ranks.start, local_ranks.stop, len(control.link_memory)
-    message = [files, layout, [from_main_thread, *arguments]]
+    files = control_file.fileno(), channel.fileno()
+    message = [files, describe_layout(control), [from_main_thread, *arguments]]
     return spawn("synkhronos.ranks.worker_main", "run_spawned_worker", message, files, from_main_thread, os.environ)
 
 
 def run_spawned_worker() -> NoReturn:
     """Run the worker that `spawn_worker` started."""
-    (control_fd, channel_fd), (size, spin_seconds, start, stop, link_nbytes), arguments = json.loads(sys.argv[2])
+    run_from_files(*json.loads(sys.argv[2]))
+
+
+def describe_layout(control: ControlMemory) -> tuple[float, ...]:
+    """Return what `run_from_files` needs to map this control memory."""
+    local_ranks = control.local_ranks
+    return control.size, control.spin_seconds, local_ranks.start, local_ranks.stop, len(control.link_memory)
+
+
+def run_from_files(fds: Sequence[int], layout: Sequence[Any], arguments: Sequence[Any]) -> NoReturn:
+    """Call `main` with the control memory and the channel whose open files this process has inherited."""
+    control_fd, channel_fd = fds
+    size, spin_seconds, start, stop, link_nbytes = layout
     control = ControlMemory(size, spin_seconds, control_fd, True, range(start, stop), link_nbytes)
     os.close(control_fd)
     main(control, socket.socket(fileno=channel_fd), *arguments)

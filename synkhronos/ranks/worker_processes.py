@@ -17,6 +17,7 @@ from collections.abc import Callable
 from synkhronos.ranks import worker_main
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE
+from synkhronos.ranks.fork_server import ForkServer
 from synkhronos.ranks.rank import Rank
 
 
@@ -24,11 +25,18 @@ class WorkerProcesses:
     """Worker processes of this host, and this process's ends of the socket pairs over which they receive segments.
 
     ``control_file`` is the file of the control memory, for workers that are new processes; None for forks, which
-    inherit it.  ``pids`` and ``channels`` are by rank.
+    inherit it.  With a ``fork_server`` they are its forks.  ``pids`` and ``channels`` are by rank.
     """
 
-    def __init__(self, master_rank: int, control: ControlMemory, control_file: io.FileIO | None):
+    def __init__(
+        self,
+        master_rank: int,
+        control: ControlMemory,
+        control_file: io.FileIO | None,
+        fork_server: ForkServer | None = None,
+    ):
         self._master_rank, self._control, self._control_file = master_rank, control, control_file
+        self._fork_server = fork_server
         self.pids: dict[int, int] = {}
         self.channels: dict[int, socket.socket] = {}
 
@@ -58,7 +66,9 @@ class WorkerProcesses:
             # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
             # handlers, and refuses to use a JAX that was initialized before.
             warnings.simplefilter("ignore")
-            if self._control_file is not None:
+            if self._control_file is not None and self._fork_server is not None:
+                pid = self._fork_server.start_worker(self._control, self._control_file, worker_end, *arguments[1:])
+            elif self._control_file is not None:
                 pid = worker_main.spawn_worker(self._control, self._control_file, worker_end, *arguments)
             elif not (pid := os.fork()):
                 worker_main.main(self._control, worker_end, *arguments, master, newest_key)

@@ -1,5 +1,6 @@
 """Pretended GPUs on several hosts (tests/support/gpus/pretended); benchmarks/gpu_hosts.py uses real GPUs."""
 
+import json
 import os
 import subprocess
 
@@ -108,6 +109,22 @@ def test_launcher_takes_all_gpus_of_each_host(tmp_path):
     assert "on cpu of host" in (tmp_path / "cores" / "rank-1.log").read_text().splitlines()[0]
     errors = train(["a", "b"], tmp_path / "refused", "--hosts=a:1,b", "--devices=cuda1", status=2)
     assert "devices: expected cpu, or cuda0 to cuda0 in this order" in errors[-1]
+
+
+@pytest.mark.hosts
+@pytest.mark.faults
+@needs_jax
+@pytest.mark.skipif(not are_simulated(), reason="all hosts would lose the GPU")
+def test_launcher_goes_on_without_a_lost_gpu_of_another_host(tmp_path):
+    pytest.importorskip("safetensors")
+    model = "--set=model='launch_models/mlp_variants.py:LosesGpu'"
+    train(["a", "b"], tmp_path, "--hosts=a:1,b:2", model, "--set=on_death='continue'")
+    assert json.loads((tmp_path / "settings.json").read_text())["hosts"] == ["a:1", "b:1"]
+    deaths = json.loads((tmp_path / "deaths.json").read_text())
+    assert [(death["host"], death.get("ranks_left")) for death in deaths] == [("b", None), ("b", 1), ("b", 1)]
+    reports = [json.loads(line) for line in (tmp_path / "reports.jsonl").read_text().splitlines()]
+    assert [report["epoch"] for report in reports] == [1, 2] and reports[1]["deaths"] == deaths
+    assert len((tmp_path / "rank-1.jsonl").read_text().splitlines()) > 1
 
 
 @pytest.mark.hosts

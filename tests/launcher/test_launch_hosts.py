@@ -164,17 +164,31 @@ def test_a_run_without_a_lost_host_cannot_leave_out_any(tmp_path, capfd):
     settings = Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path), hosts=("a:1", "b:1", "c:1"))
     supervisor = Supervisor(settings)
     deaths = [{"host": "b", "step": 3}, {"host": "a"}, {"host": ""}]
-    assert not supervisor._remove_lost_host(deaths)
+    assert not supervisor._remove_ranks_of_hosts(deaths)
     assert "can't start again on a:1, b:1, c:1, and no host but the first was lost" in capfd.readouterr().err
-    assert supervisor._remove_lost_host([*deaths, {"host": "b"}, {"host": "c"}, {"host": ""}])
+    assert supervisor._remove_ranks_of_hosts([*deaths, {"host": "b"}, {"host": "c"}, {"host": ""}])
     assert supervisor.settings.hosts == ("a:1", "b:1") == Settings.load(str(tmp_path)).hosts
+    assert not supervisor._remove_ranks_of_hosts([{"host": "a", "ranks_left": 0}])
+    assert supervisor._remove_ranks_of_hosts([{"host": "b", "ranks_left": 0}])
+    assert supervisor.settings.hosts == () and supervisor.settings.devices == ("cpu",)
+
+
+@pytest.mark.parametrize(
+    ("host", "hosts", "devices"), [("a", ("a:2", "b"), ("cuda0", "cuda1")), ("b", ("a:3", "b:2"), ("cuda0",) * 3)]
+)
+def test_a_run_goes_on_with_the_gpus_that_a_host_has_left(tmp_path, host, hosts, devices):
+    all_devices = "cuda0", "cuda1", "cuda2"
+    settings = Settings("module", "Class", ".", all_devices, folder=str(tmp_path), hosts=("a:3", "b"))
+    supervisor = Supervisor(settings)
+    assert supervisor._remove_ranks_of_hosts([{"host": host, "ranks_left": 2}])
+    assert supervisor.settings.hosts == hosts and len(supervisor.settings.devices) == len(devices)
 
 
 #: Patterns of the command lines of a run's processes.
 KINDS = {
     "supervisor": r"\S*python\S* -m synkhronos train",
     "rank 0": r"\S*python\S* -m synkhronos\.launcher\.rank\.master_process",
-    "rank of another host": r"\S*python\S* -c .* run_spawned_worker\(\)",
+    "rank of another host": r"\S*python\S* -c .*fork_server import run",
     "agent": r"\S*python\S* -c .*hosts\.agent import",
     "mpirun": r"\S*(mpirun|prterun) -",  # Open MPI's mpirun becomes this
     "what passes lines on": r"\S*python\S* -ISc .*os\.write",
@@ -212,6 +226,7 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, target):
         everyone = {pid: process for pid, process in list_marked_processes(mark.encode()).items() if pid not in before}
         pids_by_kind = {kind: [p for p, (_, line) in everyone.items() if re.match(KINDS[kind], line)] for kind in KINDS}
         pids_by_kind["Ctrl-C"] = pids_by_kind["supervisor"]
+        pids_by_kind["rank of another host"].sort(reverse=True)  # the first process is the server that forks the rank
         if target == "all, by a scheduler":
             for pid in everyone:
                 with contextlib.suppress(ProcessLookupError):

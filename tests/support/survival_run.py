@@ -77,24 +77,27 @@ class Killer(threading.Thread):
         runner, session = self.trainer._loop.operation_runner, ranks.get_session()
         while not self.is_over.wait(self.random.expovariate(1 / self.interval) if self.is_random else self.interval):
             step = runner.step
-            self.n_killed += self.kill_on_host() if self.hosts else self.kill_worker(session)
+            self.n_killed += self.kill_worker(session)
             if self.kills_twice and not self.is_over.wait(self.random.uniform(0.2, 3)):
-                self.n_killed += self.kill_on_host()
+                self.n_killed += self.kill_worker(session)
             while self.hosts and runner.step <= step and not self.is_over.wait(0.05):
                 pass
 
     def kill_worker(self, session: ranks.Session) -> bool:
-        """Kill a worker of this machine; return whether there was one: in a recovery there may be none."""
+        """Kill a worker of a random host; return whether there was one: in a recovery there may be none."""
+        host = self.random.choice(self.hosts) if self.hosts else None
+        if host is not None and host != self.hosts[0]:
+            return self.kill_on_host(host)
         pids = list(session.worker_pids.values())
         if pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.random.choice(pids), signal.SIGKILL)
         return bool(pids)
 
-    def kill_on_host(self) -> bool:
-        """Kill a worker of a random host; return whether there was one."""
-        command = [sys.executable, SIMULATED, "rsh", self.random.choice(self.hosts), "pgrep -f [r]un_spawned_worker"]
-        pids = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    def kill_on_host(self, host: str) -> bool:
+        """Kill a worker of another host; return whether there was one."""
+        command = [sys.executable, SIMULATED, "rsh", host, "pgrep -f [f]ork_server"]
+        pids = subprocess.run(command, capture_output=True, text=True).stdout.split()[1:]  # not the server itself
         command[-1] = f"kill -KILL {self.random.choice(pids)}" if pids else "false"
         return bool(pids) and subprocess.run(command).returncode == 0
 

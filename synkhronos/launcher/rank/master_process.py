@@ -18,6 +18,7 @@ import numpy as np
 
 from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.data.data_access import create_unpublished
+from synkhronos.hosts import MissingGpuError
 from synkhronos.launcher import core_binding
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
@@ -25,7 +26,7 @@ from synkhronos.launcher.rank import rank_functions
 from synkhronos.launcher.supervision.master_arguments import MasterArguments
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
 from synkhronos.programs import run
-from synkhronos.ranks import WorkerError, get_last_death, get_session
+from synkhronos.ranks import WorkerError, get_last_death, get_last_host, get_session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Death, describe_rank
 from synkhronos.rules import allocate_shared_arrays
@@ -78,10 +79,14 @@ def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None
     elif isinstance(error, WorkerError) and not error.reports:
         text = str(error).partition(";")[0]
         DeathLog(folder).add(Death(error.rank, "", 0, f"ended: {text}"))
+    elif is_failed_start and isinstance(error, WorkerError):
+        host, n_ranks = get_last_host(error.rank)
+        death = Death.from_failed_start(error.rank, host, str(error).partition("\n")[0])
+        DeathLog(folder).add(death, n_ranks - 1 if host else None)
+    elif is_failed_start and isinstance(error, MissingGpuError):
+        DeathLog(folder).add(Death.from_failed_start(0, error.host, "its GPU is missing"), error.n_gpus)
     elif is_failed_start and isinstance(error, Exception):
-        rank = error.rank if isinstance(error, WorkerError) else 0
-        text = str(error).partition("\n")[0] if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
-        DeathLog(folder).add(Death.from_failed_start(rank, "", text))
+        DeathLog(folder).add(Death.from_failed_start(0, "", f"{type(error).__name__}: {error}"))
 
 
 def _train(settings: Settings, arguments: MasterArguments) -> int:

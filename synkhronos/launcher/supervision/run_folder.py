@@ -100,7 +100,8 @@ class DeathLog:
     """Log of the deaths of a run's processes, in the file ``deaths.json`` of its folder.
 
     A death is a dict of ``rank``, ``host``, ``cause``, ``is_failed_start`` and ``time``, and, once the training
-    continues, of ``step`` and ``seconds``.
+    continues, of ``step`` and ``seconds``.  If one of several hosts can't start all of its ranks, ``ranks_left`` is the
+    number that it can.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -114,9 +115,11 @@ class DeathLog:
             return []
         return deaths
 
-    def add(self, death: Death) -> None:
-        """Append a death."""
+    def add(self, death: Death, n_ranks_left: int | None = None) -> None:
+        """Append a death; ``n_ranks_left`` is that of its host, if the host can't start all of its ranks."""
         entry = {name: getattr(death, name) for name in ("rank", "host", "cause", "is_failed_start")}
+        if n_ranks_left is not None:
+            entry["ranks_left"] = n_ranks_left
         self._write([*self.read(), {**entry, "time": time.time()}])
 
     def record_recovery(self, step: int) -> list[dict[str, Any]]:

@@ -279,7 +279,7 @@ class Supervisor:
             return False
         if limit.is_rank_unusable:
             limit.reset_deaths_since_copy()
-            if not (self._remove_lost_host(deaths) if self.settings.hosts else self._remove_device(rank)):
+            if not (self._remove_ranks_of_hosts(deaths) if self.settings.hosts else self._remove_device(rank)):
                 return False
         self._checkpoint = newest
         (self.folder / FAILURE_FILE).unlink(missing_ok=True)
@@ -301,21 +301,30 @@ class Supervisor:
         self.settings.save()
         return True
 
-    def _remove_lost_host(self, deaths: list[dict[str, Any]]) -> bool:
-        """Remove the host that was lost before failed starts from the settings; return False if there is none."""
-        first_host, *other_hosts = self.settings.hosts
-        names = [host.partition(":")[0] for host in other_hosts]
-        lost_names = [death["host"] for death in deaths if "step" not in death and death["host"] in names]
+    def _remove_ranks_of_hosts(self, deaths: list[dict[str, Any]]) -> bool:
+        """Remove the ranks that can't start from the settings; return False if the run can't continue.
+
+        They are those that a host's missing GPUs leave, or all of the host that was lost before failed starts.
+        """
+        settings, n_left = self.settings, deaths[-1].get("ranks_left", 0)
+        names = [host.partition(":")[0] for host in settings.hosts]
+        lost_names = [death["host"] for death in deaths if "step" not in death and death["host"] in names[1:]]
+        if deaths[-1]["host"] == names[0] and n_left:
+            lost_names.append(names[0])
         if not lost_names:
             self._error_console.write(
                 f"the run can't start again on {', '.join(self.settings.hosts)}, and no host but the first was lost; "
                 "if the run has checkpoints, go on with --resume and other --hosts\n"
             )
             return False
-        hosts = [first_host, *(host for host, name in zip(other_hosts, names, strict=True) if name != lost_names[-1])]
-        cause = f"host {lost_names[-1]} can't be reached"
-        self._error_console.write(f"{cause}, and is left out: the run continues on {', '.join(hosts)}\n")
-        self.settings = dataclasses.replace(self.settings, hosts=tuple(hosts) if len(hosts) > 1 else ())
+        name = lost_names[-1]
+        hosts = list(settings.hosts)
+        hosts[names.index(name) : names.index(name) + 1] = [f"{name}:{n_left}"] if n_left else []
+        cause = "can't start all of its ranks" if "ranks_left" in deaths[-1] else "can't be reached"
+        effect = f"has {n_left} from now on" if n_left else "is left out"
+        self._error_console.write(f"host {name} {cause}, and {effect}: the run continues on {', '.join(hosts)}\n")
+        devices = settings.devices[:n_left] if name == names[0] else settings.devices
+        self.settings = dataclasses.replace(settings, hosts=tuple(hosts) if len(hosts) > 1 else (), devices=devices)
         self.settings.save()
         return True
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from synkhronos.training.updates.flat_gradient import get_shape
-from synkhronos.training.updates.optimizers import make_moments, one_minus_power
+from synkhronos.training.updates.optimizers import check_decay_rate, make_moments, one_minus_power
 from synkhronos.training.updates.update_rule import FormulaContext, NewValues, update_rule
 from synkhronos.variable_types import Scalar, SharedVariable, Variable
 
@@ -81,6 +81,8 @@ def lion(
 
     Chen, X. et al. (2023): Symbolic discovery of optimization algorithms. arXiv:2302.06675.
     """
+    check_decay_rate(beta1, "beta1")
+    check_decay_rate(beta2, "beta2")
     m = c.zeros("m")
     sign = getattr(c.tensor, "sign", None) or c.tensor.sgn  # Theano's
     step = sign(c(beta1) * m + c(1 - beta1) * g)

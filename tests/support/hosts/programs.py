@@ -619,6 +619,7 @@ def survive(name: str, seed: str, source: str = "arrays") -> None:
     from trainer_model import SYNCHRONOUS, Model, X, make_epochs
 
     n, chosen = fork(), random.Random(seed)
+    mpirun_pid = ranks.get_session()._group.link._mpirun.pid
 
     def train(kills_mpirun: bool) -> tuple[Any, list[Any]]:
         model, reports = Model(name), []
@@ -639,6 +640,8 @@ def survive(name: str, seed: str, source: str = "arrays") -> None:
     assert deaths and all("SIGKILL" in death["cause"] for death in deaths), deaths
     assert name != "LocalSGD" or any("mpirun, which connects the hosts" in death["cause"] for death in deaths), deaths
     assert ranks.get_session().size == n and [r.seen for r in reports] == [r.seen for r in expected_reports]
+    # The agents stay after the death of a worker.
+    assert (ranks.get_session()._group.link._mpirun.pid == mpirun_pid) == (name != "LocalSGD")
     if name in SYNCHRONOUS:
         np.testing.assert_array_equal(values, expected)
         assert [(r.loss, r.validation) for r in reports] == [(r.loss, r.validation) for r in expected_reports]

@@ -175,6 +175,17 @@ class LosesHost(MLP):
         super().train_iter(count, recorder)
 
 
+class LosesGpu(MLP):
+    """The last rank of three exits in the third step of the second epoch; its host has a pretended GPU less then."""
+
+    def train_iter(self, count, recorder):
+        if (self.rank, self.size, self.epoch, count) == (2, 3, 1, 2):
+            with open("/dev/shm/pretended_gpus", "w") as file:  # each simulated host has a folder of its own there
+                file.write("1")
+            os._exit(1)
+        super().train_iter(count, recorder)
+
+
 class Exits(MLP):
     """Rank 1 exits in the fourth iteration."""
 

@@ -17,7 +17,11 @@ def nvmlShutdown():  # noqa: N802 - NVIDIA's name
 
 
 def nvmlDeviceGetCount():  # noqa: N802 - NVIDIA's name
-    return int(os.environ["PRETENDED_GPUS"])
+    try:
+        with open("/dev/shm/pretended_gpus") as file:  # some were lost on this simulated host
+            return int(file.read())
+    except FileNotFoundError:
+        return int(os.environ["PRETENDED_GPUS"])
 
 
 def nvmlDeviceGetHandleByIndex(index):  # noqa: N802 - NVIDIA's name
