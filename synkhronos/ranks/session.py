@@ -246,7 +246,7 @@ class Session(CommandRunner):
             if isinstance(error, Exception):
                 self._record_failed_start(error, has_opened=self._group.link is link)
             self.close(kill=True)
-            if link is not None:  # an interrupt may have come before the session was open
+            if link is not None and self._group.link is not link:  # the session has not been opened with it
                 link.shut_down(True, 0.0, lambda: True)
             raise
         return has_new_processes

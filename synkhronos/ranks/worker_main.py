@@ -104,7 +104,7 @@ def run_spawned_worker() -> NoReturn:
 
 
 def describe_layout(control: ControlMemory) -> tuple[float, ...]:
-    """Return what `run_from_files` needs to map this control memory."""
+    """Return the layout of this control memory, for `run_from_files`."""
     local_ranks = control.local_ranks
     return control.size, control.spin_seconds, local_ranks.start, local_ranks.stop, len(control.link_memory)
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import signal
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from library import XLA, shared, tensor
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.extensions.train import make_train_function
+from synkhronos.function.call import RankCall
 from synkhronos.training import Checkpoint, make_trainer
 from synkhronos.training import updates as u
 from synkhronos.training.train_function.step_command import ShardedStepCommand
@@ -201,3 +203,37 @@ def test_shard_optimizer_refuses_other_exchange_rules(n_ranks):
         make_trainer(
             problem.loss, problem.params, problem.x, problem.y, u.adam, rules.LocalSGD(3), shard_optimizer=True
         )
+
+
+@pytest.mark.skipif(XLA, reason="a fused step is one launch; test_gpu_training interrupts it")
+@pytest.mark.parametrize("shard", [False, True])
+def test_interrupt_between_the_launches_of_a_step_is_all_or_nothing(n_ranks, monkeypatch, shard):
+    if n_ranks == 1:
+        pytest.skip("a rank without peers")
+    x, w = tensor.dmatrix("x"), shared(np.ones(4), "w")
+    loss = (x.dot(w) ** 2).mean()
+    train = make_train_function(loss, [w], x, [], u.momentum, learning_rate=0.01, shard_optimizer=shard)
+    rows = rng.normal(size=(9, 4))
+    n_launches, run = 3 if shard else 2, RankCall.run
+    for moment in [(launch, is_before) for launch in range(n_launches) for is_before in (True, False)]:
+        train(rows, [])
+        before, (velocity,) = w.get_value(), train.get_optimizer_state()
+        launches = []
+
+        def interrupt_at_moment(call, *args, moment=moment, launches=launches):
+            launches.append(call)
+            if moment == (len(launches) - 1, True):
+                signal.raise_signal(signal.SIGINT)
+            result = run(call, *args)
+            if moment == (len(launches) - 1, False):
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(RankCall, "run", interrupt_at_moment)
+            train(rows, [])
+        if moment[0] > 0:  # the gradient is reduced, so that the step is taken
+            velocity = 0.9 * velocity - 0.01 * 2 * rows.T.dot(rows.dot(before)) / len(rows)
+            before = before + velocity
+        np.testing.assert_allclose(synk.gather(w, nd_up=1), [before] * n_ranks, rtol=1e-12)
+        np.testing.assert_allclose(train.get_optimizer_state()[0], velocity, rtol=1e-12)

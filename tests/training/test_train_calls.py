@@ -1,14 +1,11 @@
 """Training functions: wrong arguments, rows by batch_s, and calls after a new fork."""
 
-import signal
 from functools import partial
 
 import numpy as np
 import pytest
-from library import XLA
 
 import synkhronos as synk
-from synkhronos.function.call import RankCall
 from synkhronos.training import make_train_function, make_train_function_serial, updates
 
 try:
@@ -252,36 +249,3 @@ def test_make_train_function_refuses_double_updates(two_ranks, make):
     extra = [(model.w, 0 * model.w)]
     with pytest.raises(ValueError, match="extra_updates: the update rule has an update of 'w' already"):
         make(model.loss, model.params, model.x, model.y, updates.sgd, extra_updates=extra, learning_rate=0.1)
-
-
-@pytest.mark.skipif(XLA, reason="a fused step is one launch; test_gpu_training interrupts it")
-@pytest.mark.parametrize("shard", [False, True])
-def test_interrupt_between_the_launches_of_a_step_is_all_or_nothing(fork, monkeypatch, shard):
-    n = fork(3)
-    x, w = T.dmatrix("x"), library.shared(np.ones(4), "w")
-    loss = (x.dot(w) ** 2).mean()
-    train = make_train_function(loss, [w], x, [], updates.momentum, learning_rate=0.01, shard_optimizer=shard)
-    rows = np.random.default_rng(0).normal(size=(9, 4))
-    n_launches, run = 3 if shard else 2, RankCall.run
-    for moment in [(launch, is_before) for launch in range(n_launches) for is_before in (True, False)]:
-        train(rows, [])
-        before, (velocity,) = w.get_value(), train.get_optimizer_state()
-        launches = []
-
-        def interrupt_at_moment(call, *args, moment=moment, launches=launches):
-            launches.append(call)
-            if moment == (len(launches) - 1, True):
-                signal.raise_signal(signal.SIGINT)
-            result = run(call, *args)
-            if moment == (len(launches) - 1, False):
-                signal.raise_signal(signal.SIGINT)
-            return result
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(RankCall, "run", interrupt_at_moment)
-            train(rows, [])
-        if moment[0] > 0:  # the gradient is reduced, so that the step is taken
-            velocity = 0.9 * velocity - 0.01 * 2 * rows.T.dot(rows.dot(before)) / len(rows)
-            before = before + velocity
-        np.testing.assert_allclose(synk.gather(w, nd_up=1), [before] * n, rtol=1e-12)
-        np.testing.assert_allclose(train.get_optimizer_state()[0], velocity, rtol=1e-12)
