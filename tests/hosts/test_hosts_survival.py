@@ -9,7 +9,6 @@ pytestmark = [pytest.mark.hosts, pytest.mark.faults, pytest.mark.timeout(300)]
 @pytest.mark.parametrize(
     ("name", "seed", "source"),
     [
-        ("BSP", 0, "arrays"),
         ("EASGD", 2, "arrays"),
         ("GoSGD", 3, "arrays"),
         ("BSP", 5, "parts"),

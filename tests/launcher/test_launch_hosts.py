@@ -121,10 +121,18 @@ def test_restart_works_on_two_hosts(tmp_path, victim):
     assert [line["step"] for line in read_json_lines(tmp_path / "run", "rank-1")] == [9, 18]
 
 
+@pytest.fixture(scope="module")
+def one_host_run(tmp_path_factory):
+    """Train on two ranks of this machine; return the run's folder."""
+    folder = tmp_path_factory.mktemp("one")
+    train(folder, "MLP", "--devices=cpu", "--ranks=2", epochs=2)
+    return folder
+
+
 @pytest.mark.hosts
 @pytest.mark.faults
 @pytest.mark.parametrize("has_lost_host", [False, True])
-def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
+def test_on_death_continue_works_on_two_hosts(tmp_path, one_host_run, has_lost_host):
     """The agent of a host is the parent of its ranks: its death ends them all."""
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": 1, "config.epochs": "[1]"}
@@ -132,8 +140,7 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
     run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesInEpochs", on_death="continue", **config)
     _, errors = wait_for_end(run, 0)
     assert "death 1 of at most 100: from the checkpoint " in errors
-    train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=2", epochs=2)
-    expected, actual = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
+    expected, actual = (np.load(folder / "params.npz") for folder in (one_host_run, tmp_path / "run"))
     assert all(np.array_equal(expected[name], actual[name]) for name in expected)
     (death,) = json.loads((tmp_path / "run" / "deaths.json").read_text())
     assert read_json_lines(tmp_path / "run", "reports")[1]["deaths"] == [death]

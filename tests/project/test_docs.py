@@ -16,7 +16,6 @@ import importlib.util
 import inspect
 import io
 import json
-import os
 import pkgutil
 import re
 import shlex
@@ -201,7 +200,6 @@ def test_model_of_the_launcher_page_is_complete(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "synkhronos", "check", f"{tmp_path}/digits.py:Digits"],
         cwd=ROOT,
-        env={**os.environ, "PYTENSOR_FLAGS": "mode=FAST_COMPILE"},
         capture_output=True,
         text=True,
         timeout=100,
