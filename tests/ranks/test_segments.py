@@ -119,4 +119,4 @@ def test_files_in_flight_are_limited():
         synk.data([1.0]).free_memory()
         print("sent")
     """
-    assert run_code(code, 60) == "sent\n"
+    assert run_code(code, timeout=60) == "sent\n"
