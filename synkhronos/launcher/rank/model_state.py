@@ -106,7 +106,11 @@ class ModelState:
             self.context.send(rank_entry, 0)
         else:
             rank_entries = [rank_entry, *map(self.context.receive, range(1, self.context.size))]
+            states = [state for state, *_ in rank_entries]
+            arrays, layout = rank_state.pack_states(states, self.rule_state.shared, False)
             meta = {
+                **describe_training("run", self.rule, self.variables, None),
+                **layout,
                 "epochs": self.n_complete_epochs,
                 "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
                 "stop": self.early_stopping.to_json(),
@@ -114,16 +118,7 @@ class ModelState:
                 "totals": [steps for _, _, steps, _ in rank_entries],
                 "within": [position for *_, position in rank_entries] if is_within_epoch else None,
             }
-            rank_state.write_states(
-                checkpoint or self.checkpoints,
-                meter.total_steps,
-                describe_training("run", self.rule, self.variables, None),
-                [state for state, *_ in rank_entries],
-                self.rule_state.shared,
-                False,
-                meta,
-                metrics or {},
-            )
+            (checkpoint or self.checkpoints).save(meter.total_steps, arrays, meta, metrics)
         self.context.barrier("the checkpoint is written")
 
     def restore(self, path: str) -> None:

@@ -2,7 +2,7 @@
 
 Trainers and the launcher save and resume::
 
-    all ranks: collect_state --> one rank: write_states        --> Checkpoint
+    all ranks: collect_state --> one rank: pack_states      --> Checkpoint
     all ranks: restore_state <-- one rank: check_can_resume <-- Checkpoint
 
 While a report is made, all ranks have the rule's consensus parameters (`set_params_to_consensus`).  Each rank stores
@@ -20,7 +20,7 @@ import numpy as np
 from synkhronos.graph_libraries import get_library
 from synkhronos.programs import RankContext
 from synkhronos.rules import Rule, State
-from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointContent, read_checkpoint
+from synkhronos.training.checkpoints.checkpoint import CheckpointContent, read_checkpoint
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.variable_types import SharedVariable
 
@@ -65,9 +65,14 @@ def collect_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
     }
 
 
-def _pack_states(states_by_rank: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Return the arrays of all ranks by their names in a checkpoint, such as ``"0.params"``."""
-    arrays: dict[str, np.ndarray] = {}
+def pack_states(
+    states_by_rank: Sequence[dict[str, Any]], memory: Mapping[str, np.ndarray], is_joint: bool
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the arrays of a checkpoint, by their names in it such as ``"0.params"``, and entries of its ``meta``.
+
+    ``states_by_rank`` has the result of `collect_state` on each rank, ``memory`` the shared memory of the rule.
+    """
+    arrays = {f"shared.{name}": np.array(array) for name, array in memory.items()}
     for r, state in enumerate(states_by_rank):
         for key, value in state.items():
             if key == "own":
@@ -76,7 +81,8 @@ def _pack_states(states_by_rank: Sequence[dict[str, Any]]) -> dict[str, np.ndarr
                 arrays |= {f"{r}.others.{i}": array for i, array in enumerate(value)}
             elif key != "streams":
                 arrays[f"{r}.{key}"] = np.asarray(value)
-    return arrays
+    streams = [state["streams"] for state in states_by_rank]
+    return arrays, {"ranks": len(states_by_rank), "alike": is_joint, "streams": streams}
 
 
 def _unpack_states(content: CheckpointContent) -> list[dict[str, Any]]:
@@ -96,31 +102,6 @@ def _unpack_states(content: CheckpointContent) -> list[dict[str, Any]]:
         prefix = f"{r}.own."
         state["own"] = {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}
     return states_by_rank
-
-
-def write_states(
-    checkpoint: Checkpoint,
-    seen: int,
-    description: Mapping[str, Any],
-    states_by_rank: Sequence[dict[str, Any]],
-    memory: Mapping[str, np.ndarray],
-    is_joint: bool,
-    meta: Mapping[str, Any],
-    metrics: Mapping[str, float],
-) -> None:
-    """Write a checkpoint of all ranks.
-
-    ``seen`` is the number of rows trained on so far; the launcher passes a number of steps.  ``description`` is the
-    result of `describe_training`, ``states_by_rank`` that of `collect_state` on each rank, ``memory`` the shared memory
-    of the rule. ``meta`` has further entries of the checkpoint's ``meta``.
-    """
-    arrays = _pack_states(states_by_rank) | {f"shared.{name}": np.array(array) for name, array in memory.items()}
-    layout = {
-        "ranks": len(states_by_rank),
-        "alike": is_joint,
-        "streams": [state["streams"] for state in states_by_rank],
-    }
-    checkpoint.save(seen, arrays, {**description, **layout, **meta}, metrics)
 
 
 def set_params_to_consensus(context: RankContext, name: str, rule: Rule) -> None:

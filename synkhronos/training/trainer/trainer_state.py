@@ -107,7 +107,11 @@ class TrainerState:
         by_rank = run(rank_state.collect_state, self.spec)
         if self._sharded_step is not None:
             by_rank[0]["optimizer"] = self.get_sharded_optimizer()
+        memory = {name: array.data for name, array in self.spec.memory.items()}
+        arrays, layout = rank_state.pack_states(by_rank, memory, self.spec.is_joint)
         meta = {
+            **self._describe(),
+            **layout,
             "seen": seen,
             "epoch": position.epoch,
             "row": position.epoch_position,
@@ -122,10 +126,7 @@ class TrainerState:
             "schedule": schedules.get_state(schedule),
             "steps_taken": position.steps,
         }
-        memory = {name: array.data for name, array in self.spec.memory.items()}
-        metrics = {} if position.totals else position.metrics
-        is_joint = self.spec.is_joint
-        rank_state.write_states(checkpoint, seen, self._describe(), by_rank, memory, is_joint, meta, metrics)
+        checkpoint.save(seen, arrays, meta, {} if position.totals else position.metrics)
 
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
         """Restore all ranks and the position from a checkpoint; return the number of rows trained on so far."""
