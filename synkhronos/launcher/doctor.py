@@ -18,23 +18,16 @@ from synkhronos.launcher import core_binding
 from synkhronos.ranks import count_available_cores
 from synkhronos.ranks.segments import get_free_memory
 
-#: Modules and the packages that provide them.
+#: For each module the package that provides it; for optional ones the feature that needs it, and the extra of this
+#: package that installs it.
 _PACKAGES = {
-    "pytensor": "pytensor",
-    "theano": "Theano",
-    "jax": "jax",
-    "lasagne": "Lasagne",
-    "safetensors": "safetensors",
-    "mpi4py": "mpi4py",
-    "matplotlib": "matplotlib",
-}
-#: Optional modules: the feature that needs each, and the extra of this package that installs it.
-_OPTIONAL_PACKAGES = {
-    "jax": ("PyTensor's JAX mode", "jax"),
-    "lasagne": ("Lasagne's layers, and the model zoo", "lasagne"),
-    "safetensors": ("checkpoints, and train --resume", "training"),
-    "mpi4py": ("ranks on several hosts", "hosts"),
-    "matplotlib": ("pictures of runs (python -m synkhronos show)", "demos"),
+    "pytensor": ("pytensor", "", ""),
+    "theano": ("Theano", "", ""),
+    "jax": ("jax", "PyTensor's JAX mode", "jax"),
+    "lasagne": ("Lasagne", "Lasagne's layers, and the model zoo", "lasagne"),
+    "safetensors": ("safetensors", "checkpoints, and train --resume", "training"),
+    "mpi4py": ("mpi4py", "ranks on several hosts", "hosts"),
+    "matplotlib": ("matplotlib", "pictures of runs (python -m synkhronos show)", "demos"),
 }
 
 
@@ -61,7 +54,7 @@ def make_report() -> str:
         "cores": f"{count_available_cores()} for this process, {os.cpu_count()} in all",
         "memory": f"{get_free_memory() / 2**30:.1f} GiB free",
     }
-    for module, package in _PACKAGES.items():
+    for module, (package, *_) in _PACKAGES.items():
         if module in installed:
             facts[package] = list_versions([package]).get(package, "unknown version")
     facts["GPUs"] = str(n_gpus or "none")
@@ -102,9 +95,9 @@ def _list_required_steps(installed: set[str], n_gpus: int) -> list[str]:
 def _list_optional_steps(installed: set[str]) -> list[str]:
     """Return the steps that optional features need."""
     steps = []
-    for module, (use, extra) in _OPTIONAL_PACKAGES.items():
+    for module, (_, use, extra) in _PACKAGES.items():
         # JAX comes with a NumPy that Theano can't use.
-        if module not in installed and not (module == "jax" and "theano" in installed):
+        if extra and module not in installed and not (module == "jax" and "theano" in installed):
             steps.append(f"{use}: pip install 'synkhronos[{extra}]'")
     if "theano" not in installed and shutil.which("g++") is None:
         steps.append("PyTensor's C mode: apt-get install g++")

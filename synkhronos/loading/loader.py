@@ -140,7 +140,7 @@ class Loader:
         self._position: tuple[ReadPlan, int] | None = None
         self._dtypes = [array.dtype.newbyteorder("=") for array in self._sample]
         if vars is not None:
-            self._set_dtypes(vars)
+            set_row_dtypes(self, vars)
 
     def __repr__(self) -> str:
         rows = "" if isinstance(self.source, IterableSource) else f", {len(self):,} rows"
@@ -179,30 +179,6 @@ class Loader:
     def n_skipped(self) -> int:
         """Number of rows skipped in the batches so far."""
         return self._n_skipped_before + (0 if self._pool is None else self._pool.ring.n_skipped)
-
-    def _set_dtypes(self, variables: Sequence[Variable]) -> None:
-        """Set the dtypes of the arrays of rows to those of variables; raise TypeError or ValueError for an unsafe cast.
-
-        Loader processes with other dtypes are ended.
-        """
-        if len(variables) != len(self._sample):
-            raise ValueError(
-                f"vars: expected {len(self._sample)} variables, one per array of a row, got {len(variables)}"
-            )
-        dtypes = []
-        for i, (variable, array) in enumerate(zip(variables, self._sample, strict=True)):
-            get_library(variable)
-            variable_type = variable.type
-            if variable_type.ndim != array.ndim + 1:
-                raise ValueError(
-                    f"vars: expected {array.ndim + 1} dimensions for array {i}, whose rows have shape {array.shape}, "
-                    f"got {variable} of {variable_type.ndim}"
-                )
-            check_cast(array, variable_type.dtype, f"vars: array {i} of a row, for {describe(variable)}")
-            dtypes.append(np.dtype(variable_type.dtype))
-        if dtypes != self._dtypes:
-            self.close()
-        self._dtypes = dtypes
 
     # -- batches ---------------------------------------------------------------------------------------------
 
@@ -416,8 +392,27 @@ class LoaderRows:
 
 
 def set_row_dtypes(loader: Loader, variables: Sequence[Variable]) -> None:
-    """Set the dtypes of a loader's rows to those of variables; raise TypeError or ValueError for an unsafe cast."""
-    loader._set_dtypes(variables)
+    """Set the dtypes of a loader's rows to those of variables; raise TypeError or ValueError for an unsafe cast.
+
+    Loader processes with other dtypes are ended.
+    """
+    sample = loader._sample
+    if len(variables) != len(sample):
+        raise ValueError(f"vars: expected {len(sample)} variables, one per array of a row, got {len(variables)}")
+    dtypes = []
+    for i, (variable, array) in enumerate(zip(variables, sample, strict=True)):
+        get_library(variable)
+        variable_type = variable.type
+        if variable_type.ndim != array.ndim + 1:
+            raise ValueError(
+                f"vars: expected {array.ndim + 1} dimensions for array {i}, whose rows have shape {array.shape}, got "
+                f"{variable} of {variable_type.ndim}"
+            )
+        check_cast(array, variable_type.dtype, f"vars: array {i} of a row, for {describe(variable)}")
+        dtypes.append(np.dtype(variable_type.dtype))
+    if dtypes != loader._dtypes:
+        loader.close()
+    loader._dtypes = dtypes
 
 
 def open_rows(loader: Loader, epoch: int, position: int, unit_rows: int, seed: int, n_consumers: int) -> LoaderRows:
