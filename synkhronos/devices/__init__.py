@@ -95,7 +95,7 @@ def get_array_device(array: Array) -> Device:
 
 
 def read_environment_device() -> Device | None:
-    """Return the device that SYNKHRONOS_DEVICE names, or None; ValueError for a device on GPUs or an unknown one."""
+    """Return the device that SYNKHRONOS_DEVICE names, or None; raise ValueError for one on GPUs or an unknown one."""
     name = os.environ.get("SYNKHRONOS_DEVICE")
     if not name:
         return None

@@ -51,7 +51,7 @@ class Communicator(ABC):
         """
 
     def wait_briefly(self) -> bool:
-        """Wait for the results of `all_reduce` if that is quicker than not to wait; return whether they are complete.
+        """Wait a short time for the results of `all_reduce`, if it may be enough; return True if they are complete.
 
         It is called once after one or several calls of `all_reduce`.
         """

@@ -139,9 +139,11 @@ class JaxDevice(CudaDevice):
         """Return an array's address on the GPU."""
         return int(array.unsafe_buffer_pointer())
 
-    def sync(self, array: Array) -> None:
-        """Wait until an array has been computed."""
-        array.block_until_ready()
+    def wait(self, values: Sequence[Any]) -> None:
+        """Wait until arrays have been computed."""
+        for value in values:
+            if self.owns(value):
+                value.block_until_ready()
 
     def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
         """Return ``op`` applied to two arrays of one shape."""

@@ -111,9 +111,11 @@ class PygpuDevice(CudaDevice):
         """Return an array's address on the GPU."""
         return int(array.gpudata)
 
-    def sync(self, array: Array) -> None:
-        """Wait until an array has been computed."""
-        array.sync()
+    def wait(self, values: Sequence[Any]) -> None:
+        """Wait until arrays have been computed."""
+        for value in values:
+            if self.owns(value):
+                value.sync()
 
     def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
         """Return ``op`` applied to two arrays of one shape."""

@@ -79,7 +79,7 @@ class StepShards(NamedTuple):
 
 
 class GradientExchange(Protocol):
-    """Exchange of a gradient between the ranks, amid the functions of one launch, as `StepCommand` of ``training/``.
+    """Exchange of a gradient between the ranks, within a launch; `StepCommand` of ``training/`` implements it.
 
     It is an all-reduce of a shared variable or, with shards, a reduce-scatter and all-gathers.
     """

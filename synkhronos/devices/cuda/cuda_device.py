@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -92,10 +92,6 @@ class CudaDevice(Device):
     def get_pointer(self, array: Array) -> int:
         """Return an array's address on the GPU."""
 
-    @abstractmethod
-    def sync(self, array: Array) -> None:
-        """Wait until an array has been computed."""
-
     # -- collectives -----------------------------------------------------------------------------------------
 
     def get_communicator(self, rank: Rank) -> NcclCommunicator:
@@ -168,9 +164,3 @@ class CudaDevice(Device):
         if self.stream is None:
             self.wait(results)
         self.staging.after_launch()
-
-    def wait(self, values: Sequence[Any]) -> None:
-        """Wait until arrays have been computed."""
-        for value in values:
-            if self.owns(value):
-                self.sync(value)

@@ -361,7 +361,7 @@ class NcclCommunicator(Communicator):
     def _prepare_buffer(self, array: Array) -> tuple[int, int, int | None]:
         """Wait for an array unless NCCL uses the library's stream; return its address, length, and NCCL dtype."""
         if self._library.stream is None:
-            self._library.sync(array)
+            self._library.wait([array])
         return self._library.get_pointer(array), array.size, to_nccl_dtype(array.dtype)
 
     def _wait_until_idle(self, check_peers: Callable[[], None] | None = None) -> None:

@@ -218,7 +218,7 @@ class Staging:
 
     def write_segment(self, rank: Rank, segment_key: int, offset: int, array: Array) -> None:
         """Copy an array into a segment of shared memory, at a byte offset, and wait for the copy."""
-        self.library.sync(array)
+        self.library.wait([array])
         self.set_current_gpu()
         target = self.pin_segment(rank, segment_key) + offset
         source, nbytes = self.library.get_pointer(array), array.size * array.dtype.itemsize
