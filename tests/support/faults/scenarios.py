@@ -203,6 +203,9 @@ def fork_with_fault(how: str, fault_rank: int = 2, spawn: bool = False) -> None:
     if "error" in outcome:
         synk.fork(N, use_gpu=False)
         report_works_and_close(before, Workload(), N)
+        return
+    synk.close()
+    report_event("closed", before=before, after=measure_footprint())
 
 
 def _need_fresh_processes() -> None:
