@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data.data_access import copy_to_shared, get_array_location
 from synkhronos.data.rows import get_share
 from synkhronos.function.call import Call
@@ -170,7 +171,7 @@ class PreparedSum:
     """A function of the rows that all ranks have compiled, prepared for many calls with arguments of the same shapes.
 
     The session's call lock is held.  ``arguments`` are those of the first call, and the function's result is a scalar
-    or a vector of ``result_size`` elements.  Other parameters are fields of `ComputeSlices`.
+    or a vector of ``result_size`` elements.  ``distributed_sum`` is the `DistributedSum` whose rows it reads.
     """
 
     def __init__(
@@ -179,19 +180,22 @@ class PreparedSum:
         dispatcher: Dispatcher,
         arguments: Sequence[np.ndarray],
         result_size: int,
-        bounds: Sequence[int],
-        row_keys: tuple[Any, ...],
         distributed_sum: Any,
     ):
+        rows = distributed_sum.rows
         self._session, self._dispatcher = session, dispatcher
         self._data = [copy_to_shared(argument) for argument in arguments]
         output_type = dispatcher.computation.outputs[0].type
-        shape = (len(bounds) - 1, result_size)[: 1 + output_type.ndim]
+        shape = (len(rows.slice_bounds) - 1, result_size)[: 1 + output_type.ndim]
         self._data.append(copy_to_shared(np.zeros(shape, output_type.dtype)))
         *self._inputs, self._table = [shared.data for shared in self._data]
         call = dispatcher.make_call(session, self._data[:-1])
         self._command = ComputeSlices(
-            call, get_array_location(self._data[-1]), tuple(bounds), row_keys, distributed_sum
+            call,
+            get_array_location(self._data[-1]),
+            tuple(rows.slice_bounds),
+            distribute_variables(session, rows.shareds),
+            distributed_sum if rows.ranks_have_all else None,
         )
 
     def accepts(self, arguments: Sequence[np.ndarray]) -> bool:

@@ -41,7 +41,6 @@ from pytensor.tensor.rewriting.basic import register_canonicalize
 from pytensor.tensor.type import float_dtypes
 
 from synkhronos import ranks
-from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.extensions.chains import find_chain, start_chain_ranks
 from synkhronos.extensions.distributed_rows import DistributedRows
 from synkhronos.extensions.row_slices import PreparedSum
@@ -350,9 +349,7 @@ class DistributedSum:
                 if dispatcher.has_compiled_default:
                     prepared = self._prepared_sums.get(function)
                     if prepared is None or not prepared.accepts(arguments):
-                        keys = distribute_variables(session, self.rows.shareds)
-                        bounds, owner = self.rows.slice_bounds, self if self.rows.ranks_have_all else None
-                        prepared = PreparedSum(session, dispatcher, arguments, result_size, bounds, keys, owner)
+                        prepared = PreparedSum(session, dispatcher, arguments, result_size, self)
                         self._prepared_sums[function] = prepared
                     return np.ravel(prepared.compute(arguments))
         return np.ravel(dispatcher.call(*arguments)[0])

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.compat.startup import import_theano_before_fork
+from synkhronos.compat.theano_import import import_theano_before_fork
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
 from synkhronos.launcher.configuration.sources import parse_set_options

@@ -19,7 +19,7 @@ from system import run_code
 
 import synkhronos as synk
 import synkhronos.compat
-from synkhronos.compat import startup
+from synkhronos.compat import theano_import
 from synkhronos.compat.flags import Config, to_pytensor_flags
 from synkhronos.compat.import_hooks import find_theano
 from synkhronos.graph_libraries import get_library, list_loaded_libraries
@@ -643,7 +643,7 @@ def test_config_is_read_and_set():
 )
 def test_default_flag_is_set_unless_the_user_has_set_it(monkeypatch, flags, expected):
     monkeypatch.setenv("SOME_FLAGS", flags)
-    startup._set_default("SOME_FLAGS", "mode", "JAX")
+    theano_import._set_default("SOME_FLAGS", "mode", "JAX")
     assert os.environ["SOME_FLAGS"] == expected
 
 

@@ -16,7 +16,7 @@ from synkhronos.compat.platoon.channel.controller_process import run_file, start
 from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.channel.worker_group import Failure, WorkerSettings
 from synkhronos.compat.platoon.util import EndOfBatches
-from synkhronos.compat.startup import import_theano_before_fork
+from synkhronos.compat.theano_import import import_theano_before_fork
 from synkhronos.programs import RankContext, run
 from synkhronos.programs.rank_context import get_rank
 from synkhronos.ranks import WorkerError

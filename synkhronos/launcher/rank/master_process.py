@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from synkhronos.compat.startup import import_theano_before_fork
+from synkhronos.compat.theano_import import import_theano_before_fork
 from synkhronos.data.data_access import create_unpublished
 from synkhronos.hosts import MissingGpuError
 from synkhronos.launcher import core_binding
