@@ -32,29 +32,21 @@ LOCAL_STREAM = 4
 
 
 class PipeLayout:
-    """Layout of the link's part of the control memory: the fields of a `PeerFailure` as JSON, words, and frames.
-
-    Attributes
-    ----------
-    n_next_hosts : memoryview of uint64
-        One word: number of hosts after this one in the chain.
-    n_transferred : memoryview of uint64
-        Number of frames that the agent has sent or received, by pipe.
-    frame_nbytes : memoryview of uint64
-        Number of bytes in each frame, by pipe.
-    n_processed : list of memoryview of uint64
-        Number of frames that each rank has processed, by pipe and for `LOCAL_STREAM`.
-    """
+    """Layout of the link's part of the control memory: the fields of a `PeerFailure` as JSON, words, and frames."""
 
     def __init__(self, control: ControlMemory):
         n_local = len(control.local_ranks)
         memory = control.link_memory
         words = memory[FAILURE_NBYTES : FAILURE_NBYTES + _compute_words_nbytes(n_local)].cast("Q")
         self.failure_message = memory[:FAILURE_NBYTES]
+        #: Number of hosts after this one in the chain: one word.
         self.n_next_hosts = words[:1]
+        #: Number of frames that the agent has sent or received, by pipe.
         self.n_transferred = words[1:5]
+        #: Number of bytes in each frame, by pipe.
         self.frame_nbytes = words[5 : 5 + 4 * N_FRAMES]
         processed = words[5 + 4 * N_FRAMES :]
+        #: Number of frames that each rank has processed, by pipe and for `LOCAL_STREAM`.
         self.n_processed = [processed[i * n_local : (i + 1) * n_local] for i in range(5)]
         self._memory = memory
         self._frames_offset = FAILURE_NBYTES + _compute_words_nbytes(n_local)
