@@ -74,6 +74,15 @@ def test_sharded_optimizer_equals_one_process_and_resumes_sharded_or_not(tmp_pat
     np.testing.assert_allclose(load_params(tmp_path), [average, mean], rtol=1e-9)
 
 
+def test_sharded_and_unsharded_optimizers_have_their_variables_in_one_order(tmp_path):
+    options = {"clip_norm": 0.5}
+    train(tmp_path, "Decayed", 2, options={**options, "shard_optimizer": "true"}, epochs=1, checkpoint=1)
+    train(tmp_path, "Decayed", 1, "--resume", options=options, epochs=2, checkpoint=1)
+    train(tmp_path, "Decayed", 2, "--resume", options={**options, "shard_optimizer": "true"}, epochs=3, checkpoint=1)
+    train(tmp_path / "whole", "Decayed", 2, options=options, epochs=3)
+    np.testing.assert_allclose(load_params(tmp_path), load_params(tmp_path / "whole"), rtol=1e-9)
+
+
 def test_options_of_the_class_apply_to_lasagne_rules(tmp_path):
     train(tmp_path, "Lasagnes", 2, options={"clip_norm": 0.25}, epochs=2)
     np.testing.assert_allclose(load_params(tmp_path)[0], train_in_numpy(2, clip_norm=0.25, momentum=0)[0], rtol=1e-9)

@@ -94,6 +94,8 @@ class Model:
     vels, vels2 : list of shared variables
         The gradient's vector, if BSP reduces gradients; empty otherwise.  With ``shard_optimizer`` `vels` is a matrix
         with a row for each rank, and `vels2` is this rank's row.
+    rule_variables : list of shared variables
+        Variables that the unsharded update rule updates, in its order, if BSP reduces gradients.
     sharded_variables : dict
         Sharded variables of the optimizer, by the variable of the unsharded one; empty without ``shard_optimizer``.
     gathers_gradient : bool
@@ -139,6 +141,7 @@ class Model:
         self.epoch = 0
         self.ema_params: list[Any] | None = None
         self.has_rank_means = False
+        self.rule_variables: list[SharedVariable] = []
         self.sharded_variables: dict[Any, ShardedVariable] = {}
         self._gather_fn: Any = None
         self.gathers_gradient = self.has_new_shards = False
@@ -279,6 +282,7 @@ class Model:
         )
         rule, _ = append_averaged_updates(training.rule_updates, training.extra_updates, training.x[0])
         equal = {u.shared: u.expression for u in training.extra_updates if not u.may_differ}
+        self.rule_variables = list(rule.param_updates)
         vector = row = rule.grad_shared
         if self.shard_optimizer and self.size > 1:
             rule, row = self._shard_updates(library, rule)

@@ -48,6 +48,9 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
         for function in value if isinstance(value, list | tuple) else [value]:
             _group_function_variables(function, groups, grouped_ids)
     wholes = {id(variable.shared): whole for whole, variable in sharded_variables.items()}
+    # A sharded and an unsharded optimizer resume from each other's checkpoints, and their functions' inputs differ.
+    order = {id(shared): i for i, shared in enumerate(getattr(model, "rule_variables", ()))}
+    groups.whole_optimizer.sort(key=lambda shared: order.get(id(wholes.get(id(shared), shared)), len(order)))
     groups.optimizer = [wholes.get(id(shared), shared) for shared in groups.whole_optimizer]
     return groups
 

@@ -7,7 +7,7 @@ from masks import make_masked_rows
 
 from synkhronos.launcher import Model
 from synkhronos.training.train_function.training_graph import build_local_updates
-from synkhronos.training.updates import sgd
+from synkhronos.training.updates import adamw, sgd
 
 
 class Line(Model):
@@ -103,6 +103,13 @@ class Sharded(Optioned):
 
     def cleanup(self):
         print("shapes", [variable.shared.get_value().shape for variable in self.sharded_variables.values()])
+
+
+class Decayed(Optioned):
+    """Has a rule with several variables, among them one that is not sharded."""
+
+    def updates(self, loss, params, learning_rate):
+        return adamw(loss, params, learning_rate=learning_rate)
 
 
 class Lasagnes(Optioned):
