@@ -33,7 +33,7 @@ from pytensor.graph.replace import vectorize_graph  # noqa: E402
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions import sampler_threads  # noqa: E402
 from synkhronos.extensions.pymc import data_parallel, data_parallel_model  # noqa: E402
-from synkhronos.extensions.rows_sum import SumOverRows, sum_over_rows  # noqa: E402
+from synkhronos.extensions.rows_sum import SumOverRows  # noqa: E402
 
 N = 60
 RNG = np.random.default_rng(3)
@@ -609,27 +609,6 @@ def test_reason_of_observed_rows_names_what_prevents_a_split():
         data_parallel(model)
 
 
-def scan(step, sequences, rho, **kwargs):
-    """Return the result of `pytensor.scan` on PyTensor 2 and 3."""
-    outputs = pytensor.scan(step, sequences, non_sequences=[rho], strict=True, **kwargs)
-    return outputs[0] if isinstance(outputs, tuple | list) else outputs
-
-
-def scan_along_rows(rho):
-    return scan(
-        lambda x, h, rho: rho * h + x, [pt.as_tensor(X[:, 1])], rho, outputs_info=[pt.constant(0.0, dtype="float64")]
-    )
-
-
-def scan_of_each_row(rho, x=X):
-    return scan(lambda row, rho: (rho * row).sum(), [pt.as_tensor(x)], rho)
-
-
-def scan_along_columns(rho, x=X):
-    x = pt.as_tensor(x)
-    return scan(lambda column, h, rho: rho * h + column, [x.T], rho, outputs_info=[pt.zeros_like(x[:, 0])])[-1]
-
-
 def test_data_parallel_splits_joined_blocks_of_rows(two_ranks_per_test):
     """A block of one row, of columns, and of parameters' rows; their order is another one in the observed rows."""
     with pm.Model() as model:
@@ -650,25 +629,92 @@ def test_data_parallel_refuses_joined_blocks_whose_lengths_may_change():
         data_parallel(model)
 
 
-@pytest.mark.parametrize("build", [scan_along_rows, scan_of_each_row, scan_along_columns], ids=lambda f: f.__name__)
-def test_data_parallel_refuses_scans(build):
-    """The loop may mix rows, and is not searched."""
+def test_data_parallel_refuses_a_series():
     with pm.Model() as model:
-        pm.Normal("y", build(pm.Normal("rho")), 1, observed=X[:, 0])
-    with pytest.raises(ValueError, match=r"split by rows: y: .*Scan\{"):
+        levels = pytensor.scan(
+            lambda x, h, rho: rho * h + x,
+            sequences=[pt.as_tensor(X[:, 1])],
+            outputs_info=[pt.constant(0.0, dtype="float64")],
+            non_sequences=[pm.Normal("rho")],
+            return_updates=False,
+        )
+        pm.Normal("y", levels, 1, observed=X[:, 0])
+    with pytest.raises(ValueError, match=r"split by rows: y: .*Scan\{.* mixes rows: a row depends on the rows before"):
         data_parallel(model)
 
 
-@pytest.mark.parametrize("build", [scan_of_each_row, scan_along_columns], ids=lambda f: f.__name__)
-def test_sum_over_rows_accepts_scans_of_each_rows_sequence(two_ranks_per_test, build):
-    """The user states that rows are independent, which `data_parallel` cannot know of a loop."""
+def build_autoregression_of_each_row():
+    series = pm.Data("series", X)
+    rho, scale = pm.Uniform("rho", -1, 1), pm.HalfNormal("scale")
+    levels = pytensor.scan(
+        lambda x, h, rho: rho * h + x,
+        sequences=[series.T],
+        outputs_info=[pt.zeros_like(series[:, 0])],
+        non_sequences=[rho],
+        return_updates=False,
+    )
+    pm.Normal("y", levels.T, scale, observed=RNG.normal(size=X.shape))
+
+
+def build_learned_choices():
+    """Add choices between two actions, whose values each row learns at a rate of its own."""
+    actions, rewards = (X > 0).astype("int64"), (np.abs(X) > 0.5).astype("float64")
+    rate = pm.Beta("rate", pm.Gamma("level", 2, 0.5), 2, shape=N)
+    rows = pt.arange(N)
+
+    def learn(action, reward, values, rate):
+        error = reward - values[rows, action]
+        return pt.set_subtensor(values[rows, action], values[rows, action] + rate * error)
+
+    values = pytensor.scan(
+        learn,
+        sequences=[pt.as_tensor(actions.T[:-1]), pt.as_tensor(rewards.T[:-1])],
+        outputs_info=[pt.full((N, 2), 0.5)],
+        non_sequences=[rate],
+        return_updates=False,
+    )
+    scores = values[:, :, 1] - values[:, :, 0]
+    pm.Bernoulli("y", logit_p=pm.HalfNormal("sharpness") * scores.T, observed=actions[:, 1:])
+
+
+def build_sum_of_each_row():
+    totals, slopes = pytensor.scan(
+        lambda x, hours, rho: [(rho * x).sum() * hours, x[1] - x[0]],
+        sequences=[pm.Data("columns", X), pm.Data("hours", HOURS)],
+        non_sequences=[pm.Normal("rho")],
+        return_updates=False,
+    )
+    pm.Normal("y", totals + slopes, 1, observed=X[:, 1])
+
+
+def build_series_as_columns():
+    """Add an autoregression whose density PyMC derives from a scan; the rows are the columns, the times axis 0."""
+
+    def simulate(rho, scale, size):
+        def step(level, rho, scale):
+            following = pm.Normal.dist(rho * level, scale)
+            return following, pm.pytensorf.collect_default_updates([following])
+
+        return pytensor.scan(step, outputs_info=[pt.zeros(N)], non_sequences=[rho, scale], n_steps=3)[0]
+
+    pm.CustomDist("y", pm.Normal("rho", shape=N), pm.HalfNormal("scale"), dist=simulate, observed=X.T)
+
+
+@pytest.mark.filterwarnings("ignore:Scan return signature")
+@pytest.mark.parametrize(
+    "n, build",
+    [
+        (1, build_sum_of_each_row),
+        (2, build_autoregression_of_each_row),
+        (3, build_series_as_columns),
+        (4, build_learned_choices),
+    ],
+)
+def test_data_parallel_splits_loops(fork, n, build):
+    fork(n)
     with pm.Model() as model:
-        pm.Normal("y", build(pm.Normal("rho")), 1, observed=X[:, 0])
-    x, y = pt.dmatrix("x"), pt.dvector("y")
-    with pm.Model() as summed:
-        terms = pm.logp(pm.Normal.dist(build(pm.Normal("rho"), x), 1), y)
-        pm.Potential("y", sum_over_rows(terms, {x: X, y: X[:, 0]}))
-    check_equal(summed, model)
+        build()
+    check_equal(data_parallel(model), model)
 
 
 def test_data_parallel_refuses_random_rows():

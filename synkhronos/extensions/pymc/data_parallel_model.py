@@ -8,6 +8,7 @@ PyMC is imported with this module.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pymc as pm
 import pytensor
+import pytensor.tensor as pt
 from pymc.blocking import DictToArrayBijection
 from pymc.data import MinibatchOp
 from pymc.logprob.utils import CheckParameterValue
@@ -26,6 +28,7 @@ from pymc.pytensorf import rewrite_pregrad
 from pytensor.compile import SharedVariable
 from pytensor.graph.basic import Constant
 from pytensor.graph.traversal import ancestors
+from pytensor.scan.op import Scan
 from pytensor.tensor import TensorType
 from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.math import Sum
@@ -35,6 +38,7 @@ from synkhronos.devices import NUMPY
 from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.extensions.pymc import chain_servers
 from synkhronos.extensions.pymc.rowwise import NotRowwiseError, RowSearch, make_rowwise
+from synkhronos.extensions.pymc.rowwise_scan import restrict_scan
 from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
 from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
 from synkhronos.extensions.rows_sum_graph import replace_variables
@@ -236,6 +240,21 @@ def _evaluate_shape(model: pm.Model, terms: Variable) -> Any:
 
 
 def _sum_terms_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) -> Any:
+    """Return the sum of all terms as an expression that the ranks compute.
+
+    Axis 0 runs along the rows.  With loops, axis 0 may be the time, and another axis runs along the rows.
+    """
+    try:
+        return _sum_rows_on_ranks(model, terms, shape, name)
+    except NotRowwiseError:
+        has_loops = any(isinstance(node.op, Scan) for node in get_library(terms).sort_nodes([terms]))
+        for axis in range(1, len(shape) if has_loops else 0):
+            with contextlib.suppress(NotRowwiseError):
+                return _sum_rows_on_ranks(model, pt.moveaxis(terms, axis, 0), [shape[axis]], name)
+        raise
+
+
+def _sum_rows_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) -> Any:
     """Return the sum of all terms, whose axis 0 runs along the rows, as an expression that the ranks compute."""
     if not len(shape) or shape[0] < 2:
         raise NotRowwiseError(f"it has shape {tuple(map(int, shape))}, and so no rows to share out")
@@ -248,7 +267,9 @@ def _sum_terms_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str)
         return node.op(value, *[search.restrict_condition(condition) for condition in conditions])
 
     terms, rows = make_rowwise(
-        terms, int(shape[0]), {CheckParameterValue: restrict_check, MinibatchOp: _reject_minibatch}
+        terms,
+        int(shape[0]),
+        {CheckParameterValue: restrict_check, MinibatchOp: _reject_minibatch, Scan: restrict_scan},
     )
     distributed_sum = DistributedSum(terms, rows, name, model.value_vars)
     # PyMC's samplers return the draws so far, as after Ctrl-C.

@@ -23,6 +23,7 @@ from pytensor.compile.ops import ViewOp
 from pytensor.graph.basic import Constant
 from pytensor.graph.replace import vectorize_graph
 from pytensor.graph.traversal import walk
+from pytensor.scan.op import Scan
 from pytensor.sparse.math import Dot as SparseDot
 from pytensor.sparse.math import StructuredDot
 from pytensor.tensor import TensorType, subtensor
@@ -91,7 +92,9 @@ def make_rowwise(
     """
     if not terms.type.ndim:
         raise NotRowwiseError("its log-density is one number for all rows, as where these depend on each other")
-    search = RowSearch(length, {**_RULES, **(rules or {})})
+    # The rows of loops are few and costly.
+    has_loops = any(isinstance(node.op, Scan) for node in get_library(terms).sort_nodes([terms]))
+    search = RowSearch(length, {**_RULES, **(rules or {})}, allow_row_parameters=has_loops)
     restricted = search.restrict(terms, 0)
     nodes = get_library(restricted).sort_nodes([restricted])
     used_variables = {restricted, *(variable for node in nodes for variable in node.inputs)}
@@ -120,6 +123,8 @@ class RowSearch:
         Number of rows of the data; with ``selections`` the expression has another number of rows.
     rules : dict of class to callable
         Rules by the class of the Op.
+    allow_row_parameters : bool
+        Whether a parameter may have an element for each row.  All elements are sent to all ranks at each evaluation.
     selections : tuple of ndarray or slice, optional
         Indexes by which rows of the data are selected, one after another, before the expression is computed from them.
 
@@ -136,16 +141,23 @@ class RowSearch:
     until the search has reached it.
     """
 
-    def __init__(self, length: int, rules: dict[type, RowwiseRule], selections: tuple[Any, ...] = ()):
-        self.length = length
+    def __init__(
+        self,
+        length: int,
+        rules: dict[type, RowwiseRule],
+        allow_row_parameters: bool = False,
+        selections: tuple[Any, ...] = (),
+    ):
+        self.length, self.allow_row_parameters = length, allow_row_parameters
         self.rows_by_placeholder: dict[Any, Any] = {}
         self.n_rows_variable = pt.lscalar("n_rows")
-        self._rules = rules
-        self._selections = selections
+        self.rules = rules
+        self.selections = selections
         self._subsearches: dict[Any, RowSearch] = {}
         self._restricted: dict[tuple[Any, int], Any] = {}
         self._placeholders: dict[Any, Any] = {}
         self._values: dict[Any, Any] = {}
+        self._row_numbers = pt.constant(np.arange(length))
 
     def restrict(self, variable: Variable, axis: int) -> Any:
         """Return the expression of `variable` for the computed rows, which run along `axis`."""
@@ -208,10 +220,14 @@ class RowSearch:
         subsearch = self._subsearches.get(key)
         if subsearch is None:
             # The expression is the same for another selection of rows, so that theirs come first.
-            subsearch = self._subsearches[key] = RowSearch(length, self._rules, (selection, *self._selections))
-            subsearch.rows_by_placeholder = self.rows_by_placeholder
-            subsearch.n_rows_variable = self.n_rows_variable
+            selections = (selection, *self.selections)
+            subsearch = self._subsearches[key] = RowSearch(length, self.rules, self.allow_row_parameters, selections)
+            subsearch.share_data(self)
         return subsearch
+
+    def share_data(self, other: RowSearch) -> None:
+        """Add the data that this search finds to those of another one, for the same number of computed rows."""
+        self.rows_by_placeholder, self.n_rows_variable = other.rows_by_placeholder, other.n_rows_variable
 
     def find_row_axis(self, variable: Variable) -> int | None:
         """Return the axis of `variable` that runs along the rows; None if the search has not found one so far."""
@@ -286,6 +302,9 @@ class RowSearch:
 
     def _is_foldable(self, variable: Variable) -> bool:
         """Whether a variable depends on constants only, one of which has an axis as long as there are rows."""
+        is_set = isinstance(variable.owner.op, IncSubtensor)
+        if _is_computed_by(variable.owner.inputs[0] if is_set else variable, AllocEmpty):
+            return False  # memory for the states of all steps of a loop, perhaps with the initial states
         leaves = self._list_leaves(variable)
         return all(isinstance(v, Constant) for v in leaves) and any(
             isinstance(v.type, TensorType) and self.length in np.shape(v.data) for v in leaves
@@ -294,6 +313,9 @@ class RowSearch:
     def _restrict_data(self, variable: Variable, axis: int) -> Any:
         """Replace a constant or shared variable by an input for its rows."""
         if not isinstance(variable, Constant | SharedVariable):
+            if self.allow_row_parameters and variable.type.shape[axis] in (None, self.length):
+                row_numbers = self.restrict(self._row_numbers, 0)
+                return variable[(*[slice(None)] * axis, row_numbers)]
             raise NotRowwiseError(f"{_describe(variable)} has an element for each row, but is not data")
         values = variable.data if isinstance(variable, Constant) else variable
         shape = _get_shape(variable)
@@ -310,7 +332,7 @@ class RowSearch:
         lengths = [None, *(length for i, length in enumerate(variable.type.shape) if i != axis)]
         placeholder = TensorType(variable.type.dtype, tuple(lengths))(variable.name)
         values = np.moveaxis(values, axis, 0) if axis else values
-        self.rows_by_placeholder[placeholder] = PickedRows(values, self._selections) if self._selections else values
+        self.rows_by_placeholder[placeholder] = PickedRows(values, self.selections) if self.selections else values
         self._placeholders[key] = pt.moveaxis(placeholder, 0, axis) if axis else placeholder
         return self._placeholders[key]
 
@@ -318,9 +340,15 @@ class RowSearch:
         """Apply the rule of the operation that computes `variable`."""
         node = variable.owner
         for kind in type(node.op).__mro__:
-            if kind in self._rules:
-                restricted = self._rules[kind](self, node, axis)
-                restricted = restricted[node.outputs.index(variable)] if isinstance(restricted, list) else restricted
+            if kind in self.rules:
+                restricted = self.rules[kind](self, node, axis)
+                if isinstance(restricted, list):  # one for each output
+                    for output, result in zip(node.outputs, restricted, strict=True):
+                        if not isinstance(result, NotRowwiseError):
+                            self._restricted.setdefault((output, axis), result)
+                    restricted = restricted[node.outputs.index(variable)]
+                if isinstance(restricted, NotRowwiseError):
+                    raise restricted
                 restricted.name = variable.name
                 return restricted
         raise NotRowwiseError(f"{_describe(variable)} is computed by {node.op}, which is not known to work row by row")
@@ -336,6 +364,10 @@ def _list_lengths(values: Any, axis: int) -> list[int]:
 
 def _describe(variable: Variable) -> str:
     return repr(variable.name) if variable.name else str(variable)
+
+
+def _is_computed_by(variable: Variable, op_type: type) -> bool:
+    return variable.owner is not None and isinstance(variable.owner.op, op_type)
 
 
 def _is_shared_array(variable: Variable) -> bool:
@@ -482,6 +514,10 @@ def _restrict_advanced_subtensor(search: RowSearch, node: Node, axis: int) -> An
     return values[(*slices, *indexes)]
 
 
+def _is_index_vector(index: Any) -> bool:
+    return isinstance(getattr(index, "type", None), TensorType) and index.type.ndim == 1 and index.type.dtype != "bool"
+
+
 def _is_full_slice(index: Any) -> bool:
     """Whether an index selects a full axis."""
     if getattr(index, "owner", None) is not None and isinstance(index.owner.op, MakeSlice):
@@ -510,13 +546,34 @@ def _restrict_subtensor(search: RowSearch, node: Node, axis: int) -> Any:
     index += [slice(None)] * (values.type.ndim - len(index))
     axes = [i for i, selector in enumerate(index) if isinstance(selector, slice)]
     values_axis = axes[axis]
+    if _is_slice_of_all_rows(search, index[values_axis]):
+        index[values_axis] = slice(None)
+        return search.restrict(values, values_axis)[tuple(index)]
     if index[values_axis] != slice(None):
         selection = _get_fixed_slice(index[values_axis])
         picked = None if selection is None else search.restrict_picked(values, values_axis, selection)
+        if picked is None and _is_computed_by(values, Scan):
+            raise NotRowwiseError(f"{values.owner.op} mixes rows: a row depends on the rows before")
         if picked is None:
             raise NotRowwiseError(f"{node.op} of {_describe(values)} picks rows")
         return picked[tuple(slice(None) if i == values_axis else selector for i, selector in enumerate(index))]
     return node.op(search.restrict(values, values_axis), *operands)
+
+
+def _is_slice_of_all_rows(search: RowSearch, selection: slice) -> bool:
+    """Whether a slice ends at a number that is computed from shapes of data, and is the number of rows.
+
+    Each sequence of a loop is cut off behind the shortest one.
+    """
+    stop = selection.stop
+    if stop is None or isinstance(stop, Constant) or selection.step is not None:
+        return False
+    if selection.start is not None and getattr(selection.start, "data", None) != 0:
+        return False
+    reads_values = any(
+        variable.owner is None and not isinstance(variable, Constant) for variable in walk([stop], _list_value_inputs)
+    )
+    return not reads_values and int(pytensor.function([], stop, mode="FAST_COMPILE")()) == search.length
 
 
 def _get_fixed_slice(selection: slice) -> slice | None:
@@ -544,12 +601,23 @@ def _restrict_inc_subtensor(search: RowSearch, node: Node, axis: int) -> Any:
 
 
 def _restrict_advanced_inc_subtensor(search: RowSearch, node: Node, axis: int) -> Any:
-    """Restrict ``set_subtensor(values[index], new_values)`` for a constant index: predictors with missing values."""
+    """Restrict ``set_subtensor(values[index], new_values)``.
+
+    The index is constant, as for predictors with missing values, or selects an element of each row.
+    """
     values, new_values, *operands = node.inputs
     idx_list = getattr(node.op, "idx_list", None)
     index, *other_indexes = operands if idx_list is None else indices_from_subtensor(operands, idx_list)
-    index = search.fold_constants(index)
     is_set = getattr(node.op, "set_instead_of_inc", False)
+    if axis == 0 and other_indexes and all(map(_is_index_vector, (index, *other_indexes))):
+        if not _is_arange(index, 0, search.length):
+            raise _make_mixes_rows_error(node)
+        columns = [search.restrict_or_broadcast(other_index, 0) for other_index in other_indexes]
+        picked = search.restrict(values, 0)[(pt.arange(search.n_rows_variable), *columns)]
+        if new_values.type.ndim:
+            new_values = search.restrict_or_broadcast(new_values, 0)
+        return (pt.set_subtensor if is_set else pt.inc_subtensor)(picked, new_values)
+    index = search.fold_constants(index)
     is_known = isinstance(index, Constant) and index.type.ndim == 1
     if not is_set or axis or not is_known or not all(map(_is_full_slice, other_indexes)):
         raise _make_mixes_rows_error(node)
