@@ -37,6 +37,7 @@ from synkhronos import ranks
 from synkhronos.devices import NUMPY
 from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.extensions.pymc import chain_servers
+from synkhronos.extensions.pymc.logistic import simplify_logistic
 from synkhronos.extensions.pymc.rowwise import NotRowwiseError, RowSearch, make_rowwise
 from synkhronos.extensions.pymc.rowwise_scan import restrict_scan
 from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
@@ -267,7 +268,7 @@ def _sum_rows_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) 
         return node.op(value, *[search.restrict_condition(condition) for condition in conditions])
 
     terms, rows = make_rowwise(
-        terms,
+        simplify_logistic(terms),
         int(shape[0]),
         {CheckParameterValue: restrict_check, MinibatchOp: _reject_minibatch, Scan: restrict_scan},
     )

@@ -1,0 +1,63 @@
+"""A shorter expression of the log-density of logistic regressions.
+
+PyMC computes the logarithms of both probabilities of a row, and then chooses one of them::
+
+    switch(y, log(sigmoid(x)), log1p(-sigmoid(x)))  =  -softplus((1 - 2 * y) * x)
+
+The second form has equal values, to the last bit, as PyTensor makes each logarithm a softplus when it compiles.  It
+takes fewer exponential functions.  Its gradient differs by rounding, and is finite where a probability rounds to 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytensor.tensor as pt
+from pytensor.graph.basic import Constant
+from pytensor.scalar import basic, math
+from pytensor.tensor.elemwise import DimShuffle, Elemwise
+
+from synkhronos.extensions.rows_sum_graph import replace_variables
+from synkhronos.graph_libraries import get_library
+from synkhronos.variable_types import Variable
+
+__all__ = ["simplify_logistic"]
+
+
+def simplify_logistic(terms: Variable) -> Any:
+    """Return terms with equal values, in which the logarithm of a row's probability is computed once."""
+    nodes = get_library(terms).sort_nodes([terms])
+    replaced: dict[Any, Any] = {}
+    for node in nodes:
+        if _is_elemwise(node.outputs[0], basic.Switch):
+            condition, success, failure = node.inputs
+            score = _get_operand(_get_operand(success, basic.Log), math.Sigmoid)
+            complement = _get_operand(_get_operand(failure, basic.Log1p), basic.Neg)
+            if score is not None and score is _get_operand(complement, math.Sigmoid):
+                # PyTensor would put the softplus into a switch again.
+                sign = 1.0 - 2.0 * pt.neq(condition, 0)
+                replaced[node.outputs[0]] = -pt.softplus(sign * score)
+        elif _is_elemwise(node.outputs[0], basic.GE | basic.LE):
+            # A probability is in its bounds unless it is nan.
+            probability, bound = node.inputs
+            score = _get_operand(probability, math.Sigmoid)
+            limit = 0 if isinstance(node.op.scalar_op, basic.GE) else 1
+            if score is not None and _is_constant(bound, limit):
+                replaced[node.outputs[0]] = ~pt.isnan(score)  # PyTensor would rewrite eq(score, score) to True
+    return replace_variables(terms, nodes, replaced)
+
+
+def _is_elemwise(variable: Any, kind: Any) -> bool:
+    node = variable.owner
+    return node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, kind)
+
+
+def _get_operand(variable: Any, kind: Any) -> Any:
+    """Return the operand of an elementwise function; None if `variable` is None, or another function's value."""
+    return variable.owner.inputs[0] if variable is not None and _is_elemwise(variable, kind) else None
+
+
+def _is_constant(variable: Any, value: int) -> bool:
+    while variable.owner is not None and isinstance(variable.owner.op, DimShuffle):
+        (variable,) = variable.owner.inputs
+    return isinstance(variable, Constant) and bool((variable.data == value).all())
