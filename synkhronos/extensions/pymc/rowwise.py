@@ -289,14 +289,14 @@ class RowSearch:
             return variable
         if variable not in self._values:
             values = pytensor.function([], variable, mode="FAST_COMPILE")()
-            leaves = [leaf.data for leaf in self._list_leaves(variable)]
+            leaves = [leaf.data for leaf in self.list_leaves(variable)]
             if isinstance(values, np.ndarray) and not any(np.may_share_memory(values, leaf) for leaf in leaves):
                 values.flags.writeable = False  # not an array of the user, so evaluations need not check it for changes
             self._values[variable] = pt.constant(values, name=variable.name)
         return self._values[variable]
 
     @staticmethod
-    def _list_leaves(variable: Variable) -> list[Any]:
+    def list_leaves(variable: Variable) -> list[Any]:
         """Return the inputs and constants from which `variable` is computed."""
         return [leaf for leaf in walk([variable], lambda v: v.owner.inputs if v.owner else []) if leaf.owner is None]
 
@@ -305,7 +305,7 @@ class RowSearch:
         is_set = isinstance(variable.owner.op, IncSubtensor)
         if _is_computed_by(variable.owner.inputs[0] if is_set else variable, AllocEmpty):
             return False  # memory for the states of all steps of a loop, perhaps with the initial states
-        leaves = self._list_leaves(variable)
+        leaves = self.list_leaves(variable)
         return all(isinstance(v, Constant) for v in leaves) and any(
             isinstance(v.type, TensorType) and self.length in np.shape(v.data) for v in leaves
         )
@@ -570,10 +570,11 @@ def _is_slice_of_all_rows(search: RowSearch, selection: slice) -> bool:
         return False
     if selection.start is not None and getattr(selection.start, "data", None) != 0:
         return False
-    reads_values = any(
-        variable.owner is None and not isinstance(variable, Constant) for variable in walk([stop], _list_value_inputs)
-    )
-    return not reads_values and int(pytensor.function([], stop, mode="FAST_COMPILE")()) == search.length
+    read_values = {variable for variable in walk([stop], _list_value_inputs) if variable.owner is None}
+    data = [leaf for leaf in search.list_leaves(stop) if not isinstance(leaf, Constant)]
+    if not read_values.isdisjoint(data) or not all(map(_is_shared_array, data)):
+        return False
+    return int(pytensor.function([], stop, mode="FAST_COMPILE")()) == search.length
 
 
 def _get_fixed_slice(selection: slice) -> slice | None:
