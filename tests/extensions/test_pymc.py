@@ -643,6 +643,24 @@ def test_data_parallel_refuses_a_series():
         data_parallel(model)
 
 
+def test_reasons_of_loops_are_those_of_each_axis():
+    """Data that may change have their rows on axis 0."""
+    with pm.Model() as model:
+        returns = pm.Data("returns", X)
+        variances = pytensor.scan(
+            lambda x, v, a: 1 + a * x**2 + a * v,
+            sequences=[returns],
+            outputs_info=[pt.ones(3)],
+            non_sequences=[pm.Beta("a", 2, 5)],
+            return_updates=False,
+        )
+        pm.Normal("y", 0, pt.sqrt(variances), observed=X)
+    with pytest.raises(
+        ValueError, match="a row depends on the rows before; along axis 1: 'returns' has its rows on axis 1"
+    ):
+        data_parallel(model)
+
+
 def build_autoregression_of_each_row():
     series = pm.Data("series", X)
     rho, scale = pm.Uniform("rho", -1, 1), pm.HalfNormal("scale")

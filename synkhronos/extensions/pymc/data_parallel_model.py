@@ -8,7 +8,6 @@ PyMC is imported with this module.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
 import sys
@@ -245,14 +244,15 @@ def _sum_terms_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str)
 
     Axis 0 runs along the rows.  With loops, axis 0 may be the time, and another axis runs along the rows.
     """
-    try:
-        return _sum_rows_on_ranks(model, terms, shape, name)
-    except NotRowwiseError:
-        has_loops = any(isinstance(node.op, Scan) for node in get_library(terms).sort_nodes([terms]))
-        for axis in range(1, len(shape) if has_loops else 0):
-            with contextlib.suppress(NotRowwiseError):
-                return _sum_rows_on_ranks(model, pt.moveaxis(terms, axis, 0), [shape[axis]], name)
-        raise
+    has_loops = any(isinstance(node.op, Scan) for node in get_library(terms).sort_nodes([terms]))
+    reasons = []
+    for axis in range(max(1, len(shape)) if has_loops else 1):
+        try:
+            rows_first = pt.moveaxis(terms, axis, 0) if axis else terms
+            return _sum_rows_on_ranks(model, rows_first, shape[axis:], name)
+        except NotRowwiseError as error:
+            reasons.append(f"along axis {axis}: {error}" if axis else str(error))
+    raise NotRowwiseError("; ".join(reasons))
 
 
 def _sum_rows_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) -> Any:

@@ -552,9 +552,11 @@ def _restrict_subtensor(search: RowSearch, node: Node, axis: int) -> Any:
     if index[values_axis] != slice(None):
         selection = _get_fixed_slice(index[values_axis])
         picked = None if selection is None else search.restrict_picked(values, values_axis, selection)
-        if picked is None and _is_computed_by(values, Scan):
-            raise NotRowwiseError(f"{values.owner.op} mixes rows: a row depends on the rows before")
         if picked is None:
+            while _is_computed_by(values, Subtensor):
+                values = values.owner.inputs[0]
+            if _is_computed_by(values, Scan):
+                raise NotRowwiseError(f"{values.owner.op} mixes rows: a row depends on the rows before")
             raise NotRowwiseError(f"{node.op} of {_describe(values)} picks rows")
         return picked[tuple(slice(None) if i == values_axis else selector for i, selector in enumerate(index))]
     return node.op(search.restrict(values, values_axis), *operands)
