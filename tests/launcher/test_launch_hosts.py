@@ -196,7 +196,7 @@ KINDS = {
     "supervisor": r"\S*python\S* -m synkhronos train",
     "rank 0": r"\S*python\S* -m synkhronos\.launcher\.rank\.master_process",
     "rank of another host": r"\S*python\S* -c .*fork_server import run",
-    "agent": r"\S*python\S* -c .*hosts\.agent import",
+    "agent": r"\S*python\S* -c .*hosts\.agent_main import",
     "mpirun": r"\S*(mpirun|prterun) -",  # Open MPI's mpirun becomes this
     "what passes lines on": r"\S*python\S* -ISc .*os\.write",
 }
