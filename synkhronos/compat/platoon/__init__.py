@@ -13,9 +13,9 @@ On several hosts the ranks are those of ``fork(hosts=...)``, and each host has a
 starts worker 0, as above; on another host the first worker starts the controller, which ends with its workers.
 
 Every worker has a socket to the controller of its host, for requests and for the report of its own failure.
-Collectives and the lock are those of `synkhronos.Worker`.  Shared parameters are in memory that the controller creates,
-and whose file descriptor it sends to each worker.  Mini-batches are sent over sockets by the process that calls
-``send_mb``.
+Collectives and the lock are those of `synkhronos.RankContext`.  Shared parameters are in memory that the controller
+creates, and whose file descriptor it sends to each worker.  Mini-batches are sent over sockets by the process that
+calls ``send_mb``.
 """
 
 from synkhronos.compat.platoon.channel import Controller, Worker
