@@ -28,7 +28,7 @@ from synkhronos.hosts import (
     MAX_RANKS_PER_HOST,
     Host,
     MpiLink,
-    check_started_once,
+    check_single_process,
     is_this_machine,
     parse_hosts,
 )
@@ -48,7 +48,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True, slots=True)
 class _SetUpRank(Command):
-    """Prepare a rank: pin it to its cores, choose its device, and seed its global generators.
+    """Prepare a rank: bind it to its cores, choose its device, and seed its global generators.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class _SetUpRank(Command):
     seeds : tuple of bytes
         Seeds of NumPy's and Python's global generators.
     cores : tuple of tuple of int
-        Cores of each rank; empty if ranks are not pinned to cores.
+        Cores of each rank; empty if ranks are not bound to cores.
     gpu_numbers : tuple of int
         Number of each rank's GPU among those of its host, for the ranks of all hosts; empty if there is one host.
     """
@@ -187,7 +187,7 @@ def fork(
         raise ValueError(f"host_timeout: expected a number of seconds, at least 1, got {host_timeout!r}")
     host_list = parse_hosts(hosts)
     if len(host_list) != 1 and (host_list or hosts is None):
-        check_started_once()
+        check_single_process()
     return _start_ranks(
         host_list,
         n_parallel,
@@ -199,17 +199,17 @@ def fork(
     )
 
 
-def fork_pinned(
+def fork_bound(
     n_parallel: int,
     use_gpu: bool,
     cores: Sequence[Sequence[int]],
     hosts: Sequence[str] = (),
     output: IO[str] | None = None,
 ) -> int:
-    """Start the ranks like `fork`, each pinned to its own cores.
+    """Start the ranks like `fork`, each bound to its own cores.
 
-    ``cores`` are those of each rank on this host; empty if ranks are not pinned to cores.  ``output`` is a file for the
-    output of other hosts.
+    ``cores`` has a list of cores for each rank on this host; empty if ranks are not bound to cores.  ``output`` is a
+    file for the output of other hosts.
     """
     host_list = parse_hosts(hosts)
     n_ranks = None if len(host_list) > 1 else n_parallel

@@ -33,8 +33,8 @@ class Runner:
     ----------
     n_repeats : int
         Number of computations in one launch.  The inputs are split into ``n_repeats`` equal parts, one for each
-        computation.  The list of outputs has ``n_repeats`` values of the first output, then those of the second, and so
-        on.
+        computation.  The list of outputs has ``n_repeats`` values of the first output, then ``n_repeats`` values of the
+        second, and so on.
     numpy_inputs : frozenset of int
         Positions of inputs that are passed as NumPy arrays, whatever the engine's device is.
     """
@@ -79,8 +79,9 @@ class StepShards(NamedTuple):
 
 
 class GradientExchange(Protocol):
-    """Exchange of a gradient between the ranks, within a launch; `StepCommand` of ``training/`` implements it.
+    """Exchange of a gradient between the ranks, within a launch.
 
+    `StepCommand` and `ShardedStepCommand` of ``training/`` implement it.
     It is an all-reduce of a shared variable or, with shards, a reduce-scatter and all-gathers.
     """
 
@@ -117,8 +118,15 @@ class ReducibleOutputs(Protocol):
     def n_outputs(self) -> int:
         """Number of outputs."""
 
+    def with_values(self, values: list[Any]) -> Self:
+        """Return a copy with other values."""
+
     def reduce(self, rank: Rank) -> Any:
         """Reduce the outputs over all ranks; return a list of values in the master."""
+
+    @classmethod
+    def reduce_many(cls, rank: Rank, outputs_by_call: Sequence[Self]) -> list[Any]:
+        """Return the results of `reduce` for several calls."""
 
     def freeze(self, rank: Rank) -> Self:
         """Return a copy that can be reduced after shared variables have changed."""
@@ -231,15 +239,15 @@ class _SetFloatErrors(Command):
             np.seterr(**settings)
 
 
-class _SentSettings(dict[str, Any]):
-    """The settings that were last sent to the workers; empty before."""
+class _SentFloatErrors(dict[str, Any]):
+    """NumPy's floating-point error handling that was last sent to the workers; empty before."""
 
 
 def _sync_float_errors(session: Session) -> None:
     """Send the master's settings (`numpy.seterr`, `numpy.errstate`) to the workers if they have changed."""
     if session.size == 1:
         return
-    settings, sent = np.geterr(), session.rank.registry.get_or_create(_SentSettings)
+    settings, sent = np.geterr(), session.rank.registry.get_or_create(_SentFloatErrors)
     if sent != settings:
         session.run(_SetFloatErrors(tuple((kind, str(how)) for kind, how in settings.items())))
         sent.update(settings)

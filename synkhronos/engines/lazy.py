@@ -7,7 +7,8 @@ the ranks, by one command::
     call          LazyEngine.collect_outputs: each rank stores its outputs under the command's number
                   LazyEngine.to_results: the master returns `Result`s and records the call in its `ResultTable`
     access        FetchOutputs(all unread calls whose results exist)
-    deletion      a weak reference of `ResultTable` calls back; one DropOutputs drops the outputs of many calls
+    deletion      a weak reference of `ResultTable` calls back
+    limits        DropOutputs(calls that were read or deleted), once there are many of them
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from synkhronos import ranks
 from synkhronos.engines.engine import Engine, ReducibleOutputs
 from synkhronos.ranks import Command, PendingOperation, Rank, Session
 
-#: Number of calls without a `Result` from which the ranks drop their outputs.
-_MAX_CALLS = 256
-#: Number of bytes of such outputs on a rank from which the ranks drop them.
-_MAX_BYTES = 1 << 24
+#: Number of calls that were read or deleted from which the ranks drop their outputs.
+_MAX_DROPPABLE_CALLS = 256
+#: Number of bytes of the outputs of such calls on a rank from which the ranks drop them.
+_MAX_DROPPABLE_NBYTES = 1 << 24
 
 
-class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):
-    """A rank's unread outputs and the engine that fetches them, by the number of the command."""
+class _StoredOutputs(dict[int, tuple[Engine, ReducibleOutputs]], PendingOperation):
+    """A rank's outputs that were not dropped, and the engine that fetches them, by the number of the command."""
 
     def __init__(self, rank: Rank):
         super().__init__()
@@ -44,21 +45,21 @@ class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):
         self.pop(command_number, None)
 
 
-def _get_unread_outputs(rank: Rank) -> _UnreadOutputs:
-    return rank.registry.get_or_create(_UnreadOutputs, lambda: _UnreadOutputs(rank))
+def _get_stored_outputs(rank: Rank) -> _StoredOutputs:
+    return rank.registry.get_or_create(_StoredOutputs, lambda: _StoredOutputs(rank))
 
 
 @dataclass(frozen=True, slots=True)
 class FetchOutputs(Command):
-    """Reduce unread outputs over the ranks."""
+    """Reduce stored outputs over the ranks."""
 
     command_numbers: tuple[int, ...]
 
     def run(self, rank: Rank) -> Any:
         """Return a list of outputs for each call in the master."""
-        unread = [_get_unread_outputs(rank)[number] for number in self.command_numbers]
-        outputs: list[Any] = []
-        for engine, group in groupby(unread, itemgetter(0)):
+        stored = [_get_stored_outputs(rank)[number] for number in self.command_numbers]
+        outputs: list[ReducibleOutputs] = []
+        for engine, group in groupby(stored, itemgetter(0)):
             own_outputs = [call_outputs for _, call_outputs in group]
             fetched = iter(
                 engine.fetch_outputs([value for call_outputs in own_outputs for value in call_outputs.values])
@@ -66,19 +67,19 @@ class FetchOutputs(Command):
             for call_outputs in own_outputs:
                 outputs.append(call_outputs.with_values(list(islice(fetched, len(call_outputs.values)))))
         # Outputs are not dropped here: if the master's part fails, it fetches them again.
-        return outputs[0].reduce_many(rank, outputs)
+        return type(outputs[0]).reduce_many(rank, outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class DropOutputs(Command):
-    """Drop unread outputs."""
+    """Drop stored outputs."""
 
     command_numbers: tuple[int, ...]
 
     def run(self, rank: Rank) -> None:
         """Drop the outputs on this rank."""
         for number in self.command_numbers:
-            _get_unread_outputs(rank).pop(number, None)
+            _get_stored_outputs(rank).pop(number, None)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -100,7 +101,7 @@ class ResultTable(PendingOperation):
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
         self._unread: dict[int, _CallReference] = {}
-        self._deleted: list[_CallReference] = []
+        self._deleted_calls: list[_CallReference] = []
         self._droppable: list[int] = []
         self._droppable_nbytes = 0
         session.rank.pending_operations.append(self)
@@ -114,15 +115,15 @@ class ResultTable(PendingOperation):
         """Add a call with outputs of ``nbytes`` on the master's rank; return a `Result` for each of its outputs."""
         call = _CallOutputs(command_number)
         # The callback is a C function: a callback in Python could swallow an interrupt.
-        self._unread[command_number] = _CallReference(call, self._deleted.append, (command_number, nbytes))
+        self._unread[command_number] = _CallReference(call, self._deleted_calls.append, (command_number, nbytes))
         return [Result(self, call, i) for i in range(n_outputs)]
 
-    def drop_deleted(self, session: Session) -> None:
-        """Make the ranks drop outputs whose results were deleted, if they exceed the limits."""
-        while self._deleted:
-            self._mark_droppable(self._deleted[0])
-            del self._deleted[0]
-        if len(self._droppable) < _MAX_CALLS and self._droppable_nbytes < _MAX_BYTES:
+    def drop_unneeded(self, session: Session) -> None:
+        """Drop stored outputs of calls that were read or deleted, above the limits."""
+        while self._deleted_calls:
+            self._mark_droppable(self._deleted_calls[0])
+            del self._deleted_calls[0]
+        if len(self._droppable) < _MAX_DROPPABLE_CALLS and self._droppable_nbytes < _MAX_DROPPABLE_NBYTES:
             return
         drop = DropOutputs(tuple(self._droppable))
         session.run(drop)
@@ -155,7 +156,7 @@ class ResultTable(PendingOperation):
                 call.values = values
         for call in calls:
             self._mark_droppable(self._unread[call.command_number])
-        self.drop_deleted(session)
+        self.drop_unneeded(session)
 
     finish = read_all  # before the ranks end, with which the outputs would be lost
 
@@ -301,15 +302,15 @@ class LazyEngine(Engine):
     """
 
     def before_call(self, session: Session) -> None:
-        """Drop outputs whose results were deleted, if there are many."""
-        ResultTable.get_or_create(session).drop_deleted(session)
+        """Drop stored outputs of calls that were read or deleted, if there are many."""
+        ResultTable.get_or_create(session).drop_unneeded(session)
 
     def collect_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
         """Store the outputs until they are read; return the arguments of `ResultTable.add_call`."""
         outputs = outputs.freeze(rank)
-        unread = _get_unread_outputs(rank)
-        assert rank.command_number not in unread, "two calls with outputs in one command"
-        unread[rank.command_number] = self, outputs
+        stored = _get_stored_outputs(rank)
+        assert rank.command_number not in stored, "two calls with outputs in one command"
+        stored[rank.command_number] = self, outputs
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in outputs.values)
         return rank.command_number, nbytes, outputs.n_outputs
 

@@ -22,7 +22,7 @@ from synkhronos.data import Data
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.data.rows import get_share
 from synkhronos.devices import NUMPY, Device
-from synkhronos.extensions.row_slices import plan_queued_slices, plan_rank_slices
+from synkhronos.extensions.row_slices import SlicedSum, plan_queued_slices, plan_rank_slices
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Rank, Session
 
@@ -96,7 +96,7 @@ class DistributedRows:
         """Session whose ranks have the rows; None if there is none."""
         return None if self._session is None else self._session()
 
-    def ensure_scattered(self, session: Session, device: Device, distributed_sum: Any) -> bool:
+    def ensure_scattered(self, session: Session, device: Device, distributed_sum: SlicedSum) -> bool:
         """Scatter the rows, or return False if neither they nor the session have changed since the last call.
 
         ``device`` computes the functions of ``distributed_sum``, whose rows these are.
@@ -141,8 +141,8 @@ class LoadInheritedRows(Command):
 
     #: Keys of the shared variables among the ranks' objects.
     keys: tuple[Any, ...]
-    #: A `DistributedSum`.  Its pickle is a reference: the workers, forks of this process, have inherited the object.
-    distributed_sum: Any
+    #: Its pickle is a reference: the workers, forks of this process, have inherited the object.
+    distributed_sum: SlicedSum
 
     def run(self, rank: Rank) -> None:
         """Put views of this rank's rows into the variables' containers, or copies where rows are not contiguous."""

@@ -7,8 +7,8 @@ row of a table, also in shared memory.  At the end the master adds the rows of t
     rank 1                    │ slices 1, 5    │
     rank 2                    │ slices 2, 6    │
 
-A rank whose core is slow would delay the others.  So ranks that have all rows, as those of a chain, take the slices
-from a queue, the large ones first.  The sum does not depend on which rank has computed a slice.
+A rank whose core is slow would delay the others.  So ranks that have all rows, as the ranks of a chain do, take the
+slices from a queue, the large ones first.  The sum does not depend on which rank computed a slice.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 import io
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from synkhronos.function.dispatcher import Dispatcher
 from synkhronos.function.outputs import RankOutputs
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 
-__all__ = ["PreparedSum", "create_slice_queue", "plan_queued_slices", "plan_rank_slices"]
+__all__ = ["PreparedSum", "SlicedSum", "create_slice_queue", "plan_queued_slices", "plan_rank_slices"]
 
 #: Maximal number of slices in a `SliceQueue`: a number is one byte.
 MAX_QUEUED_SLICES = 256
@@ -40,8 +40,8 @@ _MAX_SLICE_BYTES = 4 << 20
 #: Bytes of rows in the smallest slice of a queue, if each rank has more.  With smaller slices ranks wait less for the
 #: last one, but start more of them.
 _MIN_SLICE_BYTES = 64 << 10
-#: Number of smallest slices in a rank's share, if each of them has more bytes than that.
-_MIN_SLICES_IN_SHARE = 25
+#: A slice of a queue is at least this fraction (1/25) of a rank's share.
+_MAX_SLICES_PER_SHARE = 25
 
 
 def plan_rank_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
@@ -49,12 +49,12 @@ def plan_rank_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
 
     ``nbytes`` is the size of all rows.
     """
-    count = max(1, nbytes // (n_ranks * _MAX_SLICE_BYTES))
+    slices_per_rank = max(1, nbytes // (n_ranks * _MAX_SLICE_BYTES))
     starts = []
     for rank in range(min(n_ranks, n_rows)):
         share = get_share(n_rows, n_ranks, rank)
         size = share.stop - share.start
-        n_slices = min(count, size)
+        n_slices = min(slices_per_rank, size)
         starts += [share.start + get_share(size, n_slices, i).start for i in range(n_slices)]
     return [*starts, n_rows]
 
@@ -65,7 +65,7 @@ def plan_queued_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
     ``nbytes`` is the size of all rows.
     """
     share, row_nbytes = -(-n_rows // n_ranks), max(1, nbytes // n_rows)
-    smallest = max(1, min(share, max(share // _MIN_SLICES_IN_SHARE, _MIN_SLICE_BYTES // row_nbytes)))
+    smallest = max(1, min(share, max(share // _MAX_SLICES_PER_SHARE, _MIN_SLICE_BYTES // row_nbytes)))
     largest = max(_MAX_SLICE_BYTES // row_nbytes, n_rows // (MAX_QUEUED_SLICES // 2))
     while True:
         bounds = [0]
@@ -116,7 +116,26 @@ def _get_slice_queue() -> SliceQueue:
     return _slice_queue
 
 
+class SlicedRows(Protocol):
+    """The rows of a sum; `synkhronos.extensions.distributed_rows` implements it."""
+
+    shareds: list[Any]
+    slice_bounds: list[int]
+    inherited: list[Any]
+    ranks_have_all: bool
+
+
+class SlicedSum(Protocol):
+    """A sum whose pickle is a reference, as rank processes have inherited it; `rows_sum` implements it."""
+
+    @property
+    def rows(self) -> SlicedRows:
+        """Rows of the sum."""
+
+
 class _ComputeSlicesFields(NamedTuple):
+    """Fields of `ComputeSlices`; a named tuple cannot have a second base class."""
+
     call: Call
     #: Array with the result of each slice.
     table: ArrayLocation
@@ -124,8 +143,8 @@ class _ComputeSlicesFields(NamedTuple):
     bounds: tuple[int, ...]
     #: Keys of the shared variables with the rows.
     row_keys: tuple[Any, ...]
-    #: The `DistributedSum`, if each rank has inherited all of its rows; None if a rank has only its share.
-    distributed_sum: Any
+    #: The sum, if each rank has inherited all of its rows; None if a rank has only its share.
+    distributed_sum: SlicedSum | None
 
 
 class ComputeSlices(_ComputeSlicesFields, Command):
@@ -138,40 +157,39 @@ class ComputeSlices(_ComputeSlicesFields, Command):
         call, bounds, table = self.call, self.bounds, self.table.view(rank.segments)
         compiled = rank.get_object(call.computation_key).get_or_compile(call.variant)
         compiled.function.trust_input = True  # the inputs have been checked once
-        run = compiled.runner
         inputs = [location.view(rank.segments) for location in call.inputs if isinstance(location, ArrayLocation)]
         storages = [rank.get_object(key).container.storage for key in self.row_keys]
         own_rows = [storage[0] for storage in storages]
         if self.distributed_sum is None:
             share = get_share(bounds[-1], rank.size, rank.number)
             rows, first_row = own_rows, share.start
-            numbers: Any = range(bisect_left(bounds, share.start), bisect_left(bounds, share.stop))
+            slice_numbers: Iterable[int] = range(bisect_left(bounds, share.start), bisect_left(bounds, share.stop))
         else:
-            rows, first_row, numbers = self.distributed_sum.rows.inherited, 0, _get_slice_queue()
+            rows, first_row, slice_numbers = self.distributed_sum.rows.inherited, 0, _get_slice_queue()
         try:
-            for number in numbers:
-                span = slice(bounds[number] - first_row, bounds[number + 1] - first_row)
+            for i in slice_numbers:
+                span = slice(bounds[i] - first_row, bounds[i + 1] - first_row)
                 for storage, values in zip(storages, rows, strict=True):
                     storage[0] = values[span]
-                (result,) = run(*inputs)
+                (result,) = compiled.runner(*inputs)
                 if result.shape != table.shape[1:]:
                     raise ValueError(f"expected a result of shape {table.shape[1:]}, got {result.shape}")
-                table[number] = result
+                table[i] = result
         finally:
             for storage, values in zip(storages, own_rows, strict=True):
                 storage[0] = values
         if rank.spans_hosts:
-            assert isinstance(numbers, range)
-            total = np.add.reduce(table[numbers.start : numbers.stop], axis=0)
-            return RankOutputs(len(numbers), [total], compiled.output_spec).reduce(rank)
+            assert isinstance(slice_numbers, range)
+            total = np.add.reduce(table[slice_numbers.start : slice_numbers.stop], axis=0)
+            return RankOutputs(len(slice_numbers), [total], compiled.output_spec).reduce(rank)
         return None
 
 
 class PreparedSum:
     """A function of the rows that all ranks have compiled, prepared for many calls with arguments of the same shapes.
 
-    The session's call lock is held.  ``arguments`` are those of the first call, and the function's result is a scalar
-    or a vector of ``result_size`` elements.  ``distributed_sum`` is the `DistributedSum` whose rows it reads.
+    The session's call lock is held.  ``arguments`` are the arguments of the first call.  The function reads the rows of
+    ``distributed_sum``, and its result is a scalar or a vector of ``result_size`` elements.
     """
 
     def __init__(
@@ -180,7 +198,7 @@ class PreparedSum:
         dispatcher: Dispatcher,
         arguments: Sequence[np.ndarray],
         result_size: int,
-        distributed_sum: Any,
+        distributed_sum: SlicedSum,
     ):
         rows = distributed_sum.rows
         self._session, self._dispatcher = session, dispatcher
@@ -198,8 +216,8 @@ class PreparedSum:
             distributed_sum if rows.ranks_have_all else None,
         )
 
-    def accepts(self, arguments: Sequence[np.ndarray]) -> bool:
-        """Whether the arguments have the shapes and dtypes of those of the first call."""
+    def can_compute(self, arguments: Sequence[np.ndarray]) -> bool:
+        """Whether the arguments have the same shapes and dtypes as in the first call."""
         return all(
             argument.shape == array.shape and argument.dtype == array.dtype
             for argument, array in zip(arguments, self._inputs, strict=True)

@@ -348,7 +348,7 @@ class DistributedSum:
                 dispatcher.ensure_distributed(session)
                 if dispatcher.has_compiled_default:
                     prepared = self._prepared_sums.get(function)
-                    if prepared is None or not prepared.accepts(arguments):
+                    if prepared is None or not prepared.can_compute(arguments):
                         prepared = PreparedSum(session, dispatcher, arguments, result_size, self)
                         self._prepared_sums[function] = prepared
                     return np.ravel(prepared.compute(arguments))

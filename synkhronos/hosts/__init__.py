@@ -10,7 +10,7 @@ So a rank always waits for words in its own host's memory, and the layers above 
 `MpiLink` connects the master's session to the agents.
 """
 
-from synkhronos.hosts.host_list import MAX_RANKS_PER_HOST, Host, check_started_once, is_this_machine, parse_hosts
+from synkhronos.hosts.host_list import MAX_RANKS_PER_HOST, Host, check_single_process, is_this_machine, parse_hosts
 from synkhronos.hosts.mpi_link import MissingGpuError, MpiLink
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "Host",
     "MissingGpuError",
     "MpiLink",
-    "check_started_once",
+    "check_single_process",
     "is_this_machine",
     "parse_hosts",
 ]

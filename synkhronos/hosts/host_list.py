@@ -25,7 +25,7 @@ MAX_RANKS_PER_HOST = 1024
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
-def check_started_once() -> None:
+def check_single_process() -> None:
     """Raise ValueError if ``mpirun`` or ``srun`` has started several processes of this program."""
     for variable in _SIZE_VARIABLES:
         size = os.environ.get(variable, "")

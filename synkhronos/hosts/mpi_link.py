@@ -28,7 +28,7 @@ from synkhronos.hosts.page_table import RowIndexes, SegmentAccess
 from synkhronos.hosts.pipes import PipeLayout
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.child_process import JOB_SIGNALS
-from synkhronos.ranks.command import find_row_accesses
+from synkhronos.ranks.command import find_nested_row_accesses
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Death, PeerFailure, StartError, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
@@ -252,7 +252,7 @@ class MpiLink(Link):
         accesses_by_host: list[list[SegmentAccess]] = []
         for name, ranks in zip(self.host_names, self.ranks_by_host, strict=True):
             accesses_by_host.append([])
-            for access in find_row_accesses((command, command_location), self.size, ranks):
+            for access in find_nested_row_accesses((command, command_location), self.size, ranks):
                 local_rows = access.array.find_local_rows(self.size, ranks)
                 if local_rows is None:
                     accesses_by_host[-1].append(_to_segment_access(access))

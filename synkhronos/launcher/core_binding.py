@@ -14,10 +14,10 @@ _PCI_FOLDER = Path("/sys/bus/pci/devices")
 def assign_cores(
     devices: Sequence[str], allowed_cores: Sequence[int], gpu_cores: dict[str, list[int]]
 ) -> tuple[list[list[int]], str]:
-    """Assign cores to each rank, by its device; return them with a description of the assignment.
+    """Return a list of cores for each rank, chosen by its device, and a description of the assignment.
 
-    There are none if ranks should not be bound, because some would share a core.  ``allowed_cores`` are those that this
-    process may use, ``gpu_cores`` those next to each GPU.
+    The first list is empty if ranks should not be bound, because some would share a core.  ``allowed_cores`` are the
+    cores that this process may use, ``gpu_cores`` the cores next to each GPU.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def get_nvml_handle(cuda_index: int) -> Any:
 
 
 def find_pci_device_cores(address: str) -> list[int]:
-    """Find the cores next to a PCI device; none if Linux does not list them."""
+    """Return the cores next to a PCI device; an empty list if Linux does not list them."""
     domain, _, bus_address = address.lower().partition(":")
     try:
         return parse_cores((_PCI_FOLDER / f"{domain[-4:]}:{bus_address}" / "local_cpulist").read_text())
@@ -96,7 +96,7 @@ def parse_cores(text: str) -> list[int]:
 
 
 def bind_to_cores(cores: Sequence[int]) -> None:
-    """Bind this thread, and threads that it will start, to some cores; with none, leave the binding unchanged."""
+    """Bind this thread, and threads that it will start, to some cores; an empty list leaves the binding unchanged."""
     if cores:
         os.sched_setaffinity(0, cores)
 

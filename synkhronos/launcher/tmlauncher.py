@@ -30,7 +30,7 @@ def run_tmlauncher() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Start a run as tmlauncher does; return the exit status: that of the run, or 2 if a setting is wrong."""
+    """Start a run as tmlauncher does; return the run's exit status, or 2 if a setting is wrong."""
     open_standard_streams()
     options = parse_options(arguments)
     config = options.pop("config", None)

@@ -23,7 +23,7 @@ _SETTINGS = ("ranks", "devices", "hosts", "folder", "bind", "resume", "restarts"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command, and return its exit status: that of the run, or 2 if a setting is wrong."""
+    """Run the command, and return the run's exit status, or 2 if a setting is wrong."""
     open_standard_streams()
     options = _make_parser().parse_args(arguments)
     flag_settings = {name: getattr(options, name) for name in _SETTINGS if getattr(options, name) is not None}

@@ -33,9 +33,8 @@ class RowAccess(NamedTuple):
 class Command(ABC):
     """A small picklable object whose method `run` every rank runs, including the master's.
 
-    A command is sent once and may run many times from the same object: `run` must not change it.  So its fields are
-    those of a frozen dataclass, or of a named tuple where it is posted at every call: a tuple is created, hashed and
-    compared faster.
+    A command is sent once and may run many times from the same object: `run` must not change it.  So it is a
+    frozen dataclass, or a named tuple where it is posted at every call: a tuple is created, hashed and compared faster.
     """
 
     __slots__ = ()
@@ -65,7 +64,7 @@ class Command(ABC):
         The default is all rows of all arrays in the command's fields, and the accesses of commands in its fields.
         ``size`` is the number of all ranks.
         """
-        return find_row_accesses(_get_nested_values(self), size, ranks)
+        return find_nested_row_accesses(_get_nested_values(self), size, ranks)
 
     def without_rank(self, rank: int) -> Command:
         """Return this command without the entries of a rank that is left out; the entries of later ranks move down."""
@@ -88,15 +87,18 @@ class LongCommand(Command):
         return command.run(rank)
 
 
-def find_row_accesses(value: object, size: int, ranks: range) -> Iterator[RowAccess]:
-    """Yield the accesses of a value in a command; for the parameters see `Command.find_row_accesses`."""
+def find_nested_row_accesses(value: object, size: int, ranks: range) -> Iterator[RowAccess]:
+    """Yield the row accesses of a value in a command, and of its items and fields.
+
+    For the parameters see `Command.find_row_accesses`.
+    """
     if isinstance(value, ArrayLocation):
         yield RowAccess(value)
     elif isinstance(value, Command):
         yield from value.find_row_accesses(size, ranks)
     else:
         for nested in _get_nested_values(value):
-            yield from find_row_accesses(nested, size, ranks)
+            yield from find_nested_row_accesses(nested, size, ranks)
 
 
 def _get_nested_values(value: object) -> list[Any]:

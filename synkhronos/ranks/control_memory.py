@@ -251,7 +251,7 @@ class ControlMemory:
         """Move to a core on which no other rank runs, if there is one.
 
         Schedulers tend to wake a process on the core of the process that woke it.  The two would then take turns, each
-        spinning while the other waits for the core.  The process is moved but not pinned to its new core, as other
+        spinning while the other waits for the core.  The process is moved but not bound to its new core, as other
         programs may need the cores too.
         """
         core = self.last_core[rank] = _get_current_core()
@@ -261,7 +261,7 @@ class ControlMemory:
         allowed_cores = os.sched_getaffinity(0)
         free_cores = {number for number in allowed_cores if number + 1 not in busy_cores}
         if free_cores:
-            with defer_signals():  # an interrupt in between would leave the process pinned
+            with defer_signals():  # an interrupt in between would leave the process bound
                 os.sched_setaffinity(0, free_cores)
                 os.sched_setaffinity(0, allowed_cores)
             self.last_core[rank] = _get_current_core()

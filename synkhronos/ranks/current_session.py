@@ -25,7 +25,7 @@ def start_session(
 ) -> Session:
     """Start a session and run its first command; if either fails, end the session and raise the error.
 
-    With ``profile``, each worker writes a profile when it exits.  The other parameters are those of `Session`.
+    With ``profile``, each worker writes a profile when it exits.  For the other parameters see `Session`.
     """
     global _current
     check_no_session()

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+#: Maximal number of characters of a module's and of a class's name in a report.
+_MAX_NAME_CHARS = 500
+
 
 @dataclass(frozen=True)
 class FailureReport:
     """Description of a rank's exception, from which the master makes a `WorkerError`.
 
-    ``module`` and ``class_name`` are those of its class.  The message and the traceback are shortened in the middle if
-    they are long.  ``host`` is "" if there is only one.
+    ``module`` and ``class_name`` belong to the exception's class.  Long texts are shortened, as a report has to fit
+    into a slot.  ``host`` is "" if there is only one.
     """
 
     rank: int
@@ -33,8 +36,8 @@ class FailureReport:
             message = f"<no message: its __str__ raised {type(str_error).__qualname__}>"
         text = "".join(traceback.format_exception(error))
         error_class = type(error)
-        texts = shorten_middle(message, max_chars), shorten_middle(text, max_chars)
-        return cls(rank, error_class.__module__, error_class.__qualname__, *texts)
+        names = str(error_class.__module__)[:_MAX_NAME_CHARS], error_class.__qualname__[:_MAX_NAME_CHARS]
+        return cls(rank, *names, shorten_middle(message, max_chars), shorten_middle(text, max_chars))
 
     def summarize(self) -> str:
         """Return a line with the rank, the exception's class and the first line of its message."""
@@ -42,7 +45,7 @@ class FailureReport:
 
 
 def describe_rank(rank: int, host: str) -> str:
-    """Return the name of a rank, followed by that of its host if there are several hosts."""
+    """Return the name of a rank, followed by its host's name if there are several hosts."""
     return f"rank {rank}" + (f" on host {host}" if host else "")
 
 

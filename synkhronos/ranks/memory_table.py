@@ -56,8 +56,8 @@ class MemoryTable:
     """The master's table of segments and replicated objects; used under the session's lock.
 
     ``channels`` are the master's ends of the workers' socket pairs, by rank.  ``run`` runs a command on all ranks, and
-    raises if another one is running.  ``last_key`` is the key of the newest segment, ``last_sent_key`` that of the
-    newest one that the workers have.
+    raises if another one is running.  ``last_key`` is the key of the newest segment, ``last_sent_key`` the key of the
+    newest segment that the workers have.
     """
 
     def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):
@@ -186,7 +186,7 @@ class MemoryTable:
     def resend_segments(self, receivers: Collection[int], files: list[tuple[Segment, io.FileIO]] | None) -> None:
         """Send all segments over the channels of new workers, or of an agent, which do not inherit any.
 
-        ``files`` are those of `reopen_segments`; None to reopen them now.
+        ``files`` is the result of `reopen_segments`; None to reopen them now.
         """
         for segment, file in self.segments.reopen_files() if files is None else files:
             self._queue_segment(segment, file, receivers)

@@ -22,7 +22,7 @@ class ProcessGroup:
     """The master's workers on this host and, through the link, on others, with their control memory.
 
     Workers are replaced by the end of a group and the start of another.  With ``spawn``, this host's workers are new
-    processes and not forks of this one.  ``channels`` also has that of this host's agent.
+    processes and not forks of this one.  ``channels`` also has the channel of this host's agent.
     """
 
     def __init__(self, size: int, master_rank: int, link: Link, spawn: bool):
@@ -86,7 +86,7 @@ class ProcessGroup:
     def find_late_rank(self, start_time: float, timeout: float) -> PeerFailure | None:
         """Return the failure of a rank that has shown no progress for ``timeout`` seconds; None if there is none.
 
-        ``start_time`` is that of the command, by the monotonic clock.
+        ``start_time`` is the start of the command, by the monotonic clock.
         """
         control, master, start_ns, now = self.control, self.master_rank, int(start_time * 1e9), time.monotonic_ns()
         silent = [r for r in range(control.size) if now - max(start_ns, control.last_progress[r]) > timeout * 1e9]

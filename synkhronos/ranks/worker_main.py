@@ -29,6 +29,9 @@ from synkhronos.ranks.thread_limit import ThreadLimit
 
 #: Seconds between an idle worker's checks whether the master lives, for systems whose kernel does not report its death.
 IDLE_POLL_SECONDS = 0.5
+#: Maximal number of characters of the message and of the traceback in a failure report.  A character has up to four
+#: bytes in UTF-8, so the two take up to 4/5 of the slot, and leave room for the names in the report.
+_MAX_REPORT_CHARS = SLOT_NBYTES // 10
 
 
 class Exit(Command):
@@ -155,7 +158,7 @@ def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
             control.report_nbytes[rank.number] = 0
         except BaseException as error:  # SystemExit, too: exit() within a graph is an error
             # The report is written first: a rank that notices the failure may read it.
-            report = pickle.dumps(FailureReport.from_exception(rank.number, error, SLOT_NBYTES // 10))
+            report = pickle.dumps(FailureReport.from_exception(rank.number, error, _MAX_REPORT_CHARS))
             control.write_report(rank.number, report)
             rank.barriers.fail_command()
             del error

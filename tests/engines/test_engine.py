@@ -84,7 +84,7 @@ def make_adam_function(make, **kwargs):
 @pytest.mark.parametrize("n", [1, 2])
 def test_toy_engine_fuses_training_steps(toy, fork, n):
     fork(n)
-    (train, w), (alone, w_alone) = (
+    (train, w), (train_serial, w_serial) = (
         make_adam_function(make_train_function),
         make_adam_function(make_train_function_serial),
     )
@@ -95,9 +95,9 @@ def test_toy_engine_fuses_training_steps(toy, fork, n):
     losses += map(float, train.steps(X, y, batches))
     assert toy.Launch.n_launches == 3
     losses.append(float(train(X, y, num_slices=2)))
-    expected = [alone(X, y, rows) for rows in ([0, 1, 2], [3, 4], *batches, None)]
+    expected = [train_serial(X, y, rows) for rows in ([0, 1, 2], [3, 4], *batches, None)]
     np.testing.assert_allclose(losses, expected)
-    np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * n)
+    np.testing.assert_allclose(synk.gather(w), [w_serial.get_value()] * n)
 
 
 def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeypatch):
@@ -107,14 +107,14 @@ def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeyp
     monkeypatch.setattr(library, "has_disk_cache", lambda self, function: True)
     monkeypatch.setattr(library, "compile_now", lambda self, function: None)
     fork(2)
-    (train, w), (alone, w_alone) = (
+    (train, w), (train_serial, w_serial) = (
         make_adam_function(make_train_function),
         make_adam_function(make_train_function_serial),
     )
     for _ in range(3):
-        np.testing.assert_allclose(float(train(X, X[:, 0])), alone(X, X[:, 0]))
-    assert toy.Launch.n_launches == 2 + 1 + 1
-    np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2)
+        np.testing.assert_allclose(float(train(X, X[:, 0])), train_serial(X, X[:, 0]))
+    assert toy.Launch.n_launches == 4  # two of the first step, of gradient and update, and one of each later step
+    np.testing.assert_allclose(synk.gather(w), [w_serial.get_value()] * 2)
 
 
 def launch_six_times(context, f, x):

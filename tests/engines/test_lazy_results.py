@@ -15,7 +15,7 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.engines.lazy import _MAX_CALLS, Result, ResultTable, _get_unread_outputs
+from synkhronos.engines.lazy import _MAX_DROPPABLE_CALLS, Result, ResultTable, _get_stored_outputs
 from synkhronos.ranks import Command
 
 pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
@@ -175,10 +175,10 @@ class CountUnread(Command):
     """Command that returns the number of calls whose outputs each rank caches."""
 
     def run(self, rank):
-        return rank.all_gather(len(_get_unread_outputs(rank)))
+        return rank.all_gather(len(_get_stored_outputs(rank)))
 
 
-def count_unread():
+def count_stored():
     """Return the number of calls whose outputs each rank caches."""
     return ranks.get_session().run(CountUnread())
 
@@ -189,11 +189,11 @@ def count_dropped():
 
 
 def test_results_are_read_by_one_fetch(double):
-    before = count_unread()[0] - count_dropped()
+    before = count_stored()[0] - count_dropped()
     results = [double(VALUE + i) for i in range(5)]
-    assert count_unread() == [before + count_dropped() + 5] * 2
+    assert count_stored() == [before + count_dropped() + 5] * 2
     assert float(results[2][0]) == 6 + 4 * 2
-    assert count_unread() == [before + count_dropped()] * 2
+    assert count_stored() == [before + count_dropped()] * 2
     assert all(total._call.values is not None for total, _ in results)
     assert [float(total) for total, _ in results] == [6 + 4.0 * i for i in range(5)]
 
@@ -223,17 +223,17 @@ def test_results_of_many_calls_are_separate(fork, sizes):
 
 
 def test_dropped_results_are_freed(double):
-    for _ in range(2 * _MAX_CALLS + 10):
+    for _ in range(2 * _MAX_DROPPABLE_CALLS + 10):
         double(VALUE)
-    assert max(count_unread()) <= _MAX_CALLS + 1
+    assert max(count_stored()) <= _MAX_DROPPABLE_CALLS + 1
     results = double(VALUE)
-    for _ in range(2 * _MAX_CALLS):
+    for _ in range(2 * _MAX_DROPPABLE_CALLS):
         double(VALUE + 1)
     assert results[0] == 6
-    assert max(count_unread()) <= _MAX_CALLS + 1
-    for _ in range(2 * _MAX_CALLS):
+    assert max(count_stored()) <= _MAX_DROPPABLE_CALLS + 1
+    for _ in range(2 * _MAX_DROPPABLE_CALLS):
         assert float(double(VALUE)[0]) == 6
-    assert max(count_unread()) <= _MAX_CALLS + 1
+    assert max(count_stored()) <= _MAX_DROPPABLE_CALLS + 1
 
 
 def test_dropped_results_run_no_finalizer_code(double):
@@ -248,10 +248,10 @@ def test_large_dropped_results_are_freed_early(fork):
     value = synk.data(np.ones(1 << 20))  # half of its eight megabytes on each rank
     for _ in range(20):
         f(value)
-    assert max(count_unread()) <= 6
+    assert max(count_stored()) <= 6
     for _ in range(20):
         assert f(value).sum() == 2 << 20
-    assert max(count_unread()) <= 6
+    assert max(count_stored()) <= 6
 
 
 def test_irreducible_result_raises_when_read_others_do_not(fork):
@@ -283,8 +283,8 @@ def test_missing_scalar_leaves_other_results(fork):
 
 
 def test_output_subset_selects_lazy_results(double):
-    before = count_unread()[0] - count_dropped()
+    before = count_stored()[0] - count_dropped()
     assert len(double(VALUE, output_subset=[])) == 0
     (only,) = double(VALUE, output_subset=[1])
     np.testing.assert_array_equal(only, VALUE * 2)
-    assert count_unread() == [before + count_dropped()] * 2
+    assert count_stored() == [before + count_dropped()] * 2

@@ -12,7 +12,7 @@ from synkhronos.launcher import core_binding, doctor
 from synkhronos.ranks import count_available_cores
 
 
-def test_launch_shares_cores_among_ranks():
+def test_assign_cores_divides_cores_among_ranks():
     assert core_binding.assign_cores(["cpu"] * 2, range(5), {})[0] == [[0, 1], [2, 3, 4]]
     assert core_binding.assign_cores(["cpu"] * 3, [4, 6, 9], {})[0] == [[4], [6], [9]]
     assert core_binding.assign_cores(["cpu"] * 3, [0, 1], {}) == ([], "not bound: there are 2 cores for 3 ranks")
@@ -39,7 +39,7 @@ def test_binding_places_ranks_near_their_gpus(tmp_path, monkeypatch):
     assert core_binding.find_pci_device_cores("0000:ff:00.0") == []
 
 
-def test_binding_follows_cudas_gpu_order(tmp_path, monkeypatch):
+def test_binding_and_doctor_follow_cudas_gpu_order(tmp_path, monkeypatch):
     # The slow GPU is first on the bus; CUDA lists the fast one first.
     names = {"GPU-slow": "0000:1b:00.0", "GPU-fast": "0000:9d:00.0"}
     for address, cores in zip(names.values(), ("0-3", "4-7"), strict=True):

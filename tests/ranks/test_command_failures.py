@@ -51,6 +51,16 @@ class RaiseLate(Command):
 
 
 @dataclass(frozen=True)
+class RaiseLongTexts(Command):
+    """Raise an error whose class's names and message are long, of characters with four bytes."""
+
+    def run(self, rank):
+        if not rank.is_master:
+            text = "\U0001d54f" * SLOT_NBYTES
+            raise type(text, (Exception,), {"__module__": text})(text)
+
+
+@dataclass(frozen=True)
 class Kill(Command):
     """Command that sends a signal to the process of one rank."""
 
@@ -106,6 +116,12 @@ def test_failure_between_barriers_frees_other_ranks(session):
         with pytest.raises(OSError if failing_rank == session.rank.number else ranks.WorkerError):
             session.run(RaiseLate(failing_rank))
     assert session.run(GatherMessages((10,))) == session.size
+
+
+def test_failure_report_of_long_texts_fits_into_a_slot(two):
+    with pytest.raises(ranks.WorkerError, match="raised \U0001d54f{500}: \U0001d54f"):
+        two.run(RaiseLongTexts())
+    assert two.run(GatherMessages((10,))) == two.size
 
 
 @pytest.mark.parametrize(("number", "at_barrier"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)])

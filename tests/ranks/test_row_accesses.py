@@ -5,7 +5,7 @@ from typing import Any
 
 from synkhronos.function.call import Call, ScatteredInput
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
-from synkhronos.ranks.command import find_row_accesses
+from synkhronos.ranks.command import find_nested_row_accesses
 
 A, B, C, D = (ArrayLocation(key, "i8", (6,)) for key in range(1, 5))
 
@@ -36,7 +36,7 @@ def make_call(inputs, batch_s=None):
 def test_command_accesses_all_arrays_in_its_fields_by_default():
     command = WithFields(A, [(B, slice(1, 2)), range(3), "text", WithSlots(C)])
     assert list(command.find_row_accesses(2, range(1, 2))) == [RowAccess(A), RowAccess(B), RowAccess(C)]
-    assert list(find_row_accesses((command, D), 2, range(2)))[-1] == RowAccess(D)
+    assert list(find_nested_row_accesses((command, D), 2, range(2)))[-1] == RowAccess(D)
 
 
 def test_call_accesses_the_rows_of_its_ranks():

@@ -72,7 +72,7 @@ def compute_log_likelihood(
     compile_kwargs : dict, optional
         Arguments for the compilation, such as ``{"mode": "NUMBA"}``.
     store : path-like, optional
-        Directory of a Zarr store, such as that of ``idata.to_zarr``, to which the group ``log_likelihood`` is added.
+        Directory of a Zarr store, as ``idata.to_zarr`` writes it, to which the group ``log_likelihood`` is added.
         Each process writes its own draws into it.  Default: the result is kept in memory.
 
     Returns
@@ -161,7 +161,7 @@ def sample_posterior_predictive(
 ) -> Any:
     """Draw predictions for each draw of a posterior, as `pymc.sample_posterior_predictive` does, in parallel.
 
-    The processes are those of `compute_log_likelihood`.
+    The processes are chosen as in `compute_log_likelihood`.
 
     Parameters
     ----------
@@ -184,15 +184,15 @@ def sample_posterior_predictive(
     Returns
     -------
     InferenceData or DataTree
-        `trace`, or PyMC's result, which has the group and those of observed and constant data.  With `store`, the group
-        reads from there when its values are used.
+        `trace`, or PyMC's result, which has the group and the groups of observed and constant data.  With `store`, the
+        group reads from there when its values are used.
 
     Raises
     ------
     ValueError
         If nothing is to be sampled.
     Exception
-        Further errors are those of `compute_log_likelihood`.
+        Further errors as in `compute_log_likelihood`.
 
     Notes
     -----

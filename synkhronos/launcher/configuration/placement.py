@@ -1,4 +1,4 @@
-"""Placement of ranks: the device of each rank of this machine, and the other machines with ranks."""
+"""Placement of ranks: the device of each rank of this host, and the other hosts with ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from synkhronos.gpus import get_n_gpu
-from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, check_started_once, parse_hosts
+from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, check_single_process, parse_hosts
 from synkhronos.launcher.configuration.settings import SettingsError, convert_to_settings_error
 from synkhronos.ranks import count_available_cores
 
@@ -14,22 +14,22 @@ from synkhronos.ranks import count_available_cores
 def choose_placement(devices: Any, hosts: Any, n_ranks: int | None) -> tuple[tuple[str, ...], list[Host]]:
     """Check the settings ``devices``, ``hosts`` and ``ranks``; choose values for those that are not set.
 
-    Return the device of each rank of this machine, and the machines with ranks, this one first; none if it is the only
-    one.
+    Return the device of each rank of this host, and the hosts with ranks, this one first.  The list of hosts is empty
+    for this host alone.
     """
-    machines = _parse_hosts(hosts, n_ranks)
-    if machines:
-        chosen_devices = _choose_devices_of_first_host(machines[0], devices)
-        machines[0] = Host(machines[0].name, len(chosen_devices))
+    parsed_hosts = _parse_hosts(hosts, n_ranks)
+    if parsed_hosts:
+        chosen_devices = _choose_devices_of_first_host(parsed_hosts[0], devices)
+        parsed_hosts[0] = Host(parsed_hosts[0].name, len(chosen_devices))
     else:
         chosen_devices = _choose_devices(devices, n_ranks)
     if len(chosen_devices) > MAX_RANKS_PER_HOST:
         raise SettingsError(f"devices: expected at most {MAX_RANKS_PER_HOST}, got {len(chosen_devices)}")
-    return chosen_devices, machines
+    return chosen_devices, parsed_hosts
 
 
-def split_devices(devices: Any) -> list[str]:
-    """Return the names of devices in a setting: a list, or a text with commas."""
+def parse_devices(devices: Any) -> list[str]:
+    """Return the names of devices in a setting, a list or a text with commas; raise SettingsError for other values."""
     if isinstance(devices, str):
         devices = devices.split(",")
     if not isinstance(devices, list | tuple) or not all(isinstance(name, str) for name in devices):
@@ -44,7 +44,7 @@ def _choose_devices(devices: Any, n_ranks: int | None) -> tuple[str, ...]:
         if n_gpu and n_ranks is not None and n_ranks > n_gpu:
             raise SettingsError(f"ranks: expected at most {n_gpu}, one for each GPU, got {n_ranks}; or devices = 'cpu'")
         return tuple(f"cuda{i}" for i in range(n_gpu)[:n_ranks]) or ("cpu",) * (n_ranks or count_available_cores())
-    names = split_devices(devices)
+    names = parse_devices(devices)
     if not names:
         raise SettingsError(f"devices: expected at least one name, such as cuda0 or cpu, got {devices!r}")
     if names == ["cpu"] and n_ranks is not None:
@@ -77,19 +77,19 @@ def _choose_devices(devices: Any, n_ranks: int | None) -> tuple[str, ...]:
 
 
 def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
-    """Parse hosts and their numbers of ranks, None if unset; return no hosts for this machine alone."""
+    """Return the hosts and their numbers of ranks, None if unset; an empty list for this host alone."""
     if isinstance(hosts, str) and hosts != "all":
         hosts = [host for host in hosts.split(",") if host.strip()]
     with convert_to_settings_error():
-        parsed = parse_hosts([] if hosts is None else hosts)
-        if parsed:
-            check_started_once()
-    return [Host(host.name, host.n_ranks or n_ranks) for host in parsed]
+        parsed_hosts = parse_hosts([] if hosts is None else hosts)
+        if parsed_hosts:
+            check_single_process()
+    return [Host(host.name, host.n_ranks or n_ranks) for host in parsed_hosts]
 
 
 def _choose_devices_of_first_host(first: Host, devices: Any) -> tuple[str, ...]:
     """Choose the device of each rank on the first of several hosts; other hosts use devices of the same kind."""
-    if devices is not None and split_devices(devices) == ["cpu"]:
+    if devices is not None and parse_devices(devices) == ["cpu"]:
         return ("cpu",) * (first.n_ranks or count_available_cores())
     chosen_devices = _choose_devices(devices, first.n_ranks)
     if set(chosen_devices) != {"cpu"} and chosen_devices != tuple(f"cuda{i}" for i in range(len(chosen_devices))):

@@ -47,10 +47,11 @@ _RESULT_FILES = ("rank-*.jsonl", "reports.jsonl", "params.npz", "checkpoints")
 def resolve_settings(
     sources: Sequence[Mapping[str, Any]], source_path: str | os.PathLike[str] | None = None
 ) -> Settings:
-    """Merge and check settings: those of the command line, which override the environment, and the session file's.
+    """Merge and check the settings of the command line, the environment and the session file.
 
-    `merge_sources` has the rules.  The folder of ``source_path``, a session file or script, is also searched for
-    the model file.  Raise SettingsError if a setting is missing or wrong; the message begins with its name.
+    The command line overrides the environment; `merge_sources` has the rules.  The folder of ``source_path``, a session
+    file or script, is also searched for the model file.  Raise SettingsError if a setting is missing or wrong; the
+    message begins with its name.
     """
     merged = merge_sources(sources)
     name, class_name = _read_string(merged, "modelfile"), _read_string(merged, "modelclass")

@@ -11,7 +11,7 @@ from typing import Any
 
 from synkhronos.checks import format_similar
 from synkhronos.launcher.configuration import theano_mpi_session
-from synkhronos.launcher.configuration.placement import split_devices
+from synkhronos.launcher.configuration.placement import parse_devices
 from synkhronos.launcher.configuration.settings import SETTING_KEYS, SettingsError, merge_tables
 
 #: Prefix of environment variables that are settings.
@@ -109,7 +109,7 @@ def merge_sources(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if "devices" in source:
             merged.pop("ranks", None)
         elif "ranks" in source and merged.get("devices") is not None:  # the number of ranks determines the devices
-            merged["devices"] = "cpu" if set(split_devices(merged["devices"])) == {"cpu"} else None
+            merged["devices"] = "cpu" if set(parse_devices(merged["devices"])) == {"cpu"} else None
         merged = merge_tables([merged, source])
     return merged
 

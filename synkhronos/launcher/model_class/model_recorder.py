@@ -181,7 +181,8 @@ class ModelRecorder:
     def begin_epoch(self, epoch: int, steps: int = 0, weighted_cost_sum: float = 0.0, weight_sum: float = 0.0) -> None:
         """Begin an epoch, or continue it from a checkpoint, which ``steps`` steps of the epoch precede.
 
-        The sums are those of these steps' costs, each times its weight, and of their weights.
+        ``weighted_cost_sum`` is the sum of these steps' costs, each times its weight.  ``weight_sum`` is the sum
+        of the weights.
         """
         self.epoch, self.epoch_began = epoch, time.perf_counter()
         rows = steps * self.rows_per_step

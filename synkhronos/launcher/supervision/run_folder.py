@@ -116,7 +116,7 @@ class DeathLog:
         return deaths
 
     def add(self, death: Death, n_ranks_left: int | None = None) -> None:
-        """Append a death; ``n_ranks_left`` is that of its host, if the host can't start all of its ranks."""
+        """Append a death; ``n_ranks_left`` is its host's number of ranks, if the host can't start all of its ranks."""
         entry = {name: getattr(death, name) for name in ("rank", "host", "cause", "is_failed_start")}
         if n_ranks_left is not None:
             entry["ranks_left"] = n_ranks_left

@@ -52,7 +52,7 @@ _EXIT_SECONDS = 10.0
 class Supervisor:
     """Parent process of a run's ranks.  It stops the run when the process ``parent_pid`` exits, if it is given.
 
-    ``signal_number`` is that of the first signal received; 0 before it.
+    ``signal_number`` is the number of the first signal received; 0 before.
     """
 
     def __init__(self, settings: Settings, parent_pid: int | None = None):
@@ -302,9 +302,10 @@ class Supervisor:
         return True
 
     def _remove_ranks_of_hosts(self, deaths: list[dict[str, Any]]) -> bool:
-        """Remove the ranks that can't start from the settings; return False if the run can't continue.
+        """Remove ranks that can't start from the settings; return False if the run can't continue.
 
-        They are those that a host's missing GPUs leave, or all of the host that was lost before failed starts.
+        A host with missing GPUs keeps ``ranks_left`` ranks.  A host that was lost, and then failed to start, is
+        removed.
         """
         settings, n_left = self.settings, deaths[-1].get("ranks_left", 0)
         names = [host.partition(":")[0] for host in settings.hosts]

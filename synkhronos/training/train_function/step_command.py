@@ -35,7 +35,7 @@ class _StepCommandFields(NamedTuple):
 
     #: Call that writes this rank's gradient into a shared variable, its all-reduce, and the call that updates from it.
     gradient: Call
-    reduce: AllReduceValues
+    all_reduce: AllReduceValues
     update: Call
     #: Dtype in which a fused launch sends the gradients; None for their own.
     wire_dtype: str | None
@@ -93,7 +93,7 @@ class StepCommand(_StepCommandFields, Command):
         with rank.suspend_recording():
             loss = gradient.run()
             if rank.size > 1:
-                plan = self.reduce.agree_on_plan(rank)
+                plan = self.all_reduce.agree_on_plan(rank)
                 plan.all_reduce(rank, self.op)
                 plan.wait_until_started(rank)
         return loss, run_on_all_or_no_rank(rank, update.run, self.update.needs_compile)
@@ -101,11 +101,11 @@ class StepCommand(_StepCommandFields, Command):
     @property
     def op(self) -> str:
         """Name of the reduction of the gradient."""
-        return self.reduce.op
+        return self.all_reduce.op
 
     def get_reduced_variable(self, rank: Rank) -> Any:
         """Return this rank's copy of the gradient's variable."""
-        (key,) = self.reduce.keys
+        (key,) = self.all_reduce.keys
         return rank.get_object(key)
 
     def get_shards(self, rank: Rank) -> None:
@@ -115,12 +115,12 @@ class StepCommand(_StepCommandFields, Command):
         """Return the communicator of the all-reduce, and the gradient's shape, which is the same on all ranks."""
         plans = rank.registry.get_or_create(_AgreedPlans)
         if self.has_agreed_plan:
-            plan, _ = plans[self.reduce]
+            plan, _ = plans[self.all_reduce]
             if not plan.is_valid(rank):
                 raise RuntimeError(f"rank {rank.number} has another gradient or connection than in the last step")
         else:
-            plan = self.reduce.agree_on_plan(rank)
-        plans[self.reduce] = plan, rank.command_number
+            plan = self.all_reduce.agree_on_plan(rank)
+        plans[self.all_reduce] = plan, rank.command_number
         (gradient,) = plan.variables
         return gradient.communicator, gradient.layout[0]
 
@@ -129,20 +129,20 @@ class _AgreedPlans(BoundedCache[AllReduceValues, tuple[AllReducePlan, int]]):
     """Plan of the last fused step of each all-reduce, which all ranks have, and the number of the step's command."""
 
 
-def can_skip_plan_check(rank: Rank, reduce: AllReduceValues) -> bool:
+def can_skip_plan_check(rank: Rank, all_reduce: AllReduceValues) -> bool:
     """Whether all ranks still have the plan of the last fused step, as far as the master knows.
 
     A rank's plan changes with the master's, or after a failed command.  If it has changed on a worker alone, the
     worker fails before its launch, and the watchdog aborts those of the others: no rank's parameters change.
     """
-    plan, command_number = rank.registry.get_or_create(_AgreedPlans).get(reduce, (None, 0))
+    plan, command_number = rank.registry.get_or_create(_AgreedPlans).get(all_reduce, (None, 0))
     return plan is not None and command_number > rank.barriers.last_failed_command and plan.is_valid(rank)
 
 
 def fuse_calls(
-    rank: Rank, step: GradientExchange, gradient: RankCall, updates: Sequence[RankCall], n_steps: int = 1
+    rank: Rank, exchange: GradientExchange, gradient: RankCall, updates: Sequence[RankCall], n_steps: int = 1
 ) -> Runner | None:
-    """Return the fused launch of a gradient, its all-reduce and updates; None if this rank cannot fuse them."""
+    """Return the fused launch of a gradient, its exchange and updates; None if this rank cannot fuse them."""
     if gradient.compiled.n_rank_means:
         return None  # the host takes part within the launch, and has to wait for its end
     computation = gradient.computation
@@ -153,7 +153,7 @@ def fuse_calls(
     if gradient.call.needs_compile and computation.compile_order == CompileOrder.AT_FIRST_CALL:
         return None  # the master makes this call first, alone: in a fused launch it would wait for the others
     runners = [update.compiled.runner for update in updates]
-    return computation.engine.fuse_step(rank, gradient.compiled.runner, step, runners, n_steps)
+    return computation.engine.fuse_step(rank, gradient.compiled.runner, exchange, runners, n_steps)
 
 
 class _ShardedStepCommandFields(NamedTuple):

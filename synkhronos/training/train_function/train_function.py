@@ -382,12 +382,12 @@ class TrainFunction:
             calls = [update.make_call(session) for update in updates]
             command: StepCommand | ShardedStepCommand
             if sharding is None:
-                reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
+                all_reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
                 can_fuse = not (has_rank_without_rows or gradient.variant.returns_updates)
-                has_agreed_plan = can_fuse and can_skip_plan_check(session.rank, reduce)
+                has_agreed_plan = can_fuse and can_skip_plan_check(session.rank, all_reduce)
                 command = StepCommand(
                     gradient,
-                    reduce,
+                    all_reduce,
                     calls[0],
                     self._wire_dtype,
                     n_tail=self._n_tail,
