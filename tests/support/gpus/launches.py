@@ -45,6 +45,7 @@ def train_by_rules():
     launches = []
     repeat = Executable.repeat
     Executable.repeat = lambda self, n_repeats: launches.append(n_repeats) or repeat(self, n_repeats)
+    # XLA on the CPU would take one step per launch; a loop sets this attribute, which then has no effect.
     LocalStepLoop.max_steps_per_launch = property(lambda self: 64, lambda self, value: None)
     rng = np.random.default_rng(0)
     x_data = rng.normal(size=(120, 30)).astype("float32")
