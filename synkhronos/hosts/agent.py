@@ -112,7 +112,7 @@ class Agent:
         self._layout.n_next_hosts[0] = world.size - 1 - world.rank
         self._messenger = Messenger(mpi, world)
         self._frame_transport = FrameTransport(mpi, frame_comm, control, self._layout)
-        self._page_table = PageTable(world.size - 1, self._keep_alive)
+        self._page_table = PageTable(world.size - 1, self.keep_alive)
         self._receiver = None if segment_channel is None else SegmentReceiver(segment_channel)
         self._segments: dict[int, Segment] = {}
         self._program_agent = ProgramAgent(self._messenger, control, self._ranks_by_host, self._segments)
@@ -241,7 +241,7 @@ class Agent:
                     content = memory[key][chunk]
                     words[ControlMemory.BYTES_SENT] += content.size
                     messenger.send(host, MessageType.PAGES, key, chunk, content)
-                    self._keep_alive(MAX_UNSENT_MESSAGES)
+                    self.keep_alive(MAX_UNSENT_MESSAGES)
             messenger.send(host, MessageType.COMMAND, self._last_command_number, message, program_memory)
             if dropped:
                 messenger.send(host, MessageType.DROP_SEGMENTS, dropped)
@@ -250,7 +250,7 @@ class Agent:
             self._segments.pop(key, None)
         self._program_agent.start_command(self._last_command_number, program_memory)
 
-    def _keep_alive(self, max_unsent: int = 1 << 30) -> None:
+    def keep_alive(self, max_unsent: int = 1 << 30) -> None:
         """Send heartbeats during long work; with ``max_unsent`` also wait until at most that many messages are unsent.
 
         The limit is the flow control of pages: their unsent messages occupy memory.

@@ -63,21 +63,24 @@ def main(address: str) -> None:
     world = MPI.COMM_WORLD
     frame_comm, channel = world.Dup(), _connect(address) if world.rank == 0 else None
     fork_server: ForkServer | None = None
+    settings: list[Any] = []
     while True:
         config, fds = _receive_config(world, channel)
         if config is None:
             break
         if channel is None:
             _set_environment(config)
-            # Another number of ranks has other numbers of threads, which libraries read when they are imported.
-            n_local_ranks = config["rank_counts"][world.rank]
-            if fork_server is not None and fork_server.n_local_ranks != n_local_ranks:
+            # The server's forks inherit the settings.  Libraries read their numbers of threads at their import.
+            n_local_ranks, old_settings = config["rank_counts"][world.rank], settings
+            settings = [n_local_ranks, *(config[name] for name in ("environment", "path", "folder"))]
+            if fork_server is not None and (fork_server.has_exited or settings != old_settings):
                 fork_server.close()
                 fork_server = None
             if fork_server is None and config["modules"]:
                 fork_server = ForkServer(n_local_ranks)
         _run_session(MPI, config, channel, fds, fork_server, frame_comm)
         gc.collect()  # frees the memory of the session
+    signal.alarm(_START_SECONDS)  # MPI would wait for a lost host without limit
     with contextlib.suppress(MPI.Exception):  # messages that were never received
         MPI.Finalize()
 
@@ -129,12 +132,13 @@ def _run_session(
     spin_seconds = SPIN_SECONDS if len(local_ranks) < count_available_cores() else 0.0
     control = ControlMemory(config["size"], spin_seconds, file.fileno(), is_master_host, local_ranks, link_nbytes)
     workers = WorkerProcesses(config["master_rank"], control, None if is_master_host else file, fork_server)
+    agent = Agent(mpi, config, control, channel, segment_channel, workers, frame_comm)
     if not is_master_host:
-        if fork_server is not None:
-            fork_server.import_modules(config["modules"])
+        if fork_server is not None:  # imports from a cold network file system take longer than the hosts' timeout
+            fork_server.import_modules(config["modules"], agent.keep_alive)
         workers.start(config["profile"])
     file.close()
-    Agent(mpi, config, control, channel, segment_channel, workers, frame_comm).run()
+    agent.run()
     workers.close_channels()
     if segment_channel is not None:
         segment_channel.close()

@@ -420,7 +420,8 @@ class MpiLink(Link):
         link = copy.copy(self)
         link._hosts = hosts
         link._set_host_infos(self._idle_host_infos)
-        link._idle_host_infos = self._idle_host_infos = self._mpirun = None
+        # `kill` of this link ends the agents, too, if an interrupt comes before the session has the other.
+        link._idle_host_infos = self._idle_host_infos = None
         return link
 
     def _find_unreachable_hosts(self, hosts: Sequence[Host]) -> list[str]:

@@ -19,37 +19,49 @@ import importlib
 import io
 import json
 import os
+import select
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from synkhronos.ranks import worker_main
 from synkhronos.ranks.child_process import exit_with_parent, spawn
 from synkhronos.ranks.control_memory import ControlMemory
+from synkhronos.ranks.segments import is_peer_closed
 from synkhronos.ranks.thread_limit import ThreadLimit
 
 _PR_SET_CHILD_SUBREAPER = 36
+#: Seconds between two calls that keep the caller's connections alive during imports.
+_POLL_SECONDS = 0.05
 
 
 class ForkServer:
     """A server process of this one, whose workers become children of this process.
 
-    ``n_local_ranks`` is the number of ranks among which this host's cores are divided.
+    ``n_local_ranks`` is the number of ranks among which this host's cores are divided.  The server has this process's
+    present environment, working directory and `sys.path`.
     """
 
     def __init__(self, n_local_ranks: int):
-        self.n_local_ranks = n_local_ranks
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._channel, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
             fd = server_end.fileno()
             self._pid = spawn(__name__, "run", [fd, os.getpid(), n_local_ranks], [fd], True, os.environ)
 
-    def import_modules(self, modules: Sequence[str]) -> None:
-        """Make the server import modules, without waiting for it."""
+    @property
+    def has_exited(self) -> bool:
+        """Whether the server has exited, as after a kill."""
+        return is_peer_closed(self._channel)
+
+    def import_modules(self, modules: Sequence[str], keep_alive: Callable[[], None]) -> None:
+        """Make the server import modules, and call ``keep_alive`` repeatedly until it has imported them."""
         self._channel.sendall(json.dumps(modules).encode())
+        while not select.select([self._channel], [], [], _POLL_SECONDS)[0]:
+            keep_alive()
+        self._receive()
 
     def start_worker(
         self, control: ControlMemory, control_file: io.FileIO, channel: socket.socket, *arguments: int
@@ -57,10 +69,14 @@ class ForkServer:
         """Start a worker like `worker_main.spawn_worker`, and return its process id."""
         request = json.dumps([worker_main.describe_layout(control), arguments]).encode()
         socket.send_fds(self._channel, [request], [control_file.fileno(), channel.fileno()])
-        pid = self._channel.recv(32)
-        if not pid:
+        return self._receive()
+
+    def _receive(self) -> int:
+        """Return the number that the server or a worker sends; RuntimeError if the server has exited."""
+        number = self._channel.recv(32)
+        if not number:
             raise RuntimeError(f"the fork server of this host (process {self._pid}) has exited")
-        return int(pid)
+        return int(number)
 
     def close(self) -> None:
         """End the server process; its workers continue."""
@@ -83,13 +99,15 @@ def run() -> None:
             for module in json.loads(request):
                 with contextlib.suppress(Exception):  # then workers that need it raise its error
                     importlib.import_module(module)
+            channel.send(b"0")
             continue
         if not (child := os.fork()):
             child = os.getpid()
             if os.fork():
                 os._exit(0)
             _run_worker(channel, parent_pid, child, fds, request)
-        os.waitpid(child, 0)
+        if os.waitpid(child, 0)[1]:  # it could not fork: the caller would wait for ever
+            return
         for fd in fds:
             os.close(fd)
 

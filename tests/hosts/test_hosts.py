@@ -496,7 +496,7 @@ def test_agent_reads_messages_before_it_decides():
     agent = object.__new__(Agent)
     agent._messenger, silences = Sending(), []
     agent._run_periodic_work = lambda now: silences.append(now - agent._messenger.last_received[1])
-    agent._keep_alive(16)
+    agent.keep_alive(16)
     assert len(silences) == 3 and max(silences) < 60, silences
 
 

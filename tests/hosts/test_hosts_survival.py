@@ -6,6 +6,10 @@ from hosts import are_simulated, end, run
 pytestmark = [pytest.mark.hosts, pytest.mark.faults, pytest.mark.timeout(300)]
 
 
+def test_new_workers_on_two_hosts_are_like_the_masters_process():
+    assert run(["a:2", "b:2"], "replace") == "right\n"
+
+
 @pytest.mark.parametrize(
     ("name", "seed", "source"),
     [

@@ -95,14 +95,9 @@ def test_restart_is_skipped_after_a_signal(tmp_path, number):
         assert process.returncode == 128 + number and "\nrestart " not in f"\n{errors}"
 
 
-def list_memory_folders():
-    return set(Path("/dev/shm").glob("synkhronos-copy-*"))
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 1])
 def test_on_death_continue_equals_an_undisturbed_run(tmp_path, undisturbed_run, victim):
-    before = list_memory_folders()
     done = train_with_deaths(tmp_path, victim, [0, 1], "--on-death=continue", checkpoint=0)
     assert (
         "death 1 of at most 100: from " in done.stderr and "death 2 of at most 100: from the checkpoint " in done.stderr
@@ -126,7 +121,8 @@ def test_on_death_continue_equals_an_undisturbed_run(tmp_path, undisturbed_run, 
         records = read_json_lines(parts, f"rank-{rank}")
         assert records[-1]["step"] == 27 and sum(record["rows"] for record in records) == 270
     assert f"rank {victim} was killed by SIGKILL" in (parts / "rank-0.log").read_text()
-    assert list_memory_folders() == before
+    memory_folder = json.loads((tmp_path / "marks" / "died-0").read_text())["memory_checkpoint_folder"]
+    assert "synkhronos-copy" in memory_folder and not Path(memory_folder).exists()
 
 
 @pytest.mark.faults
@@ -220,10 +216,11 @@ def test_signal_ends_a_run_with_on_death_continue(tmp_path):
 def test_signal_during_a_recovery_keeps_the_memory_checkpoint(tmp_path):
     """The new ranks have written no checkpoint yet, so the run is resumed from the memory checkpoint."""
     pytest.importorskip("safetensors")
-    before = list_memory_folders()
     with start_checkpointed_run(tmp_path, False, checkpoint=500, on_death="continue") as process:
         pids = wait_until_training(tmp_path, process)
-        wait_until(lambda: any(list_checkpoints(folder) for folder in list_memory_folders() - before), limit=LIMIT)
+        opened = (os.path.realpath(file) for file in Path(f"/proc/{process.pid}/fd").iterdir())
+        memory_folder = next(Path(path) for path in opened if path.startswith("/dev/shm/synkhronos-copy-"))
+        wait_until(lambda: list_checkpoints(memory_folder), limit=LIMIT)
         os.kill(pids[2], signal.SIGKILL)
         for line in process.stderr:
             if line.startswith("death 1 "):
@@ -231,7 +228,7 @@ def test_signal_during_a_recovery_keeps_the_memory_checkpoint(tmp_path):
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=LIMIT)
         assert process.returncode == 143 and "--resume continues from" in errors
-        assert len(list((tmp_path / "checkpoints").iterdir())) == 1 and list_memory_folders() == before
+        assert len(list((tmp_path / "checkpoints").iterdir())) == 1 and not memory_folder.exists()
 
 
 def test_memory_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):

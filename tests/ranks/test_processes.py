@@ -43,6 +43,29 @@ def test_close_ends_workers_and_can_be_repeated(fork):
     assert fork(2) == 2
 
 
+def test_fork_server_keeps_its_caller_alive_during_imports(tmp_path):
+    (tmp_path / "slow_module.py").write_text("import time; time.sleep(0.3)")
+    run_code(
+        """
+        import os, signal, sys
+        import pytest
+        from synkhronos.ranks.fork_server import ForkServer
+        sys.path.append(sys.argv[1])
+        server, calls = ForkServer(1), []
+        server.import_modules(["missing_module", "slow_module"], lambda: calls.append(server.has_exited))
+        assert len(calls) > 3 and not any(calls)
+        server.import_modules(["slow_module"], calls.clear)  # the second time at once
+        os.kill(server._pid, signal.SIGKILL)
+        os.waitid(os.P_PID, server._pid, os.WEXITED | os.WNOWAIT)
+        assert server.has_exited
+        with pytest.raises(OSError):
+            server.import_modules([], calls.clear)
+        server.close()
+        """,
+        str(tmp_path),
+    )
+
+
 @pytest.mark.slow
 def test_many_sessions_leave_nothing():
     def footprint():

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import rank_programs
 from library import shared, tensor
+from system import list_children
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -612,6 +613,38 @@ class Killer:
 def _call(owner: Any, function: Any, *args: Any) -> Any:
     """Call a function in a method's place."""
     return function(owner, *args)
+
+
+def describe_process(context: synk.RankContext, kills_server: bool = False) -> tuple[int, str, str | None]:
+    """Return this process's id, its working directory, and a variable; kill the fork server that has forked it."""
+    others = set(context.all_gather(os.getpid()))
+    if kills_server and context.number == context.size - 1:
+        for pid in list_children(os.getppid()):
+            if pid not in others:
+                os.kill(pid, signal.SIGKILL)
+    return os.getpid(), os.getcwd(), os.environ.get("SYNKHRONOS_TEST")
+
+
+def replace() -> None:
+    """Replace killed workers after a fork server was killed, and after changes of what workers inherit."""
+    n = fork()
+    from hosts import programs  # other ranks import it by its name
+
+    session, folder = ranks.get_session(), os.getcwd()
+    mpirun_pid = session._group.link._mpirun.pid
+    with session.keep_memory():
+        for kills_server, name, value in ((True, folder, None), (False, "/", "1"), (False, "/", "1")):
+            synk.run(programs.describe_process, kills_server)
+            os.chdir(name)
+            with mock.patch.dict(os.environ, {"SYNKHRONOS_TEST": value} if value else {}):
+                os.kill(session.worker_pids[1], signal.SIGKILL)
+                with pytest.raises(synk.WorkerError, match="rank 1 .* was killed by SIGKILL"):
+                    synk.run(programs.all_reduce_often)
+                session.replace_workers()
+                assert [where for _, *where in synk.run(programs.describe_process)] == [[name, value]] * n
+            os.chdir(folder)
+    assert session._group.link._mpirun.pid == mpirun_pid  # no agent was lost
+    print("right")
 
 
 def survive(name: str, seed: str, source: str = "arrays") -> None:
