@@ -69,7 +69,7 @@ def make_mpirun_environment() -> dict[str, str]:
 
 
 def find_lost_hosts(output: str, aliases: Sequence[Sequence[str]]) -> list[int]:
-    """Return the lost host according to the output of ``mpirun``, or all candidates if it names none.
+    """Return the indexes of the hosts one of which was lost: a single one if the output of ``mpirun`` names it.
 
     ``aliases`` has the names of each host.
     """

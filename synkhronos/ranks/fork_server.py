@@ -123,4 +123,4 @@ def _run_worker(
     channel.send(str(os.getpid()).encode())
     channel.close()
     layout, arguments = json.loads(request)
-    worker_main.run_from_files(fds, layout, (True, *arguments))
+    worker_main.run_with_inherited_files(fds, layout, (True, *arguments))

@@ -193,7 +193,7 @@ class Rank:
     def raise_common_error(self, error: Exception) -> NoReturn:
         """Raise an error that all ranks have found at the same point: itself in the master, `Cancelled` in workers.
 
-        All ranks call it, as no rank is told of the error.
+        All ranks call it: none sends the error to the others.
         """
         raise error if self.is_master else Cancelled
 

@@ -103,16 +103,16 @@ def spawn_worker(
 
 def run_spawned_worker() -> NoReturn:
     """Run the worker that `spawn_worker` started."""
-    run_from_files(*json.loads(sys.argv[2]))
+    run_with_inherited_files(*json.loads(sys.argv[2]))
 
 
 def describe_layout(control: ControlMemory) -> tuple[float, ...]:
-    """Return the layout of this control memory, for `run_from_files`."""
+    """Return the layout of this control memory, for `run_with_inherited_files`."""
     local_ranks = control.local_ranks
     return control.size, control.spin_seconds, local_ranks.start, local_ranks.stop, len(control.link_memory)
 
 
-def run_from_files(fds: Sequence[int], layout: Sequence[Any], arguments: Sequence[Any]) -> NoReturn:
+def run_with_inherited_files(fds: Sequence[int], layout: Sequence[Any], arguments: Sequence[Any]) -> NoReturn:
     """Call `main` with the control memory and the channel whose open files this process has inherited."""
     control_fd, channel_fd = fds
     size, spin_seconds, start, stop, link_nbytes = layout

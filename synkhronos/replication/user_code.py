@@ -45,7 +45,7 @@ class UserCode:
         self._by_name: dict[QualifiedName, Any] = {}
         self._by_value: list[Any] = []
         #: Namespace, name and value of each name that the code used at the last `update_digests`.
-        self._used_names: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._used_bindings: list[tuple[Mapping[str, Any], str, Any]] = []
         self._digests: list[bytes] = []
 
     def add(self, value: Any, by_name: bool) -> None:
@@ -59,7 +59,7 @@ class UserCode:
         """Compute the digests of the current code."""
         hashers = [_CodeHasher(value) for value in (*self._by_name.values(), *self._by_value)]
         self._digests = [hasher.digest() for hasher in hashers]
-        self._used_names = [used for hasher in hashers for used in hasher.used_names]
+        self._used_bindings = [used for hasher in hashers for used in hasher.used_bindings]
 
     def list_digests(self) -> tuple[tuple[QualifiedName, bytes], ...]:
         """Return the digest of each class and function that was pickled by name.
@@ -71,7 +71,7 @@ class UserCode:
     def has_changed(self) -> bool:
         """Whether any code has changed since the last update of the digests; rebound names update them."""
         # Each call of a function calls this.  Comparing identities takes a microsecond, digests take much longer.
-        if all(names.get(name, _MISSING) is value for names, name, value in self._used_names):
+        if all(names.get(name, _MISSING) is value for names, name, value in self._used_bindings):
             return False
         before = self._digests
         self.update_digests()
@@ -129,13 +129,13 @@ def compute_digest(value: object) -> bytes:
 class _CodeHasher:
     """Hash of a class or function with all user code that it uses, directly or through other user code.
 
-    ``used_names`` has the namespace, name and value of each name that this code uses.
+    ``used_bindings`` has the namespace, name and value of each name that this code uses.
     """
 
     def __init__(self, value: object):
         self._hash = hashlib.sha256()
         self._seen: set[int] = set()
-        self.used_names: list[tuple[Mapping[str, Any], str, Any]] = []
+        self.used_bindings: list[tuple[Mapping[str, Any], str, Any]] = []
         self._add(value)
 
     def digest(self) -> bytes:
@@ -184,13 +184,13 @@ class _CodeHasher:
             self._add((value.__code__, value.__defaults__, kwdefaults, tuple(cells)))
         else:
             self._add(value.__bases__)
-        for names, name, used in _iter_used_names(value):
-            self.used_names.append((names, name, used))
+        for names, name, used in _iterate_bindings(value):
+            self.used_bindings.append((names, name, used))
             self._hash.update(name.encode())
             self._add(used)
 
 
-def _iter_used_names(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+def _iterate_bindings(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
     """Yield (namespace, name, value) of each name that the code of a class or function uses directly."""
     if isinstance(value, type):
         names = vars(value)

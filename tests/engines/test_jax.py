@@ -18,7 +18,7 @@ from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.library import has_other_references
-from synkhronos.launcher.model_class.model_variables import group_variables
+from synkhronos.launcher.model_class.model_variables import group_variables, track_generators
 
 pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
 
@@ -251,6 +251,7 @@ class Draws:
 
 def test_random_streams_of_own_functions_are_seeded_and_saved():
     plain, model = Draws(), Draws()
+    track_generators(model)
     groups = group_variables(model)
     assert groups.generators == [model.rng]
     library = get_library(model.rng)

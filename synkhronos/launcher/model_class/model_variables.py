@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,8 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     exclude_normalization = exclude_normalization and not getattr(model, "has_rank_means", False)
     excluded = [p for p in model.params if exclude_normalization and p.name in ("gamma", "beta")]
     excluded_ids = {id(p) for p in excluded}
-    groups = VariablesByRole([p for p in model.params if id(p) not in excluded_ids], [], excluded, [], [])
+    exchanged = [p for p in model.params if id(p) not in excluded_ids]
+    groups = VariablesByRole(exchanged=exchanged, optimizer=[], excluded=excluded, other_variables=[], generators=[])
     averages = getattr(model, "averages", None)
     if isinstance(averages, Mapping):  # a `Model`, whose params end with the averages
         groups.n_averages = sum(any(p is average for average in averages) for p in groups.exchanged)
@@ -44,9 +45,8 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     sharded_variables = getattr(model, "sharded_variables", {})
     results = *(getattr(model, "vels2", None) or ()), *getattr(model, "step_outputs", ())
     grouped_ids = {id(shared) for shared in (*model.params, *results, *(model.vels if sharded_variables else ()))}
-    for _, value in sorted(vars(model).items()):
-        for function in value if isinstance(value, list | tuple) else [value]:
-            _group_function_variables(function, groups, grouped_ids)
+    for function in _iterate_functions(model):
+        _group_function_variables(function, groups, grouped_ids)
     wholes = {id(variable.shared): whole for whole, variable in sharded_variables.items()}
     # A sharded and an unsharded optimizer resume from each other's checkpoints, and their functions' inputs differ.
     order = {id(shared): i for i, shared in enumerate(getattr(model, "rule_variables", ()))}
@@ -55,21 +55,39 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     return groups
 
 
+def track_generators(model: Any) -> None:
+    """Record the generators in a model's compiled functions, for the library's `copy_generator` and `set_generator`."""
+    for function in _iterate_functions(model):
+        for function_input in _iterate_shared_inputs(function):
+            library = get_library(function_input.variable)
+            if library.is_generator(function_input.variable):
+                library.track_generators(function)
+
+
+def _iterate_functions(model: Any) -> Iterator[Any]:
+    """Yield the compiled functions of a model, sorted by the names of its attributes."""
+    for _, value in sorted(vars(model).items()):
+        for candidate in value if isinstance(value, list | tuple) else [value]:
+            if hasattr(getattr(candidate, "maker", None), "inputs"):
+                yield candidate
+
+
+def _iterate_shared_inputs(function: Any) -> Iterator[Any]:
+    """Yield the inputs of a compiled function that are shared variables."""
+    yield from (i for i in function.maker.inputs if getattr(i, "implicit", False))
+
+
 def _group_function_variables(function: Any, groups: VariablesByRole, grouped_ids: set[int]) -> None:
-    """Add the shared variables of a compiled function to ``groups``; do nothing for other objects.
+    """Add the shared variables of a compiled function to ``groups``.
 
     ``grouped_ids`` has the ids of variables that are already grouped, or belong to no group.  It is extended.
     """
-    for function_input in getattr(getattr(function, "maker", None), "inputs", ()):
+    for function_input in _iterate_shared_inputs(function):
         shared = function_input.variable
-        if not getattr(function_input, "implicit", False):
-            continue
-        library = get_library(shared)
-        if library.is_generator(shared):
-            library.track_generators(function)
         if id(shared) in grouped_ids:
             continue
         grouped_ids.add(id(shared))
+        library = get_library(shared)
         if library.is_generator(shared):
             groups.generators.append(shared)
         elif not library.is_array(shared):

@@ -58,14 +58,14 @@ def _describe_failure(error: BaseException) -> str:
     """Return the name of the failed rank and its traceback, or only its message, if it names what the user can mend."""
     kinds = SettingsError, ModelInterfaceError
     if not isinstance(error, WorkerError):
-        is_clear = isinstance(error, kinds)
-        return f"rank 0: {error}\n" if is_clear else "rank 0:\n" + "".join(traceback.format_exception(error))
+        is_user_error = isinstance(error, kinds)
+        return f"rank 0: {error}\n" if is_user_error else "rank 0:\n" + "".join(traceback.format_exception(error))
     if not error.reports:
         return f"rank {error.rank}:\n{error}\n"
     report = error.reports[0]
     name = describe_rank(report.rank, report.host)
-    is_clear = (report.module, report.class_name) in [(kind.__module__, kind.__qualname__) for kind in kinds]
-    return f"{name}: {report.message}\n" if is_clear else f"{name}:\n{report.traceback}\n"
+    is_user_error = (report.module, report.class_name) in [(kind.__module__, kind.__qualname__) for kind in kinds]
+    return f"{name}: {report.message}\n" if is_user_error else f"{name}:\n{report.traceback}\n"
 
 
 def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:

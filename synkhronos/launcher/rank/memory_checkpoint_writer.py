@@ -22,7 +22,8 @@ class MemoryCheckpointWriter:
     """
 
     def __init__(self, folder: str, state: ModelState):
-        self._folder, self._state, self._checkpoint = folder, state, None  # type: str, ModelState, Checkpoint | None
+        self._folder, self._state = folder, state
+        self._checkpoint: Checkpoint | None = None
         self._interval_batches = self.due_batch = 1
         self._last_write_end = time.monotonic()
 

@@ -187,9 +187,9 @@ class ModelEpochLoop(EpochLoop):
         It is NaN if the class recorded no cost.
         """
         n_ranks, epoch = self.context.size, self.n_reports + 1
-        seen = self.recorder.meter.total_steps * self.recorder.rows_per_step * n_ranks
+        n_rows_seen = self.recorder.meter.total_steps * self.recorder.rows_per_step * n_ranks
         elapsed = self._training_ended_at - self.recorder.epoch_began
-        report = make_report(self.totals, epoch, seen, f"{n_ranks} x {self.recorder.rows_per_step}", elapsed)
+        report = make_report(self.totals, epoch, n_rows_seen, f"{n_ranks} x {self.recorder.rows_per_step}", elapsed)
         if any(total.weight_sum for total in self.totals) and not math.isfinite(report.loss):
             data = self.model.data.training if isinstance(self.model.data, ModelData) else ()
             arrays = data if isinstance(data, list) else ()
@@ -216,7 +216,7 @@ class ModelEpochLoop(EpochLoop):
                 if ends_run:
                     break
             batch = next_batch
-            is_stopped = self.batch_loop.is_stop_requested(is_collective=False)
+            is_stopped = self.batch_loop.is_stop_requested()
         call_optional(self.model, "reset_iter", "val")
         by_rank = self.context.all_gather((*recorder.take_validation_sums(), ends_run, is_stopped))
         self.batch_loop.is_stopped_by_signal = any(is_stopped for *_, is_stopped in by_rank)

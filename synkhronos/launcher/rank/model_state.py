@@ -38,7 +38,7 @@ STORAGE_KEY = "launch"
 class ModelState:
     """Instance of a model class on one rank, its position in the training, and its checkpoints.
 
-    ``variables`` are the shared variables of the instance by role, ``shared`` the shared memory of the rule.
+    ``variables`` are the shared variables of the instance by role, ``rule_arrays`` the shared memory of the rule.
 
     Attributes
     ----------
@@ -58,20 +58,20 @@ class ModelState:
         rule: Rule,
         model: Any,
         variables: VariablesByRole,
-        shared: dict[str, LocalRows],
+        rule_arrays: dict[str, LocalRows],
         recorder: ModelRecorder,
     ):
         self.context, self.settings, self.rule, self.model, self.variables = context, settings, rule, model, variables
         self.recorder = recorder
         self._sharded_variables = list(getattr(model, "sharded_variables", {}).values())
-        self._spec = rank_state.RankStateSpec(STORAGE_KEY, variables, rule, shared, is_joint=False)
+        self._spec = rank_state.RankStateSpec(STORAGE_KEY, variables, rule, rule_arrays, is_joint=False)
         self.folder = Path(settings.folder)
         self.applies_gradients = isinstance(rule, GradientSumRule) and callable(getattr(model, "apply_gradients", None))
         self.n_complete_epochs = 0
         self.position: dict[str, Any] = {"batch": 0}
         self.early_stopping = EarlyStopping()
         context.get_storage(STORAGE_KEY)["state"] = State(
-            variables.exchanged, variables.whole_optimizer, shared, variables.n_averages
+            variables.exchanged, variables.whole_optimizer, rule_arrays, variables.n_averages
         )
 
     @property

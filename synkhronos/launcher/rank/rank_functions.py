@@ -12,7 +12,9 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,7 +31,7 @@ from synkhronos.launcher.model_class.model_interface import (
     make_instance,
 )
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
-from synkhronos.launcher.model_class.model_variables import group_variables
+from synkhronos.launcher.model_class.model_variables import group_variables, track_generators
 from synkhronos.launcher.rank.gradient_sum_rule import GradientSumRule
 from synkhronos.launcher.rank.model_epoch_loop import ModelEpochLoop
 from synkhronos.launcher.rank.model_state import STORAGE_KEY, ModelState
@@ -38,6 +40,7 @@ from synkhronos.launcher.supervision.master_arguments import MasterArguments
 from synkhronos.programs import LocalRows, RankContext
 from synkhronos.rules import Rule
 from synkhronos.rules.state import FlatVariables
+from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.monitoring.recorder import Recorder
 
 #: Descriptions of the exchange under BSP, by the values that ranks exchange.
@@ -47,11 +50,24 @@ _EXCHANGE_DESCRIPTIONS = {
 }
 
 
+@dataclass
+class BuiltModel:
+    """Instance of the model class on one rank, which `build_model` stores for `train_model`."""
+
+    model: Any
+    variables: VariablesByRole
+    #: Quantity that ranks exchange after each step; None if they do not.
+    exchanged_quantity: Literal["gradient", "params"] | None
+
+
 def prepare_rank(
     context: RankContext, arguments: MasterArguments, devices: list[str], ranks_by_host: list[range]
 ) -> int:
-    """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID."""
-    import synkhronos.compat  # noqa: F401 - model classes import theano; ranks of other hosts are not forks
+    """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
+
+    Also enable ``import theano`` for the model class: ranks of other hosts are not forks of the master, which did so.
+    """
+    import synkhronos.compat  # noqa: F401
 
     sys.stdout.flush()
     sys.stderr.flush()
@@ -63,7 +79,7 @@ def prepare_rank(
         cores = arguments.rank_cores[context.number] if arguments.rank_cores else None
         placement = f"on {devices[context.number]}, {core_binding.describe_binding(cores)}"
     else:
-        context.get_storage(STORAGE_KEY)["recorder"] = redirect_output(context.number)
+        context.get_storage(STORAGE_KEY)["remote_recorder"] = redirect_output(context.number)
         host_ranks = next(ranks for ranks in ranks_by_host if context.number in ranks)
         device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(context.number)}"
         placement = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
@@ -76,9 +92,9 @@ def prepare_rank(
 def build_model(context: RankContext, settings: Settings, rule: Rule) -> tuple[int, str]:
     """Make, check and compile this rank's instance; return the size and dtype of the vector that ranks exchange.
 
-    All ranks get the parameters of rank 0.  The rank stores the instance, its variables by role, and whether parameters
-    or gradients are exchanged, for `train_model`.  Raise ModelInterfaceError if the class or the instance lacks a
-    method or an attribute, or the shapes of parameters differ between ranks.
+    All ranks get the parameters of rank 0.  The rank stores a `BuiltModel` for `train_model`.  Raise
+    ModelInterfaceError if the class or the instance lacks a method or an attribute, or the shapes of parameters differ
+    between ranks.
     """
     model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
     register_loaded_libraries()  # before the class compiles: all ranks compile at once
@@ -105,15 +121,17 @@ def build_model(context: RankContext, settings: Settings, rule: Rule) -> tuple[i
         if rank_shapes != all_shapes[0]:
             raise ModelInterfaceError(f"params: of shapes {all_shapes[0]} on rank 0, and of {rank_shapes} on rank {r}")
     vector.set(context.broadcast(np.asarray(vector.get()) if context.number == 0 else None))
-    groups = group_variables(model, exclude_normalization=exchanged_quantity == "params")
-    for variable in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
+    track_generators(model)
+    variables = group_variables(model, exclude_normalization=exchanged_quantity == "params")
+    # The class may seed all ranks equally, but their random numbers have to differ.
+    for variable in variables.generators:
         library = get_library(variable)
         generator = library.copy_generator(variable)
         if context.number:
             generator = library.jump_generator(generator, context.number)
         library.set_generator(variable, generator)
-    context.get_storage(STORAGE_KEY).update(model=model, groups=groups, exchanged_quantity=exchanged_quantity)
-    exchange_vector = FlatVariables(groups.exchanged)
+    context.get_storage(STORAGE_KEY)["built_model"] = BuiltModel(model, variables, exchanged_quantity)
+    exchange_vector = FlatVariables(variables.exchanged)
     return exchange_vector.size, exchange_vector.dtype.name
 
 
@@ -121,20 +139,24 @@ def train_model(
     context: RankContext,
     settings: Settings,
     rule: Rule,
-    shared: dict[str, LocalRows],
+    rule_arrays: dict[str, LocalRows],
     arguments: MasterArguments,
     stop_flag: LocalRows,
 ) -> bool:
-    """Train the instance from `build_model`, and call its ``cleanup``; return False after a checkpoint at a signal."""
+    """Train the instance from `build_model`, and call its ``cleanup``; return False after a checkpoint at a signal.
+
+    ``rule_arrays`` is the shared memory of the rule, by name.
+    """
     storage = context.get_storage(STORAGE_KEY)
-    model = storage["model"]
-    if storage["exchanged_quantity"] == "gradient":
+    built_model: BuiltModel = storage["built_model"]
+    model = built_model.model
+    if built_model.exchanged_quantity == "gradient":
         rule = GradientSumRule(model, rule.precision)
     is_on_first_host = context.number < len(settings.devices)
-    writer = Recorder(settings.folder) if is_on_first_host else storage["recorder"]
+    writer = Recorder(settings.folder) if is_on_first_host else storage["remote_recorder"]
     folder = Path(settings.folder) if is_on_first_host else None
     recorder = ModelRecorder(context.number, writer, settings.every, get_batch_size(model), folder)
-    state = ModelState(context, settings, rule, model, storage["groups"], shared, recorder)
+    state = ModelState(context, settings, rule, model, built_model.variables, rule_arrays, recorder)
     try:
         return ModelEpochLoop(state, arguments, stop_flag).train_all_epochs()
     finally:

@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from synkhronos.training.checkpoints.checkpoint import list_checkpoints
+
 #: Parent folder of these folders.
 _PARENT_FOLDER = Path("/dev/shm")
 #: Prefix of their names.
@@ -34,18 +36,18 @@ class MemoryCheckpointFolder:
     def __init__(self) -> None:
         _remove_abandoned()
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=_PARENT_FOLDER))
-        self._file = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def clear(self) -> None:
         """Remove all memory checkpoints."""
-        for path in self.path.glob("rows-*"):
+        for path in list_checkpoints(self.path):
             shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._file)
+        os.close(self._descriptor)
 
 
 def _remove_abandoned() -> None:
@@ -54,9 +56,9 @@ def _remove_abandoned() -> None:
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_ctime < _ABANDONED_SECONDS:
                 continue
-            file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
             finally:
-                os.close(file)
+                os.close(descriptor)

@@ -126,7 +126,7 @@ class Supervisor:
         (self.folder / PROCESSES_FILE).unlink(missing_ok=True)  # the master writes it once all ranks have started
         allowed = sorted(os.sched_getaffinity(0))
         rank_cores: list[list[int]] = []
-        core_assignment = "not bound, as asked"
+        core_assignment = "not bound (bind = false)"
         if settings.bind:
             rank_cores, core_assignment = core_binding.assign_cores(
                 settings.devices, allowed, core_binding.find_gpu_cores(settings.devices)

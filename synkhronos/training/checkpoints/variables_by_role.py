@@ -13,7 +13,7 @@ from synkhronos.graph_libraries import get_library
 from synkhronos.rules import Rule
 from synkhronos.rules.state import FlatVariables
 from synkhronos.training.train_function.training_graph import TrainingGraph
-from synkhronos.variable_types import SharedVariable
+from synkhronos.variable_types import Array, SharedVariable
 
 
 @dataclass
@@ -22,14 +22,14 @@ class VariablesByRole:
 
     #: Variables that ranks exchange: parameters, followed by running averages.  Their values are named ``params`` in
     #: `read_values` and in checkpoints.
-    exchanged: list[Any]
+    exchanged: list[SharedVariable]
     #: Variables of the update rule, such as velocities; None if they are sharded.
-    optimizer: list[Any] | None
+    optimizer: list[SharedVariable] | None
     #: Parameters that are not exchanged.
-    excluded: list[Any]
+    excluded: list[SharedVariable]
     #: Other updated variables, such as counts.
-    other_variables: list[Any]
-    generators: list[Any]
+    other_variables: list[SharedVariable]
+    generators: list[SharedVariable]
     #: Number of running averages at the end of `exchanged`.
     n_averages: int = 0
 
@@ -57,12 +57,12 @@ class VariablesByRole:
         return cls([*exchanged_params, *averages], optimizer, excluded, other_variables, generators, len(averages))
 
     @property
-    def whole_optimizer(self) -> list[Any]:
+    def whole_optimizer(self) -> list[SharedVariable]:
         """Variables of the update rule, of a training that does not shard them."""
         assert self.optimizer is not None
         return self.optimizer
 
-    def as_dict(self) -> dict[str, list[Any]]:
+    def as_dict(self) -> dict[str, list[SharedVariable]]:
         """Return the variables of each role without the generators, whose state is no array of numbers."""
         n_params = len(self.exchanged) - self.n_averages
         return {
@@ -102,6 +102,6 @@ class VariablesByRole:
             get_library(shared).store_value(shared, device.from_numpy(np.array(value)))
 
 
-def _borrow_value(shared: SharedVariable) -> Any:
+def _borrow_value(shared: SharedVariable) -> Array:
     """Return the value of a shared variable, an array of any device, without a copy."""
     return get_library(shared).borrow_value(shared)

@@ -40,15 +40,15 @@ def get_requested_stop() -> int:
 class StopSignalHandler:
     """Context manager that records `STOP_SIGNALS`, except for signals with a handler of the user.
 
-    After ``grace`` seconds the signal's default action kills this process, and at once at a second signal, more than
-    `DUPLICATE_SIGNAL_SECONDS` after the first.  None: another process does both.  ``flag`` is an array of one integer,
-    which is set to the signal's number for `StopPoll`.
+    After ``grace_seconds`` the signal's default action kills this process, and at once at a second signal, more than
+    `DUPLICATE_SIGNAL_SECONDS` after the first.  None if the supervisor enforces both.  ``flag`` is an array of one
+    integer, which is set to the signal's number for `StopPoll`.
     """
 
-    def __init__(self, grace: float | None, flag: np.ndarray | None = None):
-        self._grace, self._flag = grace, flag
+    def __init__(self, grace_seconds: float | None, flag: np.ndarray | None = None):
+        self._grace_seconds, self._flag = grace_seconds, flag
         self._signal_time = 0.0
-        self._is_over = False
+        self._exits_by_itself = False
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -65,12 +65,10 @@ class StopSignalHandler:
             restore_handler(number, self._handle_signal, handler)
         if self._signal_time:
             number, _requested_stop = _requested_stop, 0
-            if self._grace is not None and error_type in (
-                None,
-                GeneratorExit,
-            ):  # left before it could end by the signal
+            # Without an exception, or when a generator is closed, the caller does not exit by the signal.
+            if self._grace_seconds is not None and error_type in (None, GeneratorExit):
                 exit_by_signal(number)
-            self._is_over = error_type is SystemExit
+            self._exits_by_itself = error_type is SystemExit
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         global _requested_stop
@@ -79,15 +77,15 @@ class StopSignalHandler:
             _requested_stop, self._signal_time = number, now
             if self._flag is not None:
                 self._flag[0] = number
-            if self._grace is not None:
+            if self._grace_seconds is not None:
                 # Not `threading`: the signal may have interrupted it while it held a lock.
-                _thread.start_new_thread(self._exit_after, (number, self._grace))
-        elif self._grace is not None and now > self._signal_time + DUPLICATE_SIGNAL_SECONDS:
+                _thread.start_new_thread(self._exit_after, (number, self._grace_seconds))
+        elif self._grace_seconds is not None and now > self._signal_time + DUPLICATE_SIGNAL_SECONDS:
             exit_by_signal(number)
 
-    def _exit_after(self, number: int, grace: float) -> None:
-        time.sleep(grace)
-        if not self._is_over:
+    def _exit_after(self, number: int, grace_seconds: float) -> None:
+        time.sleep(grace_seconds)
+        if not self._exits_by_itself:
             exit_by_signal(number)
 
 
@@ -107,8 +105,11 @@ class StopAgreement:
         self._interval_steps = self._steps_left = 1
         self._exchanged_at = time.monotonic()
 
-    def is_stop_due(self) -> bool:
-        """Return True if all ranks stop after this step.  A collective: every rank calls this after every step."""
+    def agree_on_stop(self) -> bool:
+        """Count a step, exchange requests if due, and return True if all ranks stop after this step.
+
+        A collective: every rank calls this after every step.
+        """
         self._steps_left -= 1
         if self._steps_left:
             return False
@@ -127,7 +128,7 @@ class StopPoll:
         self._context, self._flag = context, flag
         self._next_read_at = 0.0
 
-    def is_stop_due(self) -> bool:
+    def poll(self) -> bool:
         """Return True if the master has requested a stop; reads the flag about twice a second, under a lock."""
         now = time.monotonic()
         if now < self._next_read_at:

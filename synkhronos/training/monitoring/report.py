@@ -82,11 +82,12 @@ class Report:
 
 
 def make_report(
-    totals: Sequence[RankTotals], epoch: float, seen: int, batch: str, elapsed: float | None = None
+    totals: Sequence[RankTotals], epoch: float, n_rows_seen: int, batch_description: str, elapsed: float | None = None
 ) -> Report:
     """Make the report of an interval from the ranks' totals; of joint steps, from those of the master.
 
-    ``elapsed`` is the duration of the interval in seconds; default: the sum of the ranks' mean time by activity.
+    ``batch_description`` is the report's ``batch``.  ``elapsed`` is the duration of the interval in seconds; default:
+    the sum of the ranks' mean time by activity.
     """
     rows = sum(total.rows for total in totals)
     weight = sum(total.weight_sum for total in totals)
@@ -96,12 +97,12 @@ def make_report(
     elapsed = sum(seconds.values()) if elapsed is None else elapsed
     return Report(
         epoch=epoch,
-        seen=seen,
+        seen=n_rows_seen,
         steps=sum(total.steps for total in totals),
         loss=sum(total.weighted_loss_sum for total in totals) / weight if weight else math.nan,
         validation={},
         learning_rate=next(total.learning_rate for total in totals if total.rows),
         rows_per_second=compute_rows_per_second(rows, elapsed, FirstLaunches(first_rows, first_seconds)),
         seconds=seconds,
-        batch=batch,
+        batch=batch_description,
     )

@@ -5,7 +5,7 @@ A step is two compiled functions with an all-reduce between them::
     gradient(rows) --> all-reduce of grad_shared --> update()
 
 Three commands would return to the master in between.  One command runs all of it on each rank, and an engine that can
-fuse the three parts runs it in one launch, several times over if asked to.
+fuse the three parts runs it in one launch, which may repeat it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ single step per launch where that is impossible.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -51,6 +51,8 @@ from synkhronos.training.updates.sharded_updates import ShardedUpdates
 from synkhronos.training.updates.update_rule import UpdateRule, get_rule_name
 from synkhronos.variable_types import Array, SharedVariable, Variable, Variables
 
+#: Loss of a step as a term of a weighted mean: the loss and None, or the loss times its weight and the weight.
+WeightedLoss: TypeAlias = tuple[Array, Array | None]
 #: Maximal number of steps with a sharded optimizer in one command.
 _MAX_SHARDED_STEPS = 256
 #: Number of bytes of scattered rows per step from which each step is a launch.  Such steps take long enough for Python
@@ -161,7 +163,7 @@ class TrainFunction:
         """
         return self._optimizer.get()
 
-    def set_optimizer_state(self, values: Sequence[Any]) -> None:
+    def set_optimizer_state(self, values: Sequence[Array]) -> None:
         """Set the rule's variables on all ranks.
 
         Parameters
@@ -192,7 +194,7 @@ class TrainFunction:
         batch: BatchArgument = None,
         num_slices: int | None = None,
         batch_s: Any = None,
-    ) -> Any:
+    ) -> Array:
         """Take one step.
 
         Parameters
@@ -239,7 +241,7 @@ class TrainFunction:
         batches: Sequence[BatchArgument] | None = None,
         num_slices: int | None = None,
         batches_s: Sequence[Any] | None = None,
-    ) -> list[Any]:
+    ) -> list[Array]:
         """Take several steps, in one launch if possible.
 
         A GPU finishes a step of a small network before Python has launched the next one.  This method launches many
@@ -261,11 +263,17 @@ class TrainFunction:
         -----
         The results, and errors, are those of single steps.
 
-        In JAX mode on GPUs, successive steps share a launch if each rank has equally many rows in all of them.  Of
-        scattered data, all ranks also need equally many rows.  Other steps are taken one by one: with `num_slices`,
-        with ``batch_s`` by slices or of all rows, on minibatches, on data of different lengths, on 4 MiB of scattered
-        rows or more per rank, on CPU cores, with Theano.  With `shard_optimizer` such steps share a command on CPU
-        cores, except in JAX mode.
+        Successive steps share a launch if all of these conditions hold; other steps are taken one by one:
+
+        ================  ==========================================================================================
+        Mode              JAX mode on GPUs.  With `shard_optimizer` instead any other mode on CPU cores; the steps then
+                          share a command.
+        Rows              Each rank has equally many rows in all of these steps.
+        Scattered data    All ranks have equally many rows, of less than 4 MiB.  The arrays are of one length, and
+                          are not minibatches.
+        `batches_s`       Indexes of at least one row for each rank: neither slices nor None.
+        `num_slices`      1
+        ================  ==========================================================================================
 
         A launch has at most 256 steps, and at most 1 GiB of scattered rows per rank.  XLA compiles once for each number
         of steps in a launch, and for each number of rows, and caches the 16 programs used last.  So take the same
@@ -302,13 +310,13 @@ class TrainFunction:
         batches: Any,
         num_slices: int | None = None,
         batches_s: Any = None,
-    ) -> list[tuple[Any, Any]]:
+    ) -> list[WeightedLoss]:
         """Take several steps, as `steps` does, and return their losses as terms of a weighted mean.
 
         Returns
         -------
-        list of (value, weight)
-            The loss before each step, and None.  If the model has a weight: the loss times the weight, and the weight.
+        list of WeightedLoss
+            The loss before each step.
         """
         num_slices = self._graph.options.num_slices if num_slices is None else num_slices
         arrays, steps = self._graph.parse_steps(x_data, y_data, batches, batches_s)
@@ -318,7 +326,7 @@ class TrainFunction:
             rows = assign_sliceable_rows([batch_s for _, batch_s in steps], session.size)
         elif length is not None:
             rows = assign_rows([batch for batch, _ in steps], length, session.size)
-        losses: list[tuple[Any, Any]] = []
+        losses: list[WeightedLoss] = []
         try:
             for start, stop in group_steps(rows, self._find_max_steps_per_launch(arrays, rows, num_slices)):
                 launch_losses = self._take_in_one_launch(arrays, rows[start:stop])
@@ -333,13 +341,13 @@ class TrainFunction:
             raise
         return losses
 
-    def _take_in_one_launch(self, arrays: list[Array], rows: Sequence[StepRows]) -> list[tuple[Any, Any]] | None:
+    def _take_in_one_launch(self, arrays: list[Array], rows: Sequence[StepRows]) -> list[WeightedLoss] | None:
         """Take steps in one launch; return their losses, or None if they have to be taken one by one."""
         if len(rows) == 1:
             return None
         by_rank = [np.concatenate(parts) for parts in zip(*filter(None, rows), strict=True)]
         batch, batch_s = (None, by_rank) if self._graph.sliceable else (np.concatenate(by_rank), None)
-        losses: list[tuple[Any, Any]] | None = self._run_launch(arrays, batch, batch_s, 1, len(rows))
+        losses: list[WeightedLoss] | None = self._run_launch(arrays, batch, batch_s, 1, len(rows))
         return losses
 
     def _find_max_steps_per_launch(self, arrays: list[Array], rows: Sequence[StepRows], num_slices: int) -> int:

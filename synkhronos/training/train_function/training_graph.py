@@ -94,7 +94,7 @@ class TrainingGraph:
         self._inputs = [*self.x, *self.y, *self.sliceable]
         self.extra_updates = parse_extra_updates(extra_updates, self.rule_updates, self._inputs)
 
-    def _build_updates(self, params: Sequence[SharedVariable]) -> tuple[RuleUpdates, list[Any] | None]:
+    def _build_updates(self, params: Sequence[SharedVariable]) -> tuple[RuleUpdates, list[SharedVariable] | None]:
         """Return the rule's updates, with those for the options; and the moving averages, None without them."""
         loss_or_grads, scale, averages = self.loss, None, None
         if self.options.loss_scale is not None:
@@ -115,7 +115,7 @@ class TrainingGraph:
         warn_of_varying_denominators(means, self._inputs)
 
     @property
-    def outputs(self) -> list[tuple[Any, str]]:
+    def outputs(self) -> list[tuple[Variable, str]]:
         """Outputs of the gradient's function, with their ops.
 
         They are the loss, a mean over rows; or with a `weight` the weighted loss and the weight, both to be summed.
@@ -174,7 +174,7 @@ def _check_rule_kwargs(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]) 
             raise TypeError(f"{name}: neither an option of this function nor of the rule {rule_name}{similar}")
 
 
-def _parse_variables(argument: str, value: Any) -> list[Any]:
+def _parse_variables(argument: str, value: Any) -> list[Variable]:
     """Return a list of variables with rows, from one variable or a list; raise TypeError or ValueError for others."""
     variables = list(value) if isinstance(value, list | tuple) else [value]
     for i, variable in enumerate(variables):
@@ -185,7 +185,7 @@ def _parse_variables(argument: str, value: Any) -> list[Any]:
     return variables
 
 
-def _parse_sliceable(shareds: Sequence[SharedVariable] | None, variables: list[Variable]) -> list[Any]:
+def _parse_sliceable(shareds: Sequence[SharedVariable] | None, variables: list[Variable]) -> list[SharedVariable]:
     """Return the shared variables with the rows of each input; raise TypeError or ValueError if they do not fit."""
     if shareds is None:
         return []
@@ -207,7 +207,7 @@ def _parse_sliceable(shareds: Sequence[SharedVariable] | None, variables: list[V
     return data
 
 
-def build_local_updates(rule: RuleUpdates) -> dict[Any, Any]:
+def build_local_updates(rule: RuleUpdates) -> dict[SharedVariable, Variable]:
     """Return the updates of a step by the rank's own gradient, without an all-reduce: new values by shared variable."""
     expression = rule.grad_updates[rule.grad_shared]
     library = get_library(expression)
@@ -218,7 +218,7 @@ def build_local_updates(rule: RuleUpdates) -> dict[Any, Any]:
     }
 
 
-def replace_params(expressions: Sequence[Any], params: Sequence[SharedVariable], averages: Any) -> list[Any]:
+def replace_params(expressions: Sequence[Variable], params: Sequence[SharedVariable], averages: Any) -> list[Variable]:
     """Return expressions that read moving averages instead of parameters."""
     library = get_library(*params)
     replacements = {
@@ -238,6 +238,6 @@ def describe_update_rule(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]
     return get_rule_name(update_rule), {**defaults, **rule_kwargs}
 
 
-def _to_list(argument: str, value: object, variables: list[Variable], is_list: bool) -> list[Any]:
+def _to_list(argument: str, value: object, variables: list[Variable], is_list: bool) -> list[Variable]:
     """Return data as a list with one entry per variable."""
     return check_list(value, argument, len(variables), "arrays") if is_list else [value]

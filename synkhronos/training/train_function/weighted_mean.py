@@ -20,7 +20,7 @@ from synkhronos.training.updates.flat_gradient import find_library
 from synkhronos.variable_types import Array, SharedVariable, Variable
 
 
-def make_weighted_outputs(expression: Variable, weight: Variable) -> list[tuple[Any, str]]:
+def make_weighted_outputs(expression: Variable, weight: Variable) -> list[tuple[Variable, str]]:
     """Return two outputs whose sums over ranks give a weighted mean: the mean times its weight, and the weight.
 
     A mean of weight 0 counts as 0, even if it is NaN.  Both outputs have the dtype of the mean, at least float32.

@@ -61,7 +61,7 @@ class CompiledModel:
         self.launch_shapes: set[Any] = set()
 
     @property
-    def optimizer(self) -> list[Any]:
+    def optimizer(self) -> list[SharedVariable]:
         """Variables of the update rule; those of a sharded optimizer change with the number of ranks."""
         return self.graph.optimizer_state if self.joint_step is None else self.joint_step.optimizer_state
 

@@ -40,7 +40,7 @@ class LaunchLoop(BatchLoop):
     rate's variable; NaN if it is unknown.
     """
 
-    on_poll: Any = None  # called repeatedly while this rank waits for a loader
+    on_poll: Callable[[], None] | None = None  # called repeatedly while this rank waits for a loader
 
     def __init__(
         self,

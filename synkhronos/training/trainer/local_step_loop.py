@@ -79,7 +79,7 @@ class LocalStepLoop(LaunchLoop):
         #: Weights of the steps since the last exchange.
         self._unexchanged_weights: list[Any] = []
         state.count_items = self._sum_weights if plan.has_loss_weight else None
-        self._agreement = StopAgreement(context)
+        self._stop_agreement = StopAgreement(context)
         row_nbytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
         max_steps_in_memory = MAX_LAUNCH_NBYTES // max(1, row_nbytes * plan.batch_size)
         self.max_steps_per_launch = max(1, min(source.max_steps_per_launch, step.max_repeats, max_steps_in_memory))
@@ -132,7 +132,7 @@ class LocalStepLoop(LaunchLoop):
 
     def decide_stop(self) -> bool:
         """Return True if all ranks agree to stop; asynchronous ranks stop in `_iterate_taken_batches` instead."""
-        return self.plan.can_stop and not self.rule.asynchronous and self._agreement.is_stop_due()
+        return self.plan.can_stop and not self.rule.asynchronous and self._stop_agreement.agree_on_stop()
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate's variable on this rank."""
