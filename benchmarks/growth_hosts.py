@@ -18,7 +18,7 @@ import math
 from benchmarks._measure import Table, format_duration
 
 #: Measured: bytes of ResNet-50's gradients, GPUs of a host, bytes a second between them (NCCL's bus bandwidth).
-GRADIENT_BYTES, GPUS, HOST_BANDWIDTH = 102.2e6, 8, 314e9
+GRADIENT_NBYTES, GPUS, HOST_BANDWIDTH = 102.2e6, 8, 314e9
 #: Measured: seconds of a step on one GPU, by number of images.
 STEP_SECONDS = {64: 10.5e-3, 256: 32.2e-3}
 #: Measured on two and four GPUs: share of a step that is lost beyond the exchange.
@@ -50,7 +50,7 @@ def estimate_exchange(nbytes: float, hosts: int, gigabits: float) -> float:
 
 def estimate_efficiency(images: int, hosts: int, gigabits: float, is_hidden: bool, bits: int) -> float:
     """Return the time of a step on one GPU, divided by that on all GPUs."""
-    step, nbytes = STEP_SECONDS[images], GRADIENT_BYTES * bits / 32
+    step, nbytes = STEP_SECONDS[images], GRADIENT_NBYTES * bits / 32
     exposed = estimate_exchange(nbytes, hosts, gigabits)
     if is_hidden:
         last_piece = estimate_exchange(nbytes / N_PIECES, hosts, gigabits)
@@ -81,7 +81,7 @@ def main() -> None:
                     for bits in (32, 16)
                     for hidden in (False, True)
                 ]
-                time = format_duration(estimate_exchange(GRADIENT_BYTES, hosts, gigabits))
+                time = format_duration(estimate_exchange(GRADIENT_NBYTES, hosts, gigabits))
                 table.print_row(f"{gigabits:g}", str(hosts), f"{hosts * GPUS:,}", time, *figures)
 
 

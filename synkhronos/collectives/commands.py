@@ -35,7 +35,7 @@ class _Transfer(NamedTuple):
 
     layouts: list[ArrayLayout]
     device: Device
-    transport: Device
+    transport_device: Device
 
 
 class _TransferCache(BoundedCache[Any, list[_Transfer]]):
@@ -58,32 +58,32 @@ def prepare_replicas(
     keys: Sequence[Any],
     uses_device_communicator: bool = False,
     op: str | None = None,
-    has_new_layouts: bool = False,
+    has_compared_digests: bool = False,
 ) -> list[VariableReplica]:
-    """Return this rank's replicas of replicated variables; see `prepare_variable_replicas`."""
-    return prepare_variable_replicas(
-        rank, [rank.get_object(key) for key in keys], uses_device_communicator, op, has_new_layouts
+    """Return this rank's replicas of replicated variables; see `prepare_replicas_of_variables`."""
+    return prepare_replicas_of_variables(
+        rank, [rank.get_object(key) for key in keys], uses_device_communicator, op, has_compared_digests
     )
 
 
-def prepare_variable_replicas(
+def prepare_replicas_of_variables(
     rank: Rank,
     shared_vars: Sequence[Any],
     uses_device_communicator: bool = False,
     op: str | None = None,
-    has_new_layouts: bool = False,
+    has_compared_digests: bool = False,
 ) -> list[VariableReplica]:
     """Return this rank's replicas of variables, with the layouts of all ranks' replicas; a collective operation.
 
     With ``uses_device_communicator`` (``nccl`` of the public functions), the ranks are connected if their devices
-    transfer arrays directly, and reduce them by ``op``.  With ``has_new_layouts``, this rank's digest has just differed
-    from another's.  That was the comparison of the cached gather, which is not repeated.
+    transfer arrays directly, and reduce them by ``op``.  With ``has_compared_digests``, all ranks
+    have just compared digests, and found different ones.  The cached gather would compare first, so it is not used.
     """
     values = [get_library(shared).borrow_value(shared) for shared in shared_vars]
     own_layouts = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
     del values  # `get_writable` checks whether others refer to the arrays
     communicator = rank.device.get_communicator(rank)
-    all_gather = rank.all_gather if has_new_layouts else rank.all_gather_cached
+    all_gather = rank.all_gather if has_compared_digests else rank.all_gather_cached
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
     cache = rank.registry.get_or_create(_TransferCache)
     key = by_rank, uses_device_communicator, op
@@ -93,7 +93,7 @@ def prepare_variable_replicas(
     replicas = [
         VariableReplica(rank, shared, transfer) for shared, transfer in zip(shared_vars, transfers, strict=True)
     ]
-    if any(transfer.transport is rank.device for transfer in transfers):
+    if any(transfer.transport_device is rank.device for transfer in transfers):
         communicator.connect(generations)
     return replicas
 
@@ -102,14 +102,14 @@ class VariableReplica:
     """One rank's replica of a variable in a collective, with the layouts of all ranks' replicas.
 
     ``device`` is that of the value: a GPU if any rank's value is on its GPU, as users may have assigned NumPy arrays.
-    ``transport`` is the device whose communicator transfers the value: ``device``, or `NUMPY`.
+    ``transport_device`` is the device whose communicator transfers the value: ``device``, or `NUMPY`.
     """
 
-    __slots__ = ("_rank", "device", "layouts", "library", "shared", "transport", "value")
+    __slots__ = ("_rank", "device", "layouts", "library", "shared", "transport_device", "value")
 
     def __init__(self, rank: Rank, shared: SharedVariable, transfer: _Transfer):
         self._rank, self.shared, self.library = rank, shared, get_library(shared)
-        self.layouts, self.device, self.transport = transfer
+        self.layouts, self.device, self.transport_device = transfer
         self.value = self.library.borrow_value(shared)
         if not self.device.owns(self.value):
             self.set_value(self.device.from_numpy(self.value))
@@ -117,11 +117,11 @@ class VariableReplica:
     @property
     def communicator(self) -> Communicator:
         """Communicator that transfers the value."""
-        return self.transport.get_communicator(self._rank)
+        return self.transport_device.get_communicator(self._rank)
 
     def get_writable(self) -> Any:
         """Return the value as an array that a communicator may overwrite.  Then call `store`."""
-        if self.transport is not self.device:
+        if self.transport_device is not self.device:
             return np.array(self.device.to_numpy(self.value), order="C")
         self.value = None  # then all references but the container's are the user's
         is_referenced = has_other_references(self.shared.container.storage)
@@ -133,14 +133,14 @@ class VariableReplica:
 
     def store(self, array: Array) -> None:
         """Set the variable to an array that a communicator has written."""
-        new = self.device.rewrap(array) if self.transport is self.device else self.device.from_numpy(array)
+        new = self.device.rewrap(array) if self.transport_device is self.device else self.device.from_numpy(array)
         if new is not self.value:
             self.set_value(new)
 
-    def get_contiguous(self, transport: Device | None = None) -> Any:
-        """Return the value as a contiguous array on ``transport``, by default the variable's."""
-        transport = transport or self.transport
-        return transport.as_contiguous(self.value if transport is self.device else self.device.to_numpy(self.value))
+    def get_contiguous(self, device: Device | None = None) -> Any:
+        """Return the value as a contiguous array on ``device``, by default the `transport_device`."""
+        device = device or self.transport_device
+        return device.as_contiguous(self.value if device is self.device else self.device.to_numpy(self.value))
 
     def set_value(self, array: Array) -> None:
         """Set the variable's value on this rank."""
@@ -188,7 +188,7 @@ class Broadcast(Command):
                 array = variable.get_writable()
             else:
                 # A new array, so that the variable keeps its old value if a rank fails.
-                array = variable.transport.empty(*variable.layouts[rank.master_rank])
+                array = variable.transport_device.empty(*variable.layouts[rank.master_rank])
             variable.communicator.broadcast(array, rank.master_rank)
             variable.store(array)
 
@@ -240,7 +240,7 @@ class Gather(Command):
         for variable in prepare_replicas(rank, self.keys, self.uses_device_communicator):
             result = out = None
             if rank.is_master:
-                result, out = _allocate_gathered(variable.transport, variable.layouts, self.nd_up)
+                result, out = _allocate_gathered(variable.transport_device, variable.layouts, self.nd_up)
             variable.communicator.gather(variable.get_contiguous(), rank.master_rank, variable.layouts, out)
             results.append(result)
         return results
@@ -265,7 +265,7 @@ class AllGather(Command):
             rows = sum(shape[0] for shape, _ in variable.layouts)
             variable.check_shape((rows, *variable.layouts[0][0][1:]), "all_gather")
         for variable in variables:
-            concatenated, out = _allocate_gathered(variable.transport, variable.layouts, 0)
+            concatenated, out = _allocate_gathered(variable.transport_device, variable.layouts, 0)
             variable.communicator.all_gather(variable.get_contiguous(), variable.layouts, out)
             variable.store(concatenated)
 
@@ -294,7 +294,7 @@ class ReduceScatter(Command):
             shape, dtype = variable.layouts[0]
             n_items = math.prod(shape[1:])
             bounds = [0, *(share.stop * n_items for share in rows)]
-            out = variable.transport.empty((len(rows[rank.number]), *shape[1:]), dtype)
+            out = variable.transport_device.empty((len(rows[rank.number]), *shape[1:]), dtype)
             variable.communicator.reduce_scatter(variable.get_contiguous(), self.op, bounds, out)
             variable.store(out)
 
@@ -319,7 +319,7 @@ class Reduce(Command):
         for variable in variables:
             layout, out = variable.layouts[0], None
             if rank.is_master:
-                out = variable.get_writable() if in_place else variable.transport.empty(*layout)
+                out = variable.get_writable() if in_place else variable.transport_device.empty(*layout)
             array = out if in_place else variable.get_contiguous()
             variable.communicator.reduce(array, self.op, rank.master_rank, out, layout, range(rank.size))
             if in_place:
@@ -344,12 +344,12 @@ class AllReduceValues(Command):
     def agree_on_plan(self, rank: Rank) -> AllReducePlan:
         """Return the plan, which all ranks make anew if their plans differ; a collective operation."""
         plans = rank.registry.get_or_create(_AllReducePlans)
-        last, has_new_layouts = plans.get(self), False
+        last, has_compared_digests = plans.get(self), False
         if last is not None and last.is_valid(rank):
             if rank.compare_digests(last.digest):
                 return last
-            has_new_layouts = True
-        variables = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op, has_new_layouts)
+            has_compared_digests = True
+        variables = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op, has_compared_digests)
         for variable in variables:
             variable.check_equal_shapes("all_reduce")
         plan = plans[self] = AllReducePlan.from_replicas(rank, self.keys, variables)
@@ -363,7 +363,7 @@ class PlannedVariable(NamedTuple):
     library: GraphLibrary
     layout: ArrayLayout
     device: Device
-    transport: Device
+    transport_device: Device
     communicator: Communicator
 
 
@@ -388,7 +388,7 @@ class AllReducePlan(NamedTuple):
                 replica.library,
                 replica.layouts[rank.number],
                 replica.device,
-                replica.transport,
+                replica.transport_device,
                 replica.communicator,
             )
             for key, replica in zip(keys, replicas, strict=True)
@@ -407,9 +407,9 @@ class AllReducePlan(NamedTuple):
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
         written = []
-        for key, library, _, device, transport, communicator in self.variables:
+        for key, library, _, device, transport_device, communicator in self.variables:
             shared = rank.get_object(key)
-            if transport is not device:
+            if transport_device is not device:
                 array = np.array(device.to_numpy(library.borrow_value(shared)), order="C")
                 communicator.all_reduce(array, op)
                 library.store_value(shared, device.from_numpy(array))

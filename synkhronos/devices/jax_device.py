@@ -49,6 +49,10 @@ class JaxDevice(CudaDevice):
                 f"JAX computes on {devices[0].platform!r} although GPU {gpu} is visible: its CUDA plugin does not "
                 "match the driver, or jax_platforms is set; try `python -c 'import jax; print(jax.devices())'`"
             )
+        if nccl_handlers.read_nccl_caller() == "graph":
+            # By default NCCL registers memory when an operation is recorded, which may be a collective.  But XLA
+            # records again when an address has changed, possibly on a single rank.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
     def _import_jax(self) -> Any:
         import jax
@@ -57,7 +61,7 @@ class JaxDevice(CudaDevice):
         return jax
 
     @property
-    def _numpy(self) -> Any:
+    def _jax_numpy(self) -> Any:
         self._import_jax()
         import jax.numpy
 
@@ -79,16 +83,10 @@ class JaxDevice(CudaDevice):
         return self.can_communicate(dtype) and self._compute_stream is not None and self._compute_stream.is_inline
 
     @cached_property
-    def nccl_caller(self) -> str:
-        """Code that calls NCCL within a launch: "python", "native" or "graph", as in `FfiCollectives`."""
+    def nccl_caller(self) -> nccl_handlers.NcclCaller:
+        """Code that calls NCCL within a launch: that of the environment variable, or "python" without a compiler."""
         caller = nccl_handlers.read_nccl_caller()
-        if caller == "python" or nccl_handlers.load_handlers() is None:
-            return "python"
-        if caller == "graph":
-            # By default NCCL registers memory when an operation is recorded, which may be a collective.  But XLA
-            # records again when an address has changed, possibly on a single rank.
-            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-        return caller
+        return "python" if caller == "python" or nccl_handlers.load_handlers() is None else caller
 
     # -- arrays ----------------------------------------------------------------------------------------------
 
@@ -133,7 +131,7 @@ class JaxDevice(CudaDevice):
     @cached_property
     def _zeros(self) -> Any:
         # Much faster than the call of jax.numpy.zeros, most of which is Python.
-        return self._import_jax().jit(self._numpy.zeros, static_argnums=(0, 1))
+        return self._import_jax().jit(self._jax_numpy.zeros, static_argnums=(0, 1))
 
     def get_pointer(self, array: Array) -> int:
         """Return an array's address on the GPU."""
@@ -148,14 +146,14 @@ class JaxDevice(CudaDevice):
     def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
         """Return ``op`` applied to two arrays of one shape."""
         name = getattr(op.ufunc, "__name__", "")
-        function = getattr(self._numpy, name, None)
+        function = getattr(self._jax_numpy, name, None)
         if function is None:
             raise NotImplementedError(f"jax.numpy has no {name!r}: this op can't reduce JAX arrays")
         return function(left, right)
 
     def concatenate(self, arrays: Sequence[Array]) -> Array:
         """Return arrays concatenated along axis 0."""
-        return self._numpy.concatenate(list(arrays))
+        return self._jax_numpy.concatenate(list(arrays))
 
     def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Array:
         """Return a new vector of the items of all arrays, in a dtype, by one launch."""

@@ -90,7 +90,7 @@ class GradientExchange(Protocol):
         """Dtype in which the values without the tail are sent; None for their own dtype."""
 
     @property
-    def n_tail(self) -> int:
+    def n_tail_items(self) -> int:
         """Number of items at the vector's end that are always sent in their own dtype."""
 
     @property
@@ -210,17 +210,17 @@ class Engine:
         Returns
         -------
         object
-            In the master, the argument of `to_results`.
+            In the master, the argument of `wrap_outputs`.
         """
         return outputs.reduce(rank)
 
     # -- in the master ---------------------------------------------------------------------------------------
 
-    def before_call(self, session: Session) -> None:
+    def prepare_call(self, session: Session) -> None:
         """Prepare the session for a call.  The default is to send NumPy's floating-point error handling to workers."""
         _sync_float_errors(session)
 
-    def to_results(self, session: Session, collected: Any) -> list[Any]:
+    def wrap_outputs(self, session: Session, collected: Any) -> list[Any]:
         """Convert the master's value from `collect_outputs` to the user's results, one for each output."""
         outputs: list[Any] = collected
         return outputs

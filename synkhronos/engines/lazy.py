@@ -5,7 +5,7 @@ outputs, and the call returns a `Result` for each output.  The first access to a
 the ranks, by one command::
 
     call          LazyEngine.collect_outputs: each rank stores its outputs under the command's number
-                  LazyEngine.to_results: the master returns `Result`s and records the call in its `ResultTable`
+                  LazyEngine.wrap_outputs: the master returns `Result`s and records the call in its `ResultTable`
     access        FetchOutputs(all unread calls whose results exist)
     deletion      a weak reference of `ResultTable` calls back
     limits        DropOutputs(calls that were read or deleted), once there are many of them
@@ -301,7 +301,7 @@ class LazyEngine(Engine):
     A call returns a `Result` for each output.  `fetch_outputs` must wait for the outputs and return NumPy arrays.
     """
 
-    def before_call(self, session: Session) -> None:
+    def prepare_call(self, session: Session) -> None:
         """Drop stored outputs of calls that were read or deleted, if there are many."""
         ResultTable.get_or_create(session).drop_unneeded(session)
 
@@ -314,6 +314,6 @@ class LazyEngine(Engine):
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in outputs.values)
         return rank.command_number, nbytes, outputs.n_outputs
 
-    def to_results(self, session: Session, collected: tuple[int, int, int]) -> list[Any]:
+    def wrap_outputs(self, session: Session, collected: tuple[int, int, int]) -> list[Any]:
         """Return a `Result` for each output."""
         return ResultTable.get_or_create(session).add_call(*collected)

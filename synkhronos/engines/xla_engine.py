@@ -62,8 +62,8 @@ class XlaEngine(LazyEngine):
         spec = ExchangeSpec(
             shared.container.storage,
             wire_dtype=exchange.wire_dtype,
-            divisor=rank.size,
-            n_tail=exchange.n_tail,
+            n_ranks=rank.size,
+            n_tail_items=exchange.n_tail_items,
             nccl_caller=JAX.nccl_caller if shards is None else "python",
             op=op,
             spans_hosts=rank.spans_hosts,

@@ -36,10 +36,10 @@ MAX_QUEUED_SLICES = 256
 
 #: Bytes of rows in the largest slice.  A slice and its intermediate values fit into a core's caches, so that the
 #: gradient does not read the rows from memory again.
-_MAX_SLICE_BYTES = 4 << 20
+_MAX_SLICE_NBYTES = 4 << 20
 #: Bytes of rows in the smallest slice of a queue, if each rank has more.  With smaller slices ranks wait less for the
 #: last one, but start more of them.
-_MIN_SLICE_BYTES = 64 << 10
+_MIN_SLICE_NBYTES = 64 << 10
 #: A slice of a queue is at least this fraction (1/25) of a rank's share.
 _MAX_SLICES_PER_SHARE = 25
 
@@ -49,7 +49,7 @@ def plan_rank_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
 
     ``nbytes`` is the size of all rows.
     """
-    slices_per_rank = max(1, nbytes // (n_ranks * _MAX_SLICE_BYTES))
+    slices_per_rank = max(1, nbytes // (n_ranks * _MAX_SLICE_NBYTES))
     starts = []
     for rank in range(min(n_ranks, n_rows)):
         share = get_share(n_rows, n_ranks, rank)
@@ -65,8 +65,8 @@ def plan_queued_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
     ``nbytes`` is the size of all rows.
     """
     share, row_nbytes = -(-n_rows // n_ranks), max(1, nbytes // n_rows)
-    smallest = max(1, min(share, max(share // _MAX_SLICES_PER_SHARE, _MIN_SLICE_BYTES // row_nbytes)))
-    largest = max(_MAX_SLICE_BYTES // row_nbytes, n_rows // (MAX_QUEUED_SLICES // 2))
+    smallest = max(1, min(share, max(share // _MAX_SLICES_PER_SHARE, _MIN_SLICE_NBYTES // row_nbytes)))
+    largest = max(_MAX_SLICE_NBYTES // row_nbytes, n_rows // (MAX_QUEUED_SLICES // 2))
     while True:
         bounds = [0]
         while (remaining := n_rows - bounds[-1]) > 0:

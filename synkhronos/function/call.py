@@ -63,6 +63,8 @@ class ScatteredInput(NamedTuple):
 
 
 class _CallFields(NamedTuple):
+    """Fields of `Call`; a named tuple cannot have a second base class."""
+
     #: Key of the computation among the ranks' objects.
     computation_key: Any
     variant: Variant
@@ -78,7 +80,7 @@ class _CallFields(NamedTuple):
     num_slices: int
     has_updates: bool
     #: Whether outputs are reduced in this command, even by an engine that would store them until they are read.
-    reads_outputs: bool = False
+    fetches_outputs: bool = False
 
 
 class Call(_CallFields, Command):
@@ -144,7 +146,7 @@ class RankCall:
                 self._shares.append(None)
         self._sliceable_rows = self._select_sliceable_rows() if call.variant.row_selector is not None else None
         #: Outputs, reduced over slices; empty before `compute`.
-        self.values: list[Any] = []
+        self.output_values: list[Any] = []
         #: Number of rows to compute: the weight of the outputs in a mean.  1 if the function has no inputs with rows.
         self.n_rows = 1
         if call.n_rows is not None:
@@ -159,7 +161,7 @@ class RankCall:
         """Compute this rank's rows, and pass the outputs to the engine.
 
         A `fused_runner` takes the place of the function's own; it launches a program that contains the function.
-        Return the result of `Engine.collect_outputs`, or with ``reads_outputs`` the reduced outputs in the master.
+        Return the result of `Engine.collect_outputs`, or with ``fetches_outputs`` the reduced outputs in the master.
         """
         rank, call, n_rank_means = self._rank, self.call, self.compiled.n_rank_means
         if fused_runner is not None:
@@ -181,7 +183,7 @@ class RankCall:
         if not self.compiled.output_spec.ops:
             return []
         outputs, engine = self.get_outputs(), self.computation.engine
-        if call.reads_outputs:
+        if call.fetches_outputs:
             outputs = outputs.freeze(rank)
             return outputs.with_values(engine.fetch_outputs(outputs.values)).reduce(rank)
         return engine.collect_outputs(rank, outputs)
@@ -223,14 +225,14 @@ class RankCall:
         """Return the outputs with their weight and specification."""
         spec, n_repeats = self.compiled.output_spec, self._runner.n_repeats
         if n_repeats > 1:
-            return RankOutputs(self.n_rows // n_repeats, self.values, spec.repeat(n_repeats))
+            return RankOutputs(self.n_rows // n_repeats, self.output_values, spec.repeat(n_repeats))
         return RankOutputs(
-            self.n_rows, self.values, spec, self._compute_zero_rows if self.call.n_rows is None else list
+            self.n_rows, self.output_values, spec, self._compute_zero_rows if self.call.n_rows is None else list
         )
 
     def _compute_zero_rows(self) -> list[Any]:
         self.compute()
-        return self.values
+        return self.output_values
 
     def _get_sliceable_lengths(self) -> list[int]:
         library = self.computation.library
@@ -264,15 +266,15 @@ class RankCall:
         return rows
 
     def compute(self) -> None:
-        """Compute this rank's rows, slice by slice with ``num_slices``, and set `values` to the outputs."""
+        """Compute this rank's rows, slice by slice with ``num_slices``, and set `output_values`."""
         call, ops = self.call, self.compiled.output_spec.ops
         if not self.n_rows:
             # No rank has rows: like the serial library, compute the outputs of zero rows.  Nothing is updated.
             self._runner = self.computation.get_or_compile(call.variant._replace(returns_updates=True)).runner
-            self.values = self._launch(self._shares, self._sliceable_rows)[: len(ops)]
+            self.output_values = self._launch(self._shares, self._sliceable_rows)[: len(ops)]
             return
         if not call.variant.returns_updates:
-            self.values = self._launch(self._shares, self._sliceable_rows)
+            self.output_values = self._launch(self._shares, self._sliceable_rows)
             return
         lengths = [self.n_rows] if self._sliceable_rows is None else [self.n_rows, len(self._sliceable_rows)]
         count = max(1, min(call.num_slices, *lengths))
@@ -291,7 +293,7 @@ class RankCall:
             for total, value in zip(totals, values, strict=True):
                 total.add(value, weight)
         results = [total.get_result() for total in totals]
-        self.values = results[: len(ops)]
+        self.output_values = results[: len(ops)]
         library = self.computation.library
         for (shared, _), value in zip(updates, results[len(ops) :], strict=True):
             is_on_device = self.computation.device.must_move_shared_values and library.is_array(shared)

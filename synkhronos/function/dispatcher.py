@@ -49,7 +49,7 @@ class Dispatcher:
         session = ranks.get_session()
         with session.call_lock:
             session.begin_call()
-            call = self.make_call(session, inputs)._replace(reads_outputs=True)
+            call = self.make_call(session, inputs)._replace(fetches_outputs=True)
             return self.finish_call(session, call, session.run(call))
 
     def make_call(
@@ -67,24 +67,24 @@ class Dispatcher:
         The caller holds the session's `call_lock` until it has called `finish_call`.
         """
         variant = self._choose_variant(batch_s, num_slices, output_subset)
-        shared_inputs, n_rows = self.input_writer.write_inputs(session, inputs, named_inputs, batch)
-        shared_batch_s = None if batch_s is None else self.input_writer.write_batch_s(session, batch_s)
+        call_inputs, n_rows = self.input_writer.write_inputs(session, inputs, named_inputs, batch)
+        call_batch_s = None if batch_s is None else self.input_writer.write_batch_s(session, batch_s)
         has_updates = bool(self.computation.updates)
         try:
             self.ensure_distributed(session)
-            self.computation.engine.before_call(session)
+            self.computation.engine.prepare_call(session)
         except Exception as error:
             if has_updates:  # errors of later stages have such a note too
                 error.add_note("The function's updates were applied on no rank.")
             raise
         needs_compile = variant not in self._compiled_variants
-        return Call(self.key, variant, needs_compile, shared_inputs, n_rows, shared_batch_s, num_slices, has_updates)
+        return Call(self.key, variant, needs_compile, call_inputs, n_rows, call_batch_s, num_slices, has_updates)
 
     def finish_call(self, session: Session, call: Call, command_result: Any) -> list[Any]:
         """Record the call's variant as compiled; return the outputs, each with several values after a fused launch."""
         self._compiled_variants.add(call.variant)
-        if command_result and not call.reads_outputs:
-            command_result = self.computation.engine.to_results(session, command_result)
+        if command_result and not call.fetches_outputs:
+            command_result = self.computation.engine.wrap_outputs(session, command_result)
         return [np.asarray(result) if isinstance(result, np.generic) else result for result in command_result]
 
     @property

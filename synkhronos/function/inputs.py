@@ -165,14 +165,14 @@ class CallInputWriter:
     def write_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
         """Return one slice, or location of indexes in shared memory, for each rank.  Ranks check the indexes' range."""
         by_rank = split_selections_by_rank(batch_s, session.size)
-        shared: list[Any] = []
+        selections: list[Any] = []
         for r, selection in enumerate([batch_s] if by_rank is None else by_rank):
             if isinstance(selection, slice):
                 check_slice_bounds(selection, "batch_s")
-                shared.append(selection)
+                selections.append(selection)
             else:
-                shared.append(self._buffers.write(("batch_s", r), to_integer_indexes(selection, "batch_s")))
-        return tuple(shared * session.size if by_rank is None else shared)
+                selections.append(self._buffers.write(("batch_s", r), to_integer_indexes(selection, "batch_s")))
+        return tuple(selections * session.size if by_rank is None else selections)
 
 
 def _is_list_or_mask(batch: BatchArgument) -> bool:

@@ -20,8 +20,8 @@ class CommandBarriers:
     command.  ``check_peers`` raises, or ends this process, when a peer has died.
     """
 
-    def __init__(self, rank: int, master_rank: int, control: ControlMemory, check_peers: Callable[[], None]):
-        self._rank, self._master_rank, self._control = rank, master_rank, control
+    def __init__(self, rank_number: int, master_rank: int, control: ControlMemory, check_peers: Callable[[], None]):
+        self._rank_number, self._master_rank, self._control = rank_number, master_rank, control
         self.check_peers = check_peers
         self.number = 0
         self._agents_decide = len(control.local_ranks) < control.size
@@ -32,10 +32,6 @@ class CommandBarriers:
         self._agents_decide = False  # the agents have exited
         self.fail_command()
         self.check_peers = lambda: None  # it refers to the session: a cycle, which would delay the release of memory
-
-    def begin_command(self, command_number: int) -> None:
-        """Start counting the barriers of a new command."""
-        self.number = command_number << BARRIER_BITS
 
     @property
     def next_number(self) -> int:
@@ -50,14 +46,14 @@ class CommandBarriers:
         if self.number & MAX_BARRIERS == MAX_BARRIERS:  # the next number is one of the next command
             raise RuntimeError(f"a command, or a program of synkhronos.run, can have at most {MAX_BARRIERS:,} barriers")
         self.number += 1
-        control.arrived[self._rank] = self.number
+        control.arrived[self._rank_number] = self.number
         control.fence()
         # The last rank to arrive wakes all others.  In a `Rank.gather_bytes` the master arrives after the workers: the
         # last worker wakes it.
         is_last = self.has_reached(self.number)
         if is_last:
             control.wake_local_ranks(AWAITS_BARRIER)
-        elif self._rank != self._master_rank and self.has_reached(self.number, excluded=self._master_rank):
+        elif self._rank_number != self._master_rank and self.has_reached(self.number, excluded=self._master_rank):
             control.wake(self._master_rank, AWAITS_BARRIER)
         return is_last
 
@@ -87,7 +83,7 @@ class CommandBarriers:
         ``on_poll`` is called repeatedly while waiting, and may raise.  The rank that makes the condition true wakes the
         ranks that sleep for this reason.
         """
-        words, failed, command_number = self._control.words, ControlMemory.FAILED, self.number >> BARRIER_BITS
+        words, failed_index, command_number = self._control.words, ControlMemory.FAILED, self.number >> BARRIER_BITS
         poll = self.check_peers
         if on_poll is not None:
 
@@ -96,10 +92,10 @@ class CommandBarriers:
                 on_poll()
 
         def is_over() -> bool:
-            return is_ready() or words[failed] == command_number
+            return is_ready() or words[failed_index] == command_number
 
-        self._control.wait(self._rank, is_over, reason, poll, POLL_SECONDS)
-        if words[failed] == command_number:
+        self._control.wait(self._rank_number, is_over, reason, poll, POLL_SECONDS)
+        if words[failed_index] == command_number:
             raise Cancelled
 
     def check_cancelled(self) -> None:
@@ -142,7 +138,7 @@ class CommandBarriers:
         def is_decided() -> bool:
             return self.read_last_common(command_number) is not None
 
-        self._control.wait(self._rank, is_decided, AWAITS_BARRIER, self.check_peers, POLL_SECONDS)
+        self._control.wait(self._rank_number, is_decided, AWAITS_BARRIER, self.check_peers, POLL_SECONDS)
 
     def wait_and_check_reached(self, number: int) -> bool:
         """Wait until this failed command is decided; return whether all ranks had reached a barrier before the failure.

@@ -41,7 +41,7 @@ from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.ranks.memory_table import MemoryTable
 from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
 from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
-from synkhronos.ranks.rank import Rank, Registry
+from synkhronos.ranks.rank import Rank, SingletonRegistry
 from synkhronos.ranks.thread_limit import ThreadLimit
 
 #: Seconds for which an interrupted master waits for the workers.
@@ -74,7 +74,7 @@ class CommandRunner(ABC):
         progress.
     memory : MemoryTable
         Segments and object copies that all ranks have until the master releases them.
-    registry : Registry
+    registry : SingletonRegistry
         State of layers above that only the master has.
     close_reason : str or None
         Reason why the session has ended, as a message for the user; None while it runs.
@@ -91,7 +91,7 @@ class CommandRunner(ABC):
         self._is_running = False
         #: Whether all ranks are known to have finished the last command.
         self._is_idle = True
-        self.registry = Registry()
+        self.registry = SingletonRegistry()
         self.rank = Rank(
             group.master_rank,
             group.master_rank,
@@ -142,9 +142,10 @@ class CommandRunner(ABC):
         return is_held
 
     def begin_call(self) -> None:
-        """Finish the last command, which an interrupt may have left running; the first statement under the lock.
+        """Prepare the session for a call; the first statement under the lock.
 
-        Before it, memory that ranks may still read must not be written.
+        It waits until all ranks have finished the last command, which an interrupt may have left running: they may
+        still read memory that the call will write.
         """
         self._is_running = False  # the caller holds the lock: an interrupt has left the mark
         self._finish_last_command()
@@ -233,7 +234,7 @@ class CommandRunner(ABC):
             try:
                 result = command.run(rank)
             finally:
-                rank.finish_command()
+                rank.run_finish_callbacks()
             watch.command_thread = 0
         except BaseException as error:
             watch.command_thread = 0
@@ -273,7 +274,7 @@ class CommandRunner(ABC):
         busy_ranks = [r for r in range(size) if control.done[r] < command_number] if is_posted else []
         effect = describe_effect(command.effect, command.partial_effect, applied_ranks, busy_ranks, size)
         if reports and (master_error is None or isinstance(master_error, Cancelled)):
-            error = WorkerError._from_reports(reports, effect)
+            error = WorkerError.from_reports(reports, effect)
             error.__cause__ = None
             return error
         assert master_error is not None

@@ -47,12 +47,13 @@ _CHECKS_PER_YIELD = 8
 AWAKE, AWAITS_COMMAND, AWAITS_BARRIER, AWAITS_COMPLETION, AWAITS_PEER = range(5)
 
 _N_WORDS = 10  # words of the whole session; the words of the ranks follow
+_N_RANK_WORDS = 7
 _SEMAPHORE_NBYTES = 64  # a cache line; no system's semaphore is larger
 
 
 def _compute_offsets(size: int, n_local: int, link_nbytes: int) -> tuple[int, int, int, int, int]:
     """Return the offsets of the mailbox, scratch memory, semaphores, the link's memory, and slots."""
-    mailbox = _round_to_pages((_N_WORDS + 7 * size) * 8)
+    mailbox = _round_to_pages((_N_WORDS + _N_RANK_WORDS * size) * 8)
     scratch = mailbox + MAILBOX_NBYTES
     semaphores = scratch + 2 * n_local * SCRATCH_NBYTES
     link = semaphores + (size + 1) * _SEMAPHORE_NBYTES
@@ -117,7 +118,7 @@ class ControlMemory:
         self.size = size
         self.local_ranks = range(size) if local_ranks is None else local_ranks
         self.spin_seconds = spin_seconds
-        n_words = _N_WORDS + 7 * size
+        n_words = _N_WORDS + _N_RANK_WORDS * size
         mailbox, scratch, semaphores, link, slots = _compute_offsets(size, len(self.local_ranks), link_nbytes)
         nbytes = slots + 3 * size * SLOT_NBYTES
         self._memory = mmap.mmap(-1, nbytes) if fd < 0 else map_file(fd, nbytes)
@@ -131,7 +132,7 @@ class ControlMemory:
             self.last_core,
             self.applied,
             self.last_progress,
-        ) = (self.words[_N_WORDS + i * size : _N_WORDS + (i + 1) * size] for i in range(7))
+        ) = (self.words[_N_WORDS + i * size : _N_WORDS + (i + 1) * size] for i in range(_N_RANK_WORDS))
         self.mailbox = memory[mailbox : mailbox + MAILBOX_NBYTES]
         self.scratch = memory[scratch : scratch + 2 * len(self.local_ranks) * SCRATCH_NBYTES]
         self.link_memory = memory[link : link + link_nbytes]

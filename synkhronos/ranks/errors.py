@@ -84,7 +84,7 @@ class WorkerError(RuntimeError):
         return type(self), (str(self), self.rank, self.reports)
 
     @classmethod
-    def _from_reports(cls, reports: Sequence[FailureReport], effect: str = "") -> WorkerError:
+    def from_reports(cls, reports: Sequence[FailureReport], effect: str = "") -> WorkerError:
         """Build the error for ranks that raised exceptions; ``effect`` is a sentence of `describe_effect`."""
         first = reports[0]
         head = f"{describe_rank(first.rank, first.host)} raised {first.class_name}: {first.message}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from synkhronos.containers import BoundedCache
-from synkhronos.ranks.agreement import MAX_BARRIERS
+from synkhronos.ranks.agreement import BARRIER_BITS, MAX_BARRIERS
 from synkhronos.ranks.command_barriers import CommandBarriers
 from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled
@@ -34,7 +34,7 @@ _DIGEST_NBYTES = 16
 MAX_SLOT_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
 
 
-class Registry:
+class SingletonRegistry:
     """One object for each class, created at its first use.
 
     Packages of higher layers store their state of a rank, or of a session, under classes of their own.  The state ends
@@ -70,7 +70,7 @@ class Rank:
         Number of the command that this rank runs; it is unique in a session.
     objects : dict
         References to this rank's copies of replicated objects, by key; see `add_object`.
-    registry : Registry
+    registry : SingletonRegistry
         State of packages of higher layers.
     barriers : CommandBarriers
         Barriers of the current command.
@@ -95,11 +95,11 @@ class Rank:
         self.thread_limit = thread_limit
         self.segments = SegmentTable()
         self.objects: dict[Any, Any] = {}
-        self.registry = Registry()
+        self.registry = SingletonRegistry()
         self.device: Any = None
         self.command_number = 0
         self._pickles: BoundedCache[Any, tuple[bytes, bytes]] = BoundedCache(_MAX_CACHED_PICKLES)
-        self._is_recording_enabled = True
+        self._records_applied = True
         self.finish_callbacks: list[Callable[[], None]] = []
         self.pending_operations = PendingOperations()
         self.join_group(number, master_rank, control, check_peers, has_peer_died)
@@ -154,13 +154,13 @@ class Rank:
         or their agents, have decided the last common barrier (see `agreement`).
         """
         self.cancel_failed_operations()
-        self.barriers.begin_command(command_number)
+        self.barriers.number = command_number << BARRIER_BITS
         # Last: an interrupt before it would mark the previous command as failed, which was not.
-        self.command_number, self._is_recording_enabled = command_number, True
+        self.command_number, self._records_applied = command_number, True
 
     def cancel_failed_operations(self) -> None:
         """Cancel the pending operations of the last command if it failed on some rank."""
-        failed = self.barriers.last_failed_command
+        failed = self.control.words[ControlMemory.FAILED]
         if not 0 < self.command_number <= failed:
             return
         self.barriers.wait_until_decided(failed)  # it may be the next one, which is decided after this one
@@ -169,19 +169,19 @@ class Rank:
 
     def record_applied(self) -> None:
         """Record that this rank has applied the command's effect, for the message of an error."""
-        if self._is_recording_enabled:
+        if self._records_applied:
             self.control.applied[self.number] = self.command_number
 
     @contextlib.contextmanager
-    def suspend_recording(self) -> Iterator[None]:
+    def suspend_record_applied(self) -> Iterator[None]:
         """Make `record_applied` do nothing within the ``with`` block."""
-        self._is_recording_enabled = False
+        self._records_applied = False
         try:
             yield
         finally:
-            self._is_recording_enabled = True
+            self._records_applied = True
 
-    def finish_command(self) -> None:
+    def run_finish_callbacks(self) -> None:
         """Call and remove the functions in `finish_callbacks`.  Called at the end of every command, failed or not."""
         while self.finish_callbacks:
             self.finish_callbacks.pop()()

@@ -124,17 +124,17 @@ def run_with_inherited_files(fds: Sequence[int], layout: Sequence[Any], argument
 def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
     """Run commands; ``newest_key`` is the key of the newest segment that this rank has."""
     control, words = rank.control, rank.control.words
-    posted, command_number = ControlMemory.POSTED, 0
+    posted_index, command_number = ControlMemory.POSTED, 0
     cache: BoundedCache[bytes, Command] = BoundedCache(MAX_CACHED_COMMANDS)
     receiver = SegmentReceiver(channel)
 
     def has_next_command() -> bool:
-        return words[posted] > command_number
+        return words[posted_index] > command_number
 
     while True:
         command: Command | None = None
         control.wait(rank.number, has_next_command, AWAITS_COMMAND, rank.barriers.check_peers, IDLE_POLL_SECONDS)
-        command_number = words[posted]
+        command_number = words[posted_index]
         rank.begin_command(command_number)
         try:
             while newest_key < words[ControlMemory.NEWEST_KEY]:
@@ -152,7 +152,7 @@ def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
             try:
                 command.run(rank)
             finally:
-                rank.finish_command()
+                rank.run_finish_callbacks()
             control.report_nbytes[rank.number] = 0
         except Cancelled:
             control.report_nbytes[rank.number] = 0

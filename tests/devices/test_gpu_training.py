@@ -85,21 +85,21 @@ def test_training_steps_are_one_launch(fork, monkeypatch, times, options):
 
 
 class SetChunkSize(Command):
-    """Command that sets the chunk size of vectors, in bytes."""
+    """Command that sets the chunk sizes of vectors in a host and between hosts, in bytes."""
 
-    def __init__(self, piece):
-        self.piece = piece
+    def __init__(self, *sizes):
+        self.sizes = sizes
 
     def run(self, rank):
-        traced_exchange.MIN_CHUNK_BYTES = self.piece
+        traced_exchange.MIN_CHUNK_NBYTES, traced_exchange.MIN_CHUNK_NBYTES_OF_HOSTS = self.sizes
 
 
 @pytest.fixture
 def set_chunk_size():
     """Set the chunk size of vectors, in bytes, until the end of the test."""
-    before = traced_exchange.MIN_CHUNK_BYTES
-    yield lambda piece: ranks.get_session().run(SetChunkSize(piece))
-    ranks.get_session().run(SetChunkSize(before))
+    before = traced_exchange.MIN_CHUNK_NBYTES, traced_exchange.MIN_CHUNK_NBYTES_OF_HOSTS
+    yield lambda size: ranks.get_session().run(SetChunkSize(size, size))
+    ranks.get_session().run(SetChunkSize(*before))
 
 
 @needs_jax

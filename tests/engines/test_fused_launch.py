@@ -147,7 +147,7 @@ SIZES = (5, 300, 700, 1)
 )  # fmt: skip
 def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, tail, piece, dtype, times):
     monkeypatch.setattr("synkhronos.engines.xla.vector_parts.MIN_NBYTES_IN_PLACE", 8)
-    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_BYTES", piece)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_NBYTES", piece)
     written = []
     monkeypatch.setattr(traced_exchange, "write_parts", lambda *arguments: written.append(1) or write_parts(*arguments))
     fork(1)
@@ -204,7 +204,7 @@ def find_needed_equations(jaxpr, variables):
     ],
 )
 def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
-    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_BYTES", 8 * chunk)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_NBYTES", 8 * chunk)
     fork(1)
     rng = np.random.default_rng(0)
     x, starts = T.dvector("x"), [rng.normal(size=shape) for shape in ((4, 6), (6,))]
@@ -218,7 +218,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
     first, *others = map(get_runner, functions)
     state_shards = [variable.shared for variable in shards.sharded_variables.values()]
     spec = ExchangeSpec(
-        shards.grad_shared.container.storage, divisor=2, shards=StepShards(shards.row, state_shards, False)
+        shards.grad_shared.container.storage, n_ranks=2, shards=StepShards(shards.row, state_shards, False)
     )
     launch = first.fuse(spec, others)
     ranks, row = TwoEqualShards(valid), np.arange(1.0, 5.0)
@@ -239,7 +239,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
 def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     import jax
 
-    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_BYTES_OF_HOSTS", 100)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_NBYTES_OF_HOSTS", 100)
     fork(1)
     x = T.fmatrix("x")
     rng = np.random.default_rng(0)
@@ -275,7 +275,7 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
 
 @on_host
 def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch):
-    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_NBYTES", 100)
     fork(1)
     g, w = shared(np.zeros(60, "float32"), "g"), shared(np.ones(60, "float32"), "w")
     first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])

@@ -97,7 +97,7 @@ def test_sum_of_a_chain_has_equal_bits_whichever_rank_computes_a_slice(fork, mon
             time.sleep(delays.uniform(0, 2e-3))
             yield number
 
-    monkeypatch.setattr(row_slices, "_MIN_SLICE_BYTES", 1)
+    monkeypatch.setattr(row_slices, "_MIN_SLICE_NBYTES", 1)
     monkeypatch.setattr(row_slices.SliceQueue, "__iter__", take_late)
     fork(3)
     rows, scale = pt.dmatrix("rows"), pt.dvector("scale")
@@ -119,7 +119,7 @@ def test_sum_of_a_chain_has_equal_bits_whichever_rank_computes_a_slice(fork, mon
 
 @needs_chains
 def test_sum_of_a_chain_after_an_error_of_a_rank(fork, monkeypatch):
-    monkeypatch.setattr(row_slices, "_MIN_SLICE_BYTES", 1)
+    monkeypatch.setattr(row_slices, "_MIN_SLICE_NBYTES", 1)
     fork(2)
     rows, scale = pt.dmatrix("rows"), pt.dscalar("scale")
     terms = pytensor.raise_op.Assert("too large")(rows * scale, pt.all(rows * scale < 10))

@@ -79,7 +79,7 @@ def test_rows_sum_value_gradient_and_hessian_product_equal_pytensors(fork, monke
     if XLA and rows < 2 * n:
         pytest.skip("PyTensor takes the one row of a rank for something to broadcast, and refuses")
     if block is not None:
-        monkeypatch.setattr(row_slices, "_MAX_SLICE_BYTES", block)
+        monkeypatch.setattr(row_slices, "_MAX_SLICE_NBYTES", block)
     fork(n)
     values = [X[:rows], Y[:rows], GROUP[:rows]]
     total, serial = sum_both_ways(log_density(x, y, group), [x, y, group], values)

@@ -14,7 +14,6 @@ from system import time_limit
 from synkhronos import ranks
 from synkhronos.ranks import Command
 from synkhronos.ranks.agreement import MAX_BARRIERS, MAX_COMMANDS
-from synkhronos.ranks.command_barriers import CommandBarriers
 from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled, describe_exit
@@ -197,8 +196,12 @@ def test_interrupt_before_a_command_does_not_fail_the_last_one(two):
     before = two.rank.barriers.last_failed_command
 
     def trace(frame, event, arg):
-        if frame.f_code is CommandBarriers.begin_command.__code__:
-            raise KeyboardInterrupt  # as Python handles signals at the start of a function
+        return trace_lines if frame.f_code is Rank.begin_command.__code__ else None
+
+    def trace_lines(frame, event, arg):
+        if linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith("self.barriers.number = "):
+            raise KeyboardInterrupt
+        return trace_lines
 
     sys.settrace(trace)
     try:

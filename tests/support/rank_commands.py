@@ -115,6 +115,6 @@ class RunBoth(Command):
     effect: str = "It was noted"
 
     def run(self, rank):
-        with rank.suspend_recording():
+        with rank.suspend_record_applied():
             first = self.first.run(rank)
         return [first, self.second.run(rank)]

@@ -27,7 +27,7 @@ EXPERIMENT_ABORTED = 3
 #: Seconds that the controller has to end the workers after Ctrl-C.
 _GRACE_SECONDS = 10.0
 #: Maximal bytes of the controller's errors that are printed.
-_MAX_PRINTED_BYTES = 8000
+_MAX_PRINTED_NBYTES = 8000
 
 
 def run_platoon_launcher() -> None:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     if status == 0:
         _print_line("SUCCESS! The experiment has finished.")
         return 0
-    errors = (logs / "controller_cpu.err").read_bytes()[-_MAX_PRINTED_BYTES:].decode(errors="replace")
+    errors = (logs / "controller_cpu.err").read_bytes()[-_MAX_PRINTED_NBYTES:].decode(errors="replace")
     if status < 0:
         return _report_error(f"{errors}the controller {describe_exit(status)}", EXPERIMENT_ABORTED)
     return _report_error(f"{errors}the controller exited with status {status}; see {logs}", PROCESS_FAILED)

@@ -42,7 +42,7 @@ NCCL_DTYPES = {name: number for number, name in enumerate(_DTYPE_NAMES.split())}
 #: NCCL's numbers of reductions (ncclRedOp_t); other reductions use host memory.
 NCCL_OPS = {name: op.nccl_op for name, op in REDUCE_OPS.items() if op.nccl_op is not None}
 #: Maximal number of bytes of an all-reduce that takes no longer than a launch.
-_QUICK_BYTES = 1 << 16
+_QUICK_NBYTES = 1 << 16
 #: Maximal number of seconds for which `wait_briefly` waits for such an all-reduce.
 _QUICK_SECONDS = 50e-6
 
@@ -139,7 +139,7 @@ class NcclCommunicator(Communicator):
             return
         self._staging.set_current_gpu()
         nbytes = count * array.dtype.itemsize
-        if nbytes > _QUICK_BYTES or not (self._launched_nbytes or self._watchdog.is_stream_idle()):
+        if nbytes > _QUICK_NBYTES or not (self._launched_nbytes or self._watchdog.is_stream_idle()):
             self._launched_nbytes = math.inf
         self._launched_nbytes += nbytes
         self._watchdog.writes_in_place = True
@@ -156,7 +156,7 @@ class NcclCommunicator(Communicator):
         On an idle stream they take less time than the launch that `rewrap` needs without the results.
         """
         nbytes, self._launched_nbytes = self._launched_nbytes, 0
-        if not 0 < nbytes <= _QUICK_BYTES:
+        if not 0 < nbytes <= _QUICK_NBYTES:
             return not nbytes
         driver, deadline = self._staging.driver, perf_counter() + _QUICK_SECONDS
         while (result := driver.cuStreamQuery(self._stream)[0]) != driver.CUresult.CUDA_SUCCESS:

@@ -43,7 +43,7 @@ _THREADS = 512
 #: Number of concurrent loads of a thread of the gather kernel: enough to fill the bus.
 _LOADS = 4
 #: Maximal number of bytes of arrays that are fetched through page-locked memory.
-_MAX_FETCH_BYTES = 1 << 20
+_MAX_FETCH_NBYTES = 1 << 20
 #: CUDA_SUCCESS, as an integer.
 _SUCCESS = 0
 
@@ -230,7 +230,7 @@ class Staging:
 
         None is returned if the arrays are not small.  The compute stream must be known.
         """
-        if sum(array.nbytes for array in arrays) > _MAX_FETCH_BYTES:
+        if sum(array.nbytes for array in arrays) > _MAX_FETCH_NBYTES:
             return None
         self.set_current_gpu()
         if self._fetch_memory.used:  # an interrupt has ended the last call before its copies were complete

@@ -102,7 +102,9 @@ class FfiCollectives:
     _numbers = itertools.count()
     _by_number: WeakValueDictionary[int, FfiCollectives] = WeakValueDictionary()
 
-    def __init__(self, aborts_on_error: bool = False, nccl_caller: str = "python", op: str = "sum") -> None:
+    def __init__(
+        self, aborts_on_error: bool = False, nccl_caller: nccl_handlers.NcclCaller = "python", op: str = "sum"
+    ) -> None:
         assert nccl_caller == "python" or not aborts_on_error
         self._aborts_on_error, self.nccl_caller, self.op = aborts_on_error, nccl_caller, op
         #: Shape of the array that the next launch reduces.

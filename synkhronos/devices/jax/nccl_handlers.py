@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from synkhronos.devices.cuda.launch_state import LaunchState
 from synkhronos.devices.jax.xla_ffi import register_target
@@ -29,12 +29,16 @@ START_TARGET, FINISH_TARGET = "synkhronos_native_start", "synkhronos_native_fini
 RECORDABLE_FINISH_TARGET = "synkhronos_recordable_finish"
 
 
-def read_nccl_caller() -> str:
+#: Code that calls NCCL within a launch; see `FfiCollectives`.
+NcclCaller = Literal["python", "native", "graph"]
+
+
+def read_nccl_caller() -> NcclCaller:
     """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiCollectives`; raise ValueError for another value."""
     caller = os.environ.get("SYNKHRONOS_NCCL_CALLS") or "native"
-    if caller not in ("python", "native", "graph"):
+    if caller not in get_args(NcclCaller):
         raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got {caller!r}")
-    return caller
+    return cast(NcclCaller, caller)
 
 
 @cache

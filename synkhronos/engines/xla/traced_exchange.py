@@ -12,6 +12,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.nccl import Collective
 from synkhronos.devices.jax.ffi_collectives import FfiCollectives
+from synkhronos.devices.jax.nccl_handlers import NcclCaller
 from synkhronos.engines.engine import StepShards
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.engines.xla.vector_parts import can_write_parts, trace_in_place, write_parts
@@ -21,9 +22,9 @@ from synkhronos.variable_types import Array
 #: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass.  XLA
 #: fuses no operations across the start of a chunk.  Between GPUs of one machine this costs more than the overlap
 #: saves, unless a gradient is long.
-MIN_CHUNK_BYTES = 128_000_000
+MIN_CHUNK_NBYTES = 128_000_000
 #: The same between several machines, whose network is slower.
-MIN_CHUNK_BYTES_OF_HOSTS = 25_000_000
+MIN_CHUNK_NBYTES_OF_HOSTS = 25_000_000
 
 
 class ExchangeSpec(NamedTuple):
@@ -39,11 +40,11 @@ class ExchangeSpec(NamedTuple):
     storage : list of one array
         The variable's storage.
     wire_dtype : str or None
-        Dtype in which the values without the tail, ``n_tail`` items, are sent; None for their own dtype.
-    divisor : int
-        Divisor of the values if there is a wire dtype, in which their sum could overflow: the number of ranks.  Without
-        a wire dtype NCCL divides.
-    nccl_caller : {"python", "native", "graph"}
+        Dtype in which the values except the last ``n_tail_items`` are sent; None for their own dtype.
+    n_ranks : int
+        Number of ranks.  With a wire dtype, in which their sum could overflow, the values are divided by it before they
+        are sent; without one NCCL divides.
+    nccl_caller : NcclCaller
         Code that calls NCCL within the launch, as in `FfiCollectives`.
     shards : StepShards or None
         With a sharded optimizer.  The variable is then a matrix with a row for each rank, and not all-reduced: a
@@ -52,9 +53,9 @@ class ExchangeSpec(NamedTuple):
 
     storage: list[Any]
     wire_dtype: str | None = None
-    divisor: int = 1
-    n_tail: int = 1
-    nccl_caller: str = "python"
+    n_ranks: int = 1
+    n_tail_items: int = 1
+    nccl_caller: NcclCaller = "python"
     op: str = "sum"
     spans_hosts: bool = False
     shards: StepShards | None = None
@@ -73,7 +74,16 @@ class ExchangeSpec(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """Hashable value that identifies the specification."""
-        return (id(self.storage), *self[1:-1], self.shards and id(self.shards.row))
+        return (
+            id(self.storage),
+            self.wire_dtype,
+            self.n_ranks,
+            self.n_tail_items,
+            self.nccl_caller,
+            self.op,
+            self.spans_hosts,
+            self.shards and id(self.shards.row),
+        )
 
 
 class TracedExchange:
@@ -121,25 +131,25 @@ class TracedExchange:
         parts = evaluator.parts
         own_dtype = parts[0].aval.dtype
         dtype = spec.wire_dtype if parts[0].aval.ndim == 1 else None
-        n_tail = spec.n_tail if dtype is not None else 0
+        n_tail_items = spec.n_tail_items if dtype is not None else 0
         itemsize = jnp.dtype(dtype or own_dtype).itemsize
-        chunks = [parts] if self._iterations else self._group_into_chunks(parts, itemsize, n_tail)
+        chunks = [parts] if self._iterations else self._group_into_chunks(parts, itemsize, n_tail_items)
         old_value = operands[_find_operand_position(function, spec.storage)]
 
         def compute_chunk(chunk: list[Any]) -> Any:
             """Return the values of a chunk without the tail, as one array in the dtype in which it is sent."""
             values = evaluator.compute(chunk)
             if dtype is not None:
-                values = _split_tail(values, n_tail)[0] if chunk is chunks[0] else values
-                values = [(value / spec.divisor).astype(dtype) for value in values]
+                values = _split_tail(values, n_tail_items)[0] if chunk is chunks[0] else values
+                values = [(value / spec.n_ranks).astype(dtype) for value in values]
             if can_write_parts(old_value, values):
                 return write_parts(old_value, values)
             return _concatenate(values)
 
         def compute_tail() -> list[Any]:
             # The number of rows, and running averages, would lose too much precision in the wire dtype.
-            vectors = _split_tail(evaluator.compute(chunks[0]), n_tail)[1] if dtype is not None else []
-            return [jnp.concatenate(vectors) / spec.divisor] if vectors else []
+            vectors = _split_tail(evaluator.compute(chunks[0]), n_tail_items)[1] if dtype is not None else []
+            return [jnp.concatenate(vectors) / spec.n_ranks] if vectors else []
 
         arrays, self._is_valid = self._trace_chunks(
             evaluator, chunks, compute_chunk, np.int32(0), self._get_reduced_shape, compute_tail
@@ -151,17 +161,17 @@ class TracedExchange:
         """Return the shape of an array's reduction; None if it is in place."""
         return None
 
-    def _group_into_chunks(self, parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:
+    def _group_into_chunks(self, parts: Sequence[Any], itemsize: int, n_tail_items: int = 0) -> list[list[Any]]:
         """Group consecutive parts of a vector into chunks, from the end of the vector to its start.
 
-        Each chunk except the last has at least `MIN_CHUNK_BYTES`, or `MIN_CHUNK_BYTES_OF_HOSTS`.  The first one has
-        more than ``n_tail`` items.
+        Each chunk except the last has at least `MIN_CHUNK_NBYTES`, or `MIN_CHUNK_NBYTES_OF_HOSTS`.  The first one has
+        more than ``n_tail_items`` items.
         """
-        min_nbytes = min(MIN_CHUNK_BYTES, MIN_CHUNK_BYTES_OF_HOSTS) if self._spec.spans_hosts else MIN_CHUNK_BYTES
+        min_nbytes = MIN_CHUNK_NBYTES_OF_HOSTS if self._spec.spans_hosts else MIN_CHUNK_NBYTES
         chunks: list[list[Any]] = [[]]
         for part in reversed(parts):
             size = sum(member.aval.size for member in chunks[-1])
-            if size * itemsize >= min_nbytes and (len(chunks) > 1 or size > n_tail):
+            if size * itemsize >= min_nbytes and (len(chunks) > 1 or size > n_tail_items):
                 chunks.append([])
             chunks[-1].insert(0, part)
         return chunks
@@ -249,7 +259,7 @@ class TracedShardedExchange(TracedExchange):
         import jax.numpy as jnp
 
         start = _find_operand_position(function, self._row_storage)
-        stop, n_ranks = start + len(self._rows), self._spec.divisor
+        stop, n_ranks = start + len(self._rows), self._spec.n_ranks
 
         def run(*arguments: Any) -> Sequence[Any]:
             return function.run(*arguments[:start], jnp.concatenate(arguments[start:stop]), *arguments[stop:])
@@ -292,14 +302,14 @@ def _concatenate(arrays: Sequence[Array]) -> Any:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
 
 
-def _split_tail(vectors: Sequence[Any], n_tail: int) -> tuple[list[Any], list[Any]]:
-    """Split consecutive vectors before their last ``n_tail`` items; return the vectors of both parts."""
+def _split_tail(vectors: Sequence[Any], n_tail_items: int) -> tuple[list[Any], list[Any]]:
+    """Split consecutive vectors before their last ``n_tail_items`` items; return the vectors of both parts."""
     head = list(vectors)
     tail_vectors: list[Any] = []
-    while n_tail > 0:
+    while n_tail_items > 0:
         vector = head.pop()
-        tail_vectors.insert(0, vector[-n_tail:])
-        if len(vector) > n_tail:
-            head.append(vector[:-n_tail])
-        n_tail -= len(vector)
+        tail_vectors.insert(0, vector[-n_tail_items:])
+        if len(vector) > n_tail_items:
+            head.append(vector[:-n_tail_items])
+        n_tail_items -= len(vector)
     return head, tail_vectors

@@ -18,7 +18,7 @@ from synkhronos.training.monitoring.recorder import RANK_FILE_TEMPLATE, format_r
 
 #: Maximal number of bytes of a line's text; longer lines are split.  With the file's name a line is below PIPE_BUF, so
 #: that a write to a pipe is complete, and writes of processes do not mix.
-_MAX_LINE_BYTES = 4000
+_MAX_LINE_NBYTES = 4000
 
 #: Program of the forwarder: puts the file's name before each line of a rank.  It is a process, so that it also forwards
 #: the last lines of a killed rank.
@@ -29,8 +29,8 @@ for number in {sorted(map(int, JOB_SIGNALS))}:
 name = sys.argv[1].encode()
 for line in sys.stdin.buffer:
     line = line.rstrip(b"\\n")
-    for start in range(0, len(line) or 1, {_MAX_LINE_BYTES}):
-        os.write(1, name + line[start : start + {_MAX_LINE_BYTES}] + b"\\n")
+    for start in range(0, len(line) or 1, {_MAX_LINE_NBYTES}):
+        os.write(1, name + line[start : start + {_MAX_LINE_NBYTES}] + b"\\n")
 """
 
 

@@ -27,7 +27,7 @@ PROCESSES_FILE = "processes.json"
 #: File with the deaths of ranks.
 DEATHS_FILE = "deaths.json"
 #: Number of bytes of the record reserved for the exit status: the disk may be full at the end of the run.
-_RESERVED_BYTES = 1024
+_RESERVED_NBYTES = 1024
 #: Packages whose versions are recorded.
 _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
 
@@ -49,7 +49,7 @@ def create_run_folder(settings: Settings, command: list[str]) -> IO[str]:
             path.unlink(missing_ok=True)
         settings.save()
         versions = find_versions(settings.pythonpath)
-        _write_run_record(folder, {**versions, "command": command, "began": _format_present_time()}, _RESERVED_BYTES)
+        _write_run_record(folder, {**versions, "command": command, "began": _format_present_time()}, _RESERVED_NBYTES)
     except BlockingIOError:
         lock.close()
         raise SettingsError(

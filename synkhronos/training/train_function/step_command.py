@@ -15,7 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from synkhronos.collectives.commands import AllReducePlan, AllReduceValues, VariableReplica, prepare_variable_replicas
+from synkhronos.collectives.commands import (
+    AllReducePlan,
+    AllReduceValues,
+    VariableReplica,
+    prepare_replicas_of_variables,
+)
 from synkhronos.containers import BoundedCache
 from synkhronos.devices import NUMPY, get_array_device
 from synkhronos.engines import GradientExchange, Runner, StepShards
@@ -40,7 +45,7 @@ class _StepCommandFields(NamedTuple):
     #: Dtype in which a fused launch sends the gradients; None for their own.
     wire_dtype: str | None
     #: Number of items at the vector's end that are sent in their own dtype in any case: they are not gradients.
-    n_tail: int = 1
+    n_tail_items: int = 1
     #: Number of steps in one launch.  The rows of each rank are ordered by steps.
     n_steps: int = 1
     #: If not, no rank fuses the step: a fused one may send the gradient in other chunks, or in another dtype.
@@ -90,7 +95,7 @@ class StepCommand(_StepCommandFields, Command):
         if self.update.needs_compile and is_second and update.computation.compile_order == CompileOrder.AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
             update.computation.library.compile_now(update.compiled.function)
-        with rank.suspend_recording():
+        with rank.suspend_record_applied():
             loss = gradient.run()
             if rank.size > 1:
                 plan = self.all_reduce.agree_on_plan(rank)
@@ -205,7 +210,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         # between the launches of a single step.
         if self.n_steps > 1 and (self.gradient.needs_compile or gradient.compiled.n_rank_means):
             return None
-        self._set_number(rank)
+        self._store_rank_number(rank)
         if self.n_steps == 1 and rank.device.needs_gpu:
             fused_step = fuse_calls(rank, self, gradient, [shard_update, parameter_update])
             if all(rank.all_gather_cached(fused_step is not None)):
@@ -219,7 +224,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             parameter_update.run()
 
         def take_step(compute_gradient: Callable[[], Any]) -> Any:
-            with rank.suspend_recording():
+            with rank.suspend_record_applied():
                 outputs = compute_gradient()
                 reduce_scatter_rows(rank, *variables, self.op)
                 if self.gathers_gradient:
@@ -237,7 +242,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
     # -- GradientExchange ---------------------------------------------------------------------------------------
 
     wire_dtype = None
-    n_tail = 0
+    n_tail_items = 0
     op = "avg"
 
     def get_reduced_variable(self, rank: Rank) -> Any:
@@ -256,7 +261,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     # -- in parts --------------------------------------------------------------------------------------------
 
-    def _set_number(self, rank: Rank) -> None:
+    def _store_rank_number(self, rank: Rank) -> None:
         """Set the variable of the rank's number at the first step on these ranks."""
         numbered, key = rank.registry.get_or_create(_NumberedVariables), self.rank_number_key
         if key in numbered:
@@ -309,8 +314,8 @@ def reduce_scatter_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable,
 def all_gather_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> None:
     """Set ``matrix`` on every rank to the rows of all ranks; a collective."""
     matrix_replica, row_replica = _prepare_rows(rank, matrix, row)
-    rows, transport = matrix_replica.get_writable(), matrix_replica.transport
-    out = [transport.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(row_replica.layouts)]
+    rows, transport_device = matrix_replica.get_writable(), matrix_replica.transport_device
+    out = [transport_device.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(row_replica.layouts)]
     matrix_replica.communicator.all_gather(row_replica.get_contiguous(), row_replica.layouts, out)
     matrix_replica.store(rows)
 
@@ -322,7 +327,7 @@ def _prepare_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> li
     if not device.owns(value):  # no function has computed the row yet
         library.store_value(row, device.from_numpy(NUMPY.to_numpy(value)))
     del value  # `VariableReplica.get_writable` checks whether others refer to the array
-    replicas = prepare_variable_replicas(rank, [matrix, row], uses_device_communicator=True)
+    replicas = prepare_replicas_of_variables(rank, [matrix, row], uses_device_communicator=True)
     for replica in replicas:
         replica.check_equal_shapes("shard_optimizer")
     if replicas[0].device is not replicas[1].device:

@@ -398,7 +398,7 @@ class TrainFunction:
                     all_reduce,
                     calls[0],
                     self._wire_dtype,
-                    n_tail=self._n_tail,
+                    n_tail_items=self._n_tail,
                     n_steps=n_steps,
                     every_rank_has_rows=not has_rank_without_rows,
                     has_agreed_plan=has_agreed_plan,

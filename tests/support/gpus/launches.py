@@ -74,7 +74,7 @@ def make_model(make, **options):
 
 def train_in_one_launch():
     """Train as one process does, in two precisions, then make four collectives; print the collectives of each."""
-    xla.traced_exchange.MIN_CHUNK_BYTES = 1000
+    xla.traced_exchange.MIN_CHUNK_NBYTES = xla.traced_exchange.MIN_CHUNK_NBYTES_OF_HOSTS = 1000
     fork(3)
     rng = np.random.default_rng(0)
     data = rng.normal(size=(60, 30)).astype("float32"), rng.normal(size=60).astype("float32")
