@@ -36,7 +36,14 @@ from typing import Any
 from synkhronos.ranks.agreement import MAX_COMMANDS
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.control_memory import ControlMemory
-from synkhronos.ranks.errors import Cancelled, FailureReport, PeerFailure, WorkerError, describe_effect
+from synkhronos.ranks.errors import (
+    Cancelled,
+    FailureReport,
+    PeerFailure,
+    WorkerError,
+    describe_effect,
+    make_worker_error,
+)
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.ranks.memory_table import MemoryTable
 from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
@@ -274,7 +281,7 @@ class CommandRunner(ABC):
         busy_ranks = [r for r in range(size) if control.done[r] < command_number] if is_posted else []
         effect = describe_effect(command.effect, command.partial_effect, applied_ranks, busy_ranks, size)
         if reports and (master_error is None or isinstance(master_error, Cancelled)):
-            error = WorkerError.from_reports(reports, effect)
+            error = make_worker_error(reports, effect)
             error.__cause__ = None
             return error
         assert master_error is not None

@@ -83,18 +83,18 @@ class WorkerError(RuntimeError):
     def __reduce__(self) -> Any:
         return type(self), (str(self), self.rank, self.reports)
 
-    @classmethod
-    def from_reports(cls, reports: Sequence[FailureReport], effect: str = "") -> WorkerError:
-        """Build the error for ranks that raised exceptions; ``effect`` is a sentence of `describe_effect`."""
-        first = reports[0]
-        head = f"{describe_rank(first.rank, first.host)} raised {first.class_name}: {first.message}"
-        others = "".join(f"\n  {report.summarize()}" for report in reports[1:])
-        if others:
-            head += f"\nOther ranks failed too:{others}"
-        if effect:
-            head += f"\n{effect}"
-        head += f"\n\nThe traceback of rank {first.rank}:\n{first.traceback}"
-        return cls(head, first.rank, reports)
+
+def make_worker_error(reports: Sequence[FailureReport], effect: str) -> WorkerError:
+    """Return the error for ranks that raised exceptions; ``effect`` is a sentence of `describe_effect`."""
+    first = reports[0]
+    head = f"{describe_rank(first.rank, first.host)} raised {first.class_name}: {first.message}"
+    others = "".join(f"\n  {report.summarize()}" for report in reports[1:])
+    if others:
+        head += f"\nOther ranks failed too:{others}"
+    if effect:
+        head += f"\n{effect}"
+    head += f"\n\nThe traceback of rank {first.rank}:\n{first.traceback}"
+    return WorkerError(head, first.rank, reports)
 
 
 class Death(NamedTuple):
