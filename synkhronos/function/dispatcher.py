@@ -154,7 +154,7 @@ class Dispatcher:
     def ensure_distributed(self, session: Session) -> None:
         """Send the computation to the workers if they don't have it, or if user code in it has changed."""
         computation = self.computation
-        if computation.user_code is not None and computation.user_code.has_changed():
+        if computation.user_code is not None and computation.user_code.update_if_changed():
             # The master compiles again, too: its compiled variants may hold the old code.
             computation.compiled.clear()
             self.session = None

@@ -68,8 +68,8 @@ class UserCode:
         """
         return tuple(zip(self._by_name, self._digests, strict=False))
 
-    def has_changed(self) -> bool:
-        """Whether any code has changed since the last update of the digests; rebound names update them."""
+    def update_if_changed(self) -> bool:
+        """Update the digests if a used name was rebound; return True if they differ."""
         # Each call of a function calls this.  Comparing identities takes a microsecond, digests take much longer.
         if all(names.get(name, _MISSING) is value for names, name, value in self._used_bindings):
             return False
@@ -166,7 +166,7 @@ class _CodeHasher:
                 if isinstance(constant, types.CodeType):
                     self._add(constant)
                 else:
-                    update(repr(constant).encode())
+                    update(_digest_constant(constant))
         elif isinstance(value, bool | int | float | complex | str | bytes | np.generic):
             update(repr(value).encode())
         elif isinstance(value, tuple):
@@ -188,6 +188,16 @@ class _CodeHasher:
             self.used_bindings.append((names, name, used))
             self._hash.update(name.encode())
             self._add(used)
+
+
+def _digest_constant(constant: object) -> bytes:
+    """Return a digest of a constant of a code object, which is equal in processes with other hash seeds."""
+    parts = [repr(constant).encode()]
+    if isinstance(constant, tuple | frozenset):
+        parts = [_digest_constant(part) for part in constant]
+    if isinstance(constant, frozenset):  # its order depends on the hash seed
+        parts.sort()
+    return hashlib.sha256(b"".join([type(constant).__name__.encode(), *parts])).digest()
 
 
 def _iterate_bindings(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:

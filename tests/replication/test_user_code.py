@@ -1,13 +1,15 @@
 """`replication.user_code`: operations that users edit while ranks run."""
 
 import importlib
+import os
+import subprocess
 import sys
 import textwrap
 import types
 
 import numpy as np
 import pytest
-from library import DEVICE, NAME, tensor
+from library import DEVICE, NAME, UNCOMPILED, tensor
 
 import synkhronos as synk
 from synkhronos.function.dispatcher import Dispatcher
@@ -186,7 +188,7 @@ def test_digest_distinguishes_code(write):
     code = UserCode()
     code.add(module.Scale, by_name=True)
     code.update_digests()
-    assert not code.has_changed()
+    assert not code.update_if_changed()
     assert find_outdated_modules(code.list_digests()) == ()
     assert find_outdated_modules([((name, "Missing"), b"")]) == (name,)
     assert find_outdated_modules([(("no_such_module", "Op"), b"")]) == ("no_such_module",)
@@ -200,6 +202,56 @@ def test_digest_distinguishes_code(write):
         assert compute_digest(module.Scale) == before
     module.scaled.__code__ = module.scaled.__code__.replace(co_consts=(None, 5.0))
     assert compute_digest(module.Scale) != before
+
+
+def test_digest_does_not_depend_on_the_hash_seed(write, tmp_path):
+    tail = """
+        def classify(word):
+            def is_vowel(letter):
+                return letter in {"a", "e", "i", "o", "u"}
+
+            return word in {"b", "d", "c", None, 1.5, ("f", "e")} or is_vowel(word[0])
+        """
+    program = f"""
+        import importlib
+        from synkhronos.replication.user_code import compute_digest
+
+        print(compute_digest(importlib.import_module("{write(tail=tail)}").classify).hex())
+        """
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            env={**os.environ, **UNCOMPILED, "PYTHONPATH": path, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    ("constant", "other"),
+    [
+        (frozenset("ab"), frozenset("ac")),
+        (frozenset("ab"), ("a", "b")),
+        (((1, 2), 3), (1, (2, 3))),
+        ((frozenset("ab"),), (frozenset("ac"),)),
+        (1, True),
+        (1, "1"),
+    ],
+)
+def test_digest_distinguishes_constants(constant, other):
+    def get_constant():
+        return None
+
+    digests = []
+    for value in (constant, other):
+        get_constant.__code__ = get_constant.__code__.replace(co_consts=(None, value))
+        digests.append(compute_digest(get_constant))
+    assert digests[0] != digests[1]
 
 
 def test_installed_code_is_not_user_code():
