@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from library import XLA
+from library import NAME, XLA, package
+from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import rules
@@ -10,13 +11,6 @@ from synkhronos.extensions.rank_mean import rank_mean
 from synkhronos.function.rank_mean import RankMeanContext, average_over_ranks
 from synkhronos.training import make_train_function, make_train_function_serial, make_trainer
 from synkhronos.training.updates import adam
-
-try:
-    import pytensor as library
-except ImportError:
-    import theano as library
-
-T = library.tensor
 
 rng = np.random.default_rng(3)
 X = rng.normal([1.0, -20.0, 5.0], [1.0, 0.1, 30.0], (13, 3))
@@ -29,8 +23,8 @@ class Network:
 
     def __init__(self):
         self.x, self.y = T.dmatrix("x"), T.dvector("y")
-        self.w, self.v = (library.shared(value, name) for value, name in zip(WEIGHTS, "wv", strict=True))
-        self.mean = library.shared(np.zeros(4), "mean")
+        self.w, self.v = (package.shared(value, name) for value, name in zip(WEIGHTS, "wv", strict=True))
+        self.mean = package.shared(np.zeros(4), "mean")
         hidden, mean = self.normalize(T.dot(self.x, self.w), 4)
         beside, _ = self.normalize(self.x, 3)
         self.loss = T.sqr(T.dot(T.tanh(hidden), self.v) + beside.sum(axis=1) - self.y).mean()
@@ -104,9 +98,9 @@ def test_rank_mean_is_refused_in_wrong_calls(n_ranks):
 
 def test_rank_mean_in_a_scan_is_refused(n_ranks):
     x = T.dmatrix("x")
-    options = {} if library.__name__ == "theano" else {"return_updates": False}
-    steps = library.scan(lambda row: rank_mean(row, row.shape[0]), sequences=[x], **options)
-    steps = steps[0] if library.__name__ == "theano" else steps
+    options = {} if NAME == "theano" else {"return_updates": False}
+    steps = package.scan(lambda row: rank_mean(row, row.shape[0]), sequences=[x], **options)
+    steps = steps[0] if NAME == "theano" else steps
     f = synk.function([x], [(steps, None)])
     with pytest.raises(NotImplementedError, match="sync=True: not within loops"):
         f(X)
@@ -114,7 +108,7 @@ def test_rank_mean_in_a_scan_is_refused(n_ranks):
 
 def test_rank_mean_in_one_process_is_the_mean(n_ranks):
     x = T.dmatrix("x")
-    f = library.function([x], rank_mean(x.mean(axis=0), x.shape[0]))
+    f = package.function([x], rank_mean(x.mean(axis=0), x.shape[0]))
     np.testing.assert_allclose(f(X), X.mean(axis=0))
     g = synk.function([x], [(rank_mean(x.mean(axis=0), x.shape[0]), "gather")])
     np.testing.assert_allclose(np.reshape(g(X), (-1, 3)), np.tile(X.mean(axis=0), (n_ranks, 1)))

@@ -62,7 +62,7 @@ def test_batch_s_refuses_default_updates_of_a_sliced_variable(fork):
 # -- givens and sliceable shared variables ---------------------------------------------------------------------
 
 
-def test_givens_equal_serial(fork):
+def test_givens_replace_a_variable(fork):
     fork(2)
     x, y = T.dmatrix("x"), T.dvector("y")
     w = shared(np.array([2.0, 3.0]), "w")

@@ -15,7 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from library import limit_examples
-from loading_sources import Damaged, Deep, Endless, Held, Numbers, Slow, Wider, add_noise, make_picture
+from loading_sources import (
+    BlockedRow,
+    Damaged,
+    DeepError,
+    MixedDtypes,
+    Numbers,
+    Slow,
+    Unsized,
+    add_noise,
+    make_picture,
+)
 from system import wait_for_state
 
 from synkhronos import loading
@@ -80,7 +90,7 @@ def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, dept
 @pytest.mark.parametrize("held", [10, 11, 12])
 def test_loader_process_that_is_late_overwrites_no_row_of_a_new_plan(held, tmp_path):
     """The last unit of an epoch is shorter than the unit of the next plan in its slot."""
-    loader = Loader(Held(13, held, str(tmp_path)), shuffle=False, processes=3, depth=2)
+    loader = Loader(BlockedRow(13, held, str(tmp_path)), shuffle=False, processes=3, depth=2)
     try:
         batches = loader.arrays(0, 5)
         next(batches), next(batches)  # the first unit is freed, and its slot filled with rows 10 to 12
@@ -322,11 +332,11 @@ def test_loader_counts_waiting_time(load):
 )
 def test_loader_refuses_rows_that_do_not_fit_the_dtype(load, first, others, words):
     with pytest.raises(loading.LoadError, match=f"row 1 can't be read .*array 0: (can't )?{words}"):
-        list(load(Wider(first, others), shuffle=False).arrays(0, 3))
+        list(load(MixedDtypes(first, others), shuffle=False).arrays(0, 3))
 
 
 def test_loader_casts_rows_up_to_the_first_rows_dtype(load):
-    ((rows,),) = load(Wider(np.float64(1.5), np.float32(2.5)), shuffle=False).arrays(0, 3)
+    ((rows,),) = load(MixedDtypes(np.float64(1.5), np.float32(2.5)), shuffle=False).arrays(0, 3)
     assert rows.dtype == np.float64 and rows.tolist() == [1.5, 2.5, 2.5]
 
 
@@ -386,7 +396,7 @@ def test_loader_names_an_unreadable_row(load, processes, tmp_path):
 
 def test_loader_error_shows_the_end_of_a_long_traceback(load):
     with pytest.raises(loading.LoadError) as caught:
-        list(load(Deep(2)).arrays(0, 2))
+        list(load(DeepError(2)).arrays(0, 2))
     assert str(caught.value).startswith("/pictures/1.jpg can't be read")
     assert 'raise OSError("the bottom")' in str(caught.value)
 
@@ -579,7 +589,7 @@ def test_damaged_image_is_named(tmp_path, load):
 
 @pytest.mark.parametrize("count", [1, 6, 7, 12])
 def test_loader_of_an_iterable_keeps_its_order(load, count):
-    loader = load(Endless(count), processes=3)
+    loader = load(Unsized(count), processes=3)
     for epoch in range(3):
         assert sum(check_and_read_labels(loader.arrays(epoch, 3)), []) == list(range(count))
     assert sum(check_and_read_labels(loader.arrays(0, 3, start_row=2)), []) == list(range(2, count))
@@ -594,14 +604,14 @@ def test_loader_of_an_iterable_keeps_its_order(load, count):
 
 
 def test_loader_accepts_a_function_that_returns_an_iterable(load):
-    assert check_and_read_labels(load(lambda: iter(Endless(5))).arrays(0, 2)) == [[0, 1], [2, 3], [4]]
+    assert check_and_read_labels(load(lambda: iter(Unsized(5))).arrays(0, 2)) == [[0, 1], [2, 3], [4]]
     assert sum(len(x) for (x,) in load(lambda: (np.ones(3) for _ in range(4))).arrays(0, 3)) == 4
 
 
 def test_loader_names_an_iterable_that_raises(load):
-    loader = load(Endless(10, fails_at=7), on_error="skip")
+    loader = load(Unsized(10, fails_at=7), on_error="skip")
     labels = []
-    with pytest.raises(loading.LoadError, match="row 7 of Endless can't be read .*: OSError: the archive ends here"):
+    with pytest.raises(loading.LoadError, match="row 7 of Unsized can't be read .*: OSError: the archive ends here"):
         for _, numbers in loader.arrays(0, 2):
             labels += numbers.tolist()
     assert labels == [0, 1, 2, 3, 4, 5]
@@ -609,8 +619,8 @@ def test_loader_names_an_iterable_that_raises(load):
 
 @pytest.mark.parametrize("how", [{"drop_last": True}, {"start_row": 9}])
 def test_loader_with_skip_reports_an_iterable_that_raises(load, how):
-    with pytest.raises(loading.LoadError, match="row 7 of Endless can't be read .*: OSError: the archive ends here"):
-        list(load(Endless(10, fails_at=7)).arrays(0, 3, **how))
+    with pytest.raises(loading.LoadError, match="row 7 of Unsized can't be read .*: OSError: the archive ends here"):
+        list(load(Unsized(10, fails_at=7)).arrays(0, 3, **how))
 
 
 def test_loader_processes_share_arrays(load):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from library import shared, tensor
-from loading_sources import Damaged, Endless, Numbers
+from loading_sources import Damaged, Numbers, Unsized
 from messages import raises
 
 import synkhronos as synk
@@ -155,7 +155,7 @@ CALLS = {
     "rank": (ValueError, "rank", lambda: open_epoch(rank=2, size=2)),
     "no ranks": (RuntimeError, "", lambda: (synk.fork(1, use_gpu=False), synk.close(), make_loader().epoch(0, 2))),
     "data outside of a loop": (RuntimeError, "data", lambda: make_loader().data),
-    "the length of an iterable": (TypeError, "", lambda: len(Loader(Endless(3)))),
+    "the length of an iterable": (TypeError, "", lambda: len(Loader(Unsized(3)))),
     "no room": (MemoryError, "", request_batch_beyond_memory),
     "a depth of a billion": (MemoryError, "", lambda: request_first_batch(Numbers(10), depth=10**9)),
     "a batch of 2**63 rows": (MemoryError, "", lambda: request_first_batch(Numbers(10), batch_size=1 << 63)),
@@ -204,7 +204,7 @@ CALLS = {
     "mean of other pictures": (LoadError, "mean", lambda: make_loader(augment=CropMirror(mean=[1, 2, 3]))),
     "trainer: two loaders": (TypeError, "y_data", lambda: train_a_step(make_loader(), make_loader())),
     "trainer: a loader of targets": (TypeError, "y_data", lambda: train_a_step(np.ones((10, 2, 6, 6)), make_loader())),
-    "trainer: an iterable": (TypeError, "", lambda: train_a_step(Loader(Endless(9)), None)),
+    "trainer: an iterable": (TypeError, "", lambda: train_a_step(Loader(Unsized(9)), None)),
 }
 
 

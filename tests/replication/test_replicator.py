@@ -16,15 +16,15 @@ from synkhronos.ranks import Command
 from synkhronos.replication.replicator import Replicator
 
 
-class Keys(Command):
+class ListSharedKeys(Command):
     """Command that returns the keys of all shared variables on each rank."""
 
     def run(self, rank):
         return rank.all_gather(sorted(key for key in rank.objects if isinstance(key, tuple) and key[0] == "shared"))
 
 
-class Describe(Command):
-    """Command that returns the value of each key on each rank."""
+class ReadSharedValues(Command):
+    """Command that returns the name and value of the shared variable of each key on each rank."""
 
     def __init__(self, keys):
         self.keys = keys
@@ -55,12 +55,12 @@ def test_replicator_gives_a_shared_variable_one_key(fork, n):
     get_replicator().send([], [a * b.sum()])
     keys = [get_replicator().get_key(a), get_replicator().get_key(b)]
     assert len(set(keys)) == 2
-    described = ranks.get_session().run(Describe(keys))
+    described = ranks.get_session().run(ReadSharedValues(keys))
     assert described == [[("a", [0.0, 1.0]), ("b", [0.0, 1.0, 2.0])]] * n
     c = shared(1.0, "c")
     get_replicator().send([], [a.sum() + c])
     assert get_replicator().get_key(a) == keys[0]
-    assert ranks.get_session().run(Keys()) == [sorted([*keys, get_replicator().get_key(c)])] * n
+    assert ranks.get_session().run(ListSharedKeys()) == [sorted([*keys, get_replicator().get_key(c)])] * n
 
 
 def test_replicator_shares_variables_between_graphs(fork):
@@ -72,7 +72,7 @@ def test_replicator_shares_variables_between_graphs(fork):
     g = synk.function([], (w * 1, "gather"), updates=[(w, w * 2)])
     np.testing.assert_array_equal(g(), [2, 10])
     np.testing.assert_array_equal(f(), [4, 20])
-    assert len(ranks.get_session().run(Keys())[1]) == 1
+    assert len(ranks.get_session().run(ListSharedKeys())[1]) == 1
 
 
 def test_replicator_drops_collected_shared_variables(fork):
@@ -81,11 +81,11 @@ def test_replicator_drops_collected_shared_variables(fork):
     f = synk.function([], ((w * v).sum(), "sum"))
     f()
     keep = get_replicator().get_key(v)
-    assert len(ranks.get_session().run(Keys())[1]) == 2
+    assert len(ranks.get_session().run(ListSharedKeys())[1]) == 2
     del f, w
     gc.collect()
     # The drop is sent with the next command, not from a finalizer.
-    assert ranks.get_session().run(Keys()) == [[keep], [keep]]
+    assert ranks.get_session().run(ListSharedKeys()) == [[keep], [keep]]
     g = synk.function([], (v, "gather"))
     np.testing.assert_array_equal(g(), [1, 1])
 
@@ -125,7 +125,7 @@ def test_replicator_sends_values_unchanged(fork):
     ]
     shareds = [shared(value, f"s{i}", borrow=True) for i, value in enumerate(values)]
     get_replicator().send([], shareds)
-    described = ranks.get_session().run(Describe([get_replicator().get_key(s) for s in shareds]))
+    described = ranks.get_session().run(ReadSharedValues([get_replicator().get_key(s) for s in shareds]))
     assert described[1] == described[0] == [(f"s{i}", value.tolist()) for i, value in enumerate(values)]
 
 
@@ -146,4 +146,4 @@ def test_replicator_forgets_failed_sends(fork):
         get_replicator().send([(("extra", 1), threading.Lock())], [w])
     assert get_replicator().get_key(w) is None
     get_replicator().send([], [w])
-    assert len(ranks.get_session().run(Keys())[1]) == 1
+    assert len(ranks.get_session().run(ListSharedKeys())[1]) == 1

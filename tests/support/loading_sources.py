@@ -49,8 +49,8 @@ class Damaged(Numbers):
         return super().__getitem__(row)
 
 
-class Deep(Numbers):
-    """Rows that raise an error below a deep stack of calls."""
+class DeepError(Numbers):
+    """Rows of which all but the first raise an error below a deep stack of calls."""
 
     def __getitem__(self, row):
         return self.descend(50) if row else super().__getitem__(row)
@@ -76,7 +76,7 @@ class Slow(Numbers):
         return super().__getitem__(row)
 
 
-class Held(Numbers):
+class BlockedRow(Numbers):
     """`Numbers` of which one row can be read only after the file ``go`` in a folder exists."""
 
     def __init__(self, count, row, folder):
@@ -91,7 +91,7 @@ class Held(Numbers):
         return super().__getitem__(row)
 
 
-class Wider:
+class MixedDtypes:
     """Rows whose first has another dtype than the others."""
 
     def __init__(self, first, others):
@@ -104,7 +104,7 @@ class Wider:
         return self.rows[row]
 
 
-class Endless:
+class Unsized:
     """An iterable without a length."""
 
     def __init__(self, count, fails_at=None):
@@ -139,7 +139,7 @@ class Rows:
 
 
 class SlowRows(Rows):
-    """Rows of zeros that take seconds to read."""
+    """`Rows` that take seconds to read."""
 
     def __init__(self, count, seconds):
         self.count, self.seconds = count, seconds

@@ -45,7 +45,7 @@ class Model:
         make, default = ALL[name]
         update = update or default
         self.rule = make()
-        self.x, self.y, self.at = tensor.dmatrix("x"), tensor.dvector("y"), tensor.lvector("at")
+        self.x, self.y, self.row_numbers = tensor.dmatrix("x"), tensor.dvector("y"), tensor.lvector("row_numbers")
         self.w, self.b = shared(np.zeros(4), "w"), shared(np.zeros(1), "b")
         self.counts = shared(np.zeros(rows), "counts")
         x = self.x
@@ -53,10 +53,12 @@ class Model:
             x = x + 0.1 * draw_row_noise()
         error = tensor.dot(x, self.w) + self.b[0] - self.y
         self.loss = (error**2).mean()
-        counted = tensor.inc_subtensor(self.counts[self.at], tensor.ones_like(self.at, dtype="float64"))
+        counted = tensor.inc_subtensor(
+            self.counts[self.row_numbers], tensor.ones_like(self.row_numbers, dtype="float64")
+        )
         self.trainer = make_trainer(
-            self.loss, [self.w, self.b], self.x, [self.y, self.at], update, self.rule, rate,
-            validate={"mse": self.loss + 0.0 * self.at.sum()}, extra_updates=[(self.counts, counted, None)], **kwargs,
+            self.loss, [self.w, self.b], self.x, [self.y, self.row_numbers], update, self.rule, rate,
+            validate={"mse": self.loss + 0.0 * self.row_numbers.sum()}, extra_updates=[(self.counts, counted, None)], **kwargs,
         )  # fmt: skip
 
     def epochs(self, batch_size=5, epochs=2, rows=ROWS, valid=None, **kwargs):

@@ -4,16 +4,11 @@ import functools
 
 import numpy as np
 import pytest
+from library import package
+from library import tensor as T
 
 import synkhronos as synk
 from synkhronos.training import make_train_function, make_train_function_serial, updates
-
-try:
-    import pytensor as library
-except ImportError:
-    import theano as library
-
-T = library.tensor
 
 N_ROWS = 13
 rng = np.random.default_rng(3)
@@ -53,7 +48,7 @@ class Model:
 
     def __init__(self, dtype="float64"):
         self.x, self.y = T.matrix("x", dtype=dtype), T.matrix("y", dtype=dtype)
-        self.w, self.b = library.shared(W.astype(dtype), name="w"), library.shared(B.astype(dtype), name="b")
+        self.w, self.b = package.shared(W.astype(dtype), name="w"), package.shared(B.astype(dtype), name="b")
         self.params = [self.w, self.b]
         self.predicted = T.tanh(T.dot(self.x, self.w) + self.b)
         # Constants of the dtype give a loss of the dtype, whatever floatX is.
@@ -99,12 +94,12 @@ def assert_same(together, alone, n_ranks):
 
 @functools.cache
 def make_serial_and_plain():
-    """Give a serial training function, and an equivalent handwritten function, compiled once."""
+    """Return a serial training function and an equivalent handwritten one, each with its model; compiled once."""
     model, plain = Model(), Model()
-    grads = library.grad(plain.loss, plain.params)
+    grads = package.grad(plain.loss, plain.params)
     rate = T.constant(np.asarray(0.3), dtype="float64")
     steps = [(p, p - rate * g) for p, g in zip(plain.params, grads, strict=True)]
-    step = library.function([plain.x, plain.y], plain.loss, updates=steps)
+    step = package.function([plain.x, plain.y], plain.loss, updates=steps)
     return model, model.train_by(make_train_function_serial), plain, step
 
 
@@ -194,8 +189,8 @@ def test_train_steps_select_sliceable_rows(n_ranks, even):
         choices[4] = slice(0, 2)
     losses = train.steps(batches_s=choices)
     for choice, loss in zip(choices, losses, strict=True):
-        choices = [choice] * n_ranks if isinstance(choice, slice) else choice
-        rows = np.concatenate([shard[rows_of_rank] for shard, rows_of_rank in zip(shards, choices, strict=True)])
+        choice_by_rank = [choice] * n_ranks if isinstance(choice, slice) else choice
+        rows = np.concatenate([shard[rows_of_rank] for shard, rows_of_rank in zip(shards, choice_by_rank, strict=True)])
         np.testing.assert_allclose(loss, train_alone(X, Y, batch=rows), rtol=1e-9)
     assert_same(together, alone, n_ranks)
 
@@ -213,7 +208,7 @@ class SliceableModel(Model):
     def __init__(self):
         super().__init__()
         self.sliceables = [
-            library.shared(np.zeros((1, a.shape[1])), name) for name, a in (("x_rows", X), ("y_rows", Y))
+            package.shared(np.zeros((1, a.shape[1])), name) for name, a in (("x_rows", X), ("y_rows", Y))
         ]
 
     def train_by(self, make, rule="sgd", **kwargs):
@@ -240,10 +235,11 @@ def test_train_with_sliceable_shareds_equals_serial(n_ranks, num_slices):
         [slice(0, 1) if r == 0 else slice(100, None) for r in range(n_ranks)],
     ]
     for choice in choices:
-        choices = choice if isinstance(choice, list) and np.ndim(choice[0]) + isinstance(choice[0], slice) else None
-        choices = choices or [slice(None) if choice is None else choice] * n_ranks
+        choice_by_rank = [slice(None) if choice is None else choice] * n_ranks
+        if isinstance(choice, list) and (isinstance(choice[0], slice) or np.ndim(choice[0])):
+            choice_by_rank = choice
         rows = np.concatenate(
-            [shard[rows_of_rank].astype(int) for shard, rows_of_rank in zip(shards, choices, strict=True)]
+            [shard[rows_of_rank].astype(int) for shard, rows_of_rank in zip(shards, choice_by_rank, strict=True)]
         )
         loss = train(batch_s=choice, num_slices=num_slices)
         np.testing.assert_allclose(loss, train_alone(X, Y, batch=rows), rtol=1e-9)
@@ -286,8 +282,8 @@ def test_train_running_averages_equal_one_process(n_ranks, num_slices):
     together, alone = Model(), Model()
     averages, rank_averages, counts, trains = [], [], [], []
     for model, make in ((together, make_train_function), (alone, make_train_function_serial)):
-        average, count = library.shared(np.zeros(X.shape[1]), "average"), library.shared(np.int64(0), "count")
-        rank_average = library.shared(np.zeros(X.shape[1]), "rank_average")
+        average, count = package.shared(np.zeros(X.shape[1]), "average"), package.shared(np.int64(0), "count")
+        rank_average = package.shared(np.zeros(X.shape[1]), "rank_average")
         new, new_rank_average = (
             0.5 * average_before + 0.5 * model.x.mean(axis=0) for average_before in (average, rank_average)
         )
@@ -391,7 +387,7 @@ def test_train_accepts_lists_no_targets_and_composed_rules(n_ranks, arguments):
 
 def test_train_accepts_a_changing_learning_rate(n_ranks):
     model = Model()
-    rate = library.shared(np.asarray(0.3), name="rate")
+    rate = package.shared(np.asarray(0.3), name="rate")
     train = model.train_by(make_train_function, learning_rate=rate)
     train(X, Y)
     before = model.values()

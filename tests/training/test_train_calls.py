@@ -4,21 +4,16 @@ from functools import partial
 
 import numpy as np
 import pytest
+from library import package
+from library import tensor as T
 
 import synkhronos as synk
 from synkhronos.training import make_train_function, make_train_function_serial, updates
 
-try:
-    import pytensor as library
-except ImportError:
-    import theano as library
-
-T = library.tensor
-
 N_ROWS = 7
 rng = np.random.default_rng(3)
 X, Y, W = rng.normal(size=(N_ROWS, 3)), rng.normal(size=N_ROWS), rng.normal(size=3)
-SHARED = library.shared(X, "s")
+SHARED = package.shared(X, "s")
 
 
 class Model:
@@ -26,7 +21,7 @@ class Model:
 
     def __init__(self):
         self.x, self.y = T.matrix("x", dtype="float64"), T.vector("y", dtype="float64")
-        self.w = library.shared(W, name="w")
+        self.w = package.shared(W, name="w")
         self.params = [self.w]
         self.loss = ((T.dot(self.x, self.w) - self.y) ** 2).mean()
 
@@ -58,7 +53,7 @@ def trained(two_ranks):
 def make_sliceable_model():
     """Return a model, and a training function whose rows are in sliceable shared variables."""
     model = Model()
-    rows = [library.shared(X), library.shared(Y)]
+    rows = [package.shared(X), package.shared(Y)]
     return model, make_train_function(
         model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=rows, learning_rate=0.1
     )
@@ -73,17 +68,17 @@ def make_sliceable_model():
         (ValueError, "x: .*none", {"x": []}),
         (ValueError, "y: .*rows", {"y": T.scalar("y")}),
         (TypeError, "params: ", {"params": [3]}),
-        (ValueError, "params: the loss does not depend on other of type", {"params": [library.shared(Y, "other")]}),
+        (ValueError, "params: the loss does not depend on other of type", {"params": [package.shared(Y, "other")]}),
         (ValueError, "loss_or_grads: ", {"loss": T.vector("v")}),
         (TypeError, "loss: ", {"loss": []}),
-        (ValueError, "sliceable_shareds: expected 2 .*got 1", {"sliceable_shareds": [library.shared(X)]}),
-        (TypeError, "sliceable_shareds: expected shared", {"sliceable_shareds": [library.shared(X), T.dvector()]}),
-        (TypeError, "sliceable_shareds: expected a list", {"sliceable_shareds": library.shared(X)}),
-        (TypeError, "extra_updates: expected a dict or a list", {"extra_updates": library.shared(X)}),
+        (ValueError, "sliceable_shareds: expected 2 .*got 1", {"sliceable_shareds": [package.shared(X)]}),
+        (TypeError, "sliceable_shareds: expected shared", {"sliceable_shareds": [package.shared(X), T.dvector()]}),
+        (TypeError, "sliceable_shareds: expected a list", {"sliceable_shareds": package.shared(X)}),
+        (TypeError, "extra_updates: expected a dict or a list", {"extra_updates": package.shared(X)}),
         (ValueError, "extra_updates: there are two for 's'", {"extra_updates": [(SHARED, SHARED), (SHARED, SHARED)]}),
-        (TypeError, "extra_updates: expected pairs", {"extra_updates": [library.shared(X)]}),
+        (TypeError, "extra_updates: expected pairs", {"extra_updates": [package.shared(X)]}),
         (TypeError, "extra_updates: expected shared", {"extra_updates": {T.dmatrix(): T.dmatrix()}}),
-        (TypeError, "sliceable_shareds: 'of_x'", {"sliceable_shareds": [library.shared(Y, "of_x"), library.shared(Y)]}),
+        (TypeError, "sliceable_shareds: 'of_x'", {"sliceable_shareds": [package.shared(Y, "of_x"), package.shared(Y)]}),
     ],
 )
 def test_make_train_function_refuses_wrong_arguments(two_ranks, error, message, change):

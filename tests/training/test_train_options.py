@@ -4,6 +4,8 @@ import re
 
 import numpy as np
 import pytest
+from library import package
+from library import tensor as T
 from paths import ROOT
 
 import synkhronos as synk
@@ -18,13 +20,6 @@ from synkhronos.training import (
 )
 from synkhronos.training.updates import adam, sgd
 
-try:
-    import pytensor as library
-except ImportError:
-    import theano as library
-
-T = library.tensor
-
 rng = np.random.default_rng(5)
 X, START = rng.normal(size=(13, 3)), rng.normal(size=3)
 Y = X @ [1.0, -2.0, 3.0]
@@ -33,7 +28,7 @@ Y = X @ [1.0, -2.0, 3.0]
 class LinearRegression:
     def __init__(self, dtype="float64"):
         self.x, self.y = T.matrix("x", dtype=dtype), T.vector("y", dtype=dtype)
-        self.w = library.shared(START.astype(dtype), name="w")
+        self.w = package.shared(START.astype(dtype), name="w")
         self.loss = ((T.dot(self.x, self.w) - self.y) ** 2).mean()
 
     def train_by(self, make, update_rule=sgd, learning_rate=0.1, **kwargs):
@@ -84,7 +79,7 @@ def test_ema_starts_at_the_initial_parameters():
     ("dtype", "expected"), [("float16", "float32"), ("float32", "float32"), ("float64", "float64")]
 )
 def test_ema_is_at_least_float32(dtype, expected):
-    w = library.shared(np.ones(2, dtype), "w")
+    w = package.shared(np.ones(2, dtype), "w")
     x = T.matrix("x", dtype=dtype)
     train = make_train_function_serial((x * w).mean(), [w], x, [], sgd, learning_rate=0.5, ema=0.999, clip_norm=1e3)
     assert train.get_ema()[0].dtype == expected
@@ -186,7 +181,7 @@ def test_validate_ema_needs_ema(n_ranks):
 
 def make_mean_problem(make, dtype="float16", **options):
     """Return a problem with the loss ``mean(x) * w``, whose gradient is the mean of x."""
-    x, w = T.vector("x", dtype=dtype), library.shared(np.ones((), dtype), "w")
+    x, w = T.vector("x", dtype=dtype), package.shared(np.ones((), dtype), "w")
     train = make((x * w).mean(), [w], x, [], sgd, learning_rate=0.5, loss_scale="dynamic", **options)
     return w, train, {variable.name: variable for variable in train.optimizer_state}
 
@@ -222,7 +217,7 @@ def test_loss_scale_keeps_gradients(n_ranks):
 
 def test_extra_updates_are_averaged_with_clipped_gradients(n_ranks):
     for make in (make_train_function, make_train_function_serial):
-        problem, mean = LinearRegression(), library.shared(np.zeros(3), "mean")
+        problem, mean = LinearRegression(), package.shared(np.zeros(3), "mean")
         moved = [(mean, problem.x.mean(axis=0), "mean")]
         train = problem.train_by(make, clip_norm=0.5, ema=0.8, loss_scale="dynamic", extra_updates=moved)
         for n in range(1, 4):

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from library import package
+from library import tensor as T
 from paths import SUPPORT
 
 import synkhronos as synk
@@ -31,13 +33,6 @@ from synkhronos.training.updates import (
     sgd,
     total_norm_constraint,
 )
-
-try:
-    import pytensor as library
-except ImportError:
-    import theano as library
-
-T = library.tensor
 
 TABLES = SUPPORT / "tables"
 TABLE = json.loads((TABLES / "optax_rules.json").read_text())
@@ -82,8 +77,8 @@ class Problem:
 
     def __init__(self, dtype="float64"):
         self.x, self.y = T.matrix("x", dtype=dtype), T.matrix("y", dtype=dtype)
-        self.w = library.shared(START[:6].reshape(3, 2).astype(dtype), name="w")
-        self.b = library.shared(START[6:].astype(dtype), name="b")
+        self.w = package.shared(START[:6].reshape(3, 2).astype(dtype), name="w")
+        self.b = package.shared(START[6:].astype(dtype), name="b")
         self.params = [self.w, self.b]
         self.loss = ((T.tanh(T.dot(self.x, self.w) + self.b) - self.y) ** 2).mean()
 
@@ -138,25 +133,25 @@ def test_transformations_on_ranks_equal_one_process(n_ranks, name):
 def compute_step(rule, grads, starts=None, **kwargs):
     """Return the step of a rule for parameters with these gradients."""
     starts = [np.zeros(np.shape(g)) for g in grads] if starts is None else starts
-    params = [library.shared(np.array(start, "float64"), f"p{i}") for i, start in enumerate(starts)]
+    params = [package.shared(np.array(start, "float64"), f"p{i}") for i, start in enumerate(starts)]
     result = rule([T.constant(np.asarray(g, "float64")) for g in grads], params, **kwargs)
-    library.function([], updates=result.grad_updates, mode="FAST_COMPILE")()
-    library.function([], updates=result.param_updates, mode="FAST_COMPILE")()
+    package.function([], updates=result.grad_updates, mode="FAST_COMPILE")()
+    package.function([], updates=result.param_updates, mode="FAST_COMPILE")()
     return [p.get_value() - start for p, start in zip(params, starts, strict=True)]
 
 
 @functools.cache
 def compile_clip_functions():
     """Give functions from gradients and limits to steps, compiled once for all examples."""
-    limit = library.shared(1.0)
+    limit = package.shared(1.0)
     functions = []
     for transform in (clip_by_global_norm, clip):
         grads = [T.dvector(), T.dmatrix()]
-        params = [library.shared(np.zeros(3)), library.shared(np.zeros((2, 1)))]
+        params = [package.shared(np.zeros(3)), package.shared(np.zeros((2, 1)))]
         rule = chain(transform(limit), sgd)(grads, params, learning_rate=1.0, weight=3)
-        write = library.function(grads, updates=rule.grad_updates, mode="FAST_COMPILE")
+        write = package.function(grads, updates=rule.grad_updates, mode="FAST_COMPILE")
         steps = [p - rule.param_updates[p] for p in params]
-        functions.append((write, library.function([], steps, mode="FAST_COMPILE")))
+        functions.append((write, package.function([], steps, mode="FAST_COMPILE")))
     return limit, functions
 
 
@@ -214,7 +209,7 @@ def test_chain_of_user_transformation_and_rule():
 
 
 def test_transformation_options_as_shared_variables():
-    limit = library.shared(1.0)
+    limit = package.shared(1.0)
     for expected in (0.6, 1.2):
         step = compute_step(chain(clip_by_global_norm(limit), sgd), [[3.0, 4.0]], learning_rate=1.0)
         np.testing.assert_allclose(step[0][0], -expected, rtol=1e-12)
@@ -231,11 +226,11 @@ def test_transformations_of_a_scalar_parameter(shape, rule):
 
 
 def test_clip_of_float16_computes_in_float32():
-    w = library.shared(np.zeros(4, "float16"))
+    w = package.shared(np.zeros(4, "float16"))
     grads = [T.constant(np.full(4, 300, "float16"))]  # whose squares overflow
     rule = chain(clip_by_global_norm(1.0), sgd)(grads, [w], learning_rate=1.0)
-    library.function([], updates=rule.grad_updates)()
-    library.function([], updates=rule.param_updates)()
+    package.function([], updates=rule.grad_updates)()
+    package.function([], updates=rule.param_updates)()
     np.testing.assert_array_equal(w.get_value(), np.full(4, -0.5, "float16"))
 
 
@@ -243,11 +238,11 @@ def test_clip_of_float16_computes_in_float32():
 
 
 def evaluate_variables(*variables):
-    return library.function([], list(variables), mode="FAST_COMPILE")()
+    return package.function([], list(variables), mode="FAST_COMPILE")()
 
 
 def test_clipping_by_norm_sums_the_flat_gradient_once():
-    params = [library.shared(np.ones(shape), name) for name, shape in [("v", (2, 3)), ("w", 4), ("b", ())]]
+    params = [package.shared(np.ones(shape), name) for name, shape in [("v", (2, 3)), ("w", 4), ("b", ())]]
     loss = sum((p**2).sum() for p in params)
     for weight in (None, 2.0):
         values = chain(clip_by_global_norm(1.0), sgd)(loss, params, 0.1, weight=weight).param_updates.values()
@@ -290,7 +285,7 @@ def a_dict(loss, params, learning_rate, weight=None):
 
 
 def make_shared():
-    return library.shared(np.ones(2), name="w")
+    return package.shared(np.ones(2), name="w")
 
 
 @pytest.mark.parametrize(

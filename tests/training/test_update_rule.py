@@ -4,17 +4,12 @@ import inspect
 
 import numpy as np
 import pytest
+from library import package
+from library import tensor as T
 
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import apply_momentum
 from synkhronos.training.updates.update_rule import update_rule
-
-try:
-    import pytensor as library
-except ImportError:
-    import theano as library
-
-T = library.tensor
 
 
 # rules begin
@@ -39,7 +34,7 @@ X, Y = rng.normal(size=(7, 3)), rng.normal(size=7)
 
 
 def make_model():
-    x, y, w = T.dmatrix("x"), T.dvector("y"), library.shared(np.ones(3), "w")
+    x, y, w = T.dmatrix("x"), T.dvector("y"), package.shared(np.ones(3), "w")
     return x, y, w, ((T.dot(x, w) - y) ** 2).mean()
 
 

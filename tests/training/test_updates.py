@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from library import NAME, package
+from library import tensor as T
 from paths import SUPPORT
 
 from synkhronos.training import updates
-
-try:
-    import pytensor as library
-except ImportError:
-    import theano as library
-
-T = library.tensor
 
 TABLE = json.loads((SUPPORT / "tables" / "update_rules.json").read_text())
 X, Y, START = (np.array(TABLE[name]) for name in ("x", "y", "start"))
@@ -37,14 +32,14 @@ RULES = [
 
 def make_shape_keyword(*lengths):
     """Return the keyword of `shared` for a type with these lengths, 1 or None."""
-    if library.__name__ == "pytensor":
+    if NAME == "pytensor":
         return {"shape": lengths}
     return {"broadcastable": tuple(length == 1 for length in lengths)}
 
 
 def compile_function(inputs, outputs=None, **kwargs):
     # Without C code, as only values are tested.
-    return library.function(inputs, outputs, mode="FAST_COMPILE", **kwargs)
+    return package.function(inputs, outputs, mode="FAST_COMPILE", **kwargs)
 
 
 class Problem:
@@ -52,8 +47,8 @@ class Problem:
 
     def __init__(self, dtype="float64", w_dtype=None):
         self.x, self.y = T.matrix("x", dtype=dtype), T.matrix("y", dtype=dtype)
-        self.w = library.shared(START[:6].reshape(3, 2).astype(w_dtype or dtype), name="w")
-        self.b = library.shared(START[6:].astype(dtype), name="b")
+        self.w = package.shared(START[:6].reshape(3, 2).astype(w_dtype or dtype), name="w")
+        self.b = package.shared(START[6:].astype(dtype), name="b")
         self.params = [self.w, self.b]
         self.loss = ((T.tanh(T.dot(self.x, self.w) + self.b) - self.y) ** 2).mean()
 
@@ -209,7 +204,7 @@ def test_updates_with_a_constant_weight():
 def test_updates_accept_gradients_instead_of_loss():
     column = next(c for c in TABLE["columns"] if c["rule"] == "adam")
     problem = Problem()
-    problem.train(updates.adam(library.grad(problem.loss, problem.params), problem.params))
+    problem.train(updates.adam(package.grad(problem.loss, problem.params), problem.params))
     problem.step()
     np.testing.assert_allclose(problem.values(), column["params"][0], rtol=1e-9)
 
@@ -226,26 +221,26 @@ def test_updates_keep_parameter_dtypes():
 
 
 def test_grad_shared_is_at_least_float32():
-    w = library.shared(np.ones(3, "float16"))
+    w = package.shared(np.ones(3, "float16"))
     assert updates.sgd((w**2).sum(), [w], 0.1).grad_shared.dtype == "float32"
 
 
 @pytest.mark.parametrize("floatx", ["float32", "float64"])
 @pytest.mark.parametrize("rule", RULES)
 def test_updates_keep_float32(rule, floatx, monkeypatch):
-    monkeypatch.setattr(library.config, "floatX", floatx)
-    w = library.shared(np.ones(3, "float32"))
-    learning_rate = library.shared(np.asarray(0.1, "float64"))
+    monkeypatch.setattr(package.config, "floatX", floatx)
+    w = package.shared(np.ones(3, "float32"))
+    learning_rate = package.shared(np.asarray(0.1, "float64"))
     _, param_updates, _ = getattr(updates, rule)((w**2).sum(), [w], learning_rate=learning_rate)
     assert all(shared.dtype == "float32" == new.dtype for shared, new in param_updates.items())
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_updates_keep_broadcast_patterns(rule):
-    row = library.shared(np.ones((1, 3)), name="row", **make_shape_keyword(1, None))
-    column = library.shared(np.ones((2, 1)), name="column", **make_shape_keyword(None, 1))
-    unmarked = library.shared(np.ones((1, 3)), name="unmarked")
-    scalar = library.shared(np.asarray(1.0), name="scalar")
+    row = package.shared(np.ones((1, 3)), name="row", **make_shape_keyword(1, None))
+    column = package.shared(np.ones((2, 1)), name="column", **make_shape_keyword(None, 1))
+    unmarked = package.shared(np.ones((1, 3)), name="unmarked")
+    scalar = package.shared(np.asarray(1.0), name="scalar")
     params = [row, column, unmarked, scalar]
     loss = ((row + column) ** 2).sum() + (unmarked**2).sum() + scalar**2
     grad_updates, param_updates, _ = getattr(updates, rule)(loss, params, learning_rate=0.1, weight=2)
@@ -260,7 +255,7 @@ def test_updates_keep_broadcast_patterns(rule):
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("weight", [None, 2])
 def test_updates_of_a_scalar_parameter(shape, weight):
-    w = library.shared(np.ones(shape))
+    w = package.shared(np.ones(shape))
     grad_updates, param_updates, _ = updates.momentum((w**2).sum(), [w], 0.25, weight=weight)
     compile_function([], updates=grad_updates)()
     compile_function([], updates=param_updates)()
@@ -268,7 +263,7 @@ def test_updates_of_a_scalar_parameter(shape, weight):
 
 
 def test_updates_of_an_empty_parameter():
-    w, empty = library.shared(np.ones(2)), library.shared(np.ones((0, 3)))
+    w, empty = package.shared(np.ones(2)), package.shared(np.ones((0, 3)))
     grad_updates, param_updates, _ = updates.sgd((w**2).sum() + empty.sum(), [empty, w], 0.25)
     compile_function([], updates=grad_updates)()
     compile_function([], updates=param_updates)()
@@ -281,7 +276,7 @@ def test_updates_of_an_empty_parameter():
 
 def test_updates_with_shared_hyperparameters():
     column = [c for c in TABLE["columns"] if c["rule"] == "adam"][-1]
-    shareds = {name: library.shared(np.asarray(value)) for name, value in column["kwargs"].items()}
+    shareds = {name: package.shared(np.asarray(value)) for name, value in column["kwargs"].items()}
     problem = Problem()
     problem.train(updates.adam(problem.loss, problem.params, **shareds))
     for expected in column["params"][:5]:
@@ -294,7 +289,7 @@ def test_updates_with_shared_hyperparameters():
 
 
 def test_updates_with_learning_rate_as_input():
-    w, rate = library.shared(np.ones(2)), T.scalar("rate", dtype="float64")
+    w, rate = package.shared(np.ones(2)), T.scalar("rate", dtype="float64")
     grad_updates, param_updates, _ = updates.sgd((w**2).sum(), [w], rate)
     compile_function([], updates=grad_updates)()
     compile_function([rate], updates=param_updates)(0.25)
@@ -303,7 +298,7 @@ def test_updates_with_learning_rate_as_input():
 
 @pytest.mark.parametrize("beta", [0, 0.5])
 def test_adam_first_step_is_the_learning_rate(beta):
-    w = library.shared(np.ones(2))
+    w = package.shared(np.ones(2))
     rule = updates.adam((w**2).sum(), [w], learning_rate=0.25, beta1=beta, beta2=beta)
     compile_function([], updates=rule.grad_updates)()
     compile_function([], updates=rule.param_updates)()
@@ -352,7 +347,7 @@ def test_apply_momentum_of_named_parameters():
 
 
 def make_shared(dtype="float64"):
-    return library.shared(np.ones(2, dtype))
+    return package.shared(np.ones(2, dtype))
 
 
 @pytest.mark.parametrize(

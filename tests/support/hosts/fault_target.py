@@ -108,7 +108,7 @@ class FaultyCommand(Command):
         return bool((array == sum(range(1, rank.size + 1))).all())
 
 
-def hold_lock(
+def exchange_with_fault(
     context: synk.RankContext, folder: str, place: str, fault_ranks: tuple[int, ...], action: str, rows: Any
 ) -> bool:
     """Block or raise on some ranks at a place: ``"lock"`` or ``"exchange"``; the others wait for the lock.
@@ -185,12 +185,14 @@ class Orders:
 
     def run_faulty_command(self, place: str, fault_ranks: list[int], action: str) -> bool:
         """Run a command with a fault at one of `test_hosts_faults.PLACES`; "idle" is outside of the library."""
+        if fault_ranks and action not in ("hold", "raise"):
+            raise ValueError(f"expected 'hold' or 'raise', got {action!r}")
         if place == "idle":
             block(self.folder, 0)
             fault_ranks = []
         if place in ("lock", "exchange"):
             rows = create_unpublished((N_ELEMENTS,), "float64")  # otherwise hosts would first transfer its rows
-            return all(synk.run(hold_lock, self.folder, place, tuple(fault_ranks), action, rows))
+            return all(synk.run(exchange_with_fault, self.folder, place, tuple(fault_ranks), action, rows))
         with ranks.get_session().call_lock:
             ranks.get_session().begin_call()
             return ranks.get_session().run(FaultyCommand(self.folder, place, tuple(fault_ranks), action))
