@@ -465,6 +465,7 @@ WITH_PYMC = [
         "pymc_fuzz",
         "row_slices",
         "rowwise",
+        "rowwise_scan",
         "rows_sum",
         "xla_samplers",
     ),

@@ -594,7 +594,7 @@ def test_data_parallel_names_unsplittable_terms(two_ranks_per_test):
     assert len(messages) == 4
     assert re.search("walk is not split by rows, and is computed by this process alone: .* rows", messages[0])
     assert "latent is not" in messages[1] and "'effect' has an element for each row, but is not data" in messages[1]
-    assert "single is not" in messages[2] and "it has shape (), and so no rows to share out" in messages[2]
+    assert "single is not" in messages[2] and "the log-density has shape (), and so no rows to share out" in messages[2]
     assert "curve is not" in messages[3] and "one number, and not computed from sums" in messages[3]
     assert list_names(parallel.split_RVs) == ["y"]
     assert list(parallel.reasons) == ["walk", "latent", "single", "curve"]
@@ -765,7 +765,10 @@ def test_data_parallel_refuses_wrong_arguments(case):
         if case == "nothing":
             pm.Normal("y", b, 1, observed=0.5)
     error, message = {
-        "nothing": (ValueError, r"model: none of its variables can be split by rows: y: it has shape \(\)"),
+        "nothing": (
+            ValueError,
+            r"model: none of its variables can be split by rows: y: the log-density has shape \(\)",
+        ),
         "no observed": (ValueError, "model: it has no observed variables, nor potentials that are computed from data"),
         "no model": (TypeError, "model: expected a pymc.Model, got 'y'"),
     }[case]

@@ -12,7 +12,8 @@ import pytensor.tensor as pt  # noqa: E402
 from pytensor import sparse  # noqa: E402
 
 from synkhronos.extensions.distributed_rows import PickedRows, get_rows  # noqa: E402
-from synkhronos.extensions.pymc.rowwise import NotRowwiseError, make_rowwise  # noqa: E402
+from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError  # noqa: E402
+from synkhronos.extensions.pymc.rowwise import make_rowwise  # noqa: E402
 
 N = 9
 RNG = np.random.default_rng(2)
@@ -154,7 +155,7 @@ BAD = {
     "flattened": ((x * w).flatten(), 3 * N, "may mix rows"),
     "a mask over all axes": ((x * w)[pt.constant(X > 0)], int((X > 0).sum()), "mixes rows"),
     "a cumulative sum of all": (pt.cumsum(x * w)[:N], N, "picks rows"),
-    "no data": (pt.full((N,), a), N, "no data run along its rows"),
+    "no data": (pt.full((N,), a), N, "no data run along the rows"),
     "an inverse": (pt.linalg.inv(pt.constant(X[:3]) * a), 3, "mixes rows"),
     "random numbers": (y + pt.random.normal(size=(N,)), N, "not known to work row by row"),
     "shared rows on axis 1": (shared_x.T[1] * a + shared_x[1, 0], 3, "there are 3 rows"),

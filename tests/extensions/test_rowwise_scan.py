@@ -12,7 +12,8 @@ from pytensor.scan.op import Scan  # noqa: E402
 from pytensor.scan.utils import until  # noqa: E402
 
 from synkhronos.extensions.distributed_rows import get_rows  # noqa: E402
-from synkhronos.extensions.pymc.rowwise import NotRowwiseError, make_rowwise  # noqa: E402
+from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError  # noqa: E402
+from synkhronos.extensions.pymc.rowwise import make_rowwise  # noqa: E402
 from synkhronos.extensions.pymc.rowwise_scan import restrict_scan  # noqa: E402
 
 N, STEPS = 9, 4

@@ -37,7 +37,8 @@ from synkhronos.devices import NUMPY
 from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.extensions.pymc import chain_servers
 from synkhronos.extensions.pymc.logistic import simplify_logistic
-from synkhronos.extensions.pymc.rowwise import NotRowwiseError, RowSearch, make_rowwise
+from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError, RowRestrictor
+from synkhronos.extensions.pymc.rowwise import make_rowwise
 from synkhronos.extensions.pymc.rowwise_scan import restrict_scan
 from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
 from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
@@ -258,14 +259,14 @@ def _sum_terms_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str)
 def _sum_rows_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) -> Any:
     """Return the sum of all terms, whose axis 0 runs along the rows, as an expression that the ranks compute."""
     if not len(shape) or shape[0] < 2:
-        raise NotRowwiseError(f"it has shape {tuple(map(int, shape))}, and so no rows to share out")
+        raise NotRowwiseError(f"the log-density has shape {tuple(map(int, shape))}, and so no rows to share out")
 
-    def restrict_check(search: RowSearch, node: Node, axis: int) -> Any:
+    def restrict_check(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
         value, *conditions = node.inputs
-        value = search.restrict(value, axis)
+        value = restrictor.restrict(value, axis)
         if not model.check_bounds:
             return value
-        return node.op(value, *[search.restrict_condition(condition) for condition in conditions])
+        return node.op(value, *[restrictor.restrict_condition(condition) for condition in conditions])
 
     terms, rows = make_rowwise(
         simplify_logistic(terms),
@@ -291,7 +292,7 @@ def _reads_data(potential: Any) -> bool:
     )
 
 
-def _reject_minibatch(search: RowSearch, node: Node, axis: int) -> Any:
+def _reject_minibatch(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
     raise NotRowwiseError(
         "pm.Minibatch draws other rows at each evaluation; give all rows to a model that is to be split"
     )

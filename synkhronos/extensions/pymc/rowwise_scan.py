@@ -16,34 +16,33 @@ searched outside of the loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pytensor.compile import SharedVariable
 from pytensor.graph.basic import Constant
-from pytensor.graph.traversal import walk
 from pytensor.scan.op import Scan
 from pytensor.tensor import TensorType
 
-from synkhronos.extensions.pymc.rowwise import NotRowwiseError, RowSearch
+from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError, RowRestrictor, list_leaves
 from synkhronos.variable_types import Node, Variable
 
 __all__ = ["restrict_scan"]
 
 
-def restrict_scan(search: RowSearch, node: Node, axis: int) -> list[Any]:
+def restrict_scan(restrictor: RowRestrictor, node: Node, axis: int) -> list[Any]:
     """Return the outputs of a loop for the computed rows; an error in place of one without rows along `axis`."""
     positions = [i for i, output in enumerate(node.outputs) if getattr(output.type, "ndim", 0) > axis]
     results: list[Any] = [NotRowwiseError(f"{output} has no rows on axis {axis}") for output in node.outputs]
     try:
-        for position, output in _LoopBuilder(search, node).restrict_outputs(positions, axis).items():
+        for position, output in _LoopBuilder(restrictor, node).restrict_outputs(positions, axis).items():
             results[position] = output
     except NotRowwiseError:
         # Some outputs may have their rows on another axis.
         for position in positions:
             try:
-                results[position] = _LoopBuilder(search, node).restrict_outputs([position], axis)[position]
+                results[position] = _LoopBuilder(restrictor, node).restrict_outputs([position], axis)[position]
             except NotRowwiseError as error:
                 results[position] = error
     return results
@@ -74,20 +73,20 @@ class _LoopInput:
     row_axis: int | None = None
 
 
-class _StepSearch(RowSearch):
+class _StepRestrictor(RowRestrictor):
     """Search in the graph of one step of a loop.
 
     Parameters
     ----------
-    search : RowSearch
-        The search in the graph that contains the loop.
+    restrictor : RowRestrictor
+        The restrictor of the graph that contains the loop.
     loop_inputs : list of _LoopInput
         The loop's inputs.  The search sets ``row_axis`` of those that it reaches, and replaces the inner variables.
     """
 
-    def __init__(self, search: RowSearch, loop_inputs: Sequence[_LoopInput]):
-        super().__init__(search.length, search.rules, selections=search.selections)
-        self.share_data(search)
+    def __init__(self, restrictor: RowRestrictor, loop_inputs: Sequence[_LoopInput]):
+        super().__init__(restrictor.length, restrictor.rules, selections=restrictor.selections)
+        self.use_data_of(restrictor)
         self._input_by_variable = {
             v: (loop_input, i) for loop_input in loop_inputs for i, v in enumerate(loop_input.inner)
         }
@@ -108,8 +107,8 @@ class _StepSearch(RowSearch):
 class _LoopBuilder:
     """Builds a loop over the computed rows from a loop over all of them."""
 
-    def __init__(self, search: RowSearch, node: Node):
-        self._search, self._node = search, node
+    def __init__(self, restrictor: RowRestrictor, node: Node):
+        self._restrictor, self._node = restrictor, node
         op, info = node.op, node.op.info
         if info.n_mit_mot or info.n_untraced_sit_sot:
             raise NotRowwiseError(f"{op} is the gradient of a loop, or draws random numbers")
@@ -136,7 +135,7 @@ class _LoopBuilder:
             return self._restrict_steps(positions)
         inputs = [*self._sequences, *self._states, *self._constants]
         all_variables = {id(loop_input): list(loop_input.inner) for loop_input in inputs}
-        step = _StepSearch(self._search, inputs)
+        step = _StepRestrictor(self._restrictor, inputs)
         pending: dict[int, int | None] = dict.fromkeys(positions, axis - 1)
         outputs: dict[int, Any] = {}
         while pending:
@@ -148,7 +147,7 @@ class _LoopBuilder:
                     for variable in all_variables[id(state)]:
                         step.restrict(variable, row_axis)
                     outputs[position] = state.inner[0].type.filter_variable(outputs[position])
-            read = _find_leaves([*outputs.values(), *self._conditions])
+            read = list_leaves([*outputs.values(), *self._conditions])
             pending = {
                 i: state.row_axis
                 for i, state in enumerate(self._states)
@@ -162,7 +161,7 @@ class _LoopBuilder:
     def _restrict_steps(self, positions: Sequence[int]) -> dict[int, Any]:
         """Return outputs of a loop whose steps are the rows."""
         outputs = {i: self._outputs[i] for i in positions}
-        read = _find_leaves(outputs.values())
+        read = list_leaves(outputs.values())
         if (
             self._conditions
             or any(i < self._n_states for i in positions)
@@ -172,7 +171,7 @@ class _LoopBuilder:
         for loop_input in self._constants:
             if isinstance(loop_input.outer, SharedVariable) and not read.isdisjoint(loop_input.inner):
                 raise NotRowwiseError(f"each step of {self._node.op} reads {loop_input.outer}: pass it as a sequence")
-        return self._make_loop(outputs, read, self._search.n_rows_variable, steps_are_rows=True)
+        return self._make_loop(outputs, read, self._restrictor.n_rows_variable, steps_are_rows=True)
 
     def _make_loop(
         self, outputs: dict[int, Any], read: KeysView[Any], n_steps: Any, steps_are_rows: bool = False
@@ -181,10 +180,10 @@ class _LoopBuilder:
 
         def restrict(loop_input: _LoopInput) -> Any:
             if steps_are_rows and loop_input.has_steps:
-                return self._search.restrict(loop_input.outer, 0)
+                return self._restrictor.restrict(loop_input.outer, 0)
             if loop_input.row_axis is None:
                 return loop_input.outer
-            return self._search.restrict(loop_input.outer, loop_input.row_axis + loop_input.has_steps)
+            return self._restrictor.restrict(loop_input.outer, loop_input.row_axis + loop_input.has_steps)
 
         positions = sorted(outputs)
         states = [self._states[i] for i in positions if i < self._n_states]
@@ -224,9 +223,3 @@ class _LoopBuilder:
             return_list=True,
         )
         return dict(zip(positions, results, strict=True))
-
-
-def _find_leaves(variables: Iterable[Any]) -> KeysView[Any]:
-    """Return the inputs and constants from which some variables are computed, in a fixed order."""
-    leaves = walk(variables, lambda v: v.owner.inputs if v.owner else [])
-    return dict.fromkeys(v for v in leaves if v.owner is None).keys()
