@@ -247,6 +247,7 @@ def _sync_float_errors(session: Session) -> None:
     """Send the master's settings (`numpy.seterr`, `numpy.errstate`) to the workers if they have changed."""
     if session.size == 1:
         return
+    # The rank's registry, which is empty in a new group: its workers have not been sent any settings.
     settings, sent = np.geterr(), session.rank.registry.get_or_create(_SentFloatErrors)
     if sent != settings:
         session.run(_SetFloatErrors(tuple((kind, str(how)) for kind, how in settings.items())))

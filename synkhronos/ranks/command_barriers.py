@@ -16,17 +16,17 @@ from synkhronos.ranks.interrupts import defer_signals
 class CommandBarriers:
     """One rank's barriers in the current command, and the failure of the command on any rank.
 
-    ``number`` is the number of the last barrier at which this rank has arrived; its high bits are the number of the
-    command.  ``check_peers`` raises, or ends this process, when a peer has died.
+    ``last_arrived`` is the number of the last barrier at which this rank has arrived; its high bits are the number of
+    the command.  ``check_peers`` raises, or ends this process, when a peer has died.
     """
 
     def __init__(self, rank_number: int, master_rank: int, control: ControlMemory, check_peers: Callable[[], None]):
         self._rank_number, self._master_rank, self._control = rank_number, master_rank, control
         self.check_peers = check_peers
-        self.number = 0
+        self.last_arrived = 0
         self._agents_decide = len(control.local_ranks) < control.size
 
-    def leave(self) -> None:
+    def end_waits(self) -> None:
         """End all waits of this process for the other ranks, which have exited: mark the command as failed."""
         self._control.mark_all_done()
         self._agents_decide = False  # the agents have exited
@@ -36,35 +36,35 @@ class CommandBarriers:
     @property
     def next_number(self) -> int:
         """Number of the next barrier."""
-        return self.number + 1
+        return self.last_arrived + 1
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def arrive(self) -> bool:
         """Arrive at the next barrier without waiting for the others; return whether they have all arrived before."""
         control = self._control
-        if self.number & MAX_BARRIERS == MAX_BARRIERS:  # the next number is one of the next command
+        if self.last_arrived & MAX_BARRIERS == MAX_BARRIERS:  # the next number is one of the next command
             raise RuntimeError(f"a command, or a program of synkhronos.run, can have at most {MAX_BARRIERS:,} barriers")
-        self.number += 1
-        control.arrived[self._rank_number] = self.number
+        self.last_arrived += 1
+        control.arrived[self._rank_number] = self.last_arrived
         control.fence()
         # The last rank to arrive wakes all others.  In a `Rank.gather_bytes` the master arrives after the workers: the
         # last worker wakes it.
-        is_last = self.has_reached(self.number)
+        is_last = self.have_all_arrived(self.last_arrived)
         if is_last:
             control.wake_local_ranks(AWAITS_BARRIER)
-        elif self._rank_number != self._master_rank and self.has_reached(self.number, excluded=self._master_rank):
+        elif self._rank_number != self._master_rank and self.have_all_arrived(self.last_arrived, self._master_rank):
             control.wake(self._master_rank, AWAITS_BARRIER)
         return is_last
 
-    def pass_next(self, on_poll: Callable[[], None] | None = None) -> None:
+    def wait_at_next(self, on_poll: Callable[[], None] | None = None) -> None:
         """Arrive at the next barrier, and wait until every rank has; for errors and ``on_poll`` see `wait`."""
         if not self.arrive():
-            self.wait_for(self.number, on_poll=on_poll)
-        elif self.is_last_failed_command(self.number >> BARRIER_BITS):
+            self.wait_for(self.last_arrived, on_poll=on_poll)
+        elif self.is_last_failed_command(self.last_arrived >> BARRIER_BITS):
             raise Cancelled
 
-    def has_reached(self, number: int, excluded: int | None = None) -> bool:
+    def have_all_arrived(self, number: int, excluded: int | None = None) -> bool:
         """Whether all ranks, or all but one, have arrived at a barrier."""
         arrived = self._control.arrived
         if excluded is None:
@@ -73,7 +73,7 @@ class CommandBarriers:
 
     def wait_for(self, number: int, excluded: int | None = None, on_poll: Callable[[], None] | None = None) -> None:
         """Wait until all ranks, or all but one, have arrived at a barrier; for errors and ``on_poll`` see `wait`."""
-        self.wait(lambda: self.has_reached(number, excluded), on_poll)
+        self.wait(lambda: self.have_all_arrived(number, excluded), on_poll)
 
     def wait(
         self, is_ready: Callable[[], bool], on_poll: Callable[[], None] | None = None, reason: int = AWAITS_BARRIER
@@ -83,7 +83,11 @@ class CommandBarriers:
         ``on_poll`` is called repeatedly while waiting, and may raise.  The rank that makes the condition true wakes the
         ranks that sleep for this reason.
         """
-        words, failed_index, command_number = self._control.words, ControlMemory.FAILED, self.number >> BARRIER_BITS
+        words, failed_index, command_number = (
+            self._control.words,
+            ControlMemory.FAILED,
+            self.last_arrived >> BARRIER_BITS,
+        )
         poll = self.check_peers
         if on_poll is not None:
 
@@ -100,7 +104,7 @@ class CommandBarriers:
 
     def check_cancelled(self) -> None:
         """Raise `Cancelled` if a peer has failed, and call `check_peers`: for waits that are not for a barrier."""
-        if self.is_last_failed_command(self.number >> BARRIER_BITS):
+        if self.is_last_failed_command(self.last_arrived >> BARRIER_BITS):
             raise Cancelled
         self.check_peers()
 
@@ -108,7 +112,7 @@ class CommandBarriers:
 
     def fail_command(self) -> None:
         """Mark the command as failed, wake all waiting ranks, and record the last barrier that every rank reached."""
-        control, words, command_number = self._control, self._control.words, self.number >> BARRIER_BITS
+        control, words, command_number = self._control, self._control.words, self.last_arrived >> BARRIER_BITS
         with defer_signals():  # peers wait for all of it once the first line is done
             words[ControlMemory.FAILED] = command_number
             control.fence()
@@ -145,6 +149,6 @@ class CommandBarriers:
 
         The answer is the same on all ranks.
         """
-        command_number = self.number >> BARRIER_BITS
+        command_number = self.last_arrived >> BARRIER_BITS
         self.wait_until_decided(command_number)
         return (self.read_last_common(command_number) or 0) >= number

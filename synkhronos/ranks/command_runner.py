@@ -82,7 +82,7 @@ class CommandRunner(ABC):
     memory : MemoryTable
         Segments and object copies that all ranks have until the master releases them.
     registry : SingletonRegistry
-        State of layers above that only the master has.
+        State of packages of higher layers that only the master has; empty once new processes have replaced workers.
     close_reason : str or None
         Reason why the session has ended, as a message for the user; None while it runs.
     failure : PeerFailure or None

@@ -29,6 +29,8 @@ _SIGNALS = [int(member) for member in signal.valid_signals()]
 class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
     """Defer the handlers of all signals to the end of the ``with`` block.
 
+    A wait within the block may poll `stop_deferring_if_late`, which runs them after `MAX_DEFERRAL_SECONDS`.
+
     A mask of blocked signals is not sufficient: the system would deliver them to another thread, such as one of a BLAS,
     and Python would then run the handler in the main thread.  In a block in another thread nothing is deferred, as
     handlers never run there.

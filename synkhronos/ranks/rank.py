@@ -37,8 +37,9 @@ MAX_SLOT_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
 class SingletonRegistry:
     """One object for each class, created at its first use.
 
-    Packages of higher layers store their state of a rank, or of a session, under classes of their own.  The state ends
-    with the session.
+    Packages of higher layers store their state of a rank, or of a session, under classes of their own.  The state of a
+    rank ends when it joins another group, the state of a session when the workers are replaced by new processes.  Both
+    end with the session.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class Rank:
     objects : dict
         References to this rank's copies of replicated objects, by key; see `add_object`.
     registry : SingletonRegistry
-        State of packages of higher layers.
+        State of packages of higher layers; empty after `join_group`.
     barriers : CommandBarriers
         Barriers of the current command.
     pending_operations : PendingOperations
@@ -136,7 +137,7 @@ class Rank:
 
     def leave_group(self) -> None:
         """Leave the group, whose other ranks have exited."""
-        self.barriers.leave()
+        self.barriers.end_waits()
         self.has_peer_died = lambda: False  # a reference to the session would be a cycle
 
     def inherit_from(self, master: Rank) -> None:
@@ -154,7 +155,7 @@ class Rank:
         or their agents, have decided the last common barrier (see `agreement`).
         """
         self.cancel_failed_operations()
-        self.barriers.number = command_number << BARRIER_BITS
+        self.barriers.last_arrived = command_number << BARRIER_BITS
         # Last: an interrupt before it would mark the previous command as failed, which was not.
         self.command_number, self._records_applied = command_number, True
 
@@ -188,7 +189,7 @@ class Rank:
 
     def barrier(self) -> None:
         """Return when every rank has arrived at this barrier; raise `Cancelled` if a rank failed in this command."""
-        self.barriers.pass_next()
+        self.barriers.wait_at_next()
 
     def raise_common_error(self, error: Exception) -> NoReturn:
         """Raise an error that all ranks have found at the same point: itself in the master, `Cancelled` in workers.
@@ -223,7 +224,7 @@ class Rank:
     def compare_digests(self, digest: bytes) -> bool:
         """Exchange digests at the next barrier, a collective operation; return True if all ranks pass the same one."""
         barrier_number = self._write_slot(digest)
-        self.barriers.pass_next()
+        self.barriers.wait_at_next()
         slots = self._digest_slots[barrier_number & 1]
         return slots.count(slots[self.number]) == self.size
 
@@ -233,7 +234,7 @@ class Rank:
         start = longest = 0
         while not start or start < longest:
             barrier_number = self._write_slot(memoryview(payload)[start : start + MAX_SLOT_NBYTES], len(payload))
-            self.barriers.pass_next()
+            self.barriers.wait_at_next()
             for r, chunks_of_rank in enumerate(chunks):
                 slot = self.control.get_slot(r, barrier_number & 1)
                 length, _ = SLOT_HEADER.unpack_from(slot)
@@ -260,8 +261,8 @@ class Rank:
         Invariant: slot[number & 1] was last written two barriers ago, and its readers have passed the barrier in
         between.  Ranks do not wait at a `gather_bytes`, so this method waits for the barrier in between.
         """
-        barriers, last_number = self.barriers, self.barriers.number
-        if last_number & MAX_BARRIERS and not barriers.has_reached(last_number):
+        barriers, last_number = self.barriers, self.barriers.last_arrived
+        if last_number & MAX_BARRIERS and not barriers.have_all_arrived(last_number):
             barriers.wait_for(last_number)
         barrier_number = last_number + 1
         slot = self.control.get_slot(self.number, barrier_number & 1)

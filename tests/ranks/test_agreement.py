@@ -121,7 +121,7 @@ class World:
     def get_state(self):
         return (
             tuple(m.get_state() for m in self.memories),
-            tuple((r.command_number, r.barriers.number) for r in self.ranks),
+            tuple((r.command_number, r.barriers.last_arrived) for r in self.ranks),
             tuple(
                 (g._pending_command_number, g._started_barrier_number, g.active_connection.generation)
                 for g in self.watchdogs
@@ -142,7 +142,7 @@ class World:
         for memory, memory_state in zip(self.memories, memories, strict=True):
             memory.set_state(memory_state)
         for rank, rank_state in zip(self.ranks, ranks, strict=True):
-            rank.command_number, rank.barriers.number = rank_state
+            rank.command_number, rank.barriers.last_arrived = rank_state
         for watchdog, watchdog_state in zip(self.watchdogs, watchdogs, strict=True):
             (
                 watchdog._pending_command_number,
@@ -198,7 +198,7 @@ class World:
             if pc == WRITE_ID:
                 rank.barriers.arrive()
             elif pc == READ_ID:
-                rank.barriers.wait_for(rank.barriers.number)
+                rank.barriers.wait_for(rank.barriers.last_arrived)
             elif pc == ENTER:
                 self.inits[r] = 1
             elif pc == INIT:
@@ -216,7 +216,7 @@ class World:
                 rank.barriers.arrive()
             elif pc == WAIT:
                 if self.waits:
-                    rank.barriers.wait_for(rank.barriers.number)
+                    rank.barriers.wait_for(rank.barriers.last_arrived)
                     self.passed[r] = 1
                 self.pcs[r] = DONE - 1
             elif pc in (FAILED, ABORTED):
@@ -251,8 +251,10 @@ class World:
         if self.pcs[r] == FAILED:
             rank.barriers.fail_command()  # on one host, records the last common barrier
         elif self.waits:  # as `CollectiveWatchdog.wait_until_started`: continue if all ranks have arrived
-            has_arrived = self.watchdogs[r]._started_barrier_number == rank.barriers.number
-            self.passed[r] = 1 if has_arrived and rank.barriers.wait_and_check_reached(rank.barriers.number) else -1
+            has_arrived = self.watchdogs[r]._started_barrier_number == rank.barriers.last_arrived
+            self.passed[r] = (
+                1 if has_arrived and rank.barriers.wait_and_check_reached(rank.barriers.last_arrived) else -1
+            )
         self.pcs[r] = DONE - 1
 
     def begin_second(self, r):

@@ -199,7 +199,11 @@ def test_interrupt_before_a_command_does_not_fail_the_last_one(two):
         return trace_lines if frame.f_code is Rank.begin_command.__code__ else None
 
     def trace_lines(frame, event, arg):
-        if linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith("self.barriers.number = "):
+        if (
+            linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            .strip()
+            .startswith("self.barriers.last_arrived = ")
+        ):
             raise KeyboardInterrupt
         return trace_lines
 
@@ -317,7 +321,7 @@ class FailAtBarrier(Command):
                 raise BarrierError
 
         try:
-            rank.barriers.pass_next(raise_if_due if rank.is_master else None)
+            rank.barriers.wait_at_next(raise_if_due if rank.is_master else None)
             if rank.is_master:
                 raise_if_due()
         except Cancelled:
@@ -360,7 +364,7 @@ class ReachManyBarriers(Command):
 
     def run(self, rank):
         rank.barrier()
-        rank.barriers.number += self.n_skipped - 2
+        rank.barriers.last_arrived += self.n_skipped - 2
         rank.barrier()
         for i in range(20):
             assert rank.all_gather((rank.number, i)) == [(r, i) for r in range(rank.size)]

@@ -111,7 +111,7 @@ class CollectiveWatchdog(PendingOperation):
         try:
             if barrier_number == math.inf:
                 barrier_number = self._started_barrier_number = self._rank.barriers.next_number
-                self._rank.barriers.pass_next(on_poll)
+                self._rank.barriers.wait_at_next(on_poll)
             else:  # after `notify_started`
                 self._rank.barriers.wait_for(int(barrier_number), on_poll=on_poll)
         except Cancelled:

@@ -284,7 +284,7 @@ def run_on_all_or_no_rank(rank: Rank, operation: Callable[[], T], is_collective:
         barrier_number, interrupt = rank.barriers.next_number, None
         try:
             # A command that has failed can't run a collective operation, so then the wait for a late peer goes on.
-            rank.barriers.pass_next(None if is_collective else signals.stop_deferring_if_late)
+            rank.barriers.wait_at_next(None if is_collective else signals.stop_deferring_if_late)
         except WorkerError:  # a worker has died
             raise
         except BaseException as error:
