@@ -2,8 +2,9 @@
 
 A device is a module of this package with an object ``DEVICE``.  It is selected by name: with ``SYNKHRONOS_DEVICE=toy``
 in the environment, ranks compute with the arrays of ``toy.py``.  Three methods are required: `owns`, `to_numpy` and
-`from_numpy` of `ArrayAdapter`.  The default implementations of all others copy through host memory, and a device
-overrides them to be faster.
+`from_numpy` of `ArrayAdapter`.  Defaults that need an array's content copy it through host memory; a device overrides
+them to be faster.  Three defaults instead use ``reshape``, slices and ``astype`` of the arrays: `slice_items`, which is
+called only for a device that `can_communicate`, and `flatten` and `split`, only for one that `has_arithmetic`.
 """
 
 from __future__ import annotations

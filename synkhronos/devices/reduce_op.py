@@ -60,7 +60,7 @@ class ReduceOp:
         return np.dtype(np.float32) if self.is_mean and dtype.char == "e" else dtype.newbyteorder("=")
 
     def reduce_first_axis(self, values: np.ndarray, n_rows: np.ndarray | None = None) -> Any:
-        """Return the reduction along axis 0, in order: the bits of a reduction of one array after another.
+        """Return the reduction along axis 0, bitwise equal to reducing the arrays one after another.
 
         ``n_rows`` has the shape of ``values``: the weights of a mean, if the op needs them.
         """

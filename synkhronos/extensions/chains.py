@@ -45,10 +45,10 @@ _READY_SECONDS = 120.0
 _chain: tuple[int, int] | None = None
 
 
-def set_chain(number: int, n_parallel: int) -> None:
+def set_chain(number: int, n_concurrent_chains: int) -> None:
     """Set the number of this process's chain, and the number of chains that are sampled at a time."""
     global _chain
-    _chain = number, n_parallel
+    _chain = number, n_concurrent_chains
 
 
 def find_chain() -> tuple[int, int] | None:
@@ -69,8 +69,8 @@ def find_chain() -> tuple[int, int] | None:
     return None
 
 
-def can_chains_start_ranks(session: Session) -> bool:
-    """Whether processes of chains can start ranks: ranks on GPUs cannot be forked."""
+def can_fork_computation(session: Session) -> bool:
+    """Whether forked processes can compute, or start ranks, beside a session: not if its ranks use GPUs."""
     return session.rank.device is NUMPY
 
 
@@ -80,10 +80,10 @@ def start_chain_ranks(max_ranks: int | None = None) -> bool:
     Return False if this process samples no chain, or the master has no ranks or has them on GPUs.
     """
     inherited, chain = ranks.get_inherited_session(), find_chain()
-    if inherited is None or chain is None or not can_chains_start_ranks(inherited):
+    if inherited is None or chain is None or not can_fork_computation(inherited):
         return False
-    number, n_parallel = chain
-    share = get_share(len(inherited.rank.local_ranks), n_parallel, number % n_parallel)
+    number, n_concurrent_chains = chain
+    share = get_share(len(inherited.rank.local_ranks), n_concurrent_chains, number % n_concurrent_chains)
     size = max(1, share.stop - share.start)
     create_slice_queue()  # before the fork: the ranks inherit it
     fork(min(size, max_ranks or size), use_gpu=False, timeout=inherited.timeout, hosts=[])
@@ -118,7 +118,7 @@ def _measure_rate(evaluate: Callable[[], Any]) -> float:
     return calls / (perf_counter() - start)
 
 
-def run_forked(compute: Callable[[int], Iterator[Any]], num_processes: int) -> Generator[Any, None, None]:
+def run_forked(compute: Callable[[int], Iterator[Any]], n_processes: int) -> Generator[Any, None, None]:
     """Run ``compute(i)`` in forked process ``i``; yield the objects that it yields, in order of arrival.
 
     At the end, or after an error of a process or its exit, all processes are ended.
@@ -126,7 +126,7 @@ def run_forked(compute: Callable[[int], Iterator[Any]], num_processes: int) -> G
     context = multiprocessing.get_context("fork")
     processes: dict[Connection, Any] = {}
     try:
-        for number in range(num_processes):
+        for number in range(n_processes):
             parent_end, child_end = context.Pipe(duplex=False)
             process = context.Process(target=_send_results, args=(compute, number, child_end), daemon=True)
             process.start()

@@ -192,8 +192,8 @@ class DistributedSum:
 
     @cached_property
     def _value_and_gradients(self) -> list[Any]:
-        # As PyMC does, which keeps its checks of parameters until it compiles.  Without rewrites a gradient far from
-        # the data is less exact.  They change a graph in place, and the value alone is compiled from `total`.
+        # Rewrite before differentiating, as PyMC does: otherwise gradients far from the data are less exact.  Rewrites
+        # change a graph in place, so a clone is rewritten.
         total = self.rewrite_before_gradient(clone_replace(self.total))
         return [total, *grad(total, [self._inputs[i] for i in self.float_positions], disconnected_inputs="ignore")]
 
@@ -286,7 +286,7 @@ class DistributedSum:
                 results: list[np.ndarray] = self.remote_evaluator.evaluate(self, params, with_gradients)
                 return results
             except ranks.WorkerError as error:
-                raise stop_sampler(error, self.remote_evaluator) from error
+                stop_sampler(error, self.remote_evaluator)
 
     def _evaluate_in_this_process(self, params: Sequence[np.ndarray], with_gradients: bool) -> list[np.ndarray]:
         with self._lock:
@@ -326,7 +326,7 @@ class DistributedSum:
             # A chain's process reports the error to PyMC, which ends the other chains.
             if not self.interrupts_on_exit or session is not None and session.close_reason is None or find_chain():
                 raise
-            raise stop_sampler(error, self if session is None else session) from error
+            stop_sampler(error, self if session is None else session)
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{self.name}: JAX mode, which GPUs need, lacks an operation: {textwrap.shorten(str(error), 150)}. "
@@ -529,11 +529,12 @@ class HessianProduct(_DistributedSumOp):
 @node_rewriter([SumOverRows])
 def _merge_value_with_gradients(fgraph: FunctionGraph, node: Node) -> list[Any] | None:
     """Replace a sum by the value output of a `ValueAndGradients` node with equal parameters, which computes both."""
-    for variable in node.inputs[:1]:
-        for client, _ in fgraph.clients[variable]:
-            is_same_sum = isinstance(client.op, ValueAndGradients) and client.op.sum is node.op.sum
-            if is_same_sum and client.inputs == node.inputs:
-                return [client.outputs[0]]
+    if not node.inputs:
+        return None
+    for client, _ in fgraph.clients[node.inputs[0]]:
+        is_same_sum = isinstance(client.op, ValueAndGradients) and client.op.sum is node.op.sum
+        if is_same_sum and client.inputs == node.inputs:
+            return [client.outputs[0]]
     return None
 
 

@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from synkhronos import ranks
 
@@ -27,8 +27,8 @@ class WorkerExitInterrupt(ranks.WorkerError, KeyboardInterrupt):
     """
 
 
-def stop_sampler(error: ranks.WorkerError, failed: Any) -> WorkerExitInterrupt:
-    """Warn, stop the sampler whose thread this is, and return the interrupt for PyMC's samplers.
+def stop_sampler(error: ranks.WorkerError, failed: Any) -> NoReturn:
+    """Warn, stop the sampler whose thread this is, and raise the interrupt for PyMC's samplers.
 
     ``failed`` is the `Session` or the `ChainServers` that have failed.  Each failure interrupts the main thread once: a
     second interrupt would stop the main thread while it collects the draws.
@@ -42,7 +42,7 @@ def stop_sampler(error: ranks.WorkerError, failed: Any) -> WorkerExitInterrupt:
         # The main thread stops the sampler's threads.  Until then they wait here: without a density they would record
         # a wrong draw.
         time.sleep(_STOP_SECONDS)
-    return WorkerExitInterrupt(str(error), error.rank, error.reports)
+    raise WorkerExitInterrupt(str(error), error.rank, error.reports) from error
 
 
 def is_foreign_thread() -> bool:

@@ -39,7 +39,7 @@ POLL_SECONDS = 0.05
 #: wake-up of a process whose core is idle (about 0.1 ms on a virtual machine): otherwise two ranks that take turns
 #: would sleep every time.  Longer, too, than a sampler in Python needs between two evaluations (0.3 ms).
 SPIN_SECONDS = 500e-6
-#: Number of looks at a counter between two system calls of a spinning rank, each of which takes as long as several.
+#: Number of reads of a counter between two yields of a spinning rank.  A yield takes as long as several reads.
 _CHECKS_PER_YIELD = 8
 
 #: Sleep reasons: none; a command is posted; ranks reach a barrier; ranks finish a command; a peer sends or receives

@@ -84,7 +84,7 @@ def test_collectives_run_on_a_toy_device(toy, fork):
     f = synk.function([], [], updates=[(s, s + 1)])
     synk.distribute()
     assert toy.owns(get_array(s)), f  # f lives until here: distribute() sends the variables of live functions
-    start = communicator.count
+    start = communicator.n_collective_calls
     for r in range(n):
         synk.set_value(r, s, X[r])
     assert toy.owns(get_array(s))
@@ -101,8 +101,12 @@ def test_collectives_run_on_a_toy_device(toy, fork):
     synk.all_gather(s)
     np.testing.assert_allclose(synk.get_value(2, s), [*(3 * X[5]), *X[5], *X[5]])
     assert synk.get_shapes(s) == [(9,)] * n
-    # Gather three times, all-gather, all-reduce, reduce twice; other values go through the host's shared memory.
-    assert communicator.count - start == 7 and toy.owns(get_array(s))
+    synk.reduce_scatter(s, "sum")
+    assert synk.get_shapes(s) == [(3,)] * n
+    np.testing.assert_allclose(gather_on_device(s, nd_up=0), [*(9 * X[5]), *(3 * X[5]), *(3 * X[5])])
+    # Gather four times, all-gather, all-reduce, reduce twice, reduce-scatter; other values go through the host's
+    # shared memory.
+    assert communicator.n_collective_calls - start == 9 and toy.owns(get_array(s))
 
 
 def gather_on_device(s, **kwargs):

@@ -5,6 +5,7 @@ import signal
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ with warnings.catch_warnings():
     pm = pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
 import xarray  # noqa: E402
 from library import INTERPRETED, XLA  # noqa: E402
+from pytensor.link.c.basic import CLinker  # noqa: E402
+from pytensor.link.jax.linker import JAXLinker  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions.chains import run_forked  # noqa: E402
@@ -23,6 +26,7 @@ from synkhronos.extensions.pymc import (  # noqa: E402
     posterior,
     sample_posterior_predictive,
 )
+from synkhronos.lowering.linker import StaticLengthLinker  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -205,6 +209,17 @@ def test_posterior_chunks_have_one_writer_each(fork, model, drawn, tmp_path, mon
     assert zarr.open_group(store)["log_likelihood"]["y"].chunks == (1, 14, 16)
 
 
+def test_chunks_of_empty_rows_have_length_one():
+    assert posterior._choose_chunks((3, 0), block_length=5) == (1, 5, 3, 1)
+    assert posterior._allocate_shared((2, 5, 3, 0), np.dtype("float64")).shape == (2, 5, 3, 0)
+
+
+@pytest.mark.parametrize(("linker", "n_processes"), [(JAXLinker(), 1), (StaticLengthLinker(), 1), (CLinker(), 2)])
+def test_functions_of_jax_mode_are_not_forked(fork, linker, n_processes):
+    fork(2)
+    assert posterior._count_processes(SimpleNamespace(maker=SimpleNamespace(linker=linker))) == n_processes
+
+
 def test_posterior_functions_need_ranks(model, drawn):
     with model, pytest.raises(RuntimeError, match="fork"):
         compute_log_likelihood(drawn, **make_settings())
@@ -213,7 +228,7 @@ def test_posterior_functions_need_ranks(model, drawn):
 def test_posterior_functions_refuse_wrong_draws(fork, model, drawn):
     fork(1)
     with model:
-        with pytest.raises(ValueError, match="posterior has no dimension 'draw', but"):
+        with pytest.raises(ValueError, match="^idata: the posterior has no dimension 'draw', but"):
             compute_log_likelihood(drawn.isel(draw=0), **make_settings())
         with pytest.raises(ValueError, match="var_names"):
             sample_posterior_predictive(drawn, **make_settings(var_names=[]))

@@ -290,6 +290,7 @@ def test_reported_learning_rate_is_of_a_stepping_rank():
     idle = RankTotals(0.0, 0.0, 0, 0, seconds, 0.0, FirstLaunches())
     busy = RankTotals(5.0, 5.0, 5, 1, seconds, 0.1, FirstLaunches())
     assert make_report([idle, busy], 0.5, 5, "2 x 5").learning_rate == 0.1
+    assert np.isnan(make_report([idle, idle], 0.5, 0, "2 x 5").learning_rate)
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])

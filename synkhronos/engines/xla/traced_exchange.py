@@ -23,7 +23,7 @@ from synkhronos.variable_types import Array
 #: fuses no operations across the start of a chunk.  Between GPUs of one machine this costs more than the overlap
 #: saves, unless a gradient is long.
 MIN_CHUNK_NBYTES = 128_000_000
-#: The same between several machines, whose network is slower.
+#: `MIN_CHUNK_NBYTES` for ranks on several machines, whose network is slower.
 MIN_CHUNK_NBYTES_OF_HOSTS = 25_000_000
 
 
@@ -46,9 +46,14 @@ class ExchangeSpec(NamedTuple):
         are sent; without one NCCL divides.
     nccl_caller : NcclCaller
         Code that calls NCCL within the launch, as in `FfiCollectives`.
+    op : str
+        Name of the reduction, a key of ``REDUCE_OPS``.
+    spans_hosts : bool
+        Whether the ranks are on several machines.
     shards : StepShards or None
-        With a sharded optimizer.  The variable is then a matrix with a row for each rank, and not all-reduced: a
-        reduce-scatter reduces this rank's row, and all-gathers after the second function exchange the updated rows.
+        Variables of a sharded optimizer; None without one.  With one, the variable is a matrix with a row for each
+        rank, and not all-reduced: a reduce-scatter reduces this rank's row, and all-gathers after the second function
+        exchange the updated rows.
     """
 
     storage: list[Any]

@@ -157,7 +157,7 @@ def patch_external_sampler() -> None:
         session = ranks.get_session()
         cores = (kwargs.get("nuts_sampler_kwargs") or {}).get("cores") or kwargs.get("cores") or count_available_cores()
         n_servers = min(kwargs["chains"], cores)
-        if n_servers < 2 or not chains.can_chains_start_ranks(session):
+        if n_servers < 2 or not chains.can_fork_computation(session):
             return original(*args, **kwargs)
         with _serve_sums(sums, n_servers):
             return original(*args, **kwargs)

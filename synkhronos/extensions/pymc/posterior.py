@@ -28,17 +28,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.extensions.chains import can_chains_start_ranks, run_forked
+from synkhronos.extensions.chains import can_fork_computation, run_forked
 from synkhronos.patching import replace_attribute
 
 __all__ = ["compute_log_likelihood", "sample_posterior_predictive"]
 
 #: Maximal number of bytes of the results of a block.
 _BLOCK_NBYTES = 32 << 20
-#: Minimal number of blocks of a chain with as many draws.
+#: Minimal number of blocks per chain, if it has as many draws.
 _MIN_BLOCKS = 16
-
-#: Elements of a row of results, beyond the draws, in one chunk of a Zarr store.
+#: Maximal number of elements of a chunk, per draw.
 _CHUNK_SIZE = 1 << 17
 
 
@@ -274,7 +273,7 @@ def _get_posterior(idata: Any, argument: str) -> Any:
     posterior = posterior.to_dataset() if hasattr(posterior, "to_dataset") else posterior
     for dimension in ("chain", "draw"):
         if dimension not in posterior.sizes:
-            raise ValueError(f"the posterior has no dimension {dimension!r}, but {tuple(posterior.sizes)}")
+            raise ValueError(f"{argument}: the posterior has no dimension {dimension!r}, but {tuple(posterior.sizes)}")
     return posterior
 
 
@@ -316,9 +315,11 @@ class _Block(NamedTuple):
 
 def _count_processes(function: Any) -> int:
     """Return the number of processes that may compute a compiled function; 1 for this process alone."""
+    from pytensor.link.jax.linker import JAXLinker
+
     session = ranks.get_session()
-    is_xla = type(function.maker.linker).__name__ == "JAXLinker"  # its threads do not outlive a fork
-    return 1 if is_xla or not can_chains_start_ranks(session) else len(session.rank.local_ranks)
+    is_xla = isinstance(function.maker.linker, JAXLinker)  # its threads do not outlive a fork
+    return 1 if is_xla or not can_fork_computation(session) else len(session.rank.local_ranks)
 
 
 def _compute_draws(
@@ -326,7 +327,7 @@ def _compute_draws(
     template: Any,
     posterior: Any,
     compute: Callable[[_Block], Mapping[Any, Any]],
-    num_processes: int,
+    n_processes: int,
     progressbar: bool,
     store: str | os.PathLike[str] | None,
     seeds: np.random.SeedSequence | None = None,
@@ -335,25 +336,25 @@ def _compute_draws(
     import xarray
 
     template = template.to_dataset() if hasattr(template, "to_dataset") else template
-    num_chains, num_draws = (posterior.sizes[name] for name in ("chain", "draw"))
+    n_chains, n_draws = (posterior.sizes[name] for name in ("chain", "draw"))
     nbytes = sum(array.nbytes for array in template.values())
-    length = max(1, min(_BLOCK_NBYTES // max(1, nbytes), math.ceil(num_draws / _MIN_BLOCKS)))
+    block_length = max(1, min(_BLOCK_NBYTES // max(1, nbytes), math.ceil(n_draws / _MIN_BLOCKS)))
     ranges = [
-        (chain, start, min(start + length, num_draws))
-        for chain in range(num_chains)
-        for start in range(0, num_draws, length)
+        (chain, start, min(start + block_length, n_draws))
+        for chain in range(n_chains)
+        for start in range(0, n_draws, block_length)
     ]
     states = (seeds or np.random.SeedSequence(0)).generate_state(len(ranges), "uint64")
     blocks = [_Block(*block_range, int(seed)) for block_range, seed in zip(ranges, states, strict=True)]
     coords = {name: array for name, array in template.coords.items() if name not in ("chain", "draw")}
     coords.update({name: posterior[name] for name in ("chain", "draw")})
-    empty = xarray.Dataset(coords=coords, attrs=template.attrs)
-    shapes = {name: (num_chains, num_draws, *array.shape[2:]) for name, array in template.items()}
+    empty_dataset = xarray.Dataset(coords=coords, attrs=template.attrs)
+    shapes = {name: (n_chains, n_draws, *array.shape[2:]) for name, array in template.items()}
     if store is None:
         arrays = {name: _allocate_shared(shape, template[name].dtype) for name, shape in shapes.items()}
-        _compute_blocks(compute, blocks, arrays, num_processes, progressbar)
-        return empty.assign({name: (template[name].dims, array) for name, array in arrays.items()})
-    with _create_group(store, group, empty) as zarr_group:
+        _compute_blocks(compute, blocks, arrays, n_processes, progressbar)
+        return empty_dataset.assign({name: (template[name].dims, array) for name, array in arrays.items()})
+    with _create_group(store, group, empty_dataset) as zarr_group:
         arrays = {
             name: _create_array(
                 zarr_group,
@@ -361,11 +362,11 @@ def _compute_draws(
                 array.dims,
                 shape=shapes[name],
                 dtype=array.dtype,
-                chunks=_choose_chunks(array.shape[2:], length),
+                chunks=_choose_chunks(array.shape[2:], block_length),
             )
             for name, array in template.items()
         }
-        _compute_blocks(compute, blocks, arrays, num_processes, progressbar)
+        _compute_blocks(compute, blocks, arrays, n_processes, progressbar)
     return xarray.open_zarr(store, group=group, consolidated=False, chunks=None)
 
 
@@ -375,15 +376,18 @@ def _allocate_shared(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 
 
-def _choose_chunks(shape: tuple[int, ...], num_draws: int) -> tuple[int, ...]:
-    """Return the shape of a chunk, to which only one process writes."""
-    rows = max(1, _CHUNK_SIZE // math.prod(shape[1:])) if shape else 0
-    return (1, num_draws, *[min(rows, max(1, length)) for length in shape[:1]], *[max(1, n) for n in shape[1:]])
+def _choose_chunks(shape: tuple[int, ...], block_length: int) -> tuple[int, ...]:
+    """Return the shape of a chunk, to which only one process writes.
+
+    ``shape`` is that of one draw.
+    """
+    max_rows = max(1, _CHUNK_SIZE // max(1, math.prod(shape[1:])))
+    return (1, block_length, *[min(max_rows, max(1, n_rows)) for n_rows in shape[:1]], *[max(1, n) for n in shape[1:]])
 
 
 @contextlib.contextmanager
-def _create_group(store: str | os.PathLike[str], group: str, coords: Any) -> Iterator[Any]:
-    """Context with a new Zarr group that has these coordinates; after an error, the group is removed."""
+def _create_group(store: str | os.PathLike[str], group: str, empty_dataset: Any) -> Iterator[Any]:
+    """Context with a new Zarr group of a dataset without variables; after an error, the group is removed."""
     import zarr
 
     path = Path(store)
@@ -391,7 +395,7 @@ def _create_group(store: str | os.PathLike[str], group: str, coords: Any) -> Ite
     if group in root:
         raise ValueError(f"store: {path} has a group {group!r} already")
     try:
-        coords.to_zarr(path, group=group, mode="w", consolidated=False, zarr_format=root.metadata.zarr_format)
+        empty_dataset.to_zarr(path, group=group, mode="w", consolidated=False, zarr_format=root.metadata.zarr_format)
         yield root[group]
         is_consolidated = zarr.open_group(path, mode="r").metadata.consolidated_metadata is not None
         if is_consolidated:  # readers would not find a group that it lacks
@@ -414,14 +418,14 @@ def _compute_blocks(
     compute: Callable[[_Block], Mapping[Any, Any]],
     blocks: Sequence[_Block],
     arrays: Mapping[Any, Any],
-    num_processes: int,
+    n_processes: int,
     progressbar: bool,
 ) -> None:
     """Compute all blocks, and write the results into the arrays."""
     from pymc.progress_bar import create_simple_progress
 
-    def write(number: int) -> Generator[int, None, None]:
-        for block in blocks[number::num_processes]:
+    def compute_share(process_index: int) -> Generator[int, None, None]:
+        for block in blocks[process_index::n_processes]:
             results = compute(block)
             for name, array in arrays.items():
                 array[block.chain, block.start : block.stop] = np.asarray(results[name])[0]
@@ -430,6 +434,7 @@ def _compute_blocks(
     progress = create_simple_progress(progressbar=progressbar)
     with progress:
         task = progress.add_task("Computing ...", completed=0, total=sum(block.stop - block.start for block in blocks))
-        with contextlib.closing(write(0) if num_processes == 1 else run_forked(write, num_processes)) as counts:
+        shares = compute_share(0) if n_processes == 1 else run_forked(compute_share, n_processes)
+        with contextlib.closing(shares) as counts:
             for count in counts:
                 progress.advance(task, count)

@@ -101,7 +101,7 @@ def make_report(
         steps=sum(total.steps for total in totals),
         loss=sum(total.weighted_loss_sum for total in totals) / weight if weight else math.nan,
         validation={},
-        learning_rate=next(total.learning_rate for total in totals if total.rows),
+        learning_rate=next((total.learning_rate for total in totals if total.rows), math.nan),
         rows_per_second=compute_rows_per_second(rows, elapsed, FirstLaunches(first_rows, first_seconds)),
         seconds=seconds,
         batch=batch_description,

@@ -7,7 +7,7 @@ from synkhronos.devices.shared_memory_communicator import SharedMemoryCommunicat
 
 
 class WrappedArray:
-    """An array of the toy's."""
+    """An array of the device."""
 
     def __init__(self, array):
         self.inside = array
@@ -28,7 +28,7 @@ class Toy(Device):
     def from_numpy(self, array):
         return WrappedArray(np.array(array, order="C"))
 
-    # Without these two, arrays would be combined through the host.
+    # With these three methods, collectives read and write the device's arrays.  By default they copy through the host.
 
     def can_communicate(self, dtype, op=None):
         return True
@@ -43,27 +43,31 @@ class Toy(Device):
 class CountingCommunicator(SharedMemoryCommunicator):
     """Reduces the wrapped NumPy arrays."""
 
-    #: Number of arrays made; tests check that the device was used.
-    count = 0
+    #: Number of calls of collectives on this rank; tests check that the device was used.
+    n_collective_calls = 0
 
     def broadcast(self, array, root):
-        CountingCommunicator.count += 1
+        CountingCommunicator.n_collective_calls += 1
         super().broadcast(array.inside, root)
 
     def all_reduce(self, array, op):
-        CountingCommunicator.count += 1
+        CountingCommunicator.n_collective_calls += 1
         super().all_reduce(array.inside, op)
 
     def reduce(self, array, op, root, out, layout, contributors):
-        CountingCommunicator.count += 1
+        CountingCommunicator.n_collective_calls += 1
         super().reduce(unwrap(array), op, root, unwrap(out), layout, contributors)
 
+    def reduce_scatter(self, array, op, bounds, out):
+        CountingCommunicator.n_collective_calls += 1
+        super().reduce_scatter(array.inside, op, bounds, out.inside)
+
     def gather(self, array, root, layouts, out):
-        CountingCommunicator.count += 1
+        CountingCommunicator.n_collective_calls += 1
         super().gather(unwrap(array), root, layouts, out and [unwrap(part) for part in out])
 
     def all_gather(self, array, layouts, out):
-        CountingCommunicator.count += 1
+        CountingCommunicator.n_collective_calls += 1
         super().all_gather(unwrap(array), layouts, [unwrap(part) for part in out])
 
 
