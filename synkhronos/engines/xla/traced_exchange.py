@@ -47,7 +47,7 @@ class ExchangeSpec(NamedTuple):
     nccl_caller : NcclCaller
         Code that calls NCCL within the launch, as in `FfiCollectives`.
     op : str
-        Name of the reduction, a key of ``REDUCE_OPS``.
+        Name of the reduction, a key of ``NCCL_OPS``.
     spans_hosts : bool
         Whether the ranks are on several machines.
     shards : StepShards or None
